@@ -1,0 +1,16 @@
+"""muletrain: train large transformer models on whatever machines you can get, over ordinary internet.
+
+The package reads top-down; imports run downwards only (``tests/test_imports.py`` holds them to it):
+
+=============================  =====================================================================
+``cli``                        the commands a person types
+``runs``                       builds a run from a config: processes, tickets, progress, reports
+``swarm``                      protocol actors: peer, trainer, averaging, step record, membership
+``network`` ``compute`` ``wire``  the seams and their implementations; frames and tensor codecs
+``model`` ``data`` ``optim``   decoder and stages; corpora and microbatches; AdamW and LAMB
+``policy``                     pure decisions: wiring, claims, partition, cover (no torch, no sockets)
+``config`` ``events`` ``clock`` ``units`` ``errors``  what everything stands on
+=============================  =====================================================================
+"""
+
+__version__ = "0.1.0"

@@ -1,0 +1,53 @@
+"""The ``Clock`` seam: where protocol code gets its time from.
+
+Protocol code never calls ``time.*`` or ``asyncio.sleep`` with wall time in mind: it uses a ``Clock``, so that the same
+code runs on a virtual event loop whose time jumps to the next timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from muletrain.errors import DeadlineExceeded
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
+T = TypeVar("T")
+
+
+class Clock(Protocol):
+    """Time as protocol code sees it."""
+
+    def now(self) -> float:
+        """Seconds on a monotonic clock with an arbitrary origin."""
+        ...
+
+    async def sleep(self, seconds: float) -> None:
+        """Suspend for ``seconds`` of this clock's time."""
+        ...
+
+    async def deadline(self, awaitable: Awaitable[T], seconds: float, what: str) -> T:
+        """Await with a deadline. Raises ``DeadlineExceeded`` naming ``what`` after ``seconds``; cancels the awaitable."""
+        ...
+
+
+class LoopClock:
+    """The running asyncio loop's time: wall time on a real loop, virtual time on a virtual one."""
+
+    def now(self) -> float:
+        try:
+            return asyncio.get_running_loop().time()
+        except RuntimeError:  # compute threads ask too
+            return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def deadline(self, awaitable: Awaitable[T], seconds: float, what: str) -> T:
+        try:
+            return await asyncio.wait_for(awaitable, seconds)
+        except TimeoutError as e:
+            raise DeadlineExceeded(f"{what}: no answer within {seconds:.2f} s") from e

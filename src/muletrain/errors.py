@@ -1,0 +1,47 @@
+"""The exception tree. Every message says what is wrong, where, and what to do next."""
+
+from __future__ import annotations
+
+
+class MuletrainError(Exception):
+    """Base of everything muletrain raises on purpose; the CLI prints its message without a traceback."""
+
+
+class ConfigError(MuletrainError):
+    """A configuration that cannot be run. The message names the field, the file and line, and the remedy."""
+
+
+class DataError(MuletrainError):
+    """A corpus or tokenizer that cannot be used (missing, empty, unreadable, of another digest)."""
+
+
+class CheckpointError(MuletrainError):
+    """A checkpoint that cannot be read or written (incomplete, corrupt, no space, other shapes)."""
+
+
+class CapacityError(MuletrainError):
+    """A stage that fits no machine; the message gives the numbers."""
+
+
+class NetworkError(MuletrainError):
+    """Base of what can go wrong between two peers."""
+
+
+class PeerUnreachable(NetworkError):  # noqa: N818 - reads as the condition it names
+    """The other side cannot be dialled, or the connection broke."""
+
+
+class DeadlineExceeded(NetworkError):  # noqa: N818
+    """The other side did not answer within the deadline."""
+
+
+class Refused(NetworkError):
+    """The other side answered, and said no (with a reason that says what to do)."""
+
+
+class ProtocolError(NetworkError):
+    """Something arrived that no correct peer would send: wrong shape, size, kind, lineage or signature."""
+
+
+class AdmissionError(MuletrainError):
+    """A ticket or a peer that does not fit this run: wrong secret, other run, other version."""
