@@ -1,0 +1,97 @@
+"""The ``Compute`` seam: one stage's weights and the arithmetic on them.
+
+Shapes: B sequences per microbatch, T tokens per sequence, D model width, P parameters of the stage (flat).
+Every coroutine returns when the work is done; the event loop stays free meanwhile. One microbatch computes at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+R = TypeVar("R")
+
+
+class Microbatch(NamedTuple):
+    """Identity of a microbatch: a fact, from which its tokens and dropout masks follow (DESIGN "Microbatches are facts")."""
+
+    step: int
+    index: int
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an optimizer step needs beyond the gradient; a pure function of the step record."""
+
+    step: int
+    """The step being applied; the schedule and bias corrections derive from it."""
+    scale: float
+    """The reduced gradient is multiplied by this (global clipping)."""
+    skip: bool
+    """A non-finite step: weights and moments stay as they are."""
+
+
+class Compute(Protocol):
+    """One stage of the model, resident on some device."""
+
+    stage: int
+    stages: int
+    n_params: int
+    """P: length of the flat gradient."""
+
+    async def forward(self, mb: Microbatch, inputs: Tensor) -> Tensor:
+        """Stages before the last. ``inputs``: int64 tokens [B, T] at stage 0, else activations fp32 [B, T, D].
+        Returns activations fp32 [B, T, D] on the CPU. Keeps what ``backward`` needs until it or ``discard``."""
+        ...
+
+    async def backward(self, mb: Microbatch, grad: Tensor, *, accumulate: bool) -> Tensor | None:
+        """Stages before the last. ``grad``: fp32 [B, T, D], d loss / d output. Returns d loss / d inputs (None at stage 0),
+        and adds this microbatch's parameter gradient to the accumulator if ``accumulate``. Raises KeyError when ``mb`` is not held."""
+        ...
+
+    async def loss_backward(
+        self, mb: Microbatch, inputs: Tensor, targets: Tensor, *, accumulate: bool
+    ) -> tuple[float, Tensor | None]:
+        """Last stage: mean cross-entropy [nats/token] of ``targets`` int64 [B, T], and d loss / d inputs (None if also stage 0)."""
+        ...
+
+    def discard(self, mb: Microbatch) -> None:
+        """Forget what ``forward`` kept for ``mb``."""
+        ...
+
+    def gradient(self) -> Tensor:
+        """The accumulator: flat fp32 [P] on the CPU, the *sum* of the accumulated microbatches' gradients. Read-only for the caller."""
+        ...
+
+    async def apply(self, gradient: Tensor, update: Update) -> None:
+        """Optimizer step with the reduced mean gradient (flat fp32 [P], CPU), then clear the accumulator."""
+        ...
+
+    def clear(self) -> None:
+        """Empty the accumulator without a step."""
+        ...
+
+    async def digest(self) -> bytes:
+        """SHA-256 over the fp32 weights: replicas of a lineage compare it."""
+        ...
+
+    async def state(self) -> dict[str, Tensor]:
+        """A consistent copy of weights and optimizer moments: 'model/NAME', 'moment1/NAME', 'moment2/NAME', fp32, CPU."""
+        ...
+
+    async def load_state(self, state: dict[str, Tensor]) -> None:
+        """The inverse of ``state``; raises CheckpointError on missing names or other shapes. Moments may be absent (zeros then)."""
+        ...
+
+    async def offload(self, fn: Callable[..., R], *args: object) -> R:
+        """Run CPU work (quantising, summing, hashing) beside the compute thread, so that it overlaps compute."""
+        ...
+
+    def close(self) -> None:
+        """Release threads and memory."""
+        ...

@@ -1,0 +1,88 @@
+"""The ``Network`` seam: calls, frames and a directory, between peers named by their id (base58 of an Ed25519 key).
+
+- *Calls* are request/response control messages (up to 1 MiB).
+- *Frames* are one-way messages over persistent ordered streams, one per (sender, receiver, channel): tensors, and the
+  small notices of the step protocol, for which a call's round trip and CPU would dominate a short step.
+- The *directory* gives hints (who is there, since when): never decisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from muletrain.wire.codec import Encoded
+
+PeerId = str
+
+
+class Channel(StrEnum):
+    """Streams that must not block each other: pipeline traffic, gradient averaging, bulk state."""
+
+    PIPE = "pipe"
+    AVERAGE = "average"
+    BULK = "bulk"
+
+
+@dataclass(slots=True)
+class Frame:
+    """One message on a stream: a kind, a msgpack-able header (validated by the actor that handles ``kind``), tensors or raw blobs."""
+
+    kind: str
+    header: dict[str, Any]
+    tensors: list[Encoded] = field(default_factory=list)
+
+
+CallHandler = Callable[[PeerId, bytes], Awaitable[bytes]]
+FrameHandler = Callable[[PeerId, Frame], Awaitable[None]]
+RefusalHandler = Callable[[PeerId, str], None]
+
+
+class Network(Protocol):
+    """What protocol actors see of the world outside the process."""
+
+    peer_id: PeerId
+
+    async def call(self, peer: PeerId, method: str, payload: bytes, *, timeout_s: float) -> bytes:
+        """Raises PeerUnreachable, DeadlineExceeded, or Refused (the handler raised a MuletrainError; its message is carried)."""
+        ...
+
+    def serve(self, method: str, handler: CallHandler) -> None:
+        """Answer calls to ``method``. A MuletrainError raised by the handler reaches the caller as Refused."""
+        ...
+
+    async def send(self, peer: PeerId, frame: Frame, *, channel: Channel = Channel.PIPE, timeout_s: float = 60.0) -> int:
+        """Send in order on the stream to ``peer``; returns bytes put on the stream (0 when ``peer`` is ourselves: then the
+        handler runs without a wire). Returns once the transport took it (back-pressure). Raises PeerUnreachable, DeadlineExceeded."""
+        ...
+
+    def receive(self, handler: FrameHandler) -> None:
+        """Every frame of every stream goes to ``handler``; awaiting it holds that stream back (back-pressure)."""
+        ...
+
+    def on_refusal(self, handler: RefusalHandler) -> None:
+        """Told (remote id or address, reason) whenever something wrong arrived and was refused."""
+        ...
+
+    async def announce(self, key: str, value: bytes, ttl_s: float) -> None:
+        """Store ``value`` in the directory under (key, our id) for ``ttl_s`` seconds."""
+        ...
+
+    async def lookup(self, key: str) -> dict[PeerId, bytes]:
+        """What members announced under ``key`` and has not expired."""
+        ...
+
+    def addresses(self) -> list[str]:
+        """Multiaddresses (ending in /p2p/ID) others can dial."""
+        ...
+
+    async def connect(self, addresses: list[str], *, timeout_s: float) -> PeerId:
+        """Dial a peer by address and be admitted. Raises PeerUnreachable or AdmissionError."""
+        ...
+
+    async def close(self) -> None:
+        """Close streams, daemon and directory; idempotent."""
+        ...
