@@ -1,7 +1,8 @@
-"""The run's configuration: one frozen model per section, a docstring-like ``description`` and a unit for every field.
+"""The run's configuration: one frozen model per section, a description and a unit for every field.
 
 ``muletrain config`` prints these with their defaults and comments. Unknown keys are refused. Cross-field checks live here
-(``RunConfig``), so that a config object that exists is one that can run.
+(``RunConfig``), so that a config object that exists is one that can run. Units stand in brackets at the end of a description;
+``[1]`` is a pure ratio. ``examples`` gives the value printed for a field that is off by default.
 """
 
 from __future__ import annotations
@@ -32,114 +33,168 @@ class Codec(StrEnum):
 
 
 class Section(BaseModel):
-    """Base of every section: immutable, no unknown keys."""
+    """Base of every section: immutable, no unknown keys, finite numbers."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
-    """The decoder (SWARM app. G, mapped one to one onto ``LlamaForCausalLM``)."""
+    """The decoder (SWARM app. G, mapped one to one onto LlamaForCausalLM)."""
 
-    preset: str | None = Field(None, description="named size, e.g. 'gpt3-125m' or 'llama-7b'; fields below override it")
-    layers: PositiveInt = Field(4, description="transformer blocks")
-    width: PositiveInt = Field(192, description="model width d_model [features]")
-    heads: PositiveInt = Field(6, description="attention heads; must divide width")
-    kv_heads: PositiveInt | None = Field(None, description="key/value heads (grouped-query attention); default: heads")
-    ffn: PositiveInt | None = Field(None, description="feed-forward width [features]; default 8/3 width, rounded up to 64")
-    vocab: PositiveInt = Field(1024, description="vocabulary [tokens]; also the size of a tokenizer trained by the run")
-    context: PositiveInt = Field(128, description="longest sequence [tokens]")
-    activation: Literal["gelu", "silu"] = Field("gelu", description="gate of the feed-forward: gelu = GeGLU, silu = Llama")
-    dropout: Fraction = Field(0.1, description="probability of dropping a residual feature in training")
-    rope_theta: float = Field(10000.0, gt=0, description="base of the rotary embedding")
-    norm_eps: float = Field(1e-5, gt=0, description="epsilon of RMSNorm")
-    share_layers: bool = Field(False, description="repeat one block inside each stage (ALBERT; SWARM sec. 4.3)")
-    from_: str | None = Field(None, alias="from", description="Hugging Face checkpoint folder to start from")
+    preset: str | None = Field(
+        default=None,
+        description="named size, e.g. 'gpt3-125m' or 'llama-7b'; fields given beside it override it",
+        examples=["gpt3-125m"],
+    )
+    layers: PositiveInt = Field(default=4, description="depth [transformer blocks]")
+    width: PositiveInt = Field(default=192, description="model width d_model [features]")
+    heads: PositiveInt = Field(default=6, description="attention heads, must divide width [heads]")
+    kv_heads: PositiveInt | None = Field(
+        default=None,
+        description="key/value heads (grouped-query attention), must divide heads; default: heads [heads]",
+        examples=[2],
+    )
+    ffn: PositiveInt | None = Field(
+        default=None,
+        description="feed-forward width; default: 8/3 width, rounded up to 64 [features]",
+        examples=[512],
+    )
+    vocab: PositiveInt = Field(
+        default=1024, description="vocabulary, and the size of a tokenizer trained by the run [tokens]"
+    )
+    context: PositiveInt = Field(default=128, description="longest sequence [tokens]")
+    activation: Literal["gelu", "silu"] = Field(
+        default="gelu", description="gate of the feed-forward: gelu = GeGLU, silu = Llama"
+    )
+    dropout: Fraction = Field(default=0.1, description="probability of dropping a residual feature in training [1]")
+    rope_theta: float = Field(default=10000.0, gt=0, description="base of the rotary embedding [1]")
+    norm_eps: float = Field(default=1e-5, gt=0, description="epsilon of RMSNorm [1]")
+    share_layers: bool = Field(default=False, description="repeat one block inside each stage (ALBERT; SWARM sec. 4.3)")
+    from_: str | None = Field(
+        default=None, alias="from", description="Hugging Face checkpoint folder to start from", examples=["my-llama"]
+    )
 
 
 class DataConfig(Section):
     """What is trained on."""
 
     path: str = Field(
-        "pydoc",
+        default="pydoc",
         description="files or globs (text, .jsonl, .parquet; ',' separates), 'hf:NAME' for a Hugging Face dataset, "
         "or 'pydoc' for the documentation that ships with Python",
     )
-    field: str = Field("text", description="column of .jsonl, .parquet and Hugging Face rows")
-    tokenizer: str = Field("train", description="'train' (BPE on the corpus), a tokenizer.json, or a Hugging Face name")
-    heldout: Annotated[float, Field(gt=0, lt=0.5)] = Field(0.05, description="share of paragraphs kept for validation")
-    cache: str | None = Field(None, description="folder of the token cache; default: ~/.cache/muletrain")
+    field: str = Field(default="text", description="column of .jsonl, .parquet and Hugging Face rows")
+    tokenizer: str = Field(
+        default="train", description="'train' (BPE on the corpus), a tokenizer.json, or a Hugging Face name"
+    )
+    heldout: Annotated[float, Field(gt=0, lt=0.5)] = Field(
+        default=0.05, description="share of paragraphs kept for validation [1]"
+    )
+    cache: str | None = Field(
+        default=None,
+        description="folder of the token cache; default: ~/.cache/muletrain",
+        examples=["/data/muletrain-cache"],
+    )
 
 
 class TrainConfig(Section):
     """The step: what one optimizer update sees."""
 
-    steps: PositiveInt = Field(500, description="optimizer steps")
-    batch: PositiveInt = Field(16, description="sequences per step, over the whole fleet")
-    microbatch: PositiveInt = Field(4, description="sequences per microbatch; must divide batch")
-    seed: int = Field(0, ge=0, lt=2**32, description="seed of weights, data order and dropout")
+    steps: PositiveInt = Field(default=500, description="length of the run [optimizer steps]")
+    batch: PositiveInt = Field(default=16, description="batch of one step, over the whole fleet [sequences]")
+    microbatch: PositiveInt = Field(default=4, description="unit of work of a peer, must divide batch [sequences]")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="seed of weights, data order and dropout [1]")
     sequence_start: PositiveInt | None = Field(
-        None, description="sequence length at step 0 [tokens], growing linearly to model.context (SWARM app. G)"
+        default=None,
+        description="sequence length at step 0, growing linearly to model.context (SWARM app. G) [tokens]",
+        examples=[32],
     )
-    sequence_warmup: int = Field(0, ge=0, description="steps until full sequence length")
-    time_limit: float | None = Field(None, gt=0, description="stop in order after this long [s]")
+    sequence_warmup: int = Field(default=0, ge=0, description="time until full sequence length [optimizer steps]")
+    time_limit: float | None = Field(
+        default=None, gt=0, description="stop in order after this long [s]", examples=[3600.0]
+    )
 
 
 class OptimizerConfig(Section):
     """AdamW or LAMB, with warm-up, decay and clipping by the global norm over all stages."""
 
-    name: Literal["adamw", "lamb"] = Field("adamw", description="update rule")
-    lr: float = Field(3e-3, gt=0, description="peak learning rate")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="decay of the first and second moment")
-    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
-    weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay (not on norms)")
-    clip: float | None = Field(1.0, gt=0, description="largest global gradient norm; remove with 'none'")
-    warmup: int = Field(50, ge=0, description="steps of linear warm-up")
-    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="decay after the warm-up")
-    final_lr: Fraction = Field(0.0, description="learning rate at the last step, as a share of the peak")
-    state_device: Literal["device", "cpu"] = Field("device", description="where moments and fp32 master weights live")
+    name: Literal["adamw", "lamb"] = Field(default="adamw", description="update rule")
+    lr: float = Field(default=3e-3, gt=0, description="peak learning rate [1]")
+    betas: tuple[Fraction, Fraction] = Field(
+        default=(0.9, 0.95), description="decay of the first and of the second moment, per step [1]"
+    )
+    eps: float = Field(default=1e-8, gt=0, description="added to the root of the second moment [1]")
+    weight_decay: float = Field(default=0.1, ge=0, description="decoupled weight decay, not on norms [1]")
+    clip: float | None = Field(default=1.0, gt=0, description="largest global gradient norm; 'none': no clipping [1]")
+    warmup: int = Field(default=50, ge=0, description="linear warm-up [optimizer steps]")
+    schedule: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="decay after the warm-up")
+    final_lr: Fraction = Field(default=0.0, description="learning rate at the last step, as a share of the peak [1]")
+    state_device: Literal["device", "cpu"] = Field(
+        default="device", description="where moments and fp32 master weights live"
+    )
 
 
 class FleetConfig(Section):
-    """How many peers and what they do. Speeds and links of an emulated fleet come from ``profile``."""
+    """How many peers and what they do. Speeds and links of an emulated fleet come from its profile."""
 
-    stages: PositiveInt = Field(2, description="pipeline stages")
-    peers: PositiveInt = Field(4, description="peers to start ('run') or to wait for ('start'); at least one per stage")
-    trainers: PositiveInt = Field(2, description="peers of a local fleet that also build microbatches")
-    profile: str | None = Field(None, description="fleet TOML with machines and links to emulate; see 'muletrain config --fleet'")
+    stages: PositiveInt = Field(default=2, description="parts the model is cut into [pipeline stages]")
+    peers: PositiveInt = Field(
+        default=4, description="peers to start ('run') or to wait for ('start'), at least one per stage [peers]"
+    )
+    trainers: PositiveInt = Field(
+        default=2, description="how many peers of a local fleet also build microbatches [peers]"
+    )
+    profile: str | None = Field(
+        default=None,
+        description="fleet TOML with machines and links to emulate ('muletrain config --fleet' prints one)",
+        examples=["slow-home"],
+    )
 
 
 class WireConfig(Section):
     """How tensors travel."""
 
-    activations: Codec = Field(Codec.INT8, description="activations and their gradients: fp32, fp16, bf16, int8")
-    gradients: Codec = Field(Codec.FP16, description="gradient averaging: fp32, fp16, int8")
+    activations: Codec = Field(default=Codec.INT8, description="activations and their gradients")
+    gradients: Codec = Field(default=Codec.FP16, description="gradient averaging")
 
 
 class ComputeConfig(Section):
     """How a peer computes."""
 
-    device: str = Field("auto", description="'auto', 'cpu', 'cuda', 'cuda:1'")
-    precision: Precision = Field(Precision.AUTO, description="auto measures for a second; fp32, bf16, fp16")
-    threads: PositiveInt | None = Field(None, description="CPU threads of a peer; default: cores / local peers")
-    memory: float | None = Field(None, gt=0, description="memory a peer may use [GiB]; default: what is free")
+    device: str = Field(
+        default="auto",
+        pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$",
+        description="'auto', 'cpu', 'mps', 'cuda', or one of several as 'cuda:1'",
+    )
+    precision: Precision = Field(
+        default=Precision.AUTO, description="arithmetic; auto measures for a second and takes the fastest"
+    )
+    threads: PositiveInt | None = Field(
+        default=None, description="CPU threads of a peer; default: cores / local peers [threads]", examples=[1]
+    )
+    memory: float | None = Field(
+        default=None, gt=0, description="memory a peer may use; default: what is free [GiB]", examples=[8.0]
+    )
     checkpointing: Literal["auto", "always", "never"] = Field(
-        "auto", description="recompute activations in backward; auto stashes them where memory allows"
+        default="auto", description="recompute activations in backward; auto stashes them where memory allows"
     )
 
 
 class CheckpointConfig(Section):
     """When the run is written down."""
 
-    every: int = Field(0, ge=0, description="steps between checkpoints; 0: only at the end")
-    keep: PositiveInt = Field(2, description="newest checkpoints kept")
+    every: int = Field(default=0, ge=0, description="time between checkpoints; 0: only at the end [optimizer steps]")
+    keep: PositiveInt = Field(default=2, description="how many of the newest are kept [checkpoints]")
 
 
 class NetworkConfig(Section):
     """Where a peer listens."""
 
-    listen: str = Field("127.0.0.1", description="address to listen on; 'start' and 'join' use 0.0.0.0")
-    port: int = Field(0, ge=0, lt=65536, description="TCP port; 0: any free one")
-    announce: tuple[str, ...] = Field((), description="addresses others should dial instead (port forwarding)")
+    listen: str = Field(default="127.0.0.1", description="address to listen on; 'start' and 'join' use 0.0.0.0")
+    port: int = Field(default=0, ge=0, lt=65536, description="0: any free one [TCP port]")
+    announce: tuple[str, ...] = Field(
+        default=(), description="addresses others should dial instead (port forwarding), e.g. ['/ip4/1.2.3.4/tcp/4000']"
+    )
 
 
 class RunConfig(Section):
@@ -157,24 +212,16 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
-        # (message starts with the field's dotted name: the loader turns it into file and line)
-        m, t, f = self.model, self.train, self.fleet
-        if m.width % m.heads:
-            raise ValueError(f"model.heads: {m.heads} heads do not divide model.width = {m.width}; try {_near(m.width, m.heads)}")
-        if (m.width // m.heads) % 2:
-            raise ValueError(f"model.heads: width / heads = {m.width // m.heads} must be even for rotary embeddings")
-        if m.kv_heads and m.heads % m.kv_heads:
-            raise ValueError(f"model.kv_heads: {m.kv_heads} does not divide model.heads = {m.heads}")
-        if t.batch % t.microbatch:
-            raise ValueError(f"train.microbatch: {t.microbatch} does not divide train.batch = {t.batch}")
-        if f.peers < f.stages:
-            raise ValueError(f"fleet.peers: {f.peers} peers cannot serve fleet.stages = {f.stages}; give at least one peer per stage")
-        if f.stages > m.layers:
-            raise ValueError(f"fleet.stages: {f.stages} stages for model.layers = {m.layers}; a stage needs at least one layer")
-        if f.trainers > f.peers:
-            raise ValueError(f"fleet.trainers: {f.trainers} trainers among {f.peers} peers; at most one per peer")
-        if t.sequence_start and t.sequence_start > m.context:
-            raise ValueError(f"train.sequence_start: {t.sequence_start} exceeds model.context = {m.context}")
+        if self.model.preset is None:  # with a preset the sizes are known only once it is filled in
+            _check_shape(self.model)
+            _check_depth(self.model, self.fleet)
+        _check_batch(self.train)
+        _check_fleet(self.fleet)
+        if (self.train.sequence_start or 0) > self.model.context:
+            raise ValueError(
+                f"train.sequence_start: {self.train.sequence_start} exceeds model.context = {self.model.context}; "
+                "start shorter"
+            )
         return self
 
     @property
@@ -183,5 +230,49 @@ class RunConfig(Section):
         return self.train.batch // self.train.microbatch
 
 
-def _near(width: int, heads: int) -> int:
-    return min((h for h in range(1, width + 1) if width % h == 0 and (width // h) % 2 == 0), key=lambda h: abs(h - heads))
+# The checks raise ValueError whose message starts with the field's dotted name and calls every other field it involves by
+# its dotted name too: the loader turns these into file and line.
+
+
+def _check_shape(m: ModelConfig) -> None:
+    if m.width % m.heads:
+        raise ValueError(
+            f"model.heads: {m.heads} heads do not divide model.width = {m.width}; "
+            f"use {_near(m.width, m.heads)} heads or another width"
+        )
+    if (m.width // m.heads) % 2:
+        raise ValueError(
+            f"model.heads: model.width / heads = {m.width // m.heads} must be even for rotary embeddings; "
+            f"use {_near(m.width, m.heads)} heads or another width"
+        )
+    if m.kv_heads and m.heads % m.kv_heads:
+        raise ValueError(f"model.kv_heads: {m.kv_heads} does not divide model.heads = {m.heads}; use a divisor of it")
+
+
+def _check_depth(m: ModelConfig, f: FleetConfig) -> None:
+    if f.stages > m.layers:
+        raise ValueError(
+            f"fleet.stages: {f.stages} stages for model.layers = {m.layers}; a stage needs at least one layer"
+        )
+
+
+def _check_batch(t: TrainConfig) -> None:
+    if t.batch % t.microbatch:
+        raise ValueError(
+            f"train.microbatch: {t.microbatch} does not divide train.batch = {t.batch}; use a divisor of the batch"
+        )
+
+
+def _check_fleet(f: FleetConfig) -> None:
+    if f.peers < f.stages:
+        raise ValueError(
+            f"fleet.peers: {f.peers} peers cannot serve fleet.stages = {f.stages}; give at least one peer per stage"
+        )
+    if f.trainers > f.peers:
+        raise ValueError(f"fleet.trainers: {f.trainers} trainers among fleet.peers = {f.peers}; at most one per peer")
+
+
+def _near(width: int, heads: int) -> int | str:
+    """The usable head count next to ``heads``: it divides the width and leaves an even width per head."""
+    usable = [h for h in range(1, width + 1) if width % h == 0 and (width // h) % 2 == 0]
+    return min(usable, key=lambda h: abs(h - heads)) if usable else "other"
