@@ -1,0 +1,70 @@
+"""Which accumulators a stage keeps: disjoint sealed sets that cover as many microbatches as possible.
+
+Accumulators cannot be split: when a suspected peer turns out alive, two replicas may hold the same microbatch, and one of
+the two whole sets must go. Every member computes the same answer from the same announced sets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+EXACT_LIMIT = 16
+"""Conflicting members up to which the search is exact (2^16 subsets at the most)."""
+
+
+@dataclass(frozen=True)
+class Cover:
+    """``chosen`` members' sets are pairwise disjoint; ``gaps`` are the microbatches in none of them."""
+
+    chosen: tuple[str, ...]
+    dropped: tuple[str, ...]
+    gaps: tuple[int, ...]
+
+
+def resolve(sealed: Mapping[str, frozenset[int]], microbatches: int) -> Cover:
+    """Choose disjoint sets with the largest union, so that the fewest of the ``microbatches`` are run again.
+
+    Ties go to the lexicographically first members. Sets with indices outside 0..microbatches-1 raise ValueError.
+    """
+    universe = frozenset(range(microbatches))
+    for member, indices in sealed.items():
+        if not indices <= universe:
+            raise ValueError(f"{member} sealed indices outside 0..{microbatches - 1}: {sorted(indices - universe)}")
+    members = sorted(sealed)
+    contested = [m for m in members if any(sealed[m] & sealed[o] for o in members if o != m)]
+    free = [m for m in members if m not in contested]
+    best = _exact(contested, sealed) if len(contested) <= EXACT_LIMIT else _greedy(contested, sealed)
+    chosen = tuple(sorted([*free, *best]))
+    covered = frozenset().union(*(sealed[m] for m in chosen))
+    return Cover(chosen, tuple(m for m in members if m not in chosen), tuple(sorted(universe - covered)))
+
+
+def _exact(members: list[str], sealed: Mapping[str, frozenset[int]]) -> list[str]:
+    """Branch on taking or leaving each member; the first largest union found in this order is the answer everywhere."""
+
+    def search(k: int, taken: frozenset[int]) -> tuple[int, list[str]]:
+        if k == len(members):
+            return len(taken), []
+        member = members[k]
+        best: tuple[int, list[str]] = (-1, [])
+        if not sealed[member] & taken:
+            size, rest = search(k + 1, taken | sealed[member])
+            best = (size, [member, *rest])
+        size, rest = search(k + 1, taken)
+        return best if best[0] >= size else (size, rest)
+
+    return search(0, frozenset())[1]
+
+
+def _greedy(members: list[str], sealed: Mapping[str, frozenset[int]]) -> list[str]:
+    chosen: list[str] = []
+    taken: frozenset[int] = frozenset()
+    for member in sorted(members, key=lambda m: (-len(sealed[m]), m)):
+        if not sealed[member] & taken:
+            chosen.append(member)
+            taken |= sealed[member]
+    return chosen

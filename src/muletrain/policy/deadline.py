@@ -1,0 +1,32 @@
+"""Deadlines from measured times, after TCP's retransmission timer (RFC 6298): mean plus four deviations, doubled on retry."""
+
+from __future__ import annotations
+
+FLOOR_S = 1.0
+"""Below this a busy machine's scheduling looks like a fault."""
+UNMEASURED_S = 30.0
+"""Before the first measurement: long enough for a first step on a cold machine."""
+CEILING_S = 600.0
+
+
+class Deadline:
+    """How long to wait for one kind of answer."""
+
+    def __init__(self, unmeasured_s: float = UNMEASURED_S, floor_s: float = FLOOR_S) -> None:
+        self._mean_s: float | None = None
+        self._deviation_s = 0.0
+        self._unmeasured_s = unmeasured_s
+        self._floor_s = floor_s
+
+    def measured(self, seconds: float) -> None:
+        """An answer took ``seconds``."""
+        if self._mean_s is None:
+            self._mean_s, self._deviation_s = seconds, seconds / 2
+        else:
+            self._deviation_s += (abs(seconds - self._mean_s) - self._deviation_s) / 4
+            self._mean_s += (seconds - self._mean_s) / 8
+
+    def seconds(self, attempt: int = 0) -> float:
+        """The deadline of the ``attempt``-th try, from 0."""
+        base = self._unmeasured_s if self._mean_s is None else self._mean_s + 4 * self._deviation_s
+        return min(CEILING_S, max(self._floor_s, base) * 2.0 ** min(attempt, 10))

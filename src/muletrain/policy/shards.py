@@ -1,0 +1,20 @@
+"""How a stage's flat gradient is divided for its all-reduce: one contiguous shard a member, in chunks that stream."""
+
+from __future__ import annotations
+
+BLOCK = 4096
+"""Shards and chunks start on a quantisation block, so that every sender quantises the same blocks."""
+CHUNK = 128 * BLOCK
+"""Elements in a chunk: 2 MiB of fp32. Small enough to overlap sending, summing and returning, large enough to stream."""
+
+
+def shard_ranges(n_params: int, members: int) -> list[tuple[int, int]]:
+    """``members`` half-open ranges that cover 0..n_params, equal to within a block. Some are empty for tiny stages."""
+    blocks = -(-n_params // BLOCK)
+    bounds = [min(n_params, BLOCK * (blocks * k // members)) for k in range(members + 1)]
+    return list(zip(bounds, bounds[1:], strict=False))
+
+
+def chunk_ranges(begin: int, end: int) -> list[tuple[int, int]]:
+    """The chunks of one shard, in the order in which they are sent."""
+    return [(a, min(a + CHUNK, end)) for a in range(begin, end, CHUNK)]

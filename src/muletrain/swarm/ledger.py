@@ -1,0 +1,63 @@
+"""The ledger: which microbatches are inside this peer's accumulator (DESIGN "The ledger").
+
+A pure state machine. A peer accumulates ``(lineage, step, index)`` at most once, whatever the attempt; announcing the set
+seals it: what arrives later is recomputed without accumulating until the step's record says otherwise.
+"""
+
+from __future__ import annotations
+
+from muletrain.errors import ProtocolError
+
+
+class Ledger:
+    """One peer's accumulator of one step."""
+
+    def __init__(self, lineage: bytes, step: int, microbatches: int) -> None:
+        self.lineage = lineage
+        self.step = step
+        self._microbatches = microbatches
+        self._held: set[int] = set()
+        self._running: set[int] = set()
+        self._sealed = False
+
+    def begin(self, index: int) -> bool:
+        """May the microbatch about to run accumulate? If so it is reserved until ``commit`` or ``abort``.
+
+        Raises ProtocolError for an index the step does not have.
+        """
+        if not 0 <= index < self._microbatches:
+            raise ProtocolError(f"microbatch {index} of step {self.step}: the step has 0..{self._microbatches - 1}")
+        if self._sealed or index in self._held or index in self._running:
+            return False
+        self._running.add(index)
+        return True
+
+    def commit(self, index: int) -> None:
+        """The gradient of ``index`` is now in the accumulator."""
+        self._running.remove(index)
+        self._held.add(index)
+
+    def abort(self, index: int) -> None:
+        """The reserved microbatch did not finish; nothing of it is in the accumulator."""
+        self._running.discard(index)
+
+    def seal(self) -> frozenset[int]:
+        """Announceable: the set is fixed from here on. Only valid with nothing running."""
+        if self._running:
+            raise RuntimeError(f"sealing step {self.step} while {sorted(self._running)} still accumulate")
+        self._sealed = True
+        return frozenset(self._held)
+
+    def reopen(self, *, keep: bool) -> None:
+        """The round failed or had gaps: accept more indices; with ``keep`` false the accumulator was emptied."""
+        self._sealed = False
+        if not keep:
+            self._held.clear()
+
+    @property
+    def running(self) -> frozenset[int]:
+        return frozenset(self._running)
+
+    @property
+    def held(self) -> frozenset[int]:
+        return frozenset(self._held)

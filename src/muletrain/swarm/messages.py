@@ -1,0 +1,247 @@
+"""Every message of the step protocol, as strict models: what does not validate is refused before anything looks at it.
+
+Messages on streams are *frames* (a header of one of these models, perhaps tensors); questions with answers are *calls*.
+``lineage`` is hash(R_{t-1}) of the step record chain (DESIGN "Lineage, not consensus").
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, TypeVar
+
+import msgpack
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from muletrain.errors import ProtocolError
+from muletrain.network.base import Channel, Frame
+
+Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
+Natural = Annotated[int, Field(ge=0, lt=2**48)]
+Id = Annotated[str, Field(min_length=1, max_length=128)]
+Text = Annotated[str, Field(max_length=4096)]
+Seconds = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
+MAX_MICROBATCHES = 1 << 16
+Indices = Annotated[tuple[Natural, ...], Field(max_length=MAX_MICROBATCHES)]
+
+M = TypeVar("M", bound="Message")
+
+
+class Message(BaseModel):
+    """Base of all headers. ``KIND`` names the frame; ``CHANNEL`` the stream it takes; ``TENSORS`` how many it carries."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+    KIND: ClassVar[str]
+    CHANNEL: ClassVar[Channel] = Channel.PIPE
+    TENSORS: ClassVar[int] = 0
+
+    def frame(self, tensors: list[Any] | None = None) -> Frame:
+        return Frame(self.KIND, self.model_dump(), tensors or [])
+
+    @classmethod
+    def parse(cls: type[M], frame: Frame) -> M:
+        """Raises ProtocolError when the header or the number of tensors is not what this message has."""
+        if len(frame.tensors) != cls.TENSORS:
+            raise ProtocolError(f"{frame.kind}: {len(frame.tensors)} tensors instead of {cls.TENSORS}")
+        return cls.validated(frame.header)
+
+    @classmethod
+    def validated(cls: type[M], header: Any) -> M:
+        try:
+            return cls.model_validate(header)
+        except ValidationError as e:
+            first = e.errors()[0]
+            raise ProtocolError(f"{cls.__name__}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+    def pack(self) -> bytes:
+        """As the payload of a call."""
+        packed: bytes = msgpack.packb(self.model_dump())
+        return packed
+
+    @classmethod
+    def unpack(cls: type[M], payload: bytes) -> M:
+        try:
+            header = msgpack.unpackb(payload, use_list=True, strict_map_key=True, max_ext_len=0)
+        except Exception as e:  # msgpack raises a dozen unrelated types on garbage
+            raise ProtocolError(f"{cls.__name__}: not msgpack ({type(e).__name__})") from None
+        return cls.validated(header)
+
+
+class Request(Message):
+    """Identity of one try at one microbatch: part of every pipeline message."""
+
+    lineage: Digest
+    step: Natural
+    index: Natural
+    attempt: Natural
+    trainer: Id
+
+    @property
+    def key(self) -> tuple[int, int, int, str]:
+        return (self.step, self.index, self.attempt, self.trainer)
+
+
+class Forward(Request):
+    """Inputs and targets for one stage. ``accumulate``: the stages that should add this microbatch to their gradient."""
+
+    KIND: ClassVar[str] = "forward"
+    TENSORS: ClassVar[int] = 2
+    stage: Natural
+    accumulate: Annotated[tuple[Natural, ...], Field(max_length=4096)]
+    deadline_s: Seconds
+
+
+class Backward(Request):
+    """The gradient of a forward's output, back to its sender. ``busy_s``: the answering peer's own service time (receiving,
+    forward, backward, sending); ``away_s``: all the rest of the time it held the request (its queue, the later stages)."""
+
+    KIND: ClassVar[str] = "backward"
+    TENSORS: ClassVar[int] = 1
+    stage: Natural
+    loss: float
+    away_s: Seconds
+
+
+class Done(Request):
+    """Stage 0 to the trainer: the microbatch went through all stages and back."""
+
+    KIND: ClassVar[str] = "done"
+    loss: float
+    away_s: Seconds
+
+
+class Busy(Request):
+    """A forward was not admitted (queue full): the sender keeps it and tries elsewhere, or later."""
+
+    KIND: ClassVar[str] = "busy"
+    stage: Natural
+
+
+class Lost(Request):
+    """The sender of a forward learns that its receiver could not finish it (computation failed, next stage unreachable)."""
+
+    KIND: ClassVar[str] = "lost"
+    stage: Natural
+    reason: Text
+
+
+class TrainerDone(Message):
+    """A trainer's hint to all peers: these microbatches of the step are through, with these losses [nats/token]."""
+
+    KIND: ClassVar[str] = "trainer_done"
+    lineage: Digest
+    step: Natural
+    indices: Indices
+    losses: Annotated[tuple[float, ...], Field(max_length=MAX_MICROBATCHES)]
+
+
+class Gap(Message):
+    """A stage found these microbatches in none of its accumulators: trainers inject them again, for that stage alone."""
+
+    KIND: ClassVar[str] = "gap"
+    lineage: Digest
+    step: Natural
+    stage: Natural
+    indices: Indices
+
+
+class Seal(Message):
+    """A member announces what its accumulator holds, and the digest of the weights it was computed with."""
+
+    KIND: ClassVar[str] = "seal"
+    CHANNEL: ClassVar[Channel] = Channel.AVERAGE
+    lineage: Digest
+    step: Natural
+    stage: Natural
+    attempt: Natural
+    indices: Indices
+    members: Annotated[tuple[Id, ...], Field(max_length=4096)]
+    weights: Digest
+
+
+class Shard(Message):
+    """A chunk of one member's accumulator, to the member that reduces it."""
+
+    KIND: ClassVar[str] = "shard"
+    CHANNEL: ClassVar[Channel] = Channel.AVERAGE
+    TENSORS: ClassVar[int] = 1
+    round: Digest
+    step: Natural
+    chunk: Natural
+
+
+class Reduced(Message):
+    """A chunk of the mean gradient, from the member that reduced it."""
+
+    KIND: ClassVar[str] = "reduced"
+    CHANNEL: ClassVar[Channel] = Channel.AVERAGE
+    TENSORS: ClassVar[int] = 1
+    round: Digest
+    step: Natural
+    chunk: Natural
+
+
+class ShardEntry(Message):
+    """What the record needs to know of one reduced shard: the hash of its bytes as sent, its squared norm, whether it is finite."""
+
+    KIND: ClassVar[str] = "shard_entry"
+    lineage: Digest
+    step: Natural
+    stage: Natural
+    round: Digest
+    shard: Natural
+    shards: Natural
+    content: Digest
+    square_norm: float
+    finite: bool
+    stop: bool
+
+
+class AskEntries(Message):
+    """Call: which shard entries of this step do you know?"""
+
+    KIND: ClassVar[str] = "ask_entries"
+    lineage: Digest
+    step: Natural
+
+
+class Entries(Message):
+    KIND: ClassVar[str] = "entries"
+    entries: Annotated[tuple[ShardEntry, ...], Field(max_length=1 << 16)]
+
+
+class AskHeld(Message):
+    """Call: which of this step's microbatches are in your accumulator, or on their way into it?"""
+
+    KIND: ClassVar[str] = "ask_held"
+    lineage: Digest
+    step: Natural
+
+
+class Held(Message):
+    """``current``: the answerer is at that lineage and step; ``running`` counts requests it still works on."""
+
+    KIND: ClassVar[str] = "held"
+    current: bool
+    stage: Natural
+    held: Indices
+    running: Indices
+
+
+class Part(Message):
+    """A piece of a checkpoint part, to the collecting peer. ``digest`` is the SHA-256 of the whole file."""
+
+    KIND: ClassVar[str] = "part"
+    CHANNEL: ClassVar[Channel] = Channel.BULK
+    TENSORS: ClassVar[int] = 1
+    step: Natural
+    lineage: Digest
+    stage: Natural
+    offset: Natural
+    size: Natural
+    digest: Digest
+
+
+class Finished(Message):
+    """The collecting peer has (or gave up on) the last checkpoint: members may go."""
+
+    KIND: ClassVar[str] = "finished"
+    reason: Text
