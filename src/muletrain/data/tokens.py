@@ -1,0 +1,296 @@
+"""The token cache: a corpus tokenised once, memory-mapped ever after.
+
+A cache is a folder ``<data.cache>/tokens/<key>`` with ``train.bin``, ``heldout.bin`` (little-endian uint16, or uint32 for larger
+vocabularies), ``tokenizer.json`` and ``meta.json``. The key follows from the sources' contents, the tokenizer and the options.
+A folder is built under another name and renamed when complete, so a cache that exists is whole, however many processes build.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tokenizers
+
+from muletrain.data.corpus import Corpus, is_heldout
+from muletrain.data.tokenizer import end_of_text, load_tokenizer, parse_tokenizer, token_range, tokenizer_json, train_tokenizer
+from muletrain.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from muletrain.config.schema import DataConfig
+
+    Progress = Callable[[float], None]
+
+FORMAT = 1  # goes up when the same text would give other tokens or files
+
+_PIECE = 1 << 14  # characters encoded as one text: long enough to be quick, short enough to spread over threads
+_BATCH = 1 << 21  # characters encoded at once; bounds memory to some hundred MB
+_TRAIN_SHARE = 0.3  # of the progress bar goes to training a tokenizer
+
+
+@dataclass(frozen=True)
+class TokenStats:
+    """What went into a cache. ``heldout_bytes / heldout_tokens`` turns nats per token into bits per byte."""
+
+    paragraphs: int  # unique, both sides
+    heldout_paragraphs: int
+    duplicates: int  # paragraphs removed because an earlier one was the same
+    characters: int  # of the unique paragraphs, both sides
+    train_bytes: int  # of UTF-8
+    heldout_bytes: int
+    train_tokens: int
+    heldout_tokens: int
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of UTF-8 per token, both sides together."""
+        return (self.train_bytes + self.heldout_bytes) / (self.train_tokens + self.heldout_tokens)
+
+
+@dataclass(frozen=True)
+class TokenCache:
+    """Tokens of both sides, and what they were made with.
+
+    ``train`` and ``heldout`` are read-only maps of token ids; position is the index. ``digest`` identifies tokens and tokenizer (hex
+    SHA-256): two peers of one digest build the same microbatches. ``end_of_text`` closes each document; None: no such token.
+    """
+
+    folder: Path
+    train: np.memmap[Any, np.dtype[Any]]
+    heldout: np.memmap[Any, np.dtype[Any]]
+    tokenizer_json: bytes
+    digest: str
+    vocab: int  # smallest model.vocab that holds every token id
+    end_of_text: int | None
+    stats: TokenStats
+
+    @classmethod
+    def build(cls, config: DataConfig, vocab: int, progress: Progress | None = None) -> TokenCache:
+        """The cache for ``config``: opened if there is an intact one, else made. ``progress`` gets the share done, from 0 to 1.
+
+        Raises DataError when the corpus or the tokenizer cannot be used, when one side is empty, or the folder cannot be written.
+        """
+        corpus = Corpus(config)
+        tokenizer = None if config.tokenizer == "train" else load_tokenizer(config.tokenizer, vocab)
+        parent = _cache_folder(config) / "tokens"
+        folder = parent / _key(config, corpus, tokenizer, vocab)
+        found = cls.open(folder)
+        if found is None:
+            builder = _Builder(corpus, config.heldout, progress or _no_progress)
+            try:
+                parent.mkdir(parents=True, exist_ok=True)
+                found = _build(builder, tokenizer, vocab, folder)
+            except OSError as error:
+                raise DataError(f"data.cache: cannot write {parent}: {error.strerror or error}; free some space, or set data.cache to "
+                                "another folder") from error  # fmt: skip
+        if progress:
+            progress(1.0)
+        return found
+
+    @classmethod
+    def open(cls, folder: Path) -> TokenCache | None:
+        """The cache in ``folder``; None when there is none, or it is damaged (every byte is checked against the digest)."""
+        try:
+            meta = json.loads((folder / "meta.json").read_bytes())
+            stats = TokenStats(**{field.name: int(meta["stats"][field.name]) for field in fields(TokenStats)})
+            if meta["format"] != FORMAT or _digest(folder) != meta["digest"]:
+                return None
+            dtype = np.dtype(meta["dtype"])
+            train = np.memmap(folder / "train.bin", dtype=dtype, mode="r", shape=(stats.train_tokens,))
+            heldout = np.memmap(folder / "heldout.bin", dtype=dtype, mode="r", shape=(stats.heldout_tokens,))
+            text = (folder / "tokenizer.json").read_bytes()
+            return cls(folder, train, heldout, text, meta["digest"], int(meta["vocab"]), meta["end_of_text"], stats)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def decode(self, tokens: list[int]) -> str:
+        """Text of token ids, special tokens included."""
+        return str(parse_tokenizer(self.tokenizer_json).decode(tokens, skip_special_tokens=False))
+
+
+class _Builder:
+    """One build: trains a tokenizer if need be, then writes both sides in a single pass."""
+
+    def __init__(self, corpus: Corpus, share: float, progress: Progress) -> None:
+        self._corpus = corpus
+        self._share = share
+        self._progress = progress
+
+    def write(self, folder: Path, tokenizer: tokenizers.Tokenizer | None, vocab: int) -> None:
+        """Fill ``folder``, which exists and is empty."""
+        done = 0.0
+        if tokenizer is None:
+            tokenizer = train_tokenizer(self._training_text(_TRAIN_SHARE), vocab)
+            done = _TRAIN_SHARE
+        dtype = np.dtype("<u2" if token_range(tokenizer) <= 1 << 16 else "<u4")
+        (folder / "tokenizer.json").write_bytes(tokenizer_json(tokenizer))
+        with _Side(folder / "train.bin", tokenizer, dtype) as train, _Side(folder / "heldout.bin", tokenizer, dtype) as heldout:
+            for paragraph in self._corpus.paragraphs():
+                side = heldout if is_heldout(paragraph.text, self._share) else train
+                side.add(paragraph.document, paragraph.text)
+                self._progress(done + (1 - done) * self._corpus.fraction)
+        _check_sides(train, heldout, self._share)
+        stats = TokenStats(
+            paragraphs=train.paragraphs + heldout.paragraphs,
+            heldout_paragraphs=heldout.paragraphs,
+            duplicates=self._corpus.duplicates,
+            characters=train.characters + heldout.characters,
+            train_bytes=train.bytes,
+            heldout_bytes=heldout.bytes,
+            train_tokens=train.tokens,
+            heldout_tokens=heldout.tokens,
+        )
+        meta = {
+            "format": FORMAT,
+            "digest": _digest(folder),
+            "dtype": dtype.str,
+            "vocab": token_range(tokenizer),
+            "end_of_text": end_of_text(tokenizer),
+            "stats": asdict(stats),
+        }
+        (folder / "meta.json").write_text(json.dumps(meta, indent=2))
+
+    def _training_text(self, share: float) -> Iterator[str]:
+        # (held-out text must not shape the vocabulary either)
+        for paragraph in self._corpus.paragraphs():
+            self._progress(share * self._corpus.fraction)
+            if not is_heldout(paragraph.text, self._share):
+                yield paragraph.text
+
+
+class _Side:
+    """Writer of one .bin file. Neighbouring paragraphs of a document are encoded together; end-of-text follows a document's last."""
+
+    def __init__(self, path: Path, tokenizer: tokenizers.Tokenizer, dtype: np.dtype[Any]) -> None:
+        self.paragraphs = self.characters = self.bytes = self.tokens = 0
+        self._file = path.open("wb")
+        self._tokenizer = tokenizer
+        self._end = end_of_text(tokenizer)
+        self._dtype = dtype
+        self._document: int | None = None
+        self._piece: list[str] = []
+        self._piece_size = 0
+        self._pieces: list[tuple[str, bool]] = []  # text, whether it ends a document
+        self._pieces_size = 0
+
+    def __enter__(self) -> _Side:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        with self._file:
+            if kind is None:
+                self._close_piece(ends=True)
+                self._flush()
+
+    def add(self, document: int, text: str) -> None:
+        """Append a paragraph; documents come in order."""
+        if document != self._document:
+            self._close_piece(ends=True)
+        elif self._piece_size + len(text) > _PIECE:
+            self._close_piece(ends=False)
+        self._document = document
+        self._piece.append(text)
+        self._piece_size += len(text)
+        self.paragraphs += 1
+        self.characters += len(text)
+        self.bytes += len(text.encode())
+
+    def _close_piece(self, *, ends: bool) -> None:
+        if not self._piece:
+            return
+        self._pieces.append(("".join(self._piece), ends))
+        self._pieces_size += self._piece_size
+        self._piece, self._piece_size = [], 0
+        if self._pieces_size >= _BATCH:
+            self._flush()
+
+    def _flush(self) -> None:
+        texts = [text for text, _ in self._pieces]
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        for (_, ends), encoding in zip(self._pieces, encodings, strict=True):
+            ids = encoding.ids
+            if ends and self._end is not None:
+                ids.append(self._end)
+            self._file.write(np.asarray(ids, dtype=self._dtype).tobytes())
+            self.tokens += len(ids)
+        self._pieces, self._pieces_size = [], 0
+
+
+def _build(builder: _Builder, tokenizer: tokenizers.Tokenizer | None, vocab: int, folder: Path) -> TokenCache:
+    work = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
+    try:
+        builder.write(work, tokenizer, vocab)
+        return _publish(work, folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _publish(work: Path, folder: Path) -> TokenCache:
+    """Rename ``work`` to ``folder``, unless another process was first; a damaged cache there is moved away."""
+    for _ in range(10):  # each failure means that another process made progress
+        try:
+            os.replace(work, folder)
+        except OSError:
+            if not folder.exists():
+                raise
+        if (cache := TokenCache.open(folder)) is not None:
+            return cache
+        _remove(folder)
+    raise DataError(f"data.cache: {folder} does not keep what is written to it; check the disk, or set data.cache to another folder")
+
+
+def _remove(folder: Path) -> None:
+    # Renamed before it is deleted, so that nobody meets a half-deleted cache under its own name.
+    grave = Path(tempfile.mkdtemp(prefix=".damaged-", dir=folder.parent))
+    try:
+        os.replace(folder, grave / "cache")
+    except FileNotFoundError:
+        pass
+    finally:
+        shutil.rmtree(grave, ignore_errors=True)
+
+
+def _check_sides(train: _Side, heldout: _Side, share: float) -> None:
+    total = train.paragraphs + heldout.paragraphs
+    if not total:
+        raise DataError("data.path: the corpus has no text; check the files and data.field")
+    if not heldout.tokens or not train.tokens:
+        side = "held out" if not heldout.tokens else "left for training"
+        raise DataError(f"data.heldout: none of {total} paragraphs is {side} at a share of {share}; change data.heldout, or add text "
+                        "(blank lines separate paragraphs)")  # fmt: skip
+
+
+def _cache_folder(config: DataConfig) -> Path:
+    if config.cache:
+        return Path(config.cache).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "muletrain"
+
+
+def _key(config: DataConfig, corpus: Corpus, tokenizer: tokenizers.Tokenizer | None, vocab: int) -> str:
+    if tokenizer is None:
+        made_with = f"train {vocab} by tokenizers {tokenizers.__version__}"
+    else:
+        made_with = hashlib.sha256(tokenizer_json(tokenizer)).hexdigest()
+    parts = [FORMAT, corpus.digest(), config.field, repr(config.heldout), made_with]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def _digest(folder: Path) -> str:
+    whole = hashlib.sha256()
+    for name in ("train.bin", "heldout.bin", "tokenizer.json"):
+        with (folder / name).open("rb") as file:
+            whole.update(hashlib.file_digest(file, "sha256").digest())
+    return whole.hexdigest()
+
+
+def _no_progress(_share: float) -> None:
+    return None
