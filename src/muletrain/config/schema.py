@@ -1,8 +1,8 @@
 """The run's configuration: one frozen model per section, a description and a unit for every field.
 
-``muletrain config`` prints these with their defaults and comments. Unknown keys are refused. Cross-field checks live here
-(``RunConfig``), so that a config object that exists is one that can run. Units stand in brackets at the end of a description;
-``[1]`` is a pure ratio. ``examples`` gives the value printed for a field that is off by default.
+``muletrain config`` prints these with their defaults and comments. Unknown keys are refused. Cross-field checks live
+here (``RunConfig``), so that a config object that exists is one that can run. Units stand in brackets at the end of a
+description; ``[1]`` is a pure number. ``examples`` gives the value printed for a field that is off by default.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class DataConfig(Section):
     cache: str | None = Field(
         default=None,
         description="folder of the token cache; default: ~/.cache/muletrain",
-        examples=["/data/muletrain-cache"],
+        examples=["/data/cache"],
     )
 
 
@@ -230,8 +230,8 @@ class RunConfig(Section):
         return self.train.batch // self.train.microbatch
 
 
-# The checks raise ValueError whose message starts with the field's dotted name and calls every other field it involves by
-# its dotted name too: the loader turns these into file and line.
+# The checks raise ValueError whose message starts with the field's dotted name and calls every other field it involves
+# by its dotted name too: the loader turns these into file and line.
 
 
 def _check_shape(m: ModelConfig) -> None:

@@ -1,0 +1,101 @@
+"""Writing configurations as TOML: exactly (``dump_toml``), or explained field by field (``describe``)."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from muletrain.config.problems import keys_of, submodel
+from muletrain.config.schema import RunConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pydantic.fields import FieldInfo
+
+COMMENT_COLUMN = 34
+WIDTH = 120
+
+
+def dump_toml(config: BaseModel) -> str:
+    """TOML that loads to an equal config; 'none' for what is off although its default is on."""
+    tables: list[str] = []
+    top: list[str] = []
+    for key, value in _items(config):
+        if isinstance(value, BaseModel):
+            tables.append("\n".join([f"[{key}]", *_assignments(value)]))
+        elif submodel(type(config).model_fields[key]):
+            tables += ["\n".join([f"[[{key}]]", *_assignments(item)]) for item in value]
+        elif value is not None:
+            top.append(f"{key} = {toml_value(value)}")
+    return "\n\n".join(["\n".join(top), *tables] if top else tables) + "\n"
+
+
+def describe(kind: type[BaseModel] = RunConfig, title: str = "every value is the default") -> str:
+    """The configuration type as TOML that loads as it is: defaults (examples for what has none), a comment with the unit
+    for each field; what is off by default is commented out, with an example."""
+    top: list[str] = [f"# {title}"]
+    tables: list[str] = []
+    for key, info in keys_of(kind).items():
+        sub = submodel(info)
+        if sub is None:
+            top += _described(key, info)
+        else:
+            is_array = get_origin(info.annotation) is tuple
+            doc = " ".join((sub.__doc__ or "").split())
+            head = [f"# {doc}", f"[[{key}]]" if is_array else f"[{key}]"]
+            tables.append("\n".join([*head, *(line for k, i in keys_of(sub).items() for line in _described(k, i))]))
+    return "\n\n".join(["\n".join(top), *tables]) + "\n"
+
+
+def toml_value(value: Any) -> str:
+    """A scalar or a list as TOML."""
+    if isinstance(value, Enum):
+        return toml_value(value.value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    return repr(value)
+
+
+def _items(model: BaseModel) -> Iterator[tuple[str, Any]]:
+    for name, info in type(model).model_fields.items():
+        yield info.alias or name, getattr(model, name)
+
+
+def _assignments(model: BaseModel) -> list[str]:
+    known = keys_of(type(model))
+    lines = [(key, "none" if value is None else value) for key, value in _items(model)]
+    return [f"{key} = {toml_value(value)}" for key, value in lines if value != "none" or known[key].default is not None]
+
+
+def _described(key: str, info: FieldInfo) -> list[str]:
+    default = info.get_default(call_default_factory=True)
+    if default is None:
+        setting = f"# {key} = {toml_value((info.examples or ['none'])[0])}"
+    else:
+        value = (info.examples or [""])[0] if default is PydanticUndefined else default
+        setting = f"{key} = {toml_value(value)}"
+    comment = textwrap.wrap((info.description or "") + _choices(info), WIDTH - COMMENT_COLUMN - 2)
+    first, *rest = comment
+    return [f"{setting:<{COMMENT_COLUMN - 2}}  # {first}", *(" " * COMMENT_COLUMN + f"# {line}" for line in rest)]
+
+
+def _choices(info: FieldInfo) -> str:
+    """': adamw, lamb' for a field of few values."""
+    kind = info.annotation
+    if get_origin(kind) is Literal:
+        options = list(get_args(kind))
+    elif isinstance(kind, type) and issubclass(kind, Enum):
+        options = [member.value for member in kind]
+    else:
+        return ""
+    return f" ({', '.join(options)})"

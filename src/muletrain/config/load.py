@@ -1,0 +1,126 @@
+"""Reading a configuration: TOML, then ``--set`` on top, then one clear error or a config that can run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tomllib
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from muletrain.config.dump import describe, dump_toml
+from muletrain.config.locate import KeyPath, Origins, key_lines
+from muletrain.config.problems import explain, field_at, keys_of, submodel
+from muletrain.config.schema import RunConfig
+from muletrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from pydantic.fields import FieldInfo
+
+__all__ = ["describe", "digest", "dump_toml", "load_config", "load_toml"]
+
+T = TypeVar("T", bound=BaseModel)
+
+
+def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
+    """The run described by the file (None: defaults) and by ``SECTION.FIELD=VALUE`` overrides, the later ones winning.
+
+    Raises ConfigError: one sentence with the place ('my.toml:12' or '--set ...'), the field and the remedy.
+    """
+    return load_toml(RunConfig, path, overrides)
+
+
+def load_toml(kind: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
+    """A model of type ``kind`` from TOML. Types are strict (no "12" for 12), 'none' is null. Raises ConfigError."""
+    raw, origins = _read(path) if path is not None else ({}, Origins())
+    for text in overrides:
+        _override(raw, text, kind, origins)
+    try:
+        # by way of JSON, for its strict mode knows that a list may be a tuple and text an enum's value
+        return kind.model_validate_json(json.dumps(_nulls(kind, raw), default=str), strict=True)
+    except ValidationError as e:
+        raise explain(e, kind, origins) from None
+
+
+def digest(config: RunConfig) -> str:
+    """SHA-256 (hex) of what defines the run's numbers; where it runs and when it is stopped or saved is left out."""
+    parts = config.model_dump(
+        mode="json",
+        by_alias=True,
+        include={"model": True, "data": True, "train": True, "optimizer": True, "wire": True, "fleet": {"stages"}},
+        exclude={"data": {"path", "cache"}, "train": {"time_limit"}},
+    )
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _read(path: Path) -> tuple[dict[str, Any], Origins]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        return tomllib.loads(text), Origins(str(path), key_lines(text))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; 'muletrain config > {path}' writes one to start from") from None
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot be read: {e.strerror}") from None
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{path}: is not UTF-8 text (byte {e.start}); save it as UTF-8") from None
+    except tomllib.TOMLDecodeError as e:
+        raise ConfigError(_syntax(path, str(e))) from None
+
+
+def _syntax(path: Path, message: str) -> str:
+    """tomllib's 'Invalid value (at line 3, column 7)' in the shape of our other messages."""
+    match = re.fullmatch(r"(.*) \(at line (\d+), column (\d+)\)", message, re.DOTALL)
+    if match is None:
+        return f"{path}: not valid TOML: {message}"
+    return (
+        f"{path}:{match[2]}:{match[3]}: not valid TOML: {match[1]}; write text in \"quotes\", one 'key = value' a line"
+    )
+
+
+def _override(raw: dict[str, Any], text: str, kind: type[BaseModel], origins: Origins) -> None:
+    name, equals, value = text.partition("=")
+    path: KeyPath = tuple(part.strip() for part in name.split("."))
+    if not equals or not all(path):
+        raise ConfigError(f"--set {text}: write it as SECTION.FIELD=VALUE, e.g. --set model.layers=12")
+    if len(path) == 1 and name.strip() in keys_of(kind):
+        raise ConfigError(f"--set {text}: {name}: is a section; set one of its fields, e.g. --set {name}.FIELD={value}")
+    origins.override(path, text)
+    section = raw
+    for part in path[:-1]:
+        section = section.setdefault(str(part), {})
+        if not isinstance(section, dict):
+            raise ConfigError(f"{origins.where(path[:1])}: {part}: expected a table, as in [{part}], got {section!r}")
+    section[str(path[-1])] = _value(value.strip(), field_at(kind, path))
+
+
+def _value(text: str, info: FieldInfo | None) -> Any:
+    """A TOML value, or the text as it is: where text is wanted, ``2024`` and ``corpus/*.txt`` need no quotes."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    wants_text = info is not None and str in (info.annotation, *get_args(info.annotation))
+    value = parsed["value"] if len(parsed) == 1 else text
+    return text if wants_text and not isinstance(value, str) else value
+
+
+def _nulls(kind: type[BaseModel], raw: dict[str, Any]) -> dict[str, Any]:
+    """TOML has no null: 'none' is null wherever a field may be off."""
+    known = keys_of(kind)
+    return {key: _null(known[key], value) if key in known else value for key, value in raw.items()}
+
+
+def _null(info: FieldInfo, value: Any) -> Any:
+    if value == "none" and type(None) in get_args(info.annotation):
+        return None
+    sub = submodel(info)
+    if sub and isinstance(value, dict):
+        return _nulls(sub, value)
+    if sub and isinstance(value, list):
+        return [_nulls(sub, item) if isinstance(item, dict) else item for item in value]
+    return value
