@@ -14,7 +14,6 @@ import re
 import threading
 import time
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _KINDS: dict[str, type[Event]] = {}
+_ADAPTERS: dict[str, TypeAdapter[Event]] = {}
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 # JSON has no NaN: a diverged loss travels as the text "NaN"
@@ -285,7 +285,7 @@ class EventLog:
         if self._file is None:
             return None
         line = event.to_json().encode() + b"\n"
-        end = 0
+        end: int | None = None
         try:
             end = os.fstat(self._file).st_size
             if os.write(self._file, line) == len(line):
@@ -297,12 +297,13 @@ class EventLog:
         self.dropped += 1
         if self.dropped > 1:
             return None
-        return Note(level="warning", message=f"{self.path}: {reason}; events are dropped and counted, training goes on")
+        message = f"{self.path}: {reason}; events are dropped and counted, training goes on"
+        return Note(level="warning", message=message)
 
-    def _tear_off(self, end: int) -> None:
+    def _tear_off(self, end: int | None) -> None:
         """Half a line may have been written: shrinking works on a full disk."""
         try:
-            if self._file is not None and end:
+            if self._file is not None and end is not None:
                 os.ftruncate(self._file, end)
         except OSError:
             pass  # readers skip the torn line
@@ -379,15 +380,17 @@ def _parse(line: str | bytes) -> Event:
     if cls is None:
         raise EventError(f"unknown event kind {kind!r}; was it written by another version of muletrain?")
     try:
-        return _adapter(cls).validate_python(fields)
+        # by way of JSON again: only there does strict mode take an object for a dataclass
+        return _adapter(cls).validate_json(json.dumps(fields))
     except ValidationError as e:
         first = e.errors()[0]
         raise EventError(f"{kind} event: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
-@cache
 def _adapter(cls: type[Event]) -> TypeAdapter[Event]:
-    return TypeAdapter(cls)
+    if cls.kind not in _ADAPTERS:
+        _ADAPTERS[cls.kind] = TypeAdapter(cls)
+    return _ADAPTERS[cls.kind]
 
 
 def _plain(value: Any) -> Any:

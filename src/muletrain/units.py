@@ -1,6 +1,7 @@
 """Quantities as people write and read them: bytes, rates, durations, counts. Pure; parsers raise ValueError.
 
-Sizes and rates are decimal (1 MB = 10^6 bytes, as networks count) unless written with an 'i' (1 MiB = 2^20, as memory counts).
+Sizes and rates are decimal (1 MB = 10^6 bytes, as networks count); written with an 'i', binary (1 MiB = 2^20 bytes, as
+memory counts).
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ def dump_toml(config: BaseModel) -> str:
 
 
 def describe(kind: type[BaseModel] = RunConfig, title: str = "every value is the default") -> str:
-    """The configuration type as TOML that loads as it is: defaults (examples for what has none), a comment with the unit
-    for each field; what is off by default is commented out, with an example."""
+    """The configuration type as TOML that loads as it is: defaults (examples for what has none), a comment with
+    the unit for each field; what is off by default is commented out, with an example."""
     top: list[str] = [f"# {title}"]
     tables: list[str] = []
     for key, info in keys_of(kind).items():

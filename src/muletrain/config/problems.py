@@ -84,7 +84,7 @@ def closest(name: str, known: list[str]) -> str | None:
 
 
 def _cross_field(message: str, loc: KeyPath, origins: Origins) -> ConfigError:
-    """A validator's message 'section.field: ... other.field ...': point at the field, or at the one that was written."""
+    """A validator's message 'section.field: ... other.field ...': point at the first of these that was written."""
     named = [_undotted(m) for m in _DOTTED.findall(message)]
     written = next(filter(origins.knows, named), named[0] if named else loc)
     return ConfigError(f"{origins.where(written)}: {message}")
