@@ -240,8 +240,23 @@ class Part(Message):
     digest: Digest
 
 
+class PartFailed(Message):
+    """A stage could not write its part: the collector gives that checkpoint up."""
+
+    KIND: ClassVar[str] = "part_failed"
+    CHANNEL: ClassVar[Channel] = Channel.BULK
+    step: Natural
+    stage: Natural
+    reason: Text
+
+
+class StopRun(Message):
+    """Call: end the run in order, after the current step, with a checkpoint."""
+
+    KIND: ClassVar[str] = "stop_run"
+
+
 class Finished(Message):
-    """The collecting peer has (or gave up on) the last checkpoint: members may go."""
+    """Call: the collecting peer has (or gave up on) the last checkpoint: the member may go."""
 
     KIND: ClassVar[str] = "finished"
-    reason: Text

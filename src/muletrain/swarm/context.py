@@ -1,0 +1,187 @@
+"""What every protocol actor of one peer shares: the seams, the run's facts, the roster, and the step's counters."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from collections import Counter, defaultdict
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from muletrain.errors import DeadlineExceeded, NetworkError, PeerUnreachable
+from muletrain.events import FrameRefused, PeerSuspected
+from muletrain.policy.deadline import Deadline
+from muletrain.swarm.messages import AskHeld, Held, Message
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Coroutine
+
+    from torch import Tensor
+
+    from muletrain.clock import Clock
+    from muletrain.compute.base import Compute
+    from muletrain.config.schema import Codec
+    from muletrain.events import Event
+    from muletrain.network.base import Network, PeerId
+    from muletrain.swarm.roster import Roster
+
+TRAFFIC = {"forward": "activation", "backward": "gradient", "shard": "averaging", "reduced": "averaging", "part": "state"}
+"""Class of traffic of a frame kind, for the byte counts; everything else is control."""
+SEND_TIMEOUT_S = 120.0
+"""Handing one frame to the transport: a bound for a dead transport, not for a slow link (frames are a few MB)."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The facts of a run that every peer knows: they never change after genesis."""
+
+    stages: int
+    steps: int
+    microbatches: int
+    sequences: int
+    """per microbatch, B"""
+    width: int
+    vocab: int
+    sequence_length: Callable[[int], int]
+    """step -> T"""
+    activations: Codec
+    gradients: Codec
+    clip: float | None
+    lr: Callable[[int], float]
+    checkpoint_every: int
+    capacity: int
+    """Requests a peer holds at once: admission's bound, with room for each one's backward."""
+
+
+@dataclass
+class StepStats:
+    """Counted where it happens, since the last applied step."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    averaging_s: float = 0.0
+    apply_s: float = 0.0
+    started: float = 0.0
+    microbatches: int = 0
+    recomputed: int = 0
+    sent: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+
+
+class PriorityLock:
+    """One holder at a time; the waiter with the lowest priority number goes first, then first come."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._order = itertools.count()
+        self._held = False
+
+    @asynccontextmanager
+    async def __call__(self, priority: int) -> AsyncIterator[None]:
+        if self._held:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._waiting, (priority, next(self._order), turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():  # it was ours already: pass it on
+                    self._release()
+                raise
+        self._held = True
+        try:
+            yield
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        while self._waiting:
+            turn = heapq.heappop(self._waiting)[2]
+            if not turn.done():
+                turn.set_result(None)  # stays held: it passes straight to the next
+                return
+        self._held = False
+
+
+@dataclass
+class Context:
+    """One peer's actors share this."""
+
+    net: Network
+    clock: Clock
+    compute: Compute
+    roster: Roster
+    plan: Plan
+    emit: Callable[[Event], None]
+    stats: StepStats = field(default_factory=StepStats)
+    device: PriorityLock = field(default_factory=PriorityLock)
+    """The compute slot: backward before forward when both wait."""
+    probe_deadline: Deadline = field(default_factory=lambda: Deadline(unmeasured_s=5.0, floor_s=2.0))
+    _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    failure: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        """A background task whose unexpected failure ends the peer, loudly, instead of being swallowed."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    def _finished(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not self.failure.done():
+            self.failure.set_exception(error)
+
+    async def close(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if not self.failure.done():
+            self.failure.cancel()
+
+    async def send(self, peer: PeerId, message: Message, tensors: list[Any] | None = None) -> None:
+        """Send a frame and count it. Raises PeerUnreachable or DeadlineExceeded."""
+        sent = await self.net.send(peer, message.frame(tensors), channel=message.CHANNEL, timeout_s=SEND_TIMEOUT_S)
+        if sent:
+            self.stats.sent[peer][TRAFFIC.get(message.KIND, "control")] += sent
+
+    async def tell(self, peers: tuple[PeerId, ...], message: Message) -> None:
+        """A notice to several peers at once; those that cannot be reached are believed dead, the rest hears it."""
+        results = await asyncio.gather(*(self.send(p, message) for p in peers), return_exceptions=True)
+        for peer, result in zip(peers, results, strict=True):
+            if isinstance(result, NetworkError):
+                self.suspect(peer, str(result))
+            elif isinstance(result, BaseException):
+                raise result
+
+    def refused(self, peer: PeerId, reason: str) -> None:
+        """Report something wrong that arrived."""
+        self.emit(FrameRefused(remote=peer, reason=reason))
+
+    def suspect(self, peer: PeerId, reason: str) -> None:
+        """Believe ``peer`` dead until it is heard of again. Changes routing and rounds only."""
+        if self.roster.dead(peer):
+            self.emit(PeerSuspected(peer_id=peer, reason=reason))
+
+    async def probe(self, peer: PeerId, lineage: bytes, step: int, attempt: int = 0) -> Held | None:
+        """Ask a silent peer what it holds. None, and the peer is believed dead, if it does not answer in time."""
+        ask = AskHeld(lineage=lineage, step=step)
+        begin = self.clock.now()
+        try:
+            answer = await self.net.call(
+                peer, AskHeld.KIND, ask.pack(), timeout_s=self.probe_deadline.seconds(attempt)
+            )
+            held = Held.unpack(answer)
+        except (PeerUnreachable, DeadlineExceeded) as e:
+            self.suspect(peer, str(e))
+            return None
+        except NetworkError as e:
+            self.suspect(peer, f"answered a probe with: {e}")
+            return None
+        self.probe_deadline.measured(self.clock.now() - begin)
+        self.roster.alive(peer)
+        return held
+
+    async def offload(self, fn: Callable[..., Tensor], *args: Any) -> Tensor:
+        return await self.compute.offload(fn, *args)

@@ -1,0 +1,308 @@
+"""A peer of the run: its actors, the dispatch of what arrives to them, and the loop over steps."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING
+
+from muletrain.errors import NetworkError, ProtocolError
+from muletrain.events import StepApplied, StepDone
+from muletrain.swarm.checkpointing import Collector, send_part
+from muletrain.swarm.context import StepStats
+from muletrain.swarm.messages import (
+    AskEntries,
+    AskHeld,
+    Backward,
+    Busy,
+    Done,
+    Entries,
+    Finished,
+    Forward,
+    Gap,
+    Held,
+    Lost,
+    Part,
+    PartFailed,
+    Reduced,
+    Seal,
+    Shard,
+    ShardEntry,
+    StopRun,
+    TrainerDone,
+)
+from muletrain.swarm.pipeline import Pipeline
+from muletrain.swarm.router import Router
+from muletrain.swarm.stepper import Stepper
+from muletrain.swarm.trainer import Trainer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from muletrain.network.base import Frame, PeerId
+    from muletrain.swarm.context import Context
+    from muletrain.swarm.messages import Message
+    from muletrain.swarm.record import StepRecord
+    from muletrain.swarm.trainer import Source
+
+EARLY_LIMIT = 4096
+"""Frames of the next step kept while this one is being applied."""
+ANNOUNCE_S = 10.0
+"""Between announcements in the directory; a record lives three times as long."""
+LAST_CHECKPOINT_S = 600.0
+"""How long members wait for the collector to have the last checkpoint."""
+
+STEP_KINDS: dict[str, type[Message]] = {
+    m.KIND: m for m in (Forward, Backward, Done, Busy, Lost, TrainerDone, Gap, Seal, Shard, Reduced, ShardEntry)
+}
+OTHER_KINDS: dict[str, type[Message]] = {m.KIND: m for m in (Part, PartFailed)}
+
+
+class Peer:
+    """Serves one stage, perhaps trains, perhaps collects checkpoints."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        *,
+        source: Source | None = None,
+        collector: Collector | None = None,
+        on_step: Callable[[StepRecord], bool] = lambda _: False,
+    ) -> None:
+        """``source``: where a trainer gets its microbatches. ``on_step`` is told of every applied step; True asks to stop."""
+        self._ctx = ctx
+        self._collector = collector
+        self._on_step = on_step
+        stage, plan = ctx.roster.own.stage, ctx.plan
+        onwards = Router(ctx, stage + 1) if stage + 1 < plan.stages else None
+        self._pipeline = Pipeline(ctx, lambda: self.stepper.ledger, onwards)
+        genesis = ctx.roster.genesis
+        self.stepper = Stepper(ctx, genesis.first_step, genesis.lineage, self._pipeline.running)
+        self._trainer = Trainer(ctx, source, _window(ctx)) if source is not None and ctx.roster.own.trainer else None
+        self._early: list[tuple[PeerId, Frame]] = []
+        self._finished = asyncio.Event()
+        self._over = False
+        ctx.net.receive(self._on_frame)
+        ctx.net.serve(AskHeld.KIND, self._answer_held)
+        ctx.net.serve(AskEntries.KIND, self._answer_entries)
+        ctx.net.serve(StopRun.KIND, self._answer_stop)
+        ctx.net.serve(Finished.KIND, self._answer_finished)
+
+    # The loop -------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> Path | None:
+        """Train to the end (or until a member asks to stop), with a last checkpoint. Returns its path on the collector.
+
+        Raises what any actor could not recover from.
+        """
+        main = asyncio.create_task(self._train(), name="train")
+        try:
+            await asyncio.wait({main, self._ctx.failure}, return_when=asyncio.FIRST_COMPLETED)
+            if not main.done():
+                self._ctx.failure.result()
+            return await main
+        finally:
+            main.cancel()
+            await self._ctx.close()
+
+    async def _train(self) -> Path | None:
+        ctx, plan = self._ctx, self._ctx.plan
+        announcing = ctx.spawn(self._announce(), "announce")
+        written = None
+        ctx.stats.started = ctx.clock.now()
+        while True:
+            step, lineage = self.stepper.step, self.stepper.lineage
+            training = self._begin_step(step, lineage)
+            record = await self.stepper.run()
+            if training is not None:
+                await training
+            self._report(record)
+            last = record.stop or step + 1 == plan.steps
+            if last or (plan.checkpoint_every and (step + 1) % plan.checkpoint_every == 0):
+                written = await self._checkpoint(record, last)
+            if last:
+                break
+            self.stepper.advance(record)
+            await self._redeliver()
+        self._over = True
+        announcing.cancel()
+        return written
+
+    def _begin_step(self, step: int, lineage: bytes) -> asyncio.Task[None] | None:
+        if self._pipeline.router is not None:
+            self._pipeline.router.refresh()
+        if self._trainer is None:
+            return None
+        return self._ctx.spawn(self._trainer.run_step(step, lineage), f"trainer step {step}")
+
+    def _report(self, record: StepRecord) -> None:
+        ctx = self._ctx
+        stats, now = ctx.stats, ctx.clock.now()
+        took = now - stats.started
+        busy = stats.forward_s + stats.backward_s + stats.averaging_s + stats.apply_s
+        ctx.emit(
+            StepApplied(
+                step=record.step + 1, stage=ctx.roster.own.stage, lineage=record.hash.hex(), skipped=record.skip,
+                microbatches=stats.microbatches, recomputed=stats.recomputed, forward_s=stats.forward_s,
+                backward_s=stats.backward_s, averaging_s=stats.averaging_s, apply_s=stats.apply_s,
+                wait_s=max(0.0, took - busy), sent={p: dict(c) for p, c in stats.sent.items()},
+            )  # fmt: skip
+        )
+        losses = self.stepper.losses
+        if self._collector is not None:
+            tokens = ctx.plan.microbatches * ctx.plan.sequences * ctx.plan.sequence_length(record.step)
+            ctx.emit(
+                StepDone(
+                    step=record.step + 1, loss=sum(losses.values()) / max(1, len(losses)), grad_norm=record.gradient_norm,
+                    lr=ctx.plan.lr(record.step), tokens=tokens, duration_s=took, lineage=record.hash.hex(),
+                )  # fmt: skip
+            )
+        ctx.stats = StepStats(started=now)
+        if self._on_step(record):
+            self.stepper.stop_requested = True
+
+    async def _checkpoint(self, record: StepRecord, last: bool) -> Path | None:
+        """The stage's first live replica sends its part. Only the last checkpoint is waited for."""
+        ctx = self._ctx
+        if ctx.roster.stage(ctx.roster.own.stage)[0] == ctx.net.peer_id:
+            state = await ctx.compute.state()
+            sending = ctx.spawn(send_part(ctx, record.step, record.hash, state), f"checkpoint {record.step}")
+            if last:
+                await sending
+        if not last:
+            return None
+        if self._collector is None:
+            await ctx.clock.deadline(self._finished.wait(), LAST_CHECKPOINT_S, "the collector to finish")
+            return None
+        written = await self._collector.wait(record.step, LAST_CHECKPOINT_S)
+        await asyncio.gather(*(self._dismiss(peer) for peer in ctx.roster.others()))
+        return written
+
+    async def _dismiss(self, peer: PeerId) -> None:
+        """Tell ``peer`` that it may go: as a call, since we go next and a frame could still be on its way."""
+        try:
+            await self._ctx.net.call(peer, Finished.KIND, Finished().pack(), timeout_s=self._ctx.probe_deadline.seconds(1))
+        except NetworkError as e:
+            self._ctx.suspect(peer, str(e))
+
+    async def _announce(self) -> None:
+        """Tell the directory that we are here: a hint for status, and for those who banned us."""
+        ctx = self._ctx
+        while True:
+            own = ctx.roster.own
+            value = {"name": own.name, "stage": own.stage, "trainer": own.trainer, "step": self.stepper.step}
+            await ctx.net.announce(f"{ctx.roster.genesis.run_id}/peers", json.dumps(value).encode(), 3 * ANNOUNCE_S)
+            await ctx.clock.sleep(ANNOUNCE_S)
+
+    # What arrives ---------------------------------------------------------------------------------------------------
+
+    async def _on_frame(self, sender: PeerId, frame: Frame) -> None:
+        """Only members, only known kinds, only valid headers; then the current step's go to their actor."""
+        self._ctx.roster.member(sender)
+        self._ctx.roster.alive(sender)
+        if frame.kind in OTHER_KINDS:
+            self._on_other(OTHER_KINDS[frame.kind].parse(frame), frame)
+        elif frame.kind in STEP_KINDS:
+            await self._on_step_frame(sender, STEP_KINDS[frame.kind].parse(frame), frame)
+        else:
+            raise ProtocolError(f"frame of unknown kind {frame.kind!r}")
+
+    async def _on_step_frame(self, sender: PeerId, message: Message, frame: Frame) -> None:
+        step = message.step  # type: ignore[attr-defined]  # all STEP_KINDS have one
+        if self._over or step < self.stepper.step:
+            return  # late: that step is agreed already
+        if step > self.stepper.step:
+            if step > self.stepper.step + 1 or len(self._early) >= EARLY_LIMIT:
+                raise ProtocolError(f"{frame.kind} of step {step} while this peer is at step {self.stepper.step}")
+            self._early.append((sender, frame))
+            return
+        lineage = getattr(message, "lineage", self.stepper.lineage)
+        if lineage != self.stepper.lineage:
+            raise ProtocolError(f"{frame.kind} of step {step} from another lineage")
+        await self._dispatch(sender, message, frame)
+        self.stepper.touched()
+
+    async def _dispatch(self, sender: PeerId, message: Message, frame: Frame) -> None:
+        match message:
+            case Forward():
+                await self._pipeline.on_forward(sender, message, frame)
+            case Backward() | Done() | Busy() | Lost():
+                self._on_reply(sender, message, frame)
+            case TrainerDone():
+                self.stepper.on_trainer_done(message)
+            case Gap() if self._trainer is not None:
+                self._ctx.spawn(self._trainer.on_gap(message), "gap")
+            case Seal():
+                self.stepper.on_seal(sender, message)
+            case Shard() | Reduced():
+                self.stepper.averager.on_chunk(sender, message, frame.tensors[0])
+            case ShardEntry():
+                self.stepper.on_entry(sender, message)
+            case _:
+                raise ProtocolError(f"{frame.kind}: not for this peer")
+
+    def _on_reply(self, sender: PeerId, message: Backward | Done | Busy | Lost, frame: Frame) -> None:
+        """Answers from stage 0 are the trainer's; from the next stage, the pipeline's."""
+        stage = 0 if isinstance(message, Done) else message.stage
+        router = self._pipeline.router
+        if router is not None and stage == self._ctx.roster.own.stage + 1:
+            router.on_reply(sender, message, frame.tensors)
+        elif stage == 0 and self._trainer is not None:
+            self._trainer.router.on_reply(sender, message, frame.tensors)
+        else:
+            raise ProtocolError(f"{frame.kind} from stage {stage}: nothing was sent there")
+
+    def _on_other(self, message: Message, frame: Frame) -> None:
+        match message:
+            case Part() if self._collector is not None:
+                self._collector.on_part(message, frame.tensors[0])
+            case PartFailed() if self._collector is not None:
+                self._collector.on_failed(message)
+            case _:
+                raise ProtocolError(f"{frame.kind}: this peer does not collect checkpoints")
+
+    async def _redeliver(self) -> None:
+        """Frames that came while the last step was being applied are of this one."""
+        early, self._early = self._early, []
+        for sender, frame in early:
+            try:
+                await self._on_frame(sender, frame)
+            except ProtocolError as e:
+                self._ctx.refused(sender, str(e))
+
+    # Calls ----------------------------------------------------------------------------------------------------------
+
+    async def _answer_held(self, sender: PeerId, payload: bytes) -> bytes:
+        ask = AskHeld.unpack(payload)
+        if (ask.step, ask.lineage) == (self.stepper.step, self.stepper.lineage):
+            return self.stepper.held().pack()
+        return Held(current=False, stage=self._ctx.roster.own.stage, held=(), running=()).pack()
+
+    async def _answer_entries(self, sender: PeerId, payload: bytes) -> bytes:
+        ask = AskEntries.unpack(payload)
+        if (ask.step, ask.lineage) == (self.stepper.step, self.stepper.lineage):
+            return self.stepper.entries().pack()
+        return Entries(entries=self.stepper.previous_entries(ask.step, ask.lineage)).pack()
+
+    async def _answer_stop(self, sender: PeerId, payload: bytes) -> bytes:
+        StopRun.unpack(payload)
+        self.stepper.stop_requested = True
+        return b""
+
+    async def _answer_finished(self, sender: PeerId, payload: bytes) -> bytes:
+        Finished.unpack(payload)
+        if sender != self._ctx.roster.genesis.collector:
+            raise ProtocolError("finished: only the collecting peer ends the run")
+        self._finished.set()
+        return b""
+
+    def stop(self) -> None:
+        """Ask for an orderly end after the current step."""
+        self.stepper.stop_requested = True
+
+
+def _window(ctx: Context) -> int:
+    """Microbatches a trainer has under way: half of what the smallest stage admits, shared among the trainers."""
+    smallest = min(len(ctx.roster.stage(s)) for s in range(ctx.plan.stages))
+    return max(2, smallest * ctx.plan.capacity // (2 * len(ctx.roster.trainers())))

@@ -1,0 +1,204 @@
+"""A peer's part of the pipeline: receive, compute and send slots that overlap (DT-FM sec. 3.5).
+
+Each admitted request is one coroutine that holds its place until its backward is through: a forward is admitted only with
+room reserved for its backward, so gradients never wait for space and bounded queues cannot deadlock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from muletrain.compute.base import Microbatch
+from muletrain.errors import MuletrainError, NetworkError, ProtocolError
+from muletrain.swarm.messages import Backward, Busy, Done, Forward, Lost, Request
+from muletrain.wire.codec import decode, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from muletrain.network.base import Frame, PeerId
+    from muletrain.swarm.context import Context
+    from muletrain.swarm.ledger import Ledger
+    from muletrain.swarm.router import Answer, Router
+    from muletrain.wire.codec import Encoded
+
+BACKWARD, FORWARD = 0, 1
+"""Priorities on the compute slot."""
+PATIENCE = 64
+"""A request is abandoned after this many of its sender's deadlines, so that no place in the queue is held for ever."""
+
+
+@dataclass
+class _Held:
+    """An admitted request. ``busy_s`` is this peer's own work on it."""
+
+    sender: PeerId
+    message: Forward
+    admitted: float
+    busy_s: float = 0.0
+
+    @property
+    def microbatch(self) -> Microbatch:
+        return Microbatch(self.message.step, self.message.index)
+
+    @property
+    def request(self) -> Request:
+        m = self.message
+        return Request(lineage=m.lineage, step=m.step, index=m.index, attempt=m.attempt, trainer=m.trainer)
+
+
+@dataclass
+class Pipeline:
+    """Serves one stage."""
+
+    ctx: Context
+    ledger: Callable[[], Ledger]
+    """The current step's."""
+    router: Router | None
+    """Towards the next stage; None on the last."""
+    _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
+
+    def running(self) -> list[int]:
+        """Microbatches of the current step that are being worked on."""
+        return sorted({index for _, index in self._held})
+
+    async def on_forward(self, sender: PeerId, message: Forward, frame: Frame) -> None:
+        """Admit, or say that the queue is full. A microbatch that this peer works on already is not begun twice."""
+        if message.stage != self.ctx.roster.own.stage:
+            raise ProtocolError(f"forward for stage {message.stage} at a peer of stage {self.ctx.roster.own.stage}")
+        key = (message.step, message.index)
+        if key in self._held or len(self._held) >= self.ctx.plan.capacity:
+            busy = Busy(**_identity(message), stage=message.stage)
+            self.ctx.spawn(self._reply(sender, busy, []), "busy")
+            return
+        held = self._held[key] = _Held(sender, message, self.ctx.clock.now())
+        self.ctx.spawn(self._serve(held, frame.tensors), f"serve {key}")
+
+    async def _serve(self, held: _Held, tensors: list[Encoded]) -> None:
+        try:
+            what = f"microbatch {held.message.step}/{held.message.index} at stage {held.message.stage}"
+            limit = PATIENCE * held.message.deadline_s
+            loss, gradient = await self.ctx.clock.deadline(self._work(held, tensors), limit, what)
+        except MuletrainError as e:  # the sender still holds the activations, and chooses someone else
+            lost = Lost(**_identity(held.message), stage=held.message.stage, reason=str(e)[:1000])
+            await self._reply(held.sender, lost, [])
+            return
+        finally:
+            self.ctx.compute.discard(held.microbatch)
+            del self._held[held.message.step, held.message.index]
+        await self._answer(held, loss, gradient)
+
+    async def _work(self, held: _Held, tensors: list[Encoded]) -> tuple[float, Encoded | None]:
+        inputs, targets = await self._receive(held, tensors)
+        if self.router is None:
+            return await self._last_stage(held, inputs, targets)
+        outputs = await self._compute_forward(held, inputs)
+        answer = await self.router.request(held.request, held.message.accumulate, [outputs, tensors[1]])
+        return await self._compute_backward(held, answer, outputs.shape)
+
+    async def _receive(self, held: _Held, tensors: list[Encoded]) -> tuple[Tensor, Tensor]:
+        begin = self.ctx.clock.now()
+        inputs = await self.ctx.offload(decode, tensors[0])
+        targets = decode(tensors[1])
+        held.busy_s += self.ctx.clock.now() - begin
+        self._check(held.message, inputs, targets)
+        return inputs, targets
+
+    def _check(self, message: Forward, inputs: Tensor, targets: Tensor) -> None:
+        plan = self.ctx.plan
+        tokens = (plan.sequences, plan.sequence_length(message.step))
+        expected = tokens if message.stage == 0 else (*tokens, plan.width)
+        if tuple(inputs.shape) != expected or tuple(targets.shape) != tokens:
+            raise ProtocolError(f"forward with shapes {tuple(inputs.shape)}, {tuple(targets.shape)}, expected {expected}, {tokens}")
+        for ids in (inputs, targets) if message.stage == 0 else (targets,):
+            if ids.is_floating_point() or int(ids.min()) < 0 or int(ids.max()) >= plan.vocab:
+                raise ProtocolError(f"token ids outside 0..{plan.vocab - 1}")
+
+    async def _compute_forward(self, held: _Held, inputs: Tensor) -> Encoded:
+        ctx = self.ctx
+        async with ctx.device(FORWARD):
+            begin = ctx.clock.now()
+            outputs = await ctx.compute.forward(held.microbatch, inputs)
+            took = ctx.clock.now() - begin
+        ctx.stats.forward_s += took
+        held.busy_s += took
+        return await ctx.compute.offload(encode, outputs, ctx.plan.activations)
+
+    async def _compute_backward(self, held: _Held, answer: Answer, shape: tuple[int, ...]) -> tuple[float, Encoded | None]:
+        ctx = self.ctx
+        if answer.gradient is None or tuple(answer.gradient.shape) != tuple(shape):
+            raise ProtocolError("backward without a gradient of the output's shape")
+        gradient = await ctx.offload(decode, answer.gradient)
+        with _Accumulation(self.ledger(), held.message) as accumulation:
+            async with ctx.device(BACKWARD):
+                begin = ctx.clock.now()
+                inputs_gradient = await ctx.compute.backward(held.microbatch, gradient, accumulate=accumulation.granted)
+                self._count(held, ctx.clock.now() - begin, accumulation)
+        return answer.loss, await self._encode_gradient(inputs_gradient)
+
+    async def _last_stage(self, held: _Held, inputs: Tensor, targets: Tensor) -> tuple[float, Encoded | None]:
+        ctx = self.ctx
+        with _Accumulation(self.ledger(), held.message) as accumulation:
+            async with ctx.device(FORWARD):
+                begin = ctx.clock.now()
+                loss, inputs_gradient = await ctx.compute.loss_backward(
+                    held.microbatch, inputs, targets, accumulate=accumulation.granted
+                )
+                self._count(held, ctx.clock.now() - begin, accumulation)
+        return loss, await self._encode_gradient(inputs_gradient)
+
+    def _count(self, held: _Held, took: float, accumulation: _Accumulation) -> None:
+        accumulation.done = True
+        held.busy_s += took
+        self.ctx.stats.backward_s += took
+        self.ctx.stats.microbatches += accumulation.granted
+        self.ctx.stats.recomputed += not accumulation.granted
+
+    async def _encode_gradient(self, gradient: Tensor | None) -> Encoded | None:
+        if gradient is None:
+            return None
+        return await self.ctx.compute.offload(encode, gradient, self.ctx.plan.activations)
+
+    async def _answer(self, held: _Held, loss: float, gradient: Encoded | None) -> None:
+        away = max(0.0, self.ctx.clock.now() - held.admitted - held.busy_s)
+        identity = _identity(held.message)
+        if held.message.stage == 0:
+            await self._reply(held.sender, Done(**identity, loss=loss, away_s=away), [])
+        elif gradient is not None:
+            backward = Backward(**identity, stage=held.message.stage, loss=loss, away_s=away)
+            await self._reply(held.sender, backward, [gradient])
+
+    async def _reply(self, peer: PeerId, message: Request, tensors: list[Encoded]) -> None:
+        try:
+            await self.ctx.send(peer, message, tensors)
+        except NetworkError as e:  # who asked is gone: the microbatch is its trainer's to retry
+            self.ctx.suspect(peer, str(e))
+
+
+def _identity(m: Request) -> dict[str, object]:
+    return {"lineage": m.lineage, "step": m.step, "index": m.index, "attempt": m.attempt, "trainer": m.trainer}
+
+
+class _Accumulation:
+    """Reserves the microbatch in the ledger; commits if the gradient went in, releases it otherwise."""
+
+    def __init__(self, ledger: Ledger, message: Forward) -> None:
+        if (ledger.lineage, ledger.step) != (message.lineage, message.step):
+            raise ProtocolError(f"microbatch of step {message.step} finished after its step was over")
+        self._ledger, self._message = ledger, message
+        self.granted = False
+        self.done = False
+
+    def __enter__(self) -> _Accumulation:
+        wanted = self._message.stage in self._message.accumulate
+        self.granted = wanted and self._ledger.begin(self._message.index)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.granted and self.done:
+            self._ledger.commit(self._message.index)
+        elif self.granted:
+            self._ledger.abort(self._message.index)

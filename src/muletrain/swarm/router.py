@@ -1,0 +1,151 @@
+"""Sending a microbatch onwards: choose a peer of a stage, push the tensors, and see the answer through.
+
+Used by trainers (towards stage 0) and by peers (towards the next stage) alike: activations travel peer to peer, and each
+sender chooses by its own measurements (SWARM sec. 3.2, app. C).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from muletrain.errors import DeadlineExceeded, MuletrainError, PeerUnreachable, ProtocolError
+from muletrain.events import MicrobatchRerouted
+from muletrain.policy.deadline import Deadline
+from muletrain.policy.wiring import Wiring
+from muletrain.swarm.messages import Backward, Busy, Done, Forward, Lost, Request
+
+if TYPE_CHECKING:
+    from muletrain.network.base import PeerId
+    from muletrain.swarm.context import Context
+    from muletrain.wire.codec import Encoded
+
+BUSY_PAUSE_S = 0.005
+"""First pause when every peer of a stage is full; doubles up to the limit below."""
+BUSY_PAUSE_MAX_S = 0.5
+
+
+class StageLost(MuletrainError):  # noqa: N818 - a condition the caller handles
+    """No peer of the stage could take the microbatch now."""
+
+
+@dataclass
+class Answer:
+    """What came back for a request: the loss [nats/token] and, from a peer, d loss / d output as sent."""
+
+    loss: float
+    gradient: Encoded | None
+
+
+@dataclass
+class _Pending:
+    peer: PeerId
+    reply: asyncio.Future[tuple[Backward | Done | Busy | Lost, list[Encoded]]]
+
+
+class Router:
+    """Requests towards one stage."""
+
+    def __init__(self, ctx: Context, stage: int) -> None:
+        self._ctx = ctx
+        self._stage = stage
+        self._wiring = Wiring(random.Random(f"{ctx.net.peer_id}/{stage}"))
+        self._deadline = Deadline()
+        self._pending: dict[tuple[int, int, int, str], _Pending] = {}
+
+    def refresh(self) -> None:
+        """Take the roster's view of who serves the stage."""
+        alive = set(self._ctx.roster.stage(self._stage))
+        for peer in set(self._wiring.peers()) - alive:
+            self._wiring.remove(peer)
+        for peer in alive:
+            self._wiring.add(peer)
+
+    def on_reply(self, sender: PeerId, reply: Backward | Done | Busy | Lost, tensors: list[Encoded]) -> None:
+        """Match an answer with its request; late answers to requests we gave up are dropped."""
+        pending = self._pending.get(reply.key)
+        if pending is None:
+            return
+        if pending.peer != sender:
+            raise ProtocolError(f"{reply.KIND} for microbatch {reply.step}/{reply.index} from a peer it was not sent to")
+        if not pending.reply.done():
+            pending.reply.set_result((reply, tensors))
+
+    async def request(self, request: Request, accumulate: tuple[int, ...], tensors: list[Encoded]) -> Answer:
+        """Get one microbatch through the stage and all behind it. Raises StageLost when every live peer failed it."""
+        failed: set[PeerId] = set()
+        full: set[PeerId] = set()
+        for tries in itertools.count():
+            peer = self._wiring.choose(failed | full)
+            if peer is None and full:
+                await self._ctx.clock.sleep(min(BUSY_PAUSE_S * 2.0**tries, BUSY_PAUSE_MAX_S))
+                full.clear()
+                continue
+            if peer is None:
+                raise StageLost(f"stage {self._stage}: no live peer could take microbatch {request.step}/{request.index}")
+            try:
+                reply, answer = await self._try(peer, request, accumulate, tensors)
+            except (PeerUnreachable, DeadlineExceeded) as e:
+                self._give_up(peer, request, str(e))
+                self._ctx.suspect(peer, str(e))
+                failed.add(peer)
+                continue
+            if isinstance(reply, Busy):
+                full.add(peer)
+            elif isinstance(reply, Lost):
+                self._give_up(peer, request, reply.reason)
+                failed.add(peer)
+            else:
+                return Answer(reply.loss, answer[0] if answer else None)
+        raise AssertionError  # itertools.count does not end
+
+    async def _try(
+        self, peer: PeerId, request: Request, accumulate: tuple[int, ...], tensors: list[Encoded]
+    ) -> tuple[Backward | Done | Busy | Lost, list[Encoded]]:
+        """One receiver: send, then wait while it is seen to be working on it."""
+        clock = self._ctx.clock
+        if request.key in self._pending:
+            raise ProtocolError(f"microbatch {request.step}/{request.index} attempt {request.attempt} is already under way")
+        pending = _Pending(peer, asyncio.get_running_loop().create_future())
+        self._pending[request.key] = pending
+        message = Forward(
+            lineage=request.lineage, step=request.step, index=request.index, attempt=request.attempt,
+            trainer=request.trainer, stage=self._stage, accumulate=accumulate, deadline_s=self._deadline.seconds(),
+        )  # fmt: skip
+        begin = clock.now()
+        try:
+            await self._ctx.send(peer, message, list(tensors))
+            reply, answer = await self._await(peer, request, pending)
+        finally:
+            del self._pending[request.key]
+        if isinstance(reply, Backward | Done):
+            took = clock.now() - begin
+            self._deadline.measured(took)
+            self._wiring.measured(peer, max(took - reply.away_s, 1e-6))
+        return reply, answer
+
+    async def _await(
+        self, peer: PeerId, request: Request, pending: _Pending
+    ) -> tuple[Backward | Done | Busy | Lost, list[Encoded]]:
+        for attempt in itertools.count():
+            what = f"microbatch {request.step}/{request.index} at stage {self._stage}"
+            try:
+                return await self._ctx.clock.deadline(
+                    asyncio.shield(pending.reply), self._deadline.seconds(attempt), what
+                )
+            except DeadlineExceeded:
+                held = await self._ctx.probe(peer, request.lineage, request.step, attempt)
+                if pending.reply.done():
+                    return pending.reply.result()
+                if held is None or request.index not in held.running:
+                    raise
+        raise AssertionError
+
+    def _give_up(self, peer: PeerId, request: Request, reason: str) -> None:
+        self._wiring.ban(peer)
+        self._ctx.emit(
+            MicrobatchRerouted(step=request.step, index=request.index, stage=self._stage, reason=f"{peer[-6:]}: {reason}")
+        )

@@ -1,0 +1,285 @@
+"""One step's agreement: seal, reduce, record, apply (DESIGN "How a step goes", points 5-8).
+
+The stepper owns what is true of the current step: its ledger, the hints about what is through, the announced sets, and the
+record being assembled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import TYPE_CHECKING
+
+from muletrain.compute.base import Update
+from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError, ProtocolError
+from muletrain.events import Note
+from muletrain.policy.cover import Cover, resolve
+from muletrain.policy.deadline import Deadline
+from muletrain.swarm.averaging import Averager, Round, RoundFailed
+from muletrain.swarm.ledger import Ledger
+from muletrain.swarm.messages import AskEntries, Entries, Gap, Held, Seal, ShardEntry, TrainerDone
+from muletrain.swarm.record import RecordBuilder, StepRecord, round_id
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from muletrain.network.base import PeerId
+    from muletrain.swarm.context import Context
+
+MAX_ATTEMPTS = 20
+"""Rounds tried for one step before the peer gives up with an error instead of trying for ever."""
+MAX_SILENCE = 8
+"""Doubling deadlines without any news before a wait is declared hopeless."""
+
+
+class Stepper:
+    """Takes the run from one lineage to the next."""
+
+    def __init__(self, ctx: Context, step: int, lineage: bytes, running: Callable[[], list[int]]) -> None:
+        self._ctx = ctx
+        self._running = running
+        self.averager = Averager(ctx, self._publish)
+        self._step_deadline = Deadline()
+        self._seal_deadline = Deadline(floor_s=5.0)
+        self._record_deadline = Deadline(floor_s=5.0)
+        self.stop_requested = False
+        self._weights: bytes = b"\0" * 32
+        self._enter(step, lineage)
+
+        self._previous = self._builder
+
+    def _enter(self, step: int, lineage: bytes) -> None:
+        self.step, self.lineage = step, lineage
+        self.ledger = Ledger(lineage, step, self._ctx.plan.microbatches)
+        self.losses: dict[int, float] = {}
+        self._seals: dict[PeerId, Seal] = {}
+        self._builder = RecordBuilder(step, lineage, self._ctx.plan.stages)
+        self._changed = asyncio.Event()
+        self._gap: frozenset[int] = frozenset()
+
+    # What arrives ---------------------------------------------------------------------------------------------------
+
+    def on_trainer_done(self, message: TrainerDone) -> None:
+        if len(message.indices) != len(message.losses) or any(i >= self._ctx.plan.microbatches for i in message.indices):
+            raise ProtocolError("trainer_done: indices outside the step, or not one loss for each")
+        self.losses.update(zip(message.indices, message.losses, strict=True))
+        self._changed.set()
+
+    def on_seal(self, sender: PeerId, message: Seal) -> None:
+        stage = self._ctx.roster.own.stage
+        if message.stage != stage or self._ctx.roster.member(sender).stage != stage:
+            raise ProtocolError("seal from a peer of another stage")
+        if any(i >= self._ctx.plan.microbatches for i in message.indices):
+            raise ProtocolError("seal with indices outside the step")
+        known = self._seals.get(sender)
+        if known is None or known.attempt < message.attempt:
+            self._seals[sender] = message
+            self._changed.set()
+
+    def on_entry(self, sender: PeerId, entry: ShardEntry) -> None:
+        if self._ctx.roster.member(sender).stage != entry.stage:
+            raise ProtocolError("shard entry for a stage that its sender does not serve")
+        self._builder.add(entry)
+        self._changed.set()
+
+    def entries(self) -> Entries:
+        return Entries(entries=self._builder.entries())
+
+    def previous_entries(self, step: int, lineage: bytes) -> tuple[ShardEntry, ...]:
+        """Of the step before, for a member that missed a notice; empty for any other."""
+        known = self._previous
+        return known.entries() if (known.step, known.lineage) == (step, lineage) else ()
+
+    def held(self) -> Held:
+        return Held(
+            current=True,
+            stage=self._ctx.roster.own.stage,
+            held=tuple(sorted(self.ledger.held)),
+            running=tuple(self._running()),
+        )
+
+    # The step -------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> StepRecord:
+        """From the first microbatch to the applied update. Raises MuletrainError when the step cannot be completed."""
+        ctx = self._ctx
+        await self._until(self._all_through, self._step_deadline, "microbatches to go through", self._ask_progress)
+        begin = ctx.clock.now()
+        gradient, contents, round_ = await self._reduce()
+        await self._until(
+            lambda: self._builder.record() is not None, self._record_deadline, "the step record", self._ask_entries
+        )
+        record = self._builder.record()
+        assert record is not None  # _until returned
+        ctx.stats.averaging_s += ctx.clock.now() - begin
+        self._verify(record, round_, contents)
+        await self._apply(record, gradient)
+        return record
+
+    def _all_through(self) -> bool:
+        return len(self.losses) == self._ctx.plan.microbatches
+
+    async def _reduce(self) -> tuple[Tensor, tuple[bytes, ...], Round]:
+        for attempt in range(MAX_ATTEMPTS):
+            round_ = await self._agree(attempt)
+            if round_ is None:
+                continue
+            try:
+                gradient, contents = await self.averager.reduce(round_, self._ctx.compute.gradient())
+            except RoundFailed as e:
+                self._ctx.emit(Note(level="warning", message=f"averaging step {self.step}, attempt {attempt}: {e}"))
+                self.ledger.reopen(keep=True)
+                continue
+            return gradient, contents, round_
+        raise MuletrainError(f"step {self.step}: {MAX_ATTEMPTS} attempts to average the stage failed; see the events for why")
+
+    async def _agree(self, attempt: int) -> Round | None:
+        """Announce what we hold and hear what the others hold. None when gaps had to be run again first."""
+        stage = self._ctx.roster.own.stage
+        sealed = await self._announce(attempt)
+        cover = resolve(sealed, self._ctx.plan.microbatches)
+        if cover.gaps or cover.dropped:
+            await self._refill(cover)
+            return None
+        ident = round_id(self.lineage, stage, self.step, attempt, sealed, cover.chosen)
+        return Round(
+            id=ident, lineage=self.lineage, step=self.step, stage=stage, members=tuple(sorted(sealed)),
+            contributors=tuple(m for m in cover.chosen if sealed[m]), microbatches=self._ctx.plan.microbatches,
+            n_params=self._ctx.compute.n_params, stop=self.stop_requested,
+        )  # fmt: skip
+
+    async def _announce(self, attempt: int) -> dict[PeerId, frozenset[int]]:
+        """Seal, and collect every live replica's seal of this attempt."""
+        ctx, me = self._ctx, self._ctx.net.peer_id
+        await self._until(lambda: not self.ledger.running, self._seal_deadline, "running microbatches", self._no_question)
+        held = self.ledger.seal()
+        replicas = tuple(m for m in ctx.roster.stage(ctx.roster.own.stage) if m != me)
+        seal = Seal(
+            lineage=self.lineage, step=self.step, stage=ctx.roster.own.stage, attempt=attempt, indices=tuple(sorted(held)),
+            members=(*replicas, me), weights=self._weights,
+        )  # fmt: skip
+        await ctx.tell(replicas, seal)
+
+        def complete() -> bool:
+            alive = [m for m in ctx.roster.stage(ctx.roster.own.stage) if m != me]
+            return all(m in self._seals and self._seals[m].attempt >= attempt for m in alive)
+
+        await self._until(complete, self._seal_deadline, "the stage's replicas to seal", self._ask_replicas)
+        seals = {m: s for m, s in self._seals.items() if s.attempt == attempt and ctx.roster.is_alive(m)}
+        for member, other in seals.items():
+            if other.weights != self._weights:
+                raise MuletrainError(
+                    f"step {self.step}: replica {ctx.roster.member(member).name} has other weights than this one. Replicas "
+                    f"on different kinds of devices must agree to the last bit; use devices of one kind per stage"
+                )
+        return {me: held, **{m: frozenset(s.indices) for m, s in seals.items()}}
+
+    async def _refill(self, cover: Cover) -> None:
+        """Microbatches are in no accumulator, or twice: keep the chosen sets, run the gaps again for this stage alone."""
+        ctx = self._ctx
+        keep = ctx.net.peer_id in cover.chosen
+        if not keep:
+            ctx.compute.clear()
+        self.ledger.reopen(keep=keep)
+        gaps = frozenset(cover.gaps)
+        message = f"step {self.step}: stage {ctx.roster.own.stage} runs {len(gaps)} microbatches again"
+        ctx.emit(Note(level="warning", message=message))
+        gap = Gap(lineage=self.lineage, step=self.step, stage=ctx.roster.own.stage, indices=tuple(sorted(gaps)))
+        trainers = ctx.roster.trainers()
+        await ctx.tell(trainers, gap)
+        self._gap = gaps
+
+        async def refilled() -> None:
+            """Gaps are filled when no live replica misses them; its own ledger is each one's truth."""
+            for attempt in itertools.count():
+                union = set(self.ledger.held)
+                for peer in ctx.roster.stage(ctx.roster.own.stage):
+                    if peer != ctx.net.peer_id and (held := await ctx.probe(peer, self.lineage, self.step)) is not None:
+                        union |= set(held.held)
+                if gaps <= union:
+                    return
+                await ctx.clock.sleep(min(2.0, 0.05 * 2**attempt))
+
+        limit = self._step_deadline.seconds(MAX_SILENCE // 2)
+        await ctx.clock.deadline(refilled(), limit, f"step {self.step}: missing microbatches to be run again")
+
+    async def _publish(self, entry: ShardEntry) -> None:
+        self._builder.add(entry)
+        self._changed.set()
+        await self._ctx.tell(self._ctx.roster.others(), entry)
+
+    def _verify(self, record: StepRecord, round_: Round, contents: tuple[bytes, ...]) -> None:
+        """The bytes we hold must be those the record speaks of."""
+        entry = record.stages[round_.stage]
+        if entry.round != round_.id or tuple(s.content for s in entry.shards) != contents:
+            raise MuletrainError(
+                f"step {self.step}: the run agreed on another gradient of stage {round_.stage} than this peer holds; "
+                f"its replica is no longer part of the run"
+            )
+
+    async def _apply(self, record: StepRecord, gradient: Tensor) -> None:
+        ctx = self._ctx
+        begin = ctx.clock.now()
+        async with ctx.device(0):
+            await ctx.compute.apply(gradient, Update(self.step, record.clip_scale(ctx.plan.clip), record.skip))
+        self._weights = await ctx.compute.digest()
+        ctx.stats.apply_s += ctx.clock.now() - begin
+
+    def advance(self, record: StepRecord) -> None:
+        """Begin the next step: the record's hash is its lineage."""
+        self.averager.forget()
+        self._previous = self._builder
+        self._enter(self.step + 1, record.hash)
+
+    # Waiting --------------------------------------------------------------------------------------------------------
+
+    async def _until(self, condition: Callable[[], bool], deadline: Deadline, what: str, ask: Callable[[], object]) -> None:
+        """Wait for ``condition``; on each missed deadline ask those we wait for. Raises MuletrainError after MAX_SILENCE."""
+        begin = self._ctx.clock.now()
+        attempt = 0
+        while not condition():
+            self._changed.clear()
+            try:
+                await self._ctx.clock.deadline(self._changed.wait(), deadline.seconds(attempt), what)
+            except DeadlineExceeded:
+                attempt += 1
+                if attempt >= MAX_SILENCE:
+                    raise MuletrainError(f"step {self.step}: gave up waiting for {what}") from None
+                question = ask()
+                if asyncio.iscoroutine(question):
+                    await question
+        deadline.measured(self._ctx.clock.now() - begin)
+
+    def touched(self) -> None:
+        """Something a wait may depend on changed (a microbatch finished, a peer died)."""
+        self._changed.set()
+
+    def _no_question(self) -> None:
+        return None
+
+    async def _ask_progress(self) -> None:
+        """Nothing moved for long: find out who is there. Trainers look after their own microbatches."""
+        for peer in self._ctx.roster.others():
+            await self._ctx.probe(peer, self.lineage, self.step)
+        if not self._ctx.roster.trainers():
+            raise MuletrainError(f"step {self.step}: no trainer is left in this run")
+
+    async def _ask_replicas(self) -> None:
+        for peer in self._ctx.roster.stage(self._ctx.roster.own.stage):
+            if peer != self._ctx.net.peer_id and peer not in self._seals:
+                await self._ctx.probe(peer, self.lineage, self.step)
+
+    async def _ask_entries(self) -> None:
+        """A lost notice must not stop the run: any peer may know the entries we miss."""
+        ask = AskEntries(lineage=self.lineage, step=self.step).pack()
+        for peer in self._ctx.roster.others():
+            try:
+                answer = await self._ctx.net.call(peer, AskEntries.KIND, ask, timeout_s=self._ctx.probe_deadline.seconds(1))
+                for entry in Entries.unpack(answer).entries:
+                    self._builder.add(entry)
+            except NetworkError as e:
+                self._ctx.suspect(peer, str(e))
+        if all(not self._ctx.roster.stage(s) for s in self._builder.missing()) and self._builder.missing():
+            raise MuletrainError(f"step {self.step}: stages {self._builder.missing()} have no live peer left")
