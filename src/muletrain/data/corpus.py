@@ -1,8 +1,8 @@
-"""From ``data.path`` to unique paragraphs: text, .jsonl, .parquet, Hugging Face datasets, and Python's own documentation.
+"""From ``data.path`` to unique paragraphs: text, .jsonl, .parquet, Hugging Face datasets, Python's own manual.
 
-A paragraph is the unit of de-duplication and of the hold-out. It runs to the next blank line, keeps its line ends and closes with
-one empty line, so that paragraphs joined together read as the text they came from. Everything streams: a corpus may be larger
-than memory (16 bytes of hash, about 100 with Python's set, stay behind per unique paragraph).
+A paragraph is the unit of de-duplication and of the hold-out. It runs to the next blank line, keeps its line ends and
+closes with one empty line, so that paragraphs joined together read as the text they came from. Everything streams: a
+corpus may be larger than memory (16 bytes of hash, about 100 with Python's set, stay behind per unique paragraph).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from muletrain.config.schema import DataConfig
 
-# Text without blank lines is cut at the first line end beyond this, so that it can be held out in parts and memory stays bounded.
+# Text without blank lines is cut at the first line end beyond this, so that it can be held out in parts and memory
+# stays bounded.
 PARAGRAPH_LIMIT = 4096  # [characters]
 
 _PARQUET_ROWS = 1024  # rows decoded at once; bounds memory inside a row group
@@ -33,7 +34,7 @@ _GLOB_CHARACTERS = frozenset("*?[")
 
 
 class Paragraph(NamedTuple):
-    """``document`` counts the texts read so far (a file, a row, a topic); neighbours with one number belong together."""
+    """``document`` counts the texts read so far (a file, a row, a topic); neighbours of one number belong together."""
 
     document: int
     text: str
@@ -92,7 +93,8 @@ class Corpus:
             inside = 0
             for lines in source.documents():
                 for text in split_paragraphs(lines):
-                    # Characters stand in for bytes: near enough for a progress bar, and never beyond the source's share.
+                    # Characters stand in for bytes: near enough for a progress bar, and never beyond the source's
+                    # share.
                     inside += len(text)
                     self.fraction = (before + min(inside, source.size)) / total
                     yield Paragraph(document, text)
@@ -112,7 +114,7 @@ def is_heldout(text: str, share: float) -> bool:
 
 
 def split_paragraphs(lines: Iterable[str]) -> Iterator[str]:
-    """Paragraphs of one document; blank lines separate, and text longer than ``PARAGRAPH_LIMIT`` is cut at a line end."""
+    """Paragraphs of one document; blank lines separate; beyond ``PARAGRAPH_LIMIT`` it is cut at a line end."""
     held: list[str] = []
     size = 0
     for line in lines:
@@ -141,7 +143,7 @@ class PydocSource:
     """The documentation that ships with Python; it differs a little between Python versions, and so does its digest."""
 
     def __init__(self) -> None:
-        from pydoc_data.topics import topics  # noqa: PLC0415 - half a megabyte that only this source needs
+        from pydoc_data.topics import topics  # half a megabyte that only this source needs
 
         self._topics: dict[str, str] = topics
         self.size = sum(map(len, self._topics.values()))
@@ -185,7 +187,7 @@ class ParquetFile(_FileSource):
     """Column ``field`` of a Parquet file, read row group by row group; each value is a document."""
 
     def documents(self) -> Iterator[Iterable[str]]:
-        import pyarrow.parquet as parquet  # noqa: PLC0415 - slow to import
+        import pyarrow.parquet as parquet  # slow to import
 
         number = 0
         with _reading(self.path), parquet.ParquetFile(self.path) as file:
@@ -198,8 +200,11 @@ class ParquetFile(_FileSource):
                     number += 1
 
 
+_KINDS: dict[str, type[JsonlFile | ParquetFile]] = {".jsonl": JsonlFile, ".parquet": ParquetFile}
+
+
 class HubDataset:
-    """``hf:NAME[@REVISION][:CONFIG]``: the train split, streamed. Keyed by name, not content: pin a revision to be sure."""
+    """``hf:NAME[@REVISION][:CONFIG]``: the train split, streamed. Keyed by name: pin a revision to be sure."""
 
     size = 0
 
@@ -216,10 +221,12 @@ class HubDataset:
 
     def _rows(self) -> Iterable[dict[str, object]]:
         try:
-            import datasets  # noqa: PLC0415 - optional dependency
+            import datasets  # optional dependency
         except ImportError as error:
-            raise DataError(f"data.path: 'hf:{self.name}' needs the package datasets; install it with "
-                            '`pip install "muletrain[datasets]"`') from error  # fmt: skip
+            raise DataError(
+                f"data.path: 'hf:{self.name}' needs the package datasets; install it with "
+                '`pip install "muletrain[datasets]"`'
+            ) from error
         name, _, config = self.name.partition(":")
         name, _, revision = name.partition("@")
         try:
@@ -227,8 +234,10 @@ class HubDataset:
                 name, config or None, split="train", streaming=True, revision=revision or None
             )
         except Exception as error:  # datasets raises many kinds: of its own, of fsspec, of HTTP
-            raise DataError(f"data.path: cannot open Hugging Face dataset '{name}': {error}; check the name, the configuration "
-                            "(hf:NAME:CONFIG) and the connection") from error  # fmt: skip
+            raise DataError(
+                f"data.path: cannot open Hugging Face dataset '{name}': {error}; check the name, the configuration "
+                "(hf:NAME:CONFIG) and the connection"
+            ) from error
         return rows
 
 
@@ -251,9 +260,8 @@ def _resolve(config: DataConfig) -> list[Source]:
 
 def _open(path: Path, field: str) -> Source:
     suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
-    kind = {".jsonl": JsonlFile, ".parquet": ParquetFile}.get(suffix, TextFile)
     try:
-        return kind(path, field)
+        return _KINDS.get(suffix, TextFile)(path, field)
     except OSError as error:
         raise DataError(f"data.path: cannot read {path}: {error.strerror}") from error
 
@@ -267,13 +275,17 @@ def _files(item: str) -> list[Path]:
     found = sorted(Path(name) for name in glob.glob(pattern, recursive=True) if os.path.isfile(name))
     if not found:
         what = "no file matches" if _GLOB_CHARACTERS & set(item) else "no such file:"
-        raise DataError(f"data.path: {what} '{item}' (relative to {Path.cwd()}); check the path, or use 'hf:NAME' for a "
-                        "Hugging Face dataset")  # fmt: skip
+        raise DataError(
+            f"data.path: {what} '{item}' (relative to {Path.cwd()}); check the path, or use 'hf:NAME' for a "
+            "Hugging Face dataset"
+        )
     return found
 
 
 def _suggest_glob(folder: Path) -> str:
-    suffixes = Counter(path.suffix for path in Path(os.path.expanduser(folder)).iterdir() if path.is_file() and path.suffix)
+    suffixes = Counter(
+        path.suffix for path in Path(os.path.expanduser(folder)).iterdir() if path.is_file() and path.suffix
+    )
     if suffixes:
         return str(folder / f"*{suffixes.most_common(1)[0][0]}")
     return str(folder / "**" / "*.txt")
@@ -321,11 +333,11 @@ def _clean(line: str, *, first: bool) -> str:
     return line[:-2] + "\n" if line.endswith("\r\n") else line
 
 
-def _binary(path: Path) -> IO[bytes]:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+def _binary(path: Path) -> gzip.GzipFile | IO[bytes]:
+    return gzip.GzipFile(path) if path.suffix == ".gz" else path.open("rb")
 
 
-class _reading:  # noqa: N801 - used as a function
+class _reading:
     """Turns what a damaged or vanished file raises into a DataError that names it."""
 
     def __init__(self, path: Path) -> None:
@@ -341,8 +353,10 @@ class _reading:  # noqa: N801 - used as a function
 
 
 def _undecodable(path: Path, position: int) -> DataError:
-    return DataError(f"data.path: {path} is not UTF-8 text: undecodable byte at position {position}; convert it with "
-                     f"`iconv -t UTF-8`, or leave it out of the glob")  # fmt: skip
+    return DataError(
+        f"data.path: {path} is not UTF-8 text: undecodable byte at position {position}; convert it with "
+        f"`iconv -t UTF-8`, or leave it out of the glob"
+    )
 
 
 def _json_row(line: str, where: str) -> dict[str, object]:
@@ -351,7 +365,9 @@ def _json_row(line: str, where: str) -> dict[str, object]:
     except ValueError as error:
         raise DataError(f"data.path: {where} is not JSON: {error}; a .jsonl file has one object per line") from error
     if not isinstance(row, dict):
-        raise DataError(f"data.path: {where} is a JSON {type(row).__name__}, not an object; a .jsonl file has one object per line")
+        raise DataError(
+            f"data.path: {where} is a JSON {type(row).__name__}, not an object; a .jsonl file has one object per line"
+        )
     return row
 
 
@@ -362,9 +378,13 @@ def _field(row: dict[str, object], field: str, where: str) -> str:
     if value is None:  # an empty cell is an empty document
         return ""
     if not isinstance(value, str):
-        raise DataError(f"data.path: {where}: '{field}' is {type(value).__name__}, not text; set data.field to a column of text")
+        raise DataError(
+            f"data.path: {where}: '{field}' is {type(value).__name__}, not text; set data.field to a column of text"
+        )
     return value
 
 
 def _no_field(field: str, where: str, available: list[str]) -> DataError:
-    return DataError(f"data.path: {where} has no '{field}'; set data.field to one of: {', '.join(available) or '(none)'}")
+    return DataError(
+        f"data.path: {where} has no '{field}'; set data.field to one of: {', '.join(available) or '(none)'}"
+    )

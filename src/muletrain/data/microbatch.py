@@ -1,4 +1,4 @@
-"""Microbatch ``(step, index)`` as a pure function of the seed and the tokens, so that any trainer can build any microbatch.
+"""Microbatch ``(step, index)`` as a pure function of seed and tokens: any trainer can build any microbatch.
 
 Shapes: ``B`` sequences of a microbatch, ``T`` tokens of a sequence (``T <= context``). Imports numpy only.
 """
@@ -29,10 +29,10 @@ _ROUNDS = 8  # of the permutation; the classical result needs 4, small domains d
 class MicrobatchSource:
     """Cuts tokens into windows and deals them out, each once per epoch, in an order the seed determines.
 
-    An epoch has ``windows`` windows of ``context + 1`` tokens, the last of each being the first of the next (it is only a target
-    in one and only an input in the other). They start at an offset drawn per epoch, so that borders move. Sequence number
-    ``step * batch + index * microbatch + row`` takes the next window of a keyed permutation: O(1), nothing is shuffled or stored.
-    During the sequence warm-up a window gives its first ``T`` tokens.
+    An epoch has ``windows`` windows of ``context + 1`` tokens, the last of each being the first of the next (it is only
+    a target in one and only an input in the other). They start at an offset drawn per epoch, so that borders move.
+    Sequence number ``step * batch + index * microbatch + row`` takes the next window of a keyed permutation: O(1),
+    nothing is shuffled or stored. During the sequence warm-up a window gives its first ``T`` tokens.
 
     Raises DataError when the tokens do not fill one window.
     """
@@ -48,8 +48,10 @@ class MicrobatchSource:
         sequence_warmup: int = 0,
     ) -> None:
         if len(tokens) <= context:
-            raise DataError(f"model.context: {context} needs {context + 1} tokens for one window, but the corpus (data.path) has "
-                            f"{len(tokens)}; shorten model.context or add text")  # fmt: skip
+            raise DataError(
+                f"model.context: {context} needs {context + 1} tokens for one window, but the corpus (data.path) has "
+                f"{len(tokens)}; shorten model.context or add text"
+            )
         if batch % microbatch:
             raise ValueError(f"microbatch {microbatch} does not divide batch {batch}")
         self._tokens = tokens
@@ -59,12 +61,13 @@ class MicrobatchSource:
         self._context = context
         self._start = sequence_start
         self._warmup = sequence_warmup
-        # As many windows as fit behind every offset below `context`; the same in each epoch, so that a sequence number has its epoch.
+        # As many windows as fit behind every offset below `context`; the same in each epoch, so that a sequence number
+        # has its epoch.
         self.windows = max(1, (len(tokens) - context) // context)
         self._slack = len(tokens) - 1 - self.windows * context
 
     def sequence_length(self, step: int) -> int:
-        """T at ``step`` [tokens]: linear from ``sequence_start`` to ``context`` over ``sequence_warmup`` steps (SWARM app. G).
+        """T at ``step`` [tokens]: linear from ``sequence_start`` to ``context`` during the warm-up (SWARM app. G).
 
         Rounded down to a multiple of 8 during the warm-up (at least 8, at most ``context``).
         """
@@ -76,7 +79,9 @@ class MicrobatchSource:
     def microbatch(self, step: int, index: int) -> tuple[IntArray, IntArray]:
         """Inputs and targets [B, T] of microbatch ``index`` of ``step``; targets are the inputs' next tokens."""
         if step < 0 or not 0 <= index < self._batch // self._microbatch:
-            raise ValueError(f"no microbatch ({step}, {index}) with batch {self._batch} and microbatch {self._microbatch}")
+            raise ValueError(
+                f"no microbatch ({step}, {index}) with batch {self._batch} and microbatch {self._microbatch}"
+            )
         starts = self.window_starts(step * self._batch + index * self._microbatch, self._microbatch)
         rows = starts[:, None] + np.arange(self.sequence_length(step) + 1)
         windows = np.asarray(self._tokens[rows], dtype=np.int64)
@@ -90,16 +95,19 @@ class MicrobatchSource:
             of_epoch = epochs == epoch
             keys = round_keys(self._seed, int(epoch), _ROUNDS + 1)
             offset = int(keys[-1]) % (self._slack + 1)
-            starts[of_epoch] = offset + permute(ranks[of_epoch], self.windows, keys[:-1]).astype(np.int64) * self._context
+            starts[of_epoch] = (
+                offset + permute(ranks[of_epoch], self.windows, keys[:-1]).astype(np.int64) * self._context
+            )
         return starts
 
 
 def permute(values: UintArray, size: int, keys: UintArray) -> UintArray:
     """Images of ``values`` under a permutation of ``range(size)`` that ``keys`` selects.
 
-    A generalised Feistel network (Black & Rogaway, "Ciphers with arbitrary finite domains", 2002, sec. 5): x = left + a * right with
-    ``a * b >= size``, each round adds a hash of one half to the other modulo its radix, which is undone by subtraction whatever
-    the hash. Results beyond ``size`` are sent through again (cycle walking); as a * b < size + a, hardly any are.
+    A generalised Feistel network (Black & Rogaway, "Ciphers with arbitrary finite domains", 2002, sec. 5): x = left + a
+    * right with ``a * b >= size``, each round adds a hash of one half to the other modulo its radix, which is undone by
+    subtraction whatever the hash. Results beyond ``size`` are sent through again (cycle walking); as a * b < size + a,
+    hardly any are.
     """
     a = math.isqrt(size - 1) + 1
     b = -(-size // a)
@@ -112,7 +120,7 @@ def permute(values: UintArray, size: int, keys: UintArray) -> UintArray:
 def round_keys(seed: int, epoch: int, count: int) -> UintArray:
     """Keys [count] for one epoch: unrelated for neighbouring seeds and epochs."""
     base = _mix(_mix(np.array([seed], dtype=np.uint64)) ^ np.uint64(epoch))
-    return _mix(base + np.arange(1, count + 1, dtype=np.uint64))
+    return _mix(base + np.arange(1, count + 1).astype(np.uint64))
 
 
 def _feistel(values: UintArray, a: int, b: int, keys: UintArray) -> UintArray:
@@ -126,7 +134,7 @@ def _feistel(values: UintArray, a: int, b: int, keys: UintArray) -> UintArray:
 
 
 def _mix(values: UintArray) -> UintArray:
-    """SplitMix64's output function (Steele et al. 2014): a bijection of 64-bit words; array arithmetic wraps silently."""
+    """SplitMix64's output function (Steele et al. 2014): a bijection of 64-bit words; arrays wrap silently."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -136,11 +144,13 @@ def _mix(values: UintArray) -> UintArray:
 def heldout_batches(tokens: TokenArray, context: int, batch: int) -> Iterator[tuple[IntArray, IntArray]]:
     """Evaluation batches: inputs and targets [B, context], B = ``batch`` but in the last one.
 
-    Every token but the first is a target exactly once. The last window is padded: inputs with token 0, targets with ``IGNORE``.
-    Raises DataError when there is no target at all.
+    Every token but the first is a target exactly once. The last window is padded: inputs with token 0, targets with
+    ``IGNORE``. Raises DataError when there is no target at all.
     """
     if len(tokens) < 2:
-        raise DataError(f"data.heldout: {len(tokens)} held-out tokens give nothing to predict; raise data.heldout or add text")
+        raise DataError(
+            f"data.heldout: {len(tokens)} held-out tokens give nothing to predict; raise data.heldout or add text"
+        )
     windows = -(-(len(tokens) - 1) // context)
     for first in range(0, windows, batch):
         piece = np.asarray(tokens[first * context : (first + batch) * context + 1], dtype=np.int64)

@@ -1,8 +1,9 @@
 """What counting alone achieves: unigram and interpolated bigram losses, the baselines a trained model has to beat.
 
-Bigrams are smoothed by Jelinek and Mercer's interpolation ("Interpolated estimation of Markov source parameters from sparse data",
-1980):  p(b | a) = w2 c(a, b) / c(a) + w1 c(b) / N + w0 / V,  with weights that sum to one, tuned by expectation maximisation on
-part of the training tokens that the counts leave out, never on held-out text. Imports numpy only.
+Bigrams are smoothed by Jelinek and Mercer's interpolation ("Interpolated estimation of Markov source parameters from
+sparse data", 1980):  p(b | a) = w2 c(a, b) / c(a) + w1 c(b) / N + w0 / V,  with weights that sum to one, tuned by
+expectation maximisation on part of the training tokens that the counts leave out, never on held-out text. Imports numpy
+only.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 TokenArray = npt.NDArray[np.integer]
 
-# The tuning slice is every tenth block of 256 pairs: spread over the corpus like the held-out paragraphs, as text in order drifts.
+# The tuning slice is every tenth block of 256 pairs: spread over the corpus like the held-out paragraphs, as text in
+# order drifts.
 _BLOCK = 256
 _EVERY = 10
 _ITERATIONS = 50
@@ -26,7 +28,7 @@ _ITERATIONS = 50
 
 @dataclass(frozen=True)
 class Baselines:
-    """Held-out losses [nats/token] over all held-out tokens but the first, as the model's own evaluation counts them."""
+    """Held-out losses [nats/token] over all held-out tokens but the first, as the model's evaluation counts them."""
 
     unigram: float
     bigram: float
@@ -35,7 +37,7 @@ class Baselines:
 
 
 class Counts:
-    """Unigram and bigram counts of ``pairs`` [n, 2] over a vocabulary of ``vocab`` tokens; bigrams are stored sparsely."""
+    """Unigram and bigram counts of ``pairs`` [n, 2] over ``vocab`` tokens; bigrams are stored sparsely."""
 
     def __init__(self, pairs: IntArray, vocab: int) -> None:
         self._vocab = vocab
@@ -56,13 +58,16 @@ class Counts:
 def baselines(train: TokenArray, heldout: TokenArray, vocab: int) -> Baselines:
     """Unigram and bigram losses of ``heldout`` under counts of ``train``. Raises DataError when either is too short."""
     if len(train) <= _BLOCK * _EVERY or len(heldout) < 2:
-        raise DataError(f"data.path: {len(train)} training and {len(heldout)} held-out tokens are too few for n-gram baselines "
-                        f"(more than {_BLOCK * _EVERY} and 1 are needed); add text")  # fmt: skip
+        raise DataError(
+            f"data.path: {len(train)} training and {len(heldout)} held-out tokens are too few for n-gram baselines "
+            f"(more than {_BLOCK * _EVERY} and 1 are needed); add text"
+        )
     pairs = _pairs(train)
     tuning = np.arange(len(pairs)) // _BLOCK % _EVERY == _EVERY - 1
     tuned = Counts(pairs[~tuning], vocab).probabilities(pairs[tuning])
     two, three = _tune(tuned[:2]), _tune(tuned)
-    # Weights keep; counts are taken again over all training tokens, for the strongest baseline the training text affords.
+    # Weights keep; counts are taken again over all training tokens, for the strongest baseline the training text
+    # affords.
     final = Counts(pairs, vocab).probabilities(_pairs(heldout))
     return Baselines(
         unigram=_loss(two, final[:2]),
@@ -78,7 +83,7 @@ def _pairs(tokens: TokenArray) -> IntArray:
 
 
 def _tune(components: FloatArray) -> FloatArray:
-    """Weights of the mixture [k] that make ``components`` [k, n] likeliest. The uniform part keeps every token possible."""
+    """Weights [k] that make the mixture of ``components`` [k, n] likeliest; none of them is zero."""
     weights = np.full(len(components), 1.0 / len(components))
     for _ in range(_ITERATIONS):
         shares = weights[:, None] * components

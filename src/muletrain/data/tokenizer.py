@@ -1,4 +1,4 @@
-"""``data.tokenizer``: a byte-level BPE trained on the corpus, a ``tokenizer.json``, or the tokenizer of a Hugging Face model."""
+"""``data.tokenizer``: a byte-level BPE trained on the corpus, a ``tokenizer.json``, or that of a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ _TRAINING_TEXT = 1 << 28  # characters the merges are learnt from; beyond this t
 
 
 def train_tokenizer(texts: Iterator[str], vocab: int) -> Tokenizer:
-    """Byte-level BPE of at most ``vocab`` tokens with ``END_OF_TEXT`` as token 0; any text can be encoded and decoded exactly.
+    """Byte-level BPE of at most ``vocab`` tokens with ``END_OF_TEXT`` as token 0; decoding is exact.
 
-    Learns from the first 2^28 characters of ``texts``. A short text yields fewer tokens. Raises DataError when ``vocab`` cannot
-    hold the 256 bytes and the end-of-text token.
+    Learns from the first 2^28 characters of ``texts``. A short text yields fewer tokens. Raises DataError when
+    ``vocab`` cannot hold the 256 bytes and the end-of-text token.
     """
     if vocab <= _BYTES:
-        raise DataError(f"model.vocab: {vocab} tokens cannot hold the {_BYTES} bytes and {END_OF_TEXT}; give at least {_BYTES + 1}, or "
-                        "set data.tokenizer to one you have")  # fmt: skip
+        raise DataError(
+            f"model.vocab: {vocab} tokens cannot hold {_BYTES} bytes and {END_OF_TEXT}; give at least {_BYTES + 1}, or "
+            "set data.tokenizer to one you have"
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -54,7 +56,9 @@ def load_tokenizer(name: str, vocab: int) -> Tokenizer:
     if os.path.isfile(path):
         tokenizer = _from_file(path)
     elif path.endswith(".json"):
-        raise DataError(f"data.tokenizer: no such file: '{path}'; give a tokenizer.json, a Hugging Face name, or 'train'")
+        raise DataError(
+            f"data.tokenizer: no such file: '{path}'; give a tokenizer.json, a Hugging Face name, or 'train'"
+        )
     else:
         tokenizer = _from_hub(name)
     _check_fits(tokenizer, name, vocab)
@@ -89,30 +93,36 @@ def _from_file(path: str) -> Tokenizer:
 
 
 def _from_hub(name: str) -> Tokenizer:
-    from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds to import
+    from transformers import AutoTokenizer  # takes seconds to import
 
     try:
         loaded = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # OSError, ValueError, errors of the hub and of HTTP
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DataError(f"data.tokenizer: cannot load '{name}' from Hugging Face: {reason} Check the name and the connection, or download "
-                        "its tokenizer.json and give that file") from error  # fmt: skip
+        raise DataError(
+            f"data.tokenizer: cannot load '{name}' from Hugging Face: {reason} Check name and connection, or download "
+            "its tokenizer.json and give that file"
+        ) from error
     tokenizer = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(tokenizer, Tokenizer):
-        raise DataError(f"data.tokenizer: '{name}' has no tokenizer.json (no fast tokenizer); choose another, or 'train'")
+        raise DataError(
+            f"data.tokenizer: '{name}' has no tokenizer.json (no fast tokenizer); choose another, or 'train'"
+        )
     return tokenizer
 
 
 def _check_fits(tokenizer: Tokenizer, name: str, vocab: int) -> None:
     needed = token_range(tokenizer)
     if needed > vocab:
-        raise DataError(f"data.tokenizer: '{name}' has {needed} tokens, model.vocab = {vocab}; set model.vocab to at least {needed}"
-                        f" (e.g. {-(-needed // 64) * 64})")  # fmt: skip
+        raise DataError(
+            f"data.tokenizer: '{name}' has {needed} tokens, model.vocab = {vocab}; set model.vocab to at least {needed}"
+            f" (e.g. {-(-needed // 64) * 64})"
+        )
 
 
 def _as_encoder(tokenizer: Tokenizer) -> Tokenizer:
-    # Published files often carry the truncation and padding of their model, which would silently drop text here; and a corpus that
-    # spells a special token means the characters, not the token.
+    # Published files often carry the truncation and padding of their model, which would silently drop text here; and a
+    # corpus that spells a special token means the characters, not the token.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True

@@ -1,8 +1,9 @@
 """The token cache: a corpus tokenised once, memory-mapped ever after.
 
-A cache is a folder ``<data.cache>/tokens/<key>`` with ``train.bin``, ``heldout.bin`` (little-endian uint16, or uint32 for larger
-vocabularies), ``tokenizer.json`` and ``meta.json``. The key follows from the sources' contents, the tokenizer and the options.
-A folder is built under another name and renamed when complete, so a cache that exists is whole, however many processes build.
+A cache is a folder ``<data.cache>/tokens/<key>`` with ``train.bin``, ``heldout.bin`` (little-endian uint16, or uint32
+for larger vocabularies), ``tokenizer.json`` and ``meta.json``. The key follows from the sources' contents, the
+tokenizer and the options. A folder is built under another name and renamed when complete, so a cache that exists is
+whole, however many processes build.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ import numpy as np
 import tokenizers
 
 from muletrain.data.corpus import Corpus, is_heldout
-from muletrain.data.tokenizer import end_of_text, load_tokenizer, parse_tokenizer, token_range, tokenizer_json, train_tokenizer
+from muletrain.data.tokenizer import (
+    end_of_text,
+    load_tokenizer,
+    parse_tokenizer,
+    token_range,
+    tokenizer_json,
+    train_tokenizer,
+)
 from muletrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -60,8 +68,9 @@ class TokenStats:
 class TokenCache:
     """Tokens of both sides, and what they were made with.
 
-    ``train`` and ``heldout`` are read-only maps of token ids; position is the index. ``digest`` identifies tokens and tokenizer (hex
-    SHA-256): two peers of one digest build the same microbatches. ``end_of_text`` closes each document; None: no such token.
+    ``train`` and ``heldout`` are read-only maps of token ids; position is the index. ``digest`` identifies tokens and
+    tokenizer (hex SHA-256): two peers of one digest build the same microbatches. ``end_of_text`` closes each document;
+    None: no such token.
     """
 
     folder: Path
@@ -75,9 +84,10 @@ class TokenCache:
 
     @classmethod
     def build(cls, config: DataConfig, vocab: int, progress: Progress | None = None) -> TokenCache:
-        """The cache for ``config``: opened if there is an intact one, else made. ``progress`` gets the share done, from 0 to 1.
+        """The cache for ``config``: opened if intact, else made. ``progress`` gets the share done, 0 to 1.
 
-        Raises DataError when the corpus or the tokenizer cannot be used, when one side is empty, or the folder cannot be written.
+        Raises DataError when the corpus or the tokenizer cannot be used, when one side is empty, or the folder cannot
+        be written.
         """
         corpus = Corpus(config)
         tokenizer = None if config.tokenizer == "train" else load_tokenizer(config.tokenizer, vocab)
@@ -90,15 +100,17 @@ class TokenCache:
                 parent.mkdir(parents=True, exist_ok=True)
                 found = _build(builder, tokenizer, vocab, folder)
             except OSError as error:
-                raise DataError(f"data.cache: cannot write {parent}: {error.strerror or error}; free some space, or set data.cache to "
-                                "another folder") from error  # fmt: skip
+                raise DataError(
+                    f"data.cache: cannot write {parent}: {error.strerror or error}; free space, or set data.cache to "
+                    "another folder"
+                ) from error
         if progress:
             progress(1.0)
         return found
 
     @classmethod
     def open(cls, folder: Path) -> TokenCache | None:
-        """The cache in ``folder``; None when there is none, or it is damaged (every byte is checked against the digest)."""
+        """The cache in ``folder``; None when there is none, or a damaged one (every byte is checked)."""
         try:
             meta = json.loads((folder / "meta.json").read_bytes())
             stats = TokenStats(**{field.name: int(meta["stats"][field.name]) for field in fields(TokenStats)})
@@ -133,7 +145,10 @@ class _Builder:
             done = _TRAIN_SHARE
         dtype = np.dtype("<u2" if token_range(tokenizer) <= 1 << 16 else "<u4")
         (folder / "tokenizer.json").write_bytes(tokenizer_json(tokenizer))
-        with _Side(folder / "train.bin", tokenizer, dtype) as train, _Side(folder / "heldout.bin", tokenizer, dtype) as heldout:
+        with (
+            _Side(folder / "train.bin", tokenizer, dtype) as train,
+            _Side(folder / "heldout.bin", tokenizer, dtype) as heldout,
+        ):
             for paragraph in self._corpus.paragraphs():
                 side = heldout if is_heldout(paragraph.text, self._share) else train
                 side.add(paragraph.document, paragraph.text)
@@ -168,7 +183,7 @@ class _Builder:
 
 
 class _Side:
-    """Writer of one .bin file. Neighbouring paragraphs of a document are encoded together; end-of-text follows a document's last."""
+    """Writer of one .bin file: paragraphs of a document are encoded together, end-of-text follows the last."""
 
     def __init__(self, path: Path, tokenizer: tokenizers.Tokenizer, dtype: np.dtype[Any]) -> None:
         self.paragraphs = self.characters = self.bytes = self.tokens = 0
@@ -245,7 +260,9 @@ def _publish(work: Path, folder: Path) -> TokenCache:
         if (cache := TokenCache.open(folder)) is not None:
             return cache
         _remove(folder)
-    raise DataError(f"data.cache: {folder} does not keep what is written to it; check the disk, or set data.cache to another folder")
+    raise DataError(
+        f"data.cache: {folder} does not keep what is written to it; check the disk, or set data.cache to another folder"
+    )
 
 
 def _remove(folder: Path) -> None:
@@ -265,8 +282,10 @@ def _check_sides(train: _Side, heldout: _Side, share: float) -> None:
         raise DataError("data.path: the corpus has no text; check the files and data.field")
     if not heldout.tokens or not train.tokens:
         side = "held out" if not heldout.tokens else "left for training"
-        raise DataError(f"data.heldout: none of {total} paragraphs is {side} at a share of {share}; change data.heldout, or add text "
-                        "(blank lines separate paragraphs)")  # fmt: skip
+        raise DataError(
+            f"data.heldout: none of {total} paragraphs is {side} at a share of {share}; change it, or add text "
+            "(blank lines separate paragraphs)"
+        )
 
 
 def _cache_folder(config: DataConfig) -> Path:
