@@ -319,7 +319,7 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Every event of a finished or growing file; a last line without its end is left out. Raises EventError with line."""
+    """Every event of a finished or growing file; a torn last line is left out. Raises EventError with the line."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.endswith(b"\n"):

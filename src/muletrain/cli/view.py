@@ -1,0 +1,231 @@
+"""A run's events folded into what people ask about: how far, how good, how fast, who does what, what went wrong."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from muletrain import events as ev
+from muletrain.units import format_bytes, format_count, format_duration
+
+SMOOTHING = 0.9  # weight of the past in the shown loss: about the last ten steps
+WINDOW = 20  # steps over which speed is measured: long enough to even out, short enough to follow
+
+
+@dataclass
+class PeerView:
+    """One peer as its own events and the others' suspicions show it. Totals run from the start of the run."""
+
+    name: str
+    peer_id: str = ""
+    stage: int = -1
+    device: str = "?"
+    precision: str = "?"
+    trainer: bool = False
+    params: int = 0
+    threads: int = 0
+    state: str = "joining"
+    step: int = 0
+    microbatches: int = 0
+    recomputed: int = 0
+    compute_s: float = 0.0
+    averaging_s: float = 0.0
+    apply_s: float = 0.0
+    wait_s: float = 0.0
+    sent: dict[str, Counter[str]] = field(default_factory=dict)
+    """Bytes by receiver (name where known) and traffic class."""
+
+    @property
+    def total_s(self) -> float:
+        """Wall time of the steps this peer applied [s]."""
+        return self.compute_s + self.averaging_s + self.apply_s + self.wait_s
+
+    @property
+    def idle_share(self) -> float:
+        """Share of that time in which there was nothing to compute; NaN before the first step."""
+        return self.wait_s / self.total_s if self.total_s else math.nan
+
+    def sent_bytes(self, kind: str | None = None) -> int:
+        """Bytes sent, of one traffic class or of all."""
+        return sum(sum(c.values()) if kind is None else c[kind] for c in self.sent.values())
+
+
+class RunView:
+    """State of a run after the events folded so far."""
+
+    def __init__(self) -> None:
+        self.started: ev.RunStarted | None = None
+        self.finished: ev.RunFinished | None = None
+        self.evaluated: ev.Evaluated | None = None
+        self.checkpoint: ev.CheckpointWritten | None = None
+        self.peers: dict[str, PeerView] = {}
+        self.missing: list[str] = []
+        self.warnings: Counter[str] = Counter()
+        self.rerouted = 0
+        self.step = 0
+        self.tokens = 0
+        self.seconds = 0.0
+        """Sum of the steps' durations [s]."""
+        self.last: ev.StepDone | None = None
+        self._names: dict[str, str] = {}  # peer id -> name
+        self._loss = 0.0
+        self._weight = 0.0
+        self._recent: deque[ev.StepDone] = deque(maxlen=WINDOW)
+        self._seen: set[tuple[int, str]] = set()
+
+    @property
+    def steps(self) -> int:
+        """Steps the run shall take; 0 before it is known."""
+        return self.started.steps if self.started else 0
+
+    @property
+    def loss(self) -> float:
+        """Smoothed training loss [nats/token]; NaN before the first step."""
+        return self._loss / self._weight if self._weight else math.nan
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the whole fleet, over the last steps; NaN before the first step."""
+        seconds = sum(e.duration_s for e in self._recent)
+        return sum(e.tokens for e in self._recent) / seconds if seconds else math.nan
+
+    @property
+    def seconds_left(self) -> float:
+        """At the speed of the last steps; NaN before the first step."""
+        if not self._recent:
+            return math.nan
+        return max(0, self.steps - self.step) * sum(e.duration_s for e in self._recent) / len(self._recent)
+
+    def stages(self) -> dict[int, list[PeerView]]:
+        """Peers by stage, both in order; stages without a peer are there, empty."""
+        count = self.started.stages if self.started else 0
+        found: dict[int, list[PeerView]] = {s: [] for s in range(count)}
+        for peer in sorted(self.peers.values(), key=lambda p: (p.stage, p.name)):
+            found.setdefault(peer.stage, []).append(peer)
+        return found
+
+    def name_of(self, peer_id: str) -> str:
+        """A peer's name, or the end of its id (all ids begin alike) when it has not joined yet."""
+        known = self._names.get(peer_id) or (peer_id if peer_id in self.peers else None)
+        is_id = len(peer_id) > 40 and peer_id.isalnum()  # base58 of a key, not an address
+        return known or (f"..{peer_id[-8:]}" if is_id else peer_id)
+
+    def tokens_per_microbatch(self) -> float:
+        """At full sequence length."""
+        return self.started.tokens_per_step / max(1, self.started.microbatches) if self.started else math.nan
+
+    def fold(self, event: ev.Event) -> bool:
+        """Take one event in. False if it says nothing new: a warning that was given before, a step told twice."""
+        match event:
+            case ev.RunStarted():
+                self.started = self.started or event
+            case ev.PeerJoined():
+                self._join(event)
+            case ev.Waiting():
+                news = event.missing != self.missing
+                self.missing = event.missing
+                return news
+            case ev.StepApplied():
+                self._apply(event)
+            case ev.StepDone():
+                return self._done(event)
+            case ev.PeerSuspected():
+                self._suspect(event)
+            case ev.MicrobatchRerouted():
+                self.rerouted += 1
+            case ev.CheckpointWritten():
+                self.checkpoint = event
+            case ev.Evaluated():
+                self.evaluated = event
+            case ev.RunFinished():
+                self._finish(event)
+            case _:
+                pass
+        return self._warn(event)
+
+    def _warn(self, event: ev.Event) -> bool:
+        if not is_warning(event):
+            return True
+        message = headline(event, self) or event.kind
+        self.warnings[message] += 1
+        return self.warnings[message] == 1
+
+    def _join(self, event: ev.PeerJoined) -> None:
+        peer = self.peers.setdefault(event.name, PeerView(event.name))
+        for key in ("peer_id", "stage", "device", "precision", "trainer", "params", "threads"):
+            setattr(peer, key, getattr(event, key))
+        peer.state = "ready"
+        self._names[event.peer_id] = event.name
+        self.missing = []
+
+    def _apply(self, event: ev.StepApplied) -> None:
+        peer = self.peers.setdefault(event.peer, PeerView(event.peer))
+        peer.stage, peer.step, peer.state = event.stage, event.step, "training"
+        peer.microbatches += event.microbatches
+        peer.recomputed += event.recomputed
+        peer.compute_s += event.forward_s + event.backward_s
+        peer.averaging_s += event.averaging_s
+        peer.apply_s += event.apply_s
+        peer.wait_s += event.wait_s
+        for receiver, classes in event.sent.items():
+            peer.sent.setdefault(receiver, Counter()).update(classes)
+
+    def _done(self, event: ev.StepDone) -> bool:
+        if (event.step, event.lineage) in self._seen:  # two peers may both think it is theirs to tell
+            return False
+        self._seen.add((event.step, event.lineage))
+        self.step, self.last, self.missing = event.step, event, []
+        self.tokens += event.tokens
+        self.seconds += event.duration_s
+        self._recent.append(event)
+        if math.isfinite(event.loss):
+            self._loss = SMOOTHING * self._loss + (1 - SMOOTHING) * event.loss
+            self._weight = SMOOTHING * self._weight + (1 - SMOOTHING)
+        return True
+
+    def _suspect(self, event: ev.PeerSuspected) -> None:
+        peer = self.peers.get(self.name_of(event.peer_id))
+        if peer is not None:
+            peer.state = "suspected"
+
+    def _finish(self, event: ev.RunFinished) -> None:
+        self.finished = event
+        if event.peer in self.peers:
+            self.peers[event.peer].state = "finished"
+
+
+def is_warning(event: ev.Event) -> bool:
+    """Does the event tell of something wrong?"""
+    kinds = (ev.JoinRefused, ev.FrameRefused, ev.PeerSuspected, ev.CheckpointFailed)
+    return isinstance(event, kinds) or (isinstance(event, ev.Note) and event.level != "info")
+
+
+def headline(event: ev.Event, view: RunView) -> str | None:
+    """The event as a sentence; None for what only the numbers show."""
+    match event:
+        case ev.RunStarted():
+            return f"run {event.run_id}: {event.steps} steps, {event.stages} stages, {event.peers} peers"
+        case ev.PeerJoined():
+            role = ", trainer" if event.trainer else ""
+            size = f"{format_count(event.params)} parameters"
+            return f"{event.name} serves stage {event.stage} ({event.device}, {event.precision}, {size}{role})"
+        case ev.Waiting():
+            return f"waiting for {', '.join(event.missing)}" if event.missing else "nothing missing any more"
+        case ev.JoinRefused():
+            return f"{event.remote} was not let in: {event.reason}"
+        case ev.FrameRefused():
+            return f"refused a message from {view.name_of(event.remote)}: {event.reason}"
+        case ev.PeerSuspected():
+            return f"{view.name_of(event.peer_id)} is left out for now: {event.reason}"
+        case ev.CheckpointWritten():
+            cost = f"{format_bytes(event.bytes)}, {format_duration(event.seconds)}"
+            return f"checkpoint of step {event.step}: {event.path} ({cost})"
+        case ev.CheckpointFailed():
+            return f"no checkpoint of step {event.step}: {event.reason}"
+        case ev.Evaluated():
+            return f"step {event.step}: validation loss {event.loss:.3f}, perplexity {event.perplexity:.1f}"
+        case ev.Note():
+            return event.message
+        case _:
+            return None

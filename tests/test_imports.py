@@ -1,0 +1,107 @@
+"""Imports run downwards only (DESIGN.md "Layers"); ``policy`` and the base know neither torch nor sockets."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SOURCE = Path(__file__).parents[1] / "src" / "muletrain"
+
+# top to bottom; names of one row may import each other
+LAYERS: list[set[str]] = [
+    {"cli", "dashboard", "__main__"},
+    {"runs"},
+    {"sim"},
+    {"swarm"},
+    {"network", "compute", "wire"},
+    {"model", "data", "optim"},
+    {"policy"},
+    {"config", "events", "units", "errors", "clock", "__init__"},
+]
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+HEAVY = {"torch", "hivemind", "socket", "ssl", "transformers", "safetensors", "tokenizers"}
+PURE = LAYERS[-1] | {"policy"}
+
+
+def test_imports_run_downwards_only() -> None:
+    assert violations(SOURCE) == []
+
+
+def test_every_folder_has_a_layer() -> None:
+    found = {path.stem for path in SOURCE.iterdir() if path.is_dir() or path.suffix == ".py"} - {"__pycache__"}
+    assert found <= set(RANK), "a new part of the package needs its place in LAYERS"
+
+
+@pytest.mark.parametrize(
+    ("file", "code", "complaint"),
+    [
+        ("policy/a.py", "import torch.nn", "policy/a.py:1: policy may not import torch"),
+        ("policy/a.py", "def f():\n    import socket", "policy/a.py:2: policy may not import socket"),
+        ("config/a.py", "from hivemind.p2p import P2P", "config/a.py:1: config may not import hivemind"),
+        ("model/a.py", "from muletrain.swarm.peer import X", "model/a.py:1: model may not import swarm, a layer above it"),
+        ("wire/a.py", "import muletrain.runs.local", "wire/a.py:1: wire may not import runs, a layer above it"),
+        ("data/a.py", "from muletrain import cli", "data/a.py:1: data may not import cli, a layer above it"),
+        ("optim/a.py", "from ..network import base", "optim/a.py:1: optim may not import network, a layer above it"),
+        (
+            "units.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from muletrain.policy import cover",
+            "units.py:3: units may not import policy, a layer above it",
+        ),
+    ],
+)
+def test_a_wrong_import_is_found(tmp_path: Path, file: str, code: str, complaint: str) -> None:
+    path = tmp_path / "muletrain" / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(code)
+    assert violations(tmp_path / "muletrain") == [complaint]
+
+
+@pytest.mark.parametrize(
+    "code", ["from muletrain.events import Note", "from muletrain import __version__", "from . import b", "import numpy"]
+)
+def test_downward_and_sibling_imports_are_fine(tmp_path: Path, code: str) -> None:
+    path = tmp_path / "muletrain" / "policy" / "a.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(code)
+    assert violations(tmp_path / "muletrain") == []
+
+
+def violations(source: Path) -> list[str]:
+    """Every import of the package at ``source`` that goes up, or out of a pure layer into a heavy library."""
+    return [
+        f"{path.relative_to(source)}:{line}: {complaint}"
+        for path in sorted(source.rglob("*.py"))
+        for line, name in _imports(path, source)
+        if (complaint := _complaint(_part(path, source), name))
+    ]
+
+
+def _complaint(part: str, name: str) -> str | None:
+    top, *rest = name.split(".")
+    if top in HEAVY and part in PURE:
+        return f"{part} may not import {top}"
+    if top != "muletrain" or not rest or rest[0] not in RANK:
+        return None
+    return f"{part} may not import {rest[0]}, a layer above it" if RANK[rest[0]] < RANK[part] else None
+
+
+def _imports(path: Path, source: Path) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of each import, wherever in the file it stands."""
+    package = ("muletrain", *path.relative_to(source).parent.parts)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            start = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{start}.{alias.name}") for alias in node.names)
+
+
+def _part(path: Path, source: Path) -> str:
+    return path.relative_to(source).parts[0].removesuffix(".py")
