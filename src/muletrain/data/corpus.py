@@ -14,6 +14,7 @@ import hashlib
 import io
 import json
 import os
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple, Protocol
@@ -118,15 +119,16 @@ def split_paragraphs(lines: Iterable[str]) -> Iterator[str]:
     held: list[str] = []
     size = 0
     for line in lines:
-        if line.strip():
-            held.append(line)
-            size += len(line)
-            if size < PARAGRAPH_LIMIT:
-                continue
+        if not line.strip():
+            if held:
+                yield _closed(held)
+            held, size = [], 0
+            continue
+        if size >= PARAGRAPH_LIMIT:
             yield "".join(held)
-        elif held:
-            yield _closed(held)
-        held, size = [], 0
+            held, size = [], 0
+        held.append(line)
+        size += len(line)
     if held:
         yield _closed(held)
 
@@ -219,7 +221,7 @@ class HubDataset:
         for number, row in enumerate(self._rows()):
             yield _lines(_field(row, self.field, f"hf:{self.name} row {number}"))
 
-    def _rows(self) -> Iterable[dict[str, object]]:
+    def _rows(self) -> Iterator[dict[str, object]]:
         try:
             import datasets  # optional dependency
         except ImportError as error:
@@ -230,15 +232,14 @@ class HubDataset:
         name, _, config = self.name.partition(":")
         name, _, revision = name.partition("@")
         try:
-            rows: Iterable[dict[str, object]] = datasets.load_dataset(
+            yield from datasets.load_dataset(
                 name, config or None, split="train", streaming=True, revision=revision or None
             )
         except Exception as error:  # datasets raises many kinds: of its own, of fsspec, of HTTP
             raise DataError(
-                f"data.path: cannot open Hugging Face dataset '{name}': {error}; check the name, the configuration "
+                f"data.path: cannot read Hugging Face dataset '{name}': {error}; check the name, the configuration "
                 "(hf:NAME:CONFIG) and the connection"
             ) from error
-        return rows
 
 
 def _resolve(config: DataConfig) -> list[Source]:
@@ -348,7 +349,7 @@ class _reading:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         # (pyarrow's errors are ValueErrors or OSErrors; gzip raises EOFError for a truncated file)
-        if isinstance(error, OSError | EOFError | ValueError) and not isinstance(error, UnicodeError):
+        if isinstance(error, OSError | EOFError | ValueError | zlib.error) and not isinstance(error, UnicodeError):
             raise DataError(f"data.path: cannot read {self._path}: {error}; is the file complete?") from error
 
 
