@@ -358,7 +358,7 @@ def _open(path: Path) -> int:
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     size = os.fstat(file).st_size
     tail = os.pread(file, 1 << 16, max(0, size - (1 << 16)))
-    if tail and not tail.endswith(b"\n"):
+    if size and not tail.endswith(b"\n"):
         os.ftruncate(file, size - (len(tail) - tail.rfind(b"\n") - 1))
     return file
 

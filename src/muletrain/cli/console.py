@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -49,7 +50,8 @@ class LiveConsole:
         self.console = console or make_console()
         self._interval_s = interval_s
         self._now = now
-        self._next_line = 0.0
+        self._next_line = -math.inf
+        self._printed_step = 0
         self._lock = threading.Lock()  # rich draws in a thread of its own
         self._live: Live | None = None
 
@@ -62,7 +64,7 @@ class LiveConsole:
     def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
-        elif self.view.step:
+        elif self.view.step != self._printed_step:
             self._print_line()
         self._live = None
 
@@ -79,6 +81,7 @@ class LiveConsole:
 
     def _print_line(self) -> None:
         self._next_line = self._now() + self._interval_s
+        self._printed_step = self.view.step
         self.console.print(Text(plain_line(self.view)), soft_wrap=True)
 
     def _draw(self) -> RenderableType:
@@ -165,4 +168,4 @@ def _left(view: RunView) -> str:
 
 
 def _rate(tokens_per_s: float) -> str:
-    return f"{tokens_per_s:,.0f}" if tokens_per_s == tokens_per_s else "?"
+    return "?" if math.isnan(tokens_per_s) else f"{tokens_per_s:,.0f}"

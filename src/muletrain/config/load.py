@@ -104,7 +104,7 @@ def _value(text: str, info: FieldInfo | None) -> Any:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
-    wants_text = info is not None and str in (info.annotation, *get_args(info.annotation))
+    wants_text = info is not None and info.annotation in (str, str | None)
     value = parsed["value"] if len(parsed) == 1 else text
     return text if wants_text and not isinstance(value, str) else value
 

@@ -36,7 +36,7 @@ class _Scanner:
             line = self.text.count("\n", 0, self.at) + 1
             if self.text[self.at] == "[":
                 table = self._header()
-                self.lines.setdefault(table, line)
+                self._note(table, line)
             else:
                 self._note((*table, *self._key()), line)
                 self._value()

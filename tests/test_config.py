@@ -1,0 +1,455 @@
+"""Configuration: every wrong input is one sentence with place, field and remedy; what is printed loads again."""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+
+from muletrain.config.dump import toml_value
+from muletrain.config.fleet import Fleet, Link, example_files, load_fleet
+from muletrain.config.load import describe, digest, dump_toml, load_config, load_toml
+from muletrain.config.locate import key_lines
+from muletrain.config.problems import keys_of, submodel
+from muletrain.config.schema import Codec, RunConfig
+from muletrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "my.toml"
+    path.write_text(text)
+    return path
+
+
+def message(folder: Path, text: str | None, *overrides: str) -> str:
+    """The error, with the folder taken out so that it reads as a user sees it in the current directory."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(None if text is None else write(folder, text), overrides)
+    return str(caught.value).replace(f"{folder}/", "")
+
+
+# --- one clear error -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[model]\n# heads\nhedas = 4\n", "my.toml:3: model.hedas: unknown key; did you mean 'heads'?"),
+        ("[modle]\nheads = 4\n", "my.toml:1: modle: unknown section; did you mean 'model'?"),
+        ("[train]\nlr = 0.1\n", "my.toml:2: train.lr: unknown key; did you mean 'optimizer.lr'?"),
+        ("layers = 3\n", "my.toml:1: layers: unknown section; did you mean 'model.layers'?"),
+        (
+            "[checkpoint]\nxyz = 1\n",
+            "my.toml:2: checkpoint.xyz: unknown key; known here: every, keep",
+        ),
+        ('[model]\nlayers = "12"\n', "my.toml:2: model.layers: expected a whole number, got '12'"),
+        ("[model]\nlayers = 1.5\n", "my.toml:2: model.layers: expected a whole number, got 1.5"),
+        ("[model]\nlayers = true\n", "my.toml:2: model.layers: expected a whole number, got true"),
+        ("[data]\npath = 3\n", 'my.toml:2: data.path: expected text in "quotes", got 3'),
+        ("[model]\nshare_layers = 1\n", "my.toml:2: model.share_layers: expected true or false, got 1"),
+        ("[model]\n\nlayers = 0\n", "my.toml:3: model.layers: must be greater than 0, got 0"),
+        ("[model]\ndropout = 1.0\n", "my.toml:2: model.dropout: must be less than 1, got 1.0"),
+        ("[network]\nport = 70000\n", "my.toml:2: network.port: must be less than 65536, got 70000"),
+        ("[optimizer]\nlr = inf\n", "my.toml:2: optimizer.lr: expected a finite number, got inf"),
+        ("[optimizer]\nbetas = [0.9]\n", "my.toml:2: optimizer.betas[1]: missing; the list needs at least 2 values"),
+        ("[optimizer]\nbetas = 0.9\n", "my.toml:2: optimizer.betas: expected a list, as in [1, 2], got 0.9"),
+        (
+            '[optimizer]\nname = "adam"\n',
+            "my.toml:2: optimizer.name: expected 'adamw' or 'lamb', got 'adam'; did you mean 'adamw'?",
+        ),
+        (
+            '[wire]\nactivations = "int4"\n',
+            "my.toml:2: wire.activations: expected 'fp32', 'fp16', 'bf16' or 'int8', got 'int4'; did you mean 'int8'?",
+        ),
+        (
+            '[compute]\ndevice = "gpu"\n',
+            "my.toml:2: compute.device: "
+            "expected 'auto', 'cpu', 'mps', 'cuda', or one of several as 'cuda:1'; got 'gpu'",
+        ),
+        ("model = 3\n", "my.toml:1: model: expected a table, as in [section], got 3"),
+        (
+            "[model]\nwidth = 64\nheads = 6\n",
+            "my.toml:3: model.heads: 6 heads do not divide model.width = 64; use 4 heads or another width",
+        ),
+        (
+            "[train]\nsteps = 3\n[model]\nwidth = 64\n",
+            "my.toml:4: model.heads: 6 heads do not divide model.width = 64; use 4 heads or another width",
+        ),
+        (
+            "[model]\nwidth = 6\n",
+            "my.toml:2: model.heads: model.width / heads = 1 must be even for rotary embeddings; "
+            "use 3 heads or another width",
+        ),
+        (
+            "[model]\nkv_heads = 4\n",
+            "my.toml:2: model.kv_heads: 4 does not divide model.heads = 6; use a divisor of it",
+        ),
+        (
+            "[fleet]\npeers = 1\n",
+            "my.toml:2: fleet.peers: 1 peers cannot serve fleet.stages = 2; give at least one peer per stage",
+        ),
+        (
+            "[fleet]\nstages = 5\n[model]\nlayers = 8\n",
+            "my.toml:2: fleet.peers: 4 peers cannot serve fleet.stages = 5; give at least one peer per stage",
+        ),
+        (
+            "[model]\nlayers = 1\n",
+            "my.toml:2: fleet.stages: 2 stages for model.layers = 1; a stage needs at least one layer",
+        ),
+        (
+            "[fleet]\npeers = 1\nstages = 1\n",
+            "my.toml:2: fleet.trainers: 2 trainers among fleet.peers = 1; at most one per peer",
+        ),
+        (
+            "[train]\nbatch = 6\n",
+            "my.toml:2: train.microbatch: 4 does not divide train.batch = 6; use a divisor of the batch",
+        ),
+        (
+            "[model]\ncontext = 16\n[train]\nsequence_start = 32\n",
+            "my.toml:4: train.sequence_start: 32 exceeds model.context = 16; start shorter",
+        ),
+    ],
+)
+def test_wrong_file(tmp_path: Path, text: str, expected: str) -> None:
+    assert message(tmp_path, text) == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model.layers=x", "--set model.layers=x: model.layers: expected a whole number, got 'x'"),
+        ("model.hedas=4", "--set model.hedas=4: model.hedas: unknown key; did you mean 'heads'?"),
+        ("modle.heads=4", "--set modle.heads=4: modle: unknown section; did you mean 'model'?"),
+        ("layers=4", "--set layers=4: layers: unknown section; did you mean 'model.layers'?"),
+        ("model.layers", "--set model.layers: write it as SECTION.FIELD=VALUE, e.g. --set model.layers=12"),
+        ("model..x=1", "--set model..x=1: write it as SECTION.FIELD=VALUE, e.g. --set model.layers=12"),
+        ("model=3", "--set model=3: model: is a section; set one of its fields, e.g. --set model.FIELD=3"),
+        ("model.layers=none", "--set model.layers=none: model.layers: expected a whole number, got 'none'"),
+        (
+            "fleet.peers=1",
+            "--set fleet.peers=1: fleet.peers: 1 peers cannot serve fleet.stages = 2; give at least one peer per stage",
+        ),
+        (
+            "model.width=64",
+            "--set model.width=64: model.heads: 6 heads do not divide model.width = 64; use 4 heads or another width",
+        ),
+    ],
+)
+def test_wrong_override(tmp_path: Path, override: str, expected: str) -> None:
+    assert message(tmp_path, None, override) == expected
+
+
+def test_an_override_is_blamed_for_what_it_replaced(tmp_path: Path) -> None:
+    text = "[model]\nlayers = 4\n"
+    assert message(tmp_path, text, "model.layers=0") == (
+        "--set model.layers=0: model.layers: must be greater than 0, got 0"
+    )
+    assert message(tmp_path, "[model]\nlayers = 0\n", "model.width=96").startswith("my.toml:2: model.layers: ")
+
+
+def test_a_section_that_is_no_table_is_named_before_the_override(tmp_path: Path) -> None:
+    assert message(tmp_path, "model = 3\n", "model.layers=2") == (
+        "my.toml:1: model: expected a table, as in [model], got 3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("[model]\nlayers = \n", "my.toml:2:10: not valid TOML: "),
+        ("[model]\ndata = corpus.txt\n", "my.toml:2:8: not valid TOML: "),
+        ("[model]\nlayers = 1\nlayers = 2\n", "my.toml:3:11: not valid TOML: "),
+        ('[model]\nname = """abc', "my.toml: not valid TOML: "),
+    ],
+)
+def test_toml_syntax(tmp_path: Path, text: str, place: str) -> None:
+    assert message(tmp_path, text).startswith(place)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    missing = tmp_path / "none.toml"
+    with pytest.raises(ConfigError, match=re.escape(f"{missing}: no such file; 'muletrain config > {missing}'")):
+        load_config(missing, [])
+    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path}: cannot be read: Is a directory")):
+        load_config(tmp_path, [])
+    latin = tmp_path / "latin.toml"
+    latin.write_bytes(b"# caf\xe9\n")
+    with pytest.raises(ConfigError, match=r"latin.toml: is not UTF-8 text \(byte 5\); save it as UTF-8"):
+        load_config(latin, [])
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def test_file_and_overrides(tmp_path: Path) -> None:
+    path = write(tmp_path, '[model]\nlayers = 8\nwidth = 96\n[wire]\nactivations = "fp32"\n')
+    sets = ["model.layers=12", "data.path=corpus/*.txt", "optimizer.clip=none", "optimizer.lr = 1"]
+    config = load_config(path, [*sets, "model.from=my/llama", "data.field=2024", 'network.announce=["a", "b"]'])
+    assert (config.model.layers, config.model.width, config.model.from_) == (12, 96, "my/llama")
+    assert (config.data.path, config.data.field) == ("corpus/*.txt", "2024")
+    assert (config.optimizer.clip, config.optimizer.lr) == (None, 1.0)
+    assert config.wire.activations is Codec.FP32
+    assert config.network.announce == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [('"a b"', "a b"), ("a=b", "a=b"), ("1\nx = 2", "1\nx = 2"), ("true", "true"), ("''", "")]
+)
+def test_text_needs_no_quotes(value: str, expected: str) -> None:
+    assert load_config(None, [f"data.path={value}"]).data.path == expected
+
+
+def test_the_last_override_wins() -> None:
+    assert load_config(None, ["train.steps=1", "train.steps=2"]).train.steps == 2
+
+
+def test_sizes_of_a_preset_are_not_judged_by_the_defaults() -> None:
+    config = load_config(None, ["model.preset=gpt3-125m", "fleet.stages=12", "fleet.peers=12"])
+    assert config.fleet.stages == 12
+
+
+def test_configs_are_immutable() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        RunConfig().model.layers = 3
+
+
+# --- printing --------------------------------------------------------------------------------------------------------
+
+
+def fields(kind: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
+    for key, info in keys_of(kind).items():
+        if sub := submodel(info):
+            yield from ((f"{key}.{k}", sub) for k in keys_of(sub))
+        else:
+            yield key, kind
+
+
+@pytest.mark.parametrize("kind", [RunConfig, Fleet])
+def test_every_field_is_described_and_numbers_have_a_unit(kind: type[BaseModel]) -> None:
+    for name, section in fields(kind):
+        info = keys_of(section)[name.split(".")[-1]]
+        assert info.description, name
+        if re.search(r"\b(int|float)\b", str(info.annotation)):
+            assert re.search(r"\[[^]]+\]$", info.description), f"{name} has no unit"
+        if info.default is None:
+            assert info.examples, f"{name} is off by default and shows no example"
+
+
+@pytest.mark.parametrize("kind", [RunConfig, Fleet])
+def test_the_printed_configuration_names_every_field_with_a_comment(kind: type[BaseModel]) -> None:
+    text = describe(kind)
+    for name, _ in fields(kind):
+        assert re.search(rf"^(# )?{name.split('.')[-1]} = .+  # .+", text, re.MULTILINE), name
+
+
+def test_the_printed_configuration_is_the_default(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, describe()), []) == RunConfig()
+
+
+def test_the_printed_fleet_loads(tmp_path: Path) -> None:
+    assert load_fleet(write(tmp_path, describe(Fleet))).machines[0].name == "desk"
+
+
+@pytest.mark.parametrize("kind", [RunConfig, Fleet])
+def test_the_commented_out_examples_load(tmp_path: Path, kind: type[BaseModel]) -> None:
+    text = re.sub(r"^# (\w+ = )", r"\1", describe(kind), flags=re.MULTILINE)
+    config = load_toml(kind, write(tmp_path, text))
+    unset = [
+        f"{key}.{name}"
+        for key, section in config
+        if isinstance(section, BaseModel)
+        for name, value in section
+        if value is None
+    ]
+    assert unset == []
+
+
+def test_dump_round_trips(tmp_path: Path) -> None:
+    sets = ["optimizer.clip=none", 'data.path=a "b"\\c\n\té\x7f', "model.from=x", "compute.memory=7.5"]
+    config = load_config(None, [*sets, 'network.announce=["/ip4/1.2.3.4/tcp/1"]', "wire.gradients=int8"])
+    assert config.optimizer.clip is None
+    assert load_config(write(tmp_path, dump_toml(config)), []) == config
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_any_text_survives_toml(text: str) -> None:
+    assert tomllib.loads(f"k = {toml_value(text)}")["k"] == text
+
+
+# --- digest ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["model.layers=6", "train.seed=1", "optimizer.lr=1", "wire.gradients=fp32", "fleet.stages=1", "data.heldout=0.1"],
+)
+def test_what_changes_the_numbers_changes_the_digest(override: str) -> None:
+    assert digest(load_config(None, [override])) != digest(RunConfig())
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["fleet.peers=8", "data.path=x", "data.cache=x", "compute.threads=3", "checkpoint.every=5", "train.time_limit=9"],
+)
+def test_where_a_run_happens_does_not_change_the_digest(override: str) -> None:
+    assert digest(load_config(None, [override])) == digest(RunConfig())
+
+
+def test_the_digest_is_of_values_not_of_their_spelling(tmp_path: Path) -> None:
+    spelled = write(tmp_path, "[optimizer]\nweight_decay = 1\n[model]\nlayers = 4\n")
+    assert digest(load_config(spelled, [])) == digest(load_config(None, ["optimizer.weight_decay=1.0"]))
+
+
+# --- lines -----------------------------------------------------------------------------------------------------------
+
+
+def test_lines_of_keys() -> None:
+    text = (
+        'top = 1\n\n[a]  # comment with = and [\nx = """\ny = 2\n"""\ny = [\n  1, # ]\n  "]",\n]\n'
+        '"quo ted" = {z = "}", w = [1]}\nb.c = \'#\'\n[[m]]\nn = 1\n[m.sub]\nk = 1\n[[m]]\nn = 2\n[ d . e ]\nf=1'
+    )
+    tomllib.loads(text)
+    lines = key_lines(text)
+    assert lines == {
+        ("top",): 1,
+        ("a",): 3,
+        ("a", "x"): 4,
+        ("a", "y"): 7,
+        ("a", "quo ted"): 11,
+        ("a", "b"): 12,
+        ("a", "b", "c"): 12,
+        ("m",): 13,
+        ("m", 0): 13,
+        ("m", 0, "n"): 14,
+        ("m", 0, "sub"): 15,
+        ("m", 0, "sub", "k"): 16,
+        ("m", 1): 17,
+        ("m", 1, "n"): 18,
+        ("d",): 19,
+        ("d", "e"): 19,
+        ("d", "e", "f"): 20,
+    }
+
+
+# --- fleets ----------------------------------------------------------------------------------------------------------
+
+TWO = """
+[[machines]]
+name = "lab"
+count = 2
+region = "europe"
+up_mbps = 80.0
+speed = 0.5
+
+[[machines]]
+name = "home"
+region = "asia"
+down_mbps = 40.0
+forward_ms = 7.0
+stall_every_s = 9.0
+
+[[links]]
+between = ["asia", "europe"]
+rtt_ms = 200.0
+bandwidth_mbps = 60.0
+
+[[links]]
+between = ["lab", "lab"]
+rtt_ms = 2.0
+
+[pacing]
+forward_ms = 10.0
+backward_ms = 25.0
+
+[stalls]
+duration_s = 0.5
+"""
+
+
+def test_fleet_expands_and_links(tmp_path: Path) -> None:
+    fleet = load_fleet(write(tmp_path, TWO))
+    lab, twin, home = fleet.peers()
+    assert [p.name for p in (lab, twin, home)] == ["lab-0", "lab-1", "home"]
+    assert (lab.forward_s, lab.backward_s, lab.stall) == (0.02, 0.05, None)
+    assert (home.forward_s, home.backward_s) == (0.007, 0.025)
+    assert home.stall is not None
+    assert (home.stall.every_s, home.stall.duration_s) == (9.0, 0.5)
+    assert (lab.up_bytes_per_s, lab.down_bytes_per_s) == (10e6, math.inf)
+    assert fleet.link(0, 1) == Link(0.001, 10e6)  # the machines' own path, narrowed by the sender's upload
+    assert fleet.link(0, 2) == Link(0.1, 5e6)  # narrowed by the receiver's download
+    assert fleet.link(2, 0) == Link(0.1, 7.5e6)  # the path itself is narrowest
+    assert fleet.link(1, 1) == Link(0.0, math.inf)
+
+
+def test_unnamed_paths_follow_the_defaults(tmp_path: Path) -> None:
+    text = '[[machines]]\nname = "a"\ncount = 2\n[[machines]]\nname = "b"\nregion = "far"\n[defaults]\nrtt_ms = 50\n'
+    fleet = load_fleet(write(tmp_path, text + "bandwidth_mbps = 8\nlocal_rtt_ms = 4\n"))
+    assert fleet.link(0, 1) == Link(0.002, math.inf)
+    assert fleet.link(1, 2) == Link(0.025, 1e6)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("count = 2", "count = 0", "my.toml:4: machines[0].count: must be greater than 0, got 0"),
+        ('name = "lab"', "", "my.toml:2: machines[0].name: missing; give the name, unique in this file"),
+        ("speed = 0.5", "sped = 0.5", "my.toml:7: machines[0].sped: unknown key; did you mean 'speed'?"),
+        (
+            '["asia", "europe"]',
+            '["asia", "eurpe"]',
+            "my.toml:17: links[0].between: no machine or region is called 'eurpe'; did you mean 'europe'?",
+        ),
+        (
+            '["lab", "lab"]',
+            '["europe", "asia"]',
+            "my.toml:22: links[1].between: this pair has an entry already; links hold in both directions",
+        ),
+        (
+            'name = "home"',
+            'name = "lab"',
+            "my.toml:10: machines[1].name: 'lab' names two machines; give each its own name",
+        ),
+        (
+            'region = "asia"',
+            'region = "home"',
+            "my.toml:10: machines[1].name: 'home' is a region too, so links could mean either; rename one",
+        ),
+        (
+            "[pacing]\nforward_ms = 10.0",
+            "[pacing]",
+            "my.toml:26: pacing.backward_ms: needs pacing.forward_ms too; give both, or forward_ms alone",
+        ),
+    ],
+)
+def test_wrong_fleet(tmp_path: Path, old: str, new: str, expected: str) -> None:
+    assert old in TWO
+    with pytest.raises(ConfigError) as caught:
+        load_fleet(write(tmp_path, TWO.replace(old, new, 1)))
+    assert str(caught.value).replace(f"{tmp_path}/", "") == expected
+
+
+@pytest.mark.parametrize("path", example_files(), ids=lambda p: p.stem)
+def test_every_shipped_fleet_loads_and_fits_the_default_run(tmp_path: Path, path: Path) -> None:
+    fleet = load_fleet(path.stem)
+    assert fleet.name == path.stem
+    assert len(fleet.peers()) == RunConfig().fleet.peers
+    assert load_fleet(write(tmp_path, dump_toml(fleet))) == fleet
+
+
+def test_there_are_shipped_fleets() -> None:
+    assert {"slow-home", "two-regions"} <= {p.stem for p in example_files()}
+
+
+def test_unknown_fleet_names_those_that_ship() -> None:
+    with pytest.raises(ConfigError, match=r"slowhome: no such file and no shipped fleet; shipped are .*slow-home"):
+        load_fleet("slowhome")

@@ -1,0 +1,260 @@
+"""What people see of a run: the fold, plain lines, JSON lines, the final report, TensorBoard files."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from rich.console import Console
+
+from muletrain import events as ev
+from muletrain.cli.console import JsonConsole, LiveConsole, Quality, RunView, final_report, plain_line, status
+from muletrain.runs.tensorboard import TensorBoardSink
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+ID = "12D3KooWQYV9dGMFoRzNStwpXztXaBUjtPqi6aU76ZgUriHhKust"
+OTHER_ID = ID[:-1] + "u"
+
+
+def started(**kw: Any) -> ev.RunStarted:
+    defaults = {"run_id": "r1", "config_digest": "d", "versions": {}, "steps": 10, "stages": 2, "peers": 2}
+    return ev.RunStarted(**{**defaults, "microbatches": 4, "tokens_per_step": 2000, **kw})
+
+
+def joined(name: str, stage: int, peer_id: str = ID) -> ev.PeerJoined:
+    return ev.PeerJoined(peer_id, name, stage, "cpu", "fp32", stage == 0, 1_500_000, 1, peer=name)
+
+
+def applied(peer: str, stage: int, step: int = 1, **kw: Any) -> ev.StepApplied:
+    values = {"microbatches": 2, "recomputed": 1, "forward_s": 1.0, "backward_s": 2.0, "averaging_s": 0.5}
+    rest = {"apply_s": 0.5, "wait_s": 1.0, "sent": {}, "skipped": False, "lineage": "l"}
+    return ev.StepApplied(step=step, stage=stage, peer=peer, **{**values, **rest, **kw})
+
+
+def done(step: int, loss: float = 5.0, seconds: float = 2.0, lineage: str = "l") -> ev.StepDone:
+    return ev.StepDone(step, loss, 1.0, 0.003, 2000, seconds, lineage, t=100.0 + step)
+
+
+def fold(events: Iterable[ev.Event]) -> RunView:
+    view = RunView()
+    for event in events:
+        view.fold(event)
+    return view
+
+
+def shown(renderable: Any, width: int = 120) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(renderable)
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+# --- the fold --------------------------------------------------------------------------------------------------------
+
+
+def test_progress_speed_and_time_left() -> None:
+    view = fold([started(), done(1), done(2, seconds=1.0)])
+    assert (view.step, view.tokens, view.seconds) == (2, 4000, 3.0)
+    assert view.tokens_per_s == pytest.approx(4000 / 3)
+    assert view.seconds_left == pytest.approx(8 * 1.5)
+
+
+def test_the_loss_is_smoothed_without_a_bias_at_the_start() -> None:
+    assert fold([done(1, loss=6.0)]).loss == pytest.approx(6.0)
+    assert 4.0 < fold([done(1, loss=6.0), done(2, loss=4.0)]).loss < 5.0
+    assert fold([done(1, loss=6.0), done(2, loss=math.nan)]).loss == pytest.approx(6.0)
+    assert math.isnan(fold([]).loss)
+
+
+def test_a_step_told_by_two_peers_counts_once_but_another_history_counts() -> None:
+    view = RunView()
+    assert [view.fold(e) for e in (done(1), done(1), done(1, lineage="other"))] == [True, False, True]
+    assert view.tokens == 4000
+
+
+def test_peers_add_up() -> None:
+    sent = {"b": {"activation": 100, "control": 1}}
+    view = fold([joined("a", 0), applied("a", 0, sent=sent), applied("a", 0, step=2, sent=sent)])
+    peer = view.peers["a"]
+    assert (peer.microbatches, peer.recomputed, peer.total_s) == (4, 2, 10.0)
+    assert peer.idle_share == pytest.approx(0.2)
+    assert (peer.sent_bytes(), peer.sent_bytes("activation")) == (202, 200)
+    assert (peer.state, peer.step, peer.device, peer.trainer) == ("training", 2, "cpu", True)
+
+
+def test_a_suspected_peer_is_so_until_it_applies_a_step() -> None:
+    view = fold([joined("a", 0), ev.PeerSuspected(ID, "late")])
+    assert view.peers["a"].state == "suspected"
+    view.fold(applied("a", 0))
+    assert view.peers["a"].state == "training"
+    view.fold(ev.RunFinished(1, 2.0, "done", peer="a"))
+    assert view.peers["a"].state == "finished"
+
+
+def test_stages_without_a_peer_are_listed() -> None:
+    view = fold([started(stages=3), joined("b", 1), joined("a", 1, OTHER_ID)])
+    assert {stage: [p.name for p in peers] for stage, peers in view.stages().items()} == {0: [], 1: ["a", "b"], 2: []}
+
+
+def test_ids_become_names_and_addresses_stay() -> None:
+    view = fold([joined("a", 0)])
+    assert [view.name_of(x) for x in (ID, OTHER_ID, "/ip4/1.2.3.4/tcp/5", "a")] == [
+        "a",
+        f"..{OTHER_ID[-8:]}",
+        "/ip4/1.2.3.4/tcp/5",
+        "a",
+    ]
+
+
+# --- consoles --------------------------------------------------------------------------------------------------------
+
+
+def plain(events: Iterable[ev.Event], ticks: Iterable[float]) -> list[str]:
+    out, clock = io.StringIO(), iter(ticks)
+    console = Console(file=out, width=40)  # sentences and lines are not broken to the width
+    with LiveConsole(RunView(), console, interval_s=5.0, now=lambda: next(clock)) as live:
+        for event in events:
+            live(event)
+    return out.getvalue().splitlines()
+
+
+def test_plain_lines() -> None:
+    events = [started(), ev.Waiting(["a peer for stage 1"]), joined("a", 0), joined("b", 1, OTHER_ID)]
+    steps = [applied("a", 0), applied("b", 1), done(1), done(2), done(3), done(4)]
+    lines = plain([*events, *steps], [0, 0, 4, 5, 5, 6, 7])  # printed at 0 and 5 s, and the last one at the end
+    assert lines == [
+        "run r1: 10 steps, 2 stages, 2 peers",
+        "waiting for a peer for stage 1",
+        "a serves stage 0 (cpu, fp32, 1.5M parameters, trainer)",
+        "b serves stage 1 (cpu, fp32, 1.5M parameters)",
+        "step 1/10  loss 5.000  1,000 tokens/s  18.0 s left  stage 0: a; stage 1: b",
+        "step 3/10  loss 5.000  1,000 tokens/s  14.0 s left  stage 0: a; stage 1: b",
+        "step 4/10  loss 5.000  1,000 tokens/s  12.0 s left  stage 0: a; stage 1: b",
+    ]
+
+
+def test_the_same_warning_is_printed_once_and_brackets_are_kept() -> None:
+    refused = ev.FrameRefused("/ip4/9.9.9.9/tcp/1", "not a frame [bold]")
+    lines = plain([refused, refused, ev.JoinRefused("/ip4/9.9.9.9/tcp/1", "wrong ticket")], [])
+    assert lines == [
+        "refused a message from /ip4/9.9.9.9/tcp/1: not a frame [bold]",
+        "/ip4/9.9.9.9/tcp/1 was not let in: wrong ticket",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("event", "sentence"),
+    [
+        (ev.CheckpointWritten(5, "runs/x", 2_000_000, 0.25), "checkpoint of step 5: runs/x (2 MB, 250 ms)"),
+        (ev.CheckpointFailed(5, "no space"), "no checkpoint of step 5: no space"),
+        (ev.Evaluated(5, 3.64, 38.09, 100), "step 5: validation loss 3.640, perplexity 38.1"),
+        (ev.PeerSuspected(ID, "no answer"), f"..{ID[-8:]} is left out for now: no answer"),
+        (ev.Note("info", "hello"), "hello"),
+    ],
+)
+def test_sentences(event: ev.Event, sentence: str) -> None:
+    assert plain([event], []) == [sentence]
+
+
+def test_a_plain_line_before_anything_is_known() -> None:
+    assert plain_line(RunView()) == "step 0/0  loss nan  ? tokens/s  ? left"
+
+
+def test_json_lines_are_the_events() -> None:
+    out = io.StringIO()
+    events = [started(), done(1, loss=math.nan)]
+    with JsonConsole(RunView(), out) as console:
+        for event in events:
+            console(event)
+    lines = out.getvalue().splitlines()
+    assert [json.loads(line)["kind"] for line in lines] == ["run_started", "step_done"]
+    assert ev.Event.from_json(lines[0]) == events[0]
+    assert console.view.step == 1
+
+
+def test_the_status_shows_stages_peers_and_what_is_missing() -> None:
+    view = fold([started(), joined("a", 0), applied("a", 0), done(4), ev.Waiting(["a peer for stage 1"])])
+    text = shown(status(view))
+    assert "step 4/10" in text
+    assert "waiting for a peer for stage 1" in text
+    rows = [line.split() for line in text.splitlines()]
+    assert ["0", "a", "(trainer)", "training", "cpu", "fp32", "1", "2", "20%", "0", "B"] in rows
+    assert ["1", "nobody"] in rows
+
+
+def test_the_live_display_draws_on_a_terminal() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=100, color_system=None)
+    with LiveConsole(RunView(), console) as live:
+        for event in (started(), joined("a", 0), applied("a", 0), done(1)):
+            live(event)
+    assert "step 1/10" in out.getvalue()
+    assert "a (trainer)" in out.getvalue()
+
+
+# --- the end ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_final_report(tmp_path: Path) -> None:
+    sent_a = {OTHER_ID: {"activation": 3_000_000, "averaging": 500_000}}
+    sent_b = {"a": {"gradient": 3_000_000}}
+    view = fold(
+        [
+            started(steps=1),
+            joined("a", 0),
+            joined("b", 1, OTHER_ID),
+            applied("a", 0, sent=sent_a),
+            applied("b", 1, wait_s=0.0, sent=sent_b),
+            ev.MicrobatchRerouted(1, 0, 1, "late"),
+            done(1),
+            ev.RunFinished(1, 2.0, "all steps done"),
+        ]
+    )
+    quality = Quality(loss=3.0, unigram=5.9, bigram=4.5, tokens=23456)
+    text = shown(final_report(view, quality, ["A  [sample]\ntext"], {"run folder": tmp_path, "events": "e.jsonl"}), 160)
+    rows = [line.split() for line in text.splitlines()]
+    assert "1 of 1 steps, 2,000 tokens in 2.0 s: 1,000 tokens/s, 1 microbatches rerouted (all steps done)" in text
+    assert "On 23,456 held-out tokens" in text
+    assert "loss [nats/token]" in text
+    assert ["this", "run", "3.000", "20.1"] in rows
+    assert ["interpolated", "bigram", "4.500", "90.0", "+1.500", "nats"] in rows
+    assert ["unigram", "5.900", "365.0", "+2.900", "nats"] in rows
+    assert "- A [sample] text" in text
+    assert ["0", "a", "cpu", "fp32", "2", "1", "200", "60%", "10%", "10%", "20%"] in rows
+    assert ["1", "b", "cpu", "fp32", "2", "1", "250", "75%", "12%", "12%", "0%"] in rows
+    assert ["a", "b", "3", "MB", "-", "500", "kB", "-", "-", "3.5", "MB"] in rows
+    assert ["b", "a", "-", "3", "MB", "-", "-", "-", "3", "MB"] in rows
+    assert ["all", "3", "MB", "3", "MB", "500", "kB", "0", "B", "0", "B", "6.5", "MB"] in rows
+    assert f"run folder  {tmp_path}" in text
+
+
+def test_the_report_of_a_run_stopped_before_its_first_step() -> None:
+    text = shown(final_report(fold([started()]), None, [], {"run folder": "runs/1"}))
+    assert text.split("\n", 2)[1] == "0 of 10 steps, 0 tokens in 0 ms: no step done"
+    assert "run folder  runs/1" in text
+    assert "Peers" not in text
+
+
+@pytest.mark.filterwarnings("default")
+def test_tensorboard_files_hold_every_step_once(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoardSink(tmp_path)
+    for event in (done(1, loss=5.0), done(1, loss=5.0), done(2, loss=4.0), ev.Evaluated(2, 3.5, 33.1, 10)):
+        sink(event)
+    sink.close()
+    sink.close()
+    scalars = EventAccumulator(str(tmp_path)).Reload()
+    assert [(s.step, s.value, s.wall_time) for s in scalars.Scalars("train/loss")] == [(1, 5.0, 101.0), (2, 4.0, 102.0)]
+    assert [s.value for s in scalars.Scalars("speed/tokens_per_s")] == [1000.0, 1000.0]
+    assert [s.step for s in scalars.Scalars("validation/loss")] == [2]
+    assert set(scalars.Tags()["scalars"]) == {
+        *("train/loss", "train/lr", "train/grad_norm"),
+        *("speed/tokens_per_s", "validation/loss", "validation/perplexity"),
+    }
