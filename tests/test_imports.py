@@ -44,7 +44,11 @@ def test_every_folder_has_a_layer() -> None:
         ("policy/a.py", "import torch.nn", "policy/a.py:1: policy may not import torch"),
         ("policy/a.py", "def f():\n    import socket", "policy/a.py:2: policy may not import socket"),
         ("config/a.py", "from hivemind.p2p import P2P", "config/a.py:1: config may not import hivemind"),
-        ("model/a.py", "from muletrain.swarm.peer import X", "model/a.py:1: model may not import swarm, a layer above it"),
+        (
+            "model/a.py",
+            "from muletrain.swarm.peer import X",
+            "model/a.py:1: model may not import swarm, a layer above it",
+        ),
         ("wire/a.py", "import muletrain.runs.local", "wire/a.py:1: wire may not import runs, a layer above it"),
         ("data/a.py", "from muletrain import cli", "data/a.py:1: data may not import cli, a layer above it"),
         ("optim/a.py", "from ..network import base", "optim/a.py:1: optim may not import network, a layer above it"),
@@ -63,7 +67,8 @@ def test_a_wrong_import_is_found(tmp_path: Path, file: str, code: str, complaint
 
 
 @pytest.mark.parametrize(
-    "code", ["from muletrain.events import Note", "from muletrain import __version__", "from . import b", "import numpy"]
+    "code",
+    ["from muletrain.events import Note", "from muletrain import __version__", "from . import b", "import numpy"],
 )
 def test_downward_and_sibling_imports_are_fine(tmp_path: Path, code: str) -> None:
     path = tmp_path / "muletrain" / "policy" / "a.py"

@@ -1,0 +1,91 @@
+"""What this machine has and is fast at: device, precision, memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from muletrain.compute.estimate import check_fits
+from muletrain.config.schema import Precision
+from muletrain.errors import ConfigError
+
+__all__ = ["check_fits", "choose_precision", "free_memory", "pick_device", "precision_dtype"]
+
+BUDGET_S = 0.2
+"""Of each of the two measurements."""
+MARGIN = 1.2
+"""How much faster 16 bits must be before fp32's accuracy is given up."""
+_SIZE = 256  # of the matrices: at the 0.4 GFLOP/s of an emulated bf16 one product takes 0.1 s
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
+
+
+def pick_device(name: str) -> torch.device:
+    """The device ``compute.device`` names; 'auto' prefers CUDA, then MPS, then the CPU. Raises ConfigError when it is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"compute.device: no {name} here (torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices)"
+        )
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("compute.device: no mps here; use 'auto'")
+    return device
+
+
+def precision_dtype(precision: Precision) -> torch.dtype:
+    """The working dtype of a chosen precision (not 'auto')."""
+    return {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}[precision]
+
+
+def choose_precision(device: torch.device) -> Precision:
+    """The fastest arithmetic that trains well, in at most a second.
+
+    CUDA has bf16 or fp16 in hardware. Elsewhere it is measured: a CPU without AMX or AVX512-bf16 emulates bf16, up to a hundred times slower
+    than fp32 (ENGINE.md).
+    """
+    if device.type == "cuda":
+        return Precision.BF16 if torch.cuda.get_device_capability(device) >= (8, 0) else Precision.FP16
+    fp32, bf16 = (_product_seconds(device, dtype) for dtype in (torch.float32, torch.bfloat16))
+    return Precision.BF16 if bf16 * MARGIN < fp32 else Precision.FP32
+
+
+def free_memory(device: torch.device) -> int:
+    """Memory that may still be taken on ``device`` [bytes]; on the CPU the container's limit counts too."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
+    available = _system_memory()
+    try:
+        limit = int(_CGROUP_LIMIT.read_text()) - int(_CGROUP_USED.read_text())
+    except (OSError, ValueError):  # no cgroup v2, or "max"
+        return available
+    return min(available, max(0, limit))
+
+
+def _system_memory() -> int:
+    try:
+        meminfo = Path("/proc/meminfo").read_text()
+    except OSError:  # macOS: what is installed is all it tells cheaply
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    fields = dict(line.split(":", 1) for line in meminfo.splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _product_seconds(device: torch.device, dtype: torch.dtype) -> float:
+    """The fastest of the matrix products that fit the budget [s]."""
+    matrix = torch.ones(_SIZE, _SIZE, device=device, dtype=dtype)
+    deadline = time.perf_counter() + BUDGET_S
+    best = float("inf")
+    while True:
+        begin = time.perf_counter()
+        float((matrix @ matrix)[0, 0])  # reading a number waits for the device
+        now = time.perf_counter()
+        best = min(best, now - begin)
+        if now > deadline:
+            return best

@@ -1,0 +1,149 @@
+"""``ModelSpec``: the sizes of a decoder, and what follows from them (parameters, FLOPs, stages). Imports no torch.
+
+Units: parameters are counted in numbers, FLOPs per token of a forward pass (a backward pass costs twice that), one multiply-add = 2 FLOPs.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from muletrain.errors import ConfigError
+from muletrain.model.presets import preset_fields
+from muletrain.policy.partition import Cut, partition
+
+if TYPE_CHECKING:
+    from muletrain.config.schema import ModelConfig
+
+_FFN_MULTIPLE = 64  # the default feed-forward width is rounded up to it
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Everything resolved: no field is optional, no preset is left to look up."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    context: int
+    activation: str
+    """'gelu' (exact) or 'silu'"""
+    dropout: float
+    rope_theta: float
+    norm_eps: float
+    share_layers: bool
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads or self.head_width % 2:
+            raise ConfigError(
+                f"model.heads: {self.heads} heads must divide model.width = {self.width} into even widths (rotary embeddings)"
+            )
+        if self.heads % self.kv_heads:
+            raise ConfigError(f"model.kv_heads: {self.kv_heads} does not divide model.heads = {self.heads}")
+        if self.activation not in ("gelu", "silu"):
+            raise ConfigError(f"model.activation: {self.activation!r}; use 'gelu' or 'silu'")
+
+    @classmethod
+    def from_config(cls, config: ModelConfig) -> ModelSpec:
+        """Resolve the preset and the defaults. Fields the user gave override the preset (``model_fields_set``).
+
+        Raises ConfigError for an unknown preset and for sizes that do not fit together.
+        """
+        fields: dict[str, Any] = config.model_dump(exclude={"preset", "from_"})
+        if config.preset is not None:
+            preset = preset_fields(config.preset)
+            fields.update({name: value for name, value in preset.items() if name not in config.model_fields_set})
+        fields["kv_heads"] = fields["kv_heads"] or fields["heads"]
+        fields["ffn"] = fields["ffn"] or _default_ffn(fields["width"])
+        return cls(**fields)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> ModelSpec:
+        """The inverse of ``to_json``. Raises ConfigError when fields are missing or unknown."""
+        try:
+            return cls(**json.loads(text))
+        except (TypeError, ValueError) as e:
+            raise ConfigError(f"not a model spec: {e}") from e
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def kv_width(self) -> int:
+        """Features of all key (or value) heads together."""
+        return self.kv_heads * self.head_width
+
+    @property
+    def layer_matrix_params(self) -> int:
+        """Parameters of one block without its two norms: the matrices that weight decay and FLOPs see."""
+        return 2 * self.width * (self.width + self.kv_width) + 3 * self.width * self.ffn
+
+    @property
+    def layer_params(self) -> int:
+        return self.layer_matrix_params + 2 * self.width
+
+    @property
+    def embedding_params(self) -> int:
+        return self.vocab * self.width
+
+    @property
+    def head_params(self) -> int:
+        """The output matrix (untied) and the final norm."""
+        return self.vocab * self.width + self.width
+
+    def stage_params(self, cut: Cut, stage: int) -> int:
+        """Parameters of ``stage``; shared layers count once."""
+        first, end = cut[stage]
+        blocks = 1 if self.share_layers else end - first
+        total = blocks * self.layer_params
+        return total + self.embedding_params * (stage == 0) + self.head_params * (stage == len(cut) - 1)
+
+    @property
+    def params(self) -> int:
+        """Of the whole model, without sharing (as it is exported)."""
+        return self.layers * self.layer_params + self.embedding_params + self.head_params
+
+    def layer_flops(self, tokens: int | None = None) -> float:
+        """Forward FLOPs per token of one block in a sequence of ``tokens`` (default: the context).
+
+        Causal attention looks at half the sequence on average: 2 products x 2 FLOPs x tokens / 2 x width.
+        """
+        return 2.0 * self.layer_matrix_params + 2.0 * (tokens or self.context) * self.width
+
+    @property
+    def embedding_flops(self) -> float:
+        """A lookup computes nothing; its backward scatters. About one addition per feature, for the cut's sake."""
+        return float(self.width)
+
+    @property
+    def head_flops(self) -> float:
+        """Forward FLOPs per token of the head and of the softmax over the vocabulary (about 5 per entry)."""
+        return 2.0 * self.width * self.vocab + 5.0 * self.vocab
+
+    def stage_flops(self, cut: Cut, stage: int, tokens: int | None = None) -> float:
+        """Forward FLOPs per token of ``stage``."""
+        first, end = cut[stage]
+        total = (end - first) * self.layer_flops(tokens)
+        return total + self.embedding_flops * (stage == 0) + self.head_flops * (stage == len(cut) - 1)
+
+    def cut(self, stages: int) -> Cut:
+        """The most even cut into ``stages`` by compute cost. Raises ConfigError when there are more stages than layers."""
+        if not 1 <= stages <= self.layers:
+            raise ConfigError(
+                f"fleet.stages: {stages} stages for model.layers = {self.layers}; a stage needs at least one layer"
+            )
+        costs = [self.layer_flops()] * self.layers
+        return partition(costs, stages, first_extra=self.embedding_flops, last_extra=self.head_flops)
+
+
+def _default_ffn(width: int) -> int:
+    """8/3 width, so that three gated matrices have as many parameters as two of 4 width (Shazeer 2020)."""
+    return -(-8 * width // 3 // _FFN_MULTIPLE) * _FFN_MULTIPLE

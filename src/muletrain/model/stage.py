@@ -1,0 +1,110 @@
+"""One pipeline stage of the decoder: only its own layers, under the names the whole model has.
+
+Parameter names are those of ``LlamaForCausalLM`` with global layer numbers, so that the stages' states together *are* a Hugging Face
+state. Initial weights are a pure function of (seed, name): any cut of the model starts from identical weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from muletrain.model.decoder import Block, KeyValues, RMSNorm, rope_table
+from muletrain.model.dropout import Masks, dropout
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from muletrain.model.spec import ModelSpec
+    from muletrain.policy.partition import Cut
+
+INIT_STD = 0.02
+_RESIDUAL = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+
+
+class Stage(nn.Module):
+    """Layers ``cut[index]`` of the model, with the embedding in the first stage and norm and head in the last.
+
+    ``index`` None is the whole model, whose layers are shared as ``cut`` says if ``spec.share_layers``: inside each stage one block is
+    repeated, named by the stage's first layer (SWARM sec. 4.3, after ALBERT). A new stage has no storage: ``bind`` gives it weights.
+    """
+
+    def __init__(self, spec: ModelSpec, index: int | None, cut: Cut) -> None:
+        super().__init__()
+        self.spec = spec
+        self.is_first = index in (None, 0)
+        self.is_last = index in (None, len(cut) - 1)
+        runs = cut if index is None else (cut[index],)
+        self._owners = {
+            layer: first if spec.share_layers else layer for first, end in runs for layer in range(first, end)
+        }
+        with torch.device("meta"):
+            self.model = nn.Module()
+            self.model.layers = nn.ModuleDict({str(n): Block(spec) for n in sorted(set(self._owners.values()))})
+            if self.is_first:
+                self.model.embed_tokens = nn.Embedding(spec.vocab, spec.width)
+            if self.is_last:
+                self.model.norm = RMSNorm(spec.width, spec.norm_eps)
+                self.lm_head = nn.Linear(spec.width, spec.vocab, bias=False)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of every parameter, in a fixed order."""
+        return {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
+
+    def bind(self, weights: Mapping[str, Tensor]) -> Stage:
+        """Use ``weights`` (name -> tensor of its shape, not copied) as the parameters. Returns the stage."""
+        for name, shape in self.shapes().items():
+            if tuple(weights[name].shape) != shape:
+                raise ValueError(f"{name}: shape {tuple(weights[name].shape)}, expected {shape}")
+            module, _, leaf = name.rpartition(".")
+            setattr(self.get_submodule(module), leaf, nn.Parameter(weights[name]))
+        return self
+
+    def forward(
+        self, inputs: Tensor, masks: Masks | None = None, caches: Mapping[int, KeyValues] | None = None
+    ) -> Tensor:
+        """Tokens int64 [B, T] in the first stage, else activations [B, T, D], to activations, or to logits [B, T, V] in the last.
+
+        ``masks``: identity of the microbatch, None outside of training. ``caches``: by layer, for generation.
+        """
+        weight = next(self.parameters())
+        if self.is_first:
+            x = dropout(self.model.embed_tokens(inputs), masks, 0, self.spec.dropout)
+        else:
+            x = inputs.to(weight.dtype)
+        seen = next(iter(caches.values())).seen if caches else 0
+        cos, sin = rope_table(seen + x.shape[1], self.spec.head_width, self.spec.rope_theta, x.device, x.dtype)
+        rope = (cos[seen:], sin[seen:])
+        for layer, owner in self._owners.items():
+            block = self.model.layers[str(owner)]
+            x = block(x, layer, rope, masks, caches[layer] if caches else None)
+        if self.is_last:
+            x = self.lm_head(self.model.norm(x))
+        return x
+
+
+def build_full(spec: ModelSpec, seed: int, cut: Cut | None = None) -> Stage:
+    """The whole model as one stage in fp32 on the CPU, with the weights any cut starts from: the single-process reference.
+
+    ``cut`` (default: one stage) matters to shared layers only.
+    """
+    stage = Stage(spec, None, cut or ((0, spec.layers),))
+    return stage.bind({name: initial_weight(spec, name, shape, seed) for name, shape in stage.shapes().items()})
+
+
+def initial_weight(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """fp32: ones for norms, else N(0, 0.02), projections onto the residual stream divided by sqrt(2 layers) (GPT-2).
+
+    Drawn by numpy's Philox keyed by (seed, name): unlike torch's CPU generator, its bits do not depend on vector instructions.
+    """
+    if len(shape) == 1:
+        return torch.ones(shape)
+    key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "little")
+    std = INIT_STD / math.sqrt(2 * spec.layers) if name.endswith(_RESIDUAL) else INIT_STD
+    draws = np.random.Generator(np.random.Philox(key=key)).standard_normal(shape, dtype=np.float32)
+    return torch.from_numpy(draws).mul_(std)

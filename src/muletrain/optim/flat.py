@@ -1,0 +1,38 @@
+"""Many parameters in one flat buffer: how averaging, digests and the optimizer see a stage."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Where each parameter lies in the flat buffer: matrices first, then the 1-D norms, so that decayed and not decayed are
+    two contiguous runs."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    size: int
+    """P: numbers in the buffer."""
+    decayed: int
+    """Numbers of the first run, to which weight decay applies."""
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, tuple[int, ...]]) -> FlatLayout:
+        """Keeps the order of ``shapes`` within each of the two runs."""
+        names = tuple(sorted(shapes, key=lambda name: len(shapes[name]) < 2))
+        sizes = {name: math.prod(shapes[name]) for name in names}
+        decayed = sum(size for name, size in sizes.items() if len(shapes[name]) >= 2)
+        return cls(names, tuple(shapes[name] for name in names), sum(sizes.values()), decayed)
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Name -> view of ``flat`` [P] in the parameter's shape."""
+        pieces = flat.split([math.prod(shape) for shape in self.shapes])
+        return {name: piece.view(shape) for name, shape, piece in zip(self.names, self.shapes, pieces, strict=True)}

@@ -1,0 +1,28 @@
+"""The learning rate as a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from muletrain.config.schema import OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Learning rate [1] of ``step`` (0 .. total_steps - 1).
+
+    Linear warm-up, (step + 1) / warmup of the peak, so that no step is lost; then from the peak down to ``final_lr`` of it at the last step.
+    """
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    last = total_steps - 1
+    progress = min(1.0, (step - config.warmup) / max(1, last - config.warmup))
+    return config.lr * (config.final_lr + (1 - config.final_lr) * _remaining(config.schedule, progress))
+
+
+def _remaining(schedule: str, progress: float) -> float:
+    """Share of the way from ``final_lr`` to the peak; 1 at progress 0."""
+    if schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    return 1 - progress if schedule == "linear" else 1.0

@@ -1,0 +1,36 @@
+"""Run folders: one per run, under the current directory, never another run's."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+
+from muletrain.errors import MuletrainError
+
+ROOT = Path("runs")
+
+
+def new_run_folder(name: str, root: Path = ROOT) -> Path:
+    """Create ``runs/DATE-NAME`` (with a number behind it if that exists). Raises MuletrainError where nothing can be written."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for number in itertools.count(1):
+        folder = root / (f"{stamp}-{name}" if number == 1 else f"{stamp}-{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as e:
+            raise MuletrainError(f"cannot create the run folder {folder}: {e.strerror}; run from a folder you can write to") from e
+        return folder
+    raise AssertionError  # itertools.count does not end
+
+
+def latest_checkpoint(path: Path) -> Path:
+    """The checkpoint folder ``path`` means: itself, or the newest of a run folder. Raises MuletrainError if there is none."""
+    if (path / "manifest.json").is_file():
+        return path
+    found = sorted((path / "checkpoints").glob("step-*/manifest.json")) or sorted(path.glob("step-*/manifest.json"))
+    if not found:
+        raise MuletrainError(f"{path}: no checkpoint here; give a run folder or a folder with a manifest.json")
+    return found[-1].parent

@@ -1,0 +1,265 @@
+"""The lobby: before step 0, peers gather at the founder, get a stage and the tokenizer, and agree on the genesis.
+
+Calls, newcomer to founder: ``join`` (who I am; answer: the run), ``tokenizer`` (in pieces), ``ready`` (my stage is built).
+Founder to every member: ``begin`` (the genesis).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from pydantic import Field
+
+from muletrain import __version__
+from muletrain.errors import AdmissionError, CapacityError, NetworkError, ProtocolError
+from muletrain.events import Admitted, JoinRefused, Waiting
+from muletrain.swarm.messages import Digest, Id, Message, Natural, Text
+from muletrain.swarm.roster import Genesis, Member
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from muletrain.clock import Clock
+    from muletrain.events import Event
+    from muletrain.network.base import Network, PeerId
+
+PIECE = 512 * 1024
+"""Bytes of tokenizer in one answer; calls carry at most 1 MiB."""
+CALL_TIMEOUT_S = 30.0
+POLL_S = 2.0
+
+
+class Join(Message):
+    """``stage``: the one wanted, if any. ``memory``: bytes this peer may use."""
+
+    KIND: ClassVar[str] = "lobby.join"
+    version: Text
+    name: Id
+    stage: Natural | None
+    memory: Natural
+    addresses: Annotated[tuple[Text, ...], Field(max_length=64)]
+
+
+class Welcome(Message):
+    """The run, and the stage that is yours. ``config`` is the run's configuration as JSON."""
+
+    KIND: ClassVar[str] = "lobby.welcome"
+    config: Annotated[str, Field(max_length=1 << 19)]
+    stage: Natural
+    data: Digest
+    tokenizer_size: Annotated[int, Field(ge=0, le=1 << 28)]
+
+
+class AskTokenizer(Message):
+    KIND: ClassVar[str] = "lobby.tokenizer"
+    offset: Natural
+
+
+class Ready(Message):
+    """The stage is built. ``trainer``: this peer has the data (its digest fits)."""
+
+    KIND: ClassVar[str] = "lobby.ready"
+    trainer: bool
+
+
+class Begin(Message):
+    KIND: ClassVar[str] = "lobby.begin"
+    genesis: Genesis
+
+
+@dataclass
+class _Guest:
+    join: Join
+    stage: int
+    trainer: bool | None = None  # None: still building its stage
+
+
+@dataclass
+class Lobby:
+    """The founder's side."""
+
+    net: Network
+    clock: Clock
+    emit: Callable[[Event], None]
+    run_id: str
+    config_json: str
+    config_digest: bytes
+    data_digest: bytes
+    tokenizer: bytes
+    stages: int
+    expected: int
+    """Peers to wait for, the founder among them."""
+    trainers: int
+    """At most this many peers become trainers."""
+    stage_bytes: list[int]
+    """Memory each stage needs."""
+    stage_costs: list[float]
+    """Compute cost of each stage: the most loaded one gets the next peer."""
+    _guests: dict[PeerId, _Guest] = field(default_factory=dict)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _begun: bool = False
+
+    def open(self) -> None:
+        self.net.serve(Join.KIND, self._on_join)
+        self.net.serve(AskTokenizer.KIND, self._on_tokenizer)
+        self.net.serve(Ready.KIND, self._on_ready)
+
+    def seat(self, peer: PeerId, join: Join) -> int:
+        """Choose a stage for ``peer`` and remember it. Raises AdmissionError or CapacityError."""
+        if join.version != __version__:
+            raise AdmissionError(
+                f"this run is muletrain {__version__}, the newcomer {join.version}: install muletrain=={__version__} there"
+            )
+        if self._begun:
+            raise AdmissionError("the run has begun; joining a running one is not possible in this version")
+        stage = self._choose_stage(join)
+        self._guests[peer] = _Guest(join, stage)
+        self._changed.set()
+        return stage
+
+    def _choose_stage(self, join: Join) -> int:
+        if join.stage is not None and join.stage >= self.stages:
+            raise AdmissionError(f"stage {join.stage} was asked for, but the run has stages 0..{self.stages - 1}")
+        wanted = range(self.stages) if join.stage is None else [join.stage]
+        fitting = [s for s in wanted if self.stage_bytes[s] <= join.memory]
+        if not fitting:
+            smallest = min(self.stage_bytes[s] for s in wanted)
+            raise CapacityError(
+                f"the smallest stage on offer needs {smallest / 2**30:.2f} GiB, this machine may use {join.memory / 2**30:.2f} GiB: "
+                f"give it more memory, or use more stages"
+            )
+        served = [sum(g.stage == s for g in self._guests.values()) for s in range(self.stages)]
+        return max(fitting, key=lambda s: (self.stage_costs[s] / served[s] if served[s] else float("inf"), -s))
+
+    def ready(self, peer: PeerId, trainer: bool) -> None:
+        if peer not in self._guests:
+            raise AdmissionError("'ready' from a peer that has not joined")
+        self._guests[peer].trainer = trainer
+        self._changed.set()
+
+    def missing(self) -> list[str]:
+        """What the run still waits for, in words."""
+        ready = [g for g in self._guests.values() if g.trainer is not None]
+        lacking = [f"stage {s} has no peer" for s in range(self.stages) if not any(g.stage == s for g in ready)]
+        if len(ready) < self.expected:
+            building = len(self._guests) - len(ready)
+            note = f", {building} preparing" if building else ""
+            lacking.append(f"{self.expected - len(ready)} of {self.expected} peers{note}")
+        if not any(g.trainer for g in ready):
+            lacking.append("a peer with the data (trainer)")
+        return lacking
+
+    async def gather(self) -> Genesis:
+        """Wait until every stage is served and all expected peers are ready; then let everyone begin."""
+        told: list[str] | None = None
+        while lacking := self.missing():
+            if lacking != told:
+                self.emit(Waiting(missing=lacking))
+                told = lacking
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), POLL_S * 5)
+            except TimeoutError:
+                await self._sweep()
+        self._begun = True
+        genesis = self._genesis()
+        begin = Begin(genesis=genesis).pack()
+        others = [m.id for m in genesis.members if m.id != self.net.peer_id]
+        await asyncio.gather(*(self.net.call(p, Begin.KIND, begin, timeout_s=CALL_TIMEOUT_S) for p in others))
+        return genesis
+
+    async def _sweep(self) -> None:
+        """Guests that went away before the start free their seats."""
+        for peer in [p for p in self._guests if p != self.net.peer_id]:
+            try:
+                await self.net.call(peer, "lobby.ping", b"", timeout_s=CALL_TIMEOUT_S)
+            except NetworkError:
+                self._guests.pop(peer, None)
+
+    def _genesis(self) -> Genesis:
+        ranked = sorted(self._guests, key=lambda p: (self._guests[p].stage, p != self.net.peer_id, p))
+        trainers = [p for p in ranked if self._guests[p].trainer][: self.trainers]
+        members = tuple(
+            Member(
+                id=p, name=self._unique_name(p), stage=self._guests[p].stage, trainer=p in trainers,
+                addresses=self._guests[p].join.addresses,
+            )  # fmt: skip
+            for p in ranked
+        )
+        return Genesis(
+            run_id=self.run_id, config=self.config_digest, data=self.data_digest, stages=self.stages, members=members,
+            collector=self.net.peer_id, first_step=0,
+        )  # fmt: skip
+
+    def _unique_name(self, peer: PeerId) -> str:
+        name = self._guests[peer].join.name
+        same = sorted(p for p, g in self._guests.items() if g.join.name == name)
+        return name if len(same) == 1 else f"{name}-{same.index(peer)}"
+
+    async def _on_join(self, sender: PeerId, payload: bytes) -> bytes:
+        try:
+            stage = self.seat(sender, Join.unpack(payload))
+        except (AdmissionError, CapacityError) as e:
+            self.emit(JoinRefused(remote=sender, reason=str(e)))
+            raise
+        self.emit(Admitted(peer_id=sender))
+        return Welcome(
+            config=self.config_json, stage=stage, data=self.data_digest, tokenizer_size=len(self.tokenizer)
+        ).pack()
+
+    async def _on_tokenizer(self, sender: PeerId, payload: bytes) -> bytes:
+        offset = AskTokenizer.unpack(payload).offset
+        return self.tokenizer[offset : offset + PIECE]
+
+    async def _on_ready(self, sender: PeerId, payload: bytes) -> bytes:
+        self.ready(sender, Ready.unpack(payload).trainer)
+        return b""
+
+
+@dataclass
+class Visitor:
+    """The newcomer's side."""
+
+    net: Network
+    founder: PeerId
+    _genesis: asyncio.Future[Genesis] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def __post_init__(self) -> None:
+        self.net.serve(Begin.KIND, self._on_begin)
+        self.net.serve("lobby.ping", self._on_ping)
+
+    async def join(self, join: Join) -> tuple[Welcome, bytes]:
+        """Get a seat and the tokenizer. Raises Refused with the founder's reason, or another NetworkError."""
+        answer = await self.net.call(self.founder, Join.KIND, join.pack(), timeout_s=CALL_TIMEOUT_S)
+        welcome = Welcome.unpack(answer)
+        tokenizer = bytearray()
+        while len(tokenizer) < welcome.tokenizer_size:
+            ask = AskTokenizer(offset=len(tokenizer)).pack()
+            piece = await self.net.call(self.founder, AskTokenizer.KIND, ask, timeout_s=CALL_TIMEOUT_S)
+            if not piece or len(tokenizer) + len(piece) > welcome.tokenizer_size:
+                raise ProtocolError("the tokenizer's pieces do not add up to its size")
+            tokenizer += piece
+        return welcome, bytes(tokenizer)
+
+    async def begin(self, trainer: bool) -> Genesis:
+        """Say that we are ready and wait for the start. Raises NetworkError when the founder goes away meanwhile."""
+        await self.net.call(self.founder, Ready.KIND, Ready(trainer=trainer).pack(), timeout_s=CALL_TIMEOUT_S)
+        while True:
+            done, _ = await asyncio.wait({self._genesis}, timeout=POLL_S * 5)
+            if done:
+                return self._genesis.result()
+            ready = Ready(trainer=trainer).pack()
+            await self.net.call(self.founder, Ready.KIND, ready, timeout_s=CALL_TIMEOUT_S)
+
+    async def _on_begin(self, sender: PeerId, payload: bytes) -> bytes:
+        if sender != self.founder:
+            raise ProtocolError("only the founder begins the run")
+        begin = Begin.unpack(payload)
+        if not self._genesis.done():
+            self._genesis.set_result(begin.genesis)
+        return b""
+
+    async def _on_ping(self, sender: PeerId, payload: bytes) -> bytes:
+        return b""

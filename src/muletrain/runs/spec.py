@@ -1,0 +1,33 @@
+"""What the process of one peer is told, as JSON on its standard input: the only way a face talks to a peer process."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class WorkerSpec(BaseModel):
+    """One peer process. The secret in the ticket is why this travels by pipe, never by argument or file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    role: Literal["found", "join"]
+    name: str
+    folder: str
+    """Where this process writes its events (and the founder the checkpoints)."""
+    ticket: str
+    config: str | None = None
+    """Founder: the run's configuration as JSON."""
+    stage: int | None = None
+    device: str = "auto"
+    precision: str | None = None
+    memory_gib: float | None = None
+    threads: int = 1
+    data: Literal["config", "none"] | str = "none"  # noqa: PYI051 - the two words say what they mean
+    """Where this peer has the corpus: as the run's configuration says, nowhere, or at this path."""
+    listen: str = "127.0.0.1"
+    port: int = 0
+    announce: tuple[str, ...] = ()
+    fleet_index: int | None = None
+    """Which peer of the configuration's fleet profile this process emulates."""

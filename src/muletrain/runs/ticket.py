@@ -1,0 +1,64 @@
+"""Tickets: what one line of text needs to say so that another machine can join a run."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import secrets
+from dataclasses import dataclass
+
+import msgpack
+
+from muletrain.errors import AdmissionError
+
+PREFIX = "mule1-"
+_MAX_CHARACTERS = 8192
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Addresses of members (the founder's first), the run's identity, and the secret that admits a peer."""
+
+    run_id: str
+    secret: bytes
+    addresses: tuple[str, ...]
+
+    @staticmethod
+    def new_run() -> Ticket:
+        """A fresh identity and secret; nobody to dial yet."""
+        return Ticket(secrets.token_hex(8), secrets.token_bytes(32), ())
+
+    def __str__(self) -> str:
+        body = msgpack.packb([self.run_id, self.secret, list(self.addresses)])
+        return PREFIX + base64.urlsafe_b64encode(body + _check(body)).decode().rstrip("=")
+
+    def __repr__(self) -> str:  # a ticket must not end up in a log by accident
+        return f"Ticket(run_id={self.run_id!r}, addresses={self.addresses!r})"
+
+    @classmethod
+    def parse(cls, text: str) -> Ticket:
+        """Raises AdmissionError for what is not a whole ticket."""
+        text = text.strip()
+        if not text.startswith(PREFIX) or len(text) > _MAX_CHARACTERS:
+            raise AdmissionError(f"not a ticket: it should begin with '{PREFIX}'; 'muletrain start' prints one to copy whole")
+        encoded = text.removeprefix(PREFIX)
+        try:
+            data = base64.b64decode(encoded + "=" * (-len(encoded) % 4), altchars=b"-_", validate=True)
+            body, check = data[:-4], data[-4:]
+            if check != _check(body):
+                raise ValueError
+            run_id, secret, addresses = msgpack.unpackb(body, max_ext_len=0)
+            well_formed = (
+                isinstance(run_id, str) and isinstance(secret, bytes) and len(secret) == 32
+                and isinstance(addresses, list) and all(isinstance(a, str) for a in addresses)
+            )  # fmt: skip
+            if not well_formed:
+                raise ValueError
+        except (ValueError, binascii.Error, msgpack.UnpackException):
+            raise AdmissionError("the ticket is damaged (a part is missing or mistyped); copy it again, whole") from None
+        return cls(run_id, secret, tuple(addresses))
+
+
+def _check(body: bytes) -> bytes:
+    return hashlib.sha256(b"ticket" + body).digest()[:4]
