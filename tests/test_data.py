@@ -9,6 +9,7 @@ import math
 import multiprocessing
 import os
 import re
+import shutil
 import subprocess
 import sys
 import types
@@ -375,6 +376,23 @@ def test_damaged_cache_is_rebuilt(folder: Path, name: str, damage: str) -> None:
     assert TokenCache.build(config, 300).digest == good.digest
     assert file.read_bytes() == content
     assert [path.name for path in good.folder.parent.iterdir()] == [good.folder.name]
+
+
+def test_build_survives_removal_by_another_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process that judged the old cache damaged may remove the new one: it is built again."""
+    (folder / "a.txt").write_text("\n\n".join(words(0, 200)))
+    replace, removed = os.replace, []
+
+    def replace_then_lose(source: Path, target: Path) -> None:
+        replace(source, target)
+        if not removed:
+            removed.append(target)
+            shutil.rmtree(target)
+
+    monkeypatch.setattr(os, "replace", replace_then_lose)
+    cache = TokenCache.build(DataConfig(path="a.txt"), 300)
+    assert removed == [cache.folder]
+    assert TokenCache.open(cache.folder) is not None
 
 
 def _build_at(barrier: Any, queue: Any, config: DataConfig) -> None:

@@ -42,6 +42,7 @@ FORMAT = 1  # goes up when the same text would give other tokens or files
 
 _PIECE = 1 << 14  # characters encoded as one text: long enough to be quick, short enough to spread over threads
 _BATCH = 1 << 21  # characters encoded at once; bounds memory to some hundred MB
+_ATTEMPTS = 5  # to publish; a failure means that another process interfered, and none does so twice
 _TRAIN_SHARE = 0.3  # of the progress bar goes to training a tokenizer
 
 
@@ -241,28 +242,33 @@ class _Side:
 
 
 def _build(builder: _Builder, tokenizer: tokenizers.Tokenizer | None, vocab: int, folder: Path) -> TokenCache:
-    work = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
-    try:
-        builder.write(work, tokenizer, vocab)
-        return _publish(work, folder)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-def _publish(work: Path, folder: Path) -> TokenCache:
-    """Rename ``work`` to ``folder``, unless another process was first; a damaged cache there is moved away."""
-    for _ in range(10):  # each failure means that another process made progress
+    for _ in range(_ATTEMPTS):
+        work = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
         try:
-            os.replace(work, folder)
-        except OSError:
-            if not folder.exists():
-                raise
+            builder.write(work, tokenizer, vocab)
+            _publish(work, folder)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
         if (cache := TokenCache.open(folder)) is not None:
             return cache
-        _remove(folder)
+        # (another process, still looking at the damaged cache that stood here, may have removed this one in its place)
     raise DataError(
         f"data.cache: {folder} does not keep what is written to it; check the disk, or set data.cache to another folder"
     )
+
+
+def _publish(work: Path, folder: Path) -> None:
+    """Rename ``work`` to ``folder``, unless another process was first; a damaged cache there is moved away."""
+    for _ in range(_ATTEMPTS):
+        try:
+            os.replace(work, folder)
+            return
+        except OSError:
+            if not folder.exists():
+                raise
+        if TokenCache.open(folder) is not None:
+            return
+        _remove(folder)
 
 
 def _remove(folder: Path) -> None:
