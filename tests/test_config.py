@@ -218,6 +218,22 @@ def test_sizes_of_a_preset_are_not_judged_by_the_defaults() -> None:
     assert config.fleet.stages == 12
 
 
+def test_a_preset_survives_being_written_down(tmp_path: Path) -> None:
+    """Readers of a preset override it by ``model_fields_set``: a copy must not state what was not given."""
+    config = load_config(None, ["model.preset=gpt3-125m", "model.context=128", "model.from=x"])
+    copies = [
+        load_config(write(tmp_path, dump_toml(config)), []),
+        RunConfig.model_validate_json(config.model_dump_json(by_alias=True)),
+        RunConfig.model_validate_json(config.model_dump_json()),
+    ]
+    for copy in copies:
+        assert copy == config
+        assert copy.model.model_fields_set == {"preset", "context", "from_"}
+        assert digest(copy) == digest(config)
+    stating_more = load_config(None, ["model.preset=gpt3-125m", "model.context=128", "model.from=x", "model.width=192"])
+    assert digest(stating_more) != digest(config)
+
+
 def test_configs_are_immutable() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         RunConfig().model.layers = 3

@@ -7,27 +7,27 @@ import textwrap
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from muletrain.config.problems import keys_of, submodel
-from muletrain.config.schema import RunConfig
+from muletrain.config.schema import RunConfig, Section
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pydantic import BaseModel
     from pydantic.fields import FieldInfo
 
 COMMENT_COLUMN = 34
 WIDTH = 120
 
 
-def dump_toml(config: BaseModel) -> str:
+def dump_toml(config: Section) -> str:
     """TOML that loads to an equal config; 'none' for what is off although its default is on."""
     tables: list[str] = []
     top: list[str] = []
     for key, value in _items(config):
-        if isinstance(value, BaseModel):
+        if isinstance(value, Section):
             tables.append("\n".join([f"[{key}]", *_assignments(value)]))
         elif submodel(type(config).model_fields[key]):
             tables += ["\n".join([f"[[{key}]]", *_assignments(item)]) for item in value]
@@ -66,12 +66,14 @@ def toml_value(value: Any) -> str:
     return repr(value)
 
 
-def _items(model: BaseModel) -> Iterator[tuple[str, Any]]:
+def _items(model: Section) -> Iterator[tuple[str, Any]]:
+    stated = model.stated()
     for name, info in type(model).model_fields.items():
-        yield info.alias or name, getattr(model, name)
+        if name in stated:
+            yield info.alias or name, getattr(model, name)
 
 
-def _assignments(model: BaseModel) -> list[str]:
+def _assignments(model: Section) -> list[str]:
     known = keys_of(type(model))
     lines = [(key, "none" if value is None else value) for key, value in _items(model)]
     return [f"{key} = {toml_value(value)}" for key, value in lines if value != "none" or known[key].default is not None]

@@ -8,9 +8,17 @@ description; ``[1]`` is a pure number. ``examples`` gives the value printed for 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -36,6 +44,10 @@ class Section(BaseModel):
     """Base of every section: immutable, no unknown keys, finite numbers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
+
+    def stated(self) -> set[str]:
+        """Fields (by attribute name) that a written copy of this section must name to mean the same."""
+        return set(type(self).model_fields)
 
 
 class ModelConfig(Section):
@@ -73,6 +85,19 @@ class ModelConfig(Section):
     from_: str | None = Field(
         default=None, alias="from", description="Hugging Face checkpoint folder to start from", examples=["my-llama"]
     )
+
+    def stated(self) -> set[str]:
+        """With a preset only what was given: written out, a default would override the preset."""
+        return super().stated() if self.preset is None else set(self.model_fields_set)
+
+    @model_serializer(mode="wrap")
+    def _json_of_stated(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        if info.mode != "json":
+            return fields
+        known = type(self).model_fields
+        names = self.stated() | {known[name].alias for name in self.stated()}
+        return {name: value for name, value in fields.items() if name in names}
 
 
 class DataConfig(Section):
@@ -215,13 +240,9 @@ class RunConfig(Section):
         if self.model.preset is None:  # with a preset the sizes are known only once it is filled in
             _check_shape(self.model)
             _check_depth(self.model, self.fleet)
+            _check_sequences(self.model, self.train)
         _check_batch(self.train)
         _check_fleet(self.fleet)
-        if (self.train.sequence_start or 0) > self.model.context:
-            raise ValueError(
-                f"train.sequence_start: {self.train.sequence_start} exceeds model.context = {self.model.context}; "
-                "start shorter"
-            )
         return self
 
     @property
@@ -254,6 +275,11 @@ def _check_depth(m: ModelConfig, f: FleetConfig) -> None:
         raise ValueError(
             f"fleet.stages: {f.stages} stages for model.layers = {m.layers}; a stage needs at least one layer"
         )
+
+
+def _check_sequences(m: ModelConfig, t: TrainConfig) -> None:
+    if (t.sequence_start or 0) > m.context:
+        raise ValueError(f"train.sequence_start: {t.sequence_start} exceeds model.context = {m.context}; start shorter")
 
 
 def _check_batch(t: TrainConfig) -> None:
