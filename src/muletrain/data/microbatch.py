@@ -26,6 +26,17 @@ _LENGTH_MULTIPLE = 8  # lengths are rounded to it, for the sake of tensor cores
 _ROUNDS = 8  # of the permutation; the classical result needs 4, small domains deserve more
 
 
+def sequence_length(step: int, context: int, start: int | None, warmup: int) -> int:
+    """T at ``step`` [tokens]: linear from ``start`` to ``context`` over ``warmup`` steps (SWARM app. G).
+
+    Rounded down to a multiple of 8 during the warm-up (at least 8, at most ``context``).
+    """
+    if start is None or step >= warmup:
+        return context
+    length = start + (context - start) * step // warmup
+    return min(context, max(_LENGTH_MULTIPLE, length // _LENGTH_MULTIPLE * _LENGTH_MULTIPLE))
+
+
 class MicrobatchSource:
     """Cuts tokens into windows and deals them out, each once per epoch, in an order the seed determines.
 
@@ -67,14 +78,8 @@ class MicrobatchSource:
         self._slack = len(tokens) - 1 - self.windows * context
 
     def sequence_length(self, step: int) -> int:
-        """T at ``step`` [tokens]: linear from ``sequence_start`` to ``context`` during the warm-up (SWARM app. G).
-
-        Rounded down to a multiple of 8 during the warm-up (at least 8, at most ``context``).
-        """
-        if self._start is None or step >= self._warmup:
-            return self._context
-        length = self._start + (self._context - self._start) * step // self._warmup
-        return min(self._context, max(_LENGTH_MULTIPLE, length // _LENGTH_MULTIPLE * _LENGTH_MULTIPLE))
+        """T at ``step`` [tokens]."""
+        return sequence_length(step, self._context, self._start, self._warmup)
 
     def microbatch(self, step: int, index: int) -> tuple[IntArray, IntArray]:
         """Inputs and targets [B, T] of microbatch ``index`` of ``step``; targets are the inputs' next tokens."""
