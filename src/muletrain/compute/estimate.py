@@ -1,4 +1,6 @@
-"""Memory of a stage, from its sizes: estimates that decide whether to stash or recompute, and whether a stage fits at all."""
+"""Memory of a stage, from its sizes: estimates that decide whether to stash or recompute, and whether a stage fits at
+all.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,9 @@ if TYPE_CHECKING:
 def stash_bytes(spec: ModelSpec, cut: Cut, stage: int, tokens: int, precision: Precision) -> int:
     """What autograd keeps between forward and backward of ``tokens`` (B * T) tokens [bytes].
 
-    Per token and layer, in numbers: 2 norms x (fp32 input of the square, normed, weighted) 6D, rotated q, k and v, the attention's
-    output D, three feed-forward products and the gate 4F, byte masks D/2; plus rsqrt and log-sum-exp, which are small.
+    Per token and layer, in numbers: 2 norms x (fp32 input of the square, normed, weighted) 6D, rotated q, k and v, the
+    attention's output D, three feed-forward products and the gate 4F, byte masks D/2; plus rsqrt and log-sum-exp, which
+    are small.
     """
     size = 4 if precision is Precision.FP32 else 2
     width, first, end = spec.width, *cut[stage]
@@ -71,7 +74,8 @@ def check_fits(
 ) -> StageMemory:
     """The memory ``stage`` needs, for microbatches of ``tokens`` tokens, if ``memory_bytes`` of the device are enough.
 
-    With ``optimizer.state_device`` 'cpu', masters, moments and the reduced gradient do not count. Raises CapacityError with the numbers.
+    With ``optimizer.state_device`` 'cpu', masters, moments and the reduced gradient do not count. Raises CapacityError
+    with the numbers.
     """
     need = stage_memory(spec, cut, stage, tokens=tokens, precision=precision)
     elsewhere = 0
@@ -81,10 +85,12 @@ def check_fits(
         elsewhere = need.moments + params * 8 - working_copy
     if need.total - elsewhere > memory_bytes:
         raise CapacityError(
-            f"stage {stage} of {len(cut)} needs {format_memory(need.total - elsewhere)}, but {format_memory(memory_bytes)} may be used: "
-            f"weights {format_memory(need.weights)}, moments {format_memory(need.moments)}, gradients {format_memory(need.gradient)}, "
-            f"activations {format_memory(need.activations)}"
-            + (f", of which {format_memory(elsewhere)} in CPU memory" if elsewhere else "")
-            + "; use more fleet.stages, a smaller train.microbatch, or optimizer.state_device = 'cpu' with an accelerator"
+            f"stage {stage} of {len(cut)} needs {format_memory(need.total - elsewhere)}, but only "
+            f"{format_memory(memory_bytes)} may be used: weights {format_memory(need.weights)}, moments "
+            f"{format_memory(need.moments)}, gradients {format_memory(need.gradient)}, activations "
+            f"{format_memory(need.activations)}"
+            + (f" (of all that, {format_memory(elsewhere)} lie in CPU memory)" if elsewhere else "")
+            + "; use more fleet.stages, a smaller train.microbatch, or, with an accelerator, "
+            "optimizer.state_device = 'cpu'"
         )
     return need

@@ -24,7 +24,9 @@ _CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
 
 
 def pick_device(name: str) -> torch.device:
-    """The device ``compute.device`` names; 'auto' prefers CUDA, then MPS, then the CPU. Raises ConfigError when it is not there."""
+    """The device ``compute.device`` names; 'auto' prefers CUDA, then MPS, then the CPU. Raises ConfigError when it is
+    not there.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     device = torch.device(name)
@@ -45,8 +47,8 @@ def precision_dtype(precision: Precision) -> torch.dtype:
 def choose_precision(device: torch.device) -> Precision:
     """The fastest arithmetic that trains well, in at most a second.
 
-    CUDA has bf16 or fp16 in hardware. Elsewhere it is measured: a CPU without AMX or AVX512-bf16 emulates bf16, up to a hundred times slower
-    than fp32 (ENGINE.md).
+    CUDA has bf16 or fp16 in hardware. Elsewhere it is measured: a CPU without AMX or AVX512-bf16 emulates bf16, up to a
+    hundred times slower than fp32 (ENGINE.md).
     """
     if device.type == "cuda":
         return Precision.BF16 if torch.cuda.get_device_capability(device) >= (8, 0) else Precision.FP16

@@ -300,7 +300,7 @@ class TorchCompute:
 
     @contextmanager
     def _timed(self, counter: str) -> Iterator[None]:
-        """Adds the seconds until the device is done to ``counter``; a failure on the device shows up here, not later."""
+        """Adds the seconds until the device is done to ``counter``; a device's failure shows up here, not later."""
         begin = time.perf_counter()
         yield
         if self._setup.device.type == "cuda":

@@ -1,7 +1,8 @@
 """The decoder's parts: RMSNorm, rotary causal attention, gated feed-forward, pre-norm block.
 
-SWARM app. G (rotary embeddings, GeGLU) in the shape of Hugging Face's ``LlamaForCausalLM``: no biases, the same names, the same arithmetic.
-Shapes: B sequences, T tokens, D width, H heads, K key/value heads, E features of a head, F feed-forward width.
+SWARM app. G (rotary embeddings, GeGLU) in the shape of Hugging Face's ``LlamaForCausalLM``: no biases, the same names,
+the same arithmetic. Shapes: B sequences, T tokens, D width, H heads, K key/value heads, E features of a head, F
+feed-forward width.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Attention(nn.Module):
 
     def _heads(self, x: Tensor) -> Tensor:
         """[B, T, n * E] -> [B, n, T, E]"""
-        return x.unflatten(2, (-1, self._head_width)).transpose(1, 2)
+        return x.view(*x.shape[:2], -1, self._head_width).transpose(1, 2)
 
 
 class FeedForward(nn.Module):
@@ -111,7 +112,9 @@ class Block(nn.Module):
         self.mlp = FeedForward(spec)
 
     def forward(self, x: Tensor, layer: int, rope: Rope, masks: Masks | None, cache: KeyValues | None) -> Tensor:
-        """``layer`` is the global number: it names the dropout sites 1 + 2 layer and 2 + 2 layer (0 is the embedding's)."""
+        """``layer`` is the global number: it names the dropout sites 1 + 2 layer and 2 + 2 layer (0 is the
+        embedding's).
+        """
         attended = self.self_attn(self.input_layernorm(x), rope, cache)
         x = x + dropout(attended, masks, 1 + 2 * layer, self._dropout)
         fed = self.mlp(self.post_attention_layernorm(x))

@@ -1,15 +1,17 @@
 """Dropout whose mask is a fact: a pure function of (seed, step, microbatch, site, element), the same on every device.
 
-A peer that recomputes a microbatch after a failure must draw the masks the first one drew (DESIGN "Microbatches are facts"), which torch's
-generators do not give across devices. One 32-bit hash of a counter makes four 8-bit uniforms, so the drop probability is a multiple of
-1/256; the scaling uses that exact probability, so the expectation is exact. Only int32 tensor operations are used: they wrap
-alike on CPUs and accelerators (and 8-bit views are little endian on all of them).
+A peer that recomputes a microbatch after a failure must draw the masks the first one drew (DESIGN "Microbatches are
+facts"), which torch's generators do not give across devices. One 32-bit hash of a counter makes four 8-bit uniforms, so
+the drop probability is a multiple of 1/256; the scaling uses that exact probability, so the expectation is exact. Only
+int32 tensor operations are used: they wrap alike on CPUs and accelerators (and 8-bit views are little endian on all of
+them).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +20,8 @@ _GOLDEN = 0x9E3779B9
 _MUL_1, _MUL_2 = 0x7FEB352D, 0x846CA68B  # "lowbias32": C. Wellons, hash prospector, 2018
 
 
-class Masks(NamedTuple):
+@dataclass(frozen=True)
+class Masks:
     """Identity of one microbatch's masks."""
 
     seed: int
@@ -27,10 +30,14 @@ class Masks(NamedTuple):
 
 
 def keep_mask(masks: Masks, site: int, count: int, probability: float, device: torch.device) -> Tensor:
-    """uint8 [count]: 1 keeps the element, 0 drops it. ``site`` numbers the places of the model where dropout is applied."""
+    """uint8 [count]: 1 keeps the element, 0 drops it. ``site`` numbers the places of the model where dropout is
+    applied.
+    """
     key_1, key_2 = _keys(masks, site)
     words = _counters(-(-count // 4), device) + key_1
-    words.bitwise_xor_((words >> 16).bitwise_and_(0xFFFF)).mul_(_MUL_1)  # ">>" of int32 drags the sign along: cut it off
+    words.bitwise_xor_((words >> 16).bitwise_and_(0xFFFF)).mul_(
+        _MUL_1
+    )  # ">>" of int32 drags the sign along: cut it off
     words.bitwise_xor_((words >> 15).bitwise_and_(0x1FFFF)).add_(key_2).mul_(_signed(_MUL_2))
     words.bitwise_xor_((words >> 16).bitwise_and_(0xFFFF))
     return (words.view(torch.uint8)[:count] >= drop_threshold(probability)).view(torch.uint8)
@@ -42,12 +49,14 @@ def drop_threshold(probability: float) -> int:
 
 
 def dropout(x: Tensor, masks: Masks | None, site: int, probability: float) -> Tensor:
-    """``x`` with some elements zeroed and the rest scaled up to the same expectation; ``x`` itself without ``masks``."""
+    """``x`` with some elements zeroed and the rest scaled to the same expectation; ``x`` itself without ``masks``."""
     threshold = drop_threshold(probability)
     if masks is None or threshold == 0:
         return x
     keep = keep_mask(masks, site, x.numel(), probability, x.device).view(x.shape)
-    dropped: Tensor = _Dropout.apply(x, keep, 256 / (256 - threshold))
+    dropped: Tensor = _Dropout.apply(  # type: ignore[no-untyped-call]
+        x, keep, 256 / (256 - threshold)
+    )
     return dropped
 
 
@@ -61,7 +70,7 @@ class _Dropout(torch.autograd.Function):
         return (x * keep).mul_(scale)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (keep,) = ctx.saved_tensors
         return (grad * keep).mul_(ctx.scale), None, None
 

@@ -1,6 +1,7 @@
 """``ModelSpec``: the sizes of a decoder, and what follows from them (parameters, FLOPs, stages). Imports no torch.
 
-Units: parameters are counted in numbers, FLOPs per token of a forward pass (a backward pass costs twice that), one multiply-add = 2 FLOPs.
+Units: parameters are counted in numbers, FLOPs per token of a forward pass (a backward pass costs twice that), one
+multiply-add = 2 FLOPs.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if self.width % self.heads or self.head_width % 2:
             raise ConfigError(
-                f"model.heads: {self.heads} heads must divide model.width = {self.width} into even widths (rotary embeddings)"
+                f"model.heads: {self.heads} heads must divide model.width = {self.width} into even widths, for rotary "
+                "embeddings; use another number of heads"
             )
         if self.heads % self.kv_heads:
             raise ConfigError(f"model.kv_heads: {self.kv_heads} does not divide model.heads = {self.heads}")
@@ -135,7 +137,7 @@ class ModelSpec:
         return total + self.embedding_flops * (stage == 0) + self.head_flops * (stage == len(cut) - 1)
 
     def cut(self, stages: int) -> Cut:
-        """The most even cut into ``stages`` by compute cost. Raises ConfigError when there are more stages than layers."""
+        """The most even cut into ``stages`` by compute cost. Raises ConfigError for more stages than layers."""
         if not 1 <= stages <= self.layers:
             raise ConfigError(
                 f"fleet.stages: {stages} stages for model.layers = {self.layers}; a stage needs at least one layer"

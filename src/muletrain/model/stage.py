@@ -1,7 +1,8 @@
 """One pipeline stage of the decoder: only its own layers, under the names the whole model has.
 
-Parameter names are those of ``LlamaForCausalLM`` with global layer numbers, so that the stages' states together *are* a Hugging Face
-state. Initial weights are a pure function of (seed, name): any cut of the model starts from identical weights.
+Parameter names are those of ``LlamaForCausalLM`` with global layer numbers, so that the stages' states together *are* a
+Hugging Face state. Initial weights are a pure function of (seed, name): any cut of the model starts from identical
+weights.
 """
 
 from __future__ import annotations
@@ -27,11 +28,24 @@ INIT_STD = 0.02
 _RESIDUAL = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
+class _Body(nn.Module):
+    """What Hugging Face calls ``model``: it is here for the names."""
+
+    def __init__(self, spec: ModelSpec, layers: list[int], *, first: bool, last: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(layer): Block(spec) for layer in layers})
+        if first:
+            self.embed_tokens = nn.Embedding(spec.vocab, spec.width)
+        if last:
+            self.norm = RMSNorm(spec.width, spec.norm_eps)
+
+
 class Stage(nn.Module):
     """Layers ``cut[index]`` of the model, with the embedding in the first stage and norm and head in the last.
 
-    ``index`` None is the whole model, whose layers are shared as ``cut`` says if ``spec.share_layers``: inside each stage one block is
-    repeated, named by the stage's first layer (SWARM sec. 4.3, after ALBERT). A new stage has no storage: ``bind`` gives it weights.
+    ``index`` None is the whole model, whose layers are shared as ``cut`` says if ``spec.share_layers``: inside each
+    stage one block is repeated, named by the stage's first layer (SWARM sec. 4.3, after ALBERT). A new stage has no
+    storage: ``bind`` gives it weights.
     """
 
     def __init__(self, spec: ModelSpec, index: int | None, cut: Cut) -> None:
@@ -44,12 +58,8 @@ class Stage(nn.Module):
             layer: first if spec.share_layers else layer for first, end in runs for layer in range(first, end)
         }
         with torch.device("meta"):
-            self.model = nn.Module()
-            self.model.layers = nn.ModuleDict({str(n): Block(spec) for n in sorted(set(self._owners.values()))})
-            if self.is_first:
-                self.model.embed_tokens = nn.Embedding(spec.vocab, spec.width)
+            self.model = _Body(spec, sorted(set(self._owners.values())), first=self.is_first, last=self.is_last)
             if self.is_last:
-                self.model.norm = RMSNorm(spec.width, spec.norm_eps)
                 self.lm_head = nn.Linear(spec.width, spec.vocab, bias=False)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -68,7 +78,8 @@ class Stage(nn.Module):
     def forward(
         self, inputs: Tensor, masks: Masks | None = None, caches: Mapping[int, KeyValues] | None = None
     ) -> Tensor:
-        """Tokens int64 [B, T] in the first stage, else activations [B, T, D], to activations, or to logits [B, T, V] in the last.
+        """Tokens int64 [B, T] in the first stage, else activations [B, T, D], to activations, or to logits [B, T, V] in
+        the last.
 
         ``masks``: identity of the microbatch, None outside of training. ``caches``: by layer, for generation.
         """
@@ -89,7 +100,8 @@ class Stage(nn.Module):
 
 
 def build_full(spec: ModelSpec, seed: int, cut: Cut | None = None) -> Stage:
-    """The whole model as one stage in fp32 on the CPU, with the weights any cut starts from: the single-process reference.
+    """The whole model as one stage in fp32 on the CPU, with the weights any cut starts from: the single-process
+    reference.
 
     ``cut`` (default: one stage) matters to shared layers only.
     """
@@ -100,7 +112,8 @@ def build_full(spec: ModelSpec, seed: int, cut: Cut | None = None) -> Stage:
 def initial_weight(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """fp32: ones for norms, else N(0, 0.02), projections onto the residual stream divided by sqrt(2 layers) (GPT-2).
 
-    Drawn by numpy's Philox keyed by (seed, name): unlike torch's CPU generator, its bits do not depend on vector instructions.
+    Drawn by numpy's Philox keyed by (seed, name): unlike torch's CPU generator, its bits do not depend on vector
+    instructions.
     """
     if len(shape) == 1:
         return torch.ones(shape)

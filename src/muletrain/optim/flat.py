@@ -6,16 +6,18 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where each parameter lies in the flat buffer: matrices first, then the 1-D norms, so that decayed and not decayed are
-    two contiguous runs."""
+    """Where each parameter lies in the flat buffer: matrices first, then the 1-D norms, so that decayed and not decayed
+    are two contiguous runs.
+    """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -34,5 +36,5 @@ class FlatLayout:
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Name -> view of ``flat`` [P] in the parameter's shape."""
-        pieces = flat.split([math.prod(shape) for shape in self.shapes])
+        pieces = torch.split(flat, [math.prod(shape) for shape in self.shapes])
         return {name: piece.view(shape) for name, shape, piece in zip(self.names, self.shapes, pieces, strict=True)}

@@ -1,7 +1,7 @@
 """AdamW and LAMB on flat fp32 buffers, in place.
 
-Both read the number of the update from the run's step, not from a counter of their own, so that a replica needs no state but
-weights and moments to go on exactly as the others do.
+Both read the number of the update from the run's step, not from a counter of their own, so that a replica needs no
+state but weights and moments to go on exactly as the others do.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Rule(Protocol):
 
 def make_rule(config: OptimizerConfig, total_steps: int, layout: FlatLayout, device: torch.device) -> Rule:
     """The rule that ``config.name`` asks for, with zero moments on ``device``."""
-    rule = {"adamw": AdamW, "lamb": Lamb}[config.name]
+    rule = AdamW if config.name == "adamw" else Lamb
     return rule(config, total_steps, layout, device)
 
 
@@ -47,7 +47,9 @@ class _Moments:
 
 
 class AdamW(_Moments):
-    """Equal to ``torch.optim.AdamW`` (Loshchilov & Hutter 2019): torch's fused kernel, once over each run of the buffer."""
+    """Equal to ``torch.optim.AdamW`` (Loshchilov & Hutter 2019): torch's fused kernel, once over each run of the
+    buffer.
+    """
 
     def step(self, weights: Tensor, gradient: Tensor, step: int) -> None:
         config, end = self._config, self._layout.decayed
@@ -63,10 +65,11 @@ class AdamW(_Moments):
 
 
 class Lamb(_Moments):
-    """You et al. 2020, algorithm 2, with bias correction: Adam's direction, rescaled per tensor to the length of the weights.
+    """You et al. 2020, algorithm 2, with bias correction: Adam's direction, rescaled per tensor to the length of the
+    weights.
 
-    Norms (1-D) get neither weight decay nor the rescaling, as in the authors' code (``exclude_from_layer_adaptation``). Tensor by tensor:
-    the temporaries are as large as the largest of them, and the result does not depend on the cut.
+    Norms (1-D) get neither weight decay nor the rescaling, as in the authors' code (``exclude_from_layer_adaptation``).
+    Tensor by tensor: the temporaries are as large as the largest of them, and the result does not depend on the cut.
     """
 
     def step(self, weights: Tensor, gradient: Tensor, step: int) -> None:
@@ -91,6 +94,6 @@ class Lamb(_Moments):
 
 
 def _trust(weight: Tensor, direction: Tensor) -> Tensor:
-    """|weight| / |direction|, and 1 where either is zero; a scalar tensor, so that an accelerator does not wait for it."""
+    """|weight| / |direction|, and 1 where either is zero; a tensor, so that nobody waits for an accelerator."""
     length, other = torch.linalg.vector_norm(weight), torch.linalg.vector_norm(direction)
     return torch.where((length > 0) & (other > 0), length / other, torch.ones_like(length))

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
     """Learning rate [1] of ``step`` (0 .. total_steps - 1).
 
-    Linear warm-up, (step + 1) / warmup of the peak, so that no step is lost; then from the peak down to ``final_lr`` of it at the last step.
+    Linear warm-up, (step + 1) / warmup of the peak, so that no step is lost; then from the peak down to ``final_lr`` of
+    it at the last step.
     """
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup

@@ -1,8 +1,8 @@
 """Cutting the layers into pipeline stages.
 
-SWARM (sec. 3.2) partitions the model into "evenly sized" stages of equally many layers. Counting layers forgets the embedding and
-the output head: with a large vocabulary the head costs as much as several layers, and the stage that has it holds up the others.
-Here the largest *compute cost* of a stage is minimised, exactly.
+SWARM (sec. 3.2) partitions the model into "evenly sized" stages of equally many layers. Counting layers forgets the
+embedding and the output head: with a large vocabulary the head costs as much as several layers, and the stage that has
+it holds up the others. Here the largest *compute cost* of a stage is minimised, exactly.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Cut = tuple[tuple[int, int], ...]
 def partition(layer_costs: Sequence[float], stages: int, *, first_extra: float = 0.0, last_extra: float = 0.0) -> Cut:
     """The cut into ``stages`` contiguous runs whose largest cost is smallest, and among those the most even one.
 
-    ``layer_costs``: one per layer; ``first_extra`` (embedding) goes to the first stage, ``last_extra`` (head and loss) to the last. Any
-    unit, but one for all. Two dynamic programs, O(stages * layers^2): the first finds the smallest possible maximum, the second, among
-    cuts that keep to it, the smallest sum of squares (a maximum alone says nothing about the other stages).
-    Raises ValueError unless 1 <= stages <= layers.
+    ``layer_costs``: one per layer; ``first_extra`` (embedding) goes to the first stage, ``last_extra`` (head and loss)
+    to the last. Any unit, but one for all. Two dynamic programs, O(stages * layers^2): the first finds the smallest
+    possible maximum, the second, among cuts that keep to it, the smallest sum of squares (a maximum alone says nothing
+    about the other stages). Raises ValueError unless 1 <= stages <= layers.
     """
     layers = len(layer_costs)
     if not 1 <= stages <= layers:

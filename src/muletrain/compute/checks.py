@@ -1,0 +1,58 @@
+"""What a tensor from another peer must be before it is computed with. Each check raises ProtocolError."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from muletrain.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from muletrain.model.spec import ModelSpec
+
+
+def check_token_shape(name: str, ids: Tensor, spec: ModelSpec, sequences: int) -> None:
+    """int64 [B, T] with 1 <= B <= ``sequences``, 1 <= T <= context."""
+    shape = tuple(ids.shape)
+    if ids.dtype != torch.int64 or not _batch_fits(shape, 2, spec, sequences):
+        raise ProtocolError(
+            f"{name}: {ids.dtype} {shape}, expected int64 tokens of at most ({sequences}, {spec.context})"
+        )
+
+
+def check_activation_shape(x: Tensor, spec: ModelSpec, sequences: int) -> None:
+    """fp32 [B, T, D] with 1 <= B <= ``sequences``, 1 <= T <= context."""
+    shape = tuple(x.shape)
+    if x.dtype != torch.float32 or not _batch_fits(shape, 3, spec, sequences) or shape[2] != spec.width:
+        limits = (sequences, spec.context, spec.width)
+        raise ProtocolError(f"activations: {x.dtype} {shape}, expected float32 of at most {limits}")
+
+
+def check_gradient_shape(grad: Tensor, expected: tuple[int, ...]) -> None:
+    """fp32 in exactly the output's shape. Non-finite values pass: they make the step a skipped one, for every stage
+    alike.
+    """
+    if grad.dtype != torch.float32 or tuple(grad.shape) != expected:
+        raise ProtocolError(f"gradient: {grad.dtype} {tuple(grad.shape)}, expected float32 {expected}")
+
+
+def check_token_values(name: str, ids: Tensor, vocab: int) -> None:
+    lowest, highest = (int(bound) for bound in torch.aminmax(ids))
+    if lowest < 0 or highest >= vocab:
+        raise ProtocolError(f"{name}: token ids {lowest}..{highest}, expected 0..{vocab - 1}")
+
+
+def check_finite(x: Tensor) -> None:
+    """A float64 sum of finite fp32 numbers cannot overflow, so it is finite exactly when all of them are; one pass, no
+    temporaries.
+    """
+    if not math.isfinite(float(x.sum(dtype=torch.float64))):
+        raise ProtocolError("activations: not finite")
+
+
+def _batch_fits(shape: tuple[int, ...], dims: int, spec: ModelSpec, sequences: int) -> bool:
+    return len(shape) == dims and 1 <= shape[0] <= sequences and 1 <= shape[1] <= spec.context

@@ -1,0 +1,98 @@
+"""A real stage with a declared speed, for fleets emulated on one machine.
+
+On shared cores one peer's sleep is another's speed-up (ENGINE.md), so unequal machines cannot be had by slowing real
+ones. Here tensors are real, but each call takes a declared time on the clock, most of it asleep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from torch import Tensor
+
+    from muletrain.clock import Clock
+    from muletrain.compute.base import Compute, Microbatch, Update
+
+R = TypeVar("R")
+_SMOOTHING = 0.3  # weight of the newest measurement of what the real computation takes
+
+
+class PacedCompute:
+    """``inner``, where a forward takes ``forward_s``, a backward ``backward_s`` and the last stage's loss both, one
+    call at a time, FIFO.
+
+    The real computation is done at the *end* of the declared time: a call cancelled during the sleep has then left
+    nothing in the accumulator. It starts early by its own usual duration; deviations do not add up, for the next call's
+    time begins where this one's should have ended. ``apply`` and everything else take the time they take. ``overruns``
+    counts calls whose computation alone exceeded the declared time: then the machine is too slow for the fleet that is
+    emulated on it.
+    """
+
+    def __init__(self, inner: Compute, clock: Clock, forward_s: float, backward_s: float) -> None:
+        self.stage, self.stages, self.n_params = inner.stage, inner.stages, inner.n_params
+        self.overruns = 0
+        self._inner = inner
+        self._clock = clock
+        self._forward_s = forward_s
+        self._backward_s = backward_s
+        self._turn = asyncio.Lock()  # wakes waiters first come, first served
+        self._busy_until = float("-inf")
+        self._real_s: dict[str, float] = {}
+
+    async def forward(self, mb: Microbatch, inputs: Tensor) -> Tensor:
+        async with self._paced("forward", self._forward_s):
+            return await self._inner.forward(mb, inputs)
+
+    async def backward(self, mb: Microbatch, grad: Tensor, *, accumulate: bool) -> Tensor | None:
+        async with self._paced("backward", self._backward_s):
+            return await self._inner.backward(mb, grad, accumulate=accumulate)
+
+    async def loss_backward(
+        self, mb: Microbatch, inputs: Tensor, targets: Tensor, *, accumulate: bool
+    ) -> tuple[float, Tensor | None]:
+        async with self._paced("loss", self._forward_s + self._backward_s):
+            return await self._inner.loss_backward(mb, inputs, targets, accumulate=accumulate)
+
+    @asynccontextmanager
+    async def _paced(self, kind: str, service_s: float) -> AsyncIterator[None]:
+        async with self._turn:
+            due = self._busy_until = max(self._clock.now(), self._busy_until) + service_s
+            usual_s = self._real_s.get(kind, 0.0)
+            await self._clock.sleep(max(0.0, due - usual_s - self._clock.now()))
+            begin = self._clock.now()
+            yield
+            took_s = self._clock.now() - begin
+            self._real_s[kind] = usual_s + _SMOOTHING * (took_s - usual_s) if usual_s else took_s
+            self.overruns += took_s > service_s
+
+    async def apply(self, gradient: Tensor, update: Update) -> None:
+        await self._inner.apply(gradient, update)
+
+    def discard(self, mb: Microbatch) -> None:
+        self._inner.discard(mb)
+
+    def gradient(self) -> Tensor:
+        return self._inner.gradient()
+
+    def clear(self) -> None:
+        self._inner.clear()
+
+    async def digest(self) -> bytes:
+        return await self._inner.digest()
+
+    async def state(self) -> dict[str, Tensor]:
+        return await self._inner.state()
+
+    async def load_state(self, state: dict[str, Tensor]) -> None:
+        await self._inner.load_state(state)
+
+    async def offload(self, fn: Callable[..., R], *args: object) -> R:
+        return await self._inner.offload(fn, *args)
+
+    def close(self) -> None:
+        self._inner.close()

@@ -1,0 +1,109 @@
+"""A trained model at work: held-out loss and text."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from muletrain.model.decoder import KeyValues
+from muletrain.model.hf import expand_shared
+from muletrain.model.stage import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from muletrain.model.spec import ModelSpec
+
+IGNORE = -100
+"""Target that does not count."""
+
+
+class Encoding(Protocol):
+    ids: list[int]
+
+
+class TextTokenizer(Protocol):
+    """What ``tokenizers.Tokenizer`` offers."""
+
+    def encode(self, text: str) -> Encoding: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def token_to_id(self, token: str) -> int | None: ...
+
+
+def load_model(spec: ModelSpec, state: Mapping[str, Tensor]) -> Stage:
+    """The whole model with the weights ``state`` (all stages' tensors by name; shared layers once)."""
+    one_each = tuple((layer, layer + 1) for layer in range(spec.layers))
+    return Stage(spec, None, one_each).bind(expand_shared(state, spec))
+
+
+@torch.inference_mode()
+def evaluate(model: Stage, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Mean cross-entropy over all targets that count [nats/token]; each batch is (inputs, targets), int64 [B, T].
+
+    Raises ValueError when there is no target.
+    """
+    total, count = 0.0, 0
+    device = next(model.parameters()).device
+    for inputs, targets in batches:
+        logits = model(inputs.to(device)).float().flatten(0, 1)
+        losses = F.cross_entropy(logits, targets.to(device).flatten(), ignore_index=IGNORE, reduction="sum")
+        total += float(losses)
+        count += int((targets != IGNORE).sum())
+    if count == 0:
+        raise ValueError("no target to evaluate on")
+    return total / count
+
+
+def generate(
+    model: Stage, tokenizer: TextTokenizer, prompt: str, *,
+    max_tokens: int = 100, temperature: float = 0.8, top_k: int = 0, seed: int = 0, end_of_text: int | None = None,
+) -> str:  # fmt: skip
+    """The continuation of ``prompt``: at most ``max_tokens`` tokens, ending before ``end_of_text`` (a token id) or
+    where the context is full. ``temperature`` 0 takes the likeliest token; ``top_k`` 0 draws from all.
+
+    Raises ValueError when the prompt has no tokens.
+    """
+    ids = tokenizer.encode(prompt).ids
+    stream = generate_ids(model, ids, max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed)
+    out = []
+    for token in stream:
+        if token == end_of_text:
+            break
+        out.append(token)
+    return tokenizer.decode(out)
+
+
+@torch.inference_mode()
+def generate_ids(
+    model: Stage, prompt: Sequence[int], *, max_tokens: int, temperature: float, top_k: int, seed: int
+) -> Iterator[int]:
+    """Sampled token ids one by one. A prompt longer than the context keeps its end, with room for at least one token."""
+    if not prompt:
+        raise ValueError("the prompt has no tokens; give at least one")
+    device = next(model.parameters()).device
+    kept = list(prompt)[-(model.spec.context - 1) :] if model.spec.context > 1 else list(prompt)[-1:]
+    room = min(max_tokens, model.spec.context - len(kept))
+    caches = {layer: KeyValues() for layer in range(model.spec.layers)}
+    draws = torch.Generator().manual_seed(seed)
+    tokens = torch.tensor([kept], dtype=torch.int64, device=device)
+    for _ in range(room):
+        logits = model(tokens, None, caches)[0, -1].float().cpu()
+        token = _sample(logits, temperature, top_k, draws)
+        yield token
+        tokens = torch.tensor([[token]], dtype=torch.int64, device=device)
+
+
+def _sample(logits: Tensor, temperature: float, top_k: int, draws: torch.Generator) -> int:
+    """``logits`` [V] -> a token id."""
+    if temperature == 0:
+        return int(logits.argmax())
+    if 0 < top_k < len(logits):
+        smallest = logits.topk(top_k).values[-1]
+        logits = logits.masked_fill(logits < smallest, -math.inf)
+    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=draws))

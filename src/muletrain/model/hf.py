@@ -1,0 +1,292 @@
+"""Hugging Face in and out: a folder with ``config.json`` and safetensors, as ``LlamaForCausalLM`` reads and writes it.
+
+Parameter names are the same on both sides, so nothing is renamed. Not everything a Llama folder may hold has a place
+here: what would change the outputs (biases, scaled rotary embeddings, other head widths) is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from muletrain.errors import CheckpointError, ConfigError
+from muletrain.model.spec import ModelSpec
+from muletrain.model.stage import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch import Tensor
+
+SHARD_BYTES = 5 * 10**9
+"""Weights files are no larger than this, unless one tensor is (Hugging Face's custom)."""
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_LAYER = "model.layers."
+
+
+# Out ----------------------------------------------------------------------------------------------------------------
+
+
+def export_hf(
+    state: Mapping[str, Tensor], spec: ModelSpec, tokenizer_json: bytes | None, out_dir: str | Path,
+    *, end_of_text: str | None = None, shard_bytes: int = SHARD_BYTES,
+) -> None:  # fmt: skip
+    """Write what ``transformers.AutoModelForCausalLM.from_pretrained(out_dir)`` (and AutoTokenizer) reads.
+
+    ``state``: fp32 tensors of all stages by name; shared layers need only be there once, the export repeats them.
+    ``end_of_text``: the tokenizer's token that ends a document, if it has one. The index, or the only weights file, is
+    written after what it speaks of. Raises CheckpointError when tensors are missing, superfluous or of other shapes, or
+    the folder cannot be written.
+    """
+    out = Path(out_dir)
+    tensors = _complete(state, spec)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        _write_tokenizer(out, spec, tokenizer_json, end_of_text)
+        end_id = _token_id(tokenizer_json, end_of_text)
+        _write_json(out / "config.json", _llama_config(spec, end_id))
+        _write_json(out / "generation_config.json", {"_from_model_config": True, "eos_token_id": end_id})
+        _write_weights(out, tensors, shard_bytes)
+    except (OSError, SafetensorError) as e:
+        raise CheckpointError(
+            f"cannot write the Hugging Face folder {out}: {e}; free space or choose another folder"
+        ) from e
+
+
+def expand_shared(state: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
+    """``state`` with a layer that is missing taken from the nearest one before it: how shared layers are stored.
+
+    Without ``spec.share_layers`` nothing is added.
+    """
+    full = dict(state)
+    if not spec.share_layers:
+        return full
+    leaves = [name.removeprefix(f"{_LAYER}0.") for name in state if name.startswith(f"{_LAYER}0.")]
+    for layer in range(1, spec.layers):
+        for leaf in leaves:
+            full.setdefault(f"{_LAYER}{layer}.{leaf}", full[f"{_LAYER}{layer - 1}.{leaf}"])
+    return full
+
+
+def _complete(state: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
+    """All tensors of an unshared model, in its order, with the right shapes."""
+    full = expand_shared(state, spec)
+    shapes = _full_shapes(spec)
+    if wrong := sorted(full.keys() ^ shapes.keys()):
+        what = "is missing" if wrong[0] in shapes else "has no place in the model"
+        raise CheckpointError(f"cannot export: {wrong[0]} {what} ({len(wrong)} such tensors)")
+    for name, shape in shapes.items():
+        if tuple(full[name].shape) != shape:
+            raise CheckpointError(f"cannot export: {name} has shape {tuple(full[name].shape)}, the model needs {shape}")
+    return {name: full[name] for name in shapes}
+
+
+def _full_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    one_each = tuple((layer, layer + 1) for layer in range(spec.layers))  # a cut that shares nothing
+    return Stage(spec, None, one_each).shapes()
+
+
+def _llama_config(spec: ModelSpec, end_id: int | None) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": spec.layers,
+        "hidden_size": spec.width,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_width,
+        "intermediate_size": spec.ffn,
+        "vocab_size": spec.vocab,
+        "max_position_embeddings": spec.context,
+        "hidden_act": spec.activation,
+        "rms_norm_eps": spec.norm_eps,
+        "rope_theta": spec.rope_theta,  # read by transformers 4
+        "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},  # and by transformers 5
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "bos_token_id": None,
+        "eos_token_id": end_id,
+    }
+
+
+def _write_tokenizer(out: Path, spec: ModelSpec, tokenizer_json: bytes | None, end_of_text: str | None) -> None:
+    if tokenizer_json is None:
+        return
+    (out / "tokenizer.json").write_bytes(tokenizer_json)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": spec.context,
+        "eos_token": end_of_text,
+        "clean_up_tokenization_spaces": False,
+    }
+    _write_json(out / "tokenizer_config.json", config)
+
+
+def _token_id(tokenizer_json: bytes | None, token: str | None) -> int | None:
+    if tokenizer_json is None or token is None:
+        return None
+    added = json.loads(tokenizer_json).get("added_tokens", [])
+    return next((int(entry["id"]) for entry in added if entry["content"] == token), None)
+
+
+def _write_weights(out: Path, tensors: dict[str, Tensor], shard_bytes: int) -> None:
+    shards = list(_shards(tensors, shard_bytes))
+    for old in (*out.glob("model*.safetensors"), out / _INDEX):
+        old.unlink(missing_ok=True)  # of an earlier export with another number of shards
+    if len(shards) == 1:
+        _save(shards[0], out / _WEIGHTS)
+        return
+    places = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _save(shard, out / file)
+        places.update(dict.fromkeys(shard, file))
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    _write_json(out / _INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _save(shard: dict[str, Tensor], path: Path) -> None:
+    """safetensors refuses two names for one storage (repeated layers) and strided tensors: clone."""
+    save_file(
+        {name: tensor.detach().cpu().contiguous().clone() for name, tensor in shard.items()}, path, {"format": "pt"}
+    )
+
+
+def _shards(tensors: dict[str, Tensor], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Runs of tensors of at most ``shard_bytes``, or of a single larger one."""
+    shard: dict[str, Tensor] = {}
+    filled = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        if shard and filled + size > shard_bytes:
+            yield shard
+            shard, filled = {}, 0
+        shard[name] = tensor
+        filled += size
+    yield shard
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+# In -----------------------------------------------------------------------------------------------------------------
+
+
+def import_hf(folder: str | Path, *, context: int | None = None) -> tuple[ModelSpec, Callable[[str], Tensor]]:
+    """The spec of a Llama folder, and a loader that reads one tensor by name: a stage loads its own and nothing else.
+
+    Tensors come as fp32; names, shapes and files are checked here, before anything is loaded. A tied head is a copy of
+    the embedding. ``context`` limits the sequence length (rotary embeddings have no table to cut). Dropout is 0: the
+    folder does not say. Raises CheckpointError for whatever does not fit.
+    """
+    source = Path(folder)
+    config = _read_json(source / "config.json")
+    _refuse_foreign(source, config)
+    spec = _spec(source, config, context)
+    places = _places(source)
+    if _HEAD not in places and config.get("tie_word_embeddings", False) and _EMBEDDING in places:
+        tied = True
+    else:
+        tied = False
+    shapes = _full_shapes(spec)
+    _check_names(source, places, shapes, tied=tied)
+
+    def load(name: str) -> Tensor:
+        stored = _EMBEDDING if tied and name == _HEAD else name
+        if stored not in places:
+            raise CheckpointError(f"{source} has no tensor {name}")
+        try:
+            with safe_open(places[stored], framework="pt") as file:
+                tensor: Tensor = file.get_tensor(stored).float()
+        except (OSError, SafetensorError) as e:
+            raise CheckpointError(f"cannot read {stored} from {places[stored]}: {e}") from e
+        if tuple(tensor.shape) != shapes[name]:
+            raise CheckpointError(
+                f"{stored} in {source} has shape {tuple(tensor.shape)}, config.json says {shapes[name]}"
+            )
+        return tensor
+
+    return spec, load
+
+
+def _refuse_foreign(source: Path, config: dict[str, Any]) -> None:
+    """Settings under which the same weights would mean something else."""
+    if config.get("model_type") != "llama":
+        raise CheckpointError(
+            f"{source} holds a {config.get('model_type')!r} model; only 'llama' checkpoints can be taken over"
+        )
+    for bias in ("attention_bias", "mlp_bias"):
+        if config.get(bias):
+            raise CheckpointError(f"{source}: config.json has {bias} = true, but this decoder has no biases")
+    kind = _rope(config).get("rope_type", _rope(config).get("type", "default"))
+    if kind != "default":
+        raise CheckpointError(f"{source}: rotary embeddings of type {kind!r}; only the default is supported")
+    heads = config.get("num_attention_heads")
+    if heads and config.get("head_dim") not in (None, config.get("hidden_size", 0) // heads):
+        raise CheckpointError(f"{source}: head_dim = {config['head_dim']} is not hidden_size / num_attention_heads")
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    """Rotary settings of transformers 5 ('rope_parameters') or 4 ('rope_scaling')."""
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+
+
+def _spec(source: Path, config: dict[str, Any], context: int | None) -> ModelSpec:
+    longest = int(config.get("max_position_embeddings", 2048))
+    if context is not None and context > longest:
+        raise CheckpointError(f"{source} was made for {longest} tokens; model.context = {context} is longer")
+    try:
+        return ModelSpec(
+            layers=config["num_hidden_layers"],
+            width=config["hidden_size"],
+            heads=config["num_attention_heads"],
+            kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+            ffn=config["intermediate_size"],
+            vocab=config["vocab_size"],
+            context=context or longest,
+            activation=config.get("hidden_act", "silu"),
+            dropout=0.0,
+            rope_theta=float(_rope(config).get("rope_theta", config.get("rope_theta", 10000.0))),
+            norm_eps=config.get("rms_norm_eps", 1e-6),
+            share_layers=False,
+        )
+    except (KeyError, ConfigError) as e:
+        raise CheckpointError(f"{source / 'config.json'} describes no model that fits here: {e}") from e
+
+
+def _places(source: Path) -> dict[str, Path]:
+    """Tensor name -> the file it is in."""
+    if (source / _INDEX).exists():
+        return {name: source / file for name, file in _read_json(source / _INDEX)["weight_map"].items()}
+    try:
+        with safe_open(source / _WEIGHTS, framework="pt") as file:
+            return dict.fromkeys(file.keys(), source / _WEIGHTS)
+    except (OSError, SafetensorError) as e:
+        raise CheckpointError(f"{source} has no readable {_WEIGHTS}: {e}; save the model with safetensors") from e
+
+
+def _check_names(source: Path, places: dict[str, Path], shapes: dict[str, tuple[int, ...]], *, tied: bool) -> None:
+    wanted = shapes.keys() - ({_HEAD} if tied else set())
+    if missing := sorted(wanted - places.keys()):
+        raise CheckpointError(f"{source} has no tensor {missing[0]} ({len(missing)} missing)")
+    extra = sorted(name for name in places.keys() - shapes.keys() if not name.endswith("rotary_emb.inv_freq"))
+    if extra:
+        raise CheckpointError(f"{source}: {extra[0]} has no place in this decoder ({len(extra)} such tensors)")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"cannot read {path}: {e}; model.from wants a Hugging Face folder") from e
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return content
