@@ -200,7 +200,7 @@ class TorchCompute:
         with self._timed("forward_s"), torch.enable_grad():
             logits = self._module(leaf, self._masks(mb)).float()
             loss = F.cross_entropy(logits.flatten(0, 1), targets.to(logits.device).flatten())
-            nats = float(loss)
+            nats = float(loss.detach())
         with self._timed("backward_s"):
             seed = torch.full_like(loss, self._scale.value)
             return nats, *self._differentiate(loss, leaf, seed, accumulate)

@@ -42,7 +42,7 @@ def load_model(spec: ModelSpec, state: Mapping[str, Tensor]) -> Stage:
     return Stage(spec, None, one_each).bind(expand_shared(state, spec))
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def evaluate(model: Stage, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
     """Mean cross-entropy over all targets that count [nats/token]; each batch is (inputs, targets), int64 [B, T].
 
@@ -64,7 +64,7 @@ def generate(
     model: Stage, tokenizer: TextTokenizer, prompt: str, *,
     max_tokens: int = 100, temperature: float = 0.8, top_k: int = 0, seed: int = 0, end_of_text: int | None = None,
 ) -> str:  # fmt: skip
-    """The continuation of ``prompt``: at most ``max_tokens`` tokens, ending before ``end_of_text`` (a token id) or
+    """The continuation of ``prompt``, at most ``max_tokens``, ending before ``end_of_text`` (a token id) or
     where the context is full. ``temperature`` 0 takes the likeliest token; ``top_k`` 0 draws from all.
 
     Raises ValueError when the prompt has no tokens.
@@ -79,7 +79,7 @@ def generate(
     return tokenizer.decode(out)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate_ids(
     model: Stage, prompt: Sequence[int], *, max_tokens: int, temperature: float, top_k: int, seed: int
 ) -> Iterator[int]:

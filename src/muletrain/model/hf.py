@@ -192,10 +192,7 @@ def import_hf(folder: str | Path, *, context: int | None = None) -> tuple[ModelS
     _refuse_foreign(source, config)
     spec = _spec(source, config, context)
     places = _places(source)
-    if _HEAD not in places and config.get("tie_word_embeddings", False) and _EMBEDDING in places:
-        tied = True
-    else:
-        tied = False
+    tied = bool(config.get("tie_word_embeddings")) and _HEAD not in places
     shapes = _full_shapes(spec)
     _check_names(source, places, shapes, tied=tied)
 

@@ -89,8 +89,8 @@ class Stage(nn.Module):
         else:
             x = inputs.to(weight.dtype)
         seen = next(iter(caches.values())).seen if caches else 0
-        cos, sin = rope_table(seen + x.shape[1], self.spec.head_width, self.spec.rope_theta, x.device, x.dtype)
-        rope = (cos[seen:], sin[seen:])
+        cos, sin = rope_table(self.spec.context, self.spec.head_width, self.spec.rope_theta, x.device, x.dtype)
+        rope = (cos[seen : seen + x.shape[1]], sin[seen : seen + x.shape[1]])
         for layer, owner in self._owners.items():
             block = self.model.layers[str(owner)]
             x = block(x, layer, rope, masks, caches[layer] if caches else None)

@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from muletrain.compute.estimate import stage_memory
+from muletrain.compute.paced import PacedCompute
+from muletrain.compute.probe import choose_precision, free_memory, pick_device
+from muletrain.compute.torch_compute import StageSetup, TorchCompute
+from muletrain.config.fleet import load_fleet
 from muletrain.config.load import digest
-from muletrain.config.schema import RunConfig
+from muletrain.config.schema import Precision, RunConfig
 from muletrain.data.microbatch import MicrobatchSource, sequence_length
 from muletrain.model.spec import ModelSpec
 from muletrain.optim.schedule import learning_rate
-from muletrain.policy.partition import partition
 from muletrain.swarm.context import Plan
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch import Tensor
+
+    from muletrain.compute.base import Compute
     from muletrain.data.tokens import TokenCache
+    from muletrain.policy.partition import Cut
 
 CAPACITY = 8
 """Requests a peer holds at once: enough to cover a round trip of several service times."""
+STASH_SHARE = 0.25
+"""Of the free memory, for graphs kept between forward and backward."""
 
 
 @dataclass(frozen=True)
@@ -28,18 +43,23 @@ class RunFacts:
 
     config: RunConfig
     spec: ModelSpec
-    cut: tuple[tuple[int, int], ...]
+    cut: Cut
     """(first layer, end) of each stage."""
 
     @classmethod
     def of(cls, config: RunConfig) -> RunFacts:
         """Raises ConfigError when the model cannot be cut as asked."""
         spec = ModelSpec.from_config(config.model)
-        return cls(config, spec, stage_cut(spec, config.fleet.stages, config.train.microbatch))
+        return cls(config, spec, spec.cut(config.fleet.stages))
 
     @property
     def config_digest(self) -> bytes:
         return bytes.fromhex(digest(self.config))
+
+    @property
+    def tokens(self) -> int:
+        """Largest microbatch [tokens]."""
+        return self.config.train.microbatch * self.spec.context
 
     def plan(self) -> Plan:
         c, t = self.config, self.config.train
@@ -50,7 +70,7 @@ class RunFacts:
                 sequence_length, context=self.spec.context, start=t.sequence_start, warmup=t.sequence_warmup
             ),
             activations=c.wire.activations, gradients=c.wire.gradients, clip=c.optimizer.clip,
-            lr=functools.partial(learning_rate, c.optimizer, t.steps),
+            lr=functools.partial(learning_rate, c.optimizer, total_steps=t.steps),
             checkpoint_every=c.checkpoint.every, capacity=CAPACITY,
         )  # fmt: skip
 
@@ -60,6 +80,17 @@ class RunFacts:
             cache.train, t.seed, t.batch, t.microbatch, self.spec.context, t.sequence_start, t.sequence_warmup
         )
 
+    def stage_bytes(self) -> list[int]:
+        """Memory each stage needs, in fp32."""
+        stages = range(self.config.fleet.stages)
+        return [
+            stage_memory(self.spec, self.cut, s, tokens=self.tokens, precision=Precision.FP32).total for s in stages
+        ]
+
+    def stage_costs(self) -> list[float]:
+        """FLOPs per token of each stage's forward."""
+        return [self.spec.stage_flops(self.cut, s) for s in range(self.config.fleet.stages)]
+
     def manifest(self, run_id: str) -> dict[str, object]:
         """What a checkpoint says about itself, beside its parts."""
         return {
@@ -68,6 +99,50 @@ class RunFacts:
         }  # fmt: skip
 
 
-def stage_cut(spec: ModelSpec, stages: int, sequences: int) -> tuple[tuple[int, int], ...]:
-    """Layers of each stage, so that the costliest stage costs least; the head counts for the last."""
-    raise NotImplementedError
+@dataclass(frozen=True)
+class Machine:
+    """What one peer process may use."""
+
+    device: torch.device
+    precision: Precision
+    memory: int
+    """bytes"""
+
+    @classmethod
+    def probe(cls, device: str, precision: Precision, memory_gib: float | None) -> Machine:
+        """Measures for at most a second. Raises ConfigError for a device that is not there."""
+        chosen = pick_device(device)
+        measured = choose_precision(chosen) if precision is Precision.AUTO else precision
+        memory = free_memory(chosen) if memory_gib is None else int(memory_gib * 2**30)
+        return cls(chosen, measured, memory)
+
+
+def build_compute(facts: RunFacts, stage: int, machine: Machine, fleet_index: int | None) -> Compute:
+    """The stage's compute, paced if the fleet profile declares service times. Raises CheckpointError (``model.from``)."""
+    config = facts.config
+    setup = StageSetup(
+        optimizer=config.optimizer, total_steps=config.train.steps, seed=config.train.seed,
+        sequences=config.train.microbatch, device=machine.device, precision=machine.precision,
+        checkpointing=config.compute.checkpointing, stash_budget=int(STASH_SHARE * machine.memory),
+    )  # fmt: skip
+    compute: Compute = TorchCompute(facts.spec, facts.cut, stage, setup, _initial(config))
+    if config.fleet.profile is not None and fleet_index is not None:
+        peer = load_fleet(config.fleet.profile).peers()[fleet_index]
+        if peer.forward_s and peer.backward_s:
+            compute = PacedCompute(compute, peer.forward_s, peer.backward_s)
+    return compute
+
+
+def _initial(config: RunConfig) -> Callable[[str], Tensor] | None:
+    if config.model.from_ is None:
+        return None
+    from muletrain.model.hf import import_hf  # needs transformers' config reader only here
+
+    return import_hf(Path(config.model.from_))[1].__getitem__
+
+
+def versions() -> dict[str, str]:
+    """Of what decides a run's numbers and speed, for the record."""
+    from importlib.metadata import version
+
+    return {name: version(name) for name in ("muletrain", "torch", "hivemind")} | {"cpus": str(os.cpu_count())}

@@ -1,37 +1,47 @@
 """The process of one peer: ``python -m muletrain.runs.worker`` with a ``WorkerSpec`` on standard input.
 
-Afterwards the line ``stop`` on standard input asks for an orderly end; end of file means that whoever started us is gone, and
-the process leaves at once. Everything it has to say goes into its event log.
+Afterwards the line ``stop`` on standard input asks for an orderly end; end of file means that whoever started us is gone, and the
+process leaves at once. Everything it has to say goes into its event log.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import muletrain
 from muletrain.clock import LoopClock
-from muletrain.config.schema import RunConfig
+from muletrain.config.fleet import load_fleet
+from muletrain.config.schema import Precision, RunConfig
+from muletrain.data.tokens import TokenCache
 from muletrain.errors import AdmissionError, MuletrainError
-from muletrain.events import EventLog, Note, PeerJoined, RunFinished, RunStarted
+from muletrain.events import EventLog, FrameRefused, JoinRefused, PeerJoined, RunFinished, RunStarted
+from muletrain.network.libp2p import Libp2pNetwork
+from muletrain.network.shaped import ShapedNetwork
+from muletrain.runs.assemble import Machine, RunFacts, build_compute, versions
+from muletrain.runs.lobby import Join, Lobby, Visitor
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.ticket import Ticket
+from muletrain.runs.worker_files import TICKET_FILE
+from muletrain.swarm.checkpointing import Collector
+from muletrain.swarm.context import Context
+from muletrain.swarm.peer import Peer
+from muletrain.swarm.roster import Roster
 
 if TYPE_CHECKING:
-    from muletrain.data.tokens import TokenCache
+    from muletrain.compute.base import Compute
     from muletrain.network.base import Network
-    from muletrain.runs.assemble import RunFacts
-    from muletrain.swarm.peer import Peer
+    from muletrain.swarm.record import StepRecord
+    from muletrain.swarm.roster import Genesis
 
-TICKET_FILE = "ticket"
-EXIT_REFUSED = 3
-LEAVE_S = 30.0
-"""After the parent is gone or asked twice: how long an orderly end may take."""
+
+PROTOCOL = f"muletrain {muletrain.__version__}"
+EXIT_ERROR = 2
 
 
 class Worker:
@@ -41,37 +51,228 @@ class Worker:
         self._spec = spec
         self._log = log
         self._clock = LoopClock()
+        self._ticket = Ticket.parse(spec.ticket)
         self._peer: Peer | None = None
-        self._stop_early = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._steps = 0
 
     def stop(self) -> None:
         """End in order: after the current step, or at once if training has not begun."""
+        self._stop.set()
         if self._peer is not None:
             self._peer.stop()
-        else:
-            self._stop_early.set()
 
     async def run(self) -> None:
+        begin = self._clock.now()
         with tempfile.TemporaryDirectory(prefix="mule-") as sockets:
-            begin = self._clock.now()
             main = asyncio.create_task(self._run(Path(sockets)))
-            early = asyncio.create_task(self._stop_early.wait())
+            early = asyncio.create_task(self._stop.wait())
             await asyncio.wait({main, early}, return_when=asyncio.FIRST_COMPLETED)
-            early.cancel()
-            if not main.done():
+            if not main.done() and self._peer is None:
                 main.cancel()
-                await asyncio.gather(main, return_exceptions=True)
-                self._log.emit(RunFinished(steps=0, seconds=self._clock.now() - begin, reason="stopped before the first step"))
-                return
-            steps, reason = await main
-            self._log.emit(RunFinished(steps=steps, seconds=self._clock.now() - begin, reason=reason))
+            early.cancel()
+            with suppress(asyncio.CancelledError):
+                await main
+        reason = "stopped" if self._stop.is_set() else "all steps done"
+        self._log.emit(RunFinished(steps=self._steps, seconds=self._clock.now() - begin, reason=reason))
 
-    async def _run(self, sockets: Path) -> tuple[int, str]:
-        ticket = Ticket.parse(self._spec.ticket)
-        network = await self._network(ticket, sockets)
+    async def _run(self, sockets: Path) -> None:
+        spec = self._spec
+        network: Network = await Libp2pNetwork.create(
+            run_id=self._ticket.run_id, secret=self._ticket.secret, protocol=PROTOCOL, folder=sockets, listen=spec.listen,
+            port=spec.port, announce=spec.announce, initial_peers=self._ticket.addresses, on_refusal=self._refused,
+        )  # fmt: skip
         try:
-            if self._spec.role == "found":
-                return await self._found(ticket, network)
-            return await self._join(ticket, network)
+            if spec.role == "found":
+                await self._found(network)
+            else:
+                await self._join(network)
         finally:
             await network.close()
+
+    def _refused(self, remote: str, reason: str) -> None:
+        kind = JoinRefused if self._peer is None else FrameRefused
+        self._log.emit(kind(remote=remote, reason=reason))
+
+    # The founder ----------------------------------------------------------------------------------------------------
+
+    async def _found(self, network: Network) -> None:
+        spec = self._spec
+        assert spec.config is not None
+        facts = RunFacts.of(RunConfig.model_validate_json(spec.config))
+        config = facts.config
+        cache = await asyncio.to_thread(TokenCache.build, config.data, facts.spec.vocab)
+        machine = await self._machine(config)
+        lobby = Lobby(
+            net=network, clock=self._clock, emit=self._log.emit, run_id=self._ticket.run_id, config_json=spec.config,
+            config_digest=facts.config_digest, data_digest=bytes.fromhex(cache.digest), tokenizer=cache.tokenizer_json,
+            stages=config.fleet.stages, expected=config.fleet.peers, trainers=config.fleet.trainers,
+            stage_bytes=facts.stage_bytes(), stage_costs=facts.stage_costs(),
+        )  # fmt: skip
+        lobby.open()
+        ticket = Ticket(self._ticket.run_id, self._ticket.secret, tuple(network.addresses()))
+        _write_secret(Path(spec.folder) / TICKET_FILE, str(ticket))
+        stage = lobby.seat(network.peer_id, self._introduction(network, machine))
+        compute = await self._compute(facts, stage, machine)
+        lobby.ready(network.peer_id, trainer=True)
+        genesis = await lobby.gather()
+        await self._train(facts, genesis, network, compute, machine, cache)
+
+    # A newcomer -----------------------------------------------------------------------------------------------------
+
+    async def _join(self, network: Network) -> None:
+        founder = self._ticket.addresses[0].rsplit("/p2p/", 1)[-1]
+        visitor = Visitor(network, founder)
+        machine = await self._machine(None)
+        welcome, tokenizer = await visitor.join(self._introduction(network, machine))
+        facts = RunFacts.of(RunConfig.model_validate_json(welcome.config))
+        cache = await asyncio.to_thread(self._own_data, facts, tokenizer, welcome.data.hex())
+        compute = await self._compute(facts, welcome.stage, machine)
+        genesis = await visitor.begin(trainer=cache is not None)
+        if genesis.config != facts.config_digest:
+            raise AdmissionError("the founder began with another configuration than it sent; start the run again")
+        await self._train(facts, genesis, network, compute, machine, cache)
+
+    def _own_data(self, facts: RunFacts, tokenizer: bytes, digest: str) -> TokenCache | None:
+        """The corpus, where this peer has it: only then can it be a trainer. Raises AdmissionError when it is another corpus."""
+        where = self._spec.data
+        if where == "none":
+            return None
+        data = facts.config.data
+        if where != "config":
+            with tempfile.TemporaryDirectory(prefix="mule-tokenizer-") as folder:
+                file = Path(folder) / "tokenizer.json"
+                file.write_bytes(tokenizer)
+                data = data.model_copy(update={"path": where, "tokenizer": str(file)})
+                cache = TokenCache.build(data, facts.spec.vocab)
+        else:
+            cache = TokenCache.build(data, facts.spec.vocab)
+        if cache.digest != digest:
+            raise AdmissionError(
+                f"--data: this corpus has digest {cache.digest[:12]}, the run's has {digest[:12]}; give the same files, or "
+                f"join without --data (only trainers need it)"
+            )
+        return cache
+
+    # Both -----------------------------------------------------------------------------------------------------------
+
+    async def _machine(self, config: RunConfig | None) -> Machine:
+        spec = self._spec
+        precision = config.compute.precision if config is not None else Precision(spec.precision or "auto")
+        return await asyncio.to_thread(Machine.probe, spec.device, precision, spec.memory_gib)
+
+    def _introduction(self, network: Network, machine: Machine) -> Join:
+        return Join(
+            version=muletrain.__version__, name=self._spec.name, stage=self._spec.stage, memory=machine.memory,
+            addresses=tuple(network.addresses()),
+        )  # fmt: skip
+
+    async def _compute(self, facts: RunFacts, stage: int, machine: Machine) -> Compute:
+        return await asyncio.to_thread(build_compute, facts, stage, machine, self._spec.fleet_index)
+
+    async def _train(
+        self, facts: RunFacts, genesis: Genesis, network: Network, compute: Compute, machine: Machine, cache: TokenCache | None
+    ) -> None:
+        roster = Roster(genesis, network.peer_id)
+        ctx = Context(
+            net=self._shaped(facts, genesis, network), clock=self._clock, compute=compute, roster=roster, plan=facts.plan(),
+            emit=self._log.emit,
+        )  # fmt: skip
+        self._report_start(facts, roster, compute, machine)
+        source = facts.source(cache) if cache is not None and roster.own.trainer else None
+        collector = None
+        if genesis.collector == network.peer_id and cache is not None:
+            collector = Collector(
+                ctx, Path(self._spec.folder) / "checkpoints", facts.config.checkpoint.keep,
+                facts.manifest(genesis.run_id), {"tokenizer.json": cache.tokenizer_json},
+            )  # fmt: skip
+        limit = facts.config.train.time_limit
+        begin = self._clock.now()
+
+        def on_step(record: StepRecord) -> bool:
+            self._steps = record.step + 1
+            return limit is not None and self._clock.now() - begin > limit
+
+        self._peer = Peer(ctx, source=source, collector=collector, on_step=on_step)
+        if self._stop.is_set():
+            self._peer.stop()
+        try:
+            await self._peer.run()
+        finally:
+            compute.close()
+
+    def _shaped(self, facts: RunFacts, genesis: Genesis, network: Network) -> Network:
+        """Links of the fleet profile, if there is one: peer i of the profile is the i-th name of the local fleet."""
+        index, profile = self._spec.fleet_index, facts.config.fleet.profile
+        if profile is None or index is None:
+            return network
+        fleet = load_fleet(profile)
+        numbers = {m.id: int(m.name.rsplit("-", 1)[-1]) for m in genesis.members}
+        return ShapedNetwork(network, lambda peer: fleet.link(index, numbers[peer]), fleet.peers()[index], self._clock)
+
+    def _report_start(self, facts: RunFacts, roster: Roster, compute: Compute, machine: Machine) -> None:
+        config = facts.config
+        if self._spec.role == "found":
+            self._log.emit(
+                RunStarted(
+                    run_id=roster.genesis.run_id, config_digest=facts.config_digest.hex(), versions=versions(),
+                    steps=config.train.steps, stages=config.fleet.stages, peers=len(roster.genesis.members),
+                    microbatches=config.microbatches, tokens_per_step=config.train.batch * facts.spec.context,
+                )  # fmt: skip
+            )
+        own = roster.own
+        self._log.emit(
+            PeerJoined(
+                peer_id=own.id, name=own.name, stage=own.stage, device=str(machine.device), precision=machine.precision.value,
+                trainer=own.trainer, params=compute.n_params, threads=self._spec.threads,
+            )  # fmt: skip
+        )
+
+
+def _write_secret(path: Path, text: str) -> None:
+    """Readable by the owner only, and never half written."""
+    partial = path.with_suffix(".partial")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(partial, path)
+
+
+async def _listen_to_parent(reader: asyncio.StreamReader, worker: Worker) -> None:
+    """Lines on standard input; its end means that nobody looks after us any more."""
+    while line := await reader.readline():
+        if line.strip() == b"stop":
+            worker.stop()
+    os._exit(EXIT_ERROR)  # the daemon goes with us; a killed parent leaves nobody to report to
+
+
+async def _main() -> int:
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    line = await reader.readline()
+    if not line:
+        return EXIT_ERROR
+    spec = WorkerSpec.model_validate_json(line)
+    with EventLog(Path(spec.folder) / f"{spec.name}.jsonl", spec.name) as log:
+        try:
+            worker = Worker(spec, log)
+            parent = asyncio.create_task(_listen_to_parent(reader, worker))
+            await worker.run()
+            parent.cancel()
+        except MuletrainError as e:
+            log.note(str(e), "error")
+            return EXIT_ERROR
+        except BaseException as e:
+            log.note(f"{type(e).__name__}: {e} (a bug; {spec.name}.log has the traceback)", "error")
+            raise
+    return 0
+
+
+def main() -> None:
+    code = asyncio.run(_main())
+    sys.stdout.flush()
+    os._exit(code)  # torch's and the data loader's threads have nothing left to say
+
+
+if __name__ == "__main__":
+    main()

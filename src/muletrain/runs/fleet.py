@@ -1,0 +1,123 @@
+"""Peer processes on this machine: start them, listen to their events, end them all.
+
+A process hears from us by its standard input only, so that it goes when we go, however we go; it runs in a session of its own, so that
+Ctrl-C reaches us alone and we end the run in order.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from muletrain.errors import MuletrainError
+from muletrain.events import Note
+from muletrain.runs.ticket import Ticket
+from muletrain.runs.worker_files import TICKET_FILE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from muletrain.events import Event
+    from muletrain.runs.spec import WorkerSpec
+
+POLL_S = 0.1
+START_S = 120.0
+STOP_S = 60.0
+"""After asking for an orderly end."""
+
+
+class LocalFleet:
+    """The processes of one command. A context manager: whatever happens, none is left behind."""
+
+    def __init__(self, folder: Path, threads: int) -> None:
+        self.folder = folder
+        self._threads = threads
+        self._idle: list[tuple[str, subprocess.Popen[bytes]]] = []
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def spawn(self, names: list[str]) -> None:
+        """Start the interpreters (imports take seconds); ``begin`` gives each its work."""
+        for name in names:
+            with open(self.folder / f"{name}.log", "ab") as log:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "muletrain.runs.worker"], stdin=subprocess.PIPE, stdout=log, stderr=log,
+                    env=_environment(self._threads), start_new_session=True,
+                )  # fmt: skip
+            self._running[name] = process
+
+    def begin(self, spec: WorkerSpec) -> None:
+        """Tell the process of that name what it is."""
+        self._write(spec.name, spec.model_dump_json() + "\n")
+
+    def wait_for_ticket(self, founder: str, tick: Callable[[], None]) -> Ticket:
+        """The founder writes it once it listens. Raises MuletrainError if it ends or takes too long."""
+        path = self.folder / TICKET_FILE
+        deadline = time.monotonic() + START_S
+        while not path.exists():
+            tick()
+            if self._running[founder].poll() is not None or time.monotonic() > deadline:
+                raise MuletrainError(f"the first peer did not start; see {self.folder / founder}.log and .jsonl")
+            time.sleep(POLL_S)
+        return Ticket.parse(path.read_text(encoding="utf-8"))
+
+    def alive(self) -> list[str]:
+        return [name for name, process in self._running.items() if process.poll() is None]
+
+    def exit_codes(self) -> dict[str, int]:
+        return {name: code for name, process in self._running.items() if (code := process.poll()) is not None}
+
+    def pid(self, name: str) -> int:
+        return self._running[name].pid
+
+    def stop(self) -> None:
+        """Ask for an orderly end."""
+        for name in self.alive():
+            self._write(name, "stop\n")
+
+    def kill(self) -> None:
+        """End every process and what it started, now."""
+        for process in self._running.values():
+            if process.stdin is not None:
+                with suppress(OSError):
+                    process.stdin.close()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _write(self, name: str, text: str) -> None:
+        stdin = self._running[name].stdin
+        with suppress(OSError):  # it has gone; its exit code says more
+            assert stdin is not None
+            stdin.write(text.encode())
+            stdin.flush()
+
+
+def threads_per_peer(asked: int | None, local_peers: int) -> int:
+    """CPU threads of one peer's compute: the cores, shared out."""
+    return asked or max(1, len(os.sched_getaffinity(0)) // local_peers if hasattr(os, "sched_getaffinity") else 1)
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """Before torch is imported: how many threads, and that waiting ones must not spin on cores others need (ENGINE: a spinning
+    fleet ran at a twelfth of its speed). TMPDIR stays the user's."""
+    return {
+        **os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive",
+        "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false",
+    }  # fmt: skip
+
+
+def failures(events: list[Event]) -> list[str]:
+    """What processes said before they gave up."""
+    return [f"{e.peer}: {e.message}" for e in events if isinstance(e, Note) and e.level == "error"]
