@@ -469,3 +469,13 @@ def test_there_are_shipped_fleets() -> None:
 def test_unknown_fleet_names_those_that_ship() -> None:
     with pytest.raises(ConfigError, match=r"slowhome: no such file and no shipped fleet; shipped are .*slow-home"):
         load_fleet("slowhome")
+
+
+def test_a_fleet_too_small_for_the_run_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, TWO)
+    assert len(load_fleet(path, peers=3).peers()) == 3
+    with pytest.raises(ConfigError) as caught:
+        load_fleet(path, peers=4)
+    assert str(caught.value) == (
+        f"{path}: machines: 3 machines for fleet.peers = 4; raise a count or lower fleet.peers"
+    )

@@ -14,7 +14,7 @@ import re
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
@@ -63,9 +63,6 @@ class Event:
         if not isinstance(event, cls):
             raise EventError(f"expected a {cls.kind} event, got {event.kind}")
         return event
-
-
-E = TypeVar("E", bound=Event)
 
 
 @dataclass(frozen=True)
@@ -248,7 +245,7 @@ class EventLog:
         self._subscribers: list[Callable[[Event], None]] = []
         self._file: int | None = None if path is None else _open(path)
 
-    def emit(self, event: E) -> E:
+    def emit(self, event: Event) -> None:
         """Stamp, write, notify (subscribers are called in this thread, in order; they should be quick)."""
         with self._lock:
             stamped = dataclasses.replace(event, t=self._now(), peer=self.peer)
@@ -256,7 +253,6 @@ class EventLog:
             self._notify(stamped)
             if trouble is not None:
                 self._notify(dataclasses.replace(trouble, t=stamped.t, peer=self.peer))
-            return stamped
 
     def note(self, message: str, level: Literal["info", "warning", "error"] = "info") -> None:
         """Emit a Note."""

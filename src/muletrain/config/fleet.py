@@ -220,14 +220,20 @@ class Fleet(Section):
         )
 
 
-def load_fleet(path: str | Path) -> Fleet:
-    """The fleet of a TOML file, or of a shipped example by its name ('slow-home'). Raises ConfigError."""
+def load_fleet(path: str | Path, *, peers: int = 1) -> Fleet:
+    """The fleet of a TOML file, or of a shipped example by its name ('slow-home').
+
+    Raises ConfigError; also when it has fewer machines than the ``peers`` it is wanted for."""
     examples = {p.stem: p for p in example_files()}
-    if not Path(path).exists() and str(path) in examples:
-        return load_toml(Fleet, examples[str(path)])
-    if not Path(path).exists():
+    file = Path(path) if Path(path).exists() else examples.get(str(path))
+    if file is None:
         raise ConfigError(f"{path}: no such file and no shipped fleet; shipped are {', '.join(sorted(examples))}")
-    return load_toml(Fleet, Path(path))
+    fleet = load_toml(Fleet, file)
+    if len(fleet.peers()) < peers:
+        raise ConfigError(
+            f"{file}: machines: {len(fleet.peers())} machines for fleet.peers = {peers}; raise a count or lower fleet.peers"
+        )
+    return fleet
 
 
 def example_files() -> list[Path]:
