@@ -58,7 +58,7 @@ class StageWeights:
         torch._foreach_add_(self._accumulator_views, list(gradients), alpha=1 / loss_scale)
 
     def apply(self, gradient: Tensor, scale: float, step: int) -> None:
-        """Optimizer step with ``gradient`` (flat fp32 [P], left as it is) times ``scale``. Overwrites the accumulator."""
+        """Optimizer step with ``gradient`` (flat fp32 [P], not changed) times ``scale``. Overwrites the accumulator."""
         same_device = self.masters.device == self.accumulator.device
         scratch = self.accumulator if same_device else torch.empty_like(self.masters)
         scratch.copy_(gradient)

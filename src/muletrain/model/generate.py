@@ -83,7 +83,7 @@ def generate(
 def generate_ids(
     model: Stage, prompt: Sequence[int], *, max_tokens: int, temperature: float, top_k: int, seed: int
 ) -> Iterator[int]:
-    """Sampled token ids one by one. A prompt longer than the context keeps its end, with room for at least one token."""
+    """Sampled token ids one by one. Of a prompt longer than the context the end is kept, with room for one token."""
     if not prompt:
         raise ValueError("the prompt has no tokens; give at least one")
     device = next(model.parameters()).device

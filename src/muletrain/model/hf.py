@@ -226,9 +226,6 @@ def _refuse_foreign(source: Path, config: dict[str, Any]) -> None:
     kind = _rope(config).get("rope_type", _rope(config).get("type", "default"))
     if kind != "default":
         raise CheckpointError(f"{source}: rotary embeddings of type {kind!r}; only the default is supported")
-    heads = config.get("num_attention_heads")
-    if heads and config.get("head_dim") not in (None, config.get("hidden_size", 0) // heads):
-        raise CheckpointError(f"{source}: head_dim = {config['head_dim']} is not hidden_size / num_attention_heads")
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
@@ -241,22 +238,25 @@ def _spec(source: Path, config: dict[str, Any], context: int | None) -> ModelSpe
     if context is not None and context > longest:
         raise CheckpointError(f"{source} was made for {longest} tokens; model.context = {context} is longer")
     try:
-        return ModelSpec(
-            layers=config["num_hidden_layers"],
-            width=config["hidden_size"],
-            heads=config["num_attention_heads"],
-            kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-            ffn=config["intermediate_size"],
-            vocab=config["vocab_size"],
+        spec = ModelSpec(
+            layers=int(config["num_hidden_layers"]),
+            width=int(config["hidden_size"]),
+            heads=int(config["num_attention_heads"]),
+            kv_heads=int(config.get("num_key_value_heads") or config["num_attention_heads"]),
+            ffn=int(config["intermediate_size"]),
+            vocab=int(config["vocab_size"]),
             context=context or longest,
             activation=config.get("hidden_act", "silu"),
             dropout=0.0,
             rope_theta=float(_rope(config).get("rope_theta", config.get("rope_theta", 10000.0))),
-            norm_eps=config.get("rms_norm_eps", 1e-6),
+            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             share_layers=False,
         )
-    except (KeyError, ConfigError) as e:
+    except (KeyError, TypeError, ValueError, ConfigError) as e:
         raise CheckpointError(f"{source / 'config.json'} describes no model that fits here: {e}") from e
+    if config.get("head_dim") not in (None, spec.head_width):
+        raise CheckpointError(f"{source}: head_dim = {config['head_dim']} is not hidden_size / num_attention_heads")
+    return spec
 
 
 def _places(source: Path) -> dict[str, Path]:

@@ -39,6 +39,9 @@ class ModelSpec:
     share_layers: bool
 
     def __post_init__(self) -> None:
+        for name in ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "context"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"model.{name}: {getattr(self, name)}; it must be at least 1")
         if self.width % self.heads or self.head_width % 2:
             raise ConfigError(
                 f"model.heads: {self.heads} heads must divide model.width = {self.width} into even widths, for rotary "

@@ -1,0 +1,394 @@
+"""The decoder against Hugging Face's Llama, stages against the whole, dropout's masks, presets and cuts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from muletrain.config.schema import ModelConfig
+from muletrain.errors import CheckpointError, ConfigError
+from muletrain.model.dropout import Masks, dropout, keep_mask
+from muletrain.model.generate import evaluate, generate, generate_ids, load_model
+from muletrain.model.hf import export_hf, import_hf
+from muletrain.model.presets import PRESETS
+from muletrain.model.spec import ModelSpec
+from muletrain.model.stage import Stage, build_full, initial_weight
+from muletrain.policy.partition import partition
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+
+
+def tiny(**changes: object) -> ModelSpec:
+    sizes = {"layers": 4, "width": 32, "heads": 4, "ffn": 48, "vocab": 61, "context": 24, "dropout": 0.25}
+    return ModelSpec.from_config(ModelConfig.model_validate(sizes | changes))
+
+
+def tokens(spec: ModelSpec, batch: int = 3, length: int | None = None) -> torch.Tensor:
+    draws = torch.Generator().manual_seed(5)
+    return torch.randint(0, spec.vocab, (batch, length or spec.context), generator=draws)
+
+
+def stages(spec: ModelSpec, count: int, seed: int = 0) -> list[Stage]:
+    cut = spec.cut(count)
+    built = [Stage(spec, index, cut) for index in range(count)]
+    for stage in built:
+        stage.bind({n: initial_weight(spec, n, shape, seed) for n, shape in stage.shapes().items()})
+    return built
+
+
+# Sizes --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("preset", "params"),
+    [("gpt3-125m", 162e6), ("gpt3-175b", 174.6e9), ("llama-7b", 6.74e9), ("llama-13b", 13.0e9), ("llama-65b", 65.3e9),
+     ("llama3-8b", 8.03e9), ("llama3-70b", 70.6e9)],
+)  # fmt: skip
+def test_presets_have_the_published_parameter_counts(preset: str, params: float) -> None:
+    """GPT-3's counts are ours with an untied head: 125M + 38.6M."""
+    assert ModelSpec.from_config(ModelConfig(preset=preset)).params == pytest.approx(params, rel=0.01)
+
+
+def test_fields_given_beside_a_preset_override_it() -> None:
+    spec = ModelSpec.from_config(ModelConfig(preset="llama3-8b", vocab=1000, layers=2))
+    assert (spec.vocab, spec.layers, spec.width, spec.kv_heads, spec.dropout) == (1000, 2, 4096, 8, 0.0)
+    assert ModelSpec.from_json(spec.to_json()) == spec
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_resolves(name: str) -> None:
+    assert ModelSpec.from_config(ModelConfig(preset=name)).params > 1e8
+
+
+def test_wrong_sizes_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"model\.preset.*gpt3-125m"):
+        ModelSpec.from_config(ModelConfig(preset="gpt5"))
+    with pytest.raises(ConfigError, match=r"model\.heads: 5 heads"):
+        ModelSpec.from_config(ModelConfig(preset="llama-7b", heads=5))
+    with pytest.raises(ConfigError, match=r"5 stages for model\.layers = 4"):
+        tiny().cut(5)
+    with pytest.raises(ConfigError, match="not a model spec"):
+        ModelSpec.from_json('{"layers": 1}')
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_stage_params_count_what_stages_hold(share: bool) -> None:
+    spec = tiny(share_layers=share, kv_heads=2)
+    cut = spec.cut(3)
+    for index, stage in enumerate(stages(spec, 3)):
+        assert sum(p.numel() for p in stage.parameters()) == spec.stage_params(cut, index)
+    assert sum(p.numel() for p in build_full(tiny(kv_heads=2), 0).parameters()) == spec.params
+
+
+# The cut ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("layers", "count"), [(1, 1), (5, 1), (6, 3), (7, 3), (7, 7), (8, 4)])
+@pytest.mark.parametrize(("first", "last"), [(0.0, 0.0), (0.2, 2.4), (5.0, 0.0)])
+def test_partition_is_as_good_as_trying_all(layers: int, count: int, first: float, last: float) -> None:
+    costs = [1.0 + 0.3 * (n % 3) for n in range(layers)]
+
+    def loads(ends: Sequence[int]) -> list[float]:
+        sums = [sum(costs[a:b]) for a, b in itertools.pairwise((0, *ends, layers))]
+        sums[0] += first
+        sums[-1] += last
+        return sums
+
+    cut = partition(costs, count, first_extra=first, last_extra=last)
+    assert [a for a, _ in cut] == [0, *[b for _, b in cut[:-1]]]
+    assert cut[-1][1] == layers
+    best = min(max(loads(ends)) for ends in itertools.combinations(range(1, layers), count - 1))
+    assert max(loads([b for _, b in cut[:-1]])) == pytest.approx(best)
+
+
+def test_a_large_vocabulary_relieves_the_last_stage_of_layers() -> None:
+    sizes = [end - first for first, end in tiny(layers=12, vocab=2000).cut(4)]
+    assert sizes[-1] < min(sizes[:-1])
+    assert [end - first for first, end in tiny(layers=12, vocab=2).cut(4)] == [3, 3, 3, 3]
+
+
+# Stages -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("count", [2, 4])
+def test_stages_compute_what_the_whole_model_computes(count: int, share: bool) -> None:
+    """Same weights, outputs, gradients, with dropout on: to the last bit, for it is the same sequence of operations."""
+    spec = tiny(share_layers=share, kv_heads=2)
+    masks = Masks(seed=1, step=2, index=3)
+    ids = tokens(spec)
+    whole = build_full(spec, 7, spec.cut(count))
+    expected = whole(ids, masks)
+    _loss(expected, ids).backward()
+
+    x = ids
+    parts = stages(spec, count, seed=7)
+    for part in parts:
+        x = part(x, masks)
+    _loss(x, ids).backward()
+    assert torch.equal(x, expected)
+    reference = {name: p.grad for name, p in whole.named_parameters()}
+    found = {name: p.grad for part in parts for name, p in part.named_parameters()}
+    assert found.keys() == reference.keys()
+    for name, gradient in found.items():
+        assert gradient is not None
+        assert torch.equal(gradient, reference[name]), name
+
+
+def test_initial_weights_depend_on_seed_and_name_only() -> None:
+    spec = tiny(width=128, heads=4)
+    name = "model.layers.3.self_attn.o_proj.weight"
+    weight = initial_weight(spec, name, (128, 128), 0)
+    assert torch.equal(weight, initial_weight(spec, name, (128, 128), 0))
+    assert not torch.equal(weight, initial_weight(spec, name, (128, 128), 1))
+    assert float(weight.std()) == pytest.approx(0.02 / 8**0.5, rel=0.05)
+    other = initial_weight(spec, name.replace("o_proj", "q_proj"), (128, 128), 0)
+    assert float(other.std()) == pytest.approx(0.02, rel=0.05)
+
+
+def test_binding_other_shapes_is_refused() -> None:
+    stage = stages(tiny(), 2)[0]
+    weights = {name: torch.zeros(1) for name in stage.shapes()}
+    with pytest.raises(ValueError, match="shape"):
+        stage.bind(weights)
+
+
+# Dropout ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.5, 0.9])
+def test_masks_keep_their_share_independently(probability: float) -> None:
+    """Five standard deviations for the mean of one mask, and for the correlation of neighbours, of sites and of
+    microbatches.
+    """
+    count = 1 << 18
+    keep = keep_mask(Masks(0, 0, 0), 0, count, probability, CPU).double()
+    expected = 1 - round(probability * 256) / 256
+    spread = (expected * (1 - expected)) ** 0.5
+    assert float(keep.mean()) == pytest.approx(expected, abs=5 * spread / count**0.5)
+    others = [keep_mask(m, s, count, probability, CPU).double() for m, s in
+              [(Masks(1, 0, 0), 0), (Masks(0, 1, 0), 0), (Masks(0, 0, 1), 0), (Masks(0, 0, 0), 1)]]  # fmt: skip
+    for other in (*others, keep.roll(1), keep.roll(4), keep.roll(192)):
+        correlation = float(((keep - expected) * (other - expected)).mean()) / spread**2
+        assert abs(correlation) < 5 / count**0.5
+
+
+def test_masks_equal_the_hash_in_plain_integers() -> None:
+    """Any device that wraps int32 as two's complement computes this; constants pin the function for other versions."""
+    found = keep_mask(Masks(3, 1, 4), 15, 37, 0.3, CPU).tolist()
+    word = (1 << 32) - 1
+    state = 0
+    for value in (3, 1, 4, 15):
+        state = (state ^ value) + 0x9E3779B97F4A7C15 & (1 << 64) - 1
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & (1 << 64) - 1
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & (1 << 64) - 1
+        state ^= state >> 31
+    expected = []
+    for element in range(37):
+        h = (element // 4 * 0x9E3779B9 + (state & word)) & word
+        h = (h ^ h >> 16) * 0x7FEB352D & word
+        h = ((h ^ h >> 15) + (state >> 32)) * 0x846CA68B & word
+        h ^= h >> 16
+        expected.append(int((h >> 8 * (element % 4) & 255) >= 77))
+    assert found == expected
+
+
+def test_dropout_scales_by_the_exact_probability_and_gates_the_gradient() -> None:
+    x = torch.full((50, 40), 3.0, requires_grad=True)
+    y = dropout(x, Masks(0, 0, 0), 1, 0.1)
+    y.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(y.detach(), 3 * x.grad)
+    assert x.grad.unique().tolist() == pytest.approx([0.0, 256 / 230])
+    assert dropout(x, None, 1, 0.1) is x
+
+
+def test_dropout_is_off_outside_of_training() -> None:
+    spec = tiny()
+    model = build_full(spec, 0)
+    ids = tokens(spec)
+    assert torch.equal(model(ids), build_full(tiny(dropout=0.0), 0)(ids))
+    assert not torch.equal(model(ids), model(ids, Masks(0, 0, 0)))
+
+
+# Hugging Face -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"activation": "silu"}, {"kv_heads": 2, "rope_theta": 500.0}, {"share_layers": True}],
+    ids=["gelu", "silu", "gqa", "shared"],
+)
+def test_transformers_gives_the_same_logits(tmp_path: Path, changes: dict[str, object]) -> None:
+    spec = tiny(**changes)
+    cut = spec.cut(2)
+    model = _trained(build_full(spec, 3, cut))
+    state = {name: p.detach() for name, p in model.named_parameters()}
+    export_hf(state, spec, None, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert theirs.dtype == torch.float32
+    ids = tokens(spec)
+    with torch.no_grad():
+        expected = model(ids)
+        torch.testing.assert_close(theirs(ids).logits, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(load_model(spec, state)(ids), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_transformers_model_comes_in(tmp_path: Path, tied: bool) -> None:
+    theirs = _llama(tied)
+    theirs.save_pretrained(tmp_path)
+    spec, load = import_hf(tmp_path, context=16)
+    cut = spec.cut(2)
+    x = ids = tokens(spec)
+    with torch.no_grad():
+        for index in range(2):
+            stage = Stage(spec, index, cut)
+            x = stage.bind({name: load(name) for name in stage.shapes()})(x)
+        torch.testing.assert_close(x, theirs(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_sharded_export_reads_the_same(tmp_path: Path) -> None:
+    spec = tiny()
+    state = {name: p.detach() for name, p in build_full(spec, 3).named_parameters()}
+    export_hf(state, spec, None, tmp_path)
+    export_hf(state, spec, None, tmp_path, shard_bytes=20_000)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 3
+    assert all(file.stat().st_size < 22_000 for file in files)
+    imported, load = import_hf(tmp_path)
+    assert imported == tiny(dropout=0.0)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    for name, value in state.items():
+        assert torch.equal(load(name), value)
+        assert torch.equal(theirs[name], value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, "'gpt2' model"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rotary embeddings of type 'llama3'"),
+        ({"head_dim": 16}, "head_dim"),
+        ({"num_hidden_layers": 5}, "has no tensor model.layers.4"),
+        ({"num_hidden_layers": 3}, "model.layers.3.* has no place"),
+        ({"hidden_act": "relu"}, "'relu'"),
+        ({"vocab_size": None}, "describes no model that fits here"),
+    ],
+)
+def test_foreign_checkpoints_are_refused_by_name(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    spec = tiny()
+    export_hf({name: p.detach() for name, p in build_full(spec, 3).named_parameters()}, spec, None, tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(CheckpointError, match=message):
+        import_hf(tmp_path)
+
+
+def test_missing_and_misshapen_tensors_are_refused(tmp_path: Path) -> None:
+    spec = tiny()
+    state = {name: p.detach() for name, p in build_full(spec, 3).named_parameters()}
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is missing"):
+        export_hf({n: t for n, t in state.items() if n != "model.norm.weight"}, spec, None, tmp_path)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight has shape \(1,\)"):
+        export_hf(state | {"model.norm.weight": torch.ones(1)}, spec, None, tmp_path)
+    with pytest.raises(CheckpointError, match="wants a Hugging Face folder"):
+        import_hf(tmp_path / "nothing")
+
+
+# At work ------------------------------------------------------------------------------------------------------------
+
+
+def test_generation_with_the_cache_equals_recomputing_every_token() -> None:
+    spec = tiny(kv_heads=2)
+    model = _trained(build_full(spec, 3))
+    prompt = tokens(spec, 1, 5)[0].tolist()
+    found = list(generate_ids(model, prompt, max_tokens=50, temperature=0, top_k=0, seed=0))
+    expected = list(prompt)
+    with torch.no_grad():
+        while len(expected) < spec.context:
+            expected.append(int(model(torch.tensor([expected]))[0, -1].argmax()))
+    assert prompt + found == expected
+
+
+def test_generation_reads_what_transformers_generates(tmp_path: Path) -> None:
+    theirs = _llama(tied=False)
+    theirs.save_pretrained(tmp_path)
+    spec, load = import_hf(tmp_path)
+    model = load_model(spec, {name: load(name) for name in build_full(spec, 0).shapes()})
+    ids = tokens(spec, 1, 6)
+    expected = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False)[0, 6:]
+    found = list(generate_ids(model, ids[0].tolist(), max_tokens=10, temperature=0, top_k=0, seed=0))
+    assert found == expected.tolist()
+
+
+def test_sampling_repeats_with_the_seed_and_keeps_to_top_k() -> None:
+    class Letters:
+        def encode(self, text: str) -> Letters:
+            self.ids = [ord(c) % 61 for c in text]
+            return self
+
+        def decode(self, ids: Sequence[int]) -> str:
+            return "".join(chr(65 + i) for i in ids)
+
+    model = _trained(build_full(tiny(), 3))
+    texts = [generate(model, Letters(), "mule", max_tokens=12, temperature=1.0, seed=seed) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    assert len(texts[0]) == 12
+    greedy = generate(model, Letters(), "mule", max_tokens=12, temperature=0)
+    assert generate(model, Letters(), "mule", max_tokens=12, temperature=1.0, top_k=1) == greedy
+    assert (
+        generate(model, Letters(), "mule", max_tokens=12, temperature=0, end_of_text=ord(greedy[3]) - 65) in greedy[:3]
+    )
+    with pytest.raises(ValueError, match="no tokens"):
+        generate(model, Letters(), "")
+
+
+def test_evaluate_is_the_mean_over_targets_that_count() -> None:
+    spec = tiny()
+    model = _trained(build_full(spec, 3))
+    ids = tokens(spec, 4)
+    targets = ids.roll(-1, 1)
+    targets[0, 5:] = -100
+    with torch.no_grad():
+        expected = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())  # its default ignores -100
+    found = evaluate(model, [(ids[:1], targets[:1]), (ids[1:], targets[1:])])
+    assert found == pytest.approx(float(expected), rel=1e-5)
+    with pytest.raises(ValueError, match="no target"):
+        evaluate(model, [])
+
+
+def _llama(tied: bool) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, rms_norm_eps=1e-6, tie_word_embeddings=tied,
+        initializer_range=0.3, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def _trained(stage: Stage) -> Stage:
+    """Weights far from the start, so that logits are of order one and norms are not all ones."""
+    draws = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in stage.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=draws), alpha=0.2)
+    return stage
+
+
+def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
