@@ -229,10 +229,10 @@ def load_fleet(path: str | Path, *, peers: int = 1) -> Fleet:
     if file is None:
         raise ConfigError(f"{path}: no such file and no shipped fleet; shipped are {', '.join(sorted(examples))}")
     fleet = load_toml(Fleet, file)
-    if len(fleet.peers()) < peers:
-        raise ConfigError(
-            f"{file}: machines: {len(fleet.peers())} machines for fleet.peers = {peers}; raise a count or lower fleet.peers"
-        )
+    found = len(fleet.peers())
+    if found < peers:
+        what = f"{found} machines for fleet.peers = {peers}"
+        raise ConfigError(f"{file}: machines: {what}; raise a count or lower fleet.peers")
     return fleet
 
 
