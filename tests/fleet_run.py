@@ -1,0 +1,73 @@
+"""Run a real local fleet (processes, sockets, DHT) to its end, for tests and benchmarks."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING
+
+import safetensors.torch
+
+from muletrain.events import EventTail
+from muletrain.runs.fleet import LocalFleet, failures
+from muletrain.runs.folder import latest_checkpoint
+from muletrain.runs.spec import WorkerSpec
+from muletrain.runs.ticket import Ticket
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import torch
+
+    from muletrain.config.schema import RunConfig
+    from muletrain.events import Event
+
+
+def run_fleet(
+    config: RunConfig, folder: Path, *, threads: int = 1, timeout_s: float = 300.0,
+    watch: Callable[[LocalFleet, Event], None] = lambda fleet, event: None,
+) -> list[Event]:  # fmt: skip
+    """All events. Raises AssertionError when a peer failed or the run took longer than ``timeout_s``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [f"peer-{i}" for i in range(config.fleet.peers)]
+    tail, events = EventTail(folder), []
+    deadline = time.monotonic() + timeout_s
+
+    def poll() -> None:
+        for event in tail.poll():
+            events.append(event)
+            watch(fleet, event)
+        assert time.monotonic() < deadline, f"not finished after {timeout_s} s"
+
+    with LocalFleet(folder, threads) as fleet:
+        fleet.spawn(names)
+        common = {"folder": str(folder), "data": "config", "threads": threads, "precision": config.compute.precision.value}
+        founder = str(Ticket.new_run())
+        fleet.begin(
+            WorkerSpec(
+                role="found", name=names[0], ticket=founder, config=config.model_dump_json(by_alias=True),
+                fleet_index=0, **common,
+            )  # fmt: skip
+        )
+        ticket = str(fleet.wait_for_ticket(names[0], poll))
+        for index, name in enumerate(names[1:], start=1):
+            fleet.begin(WorkerSpec(role="join", name=name, ticket=ticket, fleet_index=index, **common))
+        while fleet.alive():
+            poll()
+            time.sleep(0.05)
+        poll()
+        assert not failures(events), failures(events)
+        assert set(fleet.exit_codes().values()) == {0}, fleet.exit_codes()
+    return events
+
+
+def checkpoint_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Weights by name from the newest checkpoint's parts."""
+    checkpoint = latest_checkpoint(folder)
+    weights = {}
+    for part in json.loads((checkpoint / "manifest.json").read_text())["parts"]:
+        for name, tensor in safetensors.torch.load_file(checkpoint / part["file"]).items():
+            if name.startswith("model/"):
+                weights[name.removeprefix("model/")] = tensor
+    return weights

@@ -1,0 +1,60 @@
+"""The headline: a fleet of real processes computes what one process computes (DESIGN, invariants 1 and 2)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from muletrain.config.load import load_config
+from muletrain.data.tokens import TokenCache
+from muletrain.events import StepApplied, StepDone
+from muletrain.runs.assemble import RunFacts
+
+from .fleet_run import checkpoint_weights, run_fleet
+from .reference import train_plainly
+
+EXACT = [
+    "wire.activations=fp32", "wire.gradients=fp32", "compute.precision=fp32", "model.width=64", "model.heads=2",
+    "model.context=32", "model.vocab=512", "train.steps=20", "train.batch=16", "train.microbatch=2", "optimizer.warmup=5",
+    "optimizer.clip=0.5",
+]  # fmt: skip
+
+
+def facts_of(tmp_path: Path, *overrides: str) -> tuple[RunFacts, TokenCache]:
+    facts = RunFacts.of(load_config(None, [*EXACT, f"data.cache={tmp_path / 'cache'}", *overrides]))
+    return facts, TokenCache.build(facts.config.data, facts.spec.vocab)
+
+
+def relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[n] - b[n]).norm() / b[n].norm()) for n in a)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+def test_fleet_equals_single_process(tmp_path: Path, optimizer: str) -> None:
+    """fp32, no compression, 2 stages x 2 peers, 2 trainers, 20 steps, dropout and clipping on: every tensor within 1e-5."""
+    facts, cache = facts_of(tmp_path, f"optimizer.name={optimizer}")
+    torch.set_num_threads(1)
+    expected, losses = train_plainly(facts, facts.source(cache))
+    runs = []
+    for name in ("first", "second"):
+        events = run_fleet(facts.config, tmp_path / name)
+        runs.append(checkpoint_weights(tmp_path / name))
+        assert relative_difference(runs[-1], expected) <= 1e-5
+        done = [e for e in events if isinstance(e, StepDone)]
+        assert [e.loss for e in done] == pytest.approx(losses, abs=1e-4)
+        assert max(e.grad_norm for e in done) > 0.5, "clipping acted"
+        check_every_microbatch_once(events, facts)
+    assert relative_difference(*runs) <= 1e-5
+
+
+def check_every_microbatch_once(events: list[object], facts: RunFacts) -> None:
+    """As the peers counted: M microbatches per step and stage, and one lineage."""
+    for step in range(1, facts.config.train.steps + 1):
+        applied = [e for e in events if isinstance(e, StepApplied) and e.step == step]
+        assert len({e.lineage for e in applied}) == 1
+        for stage in range(facts.config.fleet.stages):
+            counted = sum(e.microbatches for e in applied if e.stage == stage)
+            assert counted == facts.config.microbatches, f"step {step}, stage {stage}"
