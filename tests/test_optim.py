@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING
 
@@ -86,7 +87,7 @@ def test_schedule_warms_up_peaks_and_ends_at_final_lr(schedule: str) -> None:
     assert rates[-1] == pytest.approx(2.0 if schedule == "constant" else 0.2)
     if schedule != "constant":
         assert rates[60] == pytest.approx(1.1)  # half way, both shapes are at the mean of the two ends
-        assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
+        assert all(a >= b for a, b in itertools.pairwise(rates[10:]))
 
 
 def test_schedule_of_a_single_step_is_finite() -> None:

@@ -33,8 +33,6 @@ class TextTokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
-    def token_to_id(self, token: str) -> int | None: ...
-
 
 def load_model(spec: ModelSpec, state: Mapping[str, Tensor]) -> Stage:
     """The whole model with the weights ``state`` (all stages' tensors by name; shared layers once)."""
