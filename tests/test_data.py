@@ -323,6 +323,14 @@ def test_documents_end_in_end_of_text(folder: Path) -> None:
         assert part == "".join(t + "\n\n" for t in row["text"].split("\n\n") if not is_heldout(t, 0.1))
 
 
+def test_heldout_text_does_not_shape_the_vocabulary(folder: Path) -> None:
+    marked = [text + " zq" * 50 if is_heldout(text + " zq" * 50, 0.3) else text for text in words(0, 300)]
+    (folder / "a.txt").write_text("\n\n".join(marked))
+    cache = TokenCache.build(DataConfig(path="a.txt", heldout=0.3), 300)
+    assert "zq" in cache.decode(cache.heldout.tolist())
+    assert not [token for token in json.loads(cache.tokenizer_json)["model"]["vocab"] if "zq" in token]
+
+
 def test_bounded_batches_give_the_same_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "a.txt").write_text("\n\n".join(words(0, 500)))
     config = DataConfig(path="a.txt")
@@ -381,7 +389,8 @@ def test_damaged_cache_is_rebuilt(folder: Path, name: str, damage: str) -> None:
 def test_build_survives_removal_by_another_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process that judged the old cache damaged may remove the new one: it is built again."""
     (folder / "a.txt").write_text("\n\n".join(words(0, 200)))
-    replace, removed = os.replace, []
+    replace = os.replace
+    removed: list[Path] = []
 
     def replace_then_lose(source: Path, target: Path) -> None:
         replace(source, target)
