@@ -42,12 +42,21 @@ def run_fleet(
 
     with LocalFleet(folder, threads) as fleet:
         fleet.spawn(names)
-        common = {"folder": str(folder), "data": "config", "threads": threads, "precision": config.compute.precision.value}
+        common = {
+            "folder": str(folder),
+            "data": "config",
+            "threads": threads,
+            "precision": config.compute.precision.value,
+        }
         founder = str(Ticket.new_run())
         fleet.begin(
             WorkerSpec(
-                role="found", name=names[0], ticket=founder, config=config.model_dump_json(by_alias=True),
-                fleet_index=0, **common,
+                role="found",
+                name=names[0],
+                ticket=founder,
+                config=config.model_dump_json(by_alias=True),
+                fleet_index=0,
+                **common,
             )  # fmt: skip
         )
         ticket = str(fleet.wait_for_ticket(names[0], poll))

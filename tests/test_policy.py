@@ -75,9 +75,7 @@ def test_claims_move_only_what_the_lost_trainer_had() -> None:
     assert min(Counter(before.values()).values()) > 60
 
 
-sets = st.dictionaries(
-    st.sampled_from("abcdef"), st.frozensets(st.integers(0, 9), max_size=6), min_size=1
-)
+sets = st.dictionaries(st.sampled_from("abcdef"), st.frozensets(st.integers(0, 9), max_size=6), min_size=1)
 
 
 @given(sets)

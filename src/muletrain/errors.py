@@ -27,11 +27,11 @@ class NetworkError(MuletrainError):
     """Base of what can go wrong between two peers."""
 
 
-class PeerUnreachable(NetworkError):  # noqa: N818 - reads as the condition it names
+class PeerUnreachable(NetworkError):
     """The other side cannot be dialled, or the connection broke."""
 
 
-class DeadlineExceeded(NetworkError):  # noqa: N818
+class DeadlineExceeded(NetworkError):
     """The other side did not answer within the deadline."""
 
 

@@ -21,7 +21,7 @@ class Microbatch(NamedTuple):
     """Identity of a microbatch: a fact, from which its tokens and dropout masks follow (DESIGN "Microbatches are facts")."""
 
     step: int
-    index: int
+    index: int  # type: ignore[assignment]  # the field's name is the papers'; tuple.index is never used
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,9 @@ class Network(Protocol):
         """Answer calls to ``method``. A MuletrainError raised by the handler reaches the caller as Refused."""
         ...
 
-    async def send(self, peer: PeerId, frame: Frame, *, channel: Channel = Channel.PIPE, timeout_s: float = 60.0) -> int:
+    async def send(
+        self, peer: PeerId, frame: Frame, *, channel: Channel = Channel.PIPE, timeout_s: float = 60.0
+    ) -> int:
         """Send in order on the stream to ``peer``; returns bytes put on the stream (0 when ``peer`` is ourselves: then the
         handler runs without a wire). Returns once the transport took it (back-pressure). Raises PeerUnreachable, DeadlineExceeded."""
         ...

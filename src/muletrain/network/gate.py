@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import msgpack
 from hivemind.p2p import P2P, PeerID
 
 from muletrain.errors import AdmissionError, DeadlineExceeded, NetworkError, PeerUnreachable, Refused
 from muletrain.network.identity import NONCE, proof, same
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
 
 ADMIT = "muletrain/admit"
 MAX_ADMIT = 4096
@@ -53,7 +55,9 @@ class Gate:
             theirs, their_proof = answer
             nonces = mine + theirs
             if not same(their_proof, proof(self._secret, "callee", self._run_id, own, peer, nonces)):
-                raise AdmissionError("the peer does not hold this ticket's secret; the ticket is of another run, or was replaced")
+                raise AdmissionError(
+                    "the peer does not hold this ticket's secret; the ticket is of another run, or was replaced"
+                )
             self._admitted.add(peer)
             await self._ask(call, ["proof", proof(self._secret, "caller", self._run_id, own, peer, nonces)])
 
@@ -91,7 +95,9 @@ class Gate:
 
     def _hello(self, own: str, peer: str, protocol: str, run_id: str, nonce: bytes) -> Any:
         if protocol != self._protocol:
-            raise AdmissionError(f"this run speaks {self._protocol}, the newcomer {str(protocol)[:100]}: install the same version")
+            raise AdmissionError(
+                f"this run speaks {self._protocol}, the newcomer {str(protocol)[:100]}: install the same version"
+            )
         if run_id != self._run_id:
             raise AdmissionError("this peer belongs to another run than the ticket; use the ticket of this run")
         if not isinstance(nonce, bytes) or len(nonce) != NONCE:

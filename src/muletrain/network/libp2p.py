@@ -70,7 +70,7 @@ class Libp2pNetwork:
         if not identity.exists():
             write_identity(identity)
         local = listen.startswith("127.")
-        prefixed = type("LocalP2P", (GatedP2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
+        prefixed: Any = type("LocalP2P", (GatedP2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
         try:
             p2p = await prefixed.create(
                 initial_peers=list(initial_peers) or None, host_maddrs=[f"/ip4/{listen}/tcp/{port}"],
@@ -149,7 +149,9 @@ class Libp2pNetwork:
 
     # Frames ---------------------------------------------------------------------------------------------------------
 
-    async def send(self, peer: PeerId, frame: Frame, *, channel: Channel = Channel.PIPE, timeout_s: float = 60.0) -> int:
+    async def send(
+        self, peer: PeerId, frame: Frame, *, channel: Channel = Channel.PIPE, timeout_s: float = 60.0
+    ) -> int:
         if peer == self.peer_id:
             await self._own_queue(channel).put(frame)
             return 0
@@ -209,7 +211,9 @@ class Libp2pNetwork:
         found = await self._dht.get(key, latest=True)
         entries = found.value if found is not None and isinstance(found.value, dict) else {}
         return {
-            peer: entry.value for peer, entry in entries.items() if isinstance(peer, str) and isinstance(entry.value, bytes)
+            peer: entry.value
+            for peer, entry in entries.items()
+            if isinstance(peer, str) and isinstance(entry.value, bytes)
         }
 
     # Addresses ------------------------------------------------------------------------------------------------------
@@ -229,7 +233,7 @@ class Libp2pNetwork:
         except Exception as e:  # the daemon's errors have no common base
             raise PeerUnreachable(f"cannot dial: {str(e) or f'no answer within {timeout_s:.0f} s'}") from e
         await self._p2p.admit(target)
-        return target.to_base58()
+        return str(target.to_base58())
 
     async def close(self) -> None:
         if self._closed:

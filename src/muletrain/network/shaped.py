@@ -62,7 +62,9 @@ class ShapedNetwork:
 
         return await self._clock.deadline(shaped(), timeout_s, f"{method} to {peer[-6:]}")
 
-    async def send(self, peer: PeerId, frame: Frame, *, channel: Channel = Channel.PIPE, timeout_s: float = 60.0) -> int:
+    async def send(
+        self, peer: PeerId, frame: Frame, *, channel: Channel = Channel.PIPE, timeout_s: float = 60.0
+    ) -> int:
         if peer == self.peer_id:
             return await self._inner.send(peer, frame, channel=channel, timeout_s=timeout_s)
         if (error := self._broken.pop((peer, channel), None)) is not None:

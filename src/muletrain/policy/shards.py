@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 BLOCK = 4096
 """Shards and chunks start on a quantisation block, so that every sender quantises the same blocks."""
 CHUNK = 128 * BLOCK
@@ -12,7 +14,7 @@ def shard_ranges(n_params: int, members: int) -> list[tuple[int, int]]:
     """``members`` half-open ranges that cover 0..n_params, equal to within a block. Some are empty for tiny stages."""
     blocks = -(-n_params // BLOCK)
     bounds = [min(n_params, BLOCK * (blocks * k // members)) for k in range(members + 1)]
-    return list(zip(bounds, bounds[1:], strict=False))
+    return list(pairwise(bounds))
 
 
 def chunk_ranges(begin: int, end: int) -> list[tuple[int, int]]:

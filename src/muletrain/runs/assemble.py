@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from muletrain.clock import LoopClock
 from muletrain.compute.estimate import stage_memory
 from muletrain.compute.paced import PacedCompute
 from muletrain.compute.probe import choose_precision, free_memory, pick_device
 from muletrain.compute.torch_compute import StageSetup, TorchCompute
 from muletrain.config.fleet import load_fleet
 from muletrain.config.load import digest
-from muletrain.config.schema import Precision, RunConfig
+from muletrain.config.schema import ModelConfig, Precision, RunConfig
 from muletrain.data.microbatch import MicrobatchSource, sequence_length
+from muletrain.model.hf import import_hf
 from muletrain.model.spec import ModelSpec
 from muletrain.optim.schedule import learning_rate
 from muletrain.swarm.context import Plan
@@ -127,18 +129,32 @@ def build_compute(facts: RunFacts, stage: int, machine: Machine, fleet_index: in
     )  # fmt: skip
     compute: Compute = TorchCompute(facts.spec, facts.cut, stage, setup, _initial(config))
     if config.fleet.profile is not None and fleet_index is not None:
-        peer = load_fleet(config.fleet.profile).peers()[fleet_index]
+        peer = load_fleet(config.fleet.profile, peers=config.fleet.peers).peers()[fleet_index]
         if peer.forward_s and peer.backward_s:
-            compute = PacedCompute(compute, peer.forward_s, peer.backward_s)
+            compute = PacedCompute(compute, LoopClock(), peer.forward_s, peer.backward_s)
     return compute
 
 
 def _initial(config: RunConfig) -> Callable[[str], Tensor] | None:
     if config.model.from_ is None:
         return None
-    from muletrain.model.hf import import_hf  # needs transformers' config reader only here
+    return import_hf(Path(config.model.from_))[1]
 
-    return import_hf(Path(config.model.from_))[1].__getitem__
+
+def resolve_start(config: RunConfig) -> RunConfig:
+    """With ``model.from`` the sizes are the checkpoint's, and so is the tokenizer unless another is named; otherwise ``config`` as
+    it is. The sequence length, dropout and everything else stay the user's. Raises CheckpointError or ConfigError."""
+    if config.model.from_ is None:
+        return config
+    given = config.model.model_fields_set
+    spec, _ = import_hf(Path(config.model.from_), context=config.model.context if "context" in given else None)
+    sizes = json.loads(spec.to_json()) | {"dropout": config.model.dropout if "dropout" in given else 0.0}
+    model = ModelConfig.model_validate({**sizes, "from": str(Path(config.model.from_).resolve())})
+    tokenizer = Path(config.model.from_).resolve() / "tokenizer.json"
+    data = config.data
+    if data.tokenizer == "train" and tokenizer.is_file():
+        data = data.model_copy(update={"tokenizer": str(tokenizer)})
+    return RunConfig.model_validate({**dict(config), "model": model, "data": data})
 
 
 def versions() -> dict[str, str]:

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from muletrain.errors import MuletrainError
@@ -21,6 +20,7 @@ from muletrain.runs.ticket import Ticket
 from muletrain.runs.worker_files import TICKET_FILE
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from collections.abc import Callable
 
     from muletrain.events import Event

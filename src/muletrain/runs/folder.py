@@ -21,7 +21,9 @@ def new_run_folder(name: str, root: Path = ROOT) -> Path:
         except FileExistsError:
             continue
         except OSError as e:
-            raise MuletrainError(f"cannot create the run folder {folder}: {e.strerror}; run from a folder you can write to") from e
+            raise MuletrainError(
+                f"cannot create the run folder {folder}: {e.strerror}; run from a folder you can write to"
+            ) from e
         return folder
     raise AssertionError  # itertools.count does not end
 

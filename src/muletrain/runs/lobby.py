@@ -183,9 +183,12 @@ class Lobby:
         trainers = [p for p in ranked if self._guests[p].trainer][: self.trainers]
         members = tuple(
             Member(
-                id=p, name=self._unique_name(p), stage=self._guests[p].stage, trainer=p in trainers,
+                id=p,
+                name=self._unique_name(p),
+                stage=self._guests[p].stage,
+                trainer=p in trainers,
                 addresses=self._guests[p].join.addresses,
-            )  # fmt: skip
+            )
             for p in ranked
         )
         return Genesis(

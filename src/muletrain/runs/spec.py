@@ -24,7 +24,7 @@ class WorkerSpec(BaseModel):
     precision: str | None = None
     memory_gib: float | None = None
     threads: int = 1
-    data: Literal["config", "none"] | str = "none"  # noqa: PYI051 - the two words say what they mean
+    data: Literal["config", "none"] | str = "none"
     """Where this peer has the corpus: as the run's configuration says, nowhere, or at this path."""
     listen: str = "127.0.0.1"
     port: int = 0

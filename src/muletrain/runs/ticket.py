@@ -41,7 +41,9 @@ class Ticket:
         """Raises AdmissionError for what is not a whole ticket."""
         text = text.strip()
         if not text.startswith(PREFIX) or len(text) > _MAX_CHARACTERS:
-            raise AdmissionError(f"not a ticket: it should begin with '{PREFIX}'; 'muletrain start' prints one to copy whole")
+            raise AdmissionError(
+                f"not a ticket: it should begin with '{PREFIX}'; 'muletrain start' prints one to copy whole"
+            )
         encoded = text.removeprefix(PREFIX)
         try:
             data = base64.b64decode(encoded + "=" * (-len(encoded) % 4), altchars=b"-_", validate=True)
@@ -56,7 +58,9 @@ class Ticket:
             if not well_formed:
                 raise ValueError
         except (ValueError, binascii.Error, msgpack.UnpackException):
-            raise AdmissionError("the ticket is damaged (a part is missing or mistyped); copy it again, whole") from None
+            raise AdmissionError(
+                "the ticket is damaged (a part is missing or mistyped); copy it again, whole"
+            ) from None
         return cls(run_id, secret, tuple(addresses))
 
 

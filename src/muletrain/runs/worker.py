@@ -23,7 +23,7 @@ from muletrain.errors import AdmissionError, MuletrainError
 from muletrain.events import EventLog, FrameRefused, JoinRefused, PeerJoined, RunFinished, RunStarted
 from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.network.shaped import ShapedNetwork
-from muletrain.runs.assemble import Machine, RunFacts, build_compute, versions
+from muletrain.runs.assemble import Machine, RunFacts, build_compute, resolve_start, versions
 from muletrain.runs.lobby import Join, Lobby, Visitor
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.ticket import Ticket
@@ -99,12 +99,12 @@ class Worker:
     async def _found(self, network: Network) -> None:
         spec = self._spec
         assert spec.config is not None
-        facts = RunFacts.of(RunConfig.model_validate_json(spec.config))
+        facts = RunFacts.of(resolve_start(RunConfig.model_validate_json(spec.config)))
         config = facts.config
         cache = await asyncio.to_thread(TokenCache.build, config.data, facts.spec.vocab)
         machine = await self._machine(config)
         lobby = Lobby(
-            net=network, clock=self._clock, emit=self._log.emit, run_id=self._ticket.run_id, config_json=spec.config,
+            net=network, clock=self._clock, emit=self._log.emit, run_id=self._ticket.run_id, config_json=config.model_dump_json(by_alias=True),
             config_digest=facts.config_digest, data_digest=bytes.fromhex(cache.digest), tokenizer=cache.tokenizer_json,
             stages=config.fleet.stages, expected=config.fleet.peers, trainers=config.fleet.trainers,
             stage_bytes=facts.stage_bytes(), stage_costs=facts.stage_costs(),
@@ -171,7 +171,13 @@ class Worker:
         return await asyncio.to_thread(build_compute, facts, stage, machine, self._spec.fleet_index)
 
     async def _train(
-        self, facts: RunFacts, genesis: Genesis, network: Network, compute: Compute, machine: Machine, cache: TokenCache | None
+        self,
+        facts: RunFacts,
+        genesis: Genesis,
+        network: Network,
+        compute: Compute,
+        machine: Machine,
+        cache: TokenCache | None,
     ) -> None:
         roster = Roster(genesis, network.peer_id)
         ctx = Context(
@@ -183,9 +189,12 @@ class Worker:
         collector = None
         if genesis.collector == network.peer_id and cache is not None:
             collector = Collector(
-                ctx, Path(self._spec.folder) / "checkpoints", facts.config.checkpoint.keep,
-                facts.manifest(genesis.run_id), {"tokenizer.json": cache.tokenizer_json},
-            )  # fmt: skip
+                ctx,
+                Path(self._spec.folder) / "checkpoints",
+                facts.config.checkpoint.keep,
+                facts.manifest(genesis.run_id),
+                {"tokenizer.json": cache.tokenizer_json},
+            )
         limit = facts.config.train.time_limit
         begin = self._clock.now()
 
@@ -206,7 +215,7 @@ class Worker:
         index, profile = self._spec.fleet_index, facts.config.fleet.profile
         if profile is None or index is None:
             return network
-        fleet = load_fleet(profile)
+        fleet = load_fleet(profile, peers=facts.config.fleet.peers)
         numbers = {m.id: int(m.name.rsplit("-", 1)[-1]) for m in genesis.members}
         return ShapedNetwork(network, lambda peer: fleet.link(index, numbers[peer]), fleet.peers()[index], self._clock)
 
@@ -215,17 +224,28 @@ class Worker:
         if self._spec.role == "found":
             self._log.emit(
                 RunStarted(
-                    run_id=roster.genesis.run_id, config_digest=facts.config_digest.hex(), versions=versions(),
-                    steps=config.train.steps, stages=config.fleet.stages, peers=len(roster.genesis.members),
-                    microbatches=config.microbatches, tokens_per_step=config.train.batch * facts.spec.context,
-                )  # fmt: skip
+                    run_id=roster.genesis.run_id,
+                    config_digest=facts.config_digest.hex(),
+                    versions=versions(),
+                    steps=config.train.steps,
+                    stages=config.fleet.stages,
+                    peers=len(roster.genesis.members),
+                    microbatches=config.microbatches,
+                    tokens_per_step=config.train.batch * facts.spec.context,
+                )
             )
         own = roster.own
         self._log.emit(
             PeerJoined(
-                peer_id=own.id, name=own.name, stage=own.stage, device=str(machine.device), precision=machine.precision.value,
-                trainer=own.trainer, params=compute.n_params, threads=self._spec.threads,
-            )  # fmt: skip
+                peer_id=own.id,
+                name=own.name,
+                stage=own.stage,
+                device=str(machine.device),
+                precision=machine.precision.value,
+                trainer=own.trainer,
+                params=compute.n_params,
+                threads=self._spec.threads,
+            )
         )
 
 

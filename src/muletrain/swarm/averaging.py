@@ -34,7 +34,7 @@ MAX_PROBES = 4
 """A member that answers probes but sends nothing for this many (doubling) deadlines is in another round: start a new one."""
 
 
-class RoundFailed(MuletrainError):  # noqa: N818 - a condition the stepper handles
+class RoundFailed(MuletrainError):
     """This attempt did not complete; accumulators are untouched, so another can follow."""
 
 
@@ -227,7 +227,9 @@ def _reduce_chunk(
 def _store_chunk(chunk: Encoded, out: Tensor) -> bytes:
     tensor = decode(chunk)
     if tensor.shape != out.shape:
-        raise ProtocolError(f"averaging: a reduced chunk of {tuple(tensor.shape)} elements instead of {tuple(out.shape)}")
+        raise ProtocolError(
+            f"averaging: a reduced chunk of {tuple(tensor.shape)} elements instead of {tuple(out.shape)}"
+        )
     out.copy_(tensor)
     return _hash(chunk, out)
 

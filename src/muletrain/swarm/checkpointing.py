@@ -116,7 +116,9 @@ class Collector:
         if message.offset == 0 and message.stage in checkpoint.complete:
             return  # a second replica sent it too
         if message.lineage != checkpoint.lineage or message.offset != received or received + len(data) > message.size:
-            raise ProtocolError(f"checkpoint {message.step}, stage {message.stage}: piece at {message.offset} out of order")
+            raise ProtocolError(
+                f"checkpoint {message.step}, stage {message.stage}: piece at {message.offset} out of order"
+            )
         digest = checkpoint.digests.setdefault(message.stage, hashlib.sha256())
         with open(checkpoint.folder / f"stage-{message.stage}.safetensors", "ab") as file:
             file.write(data)

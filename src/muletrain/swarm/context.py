@@ -23,11 +23,17 @@ if TYPE_CHECKING:
     from muletrain.clock import Clock
     from muletrain.compute.base import Compute
     from muletrain.config.schema import Codec
-    from muletrain.events import Event
+    from muletrain.events import Event, TrafficClass
     from muletrain.network.base import Network, PeerId
     from muletrain.swarm.roster import Roster
 
-TRAFFIC = {"forward": "activation", "backward": "gradient", "shard": "averaging", "reduced": "averaging", "part": "state"}
+TRAFFIC: dict[str, TrafficClass] = {
+    "forward": "activation",
+    "backward": "gradient",
+    "shard": "averaging",
+    "reduced": "averaging",
+    "part": "state",
+}
 """Class of traffic of a frame kind, for the byte counts; everything else is control."""
 SEND_TIMEOUT_S = 120.0
 """Handing one frame to the transport: a bound for a dead transport, not for a slow link (frames are a few MB)."""
@@ -66,7 +72,7 @@ class StepStats:
     started: float = 0.0
     microbatches: int = 0
     recomputed: int = 0
-    sent: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    sent: defaultdict[str, Counter[TrafficClass]] = field(default_factory=lambda: defaultdict(Counter))
 
 
 class PriorityLock:
@@ -169,9 +175,7 @@ class Context:
         ask = AskHeld(lineage=lineage, step=step)
         begin = self.clock.now()
         try:
-            answer = await self.net.call(
-                peer, AskHeld.KIND, ask.pack(), timeout_s=self.probe_deadline.seconds(attempt)
-            )
+            answer = await self.net.call(peer, AskHeld.KIND, ask.pack(), timeout_s=self.probe_deadline.seconds(attempt))
             held = Held.unpack(answer)
         except (PeerUnreachable, DeadlineExceeded) as e:
             self.suspect(peer, str(e))

@@ -78,6 +78,10 @@ class Request(Message):
     def key(self) -> tuple[int, int, int, str]:
         return (self.step, self.index, self.attempt, self.trainer)
 
+    def identity(self) -> dict[str, Any]:
+        """The fields every message about this try repeats."""
+        return {name: getattr(self, name) for name in Request.model_fields}
+
 
 class Forward(Request):
     """Inputs and targets for one stage. ``accumulate``: the stages that should add this microbatch to their gradient."""

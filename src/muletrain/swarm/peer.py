@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import NetworkError, ProtocolError
 from muletrain.events import StepApplied, StepDone
@@ -98,7 +98,8 @@ class Peer:
         """
         main = asyncio.create_task(self._train(), name="train")
         try:
-            await asyncio.wait({main, self._ctx.failure}, return_when=asyncio.FIRST_COMPLETED)
+            waiting: set[asyncio.Future[Any]] = {main, self._ctx.failure}
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if not main.done():
                 self._ctx.failure.result()
             return await main
@@ -143,20 +144,33 @@ class Peer:
         busy = stats.forward_s + stats.backward_s + stats.averaging_s + stats.apply_s
         ctx.emit(
             StepApplied(
-                step=record.step + 1, stage=ctx.roster.own.stage, lineage=record.hash.hex(), skipped=record.skip,
-                microbatches=stats.microbatches, recomputed=stats.recomputed, forward_s=stats.forward_s,
-                backward_s=stats.backward_s, averaging_s=stats.averaging_s, apply_s=stats.apply_s,
-                wait_s=max(0.0, took - busy), sent={p: dict(c) for p, c in stats.sent.items()},
-            )  # fmt: skip
+                step=record.step + 1,
+                stage=ctx.roster.own.stage,
+                lineage=record.hash.hex(),
+                skipped=record.skip,
+                microbatches=stats.microbatches,
+                recomputed=stats.recomputed,
+                forward_s=stats.forward_s,
+                backward_s=stats.backward_s,
+                averaging_s=stats.averaging_s,
+                apply_s=stats.apply_s,
+                wait_s=max(0.0, took - busy),
+                sent={p: dict(c) for p, c in stats.sent.items()},
+            )
         )
         losses = self.stepper.losses
         if self._collector is not None:
             tokens = ctx.plan.microbatches * ctx.plan.sequences * ctx.plan.sequence_length(record.step)
             ctx.emit(
                 StepDone(
-                    step=record.step + 1, loss=sum(losses.values()) / max(1, len(losses)), grad_norm=record.gradient_norm,
-                    lr=ctx.plan.lr(record.step), tokens=tokens, duration_s=took, lineage=record.hash.hex(),
-                )  # fmt: skip
+                    step=record.step + 1,
+                    loss=sum(losses.values()) / max(1, len(losses)),
+                    grad_norm=record.gradient_norm,
+                    lr=ctx.plan.lr(record.step),
+                    tokens=tokens,
+                    duration_s=took,
+                    lineage=record.hash.hex(),
+                )
             )
         ctx.stats = StepStats(started=now)
         if self._on_step(record):
@@ -182,7 +196,9 @@ class Peer:
     async def _dismiss(self, peer: PeerId) -> None:
         """Tell ``peer`` that it may go: as a call, since we go next and a frame could still be on its way."""
         try:
-            await self._ctx.net.call(peer, Finished.KIND, Finished().pack(), timeout_s=self._ctx.probe_deadline.seconds(1))
+            await self._ctx.net.call(
+                peer, Finished.KIND, Finished().pack(), timeout_s=self._ctx.probe_deadline.seconds(1)
+            )
         except NetworkError as e:
             self._ctx.suspect(peer, str(e))
 

@@ -46,8 +46,7 @@ class _Held:
 
     @property
     def request(self) -> Request:
-        m = self.message
-        return Request(lineage=m.lineage, step=m.step, index=m.index, attempt=m.attempt, trainer=m.trainer)
+        return Request(**self.message.identity())
 
 
 @dataclass
@@ -71,7 +70,7 @@ class Pipeline:
             raise ProtocolError(f"forward for stage {message.stage} at a peer of stage {self.ctx.roster.own.stage}")
         key = (message.step, message.index)
         if key in self._held or len(self._held) >= self.ctx.plan.capacity:
-            busy = Busy(**_identity(message), stage=message.stage)
+            busy = Busy(**message.identity(), stage=message.stage)
             self.ctx.spawn(self._reply(sender, busy, []), "busy")
             return
         held = self._held[key] = _Held(sender, message, self.ctx.clock.now())
@@ -83,7 +82,7 @@ class Pipeline:
             limit = PATIENCE * held.message.deadline_s
             loss, gradient = await self.ctx.clock.deadline(self._work(held, tensors), limit, what)
         except MuletrainError as e:  # the sender still holds the activations, and chooses someone else
-            lost = Lost(**_identity(held.message), stage=held.message.stage, reason=str(e)[:1000])
+            lost = Lost(**held.message.identity(), stage=held.message.stage, reason=str(e)[:1000])
             await self._reply(held.sender, lost, [])
             return
         finally:
@@ -112,7 +111,9 @@ class Pipeline:
         tokens = (plan.sequences, plan.sequence_length(message.step))
         expected = tokens if message.stage == 0 else (*tokens, plan.width)
         if tuple(inputs.shape) != expected or tuple(targets.shape) != tokens:
-            raise ProtocolError(f"forward with shapes {tuple(inputs.shape)}, {tuple(targets.shape)}, expected {expected}, {tokens}")
+            raise ProtocolError(
+                f"forward with shapes {tuple(inputs.shape)}, {tuple(targets.shape)}, expected {expected}, {tokens}"
+            )
         for ids in (inputs, targets) if message.stage == 0 else (targets,):
             if ids.is_floating_point() or int(ids.min()) < 0 or int(ids.max()) >= plan.vocab:
                 raise ProtocolError(f"token ids outside 0..{plan.vocab - 1}")
@@ -127,7 +128,9 @@ class Pipeline:
         held.busy_s += took
         return await ctx.compute.offload(encode, outputs, ctx.plan.activations)
 
-    async def _compute_backward(self, held: _Held, answer: Answer, shape: tuple[int, ...]) -> tuple[float, Encoded | None]:
+    async def _compute_backward(
+        self, held: _Held, answer: Answer, shape: tuple[int, ...]
+    ) -> tuple[float, Encoded | None]:
         ctx = self.ctx
         if answer.gradient is None or tuple(answer.gradient.shape) != tuple(shape):
             raise ProtocolError("backward without a gradient of the output's shape")
@@ -164,7 +167,7 @@ class Pipeline:
 
     async def _answer(self, held: _Held, loss: float, gradient: Encoded | None) -> None:
         away = max(0.0, self.ctx.clock.now() - held.admitted - held.busy_s)
-        identity = _identity(held.message)
+        identity = held.message.identity()
         if held.message.stage == 0:
             await self._reply(held.sender, Done(**identity, loss=loss, away_s=away), [])
         elif gradient is not None:
@@ -176,10 +179,6 @@ class Pipeline:
             await self.ctx.send(peer, message, tensors)
         except NetworkError as e:  # who asked is gone: the microbatch is its trainer's to retry
             self.ctx.suspect(peer, str(e))
-
-
-def _identity(m: Request) -> dict[str, object]:
-    return {"lineage": m.lineage, "step": m.step, "index": m.index, "attempt": m.attempt, "trainer": m.trainer}
 
 
 class _Accumulation:

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from muletrain.swarm.messages import ShardEntry
 
 
-def round_id(lineage: bytes, stage: int, step: int, attempt: int, sealed: dict[str, frozenset[int]], chosen: tuple[str, ...]) -> bytes:
+def round_id(
+    lineage: bytes, stage: int, step: int, attempt: int, sealed: dict[str, frozenset[int]], chosen: tuple[str, ...]
+) -> bytes:
     """Identity of one attempt at reducing one stage: members that disagree on anything have different rounds, and fail loudly."""
     sets = [(m, sorted(sealed[m])) for m in sorted(sealed)]
     return hashlib.sha256(msgpack.packb(["round", lineage, stage, step, attempt, sets, list(chosen)])).digest()
@@ -54,9 +56,7 @@ class StepRecord:
     @property
     def hash(self) -> bytes:
         """The lineage of step t + 1."""
-        content = [
-            [e.round, [[s.content, s.square_norm, s.finite, s.stop] for s in e.shards]] for e in self.stages
-        ]
+        content = [[e.round, [[s.content, s.square_norm, s.finite, s.stop] for s in e.shards]] for e in self.stages]
         return hashlib.sha256(msgpack.packb(["record", self.step, self.lineage, content])).digest()
 
     @property

@@ -28,7 +28,7 @@ BUSY_PAUSE_S = 0.005
 BUSY_PAUSE_MAX_S = 0.5
 
 
-class StageLost(MuletrainError):  # noqa: N818 - a condition the caller handles
+class StageLost(MuletrainError):
     """No peer of the stage could take the microbatch now."""
 
 
@@ -70,7 +70,9 @@ class Router:
         if pending is None:
             return
         if pending.peer != sender:
-            raise ProtocolError(f"{reply.KIND} for microbatch {reply.step}/{reply.index} from a peer it was not sent to")
+            raise ProtocolError(
+                f"{reply.KIND} for microbatch {reply.step}/{reply.index} from a peer it was not sent to"
+            )
         if not pending.reply.done():
             pending.reply.set_result((reply, tensors))
 
@@ -85,7 +87,9 @@ class Router:
                 full.clear()
                 continue
             if peer is None:
-                raise StageLost(f"stage {self._stage}: no live peer could take microbatch {request.step}/{request.index}")
+                raise StageLost(
+                    f"stage {self._stage}: no live peer could take microbatch {request.step}/{request.index}"
+                )
             try:
                 reply, answer = await self._try(peer, request, accumulate, tensors)
             except (PeerUnreachable, DeadlineExceeded) as e:
@@ -108,12 +112,13 @@ class Router:
         """One receiver: send, then wait while it is seen to be working on it."""
         clock = self._ctx.clock
         if request.key in self._pending:
-            raise ProtocolError(f"microbatch {request.step}/{request.index} attempt {request.attempt} is already under way")
+            raise ProtocolError(
+                f"microbatch {request.step}/{request.index} attempt {request.attempt} is already under way"
+            )
         pending = _Pending(peer, asyncio.get_running_loop().create_future())
         self._pending[request.key] = pending
         message = Forward(
-            lineage=request.lineage, step=request.step, index=request.index, attempt=request.attempt,
-            trainer=request.trainer, stage=self._stage, accumulate=accumulate, deadline_s=self._deadline.seconds(),
+            **request.identity(), stage=self._stage, accumulate=accumulate, deadline_s=self._deadline.seconds(),
         )  # fmt: skip
         begin = clock.now()
         try:
@@ -147,5 +152,7 @@ class Router:
     def _give_up(self, peer: PeerId, request: Request, reason: str) -> None:
         self._wiring.ban(peer)
         self._ctx.emit(
-            MicrobatchRerouted(step=request.step, index=request.index, stage=self._stage, reason=f"{peer[-6:]}: {reason}")
+            MicrobatchRerouted(
+                step=request.step, index=request.index, stage=self._stage, reason=f"{peer[-6:]}: {reason}"
+            )
         )

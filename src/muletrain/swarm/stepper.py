@@ -62,7 +62,9 @@ class Stepper:
     # What arrives ---------------------------------------------------------------------------------------------------
 
     def on_trainer_done(self, message: TrainerDone) -> None:
-        if len(message.indices) != len(message.losses) or any(i >= self._ctx.plan.microbatches for i in message.indices):
+        if len(message.indices) != len(message.losses) or any(
+            i >= self._ctx.plan.microbatches for i in message.indices
+        ):
             raise ProtocolError("trainer_done: indices outside the step, or not one loss for each")
         self.losses.update(zip(message.indices, message.losses, strict=True))
         self._changed.set()
@@ -133,7 +135,9 @@ class Stepper:
                 self.ledger.reopen(keep=True)
                 continue
             return gradient, contents, round_
-        raise MuletrainError(f"step {self.step}: {MAX_ATTEMPTS} attempts to average the stage failed; see the events for why")
+        raise MuletrainError(
+            f"step {self.step}: {MAX_ATTEMPTS} attempts to average the stage failed; see the events for why"
+        )
 
     async def _agree(self, attempt: int) -> Round | None:
         """Announce what we hold and hear what the others hold. None when gaps had to be run again first."""
@@ -153,7 +157,9 @@ class Stepper:
     async def _announce(self, attempt: int) -> dict[PeerId, frozenset[int]]:
         """Seal, and collect every live replica's seal of this attempt."""
         ctx, me = self._ctx, self._ctx.net.peer_id
-        await self._until(lambda: not self.ledger.running, self._seal_deadline, "running microbatches", self._no_question)
+        await self._until(
+            lambda: not self.ledger.running, self._seal_deadline, "running microbatches", self._no_question
+        )
         held = self.ledger.seal()
         replicas = tuple(m for m in ctx.roster.stage(ctx.roster.own.stage) if m != me)
         seal = Seal(
@@ -235,7 +241,9 @@ class Stepper:
 
     # Waiting --------------------------------------------------------------------------------------------------------
 
-    async def _until(self, condition: Callable[[], bool], deadline: Deadline, what: str, ask: Callable[[], object]) -> None:
+    async def _until(
+        self, condition: Callable[[], bool], deadline: Deadline, what: str, ask: Callable[[], object]
+    ) -> None:
         """Wait for ``condition``; on each missed deadline ask those we wait for. Raises MuletrainError after MAX_SILENCE."""
         begin = self._ctx.clock.now()
         attempt = 0
@@ -276,7 +284,9 @@ class Stepper:
         ask = AskEntries(lineage=self.lineage, step=self.step).pack()
         for peer in self._ctx.roster.others():
             try:
-                answer = await self._ctx.net.call(peer, AskEntries.KIND, ask, timeout_s=self._ctx.probe_deadline.seconds(1))
+                answer = await self._ctx.net.call(
+                    peer, AskEntries.KIND, ask, timeout_s=self._ctx.probe_deadline.seconds(1)
+                )
                 for entry in Entries.unpack(answer).entries:
                     self._builder.add(entry)
             except NetworkError as e:

@@ -72,7 +72,11 @@ class Trainer:
             attempts = self._attempts.setdefault((self._step, index), itertools.count())
             for _ in range(MAX_TRIES):
                 request = Request(
-                    lineage=self._lineage, step=self._step, index=index, attempt=next(attempts), trainer=self._ctx.net.peer_id
+                    lineage=self._lineage,
+                    step=self._step,
+                    index=index,
+                    attempt=next(attempts),
+                    trainer=self._ctx.net.peer_id,
                 )
                 try:
                     return (await self.router.request(request, accumulate, tensors)).loss

@@ -97,7 +97,9 @@ def decode_raw(encoded: Encoded) -> memoryview:
 def _checked(encoded: Encoded) -> memoryview:
     expected = encoded_size(encoded.codec, encoded.shape)
     if encoded.nbytes != expected:
-        raise ProtocolError(f"{encoded.codec} tensor of shape {encoded.shape}: {encoded.nbytes} bytes instead of {expected}")
+        raise ProtocolError(
+            f"{encoded.codec} tensor of shape {encoded.shape}: {encoded.nbytes} bytes instead of {expected}"
+        )
     only = encoded.buffers[0] if len(encoded.buffers) == 1 else b"".join(encoded.buffers)
     return memoryview(only)
 
@@ -106,7 +108,7 @@ def _quantise(values: Tensor) -> list[Buffer]:
     """[n] -> fp32 scale per block, int8 values: value = scale * q, scale = absmax / 127 (a non-finite block has scale NaN)."""
     whole = values.numel() // BLOCK * BLOCK
     blocks = values[:whole].view(-1, BLOCK)
-    low, high = (torch.aminmax(blocks, dim=1) if whole else (values[:0], values[:0]))
+    low, high = torch.aminmax(blocks, dim=1) if whole else (values[:0], values[:0])
     if whole < values.numel():
         low = torch.cat([low, values[whole:].min().view(1)])
         high = torch.cat([high, values[whole:].max().view(1)])
@@ -135,7 +137,7 @@ def _dequantise(data: memoryview, shape: tuple[int, ...]) -> Tensor:
 
 def _bytes(tensor: Tensor) -> memoryview:
     """The tensor's memory, not copied."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).cpu().numpy()).cast("B")
+    return tensor.reshape(-1).view(torch.uint8).cpu().numpy().data
 
 
 def _tensor(data: memoryview, dtype: torch.dtype) -> Tensor:

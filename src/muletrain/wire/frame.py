@@ -34,7 +34,9 @@ def pack(frame: Frame) -> list[Buffer]:
     buffers = [b for t in frame.tensors for b in t.buffers]
     payload = sum(len(b) for b in buffers)
     if len(header) > MAX_HEADER or payload > MAX_PAYLOAD:
-        raise ProtocolError(f"{frame.kind}: a frame of {len(header)} + {payload} bytes is larger than any receiver accepts")
+        raise ProtocolError(
+            f"{frame.kind}: a frame of {len(header)} + {payload} bytes is larger than any receiver accepts"
+        )
     return [PREFIX.pack(MAGIC, VERSION, 0, len(header), payload) + header, *buffers]
 
 
