@@ -439,6 +439,25 @@ def test_a_newcomer_goes_on_with_the_state(fleet: Fleet, precision: Precision) -
     run(handover())
 
 
+def test_digest_and_state_come_after_an_apply_that_still_waits(fleet: Fleet) -> None:
+    (part,) = fleet(1)
+
+    async def racing() -> None:
+        before = await part.digest()
+        busy = threading.Event()
+        part._thread.submit(busy.wait)
+        applied = asyncio.create_task(part.apply(torch.ones(part.n_params), Update(0, 1.0, skip=False)))
+        await asyncio.sleep(0)
+        digest, state = asyncio.create_task(part.digest()), asyncio.create_task(part.state())
+        await asyncio.sleep(0.05)  # long enough for the offload thread to have answered too early
+        busy.set()
+        await applied
+        assert await digest == await part.digest() != before
+        assert all(bool(t.any()) for name, t in (await state).items() if name.startswith("moment1/"))
+
+    run(racing())
+
+
 def test_a_state_that_does_not_fit_changes_nothing(fleet: Fleet) -> None:
     first, last = fleet(2)
     state = run(first.state())

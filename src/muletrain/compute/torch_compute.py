@@ -271,13 +271,18 @@ class TorchCompute:
     # The state ------------------------------------------------------------------------------------------------------
 
     async def digest(self) -> bytes:
-        return await self.offload(self._locked, self._weights.digest)
+        return await self._read(self._weights.digest)
 
     async def state(self) -> dict[str, Tensor]:
-        return await self.offload(self._locked, self._weights.state)
+        return await self._read(self._weights.state)
 
     async def load_state(self, state: dict[str, Tensor]) -> None:
         await self._run(self._locked, lambda: self._weights.load_state(state))
+
+    async def _read(self, fn: Callable[[], R]) -> R:
+        """``fn`` beside the compute thread, but after every ``apply`` and ``load_state`` called before."""
+        await self._run(_passed)
+        return await self.offload(self._locked, fn)
 
     def _locked(self, fn: Callable[[], R]) -> R:
         with self._weights_lock, torch.no_grad():
@@ -310,6 +315,10 @@ class TorchCompute:
 
 def _executor(name: str, *, inline: bool) -> Executor:
     return InlineExecutor() if inline else ThreadPoolExecutor(1, thread_name_prefix=name)
+
+
+def _passed() -> None:
+    """A job that is done when those before it are."""
 
 
 def _zero(accumulator: Tensor) -> None:

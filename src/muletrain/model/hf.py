@@ -230,14 +230,15 @@ def _refuse_foreign(source: Path, config: dict[str, Any]) -> None:
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
     """Rotary settings of transformers 5 ('rope_parameters') or 4 ('rope_scaling')."""
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"config.json: rope settings {settings!r} are not a table")
+    return settings
 
 
 def _spec(source: Path, config: dict[str, Any], context: int | None) -> ModelSpec:
-    longest = int(config.get("max_position_embeddings", 2048))
-    if context is not None and context > longest:
-        raise CheckpointError(f"{source} was made for {longest} tokens; model.context = {context} is longer")
     try:
+        longest = int(config.get("max_position_embeddings", 2048))
         spec = ModelSpec(
             layers=int(config["num_hidden_layers"]),
             width=int(config["hidden_size"]),
@@ -254,6 +255,8 @@ def _spec(source: Path, config: dict[str, Any], context: int | None) -> ModelSpe
         )
     except (KeyError, TypeError, ValueError, ConfigError) as e:
         raise CheckpointError(f"{source / 'config.json'} describes no model that fits here: {e}") from e
+    if spec.context > longest:
+        raise CheckpointError(f"{source} was made for {longest} tokens; model.context = {context} is longer")
     if config.get("head_dim") not in (None, spec.head_width):
         raise CheckpointError(f"{source}: head_dim = {config['head_dim']} is not hidden_size / num_attention_heads")
     return spec
@@ -262,7 +265,10 @@ def _spec(source: Path, config: dict[str, Any], context: int | None) -> ModelSpe
 def _places(source: Path) -> dict[str, Path]:
     """Tensor name -> the file it is in."""
     if (source / _INDEX).exists():
-        return {name: source / file for name, file in _read_json(source / _INDEX)["weight_map"].items()}
+        files = _read_json(source / _INDEX).get("weight_map")
+        if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+            raise CheckpointError(f"{source / _INDEX} has no table weight_map from tensor names to files")
+        return {name: source / file for name, file in files.items()}
     try:
         with safe_open(source / _WEIGHTS, framework="pt") as file:
             return dict.fromkeys(file.keys(), source / _WEIGHTS)
