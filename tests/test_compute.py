@@ -15,14 +15,12 @@ import torch
 import torch.nn.functional as F
 
 from muletrain.clock import LoopClock
-from muletrain.compute import probe
 from muletrain.compute.base import Microbatch, Update
-from muletrain.compute.estimate import check_fits, stage_memory, stash_bytes
+from muletrain.compute.estimate import stash_bytes
 from muletrain.compute.paced import PacedCompute
-from muletrain.compute.scaling import GOOD_STEPS, LossScale
 from muletrain.compute.torch_compute import StageSetup, TorchCompute
 from muletrain.config.schema import ModelConfig, OptimizerConfig, Precision
-from muletrain.errors import CapacityError, CheckpointError, ConfigError, ProtocolError
+from muletrain.errors import CheckpointError, ProtocolError
 from muletrain.model.dropout import Masks
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage, build_full
@@ -170,21 +168,6 @@ def test_fp16_scales_the_loss_inside_only(fleet: Fleet) -> None:
         assert float((a.gradient() - b.gradient()).norm() / b.gradient().norm()) < 0.02
 
 
-def test_loss_scale_is_a_function_of_the_skips() -> None:
-    scale = LossScale(fp16=True)
-    first = scale.value
-    scale.update(skipped=True)
-    assert scale.value == first / 2
-    for _ in range(GOOD_STEPS - 1):
-        scale.update(skipped=False)
-    assert scale.value == first / 2
-    scale.update(skipped=False)
-    assert scale.value == first
-    plain = LossScale(fp16=False)
-    plain.update(skipped=True)
-    assert plain.value == 1.0
-
-
 def test_a_skipped_step_changes_nothing_but_the_accumulator(fleet: Fleet) -> None:
     (part,) = fleet(1)
     before = run(part.digest())
@@ -248,30 +231,6 @@ def test_auto_stashes_what_the_budget_allows_and_gets_it_back(fleet: Fleet) -> N
     assert first.counters.recomputed == 3
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_stash_estimate_is_near_what_autograd_keeps(stage: int) -> None:
-    spec = ModelSpec.from_config(ModelConfig(layers=6, width=128, heads=4, kv_heads=2, ffn=384, vocab=300, context=64))
-    cut = ((0, 2), (2, 4), (4, 6))
-    module = Stage(spec, stage, cut)
-    module.bind({name: torch.randn(shape) * 0.1 for name, shape in module.shapes().items()})
-    own = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    x = torch.zeros(4, 64, dtype=torch.int64) if stage == 0 else torch.randn(4, 64, 128, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        output = module(x, Masks(0, 0, 0))
-        if stage == 2:
-            output = F.cross_entropy(output.flatten(0, 1), torch.zeros(256, dtype=torch.int64))
-    assert output.requires_grad
-    assert stash_bytes(spec, cut, stage, 256, Precision.FP32) == pytest.approx(sum(kept.values()), rel=0.2)
-
-
 # Failures leave nothing behind --------------------------------------------------------------------------------------
 
 
@@ -309,7 +268,7 @@ def test_cancelled_calls_never_reach_the_accumulator(fleet: Fleet) -> None:
         blocked = threading.Event()
         first._thread.submit(blocked.wait)
         last._thread.submit(blocked.wait)
-        tasks = [asyncio.create_task(last.loss_backward(MB, h, targets, accumulate=True))]
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(last.loss_backward(MB, h, targets, accumulate=True))]
         tasks += [asyncio.create_task(first.backward(MB, torch.ones_like(h), accumulate=True))]
         await asyncio.sleep(0)
         for task in tasks:
@@ -522,37 +481,3 @@ def test_a_cancelled_paced_call_leaves_nothing(fleet: Fleet) -> None:
 
     run(cancelled())
     assert part.gradient().norm() == 0
-
-
-# The machine --------------------------------------------------------------------------------------------------------
-
-
-def test_precision_is_what_was_measured_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = time.perf_counter()
-    assert probe.choose_precision(torch.device("cpu")) in (Precision.FP32, Precision.BF16)
-    assert time.perf_counter() - begin < 1.0
-    for bf16_s, expected in [(2.0, Precision.FP32), (0.95, Precision.FP32), (0.5, Precision.BF16)]:
-        seconds = {torch.float32: 1.0, torch.bfloat16: bf16_s}
-        monkeypatch.setattr(probe, "_product_seconds", lambda _, dtype, seconds=seconds: seconds[dtype])
-        assert probe.choose_precision(torch.device("cpu")) is expected
-
-
-def test_devices_and_memory() -> None:
-    assert probe.pick_device("cpu").type == "cpu"
-    with pytest.raises(ConfigError, match="no cuda:77 here"):
-        probe.pick_device("cuda:77")
-    assert 2**26 < probe.free_memory(torch.device("cpu")) < 2**50
-
-
-def test_a_stage_that_does_not_fit_is_told_with_numbers() -> None:
-    spec = ModelSpec.from_config(ModelConfig(preset="llama-7b"))
-    cut = spec.cut(4)
-    need = stage_memory(spec, cut, 1, tokens=2048, precision=Precision.BF16)
-    assert need.weights == 6 * spec.stage_params(cut, 1)
-    assert check_fits(spec, cut, 1, OPTIMIZER, need.total, tokens=2048, precision=Precision.BF16) == need
-    with pytest.raises(CapacityError, match=r"stage 1 of 4 needs .* weights .* moments .* gradients .* activations"):
-        check_fits(spec, cut, 1, OPTIMIZER, need.total - 1, tokens=2048, precision=Precision.BF16)
-    aside = OPTIMIZER.model_copy(update={"state_device": "cpu"})
-    check_fits(spec, cut, 1, aside, need.total // 2, tokens=2048, precision=Precision.BF16)
-    with pytest.raises(CapacityError, match="CPU memory"):
-        check_fits(spec, cut, 1, aside, 2**30, tokens=2048, precision=Precision.BF16)

@@ -130,20 +130,22 @@ def test_stages_compute_what_the_whole_model_computes(count: int, share: bool) -
     ids = tokens(spec)
     whole = build_full(spec, 7, spec.cut(count))
     expected = whole(ids, masks)
-    _loss(expected, ids).backward()
+    torch.autograd.backward(_loss(expected, ids))
 
     x = ids
     parts = stages(spec, count, seed=7)
     for part in parts:
         x = part(x, masks)
-    _loss(x, ids).backward()
+    torch.autograd.backward(_loss(x, ids))
     assert torch.equal(x, expected)
     reference = {name: p.grad for name, p in whole.named_parameters()}
     found = {name: p.grad for part in parts for name, p in part.named_parameters()}
     assert found.keys() == reference.keys()
     for name, gradient in found.items():
+        expected_gradient = reference[name]
         assert gradient is not None
-        assert torch.equal(gradient, reference[name]), name
+        assert expected_gradient is not None
+        assert torch.equal(gradient, expected_gradient), name
 
 
 def test_initial_weights_depend_on_seed_and_name_only() -> None:
@@ -207,11 +209,27 @@ def test_masks_equal_the_hash_in_plain_integers() -> None:
 def test_dropout_scales_by_the_exact_probability_and_gates_the_gradient() -> None:
     x = torch.full((50, 40), 3.0, requires_grad=True)
     y = dropout(x, Masks(0, 0, 0), 1, 0.1)
-    y.sum().backward()
+    torch.autograd.backward(y.sum())
     assert x.grad is not None
     assert torch.equal(y.detach(), 3 * x.grad)
-    assert x.grad.unique().tolist() == pytest.approx([0.0, 256 / 230])
+    assert torch.unique(x.grad).tolist() == pytest.approx([0.0, 256 / 230])
     assert dropout(x, None, 1, 0.1) is x
+
+
+def test_every_place_of_the_model_has_a_mask_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    sites = []
+
+    def record(x: torch.Tensor, masks: Masks | None, site: int, probability: float) -> torch.Tensor:
+        sites.append(site)
+        return x
+
+    monkeypatch.setattr("muletrain.model.decoder.dropout", record)
+    monkeypatch.setattr("muletrain.model.stage.dropout", record)
+    spec = tiny(share_layers=True)
+    x = tokens(spec)
+    for stage in stages(spec, 2):
+        x = stage(x, Masks(0, 0, 0))
+    assert sites == list(range(1 + 2 * spec.layers))
 
 
 def test_dropout_is_off_outside_of_training() -> None:

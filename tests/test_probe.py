@@ -1,0 +1,90 @@
+"""What is known of a machine and a stage before it computes: precision, devices, memory, the loss scale."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from muletrain.compute import probe
+from muletrain.compute.estimate import check_fits, stage_memory, stash_bytes
+from muletrain.compute.scaling import GOOD_STEPS, LossScale
+from muletrain.config.schema import ModelConfig, OptimizerConfig, Precision
+from muletrain.errors import CapacityError, ConfigError
+from muletrain.model.dropout import Masks
+from muletrain.model.spec import ModelSpec
+from muletrain.model.stage import Stage
+
+OPTIMIZER = OptimizerConfig()
+
+
+def test_precision_is_what_was_measured_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = time.perf_counter()
+    assert probe.choose_precision(torch.device("cpu")) in (Precision.FP32, Precision.BF16)
+    assert time.perf_counter() - begin < 1.0
+    for bf16_s, expected in [(2.0, Precision.FP32), (0.95, Precision.FP32), (0.5, Precision.BF16)]:
+        seconds = {torch.float32: 1.0, torch.bfloat16: bf16_s}
+        monkeypatch.setattr(probe, "_product_seconds", lambda _, dtype, seconds=seconds: seconds[dtype])
+        assert probe.choose_precision(torch.device("cpu")) is expected
+
+
+def test_devices_and_memory() -> None:
+    assert probe.pick_device("cpu").type == "cpu"
+    with pytest.raises(ConfigError, match="no cuda:77 here"):
+        probe.pick_device("cuda:77")
+    assert 2**26 < probe.free_memory(torch.device("cpu")) < 2**50
+
+
+def test_a_stage_that_does_not_fit_is_told_with_numbers() -> None:
+    spec = ModelSpec.from_config(ModelConfig(preset="llama-7b"))
+    cut = spec.cut(4)
+    need = stage_memory(spec, cut, 1, tokens=2048, precision=Precision.BF16)
+    assert need.weights == 6 * spec.stage_params(cut, 1)
+    assert check_fits(spec, cut, 1, OPTIMIZER, need.total, tokens=2048, precision=Precision.BF16) == need
+    with pytest.raises(CapacityError, match=r"stage 1 of 4 needs .* weights .* moments .* gradients .* activations"):
+        check_fits(spec, cut, 1, OPTIMIZER, need.total - 1, tokens=2048, precision=Precision.BF16)
+    aside = OPTIMIZER.model_copy(update={"state_device": "cpu"})
+    check_fits(spec, cut, 1, aside, need.total // 2, tokens=2048, precision=Precision.BF16)
+    with pytest.raises(CapacityError, match="CPU memory"):
+        check_fits(spec, cut, 1, aside, 2**30, tokens=2048, precision=Precision.BF16)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_stash_estimate_is_near_what_autograd_keeps(stage: int) -> None:
+    spec = ModelSpec.from_config(ModelConfig(layers=6, width=128, heads=4, kv_heads=2, ffn=384, vocab=300, context=64))
+    cut = ((0, 2), (2, 4), (4, 6))
+    module = Stage(spec, stage, cut)
+    module.bind({name: torch.randn(shape) * 0.1 for name, shape in module.shapes().items()})
+    own = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    x = torch.zeros(4, 64, dtype=torch.int64) if stage == 0 else torch.randn(4, 64, 128, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        output = module(x, Masks(0, 0, 0))
+        if stage == 2:
+            output = F.cross_entropy(output.flatten(0, 1), torch.zeros(256, dtype=torch.int64))
+    assert output.requires_grad
+    assert stash_bytes(spec, cut, stage, 256, Precision.FP32) == pytest.approx(sum(kept.values()), rel=0.2)
+
+
+def test_loss_scale_is_a_function_of_the_skips() -> None:
+    scale = LossScale(fp16=True)
+    first = scale.value
+    scale.update(skipped=True)
+    assert scale.value == first / 2
+    for _ in range(GOOD_STEPS - 1):
+        scale.update(skipped=False)
+    assert scale.value == first / 2
+    scale.update(skipped=False)
+    assert scale.value == first
+    plain = LossScale(fp16=False)
+    plain.update(skipped=True)
+    assert plain.value == 1.0
