@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from muletrain.config.load import load_config
+from muletrain.data.microbatch import heldout_batches
 from muletrain.data.tokens import TokenCache
 from muletrain.events import StepApplied, StepDone
+from muletrain.model.generate import evaluate, load_model
 from muletrain.runs.assemble import RunFacts
 
 from .fleet_run import checkpoint_weights, run_fleet
@@ -58,3 +60,26 @@ def check_every_microbatch_once(events: list[object], facts: RunFacts) -> None:
         for stage in range(facts.config.fleet.stages):
             counted = sum(e.microbatches for e in applied if e.stage == stage)
             assert counted == facts.config.microbatches, f"step {step}, stage {stage}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_8_bit_activations_cost_no_quality(tmp_path: Path) -> None:
+    """The final validation loss with 8-bit activations (and fp16 averaging) lies within the spread of three uncompressed seeds."""
+    smaller = ["model.width=96", "model.heads=3", "model.context=64", "train.steps=120", "train.batch=16", "train.microbatch=4"]
+
+    def final_loss(name: str, *overrides: str) -> float:
+        facts, cache = facts_of(tmp_path, *smaller, *overrides)
+        run_fleet(facts.config, tmp_path / name)
+        model = load_model(facts.spec, checkpoint_weights(tmp_path / name))
+        batches = heldout_batches(cache.heldout, facts.spec.context, 16)
+        return evaluate(model, ((torch.from_numpy(a), torch.from_numpy(b)) for a, b in batches))
+
+    exact = [final_loss(f"seed-{seed}", f"train.seed={seed}") for seed in range(3)]
+    compressed = [
+        final_loss(f"int8-{seed}", f"train.seed={seed}", "wire.activations=int8", "wire.gradients=fp16") for seed in range(3)
+    ]
+    print(f"validation loss, uncompressed {exact}, 8-bit {compressed}")
+    spread = max(exact) - min(exact)
+    assert min(exact) - spread <= min(compressed) <= max(compressed) <= max(exact) + spread
+    assert abs(sum(compressed) - sum(exact)) / 3 <= spread

@@ -125,7 +125,7 @@ class DataConfig(Section):
 class TrainConfig(Section):
     """The step: what one optimizer update sees."""
 
-    steps: PositiveInt = Field(default=500, description="length of the run [optimizer steps]")
+    steps: PositiveInt = Field(default=240, description="length of the run [optimizer steps]")
     batch: PositiveInt = Field(default=16, description="batch of one step, over the whole fleet [sequences]")
     microbatch: PositiveInt = Field(default=4, description="unit of work of a peer, must divide batch [sequences]")
     seed: int = Field(default=0, ge=0, lt=2**32, description="seed of weights, data order and dropout [1]")
@@ -151,7 +151,7 @@ class OptimizerConfig(Section):
     eps: float = Field(default=1e-8, gt=0, description="added to the root of the second moment [1]")
     weight_decay: float = Field(default=0.1, ge=0, description="decoupled weight decay, not on norms [1]")
     clip: float | None = Field(default=1.0, gt=0, description="largest global gradient norm; 'none': no clipping [1]")
-    warmup: int = Field(default=50, ge=0, description="linear warm-up [optimizer steps]")
+    warmup: int = Field(default=30, ge=0, description="linear warm-up [optimizer steps]")
     schedule: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="decay after the warm-up")
     final_lr: Fraction = Field(default=0.0, description="learning rate at the last step, as a share of the peak [1]")
     state_device: Literal["device", "cpu"] = Field(
