@@ -83,11 +83,7 @@ class Stage(nn.Module):
 
         ``masks``: identity of the microbatch, None outside of training. ``caches``: by layer, for generation.
         """
-        weight = next(self.parameters())
-        if self.is_first:
-            x = dropout(self.model.embed_tokens(inputs), masks, 0, self.spec.dropout)
-        else:
-            x = inputs.to(weight.dtype)
+        x = self._enter(inputs, masks)
         seen = next(iter(caches.values())).seen if caches else 0
         cos, sin = rope_table(self.spec.context, self.spec.head_width, self.spec.rope_theta, x.device, x.dtype)
         rope = (cos[seen : seen + x.shape[1]], sin[seen : seen + x.shape[1]])
@@ -97,6 +93,12 @@ class Stage(nn.Module):
         if self.is_last:
             x = self.lm_head(self.model.norm(x))
         return x
+
+    def _enter(self, inputs: Tensor, masks: Masks | None) -> Tensor:
+        """[B, T, D] in the weights' dtype."""
+        if self.is_first:
+            return dropout(self.model.embed_tokens(inputs), masks, 0, self.spec.dropout)
+        return inputs.to(next(self.parameters()).dtype)
 
 
 def build_full(spec: ModelSpec, seed: int, cut: Cut | None = None) -> Stage:
