@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,10 @@ import torch
 from muletrain.config.load import load_config
 from muletrain.data.microbatch import heldout_batches
 from muletrain.data.tokens import TokenCache
-from muletrain.events import StepApplied, StepDone
+from muletrain.events import Event, PeerSuspected, StepApplied, StepDone
 from muletrain.model.generate import evaluate, load_model
 from muletrain.runs.assemble import RunFacts
+from muletrain.runs.fleet import LocalFleet
 
 from .fleet_run import checkpoint_weights, run_fleet
 from .reference import train_plainly
@@ -52,7 +55,7 @@ def test_fleet_equals_single_process(tmp_path: Path, optimizer: str) -> None:
     assert relative_difference(*runs) <= 1e-5
 
 
-def check_every_microbatch_once(events: list[object], facts: RunFacts) -> None:
+def check_every_microbatch_once(events: list[Event], facts: RunFacts) -> None:
     """As the peers counted: M microbatches per step and stage, and one lineage."""
     for step in range(1, facts.config.train.steps + 1):
         applied = [e for e in events if isinstance(e, StepApplied) and e.step == step]
@@ -62,11 +65,37 @@ def check_every_microbatch_once(events: list[object], facts: RunFacts) -> None:
             assert counted == facts.config.microbatches, f"step {step}, stage {stage}"
 
 
+@pytest.mark.parametrize("victim", ["peer-1", "peer-2", "peer-3"])
+def test_a_killed_peer_costs_no_number(tmp_path: Path, victim: str) -> None:
+    """SIGKILL of one replica in the middle (whatever its stage, trainer or not): the same weights as if nothing had happened."""
+    facts, cache = facts_of(tmp_path)
+    torch.set_num_threads(1)
+    expected, _ = train_plainly(facts, facts.source(cache))
+    killed = []
+
+    def watch(fleet: LocalFleet, event: Event) -> None:
+        if isinstance(event, StepDone) and event.step == 7 and not killed:
+            os.killpg(fleet.pid(victim), signal.SIGKILL)
+            killed.append(victim)
+
+    events = run_fleet(facts.config, tmp_path / "run", watch=watch, lost=frozenset({victim}))
+    assert killed
+    assert any(isinstance(e, PeerSuspected) for e in events)
+    assert relative_difference(checkpoint_weights(tmp_path / "run"), expected) <= 1e-5
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_8_bit_activations_cost_no_quality(tmp_path: Path) -> None:
     """The final validation loss with 8-bit activations (and fp16 averaging) lies within the spread of three uncompressed seeds."""
-    smaller = ["model.width=96", "model.heads=3", "model.context=64", "train.steps=120", "train.batch=16", "train.microbatch=4"]
+    smaller = [
+        "model.width=96",
+        "model.heads=3",
+        "model.context=64",
+        "train.steps=120",
+        "train.batch=16",
+        "train.microbatch=4",
+    ]
 
     def final_loss(name: str, *overrides: str) -> float:
         facts, cache = facts_of(tmp_path, *smaller, *overrides)
@@ -77,7 +106,8 @@ def test_8_bit_activations_cost_no_quality(tmp_path: Path) -> None:
 
     exact = [final_loss(f"seed-{seed}", f"train.seed={seed}") for seed in range(3)]
     compressed = [
-        final_loss(f"int8-{seed}", f"train.seed={seed}", "wire.activations=int8", "wire.gradients=fp16") for seed in range(3)
+        final_loss(f"int8-{seed}", f"train.seed={seed}", "wire.activations=int8", "wire.gradients=fp16")
+        for seed in range(3)
     ]
     print(f"validation loss, uncompressed {exact}, 8-bit {compressed}")
     spread = max(exact) - min(exact)

@@ -138,12 +138,14 @@ class TrainerDone(Message):
 
 
 class Gap(Message):
-    """A stage found these microbatches in none of its accumulators: trainers inject them again, for that stage alone."""
+    """A stage found these microbatches in none of its accumulators: trainers inject them again, for that stage alone.
+    Every replica says so; ``attempt`` tells a repetition from a second loss."""
 
     KIND: ClassVar[str] = "gap"
     lineage: Digest
     step: Natural
     stage: Natural
+    attempt: Natural
     indices: Indices
 
 

@@ -78,8 +78,10 @@ class Peer:
         onwards = Router(ctx, stage + 1) if stage + 1 < plan.stages else None
         self._pipeline = Pipeline(ctx, lambda: self.stepper.ledger, onwards)
         genesis = ctx.roster.genesis
-        self.stepper = Stepper(ctx, genesis.first_step, genesis.lineage, self._pipeline.running)
-        self._trainer = Trainer(ctx, source, _window(ctx)) if source is not None and ctx.roster.own.trainer else None
+        self.stepper = Stepper(ctx, genesis.first_step, genesis.lineage, self._pipeline.running, self._adopt)
+        self._trainer = None
+        if source is not None and ctx.roster.own.trainer:
+            self._trainer = Trainer(ctx, source, _window(ctx), lambda: self.stepper.ledger.held)
         self._early: list[tuple[PeerId, Frame]] = []
         self._finished = asyncio.Event()
         self._over = False
@@ -136,6 +138,10 @@ class Peer:
         if self._trainer is None:
             return None
         return self._ctx.spawn(self._trainer.run_step(step, lineage), f"trainer step {step}")
+
+    def _adopt(self, missing: frozenset[int]) -> None:
+        if self._trainer is not None:
+            self._ctx.spawn(self._trainer.adopt(missing), "adopt")
 
     def _report(self, record: StepRecord) -> None:
         ctx = self._ctx

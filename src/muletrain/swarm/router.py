@@ -65,15 +65,9 @@ class Router:
             self._wiring.add(peer)
 
     def on_reply(self, sender: PeerId, reply: Backward | Done | Busy | Lost, tensors: list[Encoded]) -> None:
-        """Match an answer with its request; late answers to requests we gave up are dropped."""
+        """Match an answer with its request; late answers to requests that were given up, or sent elsewhere since, are dropped."""
         pending = self._pending.get(reply.key)
-        if pending is None:
-            return
-        if pending.peer != sender:
-            raise ProtocolError(
-                f"{reply.KIND} for microbatch {reply.step}/{reply.index} from a peer it was not sent to"
-            )
-        if not pending.reply.done():
+        if pending is not None and pending.peer == sender and not pending.reply.done():
             pending.reply.set_result((reply, tensors))
 
     async def request(self, request: Request, accumulate: tuple[int, ...], tensors: list[Encoded]) -> Answer:

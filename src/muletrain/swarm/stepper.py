@@ -37,9 +37,18 @@ MAX_SILENCE = 8
 class Stepper:
     """Takes the run from one lineage to the next."""
 
-    def __init__(self, ctx: Context, step: int, lineage: bytes, running: Callable[[], list[int]]) -> None:
+    def __init__(
+        self,
+        ctx: Context,
+        step: int,
+        lineage: bytes,
+        running: Callable[[], list[int]],
+        orphaned: Callable[[frozenset[int]], None],
+    ) -> None:
+        """``running``: microbatches this peer works on. ``orphaned`` is told what is not through after a missed deadline."""
         self._ctx = ctx
         self._running = running
+        self._orphaned = orphaned
         self.averager = Averager(ctx, self._publish)
         self._step_deadline = Deadline()
         self._seal_deadline = Deadline(floor_s=5.0)
@@ -57,7 +66,6 @@ class Stepper:
         self._seals: dict[PeerId, Seal] = {}
         self._builder = RecordBuilder(step, lineage, self._ctx.plan.stages)
         self._changed = asyncio.Event()
-        self._gap: frozenset[int] = frozenset()
 
     # What arrives ---------------------------------------------------------------------------------------------------
 
@@ -145,7 +153,7 @@ class Stepper:
         sealed = await self._announce(attempt)
         cover = resolve(sealed, self._ctx.plan.microbatches)
         if cover.gaps or cover.dropped:
-            await self._refill(cover)
+            await self._refill(cover, attempt)
             return None
         ident = round_id(self.lineage, stage, self.step, attempt, sealed, cover.chosen)
         return Round(
@@ -182,7 +190,7 @@ class Stepper:
                 )
         return {me: held, **{m: frozenset(s.indices) for m, s in seals.items()}}
 
-    async def _refill(self, cover: Cover) -> None:
+    async def _refill(self, cover: Cover, attempt: int) -> None:
         """Microbatches are in no accumulator, or twice: keep the chosen sets, run the gaps again for this stage alone."""
         ctx = self._ctx
         keep = ctx.net.peer_id in cover.chosen
@@ -192,21 +200,26 @@ class Stepper:
         gaps = frozenset(cover.gaps)
         message = f"step {self.step}: stage {ctx.roster.own.stage} runs {len(gaps)} microbatches again"
         ctx.emit(Note(level="warning", message=message))
-        gap = Gap(lineage=self.lineage, step=self.step, stage=ctx.roster.own.stage, indices=tuple(sorted(gaps)))
+        gap = Gap(
+            lineage=self.lineage,
+            step=self.step,
+            stage=ctx.roster.own.stage,
+            attempt=attempt,
+            indices=tuple(sorted(gaps)),
+        )
         trainers = ctx.roster.trainers()
         await ctx.tell(trainers, gap)
-        self._gap = gaps
 
         async def refilled() -> None:
             """Gaps are filled when no live replica misses them; its own ledger is each one's truth."""
-            for attempt in itertools.count():
+            for pause in itertools.count():
                 union = set(self.ledger.held)
                 for peer in ctx.roster.stage(ctx.roster.own.stage):
                     if peer != ctx.net.peer_id and (held := await ctx.probe(peer, self.lineage, self.step)) is not None:
                         union |= set(held.held)
                 if gaps <= union:
                     return
-                await ctx.clock.sleep(min(2.0, 0.05 * 2**attempt))
+                await ctx.clock.sleep(min(2.0, 0.05 * 2**pause))
 
         limit = self._step_deadline.seconds(MAX_SILENCE // 2)
         await ctx.clock.deadline(refilled(), limit, f"step {self.step}: missing microbatches to be run again")
@@ -268,11 +281,12 @@ class Stepper:
         return None
 
     async def _ask_progress(self) -> None:
-        """Nothing moved for long: find out who is there. Trainers look after their own microbatches."""
+        """Nothing moved for long: find out who is there. A dead trainer's microbatches fall to the others."""
         for peer in self._ctx.roster.others():
             await self._ctx.probe(peer, self.lineage, self.step)
         if not self._ctx.roster.trainers():
             raise MuletrainError(f"step {self.step}: no trainer is left in this run")
+        self._orphaned(frozenset(range(self._ctx.plan.microbatches)) - self.losses.keys())
 
     async def _ask_replicas(self) -> None:
         for peer in self._ctx.roster.stage(self._ctx.roster.own.stage):

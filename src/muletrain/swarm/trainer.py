@@ -15,6 +15,8 @@ from muletrain.swarm.router import Router, StageLost
 from muletrain.wire.codec import encode_ids
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     import numpy as np
     import numpy.typing as npt
 
@@ -35,38 +37,56 @@ class Source(Protocol):
 class Trainer:
     """Injects the microbatches it claims, within a window."""
 
-    def __init__(self, ctx: Context, source: Source, window: int) -> None:
+    def __init__(self, ctx: Context, source: Source, window: int, own_held: Callable[[], frozenset[int]]) -> None:
+        """``own_held``: what this peer's own accumulator holds."""
         self._ctx = ctx
+        self._own_held = own_held
         self._source = source
         self._window = asyncio.Semaphore(window)
         self.router = Router(ctx, stage=0)
         self._attempts: dict[tuple[int, int], itertools.count[int]] = {}
         self._lineage = b""
         self._step = -1
+        self._claimed: set[int] = set()
+        self._gaps: set[tuple[int, int, int]] = set()
 
     async def run_step(self, step: int, lineage: bytes) -> None:
         """All microbatches of ``step`` that are ours; then tell everyone."""
-        ctx, me = self._ctx, self._ctx.net.peer_id
         self._step, self._lineage = step, lineage
-        self._attempts = {}
+        self._attempts.clear()
+        self._claimed, self._gaps = set(), set()
         self.router.refresh()
-        trainers = ctx.roster.trainers()
-        mine = [i for i in range(ctx.plan.microbatches) if claimant(step, i, trainers) == me]
-        everywhere = tuple(range(ctx.plan.stages))
-        losses = await asyncio.gather(*(self._through(i, everywhere) for i in mine))
-        if mine:
-            done = TrainerDone(lineage=lineage, step=step, indices=tuple(mine), losses=tuple(losses))
-            await ctx.tell((*ctx.roster.others(), me), done)
+        await self._run(range(self._ctx.plan.microbatches), tuple(range(self._ctx.plan.stages)), retry=False)
+
+    async def adopt(self, missing: frozenset[int]) -> None:
+        """Of the microbatches that are not through, those that fell to us when their trainer died."""
+        await self._run(missing, tuple(range(self._ctx.plan.stages)), retry=True)
 
     async def on_gap(self, gap: Gap) -> None:
         """A stage misses microbatches: the trainer they fall to runs them again for that stage alone."""
-        trainers = self._ctx.roster.trainers()
-        mine = [i for i in gap.indices if claimant(gap.step, i, trainers) == self._ctx.net.peer_id]
+        news = {(gap.stage, gap.attempt, i) for i in gap.indices} - self._gaps
+        self._gaps |= news
+        mine = [i for _, _, i in sorted(news) if self._is_mine(i)]
         await asyncio.gather(*(self._through(i, (gap.stage,)) for i in mine))
 
-    async def _through(self, index: int, accumulate: tuple[int, ...]) -> float:
-        """One microbatch, tried until it is through. Returns its loss [nats/token]."""
+    async def _run(self, indices: Iterable[int], stages: tuple[int, ...], *, retry: bool) -> None:
+        """Claim ours among ``indices``, see them through, and tell everyone."""
+        mine = [i for i in indices if i not in self._claimed and self._is_mine(i)]
+        self._claimed.update(mine)
+        losses = await asyncio.gather(*(self._through(i, stages, retry=retry) for i in mine))
+        if mine:
+            ctx = self._ctx
+            done = TrainerDone(lineage=self._lineage, step=self._step, indices=tuple(mine), losses=tuple(losses))
+            await ctx.tell((*ctx.roster.others(), ctx.net.peer_id), done)
+
+    def _is_mine(self, index: int) -> bool:
+        return claimant(self._step, index, self._ctx.roster.trainers()) == self._ctx.net.peer_id
+
+    async def _through(self, index: int, accumulate: tuple[int, ...], *, retry: bool = False) -> float:
+        """One microbatch, tried until it is through. Returns its loss [nats/token]. ``retry``: someone may have it already."""
         async with self._window:
+            if retry:
+                accumulate = await self._still_missing(index, accumulate)
             inputs, targets = self._source.microbatch(self._step, index)
             tensors = [encode_ids(torch.from_numpy(inputs)), encode_ids(torch.from_numpy(targets))]
             attempts = self._attempts.setdefault((self._step, index), itertools.count())
@@ -88,10 +108,15 @@ class Trainer:
         raise MuletrainError(f"step {self._step}: microbatch {index} could not be finished in {MAX_TRIES} tries")
 
     async def _still_missing(self, index: int, stages: tuple[int, ...]) -> tuple[int, ...]:
-        """Before a retry ask who holds the microbatch already: those stages recompute without accumulating."""
-        have = set()
-        for peer in self._ctx.roster.others():
-            held = await self._ctx.probe(peer, self._lineage, self._step)
-            if held is not None and held.current and index in held.held:
-                have.add(held.stage)
+        """Before a retry ask who holds the microbatch already: those stages recompute without accumulating. While someone
+        still works on it, wait: what it is about to accumulate must not be accumulated twice."""
+        for pause in range(MAX_TRIES):
+            answers = [await self._ctx.probe(p, self._lineage, self._step) for p in self._ctx.roster.others()]
+            current = [held for held in answers if held is not None and held.current]
+            if not any(index in held.running for held in current):
+                break
+            await self._ctx.clock.sleep(min(2.0, 0.05 * 2.0**pause))
+        have = {held.stage for held in current if index in held.held}
+        if index in self._own_held():
+            have.add(self._ctx.roster.own.stage)
         return tuple(s for s in stages if s not in have)
