@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import AdmissionError, MuletrainError, NetworkError, PeerUnreachable, ProtocolError, Refused
 from muletrain.network.base import CallHandler, Channel, Frame, FrameHandler, PeerId, RefusalHandler
-from muletrain.wire.frame import MAX_PAYLOAD, pack, size
+from muletrain.network.delivery import Counters, Delivery
+from muletrain.wire.frame import MAX_PAYLOAD, pack, reread, size
 
 try:
-    from hivemind.dht import DHTNode
     from hivemind.p2p import PeerID
-    from hivemind.utils import get_dht_time
     from hivemind.utils.multiaddr import Multiaddr
 
-    from muletrain.network.gate import Gate, GatedP2P, raw_call
+    from muletrain.network.directory import Directory
+    from muletrain.network.gate import Gate
+    from muletrain.network.gated import GatedP2P, reaching
     from muletrain.network.identity import write_identity
-    from muletrain.network.streams import FRAMES, Outgoing, receive_stream
+    from muletrain.network.streams import FRAMES, Incoming, Outgoing
 except ImportError as e:  # pragma: no cover - platforms without hivemind's wheels
     raise MuletrainError(
         f"the network engine (hivemind) cannot be loaded here: {e}. It runs on Linux and macOS (arm64); on Windows use WSL2"
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 
 MAX_CALL = 1 << 20
 CALL = "muletrain/call"
-SEPARATOR = b"\0"
-OK, FAILED = b"\0", b"\1"
+OK, FAILED, STRANGER = b"\0", b"\1", b"\2"
+MAX_SOCKET_PATH = 107
 SELF_QUEUE = 1024
 """Frames to ourselves waiting for the handler."""
 
@@ -39,18 +40,17 @@ SELF_QUEUE = 1024
 class Libp2pNetwork:
     """``Network`` over libp2p. Create with ``create``."""
 
-    def __init__(self, p2p: GatedP2P, max_frame_bytes: int) -> None:
+    def __init__(self, p2p: GatedP2P, max_frame_bytes: int, on_refusal: RefusalHandler | None) -> None:
         self._p2p = p2p
-        self._max_frame = max_frame_bytes
         self.peer_id: PeerId = p2p.peer_id.to_base58()
-        self._dht: DHTNode | None = None
+        self.counters = Counters()
+        self._delivery = Delivery(on_refusal)
+        self._incoming = Incoming(max_frame_bytes)
         self._outgoing: dict[tuple[PeerId, Channel], Outgoing] = {}
         self._own: dict[Channel, asyncio.Queue[Frame]] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._handlers: dict[str, CallHandler] = {}
-        self._receive: FrameHandler | None = None
-        self._ready = asyncio.Event()
-        self._refusal: RefusalHandler = lambda remote, reason: None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._directory: Directory | None = None
         self._maddrs: list[str] = []
         self._closed = False
 
@@ -62,48 +62,33 @@ class Libp2pNetwork:
     ) -> Libp2pNetwork:  # fmt: skip
         """Start the daemon, be admitted by an initial peer, join the directory.
 
-        ``folder``: short path for the key and the daemon's sockets. Raises AdmissionError, PeerUnreachable, or NetworkError when the
-        daemon does not start.
+        ``folder``: short path for the key ('identity', made if missing) and the daemon's sockets. ``protocol``: version that both
+        sides must have. Raises AdmissionError, PeerUnreachable, or NetworkError when the daemon does not start.
         """
         logging.getLogger("hivemind").setLevel(logging.ERROR)
-        identity = folder / "identity"
-        if not identity.exists():
-            write_identity(identity)
-        local = listen.startswith("127.")
-        prefixed: Any = type("LocalP2P", (GatedP2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
+        p2p = await _start_daemon(folder, listen, port, announce)
+        self = cls(p2p, max_frame_bytes, on_refusal)
         try:
-            p2p = await prefixed.create(
-                initial_peers=list(initial_peers) or None, host_maddrs=[f"/ip4/{listen}/tcp/{port}"],
-                announce_maddrs=list(announce) or None, identity_path=str(identity), check_if_identity_free=False,
-                nat_port_map=not local, auto_nat=not local, idle_timeout=60,
-            )  # fmt: skip
-        except Exception as e:  # the daemon's errors have no common base
-            raise NetworkError(f"the network daemon did not start on {listen}:{port}: {e}") from e
-        self = cls(p2p, max_frame_bytes)
-        if on_refusal is not None:
-            self._refusal = on_refusal
-        try:
-            await self._start(run_id, secret, protocol, initial_peers)
+            await self._start(Gate(self.peer_id, run_id, secret, protocol, self._refused), initial_peers)
         except BaseException:
             await self.close()
             raise
         return self
 
-    async def _start(self, run_id: str, secret: bytes, protocol: str, initial_peers: tuple[str, ...]) -> None:
-        await self._p2p.open_gate(Gate(run_id, secret, protocol, lambda remote, why: self._refusal(remote, why)))
-        await self._p2p._client.add_unary_handler(CALL, self._answer)
+    async def _start(self, gate: Gate, initial_peers: tuple[str, ...]) -> None:
+        await self._p2p.open_gate(gate)
+        await self._p2p._client.add_unary_handler(CALL, self._on_call)
         await self._p2p.add_binary_stream_handler(FRAMES, self._on_stream)
         reached = await self._enter(initial_peers) if initial_peers else []
-        self._dht = await DHTNode.create(p2p=self._p2p, initial_peers=reached or None, ensure_bootstrap_success=False)
-        self._maddrs = [str(a) for a in await self._p2p.get_visible_maddrs()]
+        self._directory = await Directory.join(self._p2p, reached)
+        self._maddrs = [str(a) for a in await self._p2p.get_visible_maddrs(latest=True)]
 
     async def _enter(self, addresses: tuple[str, ...]) -> list[str]:
         """Be admitted by at least one of ``addresses``; the ones that did."""
         reached, problems = [], []
         for address in addresses:
             try:
-                await self.connect([address], timeout_s=15.0)
-                reached.append(address)
+                reached.append("/p2p/" + await self.connect([address], timeout_s=15.0))
             except NetworkError as e:
                 problems.append(f"{address}: {e}")
         if not reached:
@@ -118,34 +103,56 @@ class Libp2pNetwork:
     def serve(self, method: str, handler: CallHandler) -> None:
         self._handlers[method] = handler
 
-    async def _answer(self, request: bytes, remote: Any) -> bytes:
-        """All methods share one libp2p handler, so that serving one is immediate."""
-        sender = remote.to_base58()
-        name, _, payload = request.partition(SEPARATOR)
-        method = name.decode(errors="replace")
-        try:
-            self._p2p.gate.check(sender, f"call {method[:40]}")
-            if method not in self._handlers:
-                raise Refused(f"{method[:40]}: this peer does not answer that now")
-            return OK + await self._handlers[method](sender, payload)
-        except ProtocolError as e:
-            self._refusal(sender, str(e))
-            return FAILED + str(e).encode()
-        except MuletrainError as e:
-            return FAILED + str(e).encode()
-
     async def call(self, peer: PeerId, method: str, payload: bytes, *, timeout_s: float) -> bytes:
         if len(payload) > MAX_CALL:
             raise ProtocolError(f"{method}: {len(payload)} bytes; a call carries at most {MAX_CALL}")
-        target = PeerID.from_base58(peer)
+        self._p2p.check_daemon()
         try:
-            await self._p2p.admit(target)
+            answer = await reaching(self._ask(peer, method, payload), timeout_s, f"{method} to {peer[-6:]}")
         except AdmissionError as e:
             raise Refused(str(e)) from e
-        answer = await raw_call(self._p2p, target, CALL, method.encode() + SEPARATOR + payload, timeout_s)
         if answer[:1] != OK:
             raise Refused(answer[1:].decode(errors="replace") or "refused without a reason")
         return answer[1:]
+
+    async def _ask(self, peer: PeerId, method: str, payload: bytes) -> bytes:
+        if peer == self.peer_id:
+            return await self._answer(peer, method, payload)
+        target, name = PeerID.from_base58(peer), method.encode()
+        request = bytes([len(name)]) + name + payload
+        await self._p2p.enter(target)
+        answer = await self._p2p.exchange(target, CALL, request)
+        if answer[:1] == STRANGER:  # it was restarted and does not know us any more
+            self._p2p.gate.forget_entry(peer)
+            await self._p2p.enter(target)
+            answer = await self._p2p.exchange(target, CALL, request)
+        return answer
+
+    async def _on_call(self, request: bytes, remote: PeerID) -> bytes:
+        sender = remote.to_base58()
+        if not self._p2p.gate.check(sender, "call"):
+            return STRANGER + b"not admitted to this run"
+        end = 1 + request[0] if request else 0
+        if not 1 < end <= len(request) or len(request) - end > MAX_CALL:
+            self._refused(sender, "malformed call")
+            return FAILED + b"malformed call"
+        return await self._answer(sender, request[1:end].decode(errors="replace"), request[end:])
+
+    async def _answer(self, sender: PeerId, method: str, payload: bytes) -> bytes:
+        handler = self._handlers.get(method)
+        if handler is None:
+            return FAILED + f"'{method}' is not served here (not yet, or not any more)".encode()
+        try:
+            answer = OK + await handler(sender, payload)
+        except MuletrainError as e:
+            if isinstance(e, ProtocolError):
+                self._refused(sender, f"{method}: {e}")
+            return FAILED + str(e).encode()
+        except Exception as e:  # a bug of ours: loud here, an answer there
+            context = {"message": f"answering '{method}' failed", "exception": e}
+            asyncio.get_running_loop().call_exception_handler(context)
+            return FAILED + f"{method}: internal error, {type(e).__name__}: {e}".encode()
+        return answer if len(answer) <= MAX_CALL + 1 else FAILED + f"{method}: the answer is too large".encode()
 
     # Frames ---------------------------------------------------------------------------------------------------------
 
@@ -153,104 +160,130 @@ class Libp2pNetwork:
         self, peer: PeerId, frame: Frame, *, channel: Channel = Channel.PIPE, timeout_s: float = 60.0
     ) -> int:
         if peer == self.peer_id:
-            await self._own_queue(channel).put(frame)
+            await reaching(self._own_queue(channel).put(reread(frame)), timeout_s, f"{frame.kind} to ourselves")
             return 0
-        outgoing = self._outgoing.setdefault((peer, channel), Outgoing(self._p2p, peer, channel))
         buffers = pack(frame)
+        outgoing = self._outgoing.get((peer, channel))
+        if outgoing is None:
+            outgoing = self._outgoing[peer, channel] = Outgoing(self._p2p, peer, channel)
         try:
             await outgoing.send(buffers, timeout_s)
         except AdmissionError as e:
             raise Refused(str(e)) from e
+        self.counters.sent[peer, frame.kind] += size(buffers)
         return size(buffers)
 
     def receive(self, handler: FrameHandler) -> None:
-        self._receive = handler
-        self._ready.set()
+        self._delivery.receive(handler)
 
     def on_refusal(self, handler: RefusalHandler) -> None:
-        self._refusal = handler
+        self._delivery.refused = handler
+
+    def _refused(self, remote: str, reason: str) -> None:
+        self._delivery.refused(remote, reason)
 
     async def _on_stream(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Until the stream ends or brings something wrong; a correct peer opens another."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._keep(task)
         sender = info.peer_id.to_base58()
-
-        async def handle(frame: Frame) -> None:
-            await self._deliver(sender, frame)
-
         try:
-            await receive_stream(reader, self._max_frame, handle)
+            async with aclosing(self._incoming.frames(sender, reader, writer)) as frames:
+                async for frame in frames:
+                    self.counters.received[sender, frame.kind] += sum(t.nbytes for t in frame.tensors)
+                    if not await self._delivery.deliver(sender, frame):
+                        return
         except ProtocolError as e:
-            self._refusal(sender, str(e))  # and the stream is closed; a correct peer opens another
-
-    async def _deliver(self, sender: PeerId, frame: Frame) -> None:
-        await self._ready.wait()
-        assert self._receive is not None
-        await self._receive(sender, frame)
+            self._refused(sender, str(e))
+        except asyncio.CancelledError:
+            if not self._closed:
+                raise
+            # asyncio's stream server complains about a cancelled callback
 
     def _own_queue(self, channel: Channel) -> asyncio.Queue[Frame]:
         if channel not in self._own:
             self._own[channel] = asyncio.Queue(SELF_QUEUE)
-            self._spawn(self._drain_own(self._own[channel]))
+            self._keep(asyncio.create_task(self._drain_own(self._own[channel])))
         return self._own[channel]
 
     async def _drain_own(self, queue: asyncio.Queue[Frame]) -> None:
         while True:
-            frame = await queue.get()
-            try:
-                await self._deliver(self.peer_id, frame)
-            except ProtocolError as e:
-                self._refusal(self.peer_id, str(e))
+            await self._delivery.deliver(self.peer_id, await queue.get())
 
-    # Directory ------------------------------------------------------------------------------------------------------
+    # Directory and addresses ----------------------------------------------------------------------------------------
 
     async def announce(self, key: str, value: bytes, ttl_s: float) -> None:
-        assert self._dht is not None
-        await self._dht.store(key, value, get_dht_time() + ttl_s, subkey=self.peer_id)
+        assert self._directory is not None
+        await self._directory.announce(key, value, ttl_s)
 
     async def lookup(self, key: str) -> dict[PeerId, bytes]:
-        assert self._dht is not None
-        found = await self._dht.get(key, latest=True)
-        entries = found.value if found is not None and isinstance(found.value, dict) else {}
-        return {
-            peer: entry.value
-            for peer, entry in entries.items()
-            if isinstance(peer, str) and isinstance(entry.value, bytes)
-        }
-
-    # Addresses ------------------------------------------------------------------------------------------------------
+        assert self._directory is not None
+        return await self._directory.lookup(key)
 
     def addresses(self) -> list[str]:
         return self._maddrs
 
     async def connect(self, addresses: list[str], *, timeout_s: float) -> PeerId:
         try:
-            maddrs = [Multiaddr(a) for a in addresses]
-            target = PeerID.from_base58(maddrs[0]["p2p"])
+            peer = addresses[0].rsplit("/p2p/", 1)[1]
+            target = PeerID.from_base58(peer)
+            transports = [Multiaddr(a.rsplit("/p2p/", 1)[0]) for a in addresses]
         except Exception as e:  # multiaddr's parser raises many types
-            raise PeerUnreachable(f"{addresses[:1]}: not the address of a peer") from e
-        transports = [Multiaddr(str(m).rsplit("/p2p/", 1)[0]) for m in maddrs]
-        try:
-            await asyncio.wait_for(self._p2p._client.connect(target, transports), timeout_s)
-        except Exception as e:  # the daemon's errors have no common base
-            raise PeerUnreachable(f"cannot dial: {str(e) or f'no answer within {timeout_s:.0f} s'}") from e
-        await self._p2p.admit(target)
-        return str(target.to_base58())
+            raise PeerUnreachable(f"{addresses[:1]}: not the address of a peer (it should end in /p2p/ID)") from e
+        self._p2p.check_daemon()
+        await reaching(self._dial(target, transports), timeout_s, f"dialling {addresses[0]}")
+        return peer
+
+    async def _dial(self, target: PeerID, transports: list[Multiaddr]) -> None:
+        await self._p2p._client.connect(target, transports)
+        await self._p2p.enter(target)
+
+    # The end --------------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
         if self._closed:
             return
         self._closed = True
         for outgoing in self._outgoing.values():
-            await outgoing.close()
+            outgoing.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._dht is not None:
-            with suppress(Exception):  # hivemind's node may be half way through a refresh
-                await asyncio.wait_for(self._dht.shutdown(), 5.0)
-        with suppress(Exception):
-            await asyncio.wait_for(self._p2p.shutdown(), 10.0)
+        if self._directory is not None:
+            await self._directory.close()
+        await _end_daemon(self._p2p)
 
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
+    def _keep(self, task: asyncio.Task[Any]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def _start_daemon(folder: Path, listen: str, port: int, announce: tuple[str, ...]) -> GatedP2P:
+    if len(f"{folder}/p2pclient-12345678901.sock") > MAX_SOCKET_PATH:
+        raise NetworkError(f"{folder}: too long for unix sockets; use a folder with a shorter path")
+    identity = folder / "identity"
+    if not identity.exists():
+        write_identity(identity)
+    local = listen.startswith("127.")
+    prefixed: Any = type("LocalP2P", (GatedP2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
+    try:
+        p2p: GatedP2P = await prefixed.create(
+            host_maddrs=[f"/{'ip6' if ':' in listen else 'ip4'}/{listen}/tcp/{port}"],
+            announce_maddrs=list(announce) or None, identity_path=str(identity), check_if_identity_free=False,
+            nat_port_map=not local, auto_nat=not local, idle_timeout=60,
+        )  # fmt: skip
+    except Exception as e:  # the daemon's errors have no common base
+        raise NetworkError(
+            f"the network daemon did not start on {listen}:{port}: {' '.join(str(e).split())[:500]}"
+        ) from e
+    return p2p
+
+
+async def _end_daemon(p2p: GatedP2P) -> None:
+    with suppress(Exception):
+        await asyncio.wait_for(p2p.shutdown(), 5.0)
+        return
+    with suppress(Exception):  # it does not end when asked
+        p2p._child.kill()
+        await p2p._child.wait()

@@ -1,0 +1,50 @@
+"""Handing frames to whoever receives them, and reporting what was wrong: common to all networks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from muletrain.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from muletrain.network.base import Frame, FrameHandler, PeerId, RefusalHandler
+
+
+@dataclass
+class Counters:
+    """Bytes by (peer, frame kind), counted where they pass: whole frames sent, tensors received."""
+
+    sent: Counter[tuple[PeerId, str]] = field(default_factory=Counter)
+    received: Counter[tuple[PeerId, str]] = field(default_factory=Counter)
+
+
+class Delivery:
+    """One handler for all frames; until there is one, frames wait (and hold their stream back)."""
+
+    def __init__(self, refusal: RefusalHandler | None = None) -> None:
+        self.refused: RefusalHandler = refusal or (lambda remote, reason: None)
+        self._handler: FrameHandler | None = None
+        self._ready = asyncio.Event()
+
+    def receive(self, handler: FrameHandler) -> None:
+        self._handler = handler
+        self._ready.set()
+
+    async def deliver(self, sender: PeerId, frame: Frame) -> bool:
+        """False when it was refused or the handler failed: the stream it came on should be closed."""
+        await self._ready.wait()
+        assert self._handler is not None
+        try:
+            await self._handler(sender, frame)
+        except ProtocolError as e:
+            self.refused(sender, f"{frame.kind[:40]}: {e}")
+            return False
+        except Exception as e:  # a bug of ours: loud, but one stream only
+            context = {"message": f"handling a '{frame.kind[:40]}' frame failed", "exception": e}
+            asyncio.get_running_loop().call_exception_handler(context)
+            self.refused(sender, f"{frame.kind[:40]}: internal error, {type(e).__name__}: {e}")
+            return False
+        return True

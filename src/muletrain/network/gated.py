@@ -1,0 +1,126 @@
+"""hivemind's ``P2P`` behind the gate: nothing comes in from, and nothing goes out to, a peer that was not admitted."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, TypeVar
+from uuid import uuid4
+
+from hivemind.p2p import P2P, PeerID
+from hivemind.proto import p2pd_pb2
+
+from muletrain.errors import DeadlineExceeded, MuletrainError, PeerUnreachable
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
+    from muletrain.network.gate import Gate
+
+T = TypeVar("T")
+ADMIT = "muletrain/admit"
+ADMIT_TIMEOUT_S = 20.0
+_MAX_REASON = 300
+
+
+class GatedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
+    """Calls, streams and the DHT's own RPCs pass through the methods that are overridden here."""
+
+    gate: Gate
+
+    async def open_gate(self, gate: Gate) -> None:
+        """Must be called before anything else is served."""
+        self.gate = gate
+
+        async def admit(payload: bytes, remote: PeerID) -> bytes:
+            return gate.answer(remote.to_base58(), payload)
+
+        await self._client.add_unary_handler(ADMIT, admit)
+
+    async def enter(self, peer: PeerID) -> None:
+        """The handshake with ``peer``, unless it is done already. Raises AdmissionError, and what ``exchange`` raises."""
+
+        async def call(payload: bytes) -> bytes:
+            async with asyncio.timeout(ADMIT_TIMEOUT_S):
+                return await self.exchange(peer, ADMIT, payload)
+
+        name = peer.to_base58()
+        if not self.gate.entered(name):
+            await self.gate.enter(name, call)
+
+    async def exchange(self, peer: PeerID, name: str, payload: bytes) -> bytes:
+        """One unary call, admitted or not. hivemind's own version loses every later answer of the process when an answer
+        arrives in the very turn of the loop in which its call is cancelled."""
+        control, call_id = self._client.control, uuid4()
+        call = p2pd_pb2.CallUnaryRequest(peer=peer.to_bytes(), proto=name, data=payload)
+        answer = control._pending_calls[call_id] = _Answer()
+        try:
+            await control._pending_messages.put(
+                p2pd_pb2.PersistentConnectionRequest(callId=call_id.bytes, callUnary=call)
+            )
+            return await answer
+        except asyncio.CancelledError:
+            await control._cancel_unary_call(call_id)
+            raise
+        finally:
+            control._pending_calls.pop(call_id, None)
+
+    async def _call_unary_protobuf_handler(
+        self, peer_id: PeerID, handle_name: str, input: Any, output_type: Any
+    ) -> Any:
+        await self.enter(peer_id)
+        return output_type.FromString(await self.exchange(peer_id, handle_name, input.SerializeToString()))
+
+    async def call_binary_stream_handler(self, peer_id: PeerID, handler_name: str) -> Any:
+        await self.enter(peer_id)
+        return await super().call_binary_stream_handler(peer_id, handler_name)
+
+    async def _add_protobuf_unary_handler(self, handle_name: str, handler: Any, *args: Any, **kwargs: Any) -> None:
+        async def gated(request: Any, context: Any) -> Any:
+            if not self.gate.check(context.remote_id.to_base58(), handle_name):
+                raise PermissionError("not admitted to this run")
+            return await handler(request, context)
+
+        await super()._add_protobuf_unary_handler(handle_name, gated, *args, **kwargs)
+
+    async def add_binary_stream_handler(self, name: str, handler: Any, balanced: bool = False) -> None:
+        async def gated(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                if self.gate.check(info.peer_id.to_base58(), f"stream {name}"):
+                    await handler(info, reader, writer)
+            finally:
+                writer.close()
+
+        await super().add_binary_stream_handler(name, gated, balanced=balanced)
+
+    def check_daemon(self) -> None:
+        """Raises MuletrainError when the daemon has ended: nobody can be reached any more."""
+        if self._child is not None and self._child.returncode is not None:
+            raise MuletrainError(
+                f"the network daemon (p2pd) of this peer has ended with code {self._child.returncode}; start the peer again"
+            )
+
+
+class _Answer(asyncio.Future[bytes]):
+    """A future that may be answered after it was cancelled."""
+
+    def set_result(self, result: bytes) -> None:
+        if not self.done():
+            super().set_result(result)
+
+    def set_exception(self, exception: Any) -> None:
+        if not self.done():
+            super().set_exception(exception)
+
+
+async def reaching(work: Awaitable[T], timeout_s: float, what: str) -> T:
+    """``work`` with a deadline; whatever the daemon raises becomes PeerUnreachable, its own deadlines DeadlineExceeded."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await work
+    except TimeoutError:
+        raise DeadlineExceeded(f"{what}: no answer within {timeout_s:.1f} s") from None
+    except MuletrainError:
+        raise
+    except Exception as e:  # the daemon's errors have no common base: dial failures, resets, unknown protocols
+        reason = " ".join(str(e).split())[:_MAX_REASON] or type(e).__name__
+        raise PeerUnreachable(f"{what}: {reason}") from e
