@@ -16,8 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from muletrain import events as ev
-from muletrain.cli.report import Quality, final_report
+from muletrain.cli.report import final_report
 from muletrain.cli.view import PeerView, RunView, headline, is_warning
+from muletrain.runs.quality import Quality
 from muletrain.units import format_bytes, format_duration
 
 if TYPE_CHECKING:

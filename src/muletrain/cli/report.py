@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -20,18 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from muletrain.cli.view import PeerView, RunView
-
-
-@dataclass(frozen=True)
-class Quality:
-    """Mean cross-entropy on the held-out text [nats/token], of the model and of two models that only count words."""
-
-    loss: float
-    unigram: float
-    bigram: float
-    """Interpolated with the unigram."""
-    tokens: int
-    """Held-out tokens it was measured on."""
+    from muletrain.runs.quality import Quality
 
 
 def final_report(
@@ -41,7 +29,7 @@ def final_report(
     ``paths`` are labelled: {'run folder': ..., 'events': ..., 'checkpoint': ...}."""
     parts: list[RenderableType] = [Text(_summary(view), style="bold")]
     if evaluation is not None:
-        parts.append(_quality(evaluation))
+        parts.append(quality_table(evaluation))
     if samples:
         parts.append(_section("The model writes", Group(*(Text(f"- {' '.join(s.split())}") for s in samples))))
     if view.peers:
@@ -58,7 +46,7 @@ def _summary(view: RunView) -> str:
     return f"{steps}, {view.tokens:,} tokens in {format_duration(view.seconds)}: {speed}{troubles}{reason}"
 
 
-def _quality(q: Quality) -> RenderableType:
+def quality_table(q: Quality) -> RenderableType:
     table = _table(
         f"On {q.tokens:,} held-out tokens", ["model"], ["loss [nats/token]", "perplexity", "this run is better by"]
     )

@@ -20,8 +20,8 @@ from muletrain.runs.ticket import Ticket
 from muletrain.runs.worker_files import TICKET_FILE
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from collections.abc import Callable
+    from pathlib import Path
 
     from muletrain.events import Event
     from muletrain.runs.spec import WorkerSpec
