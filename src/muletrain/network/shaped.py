@@ -1,18 +1,17 @@
 """Shaped links: another network's traffic with declared delay, bandwidth, stalls and partitions, to emulate a fleet on one machine.
 
-Only what this peer *sends* is shaped (its answers to calls are sent, too, by its own wrapper), so a round trip is shaped once in
-each direction. Bandwidth is the narrowest of uplink, path and downlink; the uplink is shared by all receivers. Delay does not take
-bandwidth: many frames are under way at once, in order per receiver and channel.
+Each peer shapes what it *sends* (its answers to calls, too), so a round trip is shaped once in each direction, and the time at
+which its own downlink has taken what it receives. Uplink and downlink are shared by all others; each path has the narrowest
+bandwidth on its way. Delay does not take bandwidth: many frames are under way at once, in order per receiver and channel.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 from typing import TYPE_CHECKING, Any
 
-from muletrain.errors import DeadlineExceeded, NetworkError, PeerUnreachable
+from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError, PeerUnreachable
 from muletrain.network.base import CallHandler, Channel, Frame, FrameHandler, Network, PeerId, RefusalHandler
 from muletrain.wire.frame import pack, size
 
@@ -20,47 +19,93 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from muletrain.clock import Clock
-    from muletrain.config.fleet import FleetPeer, Link
+    from muletrain.config.fleet import FleetPeer, Link, Stall
 
 IN_FLIGHT = 256
 """Frames on their way to one receiver on one channel: back-pressure begins here."""
 CALL_OVERHEAD = 128
-"""Bytes a call costs beside its payload."""
+"""Bytes a call or an answer costs beside its payload."""
+
+
+class Stalls:
+    """Times in which nothing passes a peer's links: exponentially distributed gaps, fixed duration, drawn from ``seed``."""
+
+    def __init__(self, stall: Stall | None, seed: int, now: float) -> None:
+        self._stall, self._rng = stall, random.Random(seed)
+        self._begin = now
+        self._end = now
+        self._advance()
+
+    def after(self, time: float) -> float:
+        """``time``, or the end of the stall it lies in. Times far in the past of an earlier question count as free."""
+        if self._stall is None:
+            return time
+        while self._end <= time:
+            self._advance()
+        return self._end if time >= self._begin else time
+
+    def _advance(self) -> None:
+        if self._stall is not None:
+            self._begin = self._end + self._rng.expovariate(1 / self._stall.every_s)
+            self._end = self._begin + self._stall.duration_s
+
+
+class Pipe:
+    """One direction of a link that carries one byte after the other; when it is free again [s]."""
+
+    def __init__(self, stalls: Stalls) -> None:
+        self._stalls = stalls
+        self.free = 0.0
+
+    def begin(self, earliest: float) -> float:
+        return self._stalls.after(max(earliest, self.free))
 
 
 class ShapedNetwork:
-    """A ``Network`` whose sends take the time the links would take. ``links`` gives the path to a peer."""
+    """A ``Network`` whose traffic takes the time the links would take. ``links`` gives the path to a peer."""
 
     def __init__(self, inner: Network, links: Callable[[PeerId], Link], own: FleetPeer, clock: Clock) -> None:
         self._inner, self._links, self._own, self._clock = inner, links, own, clock
         self.peer_id = inner.peer_id
-        self._uplink_free = 0.0
-        self._path_free: dict[PeerId, float] = {}
+        self._stalls = Stalls(own.stall, own.index, clock.now())
+        self._up, self._down = Pipe(self._stalls), Pipe(self._stalls)
+        self._paths: dict[PeerId, Pipe] = {}
         self._pipes: dict[tuple[PeerId, Channel], asyncio.Queue[tuple[float, Frame]]] = {}
-        self._broken: dict[tuple[PeerId, Channel], NetworkError] = {}
+        self._broken: dict[tuple[PeerId, Channel], MuletrainError] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._cut: frozenset[PeerId] = frozenset()
-        self._rng = random.Random(own.index)
-        self._next_stall = self._draw_stall(0.0)
 
     def set_partition(self, unreachable: frozenset[PeerId]) -> None:
-        """Nothing reaches these peers until the next call (the other side must be told, too)."""
+        """Nothing reaches these peers, or arrives from them in frames, until the next call (the other side must be told, too)."""
         self._cut = unreachable
 
     async def call(self, peer: PeerId, method: str, payload: bytes, *, timeout_s: float) -> bytes:
-        if peer in self._cut:
-            await self._clock.sleep(timeout_s)
-            raise DeadlineExceeded(f"{method} to {peer[-6:]}: partitioned")
-        link = self._links(peer)
-        depart = self._occupy(peer, link, len(payload) + CALL_OVERHEAD)
-
         async def shaped() -> bytes:
-            await self._clock.sleep(max(0.0, depart - self._clock.now()) + link.delay_s)
-            answer = await self._inner.call(peer, method, payload, timeout_s=timeout_s)
-            await self._clock.sleep(link.delay_s)
-            return answer
+            await self._travel(peer, len(payload) + CALL_OVERHEAD)
+            return await self._inner.call(peer, method, payload, timeout_s=timeout_s)
 
         return await self._clock.deadline(shaped(), timeout_s, f"{method} to {peer[-6:]}")
+
+    def serve(self, method: str, handler: CallHandler) -> None:
+        async def shaped(sender: PeerId, payload: bytes) -> bytes:
+            try:
+                answer = await handler(sender, payload)
+            except MuletrainError as e:
+                await self._travel(sender, len(str(e)) + CALL_OVERHEAD)
+                raise
+            await self._travel(sender, len(answer) + CALL_OVERHEAD)
+            return answer
+
+        self._inner.serve(method, shaped)
+
+    async def _travel(self, peer: PeerId, nbytes: int) -> None:
+        """The time until the last of ``nbytes`` is with ``peer``; for ever when it is cut off."""
+        if peer == self.peer_id:
+            return
+        link = self._links(peer)
+        await self._sleep_until(self._book(peer, link, nbytes) + link.delay_s)
+        if peer in self._cut:
+            await asyncio.Event().wait()  # lost: the caller's deadline ends this
 
     async def send(
         self, peer: PeerId, frame: Frame, *, channel: Channel = Channel.PIPE, timeout_s: float = 60.0
@@ -70,30 +115,34 @@ class ShapedNetwork:
         if (error := self._broken.pop((peer, channel), None)) is not None:
             raise error
         link, nbytes = self._links(peer), size(pack(frame))
-        depart = self._occupy(peer, link, nbytes)
-        wait = depart - self._clock.now()
-        if wait > timeout_s:
-            raise DeadlineExceeded(f"sending to {peer[-6:]}: the link needs {wait:.1f} s, {timeout_s:.1f} s allowed")
-        pipe = self._pipe(peer, channel)
-        await pipe.put((depart + link.delay_s, frame))
-        await self._clock.sleep(max(0.0, depart - self._clock.now()))  # taken by the uplink: the caller may go on
+        if self._departure(peer, link, nbytes)[0] > self._clock.now() + timeout_s:
+            await self._clock.sleep(timeout_s)
+            raise DeadlineExceeded(f"sending to {peer[-6:]}: not taken within {timeout_s:.1f} s")
+        depart = self._book(peer, link, nbytes)
+        await self._pipe(peer, channel).put((depart + link.delay_s, frame))
+        await self._sleep_until(depart)  # taken by the uplink: the caller may go on
         return nbytes
 
-    def _occupy(self, peer: PeerId, link: Link, nbytes: int) -> float:
-        """Book the uplink and the path; the time at which the last byte has left."""
-        begin = max(self._clock.now(), self._uplink_free, self._path_free.get(peer, 0.0))
-        if self._own.stall is not None and begin >= self._next_stall:
-            begin += self._own.stall.duration_s
-            self._next_stall = self._draw_stall(begin)
-        uplink = self._own.up_bytes_per_s
-        self._uplink_free = begin + (nbytes / uplink if math.isfinite(uplink) else 0.0)
-        rate = link.bandwidth_bytes_per_s
-        self._path_free[peer] = begin + (nbytes / rate if math.isfinite(rate) else 0.0)
-        return max(self._uplink_free, self._path_free[peer])
+    def _departure(self, peer: PeerId, link: Link, nbytes: int) -> tuple[float, float, float]:
+        """When the last byte would have left, and when uplink and path would be free again."""
+        now, path = self._clock.now(), self._path(peer)
+        up = self._up.begin(now) + nbytes / self._own.up_bytes_per_s
+        there = path.begin(now) + nbytes / link.bandwidth_bytes_per_s
+        return max(up, there), up, there
 
-    def _draw_stall(self, now: float) -> float:
-        stall = self._own.stall
-        return now + self._rng.expovariate(1 / stall.every_s) if stall is not None else math.inf
+    def _book(self, peer: PeerId, link: Link, nbytes: int) -> float:
+        """Occupy uplink and path; when the last byte has left. A slow path leaves the uplink to others meanwhile."""
+        depart, self._up.free, self._path(peer).free = self._departure(peer, link, nbytes)
+        return depart
+
+    def _path(self, peer: PeerId) -> Pipe:
+        if peer not in self._paths:
+            self._paths[peer] = Pipe(self._stalls)
+        return self._paths[peer]
+
+    async def _sleep_until(self, time: float) -> None:
+        if (wait := time - self._clock.now()) > 0:
+            await self._clock.sleep(wait)
 
     def _pipe(self, peer: PeerId, channel: Channel) -> asyncio.Queue[tuple[float, Frame]]:
         key = (peer, channel)
@@ -107,21 +156,32 @@ class ShapedNetwork:
         """Deliver in order, each frame at its time."""
         while True:
             arrival, frame = await pipe.get()
-            await self._clock.sleep(max(0.0, arrival - self._clock.now()))
+            await self._sleep_until(arrival)
             if peer in self._cut:
                 continue
             try:
                 await self._inner.send(peer, frame, channel=channel)
-            except NetworkError as e:
-                self._broken[peer, channel] = PeerUnreachable(str(e))  # the next sender learns of it
-
-    # Everything else is the inner network's -------------------------------------------------------------------------
-
-    def serve(self, method: str, handler: CallHandler) -> None:
-        self._inner.serve(method, handler)
+            except MuletrainError as e:  # the next sender learns of it
+                self._broken[peer, channel] = PeerUnreachable(str(e)) if isinstance(e, NetworkError) else e
 
     def receive(self, handler: FrameHandler) -> None:
-        self._inner.receive(handler)
+        async def shaped(sender: PeerId, frame: Frame) -> None:
+            if sender != self.peer_id:
+                if sender in self._cut:
+                    return
+                await self._take(size(pack(frame)))
+            await handler(sender, frame)
+
+        self._inner.receive(shaped)
+
+    async def _take(self, nbytes: int) -> None:
+        """Until the downlink has taken a frame that is here now. Alone it came in while the sender sent it, so that this takes no
+        time; several at once share the downlink."""
+        duration = nbytes / self._own.down_bytes_per_s
+        self._down.free = self._down.begin(self._clock.now() - duration) + duration
+        await self._sleep_until(self._down.free)
+
+    # Everything else is the inner network's -------------------------------------------------------------------------
 
     def on_refusal(self, handler: RefusalHandler) -> None:
         self._inner.on_refusal(handler)

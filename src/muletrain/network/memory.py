@@ -1,0 +1,181 @@
+"""Networks in memory, for tests and virtual worlds: no sockets, no threads, no clock, hence deterministic.
+
+Frames are really packed and read back by ``wire.frame``. Order holds per (sender, receiver, channel); a bounded queue gives
+back-pressure. A dead peer is unreachable; a frozen one takes frames until its queue is full and answers nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from muletrain.errors import DeadlineExceeded, MuletrainError, PeerUnreachable, ProtocolError, Refused
+from muletrain.network.base import CallHandler, Channel, Frame, FrameHandler, PeerId, RefusalHandler
+from muletrain.network.delivery import Counters, Delivery
+from muletrain.wire.frame import pack, read_frame, reread
+
+QUEUE = 64
+"""Frames of one sender on one channel that wait for the handler."""
+
+
+class MemoryHub:
+    """The world that ``MemoryNetwork``s share: who lives, who is cut off, what is in the directory.
+
+    Time, where it matters (deadlines, expiry), is the loop's: virtual on a virtual loop."""
+
+    def __init__(self) -> None:
+        self.peers: dict[PeerId, MemoryNetwork] = {}
+        self.frozen: dict[PeerId, asyncio.Event] = {}
+        self.directory: dict[str, dict[PeerId, tuple[float, bytes]]] = {}
+        self._cut: set[frozenset[PeerId]] = set()
+
+    def join(self, peer_id: PeerId) -> MemoryNetwork:
+        return MemoryNetwork(self, peer_id)
+
+    def kill(self, peer: PeerId) -> None:
+        """It stops at once; others find it unreachable."""
+        self.peers.pop(peer)._stop()
+
+    def freeze(self, peer: PeerId) -> None:
+        """Like SIGSTOP, as others see it: nothing is refused and nothing is answered."""
+        self.frozen.setdefault(peer, asyncio.Event())
+
+    def thaw(self, peer: PeerId) -> None:
+        self.frozen.pop(peer).set()
+
+    def cut(self, a: PeerId, b: PeerId) -> None:
+        """Neither reaches the other until ``mend``."""
+        self._cut.add(frozenset((a, b)))
+
+    def mend(self) -> None:
+        self._cut.clear()
+
+    def reach(self, sender: PeerId, receiver: PeerId) -> MemoryNetwork:
+        """Raises PeerUnreachable."""
+        if receiver not in self.peers or frozenset((sender, receiver)) in self._cut:
+            raise PeerUnreachable(f"{receiver[-6:]} cannot be reached")
+        return self.peers[receiver]
+
+    async def awake(self, peer: PeerId) -> None:
+        while (event := self.frozen.get(peer)) is not None:
+            await event.wait()
+
+
+class MemoryNetwork:
+    """``Network`` of one peer of a ``MemoryHub``."""
+
+    def __init__(self, hub: MemoryHub, peer_id: PeerId) -> None:
+        self.peer_id, self._hub = peer_id, hub
+        self.counters = Counters()
+        self._delivery = Delivery()
+        self._handlers: dict[str, CallHandler] = {}
+        self._inbox: dict[tuple[PeerId, Channel], asyncio.Queue[bytes | Frame]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        hub.peers[peer_id] = self
+
+    async def call(self, peer: PeerId, method: str, payload: bytes, *, timeout_s: float) -> bytes:
+        target = self._hub.reach(self.peer_id, peer)
+        # a task of the callee's: it goes on when the caller's patience ends, and dies with the callee
+        task = target._spawn(target._answer(self.peer_id, method, bytes(payload)))
+        done, _ = await asyncio.wait({task}, timeout=timeout_s)
+        if not done:
+            raise DeadlineExceeded(f"{method} to {peer[-6:]}: no answer within {timeout_s:.1f} s")
+        if task.cancelled():
+            raise PeerUnreachable(f"{method} to {peer[-6:]}: it went away")
+        self._hub.reach(self.peer_id, peer)  # cut meanwhile: the answer is lost
+        refused, answer = task.result()
+        if refused:
+            raise Refused(answer.decode())
+        return bytes(answer)
+
+    async def _answer(self, sender: PeerId, method: str, payload: bytes) -> tuple[bool, bytes]:
+        await self._hub.awake(self.peer_id)
+        if method not in self._handlers:
+            return True, f"'{method}' is not served here (not yet, or not any more)".encode()
+        try:
+            return False, await self._handlers[method](sender, payload)
+        except MuletrainError as e:
+            if isinstance(e, ProtocolError):
+                self._delivery.refused(sender, f"{method}: {e}")
+            return True, str(e).encode()
+
+    def serve(self, method: str, handler: CallHandler) -> None:
+        self._handlers[method] = handler
+
+    async def send(
+        self, peer: PeerId, frame: Frame, *, channel: Channel = Channel.PIPE, timeout_s: float = 60.0
+    ) -> int:
+        target = self._hub.reach(self.peer_id, peer)
+        own = peer == self.peer_id
+        packed: bytes | Frame = reread(frame) if own else b"".join(pack(frame))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await target._queue(self.peer_id, channel).put(packed)
+        except TimeoutError:
+            raise DeadlineExceeded(f"sending to {peer[-6:]}: not taken within {timeout_s:.1f} s") from None
+        sent = len(packed) if isinstance(packed, bytes) else 0
+        self.counters.sent[peer, frame.kind] += sent
+        return sent
+
+    def _queue(self, sender: PeerId, channel: Channel) -> asyncio.Queue[bytes | Frame]:
+        if (sender, channel) not in self._inbox:
+            self._inbox[sender, channel] = asyncio.Queue(QUEUE)
+            self._spawn(self._drain(sender, self._inbox[sender, channel]))
+        return self._inbox[sender, channel]
+
+    async def _drain(self, sender: PeerId, queue: asyncio.Queue[bytes | Frame]) -> None:
+        while True:
+            item = await queue.get()
+            await self._hub.awake(self.peer_id)
+            frame = await unpack(item) if isinstance(item, bytes) else item
+            self.counters.received[sender, frame.kind] += sum(t.nbytes for t in frame.tensors)
+            await self._delivery.deliver(sender, frame)
+
+    def receive(self, handler: FrameHandler) -> None:
+        self._delivery.receive(handler)
+
+    def on_refusal(self, handler: RefusalHandler) -> None:
+        self._delivery.refused = handler
+
+    async def announce(self, key: str, value: bytes, ttl_s: float) -> None:
+        expires = asyncio.get_running_loop().time() + ttl_s
+        self._hub.directory.setdefault(key, {})[self.peer_id] = expires, bytes(value)
+
+    async def lookup(self, key: str) -> dict[PeerId, bytes]:
+        now = asyncio.get_running_loop().time()
+        return {peer: value for peer, (expires, value) in self._hub.directory.get(key, {}).items() if expires > now}
+
+    def addresses(self) -> list[str]:
+        return [f"/memory/p2p/{self.peer_id}"]
+
+    async def connect(self, addresses: list[str], *, timeout_s: float) -> PeerId:
+        peer = addresses[0].rpartition("/p2p/")[2]
+        self._hub.reach(self.peer_id, peer)
+        return peer
+
+    async def close(self) -> None:
+        if self._hub.peers.get(self.peer_id) is self:
+            del self._hub.peers[self.peer_id]
+        self._stop()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    def _spawn(self, work: Any) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+async def unpack(data: bytes) -> Frame:
+    """One whole frame. Raises ProtocolError."""
+    reader = asyncio.StreamReader()
+    reader.feed_data(data)
+    reader.feed_eof()
+    try:
+        return await read_frame(reader)
+    except asyncio.IncompleteReadError as e:
+        raise ProtocolError(f"a frame of {len(data)} bytes is cut short") from e
