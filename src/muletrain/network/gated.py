@@ -92,9 +92,13 @@ class GatedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
 
         await super().add_binary_stream_handler(name, gated, balanced=balanced)
 
+    @property
+    def daemon_ended(self) -> bool:
+        return self._child is not None and self._child.returncode is not None
+
     def check_daemon(self) -> None:
         """Raises MuletrainError when the daemon has ended: nobody can be reached any more."""
-        if self._child is not None and self._child.returncode is not None:
+        if self.daemon_ended:
             raise MuletrainError(
                 f"the network daemon (p2pd) of this peer has ended with code {self._child.returncode}; start the peer again"
             )

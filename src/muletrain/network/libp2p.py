@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -250,7 +251,7 @@ class Libp2pNetwork:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._directory is not None:
+        if self._directory is not None and not self._p2p.daemon_ended:
             await self._directory.close()
         await _end_daemon(self._p2p)
 
@@ -262,6 +263,7 @@ class Libp2pNetwork:
 async def _start_daemon(folder: Path, listen: str, port: int, announce: tuple[str, ...]) -> GatedP2P:
     if len(f"{folder}/p2pclient-12345678901.sock") > MAX_SOCKET_PATH:
         raise NetworkError(f"{folder}: too long for unix sockets; use a folder with a shorter path")
+    _check_port_free(listen, port)
     identity = folder / "identity"
     if not identity.exists():
         write_identity(identity)
@@ -278,6 +280,16 @@ async def _start_daemon(folder: Path, listen: str, port: int, announce: tuple[st
             f"the network daemon did not start on {listen}:{port}: {' '.join(str(e).split())[:500]}"
         ) from e
     return p2p
+
+
+def _check_port_free(listen: str, port: int) -> None:
+    """The daemon listens with SO_REUSEPORT: a second one on the same port would silently take half of the first one's callers."""
+    with socket.socket(socket.AF_INET6 if ":" in listen else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((listen, port))
+        except OSError as e:
+            raise NetworkError(f"cannot listen on {listen}:{port}: {e.strerror}; choose another network.port") from e
 
 
 async def _end_daemon(p2p: GatedP2P) -> None:

@@ -1,0 +1,788 @@
+"""The networks: real daemons on loopback, shaped links on a virtual clock, networks in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import random
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from muletrain.clock import LoopClock
+from muletrain.config.fleet import FleetPeer, Link, Stall
+from muletrain.config.schema import Codec
+from muletrain.errors import (
+    AdmissionError,
+    DeadlineExceeded,
+    MuletrainError,
+    NetworkError,
+    PeerUnreachable,
+    ProtocolError,
+    Refused,
+)
+from muletrain.network.base import Channel, Frame, Network
+from muletrain.network.gate import BURST, Gate
+from muletrain.network.libp2p import CALL, OK, Libp2pNetwork
+from muletrain.network.memory import MemoryHub
+from muletrain.network.shaped import ShapedNetwork
+from muletrain.network.streams import FRAMES
+from muletrain.wire.codec import decode, encode, encode_raw
+from muletrain.wire.frame import pack, size
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+
+SECRET = b"s" * 32
+
+
+class World:
+    """Opens networks with short socket paths, notes what they refuse and receive, closes them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._networks, self._opened = folder, list[Libp2pNetwork](), 0
+        self.refusals: dict[str, list[tuple[str, str]]] = {}
+        self.got: dict[str, asyncio.Queue[tuple[str, Frame]]] = {}
+
+    async def open(self, *peers: Libp2pNetwork, folder: str = "", **changes: Any) -> Libp2pNetwork:
+        self._opened += 1
+        home = self.folder / (folder or str(self._opened))
+        home.mkdir()
+        told: list[tuple[str, str]] = []
+        options = {"run_id": "run", "secret": SECRET, "protocol": "1", "folder": home} | changes
+        initial = tuple(p.addresses()[0] for p in peers)
+        net = await Libp2pNetwork.create(
+            initial_peers=initial, on_refusal=lambda who, why: told.append((who, why)), **options
+        )
+        self._networks.append(net)
+        got: asyncio.Queue[tuple[str, Frame]] = asyncio.Queue()
+
+        async def receive(sender: str, frame: Frame) -> None:
+            if frame.kind == "wrong":
+                raise ProtocolError("that was wrong")
+            got.put_nowait((sender, frame))
+
+        async def echo(sender: str, payload: bytes) -> bytes:
+            return payload
+
+        net.receive(receive)
+        net.serve("echo", echo)
+        self.refusals[net.peer_id], self.got[net.peer_id] = told, got
+        return net
+
+    async def next(self, net: Network) -> tuple[str, Frame]:
+        return await asyncio.wait_for(self.got[net.peer_id].get(), 10)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(n.close() for n in self._networks))
+
+
+@contextlib.asynccontextmanager
+async def world() -> AsyncIterator[World]:
+    with tempfile.TemporaryDirectory(prefix="mule-") as folder:
+        opened = World(Path(folder))
+        try:
+            yield opened
+        finally:
+            await opened.close()
+
+
+def number(frame: Frame) -> int:
+    return int(frame.header["n"])
+
+
+# Real daemons: calls, frames, directory -----------------------------------------------------------------------------------
+
+
+def test_calls() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            a = await w.open()
+            b = await w.open(a)
+
+            async def say(sender: str, payload: bytes) -> bytes:
+                if payload == b"no":
+                    raise AdmissionError("use another ticket")
+                if payload == b"bug":
+                    raise KeyError("oops")
+                if payload == b"wrong":
+                    raise ProtocolError("that was wrong")
+                return sender.encode()
+
+            a.serve("say", say)
+            big = os.urandom(1 << 20)
+            assert await b.call(a.peer_id, "echo", big, timeout_s=10) == big
+            assert await a.call(b.peer_id, "echo", b"", timeout_s=10) == b""
+            assert await b.call(a.peer_id, "say", b"", timeout_s=10) == b.peer_id.encode()
+            assert await a.call(a.peer_id, "say", b"", timeout_s=10) == a.peer_id.encode()
+            with pytest.raises(Refused, match="use another ticket"):
+                await b.call(a.peer_id, "say", b"no", timeout_s=10)
+            with pytest.raises(Refused, match="'other' is not served"):
+                await b.call(a.peer_id, "other", b"", timeout_s=10)
+            with pytest.raises(ProtocolError, match="at most"):
+                await b.call(a.peer_id, "echo", big + b"1", timeout_s=10)
+            assert not w.refusals[a.peer_id]
+            with pytest.raises(Refused, match="that was wrong"):
+                await b.call(a.peer_id, "say", b"wrong", timeout_s=10)
+            assert w.refusals[a.peer_id] == [(b.peer_id, "say: that was wrong")]
+            loud: list[dict[str, Any]] = []
+            asyncio.get_running_loop().set_exception_handler(lambda loop, context: loud.append(context))
+            with pytest.raises(Refused, match="internal error, KeyError"):
+                await b.call(a.peer_id, "say", b"bug", timeout_s=10)
+            assert isinstance(loud[0]["exception"], KeyError)
+
+    asyncio.run(scenario())
+
+
+def test_a_slow_answer_misses_its_deadline_and_later_calls_go_on() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            a = await w.open()
+            b = await w.open(a)
+
+            async def slow(sender: str, payload: bytes) -> bytes:
+                await asyncio.sleep(float(payload))
+                return payload
+
+            a.serve("slow", slow)
+            begin = time.monotonic()
+            with pytest.raises(DeadlineExceeded, match=r"slow to .* within 0.2 s"):
+                await b.call(a.peer_id, "slow", b"30", timeout_s=0.2)
+            assert time.monotonic() - begin < 1
+            for _ in range(40):  # answers that cross their own cancellation
+                with contextlib.suppress(DeadlineExceeded):
+                    await b.call(a.peer_id, "slow", b"0.005", timeout_s=random.uniform(0.004, 0.009))
+            assert await b.call(a.peer_id, "slow", b"0", timeout_s=5) == b"0"
+
+    asyncio.run(scenario())
+
+
+def test_large_frames_both_ways_in_order_on_every_channel() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            a = await w.open()
+            b = await w.open(a)
+            values = torch.randn(1 << 20)
+            tensor = encode(values, Codec.FP32)
+
+            async def pour(sender: Network, receiver: Network, channel: Channel) -> None:
+                for n in range(6):
+                    frame = Frame("x", {"n": n, "channel": channel.value}, [tensor] if n % 2 else [])
+                    assert await sender.send(receiver.peer_id, frame, channel=channel) == size(pack(frame))
+
+            pairs = [(a, b), (b, a), (a, a)]
+            await asyncio.gather(*(pour(s, r, c) for s, r in pairs[:2] for c in Channel))
+            for sender, receiver in pairs[:2]:
+                frames = [await w.next(receiver) for _ in range(6 * len(Channel))]
+                assert {who for who, _ in frames} == {sender.peer_id}
+                for channel in Channel:
+                    chosen = [f for _, f in frames if f.header["channel"] == channel]
+                    assert [number(f) for f in chosen] == list(range(6))
+                assert all(torch.equal(decode(f.tensors[0]), values) for _, f in frames if f.tensors)
+            assert a.counters.sent[b.peer_id, "x"] > 3 * 3 * tensor.nbytes
+            assert b.counters.received[a.peer_id, "x"] == 3 * 3 * tensor.nbytes
+
+    asyncio.run(scenario())
+
+
+def test_frames_to_ourselves_are_ordered_and_need_no_wire() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            a = await w.open()
+            for n in range(20):
+                assert await a.send(a.peer_id, Frame("x", {"n": n, "t": (1, 2)}, [encode_raw(b"abc")])) == 0
+            await a.send(a.peer_id, Frame("wrong", {}))
+            await a.send(a.peer_id, Frame("x", {"n": 20}))
+            frames = [(await w.next(a))[1] for _ in range(21)]
+            assert [number(f) for f in frames] == list(range(21))
+            assert frames[0].header["t"] == [1, 2]  # as from the wire
+            assert w.refusals[a.peer_id] == [(a.peer_id, "wrong: that was wrong")]
+
+    asyncio.run(scenario())
+
+
+def test_a_frame_that_waits_its_turn_too_long_leaves_the_one_before_it_whole() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            a = await w.open()
+            b = await w.open(a)
+            go = asyncio.Event()
+            got: list[int] = []
+
+            async def hold(sender: str, frame: Frame) -> None:
+                await go.wait()
+                got.append(number(frame))
+
+            a.receive(hold)
+            big = [encode_raw(bytes(64 << 20))]
+            first = asyncio.create_task(b.send(a.peer_id, Frame("x", {"n": 0}, [])))
+            await first
+            held_up = asyncio.create_task(b.send(a.peer_id, Frame("x", {"n": 1}, big), timeout_s=30))
+            await asyncio.sleep(0.3)
+            with pytest.raises(DeadlineExceeded):
+                await b.send(a.peer_id, Frame("x", {"n": 2}), timeout_s=0.2)
+            assert not held_up.done()  # back-pressure reached the sender
+            go.set()
+            await held_up
+            await b.send(a.peer_id, Frame("x", {"n": 3}))
+            await poll(lambda: got == [0, 1, 3])
+
+    asyncio.run(scenario())
+
+
+def test_three_peers_share_a_directory_and_reach_each_other_through_it() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            a = await w.open()
+            b, c = await asyncio.gather(w.open(a), w.open(a))  # b and c know only a
+            for net in (a, b, c):
+                await net.announce("stage.0", net.peer_id[-4:].encode(), 60)
+            await b.announce("short", b"x", 0.5)
+            for net in (a, b, c):
+                assert await net.lookup("stage.0") == {n.peer_id: n.peer_id[-4:].encode() for n in (a, b, c)}
+            assert await b.call(c.peer_id, "echo", b"hi", timeout_s=10) == b"hi"
+            await c.send(b.peer_id, Frame("x", {"n": 1}))
+            assert (await w.next(b))[0] == c.peer_id
+            assert await c.lookup("nothing") == {}
+            directory: Any = a._directory
+            for subkey, value in [("not a peer id", b"x"), (7, b"x"), (c.peer_id, "text")]:
+                await directory._node.store("odd", value, time.time() + 60, subkey=subkey)
+            await b.announce("odd", b"fine", 60)
+            assert await a.lookup("odd") == {b.peer_id: b"fine"}
+            with pytest.raises(ProtocolError, match="at most"):
+                await a.announce("big", bytes(1 << 20), 60)
+            await asyncio.sleep(0.5)
+            assert await c.lookup("short") == {}
+
+    asyncio.run(scenario())
+
+
+# Real daemons: strangers --------------------------------------------------------------------------------------------------
+
+
+def test_a_plain_hivemind_stranger_gets_nothing() -> None:
+    from hivemind.dht import DHTNode
+    from hivemind.p2p import P2P, PeerID
+
+    async def scenario() -> None:
+        async with world() as w:
+            a = await w.open()
+            await a.announce("secret", b"plan", 60)
+            plain: Any = type("Plain", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{w.folder}/x"})
+            stranger = await plain.create(initial_peers=a.addresses())
+            try:
+                member, me = PeerID.from_base58(a.peer_id), stranger.peer_id.to_base58()
+                answer = await stranger._client.call_unary_handler(member, CALL, b"\4echohello")
+                assert answer[:1] != OK
+                assert b"hello" not in answer
+                _, reader, writer = await stranger.call_binary_stream_handler(member, FRAMES)
+                for buffer in pack(Frame("hello", {"channel": "pipe"})) + pack(Frame("x", {"n": 0})):
+                    writer.write(buffer)
+                assert await asyncio.wait_for(reader.read(), 5) == b""
+                writer.close()
+                node = await DHTNode.create(p2p=stranger, initial_peers=a.addresses(), ensure_bootstrap_success=False)
+                assert await node.get("secret", latest=True) is None
+                await node.store("secret", b"mine", time.time() + 60, subkey=me)
+                await node.shutdown()
+                assert await a.lookup("secret") == {a.peer_id: b"plan"}
+                assert w.got[a.peer_id].empty()
+                reasons = {why for who, why in w.refusals[a.peer_id] if who == me}
+                assert {"call before admission", f"stream {FRAMES} before admission"} <= reasons
+                assert any("DHTProtocol" in why for why in reasons)
+            finally:
+                await stranger.shutdown()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("changes", "callers", "callees"),
+    [
+        ({"secret": b"t" * 32}, "does not hold this ticket's secret", "newcomer does not hold this run's secret"),
+        ({"run_id": "other"}, "belongs to run run, the ticket to run other", "ticket to run other"),
+        ({"protocol": "2"}, "this run speaks 1, the newcomer 2", "this run speaks 1, the newcomer 2"),
+    ],
+)
+def test_who_does_not_belong_here_is_told_why(changes: dict[str, Any], callers: str, callees: str) -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            a = await w.open()
+            with pytest.raises(AdmissionError, match=callers):
+                await w.open(a, **changes)
+            (report,) = w.refusals[a.peer_id]
+            assert callees in report[1]
+
+    asyncio.run(scenario())
+
+
+def test_garbage_is_reported_and_everything_else_goes_on() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            a = await w.open()
+            b = await w.open(a)
+            port = int(a.addresses()[0].split("/tcp/")[1].split("/")[0])
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(os.urandom(4096))
+            with contextlib.suppress(ConnectionError):
+                await asyncio.wait_for(reader.read(), 10)
+            writer.close()
+            from hivemind.p2p import PeerID
+
+            _, reader, writer = await b._p2p.call_binary_stream_handler(PeerID.from_base58(a.peer_id), FRAMES)
+            writer.write(b"not a frame at all, this")
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+            writer.close()
+            assert w.refusals[a.peer_id] == [(b.peer_id, "not a frame of this protocol (it begins with b'not ')")]
+            await b.send(a.peer_id, Frame("x", {"n": 1}))
+            await b.send(a.peer_id, Frame("wrong", {}))  # ends this stream; the next frame opens another
+            await poll(lambda: len(w.refusals[a.peer_id]) == 2)
+            await asyncio.sleep(0.05)
+            await b.send(a.peer_id, Frame("x", {"n": 2}))
+            assert [number((await w.next(a))[1]) for _ in range(2)] == [1, 2]
+            assert await b.call(a.peer_id, "echo", b"on", timeout_s=5) == b"on"
+
+    asyncio.run(scenario())
+
+
+def test_addresses_that_lead_nowhere() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            a = await w.open()
+            with pytest.raises(PeerUnreachable, match="not the address of a peer"):
+                await a.connect(["/ip4/127.0.0.1/tcp/1"], timeout_s=5)
+            gone = a.addresses()[0].replace(a.peer_id, "12D3KooWGRUfrbLzBgGzBUyN4dRkd7TMbE3Xtz5VuwLqFzV7WAVD")
+            with pytest.raises(PeerUnreachable, match="dialling"):
+                await a.connect([gone], timeout_s=5)
+            with pytest.raises(PeerUnreachable):
+                await a.call(gone[-52:], "echo", b"", timeout_s=5)
+            port = int(a.addresses()[0].split("/tcp/")[1].split("/")[0])
+            with pytest.raises(NetworkError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+                await w.open(folder="same-port", port=port)
+            with pytest.raises(NetworkError, match="shorter path"):
+                await w.open(folder="x" * 80)
+
+    asyncio.run(scenario())
+
+
+# Real daemons: peers that die ---------------------------------------------------------------------------------------------
+
+CHILD = """
+import asyncio, sys
+from pathlib import Path
+from muletrain.network.libp2p import Libp2pNetwork
+async def main():
+    net = await Libp2pNetwork.create(run_id="run", secret=b"s" * 32, protocol="1", folder=Path(sys.argv[1]))
+    async def echo(sender, payload): return payload
+    async def receive(sender, frame): pass
+    net.serve("echo", echo)
+    net.receive(receive)
+    print(net.addresses()[0], net._p2p._child.pid, flush=True)
+    await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+@contextlib.contextmanager
+def child(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str, int]]:
+    """A peer in a process of its own: the process, its address, its daemon's pid."""
+    folder.mkdir(exist_ok=True)
+    process = subprocess.Popen([sys.executable, "-c", CHILD, str(folder)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        address, pid = process.stdout.readline().split()
+        yield process, address, int(pid)
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def repeat(times: int, work: Callable[[int], Awaitable[Any]]) -> None:
+    for n in range(times):
+        await work(n)
+
+
+async def poll(condition: Any, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        await asyncio.sleep(0.01)
+
+
+def test_a_killed_peer_is_unreachable_quickly_and_can_come_back() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            a = await w.open()
+            home = w.folder / "child"
+            with child(home) as (process, address, daemon):
+                peer = await a.connect([address], timeout_s=10)
+                await a.send(peer, Frame("x", {}))
+                assert await a.call(peer, "echo", b"1", timeout_s=10) == b"1"
+                process.kill()
+                begin = time.monotonic()
+                await poll(lambda: not runs(daemon))  # nothing of it is left behind
+                for attempt in (
+                    lambda: a.send(peer, Frame("x", {}), timeout_s=10),
+                    lambda: a.call(peer, "echo", b"", timeout_s=10),
+                ):
+                    with pytest.raises(PeerUnreachable):
+                        await attempt()
+                assert time.monotonic() - begin < 3
+            with child(home) as (_, address, _):  # the same identity; it does not know us any more
+                assert await a.connect([address], timeout_s=20) == peer
+                assert await a.call(peer, "echo", b"2", timeout_s=10) == b"2"
+                assert await a.send(peer, Frame("x", {}), timeout_s=10) > 0
+
+    asyncio.run(scenario())
+
+
+def test_a_frozen_peer_misses_deadlines_and_nothing_else() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            a = await w.open()
+            with child(w.folder / "child") as (process, address, daemon):
+                peer = await a.connect([address], timeout_s=10)
+                await a.send(peer, Frame("x", {}))
+                for pid in (process.pid, daemon):
+                    os.kill(pid, signal.SIGSTOP)
+                with pytest.raises(DeadlineExceeded):
+                    await a.call(peer, "echo", b"", timeout_s=0.5)
+                big = Frame("x", {}, [encode_raw(bytes(8 << 20))])
+                begin = time.monotonic()
+                with pytest.raises(DeadlineExceeded):
+                    await repeat(8, lambda n: a.send(peer, big, timeout_s=0.5))
+                assert time.monotonic() - begin < 5
+                for pid in (process.pid, daemon):
+                    os.kill(pid, signal.SIGCONT)
+                assert await a.call(peer, "echo", b"on", timeout_s=10) == b"on"
+                await a.send(peer, Frame("x", {}), timeout_s=10)
+
+    asyncio.run(scenario())
+
+
+def test_close_leaves_no_process_and_no_socket() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            a = await w.open()
+            b = await w.open(a)
+            await b.send(a.peer_id, Frame("x", {"n": 0}))
+            await w.next(a)
+            pids: list[int] = [n._p2p._child.pid for n in (a, b)]
+            assert all(map(runs, pids))
+            for net in (a, b, a):
+                await net.close()
+            assert not any(map(runs, pids))
+            assert sorted(p.name for p in w.folder.rglob("*") if not p.is_dir()) == ["identity", "identity"]
+            await poll(
+                lambda: all(t.done() or "sleep" in str(t.get_coro()) for t in others())
+            )  # hivemind's bootstrap timer
+
+    def others() -> set[Any]:
+        return {t for t in asyncio.all_tasks() if "scenario" not in str(t.get_coro())}
+
+    asyncio.run(scenario())
+
+
+def test_a_dead_daemon_of_ours_is_no_fault_of_others() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            a = await w.open()
+            b = await w.open(a)
+            os.kill(a._p2p._child.pid, signal.SIGKILL)
+            await a._p2p._child.wait()
+            with pytest.raises(MuletrainError, match=r"daemon .* has ended with code -9") as caught:
+                await a.call(b.peer_id, "echo", b"", timeout_s=5)
+            assert not isinstance(caught.value, NetworkError)
+
+    asyncio.run(scenario())
+
+
+# The gate alone -------------------------------------------------------------------------------------------------------------
+
+
+def handshake(one: Gate, other: Gate) -> None:
+    async def call(payload: bytes) -> bytes:
+        return other.answer("one", payload)
+
+    asyncio.run(one.enter("other", call))
+
+
+def gate(own: str, told: list[str] | None = None, secret: bytes = SECRET) -> Gate:
+    return Gate(own, "run", secret, "1", lambda who, why: None if told is None else told.append(why))
+
+
+def test_one_handshake_admits_both_sides() -> None:
+    one, other = gate("one"), gate("other")
+    assert not one.check("other", "call")
+    handshake(one, other)
+    assert one.admitted("other")
+    assert other.admitted("one")
+    assert other.entered("one")
+
+
+def test_a_proof_is_of_no_use_to_another_peer() -> None:
+    """A man in the middle relays the honest messages under his own id."""
+    one, other = gate("one"), gate("other")
+
+    async def relay(payload: bytes) -> bytes:
+        return other.answer("mallory", payload)
+
+    with pytest.raises(AdmissionError):
+        asyncio.run(one.enter("mallory", relay))
+    assert not other.admitted("mallory")
+    assert not one.admitted("mallory")
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x93\xa5hello\x01\x02", b"x" * 10000, b"\x90"])
+def test_malformed_admissions_are_refused(payload: bytes) -> None:
+    told: list[str] = []
+
+    async def ask() -> bytes:
+        return gate("own", told).answer("peer", payload)
+
+    assert b"malformed" in asyncio.run(ask())
+    assert told == ["malformed admission"]
+
+
+def test_a_flood_of_admissions_is_slowed() -> None:
+    async def flood() -> bytes:
+        door = gate("own")
+        return [door.answer(f"peer{n}", b"") for n in range(int(BURST) + 50)][-1]
+
+    assert b"too many" in asyncio.run(flood())
+
+
+# Shaped links, on a virtual clock ---------------------------------------------------------------------------------------
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Time jumps to the next timer."""
+
+    def __init__(self) -> None:
+        super().__init__(_Jumping(self))
+        self.virtual = 1000.0
+
+    def time(self) -> float:
+        return self.virtual
+
+
+class _Jumping(selectors.SelectSelector):
+    def __init__(self, loop: VirtualLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> Any:
+        assert timeout is not None, "everything waits, and nothing will ever happen"
+        self._loop.virtual += timeout
+        return super().select(0)
+
+
+def virtually(work: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(work)
+
+
+def machine(index: int = 0, up: float = math.inf, down: float = math.inf, stall: Stall | None = None) -> FleetPeer:
+    return FleetPeer(index, f"m{index}", "here", None, 1.0, None, None, True, up, down, None, None, stall)
+
+
+class Shaped:
+    """Shaped networks over a hub; arrival times [s] of frames by number."""
+
+    def __init__(self, link: Link, machines: dict[str, FleetPeer]) -> None:
+        self.hub, self.clock = MemoryHub(), LoopClock()
+        self.arrivals: dict[int, float] = {}
+        self.nets = {p: ShapedNetwork(self.hub.join(p), lambda to: link, m, self.clock) for p, m in machines.items()}
+        for net in self.nets.values():
+            net.receive(self._on_frame)
+        self._begin = self.clock.now()
+
+    def time(self) -> float:
+        return self.clock.now() - self._begin
+
+    async def _on_frame(self, sender: str, frame: Frame) -> None:
+        self.arrivals[number(frame)] = self.time()
+
+    async def finish(self) -> dict[int, float]:
+        await asyncio.sleep(1000)
+        await asyncio.gather(*(n.close() for n in self.nets.values()))
+        return self.arrivals
+
+
+def megabyte(n: int) -> Frame:
+    """A frame of 1 MB."""
+    overhead = size(pack(Frame("x", {"n": n}, [encode_raw(bytes(900_000))]))) - 900_000
+    return Frame("x", {"n": n}, [encode_raw(bytes(1_000_000 - overhead))])
+
+
+def test_delay_does_not_take_bandwidth_and_order_holds() -> None:
+    async def scenario() -> None:
+        s = Shaped(Link(0.5, 1e6), {"a": machine(), "b": machine()})
+        for n in range(4):
+            assert await s.nets["a"].send("b", megabyte(n)) == 1_000_000
+            assert s.time() == pytest.approx(n + 1)  # taken when the link took it, not when it arrived
+        arrivals = await s.finish()
+        assert list(arrivals) == [0, 1, 2, 3]
+        assert list(arrivals.values()) == pytest.approx([1.5, 2.5, 3.5, 4.5])
+
+    virtually(scenario())
+
+
+def test_receivers_share_the_uplink_and_senders_the_downlink() -> None:
+    async def scenario() -> None:
+        s = Shaped(Link(0.0, 1e6), {"a": machine(up=2e6), "b": machine(), "c": machine(down=1e6), "d": machine()})
+        await asyncio.gather(*(s.nets["a"].send(to, megabyte(n)) for n, to in enumerate("bcd")))
+        arrivals = await s.finish()
+        assert [arrivals[n] for n in range(3)] == pytest.approx([1.0, 1.0, 1.5])  # 2 MB/s up, 1 MB/s on each path
+
+    async def scenario_down() -> None:
+        s = Shaped(Link(0.0, 1e6), {"a": machine(), "b": machine(), "c": machine(down=1e6)})
+        await asyncio.gather(*(s.nets[of].send("c", megabyte(n)) for n, of in enumerate("ab")))
+        assert sorted((await s.finish()).values()) == pytest.approx([1.0, 2.0])
+
+    virtually(scenario())
+    virtually(scenario_down())
+
+
+def test_a_slow_path_leaves_the_uplink_to_others() -> None:
+    async def scenario() -> None:
+        s = Shaped(Link(0.0, 1e6), {"a": machine(up=1e9), "b": machine(), "c": machine()})
+        await asyncio.gather(*(s.nets["a"].send(to, megabyte(n)) for n, to in enumerate("bbbc")))
+        arrivals = await s.finish()
+        assert [arrivals[n] for n in range(4)] == pytest.approx([1, 2, 3, 1], abs=0.01)
+
+    virtually(scenario())
+
+
+def test_full_duplex_and_calls() -> None:
+    async def scenario() -> None:
+        s = Shaped(Link(0.25, 1e6), {"a": machine(), "b": machine()})
+
+        async def answer(sender: str, payload: bytes) -> bytes:
+            if not payload:
+                raise Refused("no")
+            return bytes(2_000_000 - 128)
+
+        s.nets["b"].serve("ask", answer)
+        await asyncio.gather(s.nets["a"].send("b", megabyte(0)), s.nets["b"].send("a", megabyte(1)))
+        assert s.time() == pytest.approx(1)
+        await s.nets["a"].call("b", "ask", bytes(1_000_000 - 128), timeout_s=9)
+        assert s.time() == pytest.approx(1 + 1.25 + 2.25)
+        with pytest.raises(Refused):
+            await s.nets["a"].call("b", "ask", b"", timeout_s=9)
+        assert s.time() == pytest.approx(4.5 + 0.5, abs=0.01)
+        with pytest.raises(DeadlineExceeded):
+            await s.nets["a"].call("b", "ask", b"x", timeout_s=2)
+        with pytest.raises(DeadlineExceeded):
+            await s.nets["a"].send("b", megabyte(2), timeout_s=0.5)
+        assert s.time() == pytest.approx(7.5, abs=0.01)
+        assert sorted(await s.finish()) == [0, 1]
+
+    virtually(scenario())
+
+
+def test_a_partition_swallows_frames_and_calls_until_it_ends() -> None:
+    async def scenario() -> None:
+        s = Shaped(Link(0.1, math.inf), {"a": machine(), "b": machine()})
+
+        async def answer(sender: str, payload: bytes) -> bytes:
+            return b"on"
+
+        s.nets["b"].serve("ask", answer)
+        s.nets["a"].set_partition(frozenset("b"))
+        s.nets["b"].set_partition(frozenset("a"))
+        await s.nets["a"].send("b", megabyte(0))
+        with pytest.raises(DeadlineExceeded):
+            await s.nets["a"].call("b", "ask", b"", timeout_s=3)
+        assert s.time() == pytest.approx(3)
+        for net in s.nets.values():
+            net.set_partition(frozenset())
+        assert await s.nets["a"].call("b", "ask", b"", timeout_s=3) == b"on"
+        await s.nets["a"].send("b", megabyte(1))
+        assert list(await s.finish()) == [1]
+
+    virtually(scenario())
+
+
+def test_stalls_hold_everything_up_for_their_time() -> None:
+    async def scenario() -> None:
+        s = Shaped(Link(0.0, math.inf), {"a": machine(3, stall=Stall(10.0, 2.0)), "b": machine()})
+        waits = []
+        for n in range(2000):
+            before = s.time()
+            await s.nets["a"].send("b", Frame("x", {"n": n}))
+            waits.append(s.time() - before)
+            await asyncio.sleep(0.1)
+        stalled = [w for w in waits if w > 0]
+        assert max(stalled) <= 2.0 + 1e-9
+        assert min(stalled) > 1.8  # the sender meets a stall within 0.1 s of its beginning
+        assert 10 < len(stalled) < 30  # 200 s at one in 10 s
+
+    virtually(scenario())
+
+
+# In memory ----------------------------------------------------------------------------------------------------------------
+
+
+def test_in_memory_a_frozen_peer_times_out_and_a_dead_one_is_unreachable() -> None:
+    async def scenario() -> None:
+        hub = MemoryHub()
+        a, b = hub.join("a"), hub.join("b")
+        got: list[int] = []
+
+        async def receive(sender: str, frame: Frame) -> None:
+            got.append(number(frame))
+
+        async def echo(sender: str, payload: bytes) -> bytes:
+            await asyncio.sleep(1)
+            return payload
+
+        b.receive(receive)
+        b.serve("echo", echo)
+        assert await a.connect(b.addresses(), timeout_s=1) == "b"
+        assert await a.call("b", "echo", b"x", timeout_s=2) == b"x"
+        hub.freeze("b")
+        with pytest.raises(DeadlineExceeded):
+            await a.call("b", "echo", b"x", timeout_s=2)
+        with pytest.raises(DeadlineExceeded):
+            await repeat(100, lambda n: a.send("b", Frame("x", {"n": n}), timeout_s=2))
+        hub.thaw("b")
+        await asyncio.sleep(1)
+        assert got == list(range(len(got)))
+        assert len(got) > 60
+        hub.cut("a", "b")
+        with pytest.raises(PeerUnreachable):
+            await a.send("b", Frame("x", {"n": 0}))
+        hub.mend()
+        call = asyncio.create_task(a.call("b", "echo", b"x", timeout_s=9))
+        await asyncio.sleep(0.5)
+        hub.kill("b")
+        with pytest.raises(PeerUnreachable):
+            await call
+        with pytest.raises(PeerUnreachable):
+            await a.send("b", Frame("x", {"n": 0}))
+        await a.announce("k", b"v", 5)
+        assert await a.lookup("k") == {"a": b"v"}
+        await asyncio.sleep(6)
+        assert await a.lookup("k") == {}
+        await a.close()
+
+    virtually(scenario())
