@@ -31,6 +31,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print machine-readable event
 Where = Annotated[Path, typer.Argument(help="A run folder (its newest checkpoint) or a checkpoint folder.")]
 
 
+Ticketed = Annotated[
+    str | None, typer.Argument(metavar="[TICKET]", help="Default: that of the run this machine is in.")
+]
+
+
 def _version(asked: bool) -> None:
     if asked:
         print(f"muletrain {__version__}")
@@ -52,6 +57,81 @@ def run(config: ConfigFile = None, overrides: Overrides = None, json: Json = Fal
     from muletrain.cli.train import run_local
 
     run_local(config, overrides or [], json=json)
+
+
+@app.command()
+def start(
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    listen: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="TCP port; 0: any free one. Open it in your firewall.")
+    ] = 0,
+    announce: Annotated[
+        list[str] | None, typer.Option(help="Address others should dial, e.g. /ip4/1.2.3.4/tcp/4000. Repeatable.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Begin a run on several machines: prints a ticket, waits until every stage is served, trains, collects checkpoints."""
+    from muletrain.cli.machines import start_run
+
+    start_run(config, overrides or [], listen=listen, port=port, announce=tuple(announce or ()), json=json)
+
+
+@app.command()
+def join(
+    ticket: Annotated[str, typer.Argument(help="What 'muletrain start' printed (or any member's 'muletrain ticket').")],
+    data: Annotated[
+        str | None, typer.Option(help="The run's corpus, to build microbatches too (checked by digest).")
+    ] = None,
+    stage: Annotated[
+        int | None, typer.Option(min=0, help="Serve this stage; default: the one that needs a peer most.")
+    ] = None,
+    memory: Annotated[float | None, typer.Option(help="Memory this peer may use [GiB]; default: what is free.")] = None,
+    device: Annotated[str, typer.Option(help="'auto' (every GPU, or the CPU), 'cpu', 'cuda:1'")] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: all cores.")] = None,
+    listen: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port; 0: any free one.")] = 0,
+    json: Json = False,
+) -> None:
+    """Add this machine to a run: one peer for every GPU, or one for the CPU."""
+    from muletrain.cli.machines import join_run
+
+    join_run(
+        ticket,
+        data=data,
+        stage=stage,
+        memory=memory,
+        device=device,
+        threads=threads,
+        listen=listen,
+        port=port,
+        json=json,
+    )
+
+
+@app.command()
+def status(ticket: Ticketed = None, json: Json = False) -> None:
+    """Show who is in the run, and at which step."""
+    from muletrain.cli.machines import show_status
+
+    show_status(ticket, json=json)
+
+
+@app.command()
+def stop(ticket: Ticketed = None) -> None:
+    """End the run in order, with a checkpoint in the run folder of 'start'."""
+    from muletrain.cli.machines import stop_run
+
+    stop_run(ticket)
+
+
+@app.command()
+def ticket() -> None:
+    """Print a ticket to the run this machine is in. Whoever has it can join: treat it as a password."""
+    from muletrain.cli.machines import own_ticket
+
+    print(own_ticket())
 
 
 @app.command()

@@ -62,13 +62,19 @@ class Session:
             make_console().print(text, soft_wrap=True)
 
     @contextmanager
-    def interruptible(self, what: str) -> Iterator[None]:
-        """Ctrl-C (or SIGTERM) asks for an orderly end, a second one ends at once. ``what`` says what is being ended."""
+    def interruptible(self, what: str, *, orderly: bool = True) -> Iterator[None]:
+        """Ctrl-C (or SIGTERM) asks for an orderly end, a second one ends at once. ``what`` says what is being ended.
+
+        Not ``orderly``: the others go on without us, so the first only asks whether that is meant.
+        """
 
         def interrupt(number: int, frame: FrameType | None) -> None:
             self._interrupts += 1
             if self._interrupts > 1:
                 raise KeyboardInterrupt
+            if not orderly:
+                self.say(f"\nleaving {what} now counts as a machine that died: the others go on; once more to leave")
+                return
             self._asked = time.monotonic()
             self.say(f"\nending {what} in order, with a checkpoint; once more to end it at once")
             self.fleet.stop()

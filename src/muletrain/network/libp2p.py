@@ -87,11 +87,14 @@ class Libp2pNetwork:
     async def _enter(self, addresses: tuple[str, ...]) -> list[str]:
         """Be admitted by at least one of ``addresses``; the ones that did."""
         reached, problems = [], []
+        by_peer: dict[str, list[str]] = {}
         for address in addresses:
+            by_peer.setdefault(address.rsplit("/p2p/", 1)[-1], []).append(address)
+        for known in by_peer.values():
             try:
-                reached.append("/p2p/" + await self.connect([address], timeout_s=15.0))
+                reached.append("/p2p/" + await self.connect(known, timeout_s=15.0))
             except NetworkError as e:
-                problems.append(f"{address}: {e}")
+                problems.append(f"{', '.join(known)}: {e}")
         if not reached:
             raise PeerUnreachable(
                 "no member of the run could be reached; is it running, and is its port open to this machine?\n  "
@@ -223,7 +226,8 @@ class Libp2pNetwork:
         return await self._directory.lookup(key)
 
     def addresses(self) -> list[str]:
-        return self._maddrs
+        """Loopback addresses only where there is nothing else: no other machine can dial them."""
+        return [a for a in self._maddrs if not a.startswith("/ip4/127.")] or self._maddrs
 
     async def connect(self, addresses: list[str], *, timeout_s: float) -> PeerId:
         try:

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from muletrain import __version__
 from muletrain.errors import AdmissionError, CapacityError, NetworkError, ProtocolError
-from muletrain.events import Admitted, JoinRefused, Waiting
+from muletrain.events import Admitted, JoinRefused, Note, Waiting
 from muletrain.swarm.messages import Digest, Id, Message, Natural, Text
 from muletrain.swarm.roster import Genesis, Member
 
@@ -167,7 +167,12 @@ class Lobby:
         genesis = self._genesis()
         begin = Begin(genesis=genesis).pack()
         others = [m.id for m in genesis.members if m.id != self.net.peer_id]
-        await asyncio.gather(*(self.net.call(p, Begin.KIND, begin, timeout_s=CALL_TIMEOUT_S) for p in others))
+        calls = (self.net.call(p, Begin.KIND, begin, timeout_s=CALL_TIMEOUT_S) for p in others)
+        for peer, result in zip(others, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if isinstance(result, NetworkError):  # it left at the last moment: the first step will find it dead
+                self.emit(Note(level="warning", message=f"{peer[-6:]} could not be told to begin: {result}"))
+            elif isinstance(result, BaseException):
+                raise result
         return genesis
 
     async def _sweep(self) -> None:

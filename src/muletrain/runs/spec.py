@@ -29,5 +29,7 @@ class WorkerSpec(BaseModel):
     listen: str = "127.0.0.1"
     port: int = 0
     announce: tuple[str, ...] = ()
+    keeps_ticket: bool = False
+    """A joiner on a machine of its own writes a ticket it can pass on."""
     fleet_index: int | None = None
     """Which peer of the configuration's fleet profile this process emulates."""

@@ -37,9 +37,11 @@ if TYPE_CHECKING:
     from muletrain.compute.base import Compute
     from muletrain.network.base import Network
     from muletrain.swarm.record import StepRecord
-    from muletrain.swarm.roster import Genesis
+    from muletrain.swarm.roster import Genesis, Member
 
 
+MAX_ADDRESSES = 16
+"""In a ticket that a member passes on."""
 PROTOCOL = f"muletrain {muletrain.__version__}"
 EXIT_ERROR = 2
 
@@ -55,6 +57,7 @@ class Worker:
         self._peer: Peer | None = None
         self._stop = asyncio.Event()
         self._steps = 0
+        self._total = -1
 
     def stop(self) -> None:
         """End in order: after the current step, or at once if training has not begun."""
@@ -73,7 +76,7 @@ class Worker:
             early.cancel()
             with suppress(asyncio.CancelledError):
                 await main
-        reason = "stopped" if self._stop.is_set() else "all steps done"
+        reason = "all steps done" if self._steps == self._total else "stopped before the last step"
         self._log.emit(RunFinished(steps=self._steps, seconds=self._clock.now() - begin, reason=reason))
 
     async def _run(self, sockets: Path) -> None:
@@ -104,14 +107,15 @@ class Worker:
         cache = await asyncio.to_thread(TokenCache.build, config.data, facts.spec.vocab)
         machine = await self._machine(config)
         lobby = Lobby(
-            net=network, clock=self._clock, emit=self._log.emit, run_id=self._ticket.run_id, config_json=config.model_dump_json(by_alias=True),
+            net=network, clock=self._clock, emit=self._log.emit, run_id=self._ticket.run_id,
+            config_json=config.model_dump_json(by_alias=True),
             config_digest=facts.config_digest, data_digest=bytes.fromhex(cache.digest), tokenizer=cache.tokenizer_json,
             stages=config.fleet.stages, expected=config.fleet.peers, trainers=config.fleet.trainers,
             stage_bytes=facts.stage_bytes(), stage_costs=facts.stage_costs(),
         )  # fmt: skip
         lobby.open()
         ticket = Ticket(self._ticket.run_id, self._ticket.secret, tuple(network.addresses()))
-        _write_secret(Path(spec.folder) / TICKET_FILE, str(ticket))
+        write_secret(Path(spec.folder) / TICKET_FILE, str(ticket))
         stage = lobby.seat(network.peer_id, self._introduction(network, machine))
         compute = await self._compute(facts, stage, machine)
         lobby.ready(network.peer_id, trainer=True)
@@ -123,6 +127,11 @@ class Worker:
     async def _join(self, network: Network) -> None:
         founder = self._ticket.addresses[0].rsplit("/p2p/", 1)[-1]
         visitor = Visitor(network, founder)
+        ticket = Ticket(
+            self._ticket.run_id, self._ticket.secret, (*self._ticket.addresses, *network.addresses())[:MAX_ADDRESSES]
+        )
+        if self._spec.keeps_ticket:
+            write_secret(Path(self._spec.folder) / TICKET_FILE, str(ticket))
         machine = await self._machine(None)
         welcome, tokenizer = await visitor.join(self._introduction(network, machine))
         facts = RunFacts.of(RunConfig.model_validate_json(welcome.config))
@@ -195,7 +204,7 @@ class Worker:
                 facts.manifest(genesis.run_id),
                 {"tokenizer.json": cache.tokenizer_json},
             )
-        limit = facts.config.train.time_limit
+        limit, self._total = facts.config.train.time_limit, facts.config.train.steps
         begin = self._clock.now()
 
         def on_step(record: StepRecord) -> bool:
@@ -234,22 +243,20 @@ class Worker:
                     tokens_per_step=config.train.batch * facts.spec.context,
                 )
             )
-        own = roster.own
-        self._log.emit(
-            PeerJoined(
-                peer_id=own.id,
-                name=own.name,
-                stage=own.stage,
-                device=str(machine.device),
-                precision=machine.precision.value,
-                trainer=own.trainer,
-                params=compute.n_params,
-                threads=self._spec.threads,
-            )
-        )
+            if self._spec.fleet_index is None:  # the others' logs are on their machines
+                for member in (m for m in roster.genesis.members if m.id != roster.own.id):
+                    self._log.emit(_joined(member, compute, "remote", "", 0))
+        self._log.emit(_joined(roster.own, compute, str(machine.device), machine.precision.value, self._spec.threads))
 
 
-def _write_secret(path: Path, text: str) -> None:
+def _joined(member: Member, compute: Compute, device: str, precision: str, threads: int) -> PeerJoined:
+    return PeerJoined(
+        peer_id=member.id, name=member.name, stage=member.stage, device=device, precision=precision, trainer=member.trainer,
+        params=compute.n_params if threads else 0, threads=threads,
+    )  # fmt: skip
+
+
+def write_secret(path: Path, text: str) -> None:
     """Readable by the owner only, and never half written."""
     partial = path.with_suffix(".partial")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

@@ -1,0 +1,186 @@
+"""The commands as a user types them: real processes, real runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from muletrain.events import CheckpointWritten, read_events
+
+SMALL = [
+    "--set", "model.width=64", "--set", "model.heads=2", "--set", "model.layers=2", "--set", "model.context=32",
+    "--set", "model.vocab=512",
+]  # fmt: skip
+
+
+def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "muletrain.cli.main", *arguments]
+    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def muletrain(*arguments: str, cwd: Path, code: int = 0) -> str:
+    """Standard output; standard error where the exit code should not be 0."""
+    process = start(*arguments, cwd=cwd)
+    out, err = process.communicate(timeout=110)
+    assert process.returncode == code, out + err
+    return out if code == 0 else err
+
+
+def peers_left(folder: Path) -> list[str]:
+    """Command lines of processes that work in ``folder`` or are daemons of such (the kernel knows their directory)."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if (process / "cwd").resolve() == folder.resolve():
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A folder in which one small run was made, and what it printed."""
+    folder = tmp_path_factory.mktemp("run")
+    return folder, muletrain("run", *SMALL, "--set", "train.steps=6", cwd=folder)
+
+
+def test_run_ends_with_a_report_and_leaves_nothing_running(trained: tuple[Path, str]) -> None:
+    folder, out = trained
+    for expected in (
+        "6 of 6 steps",
+        "interpolated bigram",
+        "unigram",
+        "The model writes",
+        "Sent over the network",
+        "idle",
+    ):
+        assert expected in out
+    (run,) = (folder / "runs").iterdir()
+    assert (run / "checkpoints" / "step-00000006" / "manifest.json").is_file()
+    assert list((run / "tensorboard").glob("events.*"))
+    assert not (run / "ticket").exists(), "the secret stays behind"
+    assert {p.stem for p in run.glob("peer-*.jsonl")} == {f"peer-{k}" for k in range(4)}
+    assert peers_left(folder) == []
+
+
+def test_exported_model_has_the_same_logits(trained: tuple[Path, str], tmp_path: Path) -> None:
+    from muletrain.runs.checkpoint import Checkpoint
+
+    folder, _ = trained
+    (run,) = (folder / "runs").iterdir()
+    muletrain("export", str(run), "--hf", str(tmp_path / "hf"), cwd=folder)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    ours = Checkpoint.open(run).model()
+    tokens = torch.randint(0, 512, (2, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.allclose(theirs(tokens).logits, ours(tokens), atol=1e-5)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert tokenizer.decode(tokenizer("def hello").input_ids) == "def hello"
+
+
+def test_model_from_continues_at_the_same_loss(trained: tuple[Path, str], tmp_path: Path) -> None:
+    folder, _ = trained
+    (run,) = (folder / "runs").iterdir()
+    before = json.loads(muletrain("eval", str(run), "--json", cwd=folder))
+    muletrain("export", str(run), "--hf", str(tmp_path / "hf"), cwd=folder)
+    still = ["--set", "train.steps=1", "--set", "optimizer.lr=1e-30", "--set", "optimizer.weight_decay=0"]
+    out = muletrain("run", "--json", "--set", f"model.from={tmp_path / 'hf'}", *still, cwd=tmp_path)
+    events = [json.loads(line) for line in out.splitlines()]
+    (evaluated,) = [e for e in events if e["kind"] == "evaluated"]
+    assert evaluated["loss"] == pytest.approx(before["loss"], abs=1e-5)
+
+
+def test_generate_continues_the_prompt(trained: tuple[Path, str]) -> None:
+    folder, _ = trained
+    (run,) = (folder / "runs").iterdir()
+    texts = {muletrain("generate", str(run), "If the", "--tokens", "5", "--seed", "1", cwd=folder) for _ in range(2)}
+    assert len(texts) == 1
+    assert texts.pop().startswith("If the")
+
+
+def test_a_damaged_checkpoint_is_refused(trained: tuple[Path, str], tmp_path: Path) -> None:
+    import shutil
+
+    folder, _ = trained
+    (run,) = (folder / "runs").iterdir()
+    shutil.copytree(run / "checkpoints", tmp_path / "checkpoints")
+    part = tmp_path / "checkpoints" / "step-00000006" / "stage-1.safetensors"
+    part.write_bytes(part.read_bytes()[:-1] + b"\x55")
+    assert "damaged" in muletrain("eval", str(tmp_path), cwd=folder, code=2)
+
+
+def test_ctrl_c_ends_the_run_in_order(tmp_path: Path) -> None:
+    process = start("run", *SMALL, "--set", "train.steps=5000", cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while (
+        not list(tmp_path.glob("runs/*/peer-0.jsonl"))
+        or "step_done" not in next(tmp_path.glob("runs/*/peer-0.jsonl")).read_text()
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, out + err
+    assert "in order" in out
+    (log,) = tmp_path.glob("runs/*/peer-0.jsonl")
+    (written,) = [e for e in read_events(log) if isinstance(e, CheckpointWritten)]
+    assert 0 < written.step < 5000
+    assert peers_left(tmp_path) == []
+
+
+@pytest.mark.parametrize("moment", [0.5, 4.0])
+def test_ctrl_c_before_training_leaves_nothing(tmp_path: Path, moment: float) -> None:
+    process = start("run", *SMALL, cwd=tmp_path)
+    time.sleep(moment)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert peers_left(tmp_path) == []
+    assert not [p for p in Path("/tmp").glob("mule-*") if p.stat().st_mtime > time.time() - 60 and _is_orphan(p)]
+
+
+def _is_orphan(folder: Path) -> bool:
+    """A socket folder no process has anything open in; other tests' fleets have theirs in use."""
+    used = subprocess.run(["pgrep", "-f", str(folder)], capture_output=True, check=False)
+    return used.returncode != 0
+
+
+def test_a_full_disk_ends_the_checkpoint_not_the_training(tmp_path: Path) -> None:
+    """The checkpoint folder is a file: writing fails as on a full disk, and the run goes on to its end."""
+    process = start("run", *SMALL, "--set", "train.steps=30", "--set", "checkpoint.every=10", cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while not (found := list(tmp_path.glob("runs/*"))):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    (found[0] / "checkpoints").write_text("in the way")
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, out + err
+    assert "30 of 30 steps" in out
+    assert "checkpoint" in out
+    assert "training goes on" in out
+
+
+def test_errors_name_the_field_and_leave_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "my.toml").write_text("[model]\nhedas = 3\n")
+    message = muletrain("run", "my.toml", cwd=tmp_path, code=2)
+    assert "my.toml:2" in message
+    assert "heads" in message
+    assert "Traceback" not in message
+    assert "data.path" in muletrain("run", "--set", "data.path=nothing/*.txt", cwd=tmp_path, code=2)
+    assert peers_left(tmp_path) == []
+
+
+def test_help_and_config_answer_at_once(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    assert "join" in muletrain("--help", cwd=tmp_path)
+    assert "[optimizer]" in muletrain("config", cwd=tmp_path)
+    assert time.monotonic() - begin < 10 * max(1.0, os.getloadavg()[0] / 2)
