@@ -44,7 +44,9 @@ SPIN = {"spin": {}, "passive": {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": 
 
 def measure(arguments: list[str], env: dict[str, str], timeout_s: float) -> float:
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=timeout_s, check=True)
+    done = subprocess.run(
+        command, env={**os.environ, **env}, capture_output=True, text=True, timeout=timeout_s, check=True
+    )
     return float(json.loads(done.stdout.strip().splitlines()[-1])["tokens_per_s"])
 
 
@@ -60,7 +62,10 @@ def pipelining(config: str, seconds: float, schedule: str) -> float:
     env = {"OMP_NUM_THREADS": "1", **SPIN["passive"]}
     arguments = [str(HERE / "pipelining.py"), config, str(seconds), schedule]
     other = subprocess.Popen(
-        [sys.executable, *arguments, "1", port], env={**os.environ, **env}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [sys.executable, *arguments, "1", port],
+        env={**os.environ, **env},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     try:
         return measure([*arguments, "0", port], env, 10 * seconds + 120)
@@ -92,8 +97,10 @@ def compare(name: str, pairs: int, seconds: float) -> dict[str, object]:
         alone = plain(text, seconds, *best)
         rows.append(
             {
-                "plain": alone, "fleet": fleet(config, seconds, alone),
-                "gpipe": pipelining(text, seconds, "gpipe"), "1f1b": pipelining(text, seconds, "1f1b"),
+                "plain": alone,
+                "fleet": fleet(config, seconds, alone),
+                "gpipe": pipelining(text, seconds, "gpipe"),
+                "1f1b": pipelining(text, seconds, "1f1b"),
             }  # fmt: skip
         )
         print(name, json.dumps(rows[-1]), flush=True)
@@ -110,11 +117,15 @@ def main() -> None:
     arguments = parser.parse_args()
     results = [compare(name, arguments.pairs, arguments.seconds) for name in arguments.case or CASES]
     (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    table = Table("case", "plain loop [tok/s]", "fleet / plain", "GPipe / plain", "1F1B / plain", title="median of the pairs")
+    table = Table(
+        "case", "plain loop [tok/s]", "fleet / plain", "GPipe / plain", "1F1B / plain", title="median of the pairs"
+    )
     for r in results:
         ratio, speed = r["ratio"], r["tokens_per_s"]
         table.add_row(
-            str(r["case"]), f"{speed['plain']:,.0f}", *(f"{ratio[k]:.2f}" for k in ("fleet", "gpipe", "1f1b"))  # type: ignore[index]
+            str(r["case"]),
+            f"{speed['plain']:,.0f}",
+            *(f"{ratio[k]:.2f}" for k in ("fleet", "gpipe", "1f1b")),  # type: ignore[index]
         )
     Console().print(table)
 
