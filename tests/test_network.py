@@ -167,6 +167,38 @@ def test_a_slow_answer_misses_its_deadline_and_later_calls_go_on() -> None:
     asyncio.run(scenario())
 
 
+def test_an_answer_in_the_very_turn_of_its_cancellation_ends_nothing() -> None:
+    """hivemind's own call ends the task that reads all answers then: every later call of the process would hang."""
+    from hivemind.p2p import PeerID
+    from hivemind.proto import p2pd_pb2
+
+    async def scenario() -> None:
+        async with world() as w:
+            a = await w.open()
+            b = await w.open(a)
+            control = b._p2p._client.control
+            asleep = asyncio.Event()
+
+            async def sleep(sender: str, payload: bytes) -> bytes:
+                asleep.set()
+                await asyncio.Event().wait()
+                return b""
+
+            a.serve("sleep", sleep)
+            call = asyncio.create_task(b._p2p.exchange(PeerID.from_base58(a.peer_id), CALL, b"\5sleep"))
+            await asyncio.wait_for(asleep.wait(), 5)
+            (pending,) = control._pending_calls.values()
+            call.cancel()
+            assert pending.cancelled()
+            pending.set_result(p2pd_pb2.CallUnaryResponse(response=b"late").SerializeToString())  # as the reader does
+            pending.set_exception(ConnectionError())
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            assert await b.call(a.peer_id, "echo", b"on", timeout_s=5) == b"on"
+
+    asyncio.run(scenario())
+
+
 def test_large_frames_both_ways_in_order_on_every_channel() -> None:
     async def scenario() -> None:
         async with world() as w:

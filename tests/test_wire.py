@@ -180,6 +180,7 @@ def nested(depth: int) -> object:
         framed(b"\xc1"),
         framed(["kind", {}]),
         framed([1, {}, []]),
+        framed(["k" * 65, {}, []]),
         framed(["kind", [], []]),
         framed(["kind", {b"a": 1}, []]),
         framed(["kind", {1: 1}, []]),

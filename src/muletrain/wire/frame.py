@@ -26,6 +26,8 @@ PREFIX = struct.Struct(">2sBBIQ")
 MAX_HEADER = 1 << 22
 MAX_PAYLOAD = 1 << 30
 MAX_TENSORS = 64
+MAX_KIND = 64
+"""Characters."""
 READ = 1 << 20
 MAX_DEPTH = 8
 """Nesting of a header."""
@@ -96,7 +98,9 @@ def parse_header(data: bytes, payload: int) -> tuple[str, dict[str, Any], list[t
 def _well_formed(content: Any) -> bool:
     """[kind, {name: value}, [[codec, [length, ...]], ...]], with the types exactly these and a bounded depth."""
     match content:
-        case [str(), dict() as header, list() as tensors] if len(tensors) <= MAX_TENSORS:
+        case [str() as kind, dict() as header, list() as tensors] if (
+            len(kind) <= MAX_KIND and len(tensors) <= MAX_TENSORS
+        ):
             named = all(type(name) is str for name in header)
             return named and _depth_below(header, MAX_DEPTH) and all(_describes_tensor(t) for t in tensors)
     return False
