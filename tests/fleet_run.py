@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 def run_fleet(
     config: RunConfig, folder: Path, *, threads: int = 1, timeout_s: float = 300.0,
     watch: Callable[[LocalFleet, Event], None] = lambda fleet, event: None, lost: frozenset[str] = frozenset(),
+    stages: tuple[int, ...] | None = None,
 ) -> list[Event]:  # fmt: skip
     """All events. Raises AssertionError when a peer failed or the run took longer than ``timeout_s``.
 
-    ``lost``: peers that ``watch`` kills.
+    ``lost``: peers that ``watch`` kills. ``stages``: which stage each peer serves, in order of their names; default: as the lobby says.
     """
     folder.mkdir(parents=True, exist_ok=True)
     names = [f"peer-{i}" for i in range(config.fleet.peers)]
@@ -59,12 +60,14 @@ def run_fleet(
                 ticket=founder,
                 config=config.model_dump_json(by_alias=True),
                 fleet_index=0,
+                stage=stages[0] if stages else None,
                 **common,
             )
         )
         ticket = str(fleet.wait_for_ticket(names[0], poll))
         for index, name in enumerate(names[1:], start=1):
-            fleet.begin(WorkerSpec(role="join", name=name, ticket=ticket, fleet_index=index, **common))
+            stage = stages[index] if stages else None
+            fleet.begin(WorkerSpec(role="join", name=name, ticket=ticket, fleet_index=index, stage=stage, **common))
         while fleet.alive():
             poll()
             time.sleep(0.05)
