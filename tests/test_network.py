@@ -187,9 +187,8 @@ def test_an_answer_in_the_very_turn_of_its_cancellation_ends_nothing() -> None:
             a.serve("sleep", sleep)
             call = asyncio.create_task(b._p2p.exchange(PeerID.from_base58(a.peer_id), CALL, b"\5sleep"))
             await asyncio.wait_for(asleep.wait(), 5)
-            (pending,) = control._pending_calls.values()
             call.cancel()
-            assert pending.cancelled()
+            (pending,) = [f for f in control._pending_calls.values() if f.cancelled()]  # beside the directory's own
             pending.set_result(p2pd_pb2.CallUnaryResponse(response=b"late").SerializeToString())  # as the reader does
             pending.set_exception(ConnectionError())
             with pytest.raises(asyncio.CancelledError):
