@@ -32,12 +32,18 @@ CASES = {
     "default": ([], [1, 2, 4]),
     "width512": (
         [
-            "model.width=512", "model.heads=8", "model.layers=8", "model.context=256", "model.dropout=0.0",
-            "train.batch=64", "train.microbatch=4", "compute.checkpointing=never",
+            "model.width=512",
+            "model.heads=8",
+            "model.layers=8",
+            "model.context=256",
+            "model.dropout=0.0",
+            "train.batch=64",
+            "train.microbatch=4",
+            "compute.checkpointing=never",
         ],
         [16],
     ),
-}  # fmt: skip
+}
 """Overrides of the default configuration, and the microbatch counts the plain loop may choose from."""
 SPIN = {"spin": {}, "passive": {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}}
 
@@ -101,7 +107,7 @@ def compare(name: str, pairs: int, seconds: float) -> dict[str, object]:
                 "fleet": fleet(config, seconds, alone),
                 "gpipe": pipelining(text, seconds, "gpipe"),
                 "1f1b": pipelining(text, seconds, "1f1b"),
-            }  # fmt: skip
+            }
         )
         print(name, json.dumps(rows[-1]), flush=True)
     medians = {k: statistics.median(r[k] for r in rows) for k in rows[0]}

@@ -39,11 +39,20 @@ def measure(width: int, microbatches: int, forward_ms: float, *, shaped: bool, c
         config = load_config(
             None,
             [
-                f"model.width={width}", f"model.heads={width // 32}", "model.layers=2", f"model.context={context}",
-                "model.vocab=512", "train.microbatch=1", f"train.batch={microbatches}", f"train.steps={STEPS}",
-                "compute.checkpointing=never", "model.dropout=0.0", f"fleet.profile={profile}", "wire.gradients=fp16",
+                f"model.width={width}",
+                f"model.heads={width // 32}",
+                "model.layers=2",
+                f"model.context={context}",
+                "model.vocab=512",
+                "train.microbatch=1",
+                f"train.batch={microbatches}",
+                f"train.steps={STEPS}",
+                "compute.checkpointing=never",
+                "model.dropout=0.0",
+                f"fleet.profile={profile}",
+                "wire.gradients=fp16",
             ],
-        )  # fmt: skip
+        )
         events = run_fleet(config, Path(folder) / "run", stages=(0, 0, 1, 1), timeout_s=400)
     steps = [e.duration_s for e in events if isinstance(e, StepDone) and e.step > SKIP]
     applied = [e for e in events if isinstance(e, StepApplied) and e.step > SKIP]
@@ -57,7 +66,9 @@ def measure(width: int, microbatches: int, forward_ms: float, *, shaped: bool, c
 
 def service_ms(width: int, context: int) -> float:
     """Forward of one sequence in one stage on the declared device [ms]."""
-    facts = RunFacts.of(load_config(None, [f"model.width={width}", f"model.heads={width // 32}", "model.layers=2", "model.vocab=512"]))
+    facts = RunFacts.of(
+        load_config(None, [f"model.width={width}", f"model.heads={width // 32}", "model.layers=2", "model.vocab=512"])
+    )
     return 1000 * facts.spec.stage_flops(facts.cut, 0, context) * context / DEVICE_FLOPS
 
 
@@ -72,16 +83,24 @@ def main() -> None:
     kept = statistics.median(p["unshaped"]["step_s"] / p["shaped"]["step_s"] for p in results["pairs"])
     ratio = statistics.median(p["shaped"]["step_s"] / p["shaped"]["averaging_s"] for p in results["pairs"])
     results |= {"kept": kept, "step_over_averaging": ratio}
-    console.print(f"named configuration {NAMED}: step / averaging {ratio:.1f}, keeps {kept:.3f} of its unshaped throughput")
+    console.print(
+        f"named configuration {NAMED}: step / averaging {ratio:.1f}, keeps {kept:.3f} of its unshaped throughput"
+    )
     table = Table("microbatches a step", "step [s]", "averaging [s]", "averaging's share", title="50 Mb/s, 100 ms")
     for count in (4, 8, 16, 32, 64):
         row = {"microbatches": count, **measure(256, count, 60.0, shaped=True)}
         results["sweep"].append(row)
-        table.add_row(str(count), f"{row['step_s']:.2f}", f"{row['averaging_s']:.2f}", f"{row['averaging_s'] / row['step_s']:.0%}")
+        table.add_row(
+            str(count), f"{row['step_s']:.2f}", f"{row['averaging_s']:.2f}", f"{row['averaging_s'] / row['step_s']:.0%}"
+        )
     console.print(table)
     dominated = [r["microbatches"] for r in results["sweep"] if r["averaging_s"] > r["step_s"] / 2]
-    console.print(f"averaging dominates (more than half the step) up to a batch of {max(dominated, default=0)} sequences")
-    table = Table("width", "service time [ms]", "idle", title="square-cube law: 16 microbatches of 1 x 128 tokens a step")
+    console.print(
+        f"averaging dominates (more than half the step) up to a batch of {max(dominated, default=0)} sequences"
+    )
+    table = Table(
+        "width", "service time [ms]", "idle", title="square-cube law: 16 microbatches of 1 x 128 tokens a step"
+    )
     for width in (128, 256, 512, 1024):
         row = {"width": width, "forward_ms": service_ms(width, 128)}
         row |= measure(width, 16, row["forward_ms"], shaped=True)

@@ -30,7 +30,14 @@ machines = [
 pacing = {{ forward_ms = {FORWARD_MS}, backward_ms = {BACKWARD_MS} }}
 """
 MICROBATCHES, STEPS, SKIP = 64, 8, 2
-SMALL = ["model.width=32", "model.heads=2", "model.layers=2", "model.context=16", "model.vocab=512", "train.microbatch=1"]
+SMALL = [
+    "model.width=32",
+    "model.heads=2",
+    "model.layers=2",
+    "model.context=16",
+    "model.vocab=512",
+    "train.microbatch=1",
+]
 
 
 def one_run() -> tuple[float, float]:
@@ -54,7 +61,9 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     runs = [one_run() for _ in range(parser.parse_args().runs)]
     share, throughput = (statistics.median(r[k] for r in runs) for k in (0, 1))
-    (HERE / "results.json").write_text(json.dumps({"runs": runs, "share": share, "throughput": throughput}, indent=1) + "\n")
+    (HERE / "results.json").write_text(
+        json.dumps({"runs": runs, "share": share, "throughput": throughput}, indent=1) + "\n"
+    )
     table = Table("", "median", "target", title=f"one of two replicas at a third of the speed, {len(runs)} runs")
     table.add_row("its share of the microbatches", f"{share:.3f}", "0.25 +- 0.05")
     table.add_row("throughput over the sum of the two", f"{throughput:.3f}", ">= 0.9")

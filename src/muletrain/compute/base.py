@@ -77,7 +77,7 @@ class Compute(Protocol):
         ...
 
     async def digest(self) -> bytes:
-        """SHA-256 over the fp32 weights: replicas of a lineage compare it."""
+        """BLAKE3 over the fp32 weights: replicas of a lineage compare it."""
         ...
 
     async def state(self) -> dict[str, Tensor]:

@@ -5,10 +5,10 @@ P: parameters of the stage. Not thread-safe; ``TorchCompute`` calls it from its 
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from muletrain.errors import CheckpointError
@@ -68,7 +68,7 @@ class StageWeights:
         self._refresh()
 
     def digest(self) -> bytes:
-        return hashlib.sha256(self.masters.cpu().numpy().data).digest()
+        return blake3(self.masters.cpu().numpy().data.cast("B")).digest()
 
     def state(self) -> dict[str, Tensor]:
         """Copies: 'model/NAME', 'moment1/NAME', 'moment2/NAME'; fp32 on the CPU."""

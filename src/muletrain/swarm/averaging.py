@@ -8,11 +8,11 @@ included, use the shard *as it was sent*, so that replicas stay identical under 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+from blake3 import blake3
 
 from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError, ProtocolError
 from muletrain.policy.deadline import Deadline
@@ -149,7 +149,7 @@ class Averager:
         """Reduce our shard, return it to everyone, and publish its entry."""
         me = self._ctx.net.peer_id
         others = [m for m in plan.members if m != me]
-        content, square_norm, finite = hashlib.sha256(), 0.0, True
+        content, square_norm, finite = blake3(), 0.0, True
         for number, (a, b) in plan.chunks(me):
             parts: list[Tensor | Encoded] = []
             for member in plan.contributors:  # sorted: every run sums in the same order
@@ -173,7 +173,7 @@ class Averager:
 
     async def _collect(self, plan: Round, owner: PeerId, result: Tensor) -> bytes:
         """Receive the shard that ``owner`` reduced."""
-        content = hashlib.sha256()
+        content = blake3()
         for number, (a, b) in plan.chunks(owner):
             chunk = await self._chunk(plan, Reduced.KIND, owner, number)
             content.update(await self._ctx.compute.offload(_store_chunk, chunk, result[a:b]))
@@ -236,7 +236,7 @@ def _store_chunk(chunk: Encoded, out: Tensor) -> bytes:
 
 def _hash(sent: Encoded | None, values: Tensor) -> bytes:
     """Of the bytes as sent; of the values where nothing was sent (a stage with one replica)."""
-    digest = hashlib.sha256()
-    for buffer in sent.buffers if sent is not None else [values.numpy().data]:
+    digest = blake3()
+    for buffer in sent.buffers if sent is not None else [values.numpy().data.cast("B")]:
         digest.update(buffer)
     return digest.digest()

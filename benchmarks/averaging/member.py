@@ -1,0 +1,131 @@
+"""One member of an averaging group, as a process: ``python member.py RANK MEMBERS FOLDER CODEC SHAPED``. Prints seconds per round.
+
+The network, the frames and ``Averager`` are the production code; the stage is a flat random vector, for averaging needs no model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from muletrain.clock import LoopClock
+from muletrain.config.fleet import FleetPeer, Link
+from muletrain.config.schema import Codec
+from muletrain.network.libp2p import Libp2pNetwork
+from muletrain.network.shaped import ShapedNetwork
+from muletrain.swarm.averaging import Averager, Round
+from muletrain.swarm.context import Context, Plan
+from muletrain.swarm.messages import Reduced, Shard, ShardEntry
+from muletrain.swarm.roster import Genesis, Member, Roster
+
+SIZE = 25_000_000
+ROUNDS, WARM_UP = 5, 1
+RTT_S, RATE = 0.1, 25e6  # 100 ms, 200 Mb/s
+
+
+class Vector:
+    """What the averager asks of a ``Compute``: the length, and a thread beside the loop."""
+
+    n_params = SIZE
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1)
+
+    async def offload(self, fn: Any, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, fn, *args)
+
+
+async def gather_addresses(folder: Path, rank: int, members: int, own: list[str]) -> list[str]:
+    (folder / f"{rank}.tmp").write_text(own[0])
+    (folder / f"{rank}.tmp").rename(folder / f"{rank}.address")
+    while len(found := sorted(folder.glob("*.address"))) < members:
+        await asyncio.sleep(0.05)
+    return [f.read_text() for f in found]
+
+
+async def main(rank: int, members: int, folder: Path, codec: Codec, shaped: bool) -> None:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="mule-") as sockets:
+        inner = await Libp2pNetwork.create(run_id="bench", secret=b"b" * 32, protocol="bench", folder=Path(sockets))
+        addresses = await gather_addresses(folder, rank, members, inner.addresses())
+        for address in addresses:
+            if not address.endswith(inner.peer_id):
+                await inner.connect([address], timeout_s=20)
+        ids = sorted(a.rsplit("/p2p/", 1)[1] for a in addresses)
+        network: Any = inner
+        if shaped:
+            own = FleetPeer(rank, str(rank), "", None, 1.0, None, None, True, RATE, RATE, None, None, None)
+            network = ShapedNetwork(inner, lambda peer: Link(RTT_S / 2, RATE), own, LoopClock())
+        roster = Roster(
+            Genesis(
+                run_id="bench",
+                config=bytes(32),
+                data=bytes(32),
+                stages=1,
+                collector=ids[0],
+                first_step=0,
+                members=tuple(Member(id=p, name=p, stage=0, trainer=True, addresses=()) for p in ids),
+            ),
+            network.peer_id,
+        )
+        plan = Plan(1, 1, 1, 1, 1, 2, lambda s: 1, Codec.INT8, codec, None, lambda s: 0.0, 0, 8)
+        ctx = Context(network, LoopClock(), Vector(), roster, plan, emit=lambda event: None)  # type: ignore[arg-type]
+        entries: dict[int, set[str]] = {}
+        changed = asyncio.Event()
+
+        async def publish(entry: ShardEntry) -> None:
+            entries.setdefault(entry.step, set()).add(network.peer_id)
+            await ctx.tell(ctx.roster.others(), entry)
+            changed.set()
+
+        averager = Averager(ctx, publish)
+
+        async def on_frame(sender: str, frame: Any) -> None:
+            if frame.kind == ShardEntry.KIND:
+                entries.setdefault(ShardEntry.parse(frame).step, set()).add(sender)
+                changed.set()
+            else:
+                kind = Shard if frame.kind == Shard.KIND else Reduced
+                averager.on_chunk(sender, kind.parse(frame), frame.tensors[0])
+
+        network.receive(on_frame)
+        vector = torch.randn(SIZE, generator=torch.Generator().manual_seed(rank))
+        seconds, checks = [], []
+        for step in range(ROUNDS + WARM_UP):
+            round_ = Round(step.to_bytes(32), bytes(32), step, 0, tuple(ids), tuple(ids), members, SIZE, False)
+            begin = time.perf_counter()
+            result, _ = await averager.reduce(round_, vector)
+            while len(entries.get(step, ())) < members:  # all have finished: nobody's next round overlaps this one
+                changed.clear()
+                await asyncio.wait_for(changed.wait(), 120)
+            seconds.append(time.perf_counter() - begin)
+            checks.append(float(result[::1000].double().sum()))
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        await asyncio.sleep(0.5)
+        await network.close()
+        cpu = usage.ru_utime + usage.ru_stime
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        print(
+            json.dumps(
+                {
+                    "seconds": seconds[WARM_UP:],
+                    "check": checks[-1],
+                    "cpu_s": cpu,
+                    "daemon_cpu_s": children.ru_utime + children.ru_stime,
+                }
+            )
+        )
+
+
+if __name__ == "__main__":
+    r, m, f, c, s = sys.argv[1:]
+    asyncio.run(main(int(r), int(m), Path(f), Codec(c), s == "shaped"))
