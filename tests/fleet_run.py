@@ -28,10 +28,12 @@ def run_fleet(
     config: RunConfig, folder: Path, *, threads: int = 1, timeout_s: float = 300.0,
     watch: Callable[[LocalFleet, Event], None] = lambda fleet, event: None, lost: frozenset[str] = frozenset(),
     stages: tuple[int, ...] | None = None,
+    wrap: Callable[[str], list[str]] = lambda name: [],
 ) -> list[Event]:  # fmt: skip
     """All events. Raises AssertionError when a peer failed or the run took longer than ``timeout_s``.
 
     ``lost``: peers that ``watch`` kills. ``stages``: which stage each peer serves, in order of their names; default: as the lobby says.
+    ``wrap``: see ``LocalFleet``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     names = [f"peer-{i}" for i in range(config.fleet.peers)]
@@ -44,13 +46,14 @@ def run_fleet(
             watch(fleet, event)
         assert time.monotonic() < deadline, f"not finished after {timeout_s} s"
 
-    with LocalFleet(folder, threads) as fleet:
+    with LocalFleet(folder, threads, wrap) as fleet:
         fleet.spawn(names)
         common = {
             "folder": str(folder),
             "data": "config",
             "threads": threads,
             "precision": config.compute.precision.value,
+            "listen": config.network.listen,
         }
         founder = str(Ticket.new_run())
         fleet.begin(

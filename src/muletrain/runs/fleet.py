@@ -35,10 +35,11 @@ STOP_S = 60.0
 class LocalFleet:
     """The processes of one command. A context manager: whatever happens, none is left behind."""
 
-    def __init__(self, folder: Path, threads: int) -> None:
+    def __init__(self, folder: Path, threads: int, wrap: Callable[[str], list[str]] = lambda name: []) -> None:
+        """``wrap``: what to put before the command of the peer of that name (``ip netns exec ...``)."""
         self.folder = folder
+        self._wrap = wrap
         self._threads = threads
-        self._idle: list[tuple[str, subprocess.Popen[bytes]]] = []
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Self:
@@ -52,7 +53,7 @@ class LocalFleet:
         for name in names:
             with open(self.folder / f"{name}.log", "ab") as log:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "muletrain.runs.worker"], stdin=subprocess.PIPE, stdout=log, stderr=log,
+                    [*self._wrap(name), sys.executable, "-m", "muletrain.runs.worker"], stdin=subprocess.PIPE, stdout=log, stderr=log,
                     env=_environment(self._threads), start_new_session=True,
                 )  # fmt: skip
             self._running[name] = process
