@@ -14,9 +14,12 @@ import pytest
 
 TINY = ["--set", "fleet.peers=2", "--set", "model.width=64", "--set", "model.heads=2", "--set", "model.context=32"]
 
-pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2 to make network namespaces"
-)
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(
+        os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2 to make network namespaces"
+    ),
+]
 
 
 @pytest.fixture

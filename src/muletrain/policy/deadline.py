@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-FLOOR_S = 1.0
+FLOOR_S = 2.0
 """Below this a busy machine's scheduling looks like a fault."""
 UNMEASURED_S = 30.0
 """Before the first measurement: long enough for a first step on a cold machine."""

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Self
@@ -39,6 +40,7 @@ class LocalFleet:
         """``wrap``: what to put before the command of the peer of that name (``ip netns exec ...``)."""
         self.folder = folder
         self._wrap = wrap
+        self._scratch = tempfile.TemporaryDirectory(prefix="mule-")  # ours to remove even where a process was killed
         self._threads = threads
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -47,6 +49,7 @@ class LocalFleet:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+        self._scratch.cleanup()
 
     def spawn(self, names: list[str]) -> None:
         """Start the interpreters (imports take seconds); ``begin`` gives each its work."""
@@ -54,7 +57,7 @@ class LocalFleet:
             with open(self.folder / f"{name}.log", "ab") as log:
                 process = subprocess.Popen(
                     [*self._wrap(name), sys.executable, "-m", "muletrain.runs.worker"], stdin=subprocess.PIPE, stdout=log, stderr=log,
-                    env=_environment(self._threads), start_new_session=True,
+                    env={**_environment(self._threads), "TMPDIR": self._scratch.name}, start_new_session=True,
                 )  # fmt: skip
             self._running[name] = process
 
@@ -112,7 +115,7 @@ def threads_per_peer(asked: int | None, local_peers: int) -> int:
 
 def _environment(threads: int) -> dict[str, str]:
     """Before torch is imported: how many threads, and that waiting ones must not spin on cores others need (ENGINE: a spinning
-    fleet ran at a twelfth of its speed). TMPDIR stays the user's."""
+    fleet ran at a twelfth of its speed)."""
     return {
         **os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive",
         "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false",

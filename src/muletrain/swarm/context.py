@@ -122,7 +122,7 @@ class Context:
     stats: StepStats = field(default_factory=StepStats)
     device: PriorityLock = field(default_factory=PriorityLock)
     """The compute slot: backward before forward when both wait."""
-    probe_deadline: Deadline = field(default_factory=lambda: Deadline(unmeasured_s=5.0, floor_s=2.0))
+    probe_deadline: Deadline = field(default_factory=lambda: Deadline(unmeasured_s=10.0, floor_s=5.0))
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     failure: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 

@@ -194,8 +194,10 @@ class Stepper:
         """Microbatches are in no accumulator, or twice: keep the chosen sets, run the gaps again for this stage alone."""
         ctx = self._ctx
         keep = ctx.net.peer_id in cover.chosen
-        if not keep:
+        if not keep:  # what this peer did counts as done twice
             ctx.compute.clear()
+            ctx.stats.microbatches -= len(self.ledger.held)
+            ctx.stats.recomputed += len(self.ledger.held)
         self.ledger.reopen(keep=keep)
         gaps = frozenset(cover.gaps)
         message = f"step {self.step}: stage {ctx.roster.own.stage} runs {len(gaps)} microbatches again"
