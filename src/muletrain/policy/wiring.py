@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
 GAMMA = 0.1
 """Weight of a new measurement (SWARM app. C)."""
@@ -32,9 +32,12 @@ class _Entry:
 class Wiring:
     """One sender's view of the peers of one stage. Measurements are the sender's own, so near peers look faster (sec. 3.2).
 
-    Two departures from algorithm 1, both because its start-up values distort shares: the average is corrected for its
+    Three departures from algorithm 1. Two because its start-up values distort shares: the average is corrected for its
     start at zero (as Adam's moments are), so that a rarely chosen peer is not mistaken for a fast one; and a newcomer starts
-    at the smallest running total, not at epsilon, so that it is not flooded until it has caught up.
+    at the smallest running total, not at epsilon, so that it is not flooded until it has caught up. The third because the
+    averages contain a little time that occupies nobody (links, scheduling), which weighs more for a fast peer: within the
+    trainers' bounded window the slow peer's queue then grows until the fast one starves. So nothing is queued behind a peer's
+    work while another would have finished it by then.
     """
 
     def __init__(self, rng: random.Random, gamma: float = GAMMA) -> None:
@@ -59,15 +62,26 @@ class Wiring:
         if peer in self._entries and usable != [peer]:
             self._entries[peer].banned = True
 
-    def choose(self, exclude: Collection[str] = ()) -> str | None:
-        """The peer with the smallest running total (ties at random), or None when there is none outside ``exclude``."""
+    def choose(self, exclude: Collection[str] = (), under_way: Mapping[str, int] | None = None) -> str | None:
+        """The peer with the smallest running total (ties at random), or None when there is none outside ``exclude``.
+
+        ``under_way``: what each peer has of ours already; those passed over for it are not owed anything later.
+        """
         usable = [p for p, e in self._entries.items() if not e.banned and p not in exclude]
         if not usable:
             return None
-        smallest = min(self._entries[p].total_s for p in usable)
-        peer = self._rng.choice(sorted(p for p in usable if self._entries[p].total_s == smallest))
+        prompt = self._prompt(usable, under_way or {})
+        smallest = min(self._entries[p].total_s for p in prompt)
+        peer = self._rng.choice(sorted(p for p in prompt if self._entries[p].total_s == smallest))
+        for late in set(usable) - set(prompt):
+            self._entries[late].total_s = max(self._entries[late].total_s, smallest)
         self._entries[peer].total_s += self.expected_s(peer)
         return peer
+
+    def _prompt(self, usable: list[str], under_way: Mapping[str, int]) -> list[str]:
+        """Those who would begin a microbatch before any other could have finished it."""
+        soonest_s = min((under_way.get(p, 0) + 1) * self.expected_s(p) for p in usable)
+        return [p for p in usable if under_way.get(p, 0) * self.expected_s(p) <= soonest_s]
 
     def measured(self, peer: str, seconds: float) -> None:
         """A microbatch took ``seconds`` of this peer's and the link's time (waiting in queues not included)."""

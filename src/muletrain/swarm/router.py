@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -75,7 +76,7 @@ class Router:
         failed: set[PeerId] = set()
         full: set[PeerId] = set()
         for tries in itertools.count():
-            peer = self._wiring.choose(failed | full)
+            peer = self._wiring.choose(failed | full, Counter(p.peer for p in self._pending.values()))
             if peer is None and full:
                 await self._ctx.clock.sleep(min(BUSY_PAUSE_S * 2.0**tries, BUSY_PAUSE_MAX_S))
                 full.clear()
