@@ -1,7 +1,7 @@
 """The lobby: before step 0, peers gather at the founder, get a stage and the tokenizer, and agree on the genesis.
 
-Calls, newcomer to founder: ``join`` (who I am; answer: the run), ``tokenizer`` (in pieces), ``ready`` (my stage is built).
-Founder to every member: ``begin`` (the genesis).
+Calls, newcomer to any member: ``founder`` (whom to ask). Newcomer to founder: ``join`` (who I am; answer: the run), ``tokenizer``
+(in pieces), ``ready`` (my stage is built). Founder to every member: ``begin`` (the genesis).
 """
 
 from __future__ import annotations
@@ -69,6 +69,13 @@ class Begin(Message):
     genesis: Genesis
 
 
+class Founder(Message):
+    """Whom to ask for a seat. The question is empty."""
+
+    KIND: ClassVar[str] = "lobby.founder"
+    id: Id
+
+
 @dataclass
 class _Guest:
     join: Join
@@ -105,6 +112,7 @@ class Lobby:
         self.net.serve(Join.KIND, self._on_join)
         self.net.serve(AskTokenizer.KIND, self._on_tokenizer)
         self.net.serve(Ready.KIND, self._on_ready)
+        _serve_founder(self.net, self.net.peer_id)
 
     def seat(self, peer: PeerId, join: Join) -> int:
         """Choose a stage for ``peer`` and remember it. Raises AdmissionError or CapacityError."""
@@ -226,6 +234,29 @@ class Lobby:
         return b""
 
 
+async def find_founder(net: Network, addresses: tuple[str, ...]) -> PeerId:
+    """Ask the members that a ticket names, until one says who founded the run. Raises AdmissionError when none does."""
+    problems = []
+    for member in dict.fromkeys(a.rsplit("/p2p/", 1)[-1] for a in addresses):
+        try:
+            answer = await net.call(member, Founder.KIND, b"", timeout_s=CALL_TIMEOUT_S)
+        except NetworkError as e:
+            problems.append(str(e))
+        else:
+            return Founder.unpack(answer).id
+    raise AdmissionError(
+        f"no member of the ticket knows who founded the run ({'; '.join(problems) or 'it names none'}); "
+        f"ask for a ticket of 'muletrain start' itself"
+    )
+
+
+def _serve_founder(net: Network, founder: PeerId) -> None:
+    async def answer(sender: PeerId, payload: bytes) -> bytes:
+        return Founder(id=founder).pack()
+
+    net.serve(Founder.KIND, answer)
+
+
 @dataclass
 class Visitor:
     """The newcomer's side."""
@@ -237,6 +268,7 @@ class Visitor:
     def __post_init__(self) -> None:
         self.net.serve(Begin.KIND, self._on_begin)
         self.net.serve("lobby.ping", self._on_ping)
+        _serve_founder(self.net, self.founder)
 
     async def join(self, join: Join) -> tuple[Welcome, bytes]:
         """Get a seat and the tokenizer. Raises Refused with the founder's reason, or another NetworkError."""

@@ -13,12 +13,14 @@ import msgpack
 from muletrain.errors import AdmissionError
 
 PREFIX = "mule1-"
+MAX_ADDRESSES = 16
+"""In a ticket that a member passes on."""
 _MAX_CHARACTERS = 8192
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """Addresses of members (the founder's first), the run's identity, and the secret that admits a peer."""
+    """Addresses of members (any; together they need not name the founder), the run's identity, the secret that admits a peer."""
 
     run_id: str
     secret: bytes
@@ -28,6 +30,13 @@ class Ticket:
     def new_run() -> Ticket:
         """A fresh identity and secret; nobody to dial yet."""
         return Ticket(secrets.token_hex(8), secrets.token_bytes(32), ())
+
+    def passed_on(self, founder: str, own: list[str]) -> Ticket:
+        """The ticket a member gives to others: the founder's addresses and its own, half of the room each if they need it."""
+        known = [a for a in self.addresses if a.endswith(f"/p2p/{founder}")]
+        room = max(MAX_ADDRESSES // 2, MAX_ADDRESSES - len(own))
+        addresses = dict.fromkeys((*known[:room], *own, *self.addresses))
+        return Ticket(self.run_id, self.secret, tuple(addresses)[:MAX_ADDRESSES])
 
     def __str__(self) -> str:
         body = msgpack.packb([self.run_id, self.secret, list(self.addresses)])

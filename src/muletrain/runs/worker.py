@@ -7,6 +7,7 @@ process leaves at once. Everything it has to say goes into its event log.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from muletrain.events import EventLog, FrameRefused, JoinRefused, PeerJoined, Ru
 from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.network.shaped import ShapedNetwork
 from muletrain.runs.assemble import Machine, RunFacts, build_compute, resolve_start, versions
-from muletrain.runs.lobby import Join, Lobby, Visitor
+from muletrain.runs.lobby import Join, Lobby, Visitor, find_founder
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.ticket import Ticket
 from muletrain.runs.worker_files import TICKET_FILE
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
     from muletrain.swarm.roster import Genesis, Member
 
 
-MAX_ADDRESSES = 16
-"""In a ticket that a member passes on."""
 PROTOCOL = f"muletrain {muletrain.__version__}"
 EXIT_ERROR = 2
 
@@ -125,16 +124,16 @@ class Worker:
     # A newcomer -----------------------------------------------------------------------------------------------------
 
     async def _join(self, network: Network) -> None:
-        founder = self._ticket.addresses[0].rsplit("/p2p/", 1)[-1]
-        visitor = Visitor(network, founder)
-        ticket = Ticket(
-            self._ticket.run_id, self._ticket.secret, (*self._ticket.addresses, *network.addresses())[:MAX_ADDRESSES]
-        )
+        visitor = Visitor(network, await find_founder(network, self._ticket.addresses))
         if self._spec.keeps_ticket:
+            ticket = self._ticket.passed_on(visitor.founder, network.addresses())
             write_secret(Path(self._spec.folder) / TICKET_FILE, str(ticket))
         machine = await self._machine(None)
         welcome, tokenizer = await visitor.join(self._introduction(network, machine))
         facts = RunFacts.of(RunConfig.model_validate_json(welcome.config))
+        precision = facts.config.compute.precision
+        if precision is not Precision.AUTO:  # the run's word; 'auto' is each machine's own measurement
+            machine = dataclasses.replace(machine, precision=precision)
         cache = await asyncio.to_thread(self._own_data, facts, tokenizer, welcome.data.hex())
         compute = await self._compute(facts, welcome.stage, machine)
         genesis = await visitor.begin(trainer=cache is not None)
@@ -258,7 +257,7 @@ def _joined(member: Member, compute: Compute, device: str, precision: str, threa
 
 def write_secret(path: Path, text: str) -> None:
     """Readable by the owner only, and never half written."""
-    partial = path.with_suffix(".partial")
+    partial = path.with_suffix(f".{os.getpid()}.partial")  # the peers of one machine write into one folder
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
