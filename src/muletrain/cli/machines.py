@@ -5,20 +5,27 @@ from __future__ import annotations
 import asyncio
 import json as jsonlib
 import os
+import re
 import secrets
+import signal
 import socket
 import tempfile
+import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel
 from rich.table import Table
+from rich.text import Text
 
 from muletrain.cli.console import make_console
 from muletrain.cli.session import Session
 from muletrain.cli.train import prepare
 from muletrain.config.dump import dump_toml
 from muletrain.config.load import load_config
-from muletrain.errors import MuletrainError, NetworkError
+from muletrain.errors import AdmissionError, MuletrainError, NetworkError
+from muletrain.events import PeerJoined
 from muletrain.runs.fleet import LocalFleet
 from muletrain.runs.folder import ROOT, new_run_folder
 from muletrain.runs.spec import WorkerSpec
@@ -26,8 +33,10 @@ from muletrain.runs.ticket import Ticket
 from muletrain.runs.worker_files import TICKET_FILE
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from types import FrameType
 
+    from muletrain.events import Event
     from muletrain.network.base import Network, PeerId
 
 STOP_TIMEOUT_S = 10.0
@@ -64,6 +73,8 @@ def start_run(
             with session.interruptible("the run"), session.console:
                 fleet.begin(spec)
                 ticket = session.wait_for_ticket(name)
+                if json:
+                    print(jsonlib.dumps({"kind": "ticket", "ticket": str(ticket)}), flush=True)
                 session.say(f"on every other machine:\n\nmuletrain join {ticket}\n")
                 session.watch()
             session.report()
@@ -82,12 +93,15 @@ def join_run(
     listen: str,
     port: int,
     json: bool,
+    name: str | None = None,
 ) -> None:
     """Serve until the run ends. Raises MuletrainError with the reason when the run does not take us."""
     Ticket.parse(ticket)
+    if name is not None and not re.fullmatch(r"\w[\w.-]{0,63}", name):
+        raise MuletrainError(f"--name {name!r}: up to 64 letters, digits, '.', '_' and '-', as it names files, too")
     devices = _devices(device)
     folder = new_run_folder("join")
-    host = f"{_host()}-{secrets.token_hex(2)}"  # two machines may have one name
+    host = name or f"{_host()}-{secrets.token_hex(2)}"  # two machines may have one name
     names = [host if len(devices) == 1 else f"{host}-{k}" for k in range(len(devices))]
     threads = threads or max(1, (os.cpu_count() or 1) // len(devices))
     where = (
@@ -95,9 +109,9 @@ def join_run(
     )
     with LocalFleet(folder, threads) as fleet:
         fleet.spawn(names)
-        session = Session(folder, fleet, json=json)
+        session = JoinSession(folder, fleet, json=json)
         try:
-            with session.interruptible("the run", orderly=False), session.console:
+            with session.interruptible("the run", orderly=False), session.leaving_before_the_start(), session.console:
                 for k, (name, own) in enumerate(zip(names, devices, strict=True)):
                     fleet.begin(
                         WorkerSpec(
@@ -116,10 +130,47 @@ def join_run(
                         )
                     )
                 session.watch()
+            if not session.training and session.left:
+                session.say("left before the run began")
         except KeyboardInterrupt:
             session.say("left the run")
         finally:
             session.close()
+
+
+class JoinSession(Session):
+    """Ends with the run, or by leaving it."""
+
+    training = False
+    left = False
+
+    def show(self, event: Event) -> None:
+        super().show(event)
+        if isinstance(event, PeerJoined):  # the first event of a peer that trains
+            self.training = True
+            if self.left and self._asked is not None:
+                self._asked = None
+                self.say(
+                    "the run began at that very moment: leaving it now counts as a machine that died; once more to leave"
+                )
+
+    @contextmanager
+    def leaving_before_the_start(self) -> Iterator[None]:
+        """Until training begins, Ctrl-C (or SIGTERM) gives our seat back; inside ``interruptible``, which knows what comes later."""
+        later = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            handler = later[signal.Signals(number)]
+            if self._interrupts == 0 and not self.training:
+                self._interrupts, self.left, self._asked = 1, True, time.monotonic()
+                self.say("\nleaving before the run begins; once more to end at once")
+                self.fleet.stop()
+            elif callable(handler):
+                handler(number, frame)
+
+        for number in later:
+            signal.signal(number, interrupt)
+        yield  # interruptible puts everything back
 
 
 def show_status(ticket: str | None, *, json: bool) -> None:
@@ -129,19 +180,35 @@ def show_status(ticket: str | None, *, json: bool) -> None:
         return await network.lookup(f"{run_id}/peers")
 
     found = asyncio.run(_as_member(_ticket(ticket), look))
-    peers: list[dict[str, Any]] = sorted(
-        ({"id": peer, **jsonlib.loads(value)} for peer, value in found.items()), key=lambda p: (p["stage"], p["name"])
-    )
+    announced = [Announced.read(peer, value) for peer, value in found.items()]
+    peers = sorted((p for p in announced if p is not None), key=lambda p: (p.stage, p.name))
     if json:
-        print(jsonlib.dumps(peers))
+        print(jsonlib.dumps([p.model_dump() for p in peers]))
         return
     if not peers:
         print("no peer has announced itself: the run has not begun yet (or has just ended)")
         return
     table = Table("stage", "peer", "step", "trainer", "id", title=f"{len(peers)} peers")
     for p in peers:
-        table.add_row(str(p["stage"]), p["name"], str(p["step"]), "yes" if p["trainer"] else "", p["id"][-8:])
+        table.add_row(str(p.stage), Text(p.name), str(p.step), "yes" if p.trainer else "", p.id[-8:])
     make_console().print(table)
+
+
+class Announced(BaseModel):
+    """What a member says about itself in the directory (``Peer._announce``): as far as it can be understood."""
+
+    id: str
+    name: str
+    stage: int
+    trainer: bool
+    step: int
+
+    @classmethod
+    def read(cls, peer: PeerId, value: bytes) -> Announced | None:
+        try:
+            return cls.model_validate({**jsonlib.loads(value), "id": peer})
+        except (ValueError, TypeError):  # a hint that makes no sense hides nobody else's
+            return None
 
 
 def stop_run(ticket: str | None) -> None:
@@ -184,6 +251,10 @@ async def _as_member(ticket: Ticket, work: Callable[[Network, str], Awaitable[An
     from muletrain.network.libp2p import Libp2pNetwork
     from muletrain.runs.worker import PROTOCOL
 
+    if not ticket.addresses:  # with nobody to ask we would be a run of our own
+        raise AdmissionError(
+            "the ticket names no member of its run; ask for a ticket of 'muletrain start' or of any member"
+        )
     with tempfile.TemporaryDirectory(prefix="mule-") as folder:
         network = await Libp2pNetwork.create(
             run_id=ticket.run_id,
@@ -192,6 +263,7 @@ async def _as_member(ticket: Ticket, work: Callable[[Network, str], Awaitable[An
             folder=Path(folder),
             listen="0.0.0.0",
             initial_peers=ticket.addresses,
+            visitor=True,
         )
         try:
             return await work(network, ticket.run_id)

@@ -26,10 +26,11 @@ class Directory:
         self._node, self._own = node, own
 
     @classmethod
-    async def join(cls, p2p: GatedP2P, known: list[str]) -> Directory:
-        """Through the members at the addresses ``known``; none of them: a directory of our own."""
+    async def join(cls, p2p: GatedP2P, known: list[str], *, visitor: bool = False) -> Directory:
+        """Through the members at the addresses ``known``; none of them: a directory of our own. A ``visitor`` stores nothing for
+        others, and they do not remember it."""
         node = await DHTNode.create(
-            p2p=p2p, initial_peers=known or None, ensure_bootstrap_success=False, strict=False
+            p2p=p2p, initial_peers=known or None, ensure_bootstrap_success=False, strict=False, client_mode=visitor
         )  # fmt: skip
         return cls(node, p2p.peer_id.to_base58())
 

@@ -59,29 +59,30 @@ class Libp2pNetwork:
     async def create(
         cls, *, run_id: str, secret: bytes, protocol: str, folder: Path, listen: str = "127.0.0.1", port: int = 0,
         announce: tuple[str, ...] = (), initial_peers: tuple[str, ...] = (), max_frame_bytes: int = MAX_PAYLOAD,
-        on_refusal: RefusalHandler | None = None,
+        on_refusal: RefusalHandler | None = None, visitor: bool = False,
     ) -> Libp2pNetwork:  # fmt: skip
         """Start the daemon, be admitted by an initial peer, join the directory.
 
         ``folder``: short path for the key ('identity', made if missing) and the daemon's sockets. ``protocol``: version that both
-        sides must have. Raises AdmissionError, PeerUnreachable, or NetworkError when the daemon does not start.
+        sides must have. A ``visitor`` comes for a question: it keeps no part of the directory. Raises AdmissionError,
+        PeerUnreachable, or NetworkError when the daemon does not start.
         """
         logging.getLogger("hivemind").setLevel(logging.ERROR)
         p2p = await _start_daemon(folder, listen, port, announce)
         self = cls(p2p, max_frame_bytes, on_refusal)
         try:
-            await self._start(Gate(self.peer_id, run_id, secret, protocol, self._refused), initial_peers)
+            await self._start(Gate(self.peer_id, run_id, secret, protocol, self._refused), initial_peers, visitor)
         except BaseException:
             await self.close()
             raise
         return self
 
-    async def _start(self, gate: Gate, initial_peers: tuple[str, ...]) -> None:
+    async def _start(self, gate: Gate, initial_peers: tuple[str, ...], visitor: bool) -> None:
         await self._p2p.open_gate(gate)
         await self._p2p._client.add_unary_handler(CALL, self._on_call)
         await self._p2p.add_binary_stream_handler(FRAMES, self._on_stream)
         reached = await self._enter(initial_peers) if initial_peers else []
-        self._directory = await Directory.join(self._p2p, reached)
+        self._directory = await Directory.join(self._p2p, reached, visitor=visitor)
         self._maddrs = [str(a) for a in await self._p2p.get_visible_maddrs(latest=True)]
 
     async def _enter(self, addresses: tuple[str, ...]) -> list[str]:
@@ -227,7 +228,7 @@ class Libp2pNetwork:
 
     def addresses(self) -> list[str]:
         """Loopback addresses only where there is nothing else: no other machine can dial them."""
-        return [a for a in self._maddrs if not a.startswith("/ip4/127.")] or self._maddrs
+        return [a for a in self._maddrs if not a.startswith(("/ip4/127.", "/ip6/::1/"))] or self._maddrs
 
     async def connect(self, addresses: list[str], *, timeout_s: float) -> PeerId:
         try:

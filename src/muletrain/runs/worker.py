@@ -59,9 +59,10 @@ class Worker:
         self._total = -1
 
     def stop(self) -> None:
-        """End in order: after the current step, or at once if training has not begun."""
+        """End in order: after the current step, or at once if training has not begun. A joiner on a machine of its own leaves
+        only in the second case: the run is not its own to end."""
         self._stop.set()
-        if self._peer is not None:
+        if self._peer is not None and not self._spec.keeps_ticket:
             self._peer.stop()
 
     async def run(self) -> None:
