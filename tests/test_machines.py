@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -12,21 +15,27 @@ from pathlib import Path
 
 import pytest
 
+from muletrain.cli import machines as machines_cli
+from muletrain.clock import LoopClock
+from muletrain.errors import AdmissionError, MuletrainError
+from muletrain.network.base import Network
+from muletrain.network.memory import MemoryHub
+from muletrain.runs import lobby
+from muletrain.runs.ticket import Ticket
+from muletrain.swarm.roster import Genesis
+
 TINY = ["--set", "fleet.peers=2", "--set", "model.width=64", "--set", "model.heads=2", "--set", "model.context=32"]
 
-pytestmark = [
-    pytest.mark.timeout(240),
-    pytest.mark.skipif(
-        os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2 to make network namespaces"
-    ),
-]
+pytestmark = pytest.mark.timeout(240)
+namespaces = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2 to make network namespaces"
+)
 
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Runs a muletrain command on machine 'a' or 'b', in a folder of its own."""
-    names = {m: f"mule-{os.getpid()}-{m}" for m in "ab"}
-    pairs = {m: f"mv{os.getpid() % 100000}{m}" for m in "ab"}
+    """Runs a muletrain command on machine 'a', 'b' or 'c' (one switch between them, no other route), in a folder of its own."""
+    names = {m: f"mule-{os.getpid()}-{m}" for m in "abcs"}  # s: the switch
     started: list[subprocess.Popen[str]] = []
 
     def ip(*arguments: str) -> None:
@@ -41,35 +50,37 @@ def machines(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         started.append(process)
         return process
 
-    for k, m in enumerate("ab", start=1):
-        ip("netns", "add", names[m])
-        ip("-n", names[m], "link", "set", "lo", "up")
-        if m == "a":
-            ip("link", "add", pairs["a"], "netns", names["a"], "type", "veth", "peer", "name", pairs["b"])
-        else:
-            ip("link", "set", pairs["b"], "netns", names["b"])
-        ip("-n", names[m], "addr", "add", f"10.99.0.{k}/24", "dev", pairs[m])
-    for m in "ab":
-        ip("-n", names[m], "link", "set", pairs[m], "up")
     try:
+        for m in "sabc":
+            ip("netns", "add", names[m])
+            ip("-n", names[m], "link", "set", "lo", "up")
+        ip("-n", names["s"], "link", "add", "switch", "type", "bridge")
+        ip("-n", names["s"], "link", "set", "switch", "up")
+        for k, m in enumerate("abc", start=1):
+            ip("-n", names["s"], "link", "add", f"to-{m}", "type", "veth", "peer", "name", "eth0", "netns", names[m])
+            ip("-n", names["s"], "link", "set", f"to-{m}", "master", "switch", "up")
+            ip("-n", names[m], "addr", "add", f"10.99.0.{k}/24", "dev", "eth0")
+            ip("-n", names[m], "link", "set", "eth0", "up")
         yield on
     finally:
-        for process in started:
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
+        for process in started:  # their peers and daemons end with them
+            process.kill()
+            process.communicate()
         for name in names.values():
+            wait_for(lambda name=name: not subprocess.run(["ip", "netns", "pids", name], capture_output=True).stdout)
             subprocess.run(["ip", "netns", "del", name], check=False)
 
 
-def ticket_in(folder: Path) -> str:
-    deadline = time.monotonic() + 60
-    while not (found := list(folder.glob("runs/*/ticket"))):
-        assert time.monotonic() < deadline, "no ticket"
+def wait_for(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
         time.sleep(0.2)
-    return found[0].read_text()
+
+
+def ticket_in(folder: Path) -> str:
+    wait_for(lambda: list(folder.glob("runs/*/ticket")))
+    return next(folder.glob("runs/*/ticket")).read_text()
 
 
 def output(process: subprocess.Popen[str], code: int = 0) -> str:
@@ -78,6 +89,7 @@ def output(process: subprocess.Popen[str], code: int = 0) -> str:
     return out
 
 
+@namespaces
 def test_two_machines_train_and_a_stranger_is_refused(
     machines: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
@@ -88,14 +100,14 @@ def test_two_machines_train_and_a_stranger_is_refused(
     deadline = time.monotonic() + 90
     while peers.count('"stage"') < 2:
         assert time.monotonic() < deadline, peers
-        peers = output(machines("b", "status", ticket, "--json"))
+        peers = output(machines("c", "status", ticket, "--json"))
     assert '"stage": 0' in peers
     assert '"stage": 1' in peers
     # the end of the ticket protects it against typing errors; another run's ticket is whole, but of another secret
-    assert "damaged" in output(machines("b", "join", ticket[:-6] + "AAAAAA"), code=2)
-    assert "other" in (late := output(machines("b", "join", _with_other_secret(ticket)), code=2)) or "another" in late
-    assert "has begun" in output(machines("b", "join", ticket), code=2)
-    output(machines("b", "stop", ticket))
+    assert "damaged" in output(machines("c", "join", ticket[:-6] + "AAAAAA"), code=2)
+    assert "other" in (late := output(machines("c", "join", _with_other_secret(ticket)), code=2)) or "another" in late
+    assert "has begun" in output(machines("c", "join", ticket), code=2)
+    output(machines("b", "stop"))  # of the run that this machine is in
     out, joined = output(founder), output(joiner)
     assert "stage 1 has no peer" in out, "it says what is missing while it waits"
     assert "validation loss" in out
@@ -104,6 +116,7 @@ def test_two_machines_train_and_a_stranger_is_refused(
     assert parts == {"stage-0.safetensors", "stage-1.safetensors"}, "parts are collected where 'start' ran"
 
 
+@namespaces
 def test_a_stage_that_fits_nowhere_is_refused_with_the_numbers(
     machines: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
@@ -113,8 +126,141 @@ def test_a_stage_that_fits_nowhere_is_refused_with_the_numbers(
     assert "more memory" in refused
 
 
-def _with_other_secret(ticket: str) -> str:
-    from muletrain.runs.ticket import Ticket
+@namespaces
+def test_who_leaves_before_the_start_is_not_counted_on_and_any_member_lets_others_in(
+    machines: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    settings = ["--set", "fleet.peers=3", "--set", "train.steps=6", "--set", "compute.precision=bf16"]
+    founder = machines("a", "start", *TINY, *settings, "--json")
+    ticket = ticket_in(tmp_path / "a")
+    leaver = machines("b", "join", ticket, "--stage", "1")
+    ticket_in(tmp_path / "b")
+    leaver.send_signal(signal.SIGINT)
+    assert "left before the run began" in output(leaver)
+    assert not list(tmp_path.glob("b/runs/*/ticket")), "the secret goes with the peer"
+    second = machines("b", "join", ticket)
+    wait_for(lambda: list(tmp_path.glob("b/runs/*/ticket")))
+    passed_on = output(machines("b", "ticket")).strip()
+    third = machines("c", "join", passed_on)
+    said = [json.loads(line) for line in output(founder).splitlines()]
+    assert "serves stage" in output(second)
+    assert "serves stage" in output(third)
+    by_kind = {kind: [e for e in said if e["kind"] == kind] for kind in {e["kind"] for e in said}}
+    assert [e["ticket"] for e in by_kind["ticket"]] == [ticket]
+    assert by_kind["run_started"][0]["peers"] == 3
+    assert [e["step"] for e in by_kind["step_done"]] == [1, 2, 3, 4, 5, 6]
+    assert by_kind["evaluated"][0]["step"] == 6
+    parts = {p.name for p in (tmp_path / "a").glob("runs/*/checkpoints/*/*.safetensors")}
+    assert parts == {"stage-0.safetensors", "stage-1.safetensors"}
+    logs = [json.loads(line) for m in "bc" for p in tmp_path.glob(f"{m}/runs/*/*.jsonl") for line in p.open()]
+    assert [e["precision"] for e in logs if e["kind"] == "peer_joined"] == ["bf16", "bf16"], "as the run says"
 
+
+# Without a network --------------------------------------------------------------------------------------------------------
+
+
+def test_the_founder_does_not_begin_with_a_guest_that_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lobby, "POLL_S", 0.1)
+
+    async def scenario() -> None:
+        hub = MemoryHub()
+        founder = hub.join("founder")
+        own = lobby.Lobby(
+            net=founder, clock=LoopClock(), emit=lambda event: None, run_id="run", config_json="{}", config_digest=bytes(32),
+            data_digest=bytes(32), tokenizer=b"t", stages=2, expected=4, trainers=1, stage_bytes=[1, 1], stage_costs=[1.0, 1.0],
+        )  # fmt: skip
+        own.open()
+
+        async def come(name: str) -> asyncio.Task[Genesis]:
+            nets[name] = hub.join(name)
+            visitor = lobby.Visitor(nets[name], "founder")
+            await visitor.join(introduction(name))
+            return asyncio.create_task(visitor.begin(trainer=False))
+
+        nets: dict[str, Network] = {}
+        own.seat("founder", introduction("founder"))
+        own.ready("founder", trainer=True)
+        gathering = asyncio.create_task(own.gather())
+        waiting = []
+        for name in ("one", "two"):  # out of step with each other, so that one of them always speaks
+            waiting.append(await come(name))
+            await asyncio.sleep(0.17)
+        leaver = await come("leaver")
+        leaver.cancel()
+        await nets["leaver"].close()
+        await asyncio.sleep(2)
+        assert not gathering.done()
+        assert own.missing() == ["1 of 4 peers"], "its seat is free again"
+        waiting.append(await come("three"))
+        genesis = await asyncio.wait_for(gathering, 5)
+        assert {m.id for m in genesis.members} == {"founder", "one", "two", "three"}
+        assert await asyncio.wait_for(asyncio.gather(*waiting), 5) == [genesis] * 3
+
+    asyncio.run(scenario())
+
+
+def introduction(name: str) -> lobby.Join:
+    return lobby.Join(version=lobby.__version__, name=name, stage=None, memory=1, addresses=())
+
+
+def test_any_member_says_who_founded_the_run() -> None:
+    async def scenario() -> None:
+        hub = MemoryHub()
+        founder, member, newcomer = (hub.join(name) for name in ("founder", "member", "newcomer"))
+        with pytest.raises(AdmissionError, match="ask for a ticket of 'muletrain start'"):
+            await lobby.find_founder(newcomer, ("/memory/p2p/founder",))  # does not serve it yet
+        with pytest.raises(AdmissionError, match="it names none"):
+            await lobby.find_founder(newcomer, ())
+        lobby.Visitor(member, founder.peer_id)
+        addresses = ("/memory/p2p/gone", "/memory/p2p/member")
+        assert await lobby.find_founder(newcomer, addresses) == "founder"
+
+    asyncio.run(scenario())
+
+
+def test_a_ticket_passed_on_keeps_room_for_the_founder_and_for_us() -> None:
+    founder = tuple(f"/ip4/10.0.0.{k}/tcp/1/p2p/F" for k in range(20))
+    own = [f"/ip4/10.0.1.{k}/tcp/1/p2p/M" for k in range(20)]
+    ticket = Ticket("run", bytes(32), (*founder, "/ip4/10.0.2.1/tcp/1/p2p/X"))
+    passed_on = Ticket.parse(str(ticket.passed_on("F", own)))
+    assert passed_on.addresses == (*founder[:8], *own[:8])
+    few = Ticket("run", bytes(32), (founder[0], "/ip4/10.0.2.1/tcp/1/p2p/X")).passed_on("F", own[:2])
+    assert few.addresses == (founder[0], *own[:2], "/ip4/10.0.2.1/tcp/1/p2p/X")
+    assert "10.0" in repr(few)
+    assert "secret" not in repr(few)
+
+
+def test_the_peers_of_one_machine_may_write_their_tickets_at_once(tmp_path: Path) -> None:
+    write = "import sys; from pathlib import Path; from muletrain.runs.worker import write_secret\n"
+    loop = "for _ in range(3000): write_secret(Path(sys.argv[1]), 'x' * 100)"
+    command = [sys.executable, "-c", write + loop, str(tmp_path / "ticket")]
+    writers = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [w.communicate(timeout=60)[1] for w in writers] == ["", ""]
+    assert (tmp_path / "ticket").read_text() == "x" * 100
+    assert (tmp_path / "ticket").stat().st_mode & 0o777 == 0o600
+    assert [p.name for p in tmp_path.iterdir()] == ["ticket"]
+
+
+def test_what_makes_no_sense_in_the_directory_hides_nobody() -> None:
+    fine = b'{"name": "b", "stage": 1, "trainer": false, "step": 3}'
+    assert machines_cli.Announced.read("id", fine) is not None
+    for wrong in (b"\xff", b"[]", b"7", b"{}", b'{"name": "b", "stage": "x", "trainer": false, "step": 3}'):
+        assert machines_cli.Announced.read("id", wrong) is None
+
+
+@pytest.mark.parametrize("name", ["", "../up", "a/b", "-x", "x" * 65])
+def test_a_name_that_could_not_name_a_file_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ticket = str(Ticket("run", bytes(32), ("/ip4/127.0.0.1/tcp/1/p2p/X",)))
+    with pytest.raises(MuletrainError, match="--name"):
+        machines_cli.join_run(
+            ticket, data=None, stage=None, memory=None, device="cpu", threads=1, listen="127.0.0.1", port=0, json=True, name=name
+        )  # fmt: skip
+    assert not list(tmp_path.iterdir())
+
+
+def _with_other_secret(ticket: str) -> str:
     whole = Ticket.parse(ticket)
     return str(Ticket(whole.run_id, bytes(32), whole.addresses))

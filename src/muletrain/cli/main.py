@@ -90,6 +90,7 @@ def join(
     memory: Annotated[float | None, typer.Option(help="Memory this peer may use [GiB]; default: what is free.")] = None,
     device: Annotated[str, typer.Option(help="'auto' (every GPU, or the CPU), 'cpu', 'cuda:1'")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: all cores.")] = None,
+    name: Annotated[str | None, typer.Option(help="What others see of this machine; default: its host name.")] = None,
     listen: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
     port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port; 0: any free one.")] = 0,
     json: Json = False,
@@ -107,6 +108,7 @@ def join(
         listen=listen,
         port=port,
         json=json,
+        name=name,
     )
 
 

@@ -144,8 +144,9 @@ class Lobby:
     def ready(self, peer: PeerId, trainer: bool) -> None:
         if peer not in self._guests:
             raise AdmissionError("'ready' from a peer that has not joined")
-        self._guests[peer].trainer = trainer
-        self._changed.set()
+        if self._guests[peer].trainer != trainer:  # guests repeat themselves while they wait
+            self._guests[peer].trainer = trainer
+            self._changed.set()
 
     def missing(self) -> list[str]:
         """What the run still waits for, in words."""
@@ -162,7 +163,12 @@ class Lobby:
     async def gather(self) -> Genesis:
         """Wait until every stage is served and all expected peers are ready; then let everyone begin."""
         told: list[str] | None = None
-        while lacking := self.missing():
+        while True:
+            if not (lacking := self.missing()):
+                await self._sweep()  # who left a moment ago must not be counted on
+                if not self.missing():
+                    break
+                continue
             if lacking != told:
                 self.emit(Waiting(missing=lacking))
                 told = lacking
@@ -185,11 +191,13 @@ class Lobby:
 
     async def _sweep(self) -> None:
         """Guests that went away before the start free their seats."""
-        for peer in [p for p in self._guests if p != self.net.peer_id]:
-            try:
-                await self.net.call(peer, "lobby.ping", b"", timeout_s=CALL_TIMEOUT_S)
-            except NetworkError:
+        guests = [p for p in self._guests if p != self.net.peer_id]
+        calls = (self.net.call(p, "lobby.ping", b"", timeout_s=CALL_TIMEOUT_S) for p in guests)
+        for peer, result in zip(guests, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if isinstance(result, NetworkError):
                 self._guests.pop(peer, None)
+            elif isinstance(result, BaseException):
+                raise result
 
     def _genesis(self) -> Genesis:
         ranked = sorted(self._guests, key=lambda p: (self._guests[p].stage, p != self.net.peer_id, p))
