@@ -17,6 +17,7 @@ from hivemind.p2p import PeerID
 from muletrain.errors import PeerUnreachable, ProtocolError
 from muletrain.network.base import Channel, Frame
 from muletrain.network.gated import GatedP2P, reaching
+from muletrain.network.intake import Intake
 from muletrain.wire.frame import pack, read_frame
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ HELLO, ACCEPTED = "hello", b"\1"
 HELLO_TIMEOUT_S = 30.0
 CHUNK = 1 << 18
 """Bytes handed to the socket at once."""
-READ_BUFFER = 1 << 22
-"""hivemind opens streams with 64 KiB: a stall per chunk."""
 
 
 class Outgoing:
@@ -127,7 +126,6 @@ class Incoming:
         self, sender: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> AsyncGenerator[Frame, None]:
         """Every frame until the stream ends. Raises ProtocolError for what is no frame."""
-        reader._limit = READ_BUFFER  # type: ignore[attr-defined]
         done = asyncio.Event()
         key: tuple[str, str] | None = None
         try:
@@ -137,8 +135,9 @@ class Incoming:
             if previous is not None:
                 previous[0].close()
                 await previous[1].wait()
+            intake = Intake.take_over(reader, writer)
             while True:
-                yield await read_frame(reader, self.max_payload)
+                yield await read_frame(intake, self.max_payload)
         except (asyncio.IncompleteReadError, ConnectionError):
             return  # the sender closed it, or is gone
         finally:

@@ -84,8 +84,9 @@ def encode_raw(data: Buffer) -> Encoded:
     return Encoded(RAW, (len(data),), [data])
 
 
-def decode(encoded: Encoded) -> Tensor:
-    """fp32 from the float codecs, int64 from token ids. Raises ProtocolError when sizes do not fit."""
+def decode(encoded: Encoded, *, copy: bool = True) -> Tensor:
+    """fp32 from the float codecs, int64 from token ids; without ``copy`` perhaps on the encoded tensor's own memory, to be read
+    at once. Raises ProtocolError when sizes do not fit."""
     parts = _checked(encoded)
     if encoded.codec == RAW:
         raise ProtocolError("raw bytes where a tensor was expected")
@@ -95,7 +96,7 @@ def decode(encoded: Encoded) -> Tensor:
         dtype, target = (torch.uint16 if encoded.codec == IDS16 else torch.int32), torch.int64
     else:
         dtype, target = _FLOATS[Codec(encoded.codec)], torch.float32
-    return _tensor(parts[0], dtype).to(target, copy=not parts[0].readonly).view(encoded.shape)
+    return _tensor(parts[0], dtype).to(target, copy=copy and not parts[0].readonly).view(encoded.shape)
 
 
 def decode_raw(encoded: Encoded) -> memoryview:

@@ -6,8 +6,7 @@ Prefix (16 bytes, big endian): magic 'MT', version, reserved, header length (u32
 from __future__ import annotations
 
 import struct
-from asyncio import IncompleteReadError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgpack
 
@@ -16,7 +15,6 @@ from muletrain.network.base import Frame
 from muletrain.wire.codec import MAX_DIMENSIONS, Encoded, encoded_size
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Sequence
 
     Buffer = bytes | bytearray | memoryview
@@ -28,7 +26,6 @@ MAX_PAYLOAD = 1 << 30
 MAX_TENSORS = 64
 MAX_KIND = 64
 """Characters."""
-READ = 1 << 20
 MAX_DEPTH = 8
 """Nesting of a header."""
 
@@ -50,37 +47,34 @@ def size(buffers: Sequence[Buffer]) -> int:
     return sum(len(b) for b in buffers)
 
 
-async def read_frame(reader: asyncio.StreamReader, max_payload: int = MAX_PAYLOAD) -> Frame:
+class Reader(Protocol):
+    """Where frames come from: asyncio's ``StreamReader``, or anything that reads like it."""
+
+    async def readexactly(self, n: int, /) -> Buffer:
+        """Raises IncompleteReadError where the stream ends. The memory used grows with what arrives, not with ``n``."""
+        ...
+
+
+async def read_frame(reader: Reader, max_payload: int = MAX_PAYLOAD) -> Frame:
     """The next frame. Raises ProtocolError for what is no frame, IncompleteReadError where the stream ends.
 
     Memory grows with what arrives, never with what a header claims."""
     header_size, payload_size = parse_prefix(await reader.readexactly(PREFIX.size), max_payload)
     kind, header, described = parse_header(await reader.readexactly(header_size), payload_size)
-    return Frame(kind, header, [Encoded(codec, shape, [await _read(reader, n)]) for codec, shape, n in described])
+    return Frame(kind, header, [Encoded(codec, shape, [await reader.readexactly(n)]) for codec, shape, n in described])
 
 
-async def _read(reader: asyncio.StreamReader, n: int) -> bytearray:
-    """Exactly ``n`` bytes, writable: tensors are decoded on the same memory."""
-    data = bytearray()
-    while len(data) < n:
-        part = await reader.read(min(n - len(data), READ))
-        if not part:
-            raise IncompleteReadError(b"", n - len(data))
-        data += part
-    return data
-
-
-def parse_prefix(prefix: bytes, max_payload: int) -> tuple[int, int]:
+def parse_prefix(prefix: Buffer, max_payload: int) -> tuple[int, int]:
     """(header bytes, payload bytes)."""
     magic, version, reserved, header, payload = PREFIX.unpack(prefix)
     if magic != MAGIC or version != VERSION or reserved:
-        raise ProtocolError(f"not a frame of this protocol (it begins with {prefix[:4]!r})")
+        raise ProtocolError(f"not a frame of this protocol (it begins with {bytes(prefix[:4])!r})")
     if header > MAX_HEADER or payload > max_payload:
         raise ProtocolError(f"frame of {header} + {payload} bytes; at most {MAX_HEADER} + {max_payload} are accepted")
     return header, payload
 
 
-def parse_header(data: bytes, payload: int) -> tuple[str, dict[str, Any], list[tuple[str, tuple[int, ...], int]]]:
+def parse_header(data: Buffer, payload: int) -> tuple[str, dict[str, Any], list[tuple[str, tuple[int, ...], int]]]:
     """Kind, header map, and (codec, shape, bytes) of each tensor; their sum is the payload. Raises ProtocolError."""
     try:
         content = msgpack.unpackb(data, strict_map_key=True, max_ext_len=0, ext_hook=_no_extensions)
