@@ -95,7 +95,7 @@ def test_two_machines_train_and_a_stranger_is_refused(
 ) -> None:
     founder = machines("a", "start", *TINY, "--set", "train.steps=100000")
     ticket = ticket_in(tmp_path / "a")
-    joiner = machines("b", "join", ticket, "--data", "pydoc", "--memory", "2")
+    joiner = machines("b", "join", ticket, "--data", "pydoc", "--memory", "2", "--name", "helping-hand")
     peers = ""
     deadline = time.monotonic() + 90
     while peers.count('"stage"') < 2:
@@ -112,6 +112,8 @@ def test_two_machines_train_and_a_stranger_is_refused(
     assert "stage 1 has no peer" in out, "it says what is missing while it waits"
     assert "validation loss" in out
     assert "serves stage 1" in joined
+    table = out[out.index("Sent over the network") :]
+    assert "helping-hand" in table, "what other machines counted is in the report of 'start', too"
     parts = {p.name for p in (tmp_path / "a").glob("runs/*/checkpoints/step-*/*.safetensors")}
     assert parts == {"stage-0.safetensors", "stage-1.safetensors"}, "parts are collected where 'start' ran"
 

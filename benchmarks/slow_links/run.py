@@ -30,8 +30,8 @@ PEERS_PER_STAGE = 2
 STEPS, SKIP = 3, 1
 FORWARD_MS = 60.0
 """Of the named configuration and the sweep; a backward takes twice as long."""
-NAMED = {"width": 256, "context": 64, "microbatches": 96}
-SWEEP = (4, 8, 16, 32)
+NAMED = {"width": 256, "context": 64, "microbatches": 192}
+SWEEP = (2, 4, 8, 16, 32)
 WIDTHS = (128, 256, 512, 1024)
 SQUARE_CUBE = {"context": 32, "microbatches": 32}
 DEVICE_FLOPS = 1e10
@@ -60,7 +60,7 @@ def measure(config: RunConfig, forward_ms: float, *, shaped: bool) -> dict[str, 
         profile.write_text(f'[[machines]]\nname = "home"\ncount = 4\n{SHAPED if shaped else ""}{pacing}')
         fleet = config.fleet.model_copy(update={"profile": str(profile)})
         config = config.model_copy(update={"fleet": fleet})
-        events = run_fleet(config, Path(folder) / "run", stages=(0, 0, 1, 1), timeout_s=400)
+        events = run_fleet(config, Path(folder) / "run", stages=(0, 0, 1, 1), timeout_s=900)
     step_s = statistics.median(e.duration_s for e in events if isinstance(e, StepDone) and e.step > SKIP)
     applied = [e for e in events if isinstance(e, StepApplied) and e.step > SKIP]
     averaging_s = statistics.median(e.averaging_s for e in applied)

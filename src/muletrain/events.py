@@ -245,10 +245,11 @@ class EventLog:
         self._subscribers: list[Callable[[Event], None]] = []
         self._file: int | None = None if path is None else _open(path)
 
-    def emit(self, event: Event) -> None:
-        """Stamp, write, notify (subscribers are called in this thread, in order; they should be quick)."""
+    def emit(self, event: Event, peer: str | None = None) -> None:
+        """Stamp, write, notify (subscribers are called in this thread, in order; they should be quick). ``peer``: who said it, if
+        it is passed on for another process."""
         with self._lock:
-            stamped = dataclasses.replace(event, t=self._now(), peer=self.peer)
+            stamped = dataclasses.replace(event, t=self._now(), peer=peer or self.peer)
             trouble = self._write(stamped)
             self._notify(stamped)
             if trouble is not None:

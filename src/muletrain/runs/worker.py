@@ -57,6 +57,7 @@ class Worker:
         self._stop = asyncio.Event()
         self._steps = 0
         self._total = -1
+        self._reason = "ended on request"
 
     def stop(self) -> None:
         """End in order: after the current step, or at once if training has not begun. A joiner on a machine of its own leaves
@@ -76,7 +77,7 @@ class Worker:
             early.cancel()
             with suppress(asyncio.CancelledError):
                 await main
-        reason = "all steps done" if self._steps == self._total else "stopped before the last step"
+        reason = "all steps done" if self._steps == self._total else self._reason
         self._log.emit(RunFinished(steps=self._steps, seconds=self._clock.now() - begin, reason=reason))
 
     async def _run(self, sockets: Path) -> None:
@@ -193,7 +194,7 @@ class Worker:
             net=self._shaped(facts, genesis, network), clock=self._clock, compute=compute, roster=roster, plan=facts.plan(),
             emit=self._log.emit,
         )  # fmt: skip
-        self._report_start(facts, roster, compute, machine)
+        self._report_start(facts, roster)
         source = facts.source(cache) if cache is not None and roster.own.trainer else None
         collector = None
         if genesis.collector == network.peer_id and cache is not None:
@@ -209,9 +210,22 @@ class Worker:
 
         def on_step(record: StepRecord) -> bool:
             self._steps = record.step + 1
-            return limit is not None and self._clock.now() - begin > limit
+            if limit is not None and self._clock.now() - begin > limit:
+                self._reason = f"the time limit of {limit:.0f} s (train.time_limit) is over"
+                return True
+            return False
 
-        self._peer = Peer(ctx, source=source, collector=collector, on_step=on_step)
+        self._peer = Peer(
+            ctx,
+            source=source,
+            collector=collector,
+            on_step=on_step,
+            on_report=self._log.emit,
+            reports=self._spec.keeps_ticket,
+        )
+        self._peer.report(
+            _joined(roster.own, compute, str(machine.device), machine.precision.value, self._spec.threads)
+        )
         if self._stop.is_set():
             self._peer.stop()
         try:
@@ -228,7 +242,7 @@ class Worker:
         numbers = {m.id: int(m.name.rsplit("-", 1)[-1]) for m in genesis.members}
         return ShapedNetwork(network, lambda peer: fleet.link(index, numbers[peer]), fleet.peers()[index], self._clock)
 
-    def _report_start(self, facts: RunFacts, roster: Roster, compute: Compute, machine: Machine) -> None:
+    def _report_start(self, facts: RunFacts, roster: Roster) -> None:
         config = facts.config
         if self._spec.role == "found":
             self._log.emit(
@@ -243,16 +257,12 @@ class Worker:
                     tokens_per_step=config.train.batch * facts.spec.context,
                 )
             )
-            if self._spec.fleet_index is None:  # the others' logs are on their machines
-                for member in (m for m in roster.genesis.members if m.id != roster.own.id):
-                    self._log.emit(_joined(member, compute, "remote", "", 0))
-        self._log.emit(_joined(roster.own, compute, str(machine.device), machine.precision.value, self._spec.threads))
 
 
 def _joined(member: Member, compute: Compute, device: str, precision: str, threads: int) -> PeerJoined:
     return PeerJoined(
         peer_id=member.id, name=member.name, stage=member.stage, device=device, precision=precision, trainer=member.trainer,
-        params=compute.n_params if threads else 0, threads=threads,
+        params=compute.n_params, threads=threads,
     )  # fmt: skip
 
 

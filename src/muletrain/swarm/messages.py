@@ -256,6 +256,14 @@ class PartFailed(Message):
     reason: Text
 
 
+class Report(Message):
+    """What a peer on another machine counted, to the collecting peer: an event as JSON, so that the run folder of 'start' has it."""
+
+    KIND: ClassVar[str] = "report"
+    CHANNEL: ClassVar[Channel] = Channel.BULK
+    event: Annotated[str, Field(max_length=1 << 16)]
+
+
 class StopRun(Message):
     """Call: end the run in order, after the current step, with a checkpoint."""
 

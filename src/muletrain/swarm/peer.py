@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import NetworkError, ProtocolError
-from muletrain.events import StepApplied, StepDone
+from muletrain.events import Event, EventError, PeerJoined, StepApplied, StepDone
 from muletrain.swarm.checkpointing import Collector, send_part
 from muletrain.swarm.context import StepStats
 from muletrain.swarm.messages import (
@@ -25,6 +25,7 @@ from muletrain.swarm.messages import (
     Part,
     PartFailed,
     Reduced,
+    Report,
     Seal,
     Shard,
     ShardEntry,
@@ -56,7 +57,7 @@ LAST_CHECKPOINT_S = 600.0
 STEP_KINDS: dict[str, type[Message]] = {
     m.KIND: m for m in (Forward, Backward, Done, Busy, Lost, TrainerDone, Gap, Seal, Shard, Reduced, ShardEntry)
 }
-OTHER_KINDS: dict[str, type[Message]] = {m.KIND: m for m in (Part, PartFailed)}
+OTHER_KINDS: dict[str, type[Message]] = {m.KIND: m for m in (Part, PartFailed, Report)}
 
 
 class Peer:
@@ -69,11 +70,16 @@ class Peer:
         source: Source | None = None,
         collector: Collector | None = None,
         on_step: Callable[[StepRecord], bool] = lambda _: False,
+        on_report: Callable[[Event, str], None] = lambda event, name: None,
+        reports: bool = False,
     ) -> None:
-        """``source``: where a trainer gets its microbatches. ``on_step`` is told of every applied step; True asks to stop."""
+        """``source``: where a trainer gets its microbatches. ``on_step`` is told of every applied step; True asks to stop.
+        ``reports``: this peer's log is not beside the collector's, so what it counts goes there, to ``on_report``."""
         self._ctx = ctx
         self._collector = collector
         self._on_step = on_step
+        self._on_report = on_report
+        self._reports = reports
         stage, plan = ctx.roster.own.stage, ctx.plan
         onwards = Router(ctx, stage + 1) if stage + 1 < plan.stages else None
         self._pipeline = Pipeline(ctx, lambda: self.stepper.ledger, onwards)
@@ -148,7 +154,7 @@ class Peer:
         stats, now = ctx.stats, ctx.clock.now()
         took = now - stats.started
         busy = stats.forward_s + stats.backward_s + stats.averaging_s + stats.apply_s
-        ctx.emit(
+        self.report(
             StepApplied(
                 step=record.step + 1,
                 stage=ctx.roster.own.stage,
@@ -181,6 +187,19 @@ class Peer:
         ctx.stats = StepStats(started=now)
         if self._on_step(record):
             self.stepper.stop_requested = True
+
+    def report(self, event: StepApplied | PeerJoined) -> None:
+        """Into our log, and into the collector's if that is on another machine."""
+        self._ctx.emit(event)
+        if self._reports:
+            self._ctx.spawn(self._pass_on(Report(event=event.to_json())), "report")
+
+    async def _pass_on(self, report: Report) -> None:
+        collector = self._ctx.roster.genesis.collector
+        try:
+            await self._ctx.send(collector, report)
+        except NetworkError as e:
+            self._ctx.suspect(collector, str(e))
 
     async def _checkpoint(self, record: StepRecord, last: bool) -> Path | None:
         """The stage's first live replica sends its part. Only the last checkpoint is waited for."""
@@ -224,7 +243,7 @@ class Peer:
         self._ctx.roster.member(sender)
         self._ctx.roster.alive(sender)
         if frame.kind in OTHER_KINDS:
-            self._on_other(OTHER_KINDS[frame.kind].parse(frame), frame)
+            self._on_other(sender, OTHER_KINDS[frame.kind].parse(frame), frame)
         elif frame.kind in STEP_KINDS:
             await self._on_step_frame(sender, STEP_KINDS[frame.kind].parse(frame), frame)
         else:
@@ -275,14 +294,34 @@ class Peer:
         else:
             raise ProtocolError(f"{frame.kind} from stage {stage}: nothing was sent there")
 
-    def _on_other(self, message: Message, frame: Frame) -> None:
+    def _on_other(self, sender: PeerId, message: Message, frame: Frame) -> None:
         match message:
+            case Report() if self._collector is not None:
+                self._on_report(self._reported(sender, message), self._ctx.roster.member(sender).name)
             case Part() if self._collector is not None:
                 self._collector.on_part(message, frame.tensors[0])
             case PartFailed() if self._collector is not None:
                 self._collector.on_failed(message)
             case _:
-                raise ProtocolError(f"{frame.kind}: this peer does not collect checkpoints")
+                raise ProtocolError(f"{frame.kind}: this peer does not collect checkpoints or reports")
+
+    def _reported(self, sender: PeerId, message: Report) -> Event:
+        """An event that ``sender`` may report: about itself. Raises ProtocolError."""
+        try:
+            event = Event.from_json(message.event)
+        except EventError as e:
+            raise ProtocolError(f"report: {e}") from None
+        member = self._ctx.roster.member(sender)
+        match event:
+            case PeerJoined():
+                own = (event.peer_id, event.name, event.stage) == (sender, member.name, member.stage)
+            case StepApplied():
+                own = event.stage == member.stage
+            case _:
+                own = False
+        if not own:
+            raise ProtocolError(f"report: a {event.kind} event that is not about its sender")
+        return event
 
     async def _redeliver(self) -> None:
         """Frames that came while the last step was being applied are of this one."""
