@@ -78,6 +78,8 @@ class RunStarted(Event):
     microbatches: int
     """Per step."""
     tokens_per_step: int
+    first_step: int = 0
+    """Steps done before, where a run goes on."""
 
 
 @dataclass(frozen=True)
@@ -326,9 +328,11 @@ def read_events(path: Path) -> Iterator[Event]:
 class EventTail:
     """Follows all ``*.jsonl`` files of a run folder; new files are found as they appear."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, from_now: bool = False) -> None:
+        """``from_now``: what is written already is another process's past."""
         self.folder = folder
-        self._offsets: dict[Path, int] = {}
+        old = folder.glob("*.jsonl") if from_now else ()
+        self._offsets: dict[Path, int] = {path: path.stat().st_size for path in old}
 
     def poll(self) -> list[Event]:
         """What was written since the last poll, in the order of wall time. A line that is no event becomes a Note."""

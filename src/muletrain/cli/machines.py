@@ -21,9 +21,7 @@ from rich.text import Text
 
 from muletrain.cli.console import make_console
 from muletrain.cli.session import Session
-from muletrain.cli.train import prepare
-from muletrain.config.dump import dump_toml
-from muletrain.config.load import load_config
+from muletrain.cli.train import newest_checkpoint, opened, prepare
 from muletrain.errors import AdmissionError, MuletrainError, NetworkError
 from muletrain.events import PeerJoined
 from muletrain.runs.fleet import LocalFleet
@@ -36,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
     from types import FrameType
 
+    from muletrain.config.schema import RunConfig
     from muletrain.events import Event
     from muletrain.network.base import Network, PeerId
 
@@ -43,17 +42,30 @@ STOP_TIMEOUT_S = 10.0
 
 
 def start_run(
-    path: Path | None, overrides: Sequence[str], *, listen: str, port: int, announce: tuple[str, ...], json: bool
+    path: Path | None,
+    overrides: Sequence[str],
+    *,
+    listen: str,
+    port: int,
+    announce: tuple[str, ...],
+    json: bool,
+    resume: Path | None = None,
 ) -> None:
-    """Found a run and serve one of its peers; the report comes when it ends. Raises MuletrainError before anything starts."""
-    config = load_config(path, overrides)
-    folder = new_run_folder(path.stem if path is not None else "start")
-    (folder / "config.toml").write_text(dump_toml(config), encoding="utf-8")
+    """Found a run (or go on with one) and serve one of its peers; the report comes when it ends. Raises MuletrainError before
+    anything starts."""
+    with opened(path, overrides, "start", resume) as (folder, config):
+        _start(folder, config, listen=listen, port=port, announce=announce, json=json, resumed=resume is not None)
+
+
+def _start(
+    folder: Path, config: RunConfig, *, listen: str, port: int, announce: tuple[str, ...], json: bool, resumed: bool
+) -> None:
     name = _host()
     threads = config.compute.threads or os.cpu_count() or 1
     with LocalFleet(folder, threads) as fleet:
         fleet.spawn([name])
         config = prepare(config, quiet=json)
+        checkpoint = newest_checkpoint(folder, config) if resumed else None
         session = Session(folder, fleet, json=json)
         spec = WorkerSpec(
             role="found",
@@ -68,6 +80,7 @@ def start_run(
             listen=listen,
             port=port or config.network.port,
             announce=announce or config.network.announce,
+            resume=None if checkpoint is None else str(checkpoint),
         )
         try:
             with session.interruptible("the run"), session.console:

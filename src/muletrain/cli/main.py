@@ -27,6 +27,10 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override one field, e.g. model.layers=12. Repeatable."),
 ]
+Resume = Annotated[
+    Path | None,
+    typer.Option(metavar="RUN_DIR", help="Go on with the run of this folder, from its newest complete checkpoint."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable events, one JSON object a line.")]
 Where = Annotated[Path, typer.Argument(help="A run folder (its newest checkpoint) or a checkpoint folder.")]
 
@@ -52,11 +56,11 @@ def _main(
 
 
 @app.command()
-def run(config: ConfigFile = None, overrides: Overrides = None, json: Json = False) -> None:
+def run(config: ConfigFile = None, overrides: Overrides = None, resume: Resume = None, json: Json = False) -> None:
     """Train with a local fleet: all peers are processes on this machine. Ctrl-C ends it in order, with a checkpoint."""
     from muletrain.cli.train import run_local
 
-    run_local(config, overrides or [], json=json)
+    run_local(config, overrides or [], json=json, resume=resume)
 
 
 @app.command()
@@ -70,12 +74,21 @@ def start(
     announce: Annotated[
         list[str] | None, typer.Option(help="Address others should dial, e.g. /ip4/1.2.3.4/tcp/4000. Repeatable.")
     ] = None,
+    resume: Resume = None,
     json: Json = False,
 ) -> None:
     """Begin a run on several machines: prints a ticket, waits until every stage is served, trains, collects checkpoints."""
     from muletrain.cli.machines import start_run
 
-    start_run(config, overrides or [], listen=listen, port=port, announce=tuple(announce or ()), json=json)
+    start_run(
+        config,
+        overrides or [],
+        listen=listen,
+        port=port,
+        announce=tuple(announce or ()),
+        json=json,
+        resume=resume,
+    )
 
 
 @app.command()

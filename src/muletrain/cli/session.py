@@ -39,7 +39,7 @@ class Session:
         self.console = JsonConsole(self.view) if json else LiveConsole(self.view)
         self.checkpoint: Path | None = None
         self.errors: list[str] = []
-        self._tail = EventTail(folder)
+        self._tail = EventTail(folder, from_now=True)
         self._board = TensorBoardSink(folder / "tensorboard")
         self._interrupts = 0
         self._asked: float | None = None

@@ -2,43 +2,87 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.progress import Progress
 
+from muletrain.cli.console import make_console
 from muletrain.cli.session import Session
 from muletrain.config.dump import dump_toml
 from muletrain.config.load import load_config
+from muletrain.errors import ConfigError, MuletrainError
 from muletrain.runs.fleet import LocalFleet, threads_per_peer
-from muletrain.runs.folder import new_run_folder
+from muletrain.runs.folder import ROOT, held, new_run_folder
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.ticket import Ticket
+from muletrain.runs.worker_files import TICKET_FILE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from muletrain.config.schema import RunConfig
 
 
-def run_local(path: Path | None, overrides: Sequence[str], *, json: bool) -> None:
+def run_local(path: Path | None, overrides: Sequence[str], *, json: bool, resume: Path | None = None) -> None:
     """Raises MuletrainError for what cannot run, before anything is started."""
-    config = load_config(path, overrides)
+    with opened(path, overrides, "run", resume) as (folder, config):
+        _run_local(folder, config, json=json, resumed=resume is not None)
+
+
+def _run_local(folder: Path, config: RunConfig, *, json: bool, resumed: bool) -> None:
     names = [f"peer-{i}" for i in range(config.fleet.peers)]
     threads = threads_per_peer(config.compute.threads, len(names))
-    folder = new_run_folder(path.stem if path is not None else "run")
-    (folder / "config.toml").write_text(dump_toml(config), encoding="utf-8")
     with LocalFleet(folder, threads) as fleet:
         fleet.spawn(names)  # they import while we tokenise
         config = prepare(config, quiet=json)
+        checkpoint = newest_checkpoint(folder, config) if resumed else None
         session = Session(folder, fleet, json=json)
         try:
             with session.interruptible("the run"), session.console:
-                _begin(session, config, names, threads)
+                _begin(session, config, names, threads, checkpoint)
                 session.watch()
             session.report()
         finally:
             session.close()
+
+
+@contextmanager
+def opened(
+    path: Path | None, overrides: Sequence[str], name: str, resume: Path | None
+) -> Iterator[tuple[Path, RunConfig]]:
+    """The run folder, ours until the end, and the configuration: of a new run, or of the one to go on with. Raises MuletrainError."""
+    if resume is not None and path is not None:
+        raise ConfigError(f"{path}: a run goes on with its own configuration; change what may change by --set")
+    if resume is not None and not (resume / "config.toml").is_file():
+        raise MuletrainError(f"{resume}: not a run folder (it has no config.toml); give one from {ROOT}/")
+    config = load_config(path if resume is None else resume / "config.toml", overrides)
+    folder = new_run_folder(path.stem if path is not None else name) if resume is None else resume
+    with held(folder):
+        (folder / TICKET_FILE).unlink(missing_ok=True)  # of a process that was killed
+        if resume is None:
+            (folder / "config.toml").write_text(dump_toml(config), encoding="utf-8")
+        yield folder, config
+
+
+def newest_checkpoint(folder: Path, config: RunConfig) -> Path | None:
+    """Where the run goes on from; None: from the beginning. Raises MuletrainError if it is over or ``config`` is another run's."""
+    from muletrain.runs.checkpoint import Checkpoint
+
+    console = make_console(sys.stderr)
+    checkpoint = Checkpoint.newest_intact(folder, lambda text: console.print(text, soft_wrap=True))
+    if checkpoint is None:
+        console.print(f"{folder} has no complete checkpoint: the run begins again", soft_wrap=True)
+        return None
+    checkpoint.check_same_run(config)
+    if checkpoint.step >= config.train.steps:
+        raise MuletrainError(
+            f"{folder}: all {checkpoint.step} steps are done; give more by --set train.steps=N (the learning rate's schedule stretches)"
+        )
+    console.print(f"going on after step {checkpoint.step} ({checkpoint.folder})", soft_wrap=True)
+    return checkpoint.folder
 
 
 def prepare(config: RunConfig, *, quiet: bool) -> RunConfig:
@@ -55,7 +99,7 @@ def prepare(config: RunConfig, *, quiet: bool) -> RunConfig:
     return config
 
 
-def _begin(session: Session, config: RunConfig, names: list[str], threads: int) -> None:
+def _begin(session: Session, config: RunConfig, names: list[str], threads: int, checkpoint: Path | None) -> None:
     """Give every process its work: the first founds the run, the others join it by its ticket."""
     common = WorkerSpec(
         role="join",
@@ -77,6 +121,7 @@ def _begin(session: Session, config: RunConfig, names: list[str], threads: int) 
         "port": config.network.port,
         "announce": config.network.announce,
         "fleet_index": 0,
+        "resume": None if checkpoint is None else str(checkpoint),
     }
     session.fleet.begin(common.model_copy(update=founder))
     ticket = str(session.wait_for_ticket(names[0]))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 FIRST, LARGEST = 2.0**16, 2.0**24
 GOOD_STEPS = 2000
 """Steps without a skip before the scale is doubled."""
@@ -18,6 +21,16 @@ class LossScale:
         self._on = fp16
         self.value = FIRST if fp16 else 1.0
         self._good = 0
+
+    def state(self) -> dict[str, Tensor]:
+        """For a checkpoint: 'loss_scale', its value and the good steps since it changed; nothing where it is off."""
+        return {"loss_scale": torch.tensor([self.value, self._good], dtype=torch.float64)} if self._on else {}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """The inverse; without 'loss_scale' (the state of a run in another precision) it begins anew."""
+        if self._on and "loss_scale" in state:
+            self.value, good = state["loss_scale"].tolist()
+            self._good = int(good)
 
     def update(self, *, skipped: bool) -> None:
         """After each step of the run: halve after a skipped one, double after ``GOOD_STEPS`` good ones in a row."""

@@ -274,10 +274,17 @@ class TorchCompute:
         return await self._read(self._weights.digest)
 
     async def state(self) -> dict[str, Tensor]:
-        return await self._read(self._weights.state)
+        return await self._read(self._state)
 
     async def load_state(self, state: dict[str, Tensor]) -> None:
-        await self._run(self._locked, lambda: self._weights.load_state(state))
+        await self._run(self._locked, lambda: self._load_state(state))
+
+    def _state(self) -> dict[str, Tensor]:
+        return {**self._weights.state(), **self._scale.state()}
+
+    def _load_state(self, state: dict[str, Tensor]) -> None:
+        self._weights.load_state(state)
+        self._scale.load_state(state)
 
     async def _read(self, fn: Callable[[], R]) -> R:
         """``fn`` beside the compute thread, but after every ``apply`` and ``load_state`` called before."""

@@ -208,7 +208,7 @@ class ComputeConfig(Section):
 class CheckpointConfig(Section):
     """When the run is written down."""
 
-    every: int = Field(default=0, ge=0, description="time between checkpoints; 0: only at the end [optimizer steps]")
+    every: int = Field(default=50, ge=0, description="time between checkpoints; 0: only at the end [optimizer steps]")
     keep: PositiveInt = Field(default=2, description="how many of the newest are kept [checkpoints]")
 
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 
 from muletrain.config.schema import RunConfig
-from muletrain.errors import CheckpointError, ConfigError
+from muletrain.errors import CheckpointError, ConfigError, MuletrainError
 from muletrain.model.generate import load_model
 from muletrain.model.spec import ModelSpec
 from muletrain.runs.folder import latest_checkpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from torch import Tensor
@@ -23,6 +25,14 @@ if TYPE_CHECKING:
     from muletrain.model.stage import Stage
 
 FORMAT = 1
+MAY_CHANGE = {
+    "train": {"steps", "time_limit"},
+    "fleet": {"peers", "trainers", "profile"},
+    "checkpoint": None,
+    "compute": None,
+    "network": None,
+}
+"""Fields that another value of does not make it another run; None: the whole section."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,65 @@ class Checkpoint:
             ) from e
         return cls(folder, manifest, spec, config)
 
+    @classmethod
+    def newest_intact(cls, run: Path, say: Callable[[str], None]) -> Checkpoint | None:
+        """The newest complete checkpoint of a run folder whose every part is what its manifest says, None if there is none.
+
+        ``say`` is told of those passed over. What a power cut left half written is removed.
+        """
+        for partial in (run / "checkpoints").glob(".step-*.partial"):
+            say(f"{partial.name}: was being written when the run ended; removed")
+            shutil.rmtree(partial, ignore_errors=True)
+        for folder in sorted((run / "checkpoints").glob("step-*"), reverse=True):
+            try:
+                checkpoint = cls.open(folder)
+                for part in checkpoint.manifest["parts"]:
+                    checkpoint.verify(part)
+            except (MuletrainError, KeyError, TypeError) as e:
+                say(f"{folder.name} is passed over: {e}")
+            else:
+                return checkpoint
+        return None
+
+    def check_same_run(self, config: RunConfig) -> None:
+        """Raises ConfigError naming the fields in which ``config`` is of another run than this checkpoint."""
+        before, now = self.manifest["config"], json.loads(config.model_dump_json(by_alias=True))
+        changed = [
+            f"{section}.{name} ({before.get(section, {}).get(name)!r} before, {value!r} now)"
+            for section, fields in now.items()
+            if (free := MAY_CHANGE.get(section, set())) is not None
+            for name, value in fields.items()
+            if name not in free and value != before.get(section, {}).get(name)
+        ]
+        if changed:
+            raise ConfigError(
+                f"{self.folder}: a run goes on with what decides its numbers; begin another one to change {', '.join(changed)}"
+            )
+
+    @property
+    def parts(self) -> list[Path]:
+        """One safetensors file for each stage."""
+        return [self.folder / part["file"] for part in self.manifest["parts"]]
+
+    @property
+    def digests(self) -> list[bytes]:
+        """SHA-256 of each of ``parts``."""
+        return [bytes.fromhex(part["sha256"]) for part in self.manifest["parts"]]
+
+    def verify(self, part: dict[str, str]) -> Path:
+        """The file of one of the manifest's parts. Raises CheckpointError when it is missing or not what the manifest says."""
+        path = self.folder / part["file"]
+        try:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as e:
+            raise CheckpointError(f"{path} cannot be read ({e.strerror}); use another checkpoint of the run") from e
+        if digest != part["sha256"]:
+            raise CheckpointError(
+                f"{path} is damaged: its content is not what the manifest says; use another checkpoint"
+            )
+        return path
+
     @property
     def step(self) -> int:
         return int(self.manifest["step"])
@@ -65,16 +134,7 @@ class Checkpoint:
         """All weights by name, fp32. Raises CheckpointError when a part is missing or not what the manifest says."""
         weights: dict[str, Tensor] = {}
         for part in self.manifest["parts"]:
-            path = self.folder / part["file"]
-            try:
-                data = path.read_bytes()
-            except OSError as e:
-                raise CheckpointError(f"{path} cannot be read ({e.strerror}); use another checkpoint of the run") from e
-            if hashlib.sha256(data).hexdigest() != part["sha256"]:
-                raise CheckpointError(
-                    f"{path} is damaged: its content is not what the manifest says; use another checkpoint"
-                )
-            tensors = safetensors.torch.load(data)
+            tensors = safetensors.torch.load_file(self.verify(part))
             weights |= {n.removeprefix("model/"): t for n, t in tensors.items() if n.startswith("model/")}
         return weights
 

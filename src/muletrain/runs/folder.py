@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
+import os
 import time
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from muletrain.errors import MuletrainError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path("runs")
 
@@ -26,6 +33,20 @@ def new_run_folder(name: str, root: Path = ROOT) -> Path:
             ) from e
         return folder
     raise AssertionError  # itertools.count does not end
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Nobody else writes into this run folder meanwhile; the lock goes with the process, however it ends. Raises MuletrainError."""
+    file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise MuletrainError(f"{folder}: this run is going on in another process; stop it first") from None
+        yield
+    finally:
+        os.close(file)
 
 
 def latest_checkpoint(path: Path) -> Path:

@@ -1,12 +1,14 @@
 """The lobby: before step 0, peers gather at the founder, get a stage and the tokenizer, and agree on the genesis.
 
-Calls, newcomer to any member: ``founder`` (whom to ask). Newcomer to founder: ``join`` (who I am; answer: the run), ``tokenizer``
-(in pieces), ``ready`` (my stage is built). Founder to every member: ``begin`` (the genesis).
+Calls, newcomer to any member: ``founder`` (whom to ask). Newcomer to founder: ``join`` (who I am; answer: the run), ``tokenizer`` and
+``part`` (of the checkpoint that the run goes on from; both in pieces), ``ready`` (my stage is built). Founder to every member:
+``begin`` (the genesis).
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -20,13 +22,16 @@ from muletrain.swarm.roster import Genesis, Member
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from muletrain.clock import Clock
     from muletrain.events import Event
     from muletrain.network.base import Network, PeerId
 
 PIECE = 512 * 1024
-"""Bytes of tokenizer in one answer; calls carry at most 1 MiB."""
+"""Bytes of tokenizer or checkpoint in one answer; calls carry at most 1 MiB."""
+AHEAD = 4
+"""Pieces asked for at once."""
 CALL_TIMEOUT_S = 30.0
 POLL_S = 2.0
 
@@ -50,10 +55,20 @@ class Welcome(Message):
     stage: Natural
     data: Digest
     tokenizer_size: Annotated[int, Field(ge=0, le=1 << 28)]
+    part_size: Natural = 0
+    """Bytes of your stage's state, as safetensors, where the run goes on from a checkpoint; 0: it begins."""
+    part_digest: Digest = bytes(32)
+    """SHA-256."""
 
 
 class AskTokenizer(Message):
     KIND: ClassVar[str] = "lobby.tokenizer"
+    offset: Natural
+
+
+class AskPart(Message):
+    KIND: ClassVar[str] = "lobby.part"
+    stage: Natural
     offset: Natural
 
 
@@ -104,6 +119,10 @@ class Lobby:
     """Memory each stage needs."""
     stage_costs: list[float]
     """Compute cost of each stage: the most loaded one gets the next peer."""
+    first_step: int = 0
+    parts: list[Path] = field(default_factory=list)
+    """Each stage's state before ``first_step``, if that is not 0."""
+    part_digests: list[bytes] = field(default_factory=list)
     _guests: dict[PeerId, _Guest] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _begun: bool = False
@@ -111,6 +130,7 @@ class Lobby:
     def open(self) -> None:
         self.net.serve(Join.KIND, self._on_join)
         self.net.serve(AskTokenizer.KIND, self._on_tokenizer)
+        self.net.serve(AskPart.KIND, self._on_part)
         self.net.serve(Ready.KIND, self._on_ready)
         _serve_founder(self.net, self.net.peer_id)
 
@@ -214,7 +234,7 @@ class Lobby:
         )
         return Genesis(
             run_id=self.run_id, config=self.config_digest, data=self.data_digest, stages=self.stages, members=members,
-            collector=self.net.peer_id, first_step=0,
+            collector=self.net.peer_id, first_step=self.first_step,
         )  # fmt: skip
 
     def _unique_name(self, peer: PeerId) -> str:
@@ -230,16 +250,33 @@ class Lobby:
             raise
         self.emit(Admitted(peer_id=sender))
         return Welcome(
-            config=self.config_json, stage=stage, data=self.data_digest, tokenizer_size=len(self.tokenizer)
+            config=self.config_json,
+            stage=stage,
+            data=self.data_digest,
+            tokenizer_size=len(self.tokenizer),
+            part_size=self.parts[stage].stat().st_size if self.parts else 0,
+            part_digest=self.part_digests[stage] if self.parts else bytes(32),
         ).pack()
 
     async def _on_tokenizer(self, sender: PeerId, payload: bytes) -> bytes:
         offset = AskTokenizer.unpack(payload).offset
         return self.tokenizer[offset : offset + PIECE]
 
+    async def _on_part(self, sender: PeerId, payload: bytes) -> bytes:
+        ask = AskPart.unpack(payload)
+        if ask.stage >= len(self.parts):
+            raise ProtocolError(f"no checkpoint part of stage {ask.stage} here")
+        return await asyncio.to_thread(_read_at, self.parts[ask.stage], ask.offset)
+
     async def _on_ready(self, sender: PeerId, payload: bytes) -> bytes:
         self.ready(sender, Ready.unpack(payload).trainer)
         return b""
+
+
+def _read_at(path: Path, offset: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read(PIECE)
 
 
 async def find_founder(net: Network, addresses: tuple[str, ...]) -> PeerId:
@@ -290,6 +327,26 @@ class Visitor:
                 raise ProtocolError("the tokenizer's pieces do not add up to its size")
             tokenizer += piece
         return welcome, bytes(tokenizer)
+
+    async def part(self, welcome: Welcome, into: Path) -> None:
+        """Write our stage's part of the checkpoint to the file ``into``. Raises ProtocolError for other content than was promised."""
+        digest, size = hashlib.sha256(), welcome.part_size
+
+        async def piece(offset: int) -> bytes:
+            ask = AskPart(stage=welcome.stage, offset=offset).pack()
+            answer = await self.net.call(self.founder, AskPart.KIND, ask, timeout_s=CALL_TIMEOUT_S)
+            if len(answer) != min(PIECE, size - offset):
+                raise ProtocolError("the checkpoint's pieces do not add up to its size")
+            return answer
+
+        with into.open("wb") as file:
+            for begin in range(0, size, AHEAD * PIECE):
+                offsets = range(begin, min(size, begin + AHEAD * PIECE), PIECE)
+                for data in await asyncio.gather(*map(piece, offsets)):
+                    digest.update(data)
+                    file.write(data)
+        if digest.digest() != welcome.part_digest:
+            raise ProtocolError("the checkpoint part that came is not the one that was promised; join again")
 
     async def begin(self, trainer: bool) -> Genesis:
         """Say that we are ready and wait for the start. Raises NetworkError when the founder goes away meanwhile."""

@@ -19,6 +19,8 @@ class WorkerSpec(BaseModel):
     ticket: str
     config: str | None = None
     """Founder: the run's configuration as JSON."""
+    resume: str | None = None
+    """Founder: the checkpoint folder to go on from."""
     stage: int | None = None
     device: str = "auto"
     precision: str | None = None

@@ -15,16 +15,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import safetensors.torch
+
 import muletrain
 from muletrain.clock import LoopClock
 from muletrain.config.fleet import load_fleet
 from muletrain.config.schema import Precision, RunConfig
 from muletrain.data.tokens import TokenCache
-from muletrain.errors import AdmissionError, MuletrainError
+from muletrain.errors import AdmissionError, CheckpointError, MuletrainError
 from muletrain.events import EventLog, FrameRefused, JoinRefused, PeerJoined, RunFinished, RunStarted
 from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.network.shaped import ShapedNetwork
 from muletrain.runs.assemble import Machine, RunFacts, build_compute, resolve_start, versions
+from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.lobby import Join, Lobby, Visitor, find_founder
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.ticket import Ticket
@@ -106,6 +109,11 @@ class Worker:
         facts = RunFacts.of(resolve_start(RunConfig.model_validate_json(spec.config)))
         config = facts.config
         cache = await asyncio.to_thread(TokenCache.build, config.data, facts.spec.vocab)
+        checkpoint = Checkpoint.open(Path(spec.resume)) if spec.resume is not None else None
+        if checkpoint is not None and checkpoint.manifest.get("data") != cache.digest:
+            raise CheckpointError(
+                f"{checkpoint.folder}: the corpus is not what the run was trained on; restore its files"
+            )
         machine = await self._machine(config)
         lobby = Lobby(
             net=network, clock=self._clock, emit=self._log.emit, run_id=self._ticket.run_id,
@@ -113,12 +121,16 @@ class Worker:
             config_digest=facts.config_digest, data_digest=bytes.fromhex(cache.digest), tokenizer=cache.tokenizer_json,
             stages=config.fleet.stages, expected=config.fleet.peers, trainers=config.fleet.trainers,
             stage_bytes=facts.stage_bytes(), stage_costs=facts.stage_costs(),
+            first_step=checkpoint.step if checkpoint else 0, parts=checkpoint.parts if checkpoint else [],
+            part_digests=checkpoint.digests if checkpoint else [],
         )  # fmt: skip
         lobby.open()
         ticket = Ticket(self._ticket.run_id, self._ticket.secret, tuple(network.addresses()))
         write_secret(Path(spec.folder) / TICKET_FILE, str(ticket))
         stage = lobby.seat(network.peer_id, self._introduction(network, machine))
         compute = await self._compute(facts, stage, machine)
+        if checkpoint is not None:
+            await compute.load_state(await compute.offload(safetensors.torch.load_file, checkpoint.parts[stage]))
         lobby.ready(network.peer_id, trainer=True)
         genesis = await lobby.gather()
         await self._train(facts, genesis, network, compute, machine, cache)
@@ -138,6 +150,11 @@ class Worker:
             machine = dataclasses.replace(machine, precision=precision)
         cache = await asyncio.to_thread(self._own_data, facts, tokenizer, welcome.data.hex())
         compute = await self._compute(facts, welcome.stage, machine)
+        if welcome.part_size:
+            with tempfile.TemporaryDirectory(prefix="mule-part-") as folder:
+                part = Path(folder) / "part.safetensors"
+                await visitor.part(welcome, part)
+                await compute.load_state(await compute.offload(safetensors.torch.load_file, part))
         genesis = await visitor.begin(trainer=cache is not None)
         if genesis.config != facts.config_digest:
             raise AdmissionError("the founder began with another configuration than it sent; start the run again")
@@ -194,6 +211,7 @@ class Worker:
             net=self._shaped(facts, genesis, network), clock=self._clock, compute=compute, roster=roster, plan=facts.plan(),
             emit=self._log.emit,
         )  # fmt: skip
+        self._steps = genesis.first_step
         self._report_start(facts, roster)
         source = facts.source(cache) if cache is not None and roster.own.trainer else None
         collector = None
@@ -202,7 +220,7 @@ class Worker:
                 ctx,
                 Path(self._spec.folder) / "checkpoints",
                 facts.config.checkpoint.keep,
-                facts.manifest(genesis.run_id),
+                {**facts.manifest(genesis.run_id), "data": cache.digest},
                 {"tokenizer.json": cache.tokenizer_json},
             )
         limit, self._total = facts.config.train.time_limit, facts.config.train.steps
@@ -255,6 +273,7 @@ class Worker:
                     peers=len(roster.genesis.members),
                     microbatches=config.microbatches,
                     tokens_per_step=config.train.batch * facts.spec.context,
+                    first_step=roster.genesis.first_step,
                 )
             )
 

@@ -145,16 +145,15 @@ class Collector:
 
     def _complete(self, step: int, checkpoint: _Open) -> None:
         for name, content in self._files.items():
-            (checkpoint.folder / name).write_bytes(content)
+            _write_durably(checkpoint.folder / name, content)
         parts = [{"file": f"stage-{s}.safetensors", "sha256": d.hex()} for s, d in sorted(checkpoint.complete.items())]
         manifest = {**self._manifest, "step": step + 1, "lineage": checkpoint.lineage.hex(), "parts": parts}
-        with open(checkpoint.folder / "manifest.json", "w", encoding="utf-8") as file:
-            json.dump(manifest, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        _write_durably(checkpoint.folder / "manifest.json", json.dumps(manifest, indent=1).encode())
         final = self._folder / f"step-{step + 1:08d}"
         shutil.rmtree(final, ignore_errors=True)
+        _sync_folder(checkpoint.folder)
         os.replace(checkpoint.folder, final)
+        _sync_folder(self._folder)
         seconds = self._ctx.clock.now() - checkpoint.begin
         self._ctx.emit(CheckpointWritten(step=step + 1, path=str(final), bytes=checkpoint.size, seconds=seconds))
         self._end(step, final, "")
@@ -171,3 +170,19 @@ class Collector:
                 shutil.rmtree(checkpoint.folder, ignore_errors=True)
         self._ended[step] = path
         self._changed.set()
+
+
+def _write_durably(path: Path, content: bytes) -> None:
+    """On the disk, not only on its way there: the name that says 'complete' must not survive a power cut that the content does not."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

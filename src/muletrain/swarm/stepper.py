@@ -112,6 +112,10 @@ class Stepper:
 
     # The step -------------------------------------------------------------------------------------------------------
 
+    async def open(self) -> None:
+        """Replicas must begin with the same weights, too."""
+        self._weights = await self._ctx.compute.digest()
+
     async def run(self) -> StepRecord:
         """From the first microbatch to the applied update. Raises MuletrainError when the step cannot be completed."""
         ctx = self._ctx

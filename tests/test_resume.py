@@ -1,0 +1,190 @@
+"""A run that lost everything but its folder goes on to the weights it would have had."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from muletrain.config.load import load_config
+from muletrain.data.tokens import TokenCache
+from muletrain.events import CheckpointWritten, StepDone, read_events
+from muletrain.runs.assemble import RunFacts
+from muletrain.runs.folder import latest_checkpoint
+from tests.fleet_run import checkpoint_weights
+from tests.reference import train_plainly
+from tests.test_equivalence import relative_difference
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.timeout(600)
+
+STEPS = 24
+SMALL = [
+    "model.width=64", "model.heads=2", "model.layers=4", "model.context=64", "model.vocab=512", "train.batch=16",
+    "train.microbatch=2", f"train.steps={STEPS}", "compute.precision=fp32", "wire.activations=fp32", "wire.gradients=fp32",
+    "checkpoint.every=4", "optimizer.warmup=4",
+]  # fmt: skip
+
+
+class Run:
+    """``muletrain run`` in a folder, as typed; what it starts dies with it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def run_folder(self) -> Path:
+        return next((self.folder / "runs").iterdir())
+
+    def start(self, *arguments: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "muletrain.cli.main", "run", *arguments],
+            cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    def resume(self, *overrides: str) -> None:
+        self.start("--resume", str(self.run_folder.relative_to(self.folder)), *overrides)
+
+    def wait(self, code: int = 0) -> str:
+        assert self._process is not None
+        out, _ = self._process.communicate(timeout=300)
+        assert self._process.returncode == code, out
+        return out
+
+    def ended(self) -> bool:
+        assert self._process is not None
+        return self._process.poll() is not None
+
+    def steps(self) -> list[int]:
+        return [e.step for e in self.events() if isinstance(e, StepDone)]
+
+    def events(self) -> Iterator[object]:
+        for file in self.folder.glob("runs/*/peer-0.jsonl"):
+            yield from read_events(file)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not condition():
+            assert time.monotonic() < deadline
+            assert not self.ended(), self.wait(code=-1)
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        """SIGKILL to everything at once."""
+        assert self._process is not None
+        victims = [self._process.pid]
+        for pid in victims:
+            victims += [
+                int(p) for p in subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout.split()
+            ]
+        for pid in victims:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self._process.communicate()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    run = Run(tmp_path / "here")
+    yield run
+    if run._process is not None and not run.ended():
+        run.kill()
+
+
+def settings() -> list[str]:
+    return [part for override in SMALL for part in ("--set", override)]
+
+
+def assert_undisturbed(run: Run) -> None:
+    facts = RunFacts.of(load_config(None, SMALL))
+    expected, _ = train_plainly(facts, facts.source(TokenCache.build(facts.config.data, facts.spec.vocab)))
+    assert latest_checkpoint(run.run_folder).name == f"step-{STEPS:08d}"
+    assert relative_difference(checkpoint_weights(run.run_folder), expected) <= 1e-5
+
+
+def written(run: Run, step: int) -> Callable[[], bool]:
+    return lambda: any(isinstance(e, CheckpointWritten) and e.step >= step for e in run.events())
+
+
+def test_killed_twice_with_a_damaged_and_a_torn_checkpoint_it_ends_with_the_same_weights(run: Run) -> None:
+    run.start(*settings())
+    run.until(written(run, 8))
+    run.kill()
+    newest = latest_checkpoint(run.run_folder)
+    part = newest / "stage-1.safetensors"
+    data = bytearray(part.read_bytes())
+    data[-1] ^= 1
+    part.write_bytes(data)
+    torn = newest.parent / ".step-00000099.partial"
+    torn.mkdir()
+    (torn / "stage-0.safetensors").write_bytes(b"half")
+    before = newest.name
+    run.resume()
+    run.until(lambda: run.steps().count(int(before[5:]) + 1) > 0 and written(run, int(before[5:]) + 4)())
+    run.kill()
+    run.resume()
+    out = run.wait()
+    assert "going on after step" in out
+    assert_undisturbed(run)
+    assert not torn.exists()
+    assert len(run.steps()) > STEPS, "some steps were done twice: the damaged checkpoint was not used"
+    assert "all 24 steps are done" in (over := _refused(run))
+    assert "train.steps" in over
+
+
+def test_what_would_be_another_run_is_refused_and_so_is_a_folder_in_use(run: Run, tmp_path: Path) -> None:
+    run.start(*settings(), "--set", "train.steps=100000")
+    run.until(written(run, 4))
+    assert "another process" in _refused(run)
+    run.kill()
+    refused = _refused(run, "--set", "model.width=32")
+    assert "model.width (64 before, 32 now)" in refused
+    other = Run(tmp_path / "here")
+    other.start("--resume", str(tmp_path))
+    assert "no config.toml" in other.wait(code=2)
+
+
+def test_killed_before_the_first_checkpoint_it_begins_again(run: Run) -> None:
+    run.start(*settings(), "--set", "checkpoint.every=0")
+    run.until(lambda: 2 in run.steps())
+    run.kill()
+    run.resume()
+    assert "no complete checkpoint" in run.wait()
+    assert_undisturbed(run)
+
+
+@pytest.mark.slow
+def test_killed_at_ten_random_moments(run: Run) -> None:
+    rng = random.Random(7)
+    run.start(*settings(), "--set", "checkpoint.every=1")
+    for _ in range(10):
+        run.until(lambda: (run.folder / "runs").is_dir() and any((run.folder / "runs").iterdir()))
+        time.sleep(rng.uniform(0, 14))
+        if run.ended():
+            break
+        run.kill()
+        run.resume()
+    run.wait()
+    assert_undisturbed(run)
+
+
+def _refused(run: Run, *overrides: str) -> str:
+    process = subprocess.run(
+        [sys.executable, "-m", "muletrain.cli.main", "run", "--resume", str(run.run_folder), *overrides],
+        cwd=run.folder, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert process.returncode == 2, process.stdout + process.stderr
+    return process.stdout + process.stderr
