@@ -228,5 +228,22 @@ def main() -> None:
         sys.exit(2)
 
 
+@app.command()
+def fuzz(
+    seeds: Annotated[int, typer.Option(min=1, help="How many scenarios, from --first on.")] = 100,
+    first: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Play this one only, and print its timeline.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; default: all cores.")] = None,
+    json: Json = False,
+) -> None:
+    """Break the protocol, or fail to: whole runs in a virtual world, with faults drawn from seeds; every promise is checked after each.
+
+    The code that runs is the one that trains. A seed replays its scenario exactly. Exits with 1 when a promise was broken."""
+    from muletrain.cli.fuzz import play_many, play_one
+
+    broken = play_one(seed, json=json) if seed is not None else play_many(range(first, first + seeds), jobs, json=json)
+    raise typer.Exit(1 if broken else 0)
+
+
 if __name__ == "__main__":
     main()

@@ -38,24 +38,24 @@ class PacedCompute:
         self.overruns = 0
         self._inner = inner
         self._clock = clock
-        self._forward_s = forward_s
-        self._backward_s = backward_s
+        self.forward_s = forward_s
+        self.backward_s = backward_s
         self._turn = asyncio.Lock()  # wakes waiters first come, first served
         self._busy_until = float("-inf")
         self._real_s: dict[str, float] = {}
 
     async def forward(self, mb: Microbatch, inputs: Tensor) -> Tensor:
-        async with self._paced("forward", self._forward_s):
+        async with self._paced("forward", self.forward_s):
             return await self._inner.forward(mb, inputs)
 
     async def backward(self, mb: Microbatch, grad: Tensor, *, accumulate: bool) -> Tensor | None:
-        async with self._paced("backward", self._backward_s):
+        async with self._paced("backward", self.backward_s):
             return await self._inner.backward(mb, grad, accumulate=accumulate)
 
     async def loss_backward(
         self, mb: Microbatch, inputs: Tensor, targets: Tensor, *, accumulate: bool
     ) -> tuple[float, Tensor | None]:
-        async with self._paced("loss", self._forward_s + self._backward_s):
+        async with self._paced("loss", self.forward_s + self.backward_s):
             return await self._inner.loss_backward(mb, inputs, targets, accumulate=accumulate)
 
     @asynccontextmanager

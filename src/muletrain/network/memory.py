@@ -7,12 +7,15 @@ back-pressure. A dead peer is unreachable; a frozen one takes frames until its q
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import DeadlineExceeded, MuletrainError, PeerUnreachable, ProtocolError, Refused
 from muletrain.network.base import CallHandler, Channel, Frame, FrameHandler, PeerId, RefusalHandler
 from muletrain.network.delivery import Counters, Delivery
 from muletrain.wire.frame import pack, read_frame, reread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 QUEUE = 64
 """Frames of one sender on one channel that wait for the handler."""
@@ -27,6 +30,10 @@ class MemoryHub:
         self.peers: dict[PeerId, MemoryNetwork] = {}
         self.frozen: dict[PeerId, asyncio.Event] = {}
         self.directory: dict[str, dict[PeerId, tuple[float, bytes]]] = {}
+        self.delay_s: Callable[[PeerId, PeerId], float] = lambda sender, receiver: 0.0
+        """How long the next message takes; order within a stream holds whatever it says."""
+        self.damage: Callable[[PeerId, PeerId, bytes], bytes] = lambda sender, receiver, packed: packed
+        """What becomes of a frame on its way."""
         self._cut: set[frozenset[PeerId]] = set()
 
     def join(self, peer_id: PeerId) -> MemoryNetwork:
@@ -56,6 +63,9 @@ class MemoryHub:
             raise PeerUnreachable(f"{receiver[-6:]} cannot be reached")
         return self.peers[receiver]
 
+    def connected(self, a: PeerId, b: PeerId) -> bool:
+        return frozenset((a, b)) not in self._cut
+
     async def awake(self, peer: PeerId) -> None:
         while (event := self.frozen.get(peer)) is not None:
             await event.wait()
@@ -69,11 +79,12 @@ class MemoryNetwork:
         self.counters = Counters()
         self._delivery = Delivery()
         self._handlers: dict[str, CallHandler] = {}
-        self._inbox: dict[tuple[PeerId, Channel], asyncio.Queue[bytes | Frame]] = {}
+        self._inbox: dict[tuple[PeerId, Channel], asyncio.Queue[tuple[float, bytes | Frame]]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         hub.peers[peer_id] = self
 
     async def call(self, peer: PeerId, method: str, payload: bytes, *, timeout_s: float) -> bytes:
+        await self._hub.awake(self.peer_id)
         target = self._hub.reach(self.peer_id, peer)
         # a task of the callee's: it goes on when the caller's patience ends, and dies with the callee
         task = target._spawn(target._answer(self.peer_id, method, bytes(payload)))
@@ -89,6 +100,9 @@ class MemoryNetwork:
         return bytes(answer)
 
     async def _answer(self, sender: PeerId, method: str, payload: bytes) -> tuple[bool, bytes]:
+        delay_s = 0.0 if sender == self.peer_id else self._hub.delay_s(sender, self.peer_id)
+        if delay_s:
+            await asyncio.sleep(2 * delay_s)  # there and back
         await self._hub.awake(self.peer_id)
         if method not in self._handlers:
             return True, f"'{method}' is not served here (not yet, or not any more)".encode()
@@ -105,29 +119,39 @@ class MemoryNetwork:
     async def send(
         self, peer: PeerId, frame: Frame, *, channel: Channel = Channel.PIPE, timeout_s: float = 60.0
     ) -> int:
+        await self._hub.awake(self.peer_id)
         target = self._hub.reach(self.peer_id, peer)
         own = peer == self.peer_id
-        packed: bytes | Frame = reread(frame) if own else b"".join(pack(frame))
+        packed: bytes | Frame = reread(frame) if own else self._hub.damage(self.peer_id, peer, b"".join(pack(frame)))
+        arrives = 0.0 if own else asyncio.get_running_loop().time() + self._hub.delay_s(self.peer_id, peer)
         try:
             async with asyncio.timeout(timeout_s):
-                await target._queue(self.peer_id, channel).put(packed)
+                await target._queue(self.peer_id, channel).put((arrives, packed))
         except TimeoutError:
             raise DeadlineExceeded(f"sending to {peer[-6:]}: not taken within {timeout_s:.1f} s") from None
         sent = len(packed) if isinstance(packed, bytes) else 0
         self.counters.sent[peer, frame.kind] += sent
         return sent
 
-    def _queue(self, sender: PeerId, channel: Channel) -> asyncio.Queue[bytes | Frame]:
+    def _queue(self, sender: PeerId, channel: Channel) -> asyncio.Queue[tuple[float, bytes | Frame]]:
         if (sender, channel) not in self._inbox:
             self._inbox[sender, channel] = asyncio.Queue(QUEUE)
             self._spawn(self._drain(sender, self._inbox[sender, channel]))
         return self._inbox[sender, channel]
 
-    async def _drain(self, sender: PeerId, queue: asyncio.Queue[bytes | Frame]) -> None:
+    async def _drain(self, sender: PeerId, queue: asyncio.Queue[tuple[float, bytes | Frame]]) -> None:
         while True:
-            item = await queue.get()
+            arrives, item = await queue.get()
+            if (wait_s := arrives - asyncio.get_running_loop().time()) > 0:
+                await asyncio.sleep(wait_s)
             await self._hub.awake(self.peer_id)
-            frame = await unpack(item) if isinstance(item, bytes) else item
+            if not self._hub.connected(sender, self.peer_id):
+                continue  # it was on its way when the link broke
+            try:
+                frame = await unpack(item) if isinstance(item, bytes) else item
+            except ProtocolError as e:
+                self._delivery.refused(sender, str(e))
+                continue
             self.counters.received[sender, frame.kind] += sum(t.nbytes for t in frame.tensors)
             await self._delivery.deliver(sender, frame)
 

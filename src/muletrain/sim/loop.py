@@ -1,0 +1,74 @@
+"""An event loop whose time is virtual: when nothing is ready, it jumps to the next timer. Nothing in it waits for the wall clock."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from muletrain.errors import MuletrainError
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+T = TypeVar("T")
+
+
+class Hang(MuletrainError):
+    """Nothing can happen any more, or nothing came to an end within the time allowed."""
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """``time()`` is the sum of the jumps [s]. Jobs in executors must run inline (``compute.executor.InlineExecutor``)."""
+
+    def __init__(self, limit_s: float) -> None:
+        """Raises Hang out of ``run_until_complete`` after ``limit_s`` seconds of virtual time."""
+        self._virtual_s = 0.0
+        self._limit_s = limit_s
+        super().__init__(_JumpingSelector(self._jump))
+
+    def time(self) -> float:
+        return self._virtual_s
+
+    def _jump(self, seconds: float | None) -> None:
+        if seconds is None:
+            raise Hang("nothing is ready, and no timer is set: everyone waits for everyone")
+        self._virtual_s += max(0.0, seconds)
+        if self._virtual_s > self._limit_s:
+            raise Hang(f"not finished after {self._limit_s:.0f} s of virtual time")
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """Only the loop's own wake-up pipe is ever registered: instead of waiting for it, time passes."""
+
+    def __init__(self, jump: Any) -> None:
+        super().__init__()
+        self._jump = jump
+
+    def select(self, timeout: float | None = None) -> Any:
+        ready = super().select(0)
+        if not ready and timeout != 0:
+            self._jump(timeout)
+        return ready
+
+
+def run_virtually(work: Coroutine[Any, Any, T], limit_s: float, problems: list[str]) -> T:
+    """``work`` to its end on a loop of its own. What goes wrong in tasks that nobody awaits is added to ``problems``. Raises Hang."""
+    loop = VirtualLoop(limit_s)
+    loop.set_exception_handler(lambda _, context: problems.append(_described(context)))
+    try:
+        asyncio.set_event_loop(loop)
+        return loop.run_until_complete(work)
+    finally:
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop._limit_s = float("inf")
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.run_until_complete(asyncio.sleep(0))
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+def _described(context: dict[str, Any]) -> str:
+    error = context.get("exception")
+    return f"{context['message']}: {type(error).__name__}: {error}" if error is not None else str(context["message"])

@@ -1,0 +1,343 @@
+"""A whole run in one process: production peers on an in-memory network and a virtual clock, with faults drawn from a seed.
+
+Everything from ``swarm`` down is what trains in production; tensors are real and tiny. What happens depends on the seed (and the hash
+seed of the interpreter) alone, so a failing seed is replayed exactly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from muletrain.clock import LoopClock
+from muletrain.compute.base import Microbatch, Update
+from muletrain.compute.paced import PacedCompute
+from muletrain.compute.torch_compute import StageSetup, TorchCompute
+from muletrain.config.load import load_config
+from muletrain.errors import MuletrainError
+from muletrain.events import FrameRefused, MicrobatchRerouted, Note, PeerSuspected, StepApplied
+from muletrain.model.spec import ModelSpec
+from muletrain.network.memory import MemoryHub, MemoryNetwork
+from muletrain.optim.schedule import learning_rate
+from muletrain.sim.loop import Hang, run_virtually
+from muletrain.swarm.checkpointing import Collector
+from muletrain.swarm.context import Context, Plan
+from muletrain.swarm.peer import Peer
+from muletrain.swarm.roster import Genesis, Member, Roster
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from muletrain.config.schema import RunConfig
+    from muletrain.events import Event
+    from muletrain.policy.partition import Cut
+
+FORWARD_S, BACKWARD_S = 0.05, 0.1
+"""Service times of a peer of speed 1."""
+LIMIT_S = 6000.0
+"""Virtual time after which a run counts as hung: several of the longest waits of the protocol one after the other."""
+TOLERANCE = 1e-5
+"""Norm of the difference over norm, per tensor (DESIGN, invariant 1)."""
+SHOWN = (Note, PeerSuspected, MicrobatchRerouted, FrameRefused, StepApplied)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """At ``at_s``: 'kill', 'freeze', 'cut' (``who`` from everyone else), 'slow' or 'damage' (the next frames of) ``who``, for ``for_s``."""
+
+    at_s: float
+    kind: str
+    who: tuple[str, ...]
+    for_s: float = 0.0
+
+    def __str__(self) -> str:
+        lasting = f" for {self.for_s:.1f} s" if self.for_s else ""
+        return f"{self.kind} {', '.join(self.who)}{lasting}"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A run to be: ``stages[k]`` replicas of stage k, the first ``trainers`` peers train, ``delay_s`` the longest one-way delay."""
+
+    seed: int
+    stages: tuple[int, ...]
+    trainers: int
+    steps: int
+    microbatches: int
+    delay_s: float
+    faults: tuple[Fault, ...]
+
+    @property
+    def members(self) -> list[tuple[str, int]]:
+        """(id, stage), stage by stage."""
+        return [(f"peer-{s}{chr(97 + k)}", s) for s, replicas in enumerate(self.stages) for k in range(replicas)]
+
+    @classmethod
+    def draw(cls, seed: int) -> Scenario:
+        """Two or three stages of one to three replicas; up to four faults. No stage and not the training is killed off, nor is the
+        collector, whose death is not survived yet."""
+        rng = random.Random(f"scenario/{seed}")
+        stages = tuple(rng.randint(1, 3) for _ in range(rng.randint(2, 3)))
+        base = cls(
+            seed, stages, min(2, stages[0]), rng.randint(3, 5), rng.randint(4, 9), rng.choice([0.0, 0.01, 0.1]), ()
+        )
+        span = base.steps * base.microbatches * (FORWARD_S + BACKWARD_S) / min(stages)
+        mortal = {s: [p for p, stage in base.members[1:] if stage == s][: n - 1] for s, n in enumerate(stages)}
+        faults = []
+        for _ in range(rng.randint(0, 4)):
+            at_s, lasting = rng.uniform(0.0, span), rng.uniform(0.2, 20.0)
+            kind = rng.choice(["kill", "kill", "freeze", "cut", "slow", "damage"])
+            if kind == "kill":
+                victims = [p for peers in mortal.values() for p in peers]
+                if victims:
+                    victim = rng.choice(victims)
+                    mortal[int(victim[5])].remove(victim)
+                    faults.append(Fault(at_s, kind, (victim,)))
+            else:
+                faults.append(Fault(at_s, kind, (rng.choice(base.members)[0],), lasting))
+        return cls(**{**base.__dict__, "faults": tuple(sorted(faults, key=lambda f: f.at_s))})
+
+
+@dataclass(frozen=True)
+class _Facts:
+    config: RunConfig
+    spec: ModelSpec
+    cut: Cut
+    plan: Plan
+
+
+class _Tokens:
+    """Microbatches as pure functions of (seed, step, index)."""
+
+    def __init__(self, facts: _Facts) -> None:
+        self._shape = (2, facts.config.train.microbatch, facts.spec.context)
+        self._seed, self._vocab = facts.config.train.seed, facts.spec.vocab
+
+    def microbatch(self, step: int, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        drawn = np.random.default_rng((self._seed, step, index)).integers(0, self._vocab, self._shape)
+        return drawn[0], drawn[1]
+
+
+@dataclass
+class Outcome:
+    """``violations``: broken promises, empty if all held. ``ends``: how each peer ended. ``timeline``: (virtual s, what)."""
+
+    scenario: Scenario
+    violations: list[str] = field(default_factory=list)
+    ends: dict[str, str] = field(default_factory=dict)
+    timeline: list[tuple[float, str]] = field(default_factory=list)
+    virtual_s: float = 0.0
+
+
+def play(scenario: Scenario) -> Outcome:
+    """Run the scenario to its end and check the invariants."""
+    outcome = Outcome(scenario)
+    expected = _reference(scenario)
+    with tempfile.TemporaryDirectory(prefix="mule-fuzz-") as folder:
+        world = _World(scenario, outcome, Path(folder))
+        try:
+            states = run_virtually(world.run(), LIMIT_S, outcome.violations)
+        except Hang as e:
+            outcome.violations.append(f"hang: {e}")
+            return outcome
+    for name, state in states.items():
+        worst = max(
+            float((state[k] - expected[k]).norm() / expected[k].norm()) for k in state if k.startswith("model/")
+        )
+        if not worst <= TOLERANCE:
+            outcome.violations.append(
+                f"{name} ended with other weights than a single process: relative difference {worst:.1e}"
+            )
+    killed = {p for f in scenario.faults if f.kind == "kill" for p in f.who}
+    for name, _ in scenario.members:
+        if name not in killed and name not in states:
+            outcome.violations.append(f"{name} did not survive: {outcome.ends.get(name, 'no end')}")
+    return outcome
+
+
+class _World:
+    def __init__(self, scenario: Scenario, outcome: Outcome, folder: Path) -> None:
+        self._scenario, self._outcome, self._folder = scenario, outcome, folder
+        self._rng = random.Random(f"world/{scenario.seed}")
+        self._hub = MemoryHub()
+        self._hub.delay_s = lambda sender, receiver: self._rng.uniform(0.3, 1.0) * scenario.delay_s
+        self._hub.damage = self._damaged
+        self._damaging: set[str] = set()
+        self._clock = LoopClock()
+        self._computes: dict[str, PacedCompute] = {}
+        self._facts = _facts(scenario)
+        self._tasks: dict[str, asyncio.Task[Any]] = {}
+
+    async def run(self) -> dict[str, dict[str, Tensor]]:
+        """The state of every peer that came to the end."""
+        genesis = self._genesis()
+        networks = {name: self._hub.join(name) for name, _ in self._scenario.members}
+        for name, stage in self._scenario.members:
+            self._tasks[name] = asyncio.create_task(self._peer(name, stage, genesis, networks[name]), name=name)
+        faults = [asyncio.create_task(self._inject(f, networks)) for f in self._scenario.faults]
+        await asyncio.wait(self._tasks.values())
+        for fault in faults:
+            fault.cancel()
+        self._outcome.virtual_s = self._clock.now()
+        return {name: t.result() for name, t in self._tasks.items() if not t.cancelled() and t.result() is not None}
+
+    def _genesis(self) -> Genesis:
+        members = tuple(
+            Member(id=name, name=name, stage=stage, trainer=k < self._scenario.trainers, addresses=())
+            for k, (name, stage) in enumerate(self._scenario.members)
+        )
+        return Genesis(
+            run_id="fuzz", config=bytes(32), data=bytes(32), stages=len(self._scenario.stages), members=members,
+            collector=members[0].id, first_step=0,
+        )  # fmt: skip
+
+    async def _peer(self, name: str, stage: int, genesis: Genesis, network: MemoryNetwork) -> dict[str, Tensor] | None:
+        compute = PacedCompute(_compute(self._facts, stage), self._clock, FORWARD_S, BACKWARD_S)
+        self._computes[name] = compute
+        ctx = Context(
+            network, self._clock, compute, Roster(genesis, name), self._facts.plan, lambda e: self._note(name, e)
+        )
+        collector = Collector(ctx, self._folder, 1, {}, {}) if name == genesis.collector else None
+        try:
+            await Peer(ctx, source=_Tokens(self._facts), collector=collector).run()
+            state = await compute.state()
+        except MuletrainError as e:
+            self._say(f"{name} ends: {e}")
+            self._outcome.ends[name] = str(e)
+            return None
+        finally:
+            await network.close()
+        self._outcome.ends[name] = "finished"
+        return state
+
+    async def _inject(self, fault: Fault, networks: dict[str, MemoryNetwork]) -> None:
+        await self._clock.sleep(fault.at_s)
+        name = fault.who[0]
+        if self._tasks[name].done():
+            return
+        self._say(f"FAULT {fault}")
+        if fault.kind == "kill":
+            self._hub.kill(name)
+            self._tasks[name].cancel()
+            return
+        switches: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
+            "freeze": (lambda: self._hub.freeze(name), lambda: self._hub.thaw(name)),
+            "cut": (lambda: self._cut(name, networks), self._hub.mend),
+            "slow": (lambda: self._slow(name, 5.0), lambda: self._slow(name, 0.2)),
+            "damage": (lambda: self._damaging.add(name), lambda: self._damaging.discard(name)),
+        }
+        begin, end = switches[fault.kind]
+        begin()
+        try:
+            await self._clock.sleep(fault.for_s)
+        finally:
+            end()
+            self._say(f"over: {fault}")
+
+    def _cut(self, name: str, networks: dict[str, MemoryNetwork]) -> None:
+        for other in networks:
+            if other != name:
+                self._hub.cut(name, other)
+
+    def _slow(self, name: str, factor: float) -> None:
+        compute = self._computes[name]
+        compute.forward_s *= factor
+        compute.backward_s *= factor
+
+    def _damaged(self, sender: str, receiver: str, packed: bytes) -> bytes:
+        """Where libp2p's encryption would notice: a frame of a damaging peer comes with a flipped bit in its prefix, once."""
+        if sender not in self._damaging:
+            return packed
+        self._damaging.discard(sender)
+        return bytes([packed[0] ^ 1]) + packed[1:]
+
+    def _note(self, name: str, event: Event) -> None:
+        if isinstance(event, SHOWN):
+            fields = {
+                k: v for k, v in event.__dict__.items() if k not in ("t", "peer", "sent", "lineage") and "_s" not in k
+            }
+            self._say(f"{name} {event.kind} {' '.join(f'{k}={v}' for k, v in fields.items())}")
+
+    def _say(self, text: str) -> None:
+        self._outcome.timeline.append((self._clock.now(), text))
+
+
+def _facts(scenario: Scenario) -> _Facts:
+    config = load_config(
+        None,
+            [
+                "model.width=16", "model.heads=2", f"model.layers={len(scenario.stages)}", "model.context=4", "model.vocab=32",
+                "model.dropout=0.1", "train.microbatch=1", f"train.batch={scenario.microbatches}", f"train.steps={scenario.steps}",
+                f"train.seed={scenario.seed}", f"fleet.stages={len(scenario.stages)}", f"fleet.peers={sum(scenario.stages)}",
+                "optimizer.warmup=1", "optimizer.clip=0.5", "wire.activations=fp32", "wire.gradients=fp32", "checkpoint.every=0",
+            ],
+    )  # fmt: skip
+    spec = ModelSpec.from_config(config.model)
+    plan = Plan(
+        stages=len(scenario.stages), steps=scenario.steps, microbatches=scenario.microbatches, sequences=1, width=spec.width,
+        vocab=spec.vocab, sequence_length=lambda step: spec.context, activations=config.wire.activations,
+        gradients=config.wire.gradients, clip=config.optimizer.clip,
+        lr=lambda step: learning_rate(config.optimizer, step, scenario.steps), checkpoint_every=0, capacity=8,
+    )  # fmt: skip
+    return _Facts(config, spec, spec.cut(len(scenario.stages)), plan)
+
+
+def _compute(facts: _Facts, stage: int) -> TorchCompute:
+    config = facts.config
+    setup = StageSetup(
+        optimizer=config.optimizer, total_steps=config.train.steps, seed=config.train.seed,
+        sequences=config.train.microbatch, inline=True,
+    )  # fmt: skip
+    return TorchCompute(facts.spec, facts.cut, stage, setup)
+
+
+def _reference(scenario: Scenario) -> dict[str, Tensor]:
+    """The state of a single process after the same steps: the stages in turn, no network, no protocol, no faults."""
+
+    async def train() -> dict[str, Tensor]:
+        facts = _facts(scenario)
+        tokens = _Tokens(facts)
+        stages = [_compute(facts, s) for s in range(len(scenario.stages))]
+        for step in range(scenario.steps):
+            for index in range(scenario.microbatches):
+                mb = Microbatch(step, index)
+                inputs, targets = (torch.from_numpy(a) for a in tokens.microbatch(step, index))
+                hidden = inputs
+                for compute in stages[:-1]:
+                    hidden = await compute.forward(mb, hidden)
+                _, gradient = await stages[-1].loss_backward(mb, hidden, targets, accumulate=True)
+                for compute in reversed(stages[:-1]):
+                    assert gradient is not None
+                    gradient = await compute.backward(mb, gradient, accumulate=True)
+            means = [compute.gradient().clone() / scenario.microbatches for compute in stages]
+            norm = float(torch.cat(means).double().norm())
+            clip = facts.config.optimizer.clip
+            scale = min(1.0, clip / (norm + 1e-6)) if clip is not None else 1.0
+            for compute, mean in zip(stages, means, strict=True):
+                await compute.apply(mean, Update(step, scale, skip=False))
+        states = [await compute.state() for compute in stages]
+        return {name: tensor for state in states for name, tensor in state.items()}
+
+    problems: list[str] = []
+    return run_virtually(train(), LIMIT_S, problems)
+
+
+def readable(outcome: Outcome) -> Iterator[str]:
+    """Lines for people: what the scenario was, what happened, what was broken."""
+    s = outcome.scenario
+    yield (
+        f"seed {s.seed}: stages of {', '.join(map(str, s.stages))} replicas, {s.trainers} trainers, {s.steps} steps of "
+        f"{s.microbatches} microbatches, delays up to {1000 * s.delay_s:.0f} ms"
+    )
+    yield from (f"{t:9.3f} s  {text}" for t, text in outcome.timeline)
+    yield from (f"VIOLATION  {v}" for v in outcome.violations)
