@@ -191,8 +191,11 @@ class Averager:
                     asyncio.shield(arrival), self._chunk_deadline.seconds(attempt), what
                 )
             except DeadlineExceeded:
-                if await self._ctx.probe(sender, plan.lineage, plan.step, attempt) is None:
+                held = await self._ctx.probe(sender, plan.lineage, plan.step, attempt)
+                if held is None:
                     raise
+                if not held.current:
+                    raise RoundFailed(f"averaging step {plan.step}: {sender[-6:]} is at step {held.step}") from None
             else:
                 self._chunk_deadline.measured(self._ctx.clock.now() - begin)
                 return chunk

@@ -184,7 +184,8 @@ class Context:
             self.suspect(peer, f"answered a probe with: {e}")
             return None
         self.probe_deadline.measured(self.clock.now() - begin)
-        self.roster.alive(peer)
+        if held.current:  # at another step it is of no use to this one, however well it may be
+            self.roster.alive(peer)
         return held
 
     async def offload(self, fn: Callable[..., Tensor], *args: Any) -> Tensor:

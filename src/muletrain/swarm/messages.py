@@ -223,13 +223,49 @@ class AskHeld(Message):
 
 
 class Held(Message):
-    """``current``: the answerer is at that lineage and step; ``running`` counts requests it still works on."""
+    """``current``: the answerer is at that lineage and step; otherwise ``step`` is where it is. ``running``: requests it still works on;
+    ``through``: microbatches it knows to be through, with their ``losses`` [nats/token]."""
 
     KIND: ClassVar[str] = "held"
     current: bool
+    step: Natural
     stage: Natural
-    held: Indices
-    running: Indices
+    held: Indices = ()
+    running: Indices = ()
+    through: Indices = ()
+    losses: Annotated[tuple[float, ...], Field(max_length=MAX_MICROBATCHES)] = ()
+
+
+class Back(Message):
+    """A peer that had fallen behind is at this step again: count on it."""
+
+    KIND: ClassVar[str] = "back"
+    lineage: Digest
+    step: Natural
+
+
+class AskSnapshot(Message):
+    """Call to a replica: make a copy of your stage's state as it is before the current step."""
+
+    KIND: ClassVar[str] = "ask_snapshot"
+
+
+class Snapshot(Message):
+    """Weights and moments before ``step``, as ``size`` bytes of safetensors whose BLAKE3 is ``digest``."""
+
+    KIND: ClassVar[str] = "snapshot"
+    lineage: Digest
+    step: Natural
+    size: Natural
+    digest: Digest
+
+
+class AskPiece(Message):
+    """Call: the snapshot's bytes from ``offset``, as many as fit into an answer."""
+
+    KIND: ClassVar[str] = "ask_piece"
+    digest: Digest
+    offset: Natural
 
 
 class Part(Message):

@@ -7,12 +7,15 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import NetworkError, ProtocolError
-from muletrain.events import Event, EventError, PeerJoined, StepApplied, StepDone
+from muletrain.events import Event, EventError, Note, PeerJoined, StepApplied, StepDone
 from muletrain.swarm.checkpointing import Collector, send_part
 from muletrain.swarm.context import StepStats
 from muletrain.swarm.messages import (
     AskEntries,
     AskHeld,
+    AskPiece,
+    AskSnapshot,
+    Back,
     Backward,
     Busy,
     Done,
@@ -34,7 +37,8 @@ from muletrain.swarm.messages import (
 )
 from muletrain.swarm.pipeline import Pipeline
 from muletrain.swarm.router import Router
-from muletrain.swarm.stepper import Stepper
+from muletrain.swarm.snapshot import Snapshots, fetch_snapshot
+from muletrain.swarm.stepper import Behind, Stepper
 from muletrain.swarm.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -55,7 +59,7 @@ LAST_CHECKPOINT_S = 600.0
 """How long members wait for the collector to have the last checkpoint."""
 
 STEP_KINDS: dict[str, type[Message]] = {
-    m.KIND: m for m in (Forward, Backward, Done, Busy, Lost, TrainerDone, Gap, Seal, Shard, Reduced, ShardEntry)
+    m.KIND: m for m in (Forward, Backward, Done, Busy, Lost, TrainerDone, Gap, Seal, Shard, Reduced, ShardEntry, Back)
 }
 OTHER_KINDS: dict[str, type[Message]] = {m.KIND: m for m in (Part, PartFailed, Report)}
 
@@ -88,12 +92,15 @@ class Peer:
         self._trainer = None
         if source is not None and ctx.roster.own.trainer:
             self._trainer = Trainer(ctx, source, _window(ctx), lambda: self.stepper.ledger.held)
+        self._snapshots = Snapshots(ctx, self.stepper)
         self._early: list[tuple[PeerId, Frame]] = []
         self._finished = asyncio.Event()
         self._over = False
         ctx.net.receive(self._on_frame)
         ctx.net.serve(AskHeld.KIND, self._answer_held)
         ctx.net.serve(AskEntries.KIND, self._answer_entries)
+        ctx.net.serve(AskSnapshot.KIND, self._snapshots.on_ask)
+        ctx.net.serve(AskPiece.KIND, self._snapshots.on_piece)
         ctx.net.serve(StopRun.KIND, self._answer_stop)
         ctx.net.serve(Finished.KIND, self._answer_finished)
 
@@ -124,7 +131,13 @@ class Peer:
         while True:
             step, lineage = self.stepper.step, self.stepper.lineage
             training = self._begin_step(step, lineage)
-            record = await self.stepper.run()
+            try:
+                record = await self.stepper.run()
+            except Behind as e:
+                if training is not None:
+                    training.cancel()
+                await self._catch_up(str(e))
+                continue
             if training is not None:
                 await training
             self._report(record)
@@ -138,6 +151,24 @@ class Peer:
         self._over = True
         announcing.cancel()
         return written
+
+    async def _catch_up(self, reason: str) -> None:
+        """Take a replica's state and go on where it is. Raises MuletrainError when there is none to take it from."""
+        ctx = self._ctx
+        ctx.emit(Note(level="warning", message=f"{reason}: this peer fell behind and takes a replica's state"))
+        snapshot = await fetch_snapshot(ctx, self.stepper.step)
+        await self.stepper.rejoin(snapshot.step, snapshot.lineage)
+        self._early = [(s, f) for s, f in self._early if f.header.get("step", 0) >= snapshot.step]
+        ctx.stats = StepStats(started=ctx.clock.now())
+        back = Back(lineage=snapshot.lineage, step=snapshot.step)
+        await ctx.tell(ctx.roster.everyone(), back)
+        await self._redeliver()
+
+    def _refresh_routes(self) -> None:
+        if self._pipeline.router is not None:
+            self._pipeline.router.refresh()
+        if self._trainer is not None:
+            self._trainer.router.refresh()
 
     def _begin_step(self, step: int, lineage: bytes) -> asyncio.Task[None] | None:
         if self._pipeline.router is not None:
@@ -242,7 +273,6 @@ class Peer:
     async def _on_frame(self, sender: PeerId, frame: Frame) -> None:
         """Only members, only known kinds, only valid headers; then the current step's go to their actor."""
         self._ctx.roster.member(sender)
-        self._ctx.roster.alive(sender)
         if frame.kind in OTHER_KINDS:
             self._on_other(sender, OTHER_KINDS[frame.kind].parse(frame), frame)
         elif frame.kind in STEP_KINDS:
@@ -254,14 +284,14 @@ class Peer:
         step = message.step  # type: ignore[attr-defined]  # all STEP_KINDS have one
         if self._over or step < self.stepper.step:
             return  # late: that step is agreed already
+        if step == self.stepper.step and getattr(message, "lineage", self.stepper.lineage) != self.stepper.lineage:
+            raise ProtocolError(f"{frame.kind} of step {step} from another lineage")
+        self._ctx.roster.alive(sender)
         if step > self.stepper.step:
             if step > self.stepper.step + 1 or len(self._early) >= EARLY_LIMIT:
                 raise ProtocolError(f"{frame.kind} of step {step} while this peer is at step {self.stepper.step}")
             self._early.append((sender, frame))
             return
-        lineage = getattr(message, "lineage", self.stepper.lineage)
-        if lineage != self.stepper.lineage:
-            raise ProtocolError(f"{frame.kind} of step {step} from another lineage")
         await self._dispatch(sender, message, frame)
         self.stepper.touched()
 
@@ -281,6 +311,8 @@ class Peer:
                 self.stepper.averager.on_chunk(sender, message, frame.tensors[0])
             case ShardEntry():
                 self.stepper.on_entry(sender, message)
+            case Back():
+                self._refresh_routes()
             case _:
                 raise ProtocolError(f"{frame.kind}: not for this peer")
 
@@ -339,7 +371,7 @@ class Peer:
         ask = AskHeld.unpack(payload)
         if (ask.step, ask.lineage) == (self.stepper.step, self.stepper.lineage):
             return self.stepper.held().pack()
-        return Held(current=False, stage=self._ctx.roster.own.stage, held=(), running=()).pack()
+        return Held(current=False, step=self.stepper.step, stage=self._ctx.roster.own.stage).pack()
 
     async def _answer_entries(self, sender: PeerId, payload: bytes) -> bytes:
         ask = AskEntries.unpack(payload)

@@ -93,5 +93,9 @@ class Roster:
         """Live peers but ourselves."""
         return tuple(sorted(p for p in self._members if p not in self._dead and p != self.own.id))
 
+    def everyone(self) -> tuple[str, ...]:
+        """All members but ourselves, believed dead or not."""
+        return tuple(sorted(p for p in self._members if p != self.own.id))
+
     def trainers(self) -> tuple[str, ...]:
         return tuple(sorted(m.id for m in self._members.values() if m.trainer and m.id not in self._dead))

@@ -34,6 +34,10 @@ MAX_SILENCE = 8
 """Doubling deadlines without any news before a wait is declared hopeless."""
 
 
+class Behind(MuletrainError):
+    """The others have gone on without us: what this step needs is gone, so the state must come from a replica."""
+
+
 class Stepper:
     """Takes the run from one lineage to the next."""
 
@@ -54,6 +58,8 @@ class Stepper:
         self._seal_deadline = Deadline(floor_s=5.0)
         self._record_deadline = Deadline(floor_s=5.0)
         self.stop_requested = False
+        self.settled = True
+        """The weights are those before ``step``: false while an update is being applied."""
         self._weights: bytes = b"\0" * 32
         self._enter(step, lineage)
 
@@ -106,8 +112,11 @@ class Stepper:
         return Held(
             current=True,
             stage=self._ctx.roster.own.stage,
+            step=self.step,
             held=tuple(sorted(self.ledger.held)),
             running=tuple(self._running()),
+            through=tuple(self.losses),
+            losses=tuple(self.losses.values()),
         )
 
     # The step -------------------------------------------------------------------------------------------------------
@@ -239,14 +248,14 @@ class Stepper:
         """The bytes we hold must be those the record speaks of."""
         entry = record.stages[round_.stage]
         if entry.round != round_.id or tuple(s.content for s in entry.shards) != contents:
-            raise MuletrainError(
-                f"step {self.step}: the run agreed on another gradient of stage {round_.stage} than this peer holds; "
-                f"its replica is no longer part of the run"
+            raise Behind(
+                f"step {self.step}: the run agreed on another gradient of stage {round_.stage} than this peer holds"
             )
 
     async def _apply(self, record: StepRecord, gradient: Tensor) -> None:
         ctx = self._ctx
         begin = ctx.clock.now()
+        self.settled = False
         async with ctx.device(0):
             await ctx.compute.apply(gradient, Update(self.step, record.clip_scale(ctx.plan.clip), record.skip))
         self._weights = await ctx.compute.digest()
@@ -257,6 +266,15 @@ class Stepper:
         self.averager.forget()
         self._previous = self._builder
         self._enter(self.step + 1, record.hash)
+        self.settled = True
+
+    async def rejoin(self, step: int, lineage: bytes) -> None:
+        """Go on at ``step``, whose state was loaded; what we did for another step is forgotten."""
+        self.averager.forget()
+        self._ctx.compute.clear()
+        self._enter(step, lineage)
+        self.settled = True
+        await self.open()
 
     # Waiting --------------------------------------------------------------------------------------------------------
 
@@ -287,9 +305,9 @@ class Stepper:
         return None
 
     async def _ask_progress(self) -> None:
-        """Nothing moved for long: find out who is there. A dead trainer's microbatches fall to the others."""
-        for peer in self._ctx.roster.others():
-            await self._ctx.probe(peer, self.lineage, self.step)
+        """Nothing moved for long: find out who is there, and what is through. A dead trainer's microbatches fall to the others."""
+        for peer in self._ctx.roster.everyone():
+            await self._ask(peer)
         if not self._ctx.roster.trainers():
             raise MuletrainError(f"step {self.step}: no trainer is left in this run")
         self._orphaned(frozenset(range(self._ctx.plan.microbatches)) - self.losses.keys())
@@ -297,7 +315,20 @@ class Stepper:
     async def _ask_replicas(self) -> None:
         for peer in self._ctx.roster.stage(self._ctx.roster.own.stage):
             if peer != self._ctx.net.peer_id and peer not in self._seals:
-                await self._ctx.probe(peer, self.lineage, self.step)
+                await self._ask(peer)
+
+    async def _ask(self, peer: PeerId) -> None:
+        """Learn what ``peer`` knows of this step; leave it out while it is at an earlier one. Raises Behind if it is at a later one."""
+        held = await self._ctx.probe(peer, self.lineage, self.step)
+        if held is None:
+            return
+        if held.step > self.step:
+            raise Behind(f"step {self.step}: {self._ctx.roster.member(peer).name} is at step {held.step}")
+        if not held.current:
+            self._ctx.suspect(peer, f"it is still at step {held.step}")
+        elif len(held.through) == len(held.losses) and all(i < self._ctx.plan.microbatches for i in held.through):
+            self.losses.update(zip(held.through, held.losses, strict=True))
+            self._changed.set()
 
     async def _ask_entries(self) -> None:
         """A lost notice must not stop the run: any peer may know the entries we miss."""
@@ -311,5 +342,8 @@ class Stepper:
                     self._builder.add(entry)
             except NetworkError as e:
                 self._ctx.suspect(peer, str(e))
+        if self._builder.record() is None:
+            for peer in self._ctx.roster.everyone():
+                await self._ask(peer)
         if all(not self._ctx.roster.stage(s) for s in self._builder.missing()) and self._builder.missing():
             raise MuletrainError(f"step {self.step}: stages {self._builder.missing()} have no live peer left")

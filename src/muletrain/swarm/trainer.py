@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 MAX_TRIES = 12
 """Injections of one microbatch before the trainer gives up with an error instead of trying for ever."""
+PAUSE_S, PAUSE_MAX_S = 0.1, 20.0
+"""Before the next injection; doubles."""
 
 
 class Source(Protocol):
@@ -90,7 +92,7 @@ class Trainer:
             inputs, targets = self._source.microbatch(self._step, index)
             tensors = [encode_ids(torch.from_numpy(inputs)), encode_ids(torch.from_numpy(targets))]
             attempts = self._attempts.setdefault((self._step, index), itertools.count())
-            for _ in range(MAX_TRIES):
+            for tries in range(MAX_TRIES):
                 request = Request(
                     lineage=self._lineage,
                     step=self._step,
@@ -100,7 +102,8 @@ class Trainer:
                 )
                 try:
                     return (await self.router.request(request, accumulate, tensors)).loss
-                except StageLost:
+                except StageLost:  # its peers may still be at the step before, or be found out about
+                    await self._ctx.clock.sleep(min(PAUSE_MAX_S, PAUSE_S * 2.0**tries))
                     accumulate = await self._still_missing(index, accumulate)
                     self.router.refresh()
                     if not self._ctx.roster.stage(0):
