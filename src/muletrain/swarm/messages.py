@@ -251,13 +251,14 @@ class AskSnapshot(Message):
 
 
 class Snapshot(Message):
-    """Weights and moments before ``step``, as ``size`` bytes of safetensors whose BLAKE3 is ``digest``."""
+    """Weights and moments before ``step``, as ``size`` bytes of safetensors whose BLAKE3 is ``digest``. ``over``: no step follows."""
 
     KIND: ClassVar[str] = "snapshot"
     lineage: Digest
     step: Natural
     size: Natural
     digest: Digest
+    over: bool
 
 
 class AskPiece(Message):

@@ -136,33 +136,44 @@ class Peer:
             except Behind as e:
                 if training is not None:
                     training.cancel()
-                await self._catch_up(str(e))
+                if await self._catch_up(str(e)):
+                    written = await self._finish(self.stepper.step - 1)
+                    break
                 continue
             if training is not None:
                 await training
             self._report(record)
             last = record.stop or step + 1 == plan.steps
             if last or (plan.checkpoint_every and (step + 1) % plan.checkpoint_every == 0):
-                written = await self._checkpoint(record, last)
+                sending = await self._checkpoint(record)
+                if last and sending is not None:
+                    await sending
             if last:
+                self._over = self.stepper.over = True
+                self.stepper.advance(record)
+                written = await self._finish(step)
                 break
             self.stepper.advance(record)
             await self._redeliver()
-        self._over = True
         announcing.cancel()
         return written
 
-    async def _catch_up(self, reason: str) -> None:
-        """Take a replica's state and go on where it is. Raises MuletrainError when there is none to take it from."""
+    async def _catch_up(self, reason: str) -> bool:
+        """Take a replica's state and go on where it is; True if the run has ended there. Raises MuletrainError when there is none to
+        take it from."""
         ctx = self._ctx
         ctx.emit(Note(level="warning", message=f"{reason}: this peer fell behind and takes a replica's state"))
         snapshot = await fetch_snapshot(ctx, self.stepper.step)
         await self.stepper.rejoin(snapshot.step, snapshot.lineage)
+        if snapshot.over:
+            self._over = self.stepper.over = True
+            return True
         self._early = [(s, f) for s, f in self._early if f.header.get("step", 0) >= snapshot.step]
         ctx.stats = StepStats(started=ctx.clock.now())
         back = Back(lineage=snapshot.lineage, step=snapshot.step)
         await ctx.tell(ctx.roster.everyone(), back)
         await self._redeliver()
+        return False
 
     def _refresh_routes(self) -> None:
         if self._pipeline.router is not None:
@@ -233,21 +244,22 @@ class Peer:
         except NetworkError as e:
             self._ctx.suspect(collector, str(e))
 
-    async def _checkpoint(self, record: StepRecord, last: bool) -> Path | None:
-        """The stage's first live replica sends its part. Only the last checkpoint is waited for."""
+    async def _checkpoint(self, record: StepRecord) -> asyncio.Task[None] | None:
+        """The stage's first live replica sends its part, while training goes on."""
         ctx = self._ctx
-        if ctx.roster.stage(ctx.roster.own.stage)[0] == ctx.net.peer_id:
-            state = await ctx.compute.state()
-            sending = ctx.spawn(send_part(ctx, record.step, record.hash, state), f"checkpoint {record.step}")
-            if last:
-                await sending
-        if not last:
+        if ctx.roster.stage(ctx.roster.own.stage)[0] != ctx.net.peer_id:
             return None
+        state = await ctx.compute.state()
+        return ctx.spawn(send_part(ctx, record.step, record.hash, state), f"checkpoint {record.step}")
+
+    async def _finish(self, step: int) -> Path | None:
+        """The last checkpoint is waited for, by everyone. Its path on the collector."""
+        ctx = self._ctx
         if self._collector is None:
             await ctx.clock.deadline(self._finished.wait(), LAST_CHECKPOINT_S, "the collector to finish")
             return None
-        written = await self._collector.wait(record.step, LAST_CHECKPOINT_S)
-        await asyncio.gather(*(self._dismiss(peer) for peer in ctx.roster.others()))
+        written = await self._collector.wait(step, LAST_CHECKPOINT_S)
+        await asyncio.gather(*(self._dismiss(peer) for peer in ctx.roster.everyone()))
         return written
 
     async def _dismiss(self, peer: PeerId) -> None:

@@ -61,7 +61,8 @@ class Snapshots:
                 if stepper.settled and label == (stepper.step, stepper.lineage):
                     data: bytes = await compute.offload(safetensors.torch.save, state)
                     digest = await compute.offload(_digest, data)
-                    return Snapshot(step=label[0], lineage=label[1], size=len(data), digest=digest), data
+                    over = stepper.over
+                    return Snapshot(step=label[0], lineage=label[1], size=len(data), digest=digest, over=over), data
             await self._ctx.clock.sleep(0.01)  # an update is being applied
 
     async def on_piece(self, sender: PeerId, payload: bytes) -> bytes:

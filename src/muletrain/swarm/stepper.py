@@ -60,6 +60,8 @@ class Stepper:
         self.stop_requested = False
         self.settled = True
         """The weights are those before ``step``: false while an update is being applied."""
+        self.over = False
+        """The run has ended before ``step``."""
         self._weights: bytes = b"\0" * 32
         self._enter(step, lineage)
 
