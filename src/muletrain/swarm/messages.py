@@ -146,6 +146,8 @@ class Gap(Message):
     step: Natural
     stage: Natural
     attempt: Natural
+    repeat: Natural
+    """Times it was asked for before: whoever ran it then had no room in its accumulator."""
     indices: Indices
 
 

@@ -97,5 +97,9 @@ class Roster:
         """All members but ourselves, believed dead or not."""
         return tuple(sorted(p for p in self._members if p != self.own.id))
 
+    def replicas(self) -> tuple[str, ...]:
+        """The other members of our stage, believed dead or not."""
+        return tuple(p for p in self.everyone() if self._members[p].stage == self.own.stage)
+
     def trainers(self) -> tuple[str, ...]:
         return tuple(sorted(m.id for m in self._members.values() if m.trainer and m.id not in self._dead))

@@ -82,6 +82,7 @@ class Router:
                 full.clear()
                 continue
             if peer is None:
+                await self._recount(request)
                 raise StageLost(
                     f"stage {self._stage}: no live peer could take microbatch {request.step}/{request.index}"
                 )
@@ -100,6 +101,13 @@ class Router:
             else:
                 return Answer(reply.loss, answer[0] if answer else None)
         raise AssertionError  # itertools.count does not end
+
+    async def _recount(self, request: Request) -> None:
+        """Nobody is left to try: who of the stage answers, believed dead or banned before, counts again from the next request on."""
+        ctx = self._ctx
+        members = [p for p in ctx.roster.everyone() if ctx.roster.member(p).stage == self._stage]
+        await asyncio.gather(*(ctx.probe(p, request.lineage, request.step) for p in members))
+        self.refresh()
 
     async def _try(
         self, peer: PeerId, request: Request, accumulate: tuple[int, ...], tensors: list[Encoded]

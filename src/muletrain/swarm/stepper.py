@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 MAX_ATTEMPTS = 20
 """Rounds tried for one step before the peer gives up with an error instead of trying for ever."""
-MAX_SILENCE = 8
+MAX_SILENCE = 6
 """Doubling deadlines without any news before a wait is declared hopeless."""
 
 
@@ -56,7 +56,7 @@ class Stepper:
         self.averager = Averager(ctx, self._publish)
         self._step_deadline = Deadline()
         self._seal_deadline = Deadline(floor_s=5.0)
-        self._record_deadline = Deadline(floor_s=5.0)
+        self._record_deadline = Deadline(unmeasured_s=10.0, floor_s=5.0)
         self.stop_requested = False
         self.settled = True
         """The weights are those before ``step``: false while an update is being applied."""
@@ -147,7 +147,8 @@ class Stepper:
         return len(self.losses) == self._ctx.plan.microbatches
 
     async def _reduce(self) -> tuple[Tensor, tuple[bytes, ...], Round]:
-        for attempt in range(MAX_ATTEMPTS):
+        attempt = -1
+        while (attempt := max(attempt + 1, self._latest_attempt())) < MAX_ATTEMPTS:
             round_ = await self._agree(attempt)
             if round_ is None:
                 continue
@@ -166,6 +167,11 @@ class Stepper:
         """Announce what we hold and hear what the others hold. None when gaps had to be run again first."""
         stage = self._ctx.roster.own.stage
         sealed = await self._announce(attempt)
+        if (
+            self._latest_attempt() > attempt
+        ):  # sets of different attempts say nothing together: join the others' attempt
+            self.ledger.reopen(keep=True)
+            return None
         cover = resolve(sealed, self._ctx.plan.microbatches)
         if cover.gaps or cover.dropped:
             await self._refill(cover, attempt)
@@ -176,6 +182,10 @@ class Stepper:
             contributors=tuple(m for m in cover.chosen if sealed[m]), microbatches=self._ctx.plan.microbatches,
             n_params=self._ctx.compute.n_params, stop=self.stop_requested,
         )  # fmt: skip
+
+    def _latest_attempt(self) -> int:
+        """The highest that a live replica announced in this step."""
+        return max((s.attempt for m, s in self._seals.items() if self._ctx.roster.is_alive(m)), default=0)
 
     async def _announce(self, attempt: int) -> dict[PeerId, frozenset[int]]:
         """Seal, and collect every live replica's seal of this attempt."""
@@ -217,29 +227,34 @@ class Stepper:
         gaps = frozenset(cover.gaps)
         message = f"step {self.step}: stage {ctx.roster.own.stage} runs {len(gaps)} microbatches again"
         ctx.emit(Note(level="warning", message=message))
-        gap = Gap(
-            lineage=self.lineage,
-            step=self.step,
-            stage=ctx.roster.own.stage,
-            attempt=attempt,
-            indices=tuple(sorted(gaps)),
-        )
-        trainers = ctx.roster.trainers()
-        await ctx.tell(trainers, gap)
 
         async def refilled() -> None:
-            """Gaps are filled when no live replica misses them; its own ledger is each one's truth."""
+            """Gaps are filled when no replica misses them; its own ledger is each one's truth."""
             for pause in itertools.count():
                 union = set(self.ledger.held)
-                for peer in ctx.roster.stage(ctx.roster.own.stage):
-                    if peer != ctx.net.peer_id and (held := await ctx.probe(peer, self.lineage, self.step)) is not None:
-                        union |= set(held.held)
+                for peer in ctx.roster.replicas():
+                    held = await ctx.probe(peer, self.lineage, self.step)
+                    if held is not None and held.step > self.step:
+                        raise Behind(f"step {self.step}: {ctx.roster.member(peer).name} is at step {held.step}")
+                    union |= set(held.held) if held is not None and held.current else set()
                 if gaps <= union:
                     return
                 await ctx.clock.sleep(min(2.0, 0.05 * 2**pause))
 
-        limit = self._step_deadline.seconds(MAX_SILENCE // 2)
-        await ctx.clock.deadline(refilled(), limit, f"step {self.step}: missing microbatches to be run again")
+        limit = self._step_deadline
+        for patience in range(MAX_SILENCE):
+            gap = Gap(
+                lineage=self.lineage, step=self.step, stage=ctx.roster.own.stage, attempt=attempt, repeat=patience,
+                indices=tuple(sorted(gaps - self.ledger.held)),
+            )  # fmt: skip
+            await ctx.tell(ctx.roster.trainers(), gap)
+            try:
+                await ctx.clock.deadline(refilled(), limit.seconds(patience), "missing microbatches")
+            except DeadlineExceeded:
+                await self._ask_everyone()
+            else:
+                return
+        raise MuletrainError(f"step {self.step}: {len(gaps)} missing microbatches were not run again; {self._view()}")
 
     async def _publish(self, entry: ShardEntry) -> None:
         self._builder.add(entry)
@@ -293,11 +308,18 @@ class Stepper:
             except DeadlineExceeded:
                 attempt += 1
                 if attempt >= MAX_SILENCE:
-                    raise MuletrainError(f"step {self.step}: gave up waiting for {what}") from None
+                    raise MuletrainError(f"step {self.step}: gave up waiting for {what}; {self._view()}") from None
                 question = ask()
                 if asyncio.iscoroutine(question):
                     await question
         deadline.measured(self._ctx.clock.now() - begin)
+
+    def _view(self) -> str:
+        """Who is there, in words."""
+        roster = self._ctx.roster
+        lost = [s for s in range(self._ctx.plan.stages) if not roster.stage(s)]
+        gone = f"no peer of stages {lost} can be reached" if lost else "every stage can be reached"
+        return gone if roster.trainers() else f"{gone}, no trainer can"
 
     def touched(self) -> None:
         """Something a wait may depend on changed (a microbatch finished, a peer died)."""
@@ -308,16 +330,17 @@ class Stepper:
 
     async def _ask_progress(self) -> None:
         """Nothing moved for long: find out who is there, and what is through. A dead trainer's microbatches fall to the others."""
-        for peer in self._ctx.roster.everyone():
-            await self._ask(peer)
-        if not self._ctx.roster.trainers():
-            raise MuletrainError(f"step {self.step}: no trainer is left in this run")
+        await self._ask_everyone()
         self._orphaned(frozenset(range(self._ctx.plan.microbatches)) - self.losses.keys())
 
     async def _ask_replicas(self) -> None:
-        for peer in self._ctx.roster.stage(self._ctx.roster.own.stage):
-            if peer != self._ctx.net.peer_id and peer not in self._seals:
+        for peer in self._ctx.roster.replicas():
+            if peer not in self._seals:
                 await self._ask(peer)
+
+    async def _ask_everyone(self) -> None:
+        """Those believed dead, too: a link that healed says nothing by itself."""
+        await asyncio.gather(*(self._ask(peer) for peer in self._ctx.roster.everyone()))
 
     async def _ask(self, peer: PeerId) -> None:
         """Learn what ``peer`` knows of this step; leave it out while it is at an earlier one. Raises Behind if it is at a later one."""
@@ -335,7 +358,7 @@ class Stepper:
     async def _ask_entries(self) -> None:
         """A lost notice must not stop the run: any peer may know the entries we miss."""
         ask = AskEntries(lineage=self.lineage, step=self.step).pack()
-        for peer in self._ctx.roster.others():
+        for peer in self._ctx.roster.everyone():
             try:
                 answer = await self._ctx.net.call(
                     peer, AskEntries.KIND, ask, timeout_s=self._ctx.probe_deadline.seconds(1)
@@ -345,7 +368,4 @@ class Stepper:
             except NetworkError as e:
                 self._ctx.suspect(peer, str(e))
         if self._builder.record() is None:
-            for peer in self._ctx.roster.everyone():
-                await self._ask(peer)
-        if all(not self._ctx.roster.stage(s) for s in self._builder.missing()) and self._builder.missing():
-            raise MuletrainError(f"step {self.step}: stages {self._builder.missing()} have no live peer left")
+            await self._ask_everyone()

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
     from muletrain.swarm.context import Context
 
-MAX_TRIES = 12
-"""Injections of one microbatch before the trainer gives up with an error instead of trying for ever."""
+MAX_TRIES = 60
+"""Injections of one microbatch before the trainer gives up with an error instead of trying for ever: 20 minutes of pauses."""
+MAX_PAUSES = 12
+"""Waits, doubling, for a peer that says it still works on a microbatch."""
 PAUSE_S, PAUSE_MAX_S = 0.1, 20.0
 """Before the next injection; doubles."""
 
@@ -50,7 +52,7 @@ class Trainer:
         self._lineage = b""
         self._step = -1
         self._claimed: set[int] = set()
-        self._gaps: set[tuple[int, int, int]] = set()
+        self._gaps: set[tuple[int, int, int, int]] = set()
 
     async def run_step(self, step: int, lineage: bytes) -> None:
         """All microbatches of ``step`` that are ours; then tell everyone."""
@@ -66,9 +68,9 @@ class Trainer:
 
     async def on_gap(self, gap: Gap) -> None:
         """A stage misses microbatches: the trainer they fall to runs them again for that stage alone."""
-        news = {(gap.stage, gap.attempt, i) for i in gap.indices} - self._gaps
+        news = {(gap.stage, gap.attempt, gap.repeat, i) for i in gap.indices} - self._gaps
         self._gaps |= news
-        mine = [i for _, _, i in sorted(news) if self._is_mine(i)]
+        mine = [i for *_, i in sorted(news) if self._is_mine(i)]
         await asyncio.gather(*(self._through(i, (gap.stage,)) for i in mine))
 
     async def _run(self, indices: Iterable[int], stages: tuple[int, ...], *, retry: bool) -> None:
@@ -106,15 +108,14 @@ class Trainer:
                     await self._ctx.clock.sleep(min(PAUSE_MAX_S, PAUSE_S * 2.0**tries))
                     accumulate = await self._still_missing(index, accumulate)
                     self.router.refresh()
-                    if not self._ctx.roster.stage(0):
-                        raise MuletrainError(f"step {self._step}: stage 0 has no live peer left") from None
         raise MuletrainError(f"step {self._step}: microbatch {index} could not be finished in {MAX_TRIES} tries")
 
     async def _still_missing(self, index: int, stages: tuple[int, ...]) -> tuple[int, ...]:
         """Before a retry ask who holds the microbatch already: those stages recompute without accumulating. While someone
         still works on it, wait: what it is about to accumulate must not be accumulated twice."""
-        for pause in range(MAX_TRIES):
-            answers = [await self._ctx.probe(p, self._lineage, self._step) for p in self._ctx.roster.others()]
+        for pause in range(MAX_PAUSES):
+            everyone = self._ctx.roster.everyone()  # those believed dead, too: they may be back, and hold it
+            answers = await asyncio.gather(*(self._ctx.probe(p, self._lineage, self._step) for p in everyone))
             current = [held for held in answers if held is not None and held.current]
             if not any(index in held.running for held in current):
                 break
