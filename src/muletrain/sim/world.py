@@ -164,10 +164,8 @@ def play(scenario: Scenario) -> Outcome:
     for name, _ in scenario.members:
         if name in killed or name in states:
             continue
-        if (
-            states
-            and "can be reached" in outcome.ends.get(name, "")
-            or "gives it the state" in outcome.ends.get(name, "")
+        if (states and "can be reached" in outcome.ends.get(name, "")) or "gives it the state" in outcome.ends.get(
+            name, ""
         ):
             outcome.left_behind.append(name)
         else:

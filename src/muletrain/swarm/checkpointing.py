@@ -115,6 +115,11 @@ class Collector:
         received = checkpoint.received.get(message.stage, 0)
         if message.offset == 0 and message.stage in checkpoint.complete:
             return  # a second replica sent it too
+        if message.offset == 0 and received and message.lineage == checkpoint.lineage:  # sent again after a break
+            (checkpoint.folder / f"stage-{message.stage}.safetensors").unlink()
+            checkpoint.size -= received
+            received = checkpoint.received[message.stage] = 0
+            del checkpoint.digests[message.stage]
         if message.lineage != checkpoint.lineage or message.offset != received or received + len(data) > message.size:
             raise ProtocolError(
                 f"checkpoint {message.step}, stage {message.stage}: piece at {message.offset} out of order"

@@ -238,6 +238,14 @@ class Held(Message):
     losses: Annotated[tuple[float, ...], Field(max_length=MAX_MICROBATCHES)] = ()
 
 
+class AskSeal(Message):
+    """Call to a replica: what did you announce last? The answer is a Seal, or empty."""
+
+    KIND: ClassVar[str] = "ask_seal"
+    lineage: Digest
+    step: Natural
+
+
 class Back(Message):
     """A peer that had fallen behind is at this step again: count on it."""
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from typing import TYPE_CHECKING, Any
 
-from muletrain.errors import NetworkError, ProtocolError
+from muletrain.errors import DeadlineExceeded, NetworkError, ProtocolError
 from muletrain.events import Event, EventError, Note, PeerJoined, StepApplied, StepDone
 from muletrain.swarm.checkpointing import Collector, send_part
 from muletrain.swarm.context import StepStats
@@ -14,6 +15,7 @@ from muletrain.swarm.messages import (
     AskEntries,
     AskHeld,
     AskPiece,
+    AskSeal,
     AskSnapshot,
     Back,
     Backward,
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from torch import Tensor
+
     from muletrain.network.base import Frame, PeerId
     from muletrain.swarm.context import Context
     from muletrain.swarm.messages import Message
@@ -55,6 +59,7 @@ EARLY_LIMIT = 4096
 """Frames of the next step kept while this one is being applied."""
 ANNOUNCE_S = 10.0
 """Between announcements in the directory; a record lives three times as long."""
+RESEND_S = 20.0
 LAST_CHECKPOINT_S = 600.0
 """How long members wait for the collector to have the last checkpoint."""
 
@@ -95,10 +100,12 @@ class Peer:
         self._snapshots = Snapshots(ctx, self.stepper)
         self._early: list[tuple[PeerId, Frame]] = []
         self._finished = asyncio.Event()
+        self._last_part: tuple[StepRecord, dict[str, Tensor]] | None = None
         self._over = False
         ctx.net.receive(self._on_frame)
         ctx.net.serve(AskHeld.KIND, self._answer_held)
         ctx.net.serve(AskEntries.KIND, self._answer_entries)
+        ctx.net.serve(AskSeal.KIND, self._answer_seal)
         ctx.net.serve(AskSnapshot.KIND, self._snapshots.on_ask)
         ctx.net.serve(AskPiece.KIND, self._snapshots.on_piece)
         ctx.net.serve(StopRun.KIND, self._answer_stop)
@@ -148,6 +155,7 @@ class Peer:
                 sending = await self._checkpoint(record)
                 if last and sending is not None:
                     await sending
+                    self._last_part = record, await self._ctx.compute.state()
             if last:
                 self._over = self.stepper.over = True
                 self.stepper.advance(record)
@@ -163,6 +171,7 @@ class Peer:
         take it from."""
         ctx = self._ctx
         ctx.emit(Note(level="warning", message=f"{reason}: this peer fell behind and takes a replica's state"))
+        await self.stepper.let_go()
         snapshot = await fetch_snapshot(ctx, self.stepper.step)
         await self.stepper.rejoin(snapshot.step, snapshot.lineage)
         if snapshot.over:
@@ -256,11 +265,25 @@ class Peer:
         """The last checkpoint is waited for, by everyone. Its path on the collector."""
         ctx = self._ctx
         if self._collector is None:
-            await ctx.clock.deadline(self._finished.wait(), LAST_CHECKPOINT_S, "the collector to finish")
+            await ctx.clock.deadline(self._dismissed(), LAST_CHECKPOINT_S, "the collector to finish")
             return None
         written = await self._collector.wait(step, LAST_CHECKPOINT_S)
         await asyncio.gather(*(self._dismiss(peer) for peer in ctx.roster.everyone()))
         return written
+
+    async def _dismissed(self) -> None:
+        """Until the collector has everything. What did not reach it (it may have been away) is sent again, ever more patiently."""
+        for attempt in itertools.count():
+            try:
+                await self._ctx.clock.deadline(
+                    self._finished.wait(), RESEND_S * 2.0**attempt, "the collector to finish"
+                )
+            except DeadlineExceeded:
+                if self._last_part is not None:
+                    record, state = self._last_part
+                    await send_part(self._ctx, record.step, record.hash, state)
+            else:
+                return
 
     async def _dismiss(self, peer: PeerId) -> None:
         """Tell ``peer`` that it may go: as a call, since we go next and a frame could still be on its way."""
@@ -390,6 +413,10 @@ class Peer:
         if (ask.step, ask.lineage) == (self.stepper.step, self.stepper.lineage):
             return self.stepper.entries().pack()
         return Entries(entries=self.stepper.previous_entries(ask.step, ask.lineage)).pack()
+
+    async def _answer_seal(self, sender: PeerId, payload: bytes) -> bytes:
+        ask, seal = AskSeal.unpack(payload), self.stepper.announced
+        return seal.pack() if seal is not None and (seal.step, seal.lineage) == (ask.step, ask.lineage) else b""
 
     async def _answer_stop(self, sender: PeerId, payload: bytes) -> bytes:
         StopRun.unpack(payload)

@@ -28,6 +28,7 @@ AHEAD = 4
 CALL_S = 60.0
 """For a piece: a bound for a dead donor, not for a slow link."""
 MAX_SNAPSHOT = 1 << 40
+SETTLE_S, SETTLE_TRIES = 0.02, 500
 ROUNDS = 20
 """Times all donors are asked before we give up; a pause between them doubles."""
 PAUSE_S, PAUSE_MAX_S = 0.2, 10.0
@@ -48,12 +49,14 @@ class Snapshots:
         if self._ctx.roster.member(sender).stage != own.stage:
             raise ProtocolError(f"stage {own.stage} has no state for a peer of another stage")
         async with self._making:
-            if self._latest is None or self._latest[0].step != self._stepper.step:
+            known = self._latest[0] if self._latest is not None else None
+            if known is None or (known.step, known.lineage) != (self._stepper.step, self._stepper.lineage):
                 self._latest = await self._make()
-        return self._latest[0].pack()
+            assert self._latest is not None  # _make returned
+            return self._latest[0].pack()
 
     async def _make(self) -> tuple[Snapshot, bytes]:
-        while True:
+        for _ in range(SETTLE_TRIES):
             stepper, compute = self._stepper, self._ctx.compute
             label = (stepper.step, stepper.lineage)
             if stepper.settled:
@@ -63,7 +66,8 @@ class Snapshots:
                     digest = await compute.offload(_digest, data)
                     over = stepper.over
                     return Snapshot(step=label[0], lineage=label[1], size=len(data), digest=digest, over=over), data
-            await self._ctx.clock.sleep(0.01)  # an update is being applied
+            await self._ctx.clock.sleep(SETTLE_S)  # an update is being applied
+        raise ProtocolError("no settled state here now: this peer is catching up, too")
 
     async def on_piece(self, sender: PeerId, payload: bytes) -> bytes:
         ask = AskPiece.unpack(payload)

@@ -17,7 +17,7 @@ from muletrain.policy.cover import Cover, resolve
 from muletrain.policy.deadline import Deadline
 from muletrain.swarm.averaging import Averager, Round, RoundFailed
 from muletrain.swarm.ledger import Ledger
-from muletrain.swarm.messages import AskEntries, Entries, Gap, Held, Seal, ShardEntry, TrainerDone
+from muletrain.swarm.messages import AskEntries, AskSeal, Entries, Gap, Held, Seal, ShardEntry, TrainerDone
 from muletrain.swarm.record import RecordBuilder, StepRecord, round_id
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class Stepper:
         self.ledger = Ledger(lineage, step, self._ctx.plan.microbatches)
         self.losses: dict[int, float] = {}
         self._seals: dict[PeerId, Seal] = {}
+        self.announced: Seal | None = None
         self._builder = RecordBuilder(step, lineage, self._ctx.plan.stages)
         self._changed = asyncio.Event()
 
@@ -87,6 +88,8 @@ class Stepper:
 
     def on_seal(self, sender: PeerId, message: Seal) -> None:
         stage = self._ctx.roster.own.stage
+        if (message.step, message.lineage) != (self.step, self.lineage):
+            raise ProtocolError("seal of another step or lineage")
         if message.stage != stage or self._ctx.roster.member(sender).stage != stage:
             raise ProtocolError("seal from a peer of another stage")
         if any(i >= self._ctx.plan.microbatches for i in message.indices):
@@ -199,6 +202,7 @@ class Stepper:
             lineage=self.lineage, step=self.step, stage=ctx.roster.own.stage, attempt=attempt, indices=tuple(sorted(held)),
             members=(*replicas, me), weights=self._weights,
         )  # fmt: skip
+        self.announced = seal
         await ctx.tell(replicas, seal)
 
         def complete() -> bool:
@@ -285,6 +289,14 @@ class Stepper:
         self._enter(self.step + 1, record.hash)
         self.settled = True
 
+    async def let_go(self) -> None:
+        """Nothing that still runs may end in an accumulator of another step, and no donor may take what comes for this step's state."""
+        await self._until(
+            lambda: not self.ledger.running, self._seal_deadline, "running microbatches", self._no_question
+        )
+        self.ledger.seal()
+        self.settled = False
+
     async def rejoin(self, step: int, lineage: bytes) -> None:
         """Go on at ``step``, whose state was loaded; what we did for another step is forgotten."""
         self.averager.forget()
@@ -334,9 +346,20 @@ class Stepper:
         self._orphaned(frozenset(range(self._ctx.plan.microbatches)) - self.losses.keys())
 
     async def _ask_replicas(self) -> None:
+        """A lost announcement must not stop the stage: whoever made it can say it again."""
+        ask = AskSeal(lineage=self.lineage, step=self.step).pack()
         for peer in self._ctx.roster.replicas():
-            if peer not in self._seals:
-                await self._ask(peer)
+            await self._ask(peer)
+            if not self._ctx.roster.is_alive(peer):
+                continue
+            try:
+                answer = await self._ctx.net.call(
+                    peer, AskSeal.KIND, ask, timeout_s=self._ctx.probe_deadline.seconds(1)
+                )
+                if answer:
+                    self.on_seal(peer, Seal.unpack(answer))
+            except NetworkError as e:
+                self._ctx.suspect(peer, str(e))
 
     async def _ask_everyone(self) -> None:
         """Those believed dead, too: a link that healed says nothing by itself."""
