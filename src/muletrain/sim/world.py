@@ -223,6 +223,9 @@ class _World:
             self._say(f"{name} ends: {e}")
             self._outcome.ends[name] = str(e)
             return None
+        except Exception as e:
+            self._outcome.violations.append(f"{name}: {type(e).__name__}: {e}")
+            return None
         finally:
             await network.close()
         self._outcome.ends[name] = "finished"
@@ -287,7 +290,8 @@ def _facts(scenario: Scenario) -> _Facts:
                 "model.width=16", "model.heads=2", f"model.layers={len(scenario.stages)}", "model.context=4", "model.vocab=32",
                 "model.dropout=0.1", "train.microbatch=1", f"train.batch={scenario.microbatches}", f"train.steps={scenario.steps}",
                 f"train.seed={scenario.seed}", f"fleet.stages={len(scenario.stages)}", f"fleet.peers={sum(scenario.stages)}",
-                "optimizer.warmup=1", "optimizer.eps=1e-5", "optimizer.clip=0.5", "wire.activations=fp32", "wire.gradients=fp32", "checkpoint.every=0",
+                "optimizer.warmup=1", "optimizer.eps=1e-5", "optimizer.clip=0.5",
+                "wire.activations=fp32", "wire.gradients=fp32", "checkpoint.every=0",
             ],
     )  # fmt: skip
     spec = ModelSpec.from_config(config.model)

@@ -35,6 +35,8 @@ TRAFFIC: dict[str, TrafficClass] = {
     "part": "state",
 }
 """Class of traffic of a frame kind, for the byte counts; everything else is control."""
+MAX_PAUSES = 12
+"""Waits, doubling, for a peer that says it still works on a microbatch."""
 SEND_TIMEOUT_S = 120.0
 """Handing one frame to the transport: a bound for a dead transport, not for a slow link (frames are a few MB)."""
 
@@ -123,6 +125,8 @@ class Context:
     device: PriorityLock = field(default_factory=PriorityLock)
     """The compute slot: backward before forward when both wait."""
     probe_deadline: Deadline = field(default_factory=lambda: Deadline(unmeasured_s=10.0, floor_s=5.0))
+    changed: Callable[[], None] = lambda: None
+    """To be called when something happened that a wait may depend on."""
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     failure: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -169,6 +173,7 @@ class Context:
         """Believe ``peer`` dead until it is heard of again. Changes routing and rounds only."""
         if self.roster.dead(peer):
             self.emit(PeerSuspected(peer_id=peer, reason=reason))
+            self.changed()
 
     async def probe(self, peer: PeerId, lineage: bytes, step: int, attempt: int = 0) -> Held | None:
         """Ask a silent peer what it holds. None, and the peer is believed dead, if it does not answer in time."""
@@ -187,6 +192,21 @@ class Context:
         if held.current:  # at another step it is of no use to this one, however well it may be
             self.roster.alive(peer)
         return held
+
+    async def still_missing(self, lineage: bytes, step: int, index: int, stages: tuple[int, ...]) -> tuple[int, ...]:
+        """Before a retry: those of ``stages`` in which no other peer has the microbatch in its accumulator (those that have, recompute
+        without accumulating). While someone still works on it, wait: what is about to be accumulated must not be twice."""
+        if not stages:
+            return ()
+        for pause in range(MAX_PAUSES):
+            everyone = self.roster.everyone()  # those believed dead, too: they may be back, and hold it
+            answers = await asyncio.gather(*(self.probe(p, lineage, step) for p in everyone))
+            current = [held for held in answers if held is not None and held.current]
+            if not any(index in held.running and held.stage in stages for held in current):
+                break
+            await self.clock.sleep(min(2.0, 0.05 * 2.0**pause))
+        have = {held.stage for held in current if index in held.held}
+        return tuple(s for s in stages if s not in have)
 
     async def offload(self, fn: Callable[..., Tensor], *args: Any) -> Tensor:
         return await self.compute.offload(fn, *args)

@@ -146,8 +146,6 @@ class Gap(Message):
     step: Natural
     stage: Natural
     attempt: Natural
-    repeat: Natural
-    """Times it was asked for before: whoever ran it then had no room in its accumulator."""
     indices: Indices
 
 
@@ -198,7 +196,7 @@ class ShardEntry(Message):
     shard: Natural
     shards: Natural
     content: Digest
-    square_norm: float
+    square_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     finite: bool
     stop: bool
 

@@ -44,7 +44,7 @@ from muletrain.swarm.stepper import Behind, Stepper
 from muletrain.swarm.trainer import Trainer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
     from pathlib import Path
 
     from torch import Tensor
@@ -98,6 +98,7 @@ class Peer:
         if source is not None and ctx.roster.own.trainer:
             self._trainer = Trainer(ctx, source, _window(ctx), lambda: self.stepper.ledger.held)
         self._snapshots = Snapshots(ctx, self.stepper)
+        self._step_tasks: set[asyncio.Task[Any]] = set()
         self._early: list[tuple[PeerId, Frame]] = []
         self._finished = asyncio.Event()
         self._last_part: tuple[StepRecord, dict[str, Tensor]] | None = None
@@ -132,23 +133,23 @@ class Peer:
     async def _train(self) -> Path | None:
         ctx, plan = self._ctx, self._ctx.plan
         announcing = ctx.spawn(self._announce(), "announce")
-        written = None
+        written, returned = None, False
         await self.stepper.open()
         ctx.stats.started = ctx.clock.now()
         while True:
             step, lineage = self.stepper.step, self.stepper.lineage
-            training = self._begin_step(step, lineage)
+            self._begin_step(step, lineage, returned=returned)
             try:
                 record = await self.stepper.run()
             except Behind as e:
-                if training is not None:
-                    training.cancel()
+                self._end_step_tasks()
+                returned = True
                 if await self._catch_up(str(e)):
                     written = await self._finish(self.stepper.step - 1)
                     break
                 continue
-            if training is not None:
-                await training
+            self._end_step_tasks()
+            returned = False
             self._report(record)
             last = record.stop or step + 1 == plan.steps
             if last or (plan.checkpoint_every and (step + 1) % plan.checkpoint_every == 0):
@@ -190,16 +191,25 @@ class Peer:
         if self._trainer is not None:
             self._trainer.router.refresh()
 
-    def _begin_step(self, step: int, lineage: bytes) -> asyncio.Task[None] | None:
+    def _begin_step(self, step: int, lineage: bytes, *, returned: bool) -> None:
         if self._pipeline.router is not None:
             self._pipeline.router.refresh()
-        if self._trainer is None:
-            return None
-        return self._ctx.spawn(self._trainer.run_step(step, lineage), f"trainer step {step}")
+        if self._trainer is not None:
+            self._in_step(self._trainer.run_step(step, lineage, retry=returned), f"trainer step {step}")
+
+    def _in_step(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """A task of the trainer's that has no meaning beyond this step."""
+        task = self._ctx.spawn(work, name)
+        self._step_tasks.add(task)
+        task.add_done_callback(self._step_tasks.discard)
+
+    def _end_step_tasks(self) -> None:
+        for task in self._step_tasks:
+            task.cancel()
 
     def _adopt(self, missing: frozenset[int]) -> None:
         if self._trainer is not None:
-            self._ctx.spawn(self._trainer.adopt(missing), "adopt")
+            self._in_step(self._trainer.adopt(missing), "adopt")
 
     def _report(self, record: StepRecord) -> None:
         ctx = self._ctx
@@ -300,7 +310,10 @@ class Peer:
         while True:
             own = ctx.roster.own
             value = {"name": own.name, "stage": own.stage, "trainer": own.trainer, "step": self.stepper.step}
-            await ctx.net.announce(f"{ctx.roster.genesis.run_id}/peers", json.dumps(value).encode(), 3 * ANNOUNCE_S)
+            try:
+                await ctx.net.announce(f"{ctx.roster.genesis.run_id}/peers", json.dumps(value).encode(), 3 * ANNOUNCE_S)
+            except NetworkError as e:  # a hint that did not get through
+                ctx.emit(Note(level="info", message=f"the directory was not told of us: {e}"))
             await ctx.clock.sleep(ANNOUNCE_S)
 
     # What arrives ---------------------------------------------------------------------------------------------------
@@ -339,7 +352,11 @@ class Peer:
             case TrainerDone():
                 self.stepper.on_trainer_done(message)
             case Gap() if self._trainer is not None:
-                self._ctx.spawn(self._trainer.on_gap(message), "gap")
+                if message.stage >= self._ctx.plan.stages or any(
+                    i >= self._ctx.plan.microbatches for i in message.indices
+                ):
+                    raise ProtocolError("gap outside the step")
+                self._in_step(self._trainer.on_gap(message), "gap")
             case Seal():
                 self.stepper.on_seal(sender, message)
             case Shard() | Reduced():

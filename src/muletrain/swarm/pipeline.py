@@ -62,7 +62,8 @@ class Pipeline:
 
     def running(self) -> list[int]:
         """Microbatches of the current step that are being worked on."""
-        return sorted({index for _, index in self._held})
+        current = self.ledger().step
+        return sorted({index for step, index in self._held if step == current})
 
     async def on_forward(self, sender: PeerId, message: Forward, frame: Frame) -> None:
         """Admit, or say that the queue is full. A microbatch that this peer works on already is not begun twice."""

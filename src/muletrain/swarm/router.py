@@ -29,6 +29,10 @@ BUSY_PAUSE_S = 0.005
 BUSY_PAUSE_MAX_S = 0.5
 
 
+class _Gone(MuletrainError):
+    """The peer lives, but nothing will come of the request."""
+
+
 class StageLost(MuletrainError):
     """No peer of the stage could take the microbatch now."""
 
@@ -78,7 +82,7 @@ class Router:
         for tries in itertools.count():
             peer = self._wiring.choose(failed | full, Counter(p.peer for p in self._pending.values()))
             if peer is None and full:
-                await self._ctx.clock.sleep(min(BUSY_PAUSE_S * 2.0**tries, BUSY_PAUSE_MAX_S))
+                await self._ctx.clock.sleep(min(BUSY_PAUSE_S * 2.0 ** min(tries, 10), BUSY_PAUSE_MAX_S))
                 full.clear()
                 continue
             if peer is None:
@@ -92,15 +96,28 @@ class Router:
                 self._give_up(peer, request, str(e))
                 self._ctx.suspect(peer, str(e))
                 failed.add(peer)
+                accumulate = await self._missing(request, accumulate)
+                continue
+            except _Gone as e:  # alive, but it does not have the request (any more)
+                self._give_up(peer, request, str(e))
+                failed.add(peer)
+                accumulate = await self._missing(request, accumulate)
                 continue
             if isinstance(reply, Busy):
                 full.add(peer)
             elif isinstance(reply, Lost):
                 self._give_up(peer, request, reply.reason)
                 failed.add(peer)
+                accumulate = await self._missing(request, accumulate)
             else:
                 return Answer(reply.loss, answer[0] if answer else None)
         raise AssertionError  # itertools.count does not end
+
+    async def _missing(self, request: Request, accumulate: tuple[int, ...]) -> tuple[int, ...]:
+        """What failed here may have gone through there: stages from ours on that hold it already do not accumulate it again."""
+        ours = tuple(s for s in accumulate if s >= self._stage)
+        still = await self._ctx.still_missing(request.lineage, request.step, request.index, ours)
+        return tuple(s for s in accumulate if s < self._stage or s in still)
 
     async def _recount(self, request: Request) -> None:
         """Nobody is left to try: who of the stage answers, believed dead or banned before, counts again from the next request on."""
@@ -148,8 +165,10 @@ class Router:
                 held = await self._ctx.probe(peer, request.lineage, request.step, attempt)
                 if pending.reply.done():
                     return pending.reply.result()
-                if held is None or request.index not in held.running:
+                if held is None:
                     raise
+                if request.index not in held.running:
+                    raise _Gone(f"{what}: it is not working on it") from None
         raise AssertionError
 
     def _give_up(self, peer: PeerId, request: Request, reason: str) -> None:

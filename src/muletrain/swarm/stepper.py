@@ -63,6 +63,7 @@ class Stepper:
         self.over = False
         """The run has ended before ``step``."""
         self._weights: bytes = b"\0" * 32
+        ctx.changed = self.touched
         self._enter(step, lineage)
 
         self._previous = self._builder
@@ -203,7 +204,7 @@ class Stepper:
             members=(*replicas, me), weights=self._weights,
         )  # fmt: skip
         self.announced = seal
-        await ctx.tell(replicas, seal)
+        ctx.spawn(ctx.tell(replicas, seal), "seal")
 
         def complete() -> bool:
             alive = [m for m in ctx.roster.stage(ctx.roster.own.stage) if m != me]
@@ -248,7 +249,7 @@ class Stepper:
         limit = self._step_deadline
         for patience in range(MAX_SILENCE):
             gap = Gap(
-                lineage=self.lineage, step=self.step, stage=ctx.roster.own.stage, attempt=attempt, repeat=patience,
+                lineage=self.lineage, step=self.step, stage=ctx.roster.own.stage, attempt=attempt,
                 indices=tuple(sorted(gaps - self.ledger.held)),
             )  # fmt: skip
             await ctx.tell(ctx.roster.trainers(), gap)
@@ -263,7 +264,9 @@ class Stepper:
     async def _publish(self, entry: ShardEntry) -> None:
         self._builder.add(entry)
         self._changed.set()
-        await self._ctx.tell(self._ctx.roster.others(), entry)
+        self._ctx.spawn(
+            self._ctx.tell(self._ctx.roster.everyone(), entry), "entry"
+        )  # a frozen peer must not hold us up
 
     def _verify(self, record: StepRecord, round_: Round, contents: tuple[bytes, ...]) -> None:
         """The bytes we hold must be those the record speaks of."""
@@ -311,20 +314,22 @@ class Stepper:
         self, condition: Callable[[], bool], deadline: Deadline, what: str, ask: Callable[[], object]
     ) -> None:
         """Wait for ``condition``; on each missed deadline ask those we wait for. Raises MuletrainError after MAX_SILENCE."""
-        begin = self._ctx.clock.now()
-        attempt = 0
+        clock = self._ctx.clock
+        begin = clock.now()
+        attempt, due = 0, begin + deadline.seconds()
         while not condition():
             self._changed.clear()
-            try:
-                await self._ctx.clock.deadline(self._changed.wait(), deadline.seconds(attempt), what)
+            try:  # what else happens does not put the question off
+                await clock.deadline(self._changed.wait(), max(0.0, due - clock.now()), what)
             except DeadlineExceeded:
                 attempt += 1
+                due = clock.now() + deadline.seconds(attempt)
                 if attempt >= MAX_SILENCE:
                     raise MuletrainError(f"step {self.step}: gave up waiting for {what}; {self._view()}") from None
                 question = ask()
                 if asyncio.iscoroutine(question):
                     await question
-        deadline.measured(self._ctx.clock.now() - begin)
+        deadline.measured(clock.now() - begin)
 
     def _view(self) -> str:
         """Who is there, in words."""

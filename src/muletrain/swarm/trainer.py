@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 MAX_TRIES = 60
 """Injections of one microbatch before the trainer gives up with an error instead of trying for ever: 20 minutes of pauses."""
-MAX_PAUSES = 12
-"""Waits, doubling, for a peer that says it still works on a microbatch."""
 PAUSE_S, PAUSE_MAX_S = 0.1, 20.0
 """Before the next injection; doubles."""
 
@@ -52,15 +50,18 @@ class Trainer:
         self._lineage = b""
         self._step = -1
         self._claimed: set[int] = set()
-        self._gaps: set[tuple[int, int, int, int]] = set()
+        self._refilling: set[tuple[int, int]] = set()
 
-    async def run_step(self, step: int, lineage: bytes) -> None:
-        """All microbatches of ``step`` that are ours; then tell everyone."""
+    async def run_step(self, step: int, lineage: bytes, *, retry: bool = False) -> None:
+        """All microbatches of ``step`` that are ours; then tell everyone. ``retry``: we were away, others may have begun them.
+
+        This and what follows within the step (``adopt``, ``on_gap``) is to be cancelled when the step ends: it would go on with the
+        tokens of this step under the name of the next."""
         self._step, self._lineage = step, lineage
         self._attempts.clear()
-        self._claimed, self._gaps = set(), set()
+        self._claimed, self._refilling = set(), set()
         self.router.refresh()
-        await self._run(range(self._ctx.plan.microbatches), tuple(range(self._ctx.plan.stages)), retry=False)
+        await self._run(range(self._ctx.plan.microbatches), tuple(range(self._ctx.plan.stages)), retry=retry)
 
     async def adopt(self, missing: frozenset[int]) -> None:
         """Of the microbatches that are not through, those that fell to us when their trainer died."""
@@ -68,10 +69,16 @@ class Trainer:
 
     async def on_gap(self, gap: Gap) -> None:
         """A stage misses microbatches: the trainer they fall to runs them again for that stage alone."""
-        news = {(gap.stage, gap.attempt, gap.repeat, i) for i in gap.indices} - self._gaps
-        self._gaps |= news
-        mine = [i for *_, i in sorted(news) if self._is_mine(i)]
-        await asyncio.gather(*(self._through(i, (gap.stage,)) for i in mine))
+        mine = [i for i in gap.indices if (gap.stage, i) not in self._refilling and self._is_mine(i)]
+        await asyncio.gather(*(self._refill(i, gap.stage) for i in mine))
+
+    async def _refill(self, index: int, stage: int) -> None:
+        self._refilling.add((stage, index))
+        try:
+            if await self._still_missing(index, (stage,)):
+                await self._through(index, (stage,))
+        finally:
+            self._refilling.discard((stage, index))
 
     async def _run(self, indices: Iterable[int], stages: tuple[int, ...], *, retry: bool) -> None:
         """Claim ours among ``indices``, see them through, and tell everyone."""
@@ -111,16 +118,6 @@ class Trainer:
         raise MuletrainError(f"step {self._step}: microbatch {index} could not be finished in {MAX_TRIES} tries")
 
     async def _still_missing(self, index: int, stages: tuple[int, ...]) -> tuple[int, ...]:
-        """Before a retry ask who holds the microbatch already: those stages recompute without accumulating. While someone
-        still works on it, wait: what it is about to accumulate must not be accumulated twice."""
-        for pause in range(MAX_PAUSES):
-            everyone = self._ctx.roster.everyone()  # those believed dead, too: they may be back, and hold it
-            answers = await asyncio.gather(*(self._ctx.probe(p, self._lineage, self._step) for p in everyone))
-            current = [held for held in answers if held is not None and held.current]
-            if not any(index in held.running for held in current):
-                break
-            await self._ctx.clock.sleep(min(2.0, 0.05 * 2.0**pause))
-        have = {held.stage for held in current if index in held.held}
-        if index in self._own_held():
-            have.add(self._ctx.roster.own.stage)
-        return tuple(s for s in stages if s not in have)
+        missing = await self._ctx.still_missing(self._lineage, self._step, index, stages)
+        own = self._ctx.roster.own.stage
+        return tuple(s for s in missing if s != own or index not in self._own_held())
