@@ -41,14 +41,16 @@ class MemoryHub:
 
     def kill(self, peer: PeerId) -> None:
         """It stops at once; others find it unreachable."""
-        self.peers.pop(peer)._stop()
+        if peer in self.peers:
+            self.peers.pop(peer)._stop()
 
     def freeze(self, peer: PeerId) -> None:
         """Like SIGSTOP, as others see it: nothing is refused and nothing is answered."""
         self.frozen.setdefault(peer, asyncio.Event())
 
     def thaw(self, peer: PeerId) -> None:
-        self.frozen.pop(peer).set()
+        if event := self.frozen.pop(peer, None):
+            event.set()
 
     def cut(self, a: PeerId, b: PeerId) -> None:
         """Neither reaches the other until ``mend``."""

@@ -84,8 +84,8 @@ class Scenario:
 
     @classmethod
     def draw(cls, seed: int) -> Scenario:
-        """Two or three stages of one to three replicas; up to four faults. No stage and not the training is killed off, nor is the
-        collector, whose death is not survived yet."""
+        """Two or three stages of one to three replicas; up to four faults. No stage is killed off, nor left to a replica that may be
+        behind, and the collector lives: stepping back to a checkpoint, and a collector's death, are not survived yet."""
         rng = random.Random(f"scenario/{seed}")
         stages = tuple(rng.randint(1, 3) for _ in range(rng.randint(2, 3)))
         base = cls(
@@ -93,18 +93,26 @@ class Scenario:
         )
         span = base.steps * base.microbatches * (FORWARD_S + BACKWARD_S) / min(stages)
         mortal = {s: [p for p, stage in base.members[1:] if stage == s][: n - 1] for s, n in enumerate(stages)}
-        faults = []
+        away: set[int] = (
+            set()
+        )  # stages in which somebody may be behind: killing the others there would lose the newest state
+        faults: list[Fault] = []
+        killed: set[int] = set()
         for _ in range(rng.randint(0, 4)):
             at_s, lasting = rng.uniform(0.0, span), rng.uniform(0.2, 20.0)
             kind = rng.choice(["kill", "kill", "freeze", "cut", "slow", "damage"])
             if kind == "kill":
-                victims = [p for peers in mortal.values() for p in peers]
+                victims = [p for s, peers in mortal.items() if s not in away for p in peers]
                 if victims:
                     victim = rng.choice(victims)
                     mortal[int(victim[5])].remove(victim)
+                    killed.add(int(victim[5]))
                     faults.append(Fault(at_s, kind, (victim,)))
-            else:
-                faults.append(Fault(at_s, kind, (rng.choice(base.members)[0],), lasting))
+                continue
+            who, stage = rng.choice(base.members)
+            if kind == "slow" or stage not in killed:
+                faults.append(Fault(at_s, kind, (who,), lasting))
+                away |= {stage} if kind != "slow" else set()
         return cls(**{**base.__dict__, "faults": tuple(sorted(faults, key=lambda f: f.at_s))})
 
 

@@ -130,7 +130,7 @@ class Averager:
                     for m in plan.members
                 ]
         except* (NetworkError, RoundFailed) as errors:
-            raise RoundFailed("; ".join(str(e) for e in errors.exceptions)) from None
+            raise RoundFailed("; ".join(_reasons(errors))) from None
         return result, tuple(t.result() for t in tasks)
 
     async def _scatter(self, plan: Round, gradient: Tensor) -> None:
@@ -200,6 +200,12 @@ class Averager:
                 self._chunk_deadline.measured(self._ctx.clock.now() - begin)
                 return chunk
         raise RoundFailed(f"averaging step {plan.step}: {sender[-6:]} is alive but not in this round")
+
+
+def _reasons(error: BaseException) -> list[str]:
+    if isinstance(error, BaseExceptionGroup):
+        return [reason for e in error.exceptions for reason in _reasons(e)]
+    return [str(error)]
 
 
 @dataclass

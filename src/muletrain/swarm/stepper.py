@@ -74,6 +74,7 @@ class Stepper:
         self.losses: dict[int, float] = {}
         self._seals: dict[PeerId, Seal] = {}
         self.announced: Seal | None = None
+        self._reduced = False
         self._builder = RecordBuilder(step, lineage, self._ctx.plan.stages)
         self._changed = asyncio.Event()
 
@@ -137,6 +138,7 @@ class Stepper:
         await self._until(self._all_through, self._step_deadline, "microbatches to go through", self._ask_progress)
         begin = ctx.clock.now()
         gradient, contents, round_ = await self._reduce()
+        self._reduced = True
         await self._until(
             lambda: self._builder.record() is not None, self._record_deadline, "the step record", self._ask_entries
         )
@@ -376,6 +378,8 @@ class Stepper:
         if held is None:
             return
         if held.step > self.step:
+            if self._reduced and await self._entries_from(peer):  # all that we lacked was word of the others
+                return
             raise Behind(f"step {self.step}: {self._ctx.roster.member(peer).name} is at step {held.step}")
         if not held.current:
             self._ctx.suspect(peer, f"it is still at step {held.step}")
@@ -385,15 +389,18 @@ class Stepper:
 
     async def _ask_entries(self) -> None:
         """A lost notice must not stop the run: any peer may know the entries we miss."""
-        ask = AskEntries(lineage=self.lineage, step=self.step).pack()
-        for peer in self._ctx.roster.everyone():
-            try:
-                answer = await self._ctx.net.call(
-                    peer, AskEntries.KIND, ask, timeout_s=self._ctx.probe_deadline.seconds(1)
-                )
-                for entry in Entries.unpack(answer).entries:
-                    self._builder.add(entry)
-            except NetworkError as e:
-                self._ctx.suspect(peer, str(e))
-        if self._builder.record() is None:
+        if not any(await asyncio.gather(*(self._entries_from(peer) for peer in self._ctx.roster.everyone()))):
             await self._ask_everyone()
+
+    async def _entries_from(self, peer: PeerId) -> bool:
+        """Learn the entries that ``peer`` knows of this step. True if the record is whole now."""
+        ask = AskEntries(lineage=self.lineage, step=self.step).pack()
+        try:
+            answer = await self._ctx.net.call(peer, AskEntries.KIND, ask, timeout_s=self._ctx.probe_deadline.seconds(1))
+            for entry in Entries.unpack(answer).entries:
+                self._builder.add(entry)
+        except NetworkError as e:
+            self._ctx.suspect(peer, str(e))
+        except ProtocolError as e:
+            self._ctx.refused(peer, str(e))
+        return self._builder.record() is not None
