@@ -94,8 +94,8 @@ class Stepper:
             raise ProtocolError("seal of another step or lineage")
         if message.stage != stage or self._ctx.roster.member(sender).stage != stage:
             raise ProtocolError("seal from a peer of another stage")
-        if any(i >= self._ctx.plan.microbatches for i in message.indices):
-            raise ProtocolError("seal with indices outside the step")
+        if any(i >= self._ctx.plan.microbatches for i in message.indices) or message.attempt >= MAX_ATTEMPTS:
+            raise ProtocolError("seal with indices outside the step, or of an attempt that nobody makes")
         known = self._seals.get(sender)
         if known is None or known.attempt < message.attempt:
             self._seals[sender] = message
@@ -173,9 +173,7 @@ class Stepper:
         """Announce what we hold and hear what the others hold. None when gaps had to be run again first."""
         stage = self._ctx.roster.own.stage
         sealed = await self._announce(attempt)
-        if (
-            self._latest_attempt() > attempt
-        ):  # sets of different attempts say nothing together: join the others' attempt
+        if self._latest_attempt() > attempt:  # sets of different attempts say nothing together: join the others'
             self.ledger.reopen(keep=True)
             return None
         cover = resolve(sealed, self._ctx.plan.microbatches)
