@@ -332,7 +332,8 @@ class EventTail:
         """``from_now``: what is written already is another process's past."""
         self.folder = folder
         old = folder.glob("*.jsonl") if from_now else ()
-        self._offsets: dict[Path, int] = {path: path.stat().st_size for path in old}
+        # up to the last whole line: a torn one is cut off when its file is opened again
+        self._offsets: dict[Path, int] = {path: path.read_bytes().rfind(b"\n") + 1 for path in old}
 
     def poll(self) -> list[Event]:
         """What was written since the last poll, in the order of wall time. A line that is no event becomes a Note."""

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from muletrain.cli.console import make_console
 from muletrain.cli.session import Session
-from muletrain.cli.train import newest_checkpoint, opened, prepare
+from muletrain.cli.train import newest_checkpoint, opened, prepare, save_config
 from muletrain.errors import AdmissionError, MuletrainError, NetworkError
 from muletrain.events import PeerJoined
 from muletrain.runs.fleet import LocalFleet
@@ -64,8 +64,9 @@ def _start(
     threads = config.compute.threads or os.cpu_count() or 1
     with LocalFleet(folder, threads) as fleet:
         fleet.spawn([name])
-        config = prepare(config, quiet=json)
+        given, config = config, prepare(config, quiet=json)
         checkpoint = newest_checkpoint(folder, config) if resumed else None
+        save_config(folder, given)
         session = Session(folder, fleet, json=json)
         spec = WorkerSpec(
             role="found",

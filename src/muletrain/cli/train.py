@@ -37,8 +37,9 @@ def _run_local(folder: Path, config: RunConfig, *, json: bool, resumed: bool) ->
     threads = threads_per_peer(config.compute.threads, len(names))
     with LocalFleet(folder, threads) as fleet:
         fleet.spawn(names)  # they import while we tokenise
-        config = prepare(config, quiet=json)
+        given, config = config, prepare(config, quiet=json)
         checkpoint = newest_checkpoint(folder, config) if resumed else None
+        save_config(folder, given)
         session = Session(folder, fleet, json=json)
         try:
             with session.interruptible("the run"), session.console:
@@ -63,8 +64,15 @@ def opened(
     with held(folder):
         (folder / TICKET_FILE).unlink(missing_ok=True)  # of a process that was killed
         if resume is None:
-            (folder / "config.toml").write_text(dump_toml(config), encoding="utf-8")
+            save_config(folder, config)
         yield folder, config
+
+
+def save_config(folder: Path, config: RunConfig) -> None:
+    """What the next ``--resume`` goes by; never half written."""
+    partial = folder / ".config.toml.partial"
+    partial.write_text(dump_toml(config), encoding="utf-8")
+    partial.replace(folder / "config.toml")
 
 
 def newest_checkpoint(folder: Path, config: RunConfig) -> Path | None:
@@ -73,6 +81,8 @@ def newest_checkpoint(folder: Path, config: RunConfig) -> Path | None:
 
     console = make_console(sys.stderr)
     checkpoint = Checkpoint.newest_intact(folder, lambda text: console.print(text, soft_wrap=True))
+    if checkpoint is None and any((folder / "checkpoints").glob("step-*")):
+        raise MuletrainError(f"{folder}: none of its checkpoints can be used (see above); begin another run")
     if checkpoint is None:
         console.print(f"{folder} has no complete checkpoint: the run begins again", soft_wrap=True)
         return None

@@ -162,7 +162,9 @@ class Collector:
         seconds = self._ctx.clock.now() - checkpoint.begin
         self._ctx.emit(CheckpointWritten(step=step + 1, path=str(final), bytes=checkpoint.size, seconds=seconds))
         self._end(step, final, "")
-        for old in sorted(self._folder.glob("step-*"))[: -self._keep]:
+        # those of later steps are what a resumed run passed over: they must not push this one out
+        known = sorted(f for f in self._folder.glob("step-*") if f.name <= final.name)
+        for old in known[: -self._keep]:
             shutil.rmtree(old, ignore_errors=True)
 
     def _end(self, step: int, path: Path | None, reason: str) -> None:
