@@ -125,7 +125,7 @@ class DataConfig(Section):
 class TrainConfig(Section):
     """The step: what one optimizer update sees."""
 
-    steps: PositiveInt = Field(default=240, description="length of the run [optimizer steps]")
+    steps: PositiveInt = Field(default=300, description="length of the run [optimizer steps]")
     batch: PositiveInt = Field(default=16, description="batch of one step, over the whole fleet [sequences]")
     microbatch: PositiveInt = Field(default=4, description="unit of work of a peer, must divide batch [sequences]")
     seed: int = Field(default=0, ge=0, lt=2**32, description="seed of weights, data order and dropout [1]")
