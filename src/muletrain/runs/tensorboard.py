@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from muletrain import events as ev
@@ -30,8 +31,10 @@ class TensorBoardSink:
 
     def close(self) -> None:
         """Write what is buffered; idempotent."""
-        self._writer.close()
+        with suppress(OSError):
+            self._writer.close()
 
     def _scalars(self, event: ev.StepDone | ev.Evaluated, values: dict[str, float]) -> None:
-        for tag, value in values.items():
-            self._writer.add_scalar(tag, value, event.step, walltime=event.t)
+        with suppress(OSError):  # a full disk: the event log says so, and training goes on without these files
+            for tag, value in values.items():
+                self._writer.add_scalar(tag, value, event.step, walltime=event.t)
