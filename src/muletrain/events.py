@@ -185,6 +185,15 @@ class PeerSuspected(Event):
 
 
 @dataclass(frozen=True)
+class MemberAdmitted(Event):
+    """A peer that joins the running run, or serves another stage from now on, introduced itself."""
+
+    peer_id: str
+    name: str
+    stage: int
+
+
+@dataclass(frozen=True)
 class CheckpointWritten(Event):
     """A complete checkpoint is on disk."""
 

@@ -17,8 +17,8 @@ from pydantic import Field
 from muletrain import __version__
 from muletrain.errors import AdmissionError, CapacityError, NetworkError, ProtocolError
 from muletrain.events import Admitted, JoinRefused, Note, Waiting
-from muletrain.swarm.messages import Digest, Id, Message, Natural, Text
-from muletrain.swarm.roster import Genesis, Member
+from muletrain.swarm.messages import Digest, Id, Member, Message, Natural, Text
+from muletrain.swarm.roster import Genesis
 
 if TYPE_CHECKING:
     from collections.abc import Callable

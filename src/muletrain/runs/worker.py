@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from muletrain.compute.base import Compute
     from muletrain.network.base import Network
     from muletrain.swarm.record import StepRecord
-    from muletrain.swarm.roster import Genesis, Member
+    from muletrain.swarm.messages import Member
+    from muletrain.swarm.roster import Genesis
 
 
 PROTOCOL = f"muletrain {muletrain.__version__}"

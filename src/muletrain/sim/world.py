@@ -30,7 +30,8 @@ from muletrain.sim.loop import Hang, run_virtually
 from muletrain.swarm.checkpointing import Collector
 from muletrain.swarm.context import Context, Plan
 from muletrain.swarm.peer import Peer
-from muletrain.swarm.roster import Genesis, Member, Roster
+from muletrain.swarm.messages import Member
+from muletrain.swarm.roster import Genesis, Roster
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,7 +54,8 @@ SHOWN = (Note, PeerSuspected, MicrobatchRerouted, FrameRefused, StepApplied)
 
 @dataclass(frozen=True)
 class Fault:
-    """At ``at_s``: 'kill', 'freeze', 'cut' (``who`` from everyone else), 'slow' or 'damage' (the next frames of) ``who``, for ``for_s``."""
+    """At ``at_s``: 'kill', 'freeze', 'cut' (``who`` from everyone else), 'slow' or 'damage' (the next frames of) ``who``, for ``for_s``;
+    'join': a newcomer, whose name says its stage."""
 
     at_s: float
     kind: str
@@ -82,6 +84,10 @@ class Scenario:
         """(id, stage), stage by stage."""
         return [(f"peer-{s}{chr(97 + k)}", s) for s, replicas in enumerate(self.stages) for k in range(replicas)]
 
+    @property
+    def joining(self) -> list[str]:
+        return [p for f in self.faults if f.kind == "join" for p in f.who]
+
     @classmethod
     def draw(cls, seed: int) -> Scenario:
         """Two or three stages of one to three replicas; up to four faults. No stage is killed off, nor left to a replica that may be
@@ -98,22 +104,32 @@ class Scenario:
         )  # stages in which somebody may be behind: killing the others there would lose the newest state
         faults: list[Fault] = []
         killed: set[int] = set()
+        joined: list[str] = []
         for _ in range(rng.randint(0, 4)):
             at_s, lasting = rng.uniform(0.0, span), rng.uniform(0.2, 20.0)
-            kind = rng.choice(["kill", "kill", "freeze", "cut", "slow", "damage"])
+            kind = rng.choice(["kill", "kill", "freeze", "cut", "slow", "damage", "join", "join"])
+            if kind == "join":
+                joined.append(f"peer-{rng.randrange(len(stages))}j{len(joined)}")
+                faults.append(Fault(at_s, kind, (joined[-1],)))
+                continue
             if kind == "kill":
-                victims = [p for s, peers in mortal.items() if s not in away for p in peers]
+                mortals = [p for s, peers in mortal.items() for p in peers] + joined
+                victims = [p for p in mortals if _stage(p) not in away]
                 if victims:
                     victim = rng.choice(victims)
-                    mortal[int(victim[5])].remove(victim)
-                    killed.add(int(victim[5]))
+                    (joined if victim in joined else mortal[_stage(victim)]).remove(victim)
+                    killed.add(_stage(victim))
                     faults.append(Fault(at_s, kind, (victim,)))
                 continue
-            who, stage = rng.choice(base.members)
-            if kind == "slow" or stage not in killed:
+            who = rng.choice([*(p for p, _ in base.members), *joined])
+            if kind == "slow" or _stage(who) not in killed:
                 faults.append(Fault(at_s, kind, (who,), lasting))
-                away |= {stage} if kind != "slow" else set()
+                away |= {_stage(who)} if kind != "slow" else set()
         return cls(**{**base.__dict__, "faults": tuple(sorted(faults, key=lambda f: f.at_s))})
+
+
+def _stage(name: str) -> int:
+    return int(name.split("-")[1][0])
 
 
 @dataclass(frozen=True)
@@ -169,10 +185,10 @@ def play(scenario: Scenario) -> Outcome:
                 f"{name} ended with other weights than a single process: relative difference {worst:.1e}"
             )
     killed = {p for f in scenario.faults if f.kind == "kill" for p in f.who}
-    for name, _ in scenario.members:
-        if name in killed or name in states:
+    for name in [*(p for p, _ in scenario.members), *scenario.joining]:
+        if name in killed or name in states or (name not in outcome.ends and name in scenario.joining):
             continue
-        if (states and "can be reached" in outcome.ends.get(name, "")) or "gives it the state" in outcome.ends.get(
+        if (states and "can be reached" in outcome.ends.get(name, "")) or "gives this peer the stage's state" in outcome.ends.get(
             name, ""
         ):
             outcome.left_behind.append(name)
@@ -198,10 +214,11 @@ class _World:
         """The state of every peer that came to the end."""
         genesis = self._genesis()
         networks = {name: self._hub.join(name) for name, _ in self._scenario.members}
-        for name, stage in self._scenario.members:
-            self._tasks[name] = asyncio.create_task(self._peer(name, stage, genesis, networks[name]), name=name)
-        faults = [asyncio.create_task(self._inject(f, networks)) for f in self._scenario.faults]
-        await asyncio.wait(self._tasks.values())
+        for name, _ in self._scenario.members:
+            self._tasks[name] = asyncio.create_task(self._peer(name, genesis, networks[name]), name=name)
+        faults = [asyncio.create_task(self._inject(f, networks, genesis)) for f in self._scenario.faults]
+        while running := [t for t in self._tasks.values() if not t.done()]:  # newcomers, too
+            await asyncio.wait(running)
         for fault in faults:
             fault.cancel()
         self._outcome.virtual_s = self._clock.now()
@@ -217,15 +234,17 @@ class _World:
             collector=members[0].id, first_step=0,
         )  # fmt: skip
 
-    async def _peer(self, name: str, stage: int, genesis: Genesis, network: MemoryNetwork) -> dict[str, Tensor] | None:
-        compute = PacedCompute(_compute(self._facts, stage), self._clock, FORWARD_S, BACKWARD_S)
+    async def _peer(
+        self, name: str, genesis: Genesis, network: MemoryNetwork, *, joining: bool = False
+    ) -> dict[str, Tensor] | None:
+        member = Member(id=name, name=name, stage=_stage(name), trainer=True, addresses=())
+        roster = Roster(genesis, member if joining else name)
+        compute = PacedCompute(_compute(self._facts, _stage(name)), self._clock, FORWARD_S, BACKWARD_S)
         self._computes[name] = compute
-        ctx = Context(
-            network, self._clock, compute, Roster(genesis, name), self._facts.plan, lambda e: self._note(name, e)
-        )
+        ctx = Context(network, self._clock, compute, roster, self._facts.plan, lambda e: self._note(name, e))
         collector = Collector(ctx, self._folder, 1, {}, {}) if name == genesis.collector else None
         try:
-            await Peer(ctx, source=_Tokens(self._facts), collector=collector).run()
+            await Peer(ctx, source=_Tokens(self._facts), collector=collector, joining=joining).run()
             state = await compute.state()
         except MuletrainError as e:
             self._say(f"{name} ends: {e}")
@@ -239,10 +258,15 @@ class _World:
         self._outcome.ends[name] = "finished"
         return state
 
-    async def _inject(self, fault: Fault, networks: dict[str, MemoryNetwork]) -> None:
+    async def _inject(self, fault: Fault, networks: dict[str, MemoryNetwork], genesis: Genesis) -> None:
         await self._clock.sleep(fault.at_s)
         name = fault.who[0]
-        if self._tasks[name].done():
+        if fault.kind == "join":
+            self._say(f"FAULT {fault}")
+            network = networks[name] = self._hub.join(name)
+            self._tasks[name] = asyncio.create_task(self._peer(name, genesis, network, joining=True), name=name)
+            return
+        if name not in self._tasks or self._tasks[name].done():  # has not come yet, or is gone
             return
         self._say(f"FAULT {fault}")
         if fault.kind == "kill":

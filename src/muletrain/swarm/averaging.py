@@ -104,7 +104,7 @@ class Averager:
         own = self._ctx.roster.own
         if self._ctx.roster.member(sender).stage != own.stage:
             raise ProtocolError(f"averaging: {message.KIND} from a peer of another stage")
-        members = len(self._ctx.roster.genesis.members)
+        members = len(self._ctx.roster.members())
         limit = 8 * self._ctx.compute.n_params * max(2, members) + (1 << 20)
         self._inbox.put((message.round, message.KIND, sender, message.chunk), tensor, limit)
 

@@ -65,6 +65,18 @@ class Message(BaseModel):
         return cls.validated(header)
 
 
+class Member(Message):
+    """One peer of the run. ``since``: the step from which it serves that stage; a later one replaces an earlier."""
+
+    KIND: ClassVar[str] = "member"
+    id: Id
+    name: Id
+    stage: Natural
+    trainer: bool
+    addresses: Annotated[tuple[Text, ...], Field(max_length=64)]
+    since: Natural = 0
+
+
 class Request(Message):
     """Identity of one try at one microbatch: part of every pipeline message."""
 
@@ -253,28 +265,46 @@ class Back(Message):
 
 
 class AskSnapshot(Message):
-    """Call to a replica: make a copy of your stage's state as it is before the current step."""
+    """Call to a peer of ``stage``: make a copy of the stage's state as it is before the current step."""
 
     KIND: ClassVar[str] = "ask_snapshot"
+    stage: Natural
 
 
 class Snapshot(Message):
-    """Weights and moments before ``step``, as ``size`` bytes of safetensors whose BLAKE3 is ``digest``. ``over``: no step follows."""
+    """Weights and moments before ``step``; ``digest`` is the BLAKE3 of the manifest of ``manifest_size`` bytes. ``over``: no step follows."""
 
     KIND: ClassVar[str] = "snapshot"
     lineage: Digest
     step: Natural
-    size: Natural
     digest: Digest
+    manifest_size: Natural
     over: bool
 
 
-class AskPiece(Message):
-    """Call: the snapshot's bytes from ``offset``, as many as fit into an answer."""
+class AskManifest(Message):
+    """Call: the manifest of that digest, whole."""
 
-    KIND: ClassVar[str] = "ask_piece"
+    KIND: ClassVar[str] = "ask_manifest"
     digest: Digest
-    offset: Natural
+
+
+class AskBlocks(Message):
+    """Call: send these blocks of the copy with that digest, as frames. The answer is empty."""
+
+    KIND: ClassVar[str] = "ask_blocks"
+    digest: Digest
+    blocks: Annotated[tuple[Natural, ...], Field(max_length=64)]
+
+
+class Block(Message):
+    """A block of a copy that its receiver asked for."""
+
+    KIND: ClassVar[str] = "block"
+    CHANNEL: ClassVar[Channel] = Channel.BULK
+    TENSORS: ClassVar[int] = 1
+    digest: Digest
+    block: Natural
 
 
 class Part(Message):
@@ -307,6 +337,26 @@ class Report(Message):
     KIND: ClassVar[str] = "report"
     CHANNEL: ClassVar[Channel] = Channel.BULK
     event: Annotated[str, Field(max_length=1 << 16)]
+
+
+class Introduce(Message):
+    """Call from a peer that serves ``member``'s stage from now on, to everyone it knows: count it among the members."""
+
+    KIND: ClassVar[str] = "introduce"
+    member: Member
+
+
+class Acquaintances(Message):
+    """The answer: everyone the answerer knows, itself included."""
+
+    KIND: ClassVar[str] = "acquaintances"
+    members: Annotated[tuple[Member, ...], Field(max_length=4096)]
+
+
+class WhoAreYou(Message):
+    """Call to a peer that speaks to us and that we do not know; the answer is a Member."""
+
+    KIND: ClassVar[str] = "who_are_you"
 
 
 class StopRun(Message):

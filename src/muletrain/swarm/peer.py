@@ -14,11 +14,10 @@ from muletrain.swarm.context import StepStats
 from muletrain.swarm.messages import (
     AskEntries,
     AskHeld,
-    AskPiece,
     AskSeal,
-    AskSnapshot,
     Back,
     Backward,
+    Block,
     Busy,
     Done,
     Entries,
@@ -37,9 +36,10 @@ from muletrain.swarm.messages import (
     StopRun,
     TrainerDone,
 )
+from muletrain.swarm.membership import Membership
 from muletrain.swarm.pipeline import Pipeline
 from muletrain.swarm.router import Router
-from muletrain.swarm.snapshot import Snapshots, fetch_snapshot
+from muletrain.swarm.snapshot import Receiver, Snapshots
 from muletrain.swarm.stepper import Behind, Stepper
 from muletrain.swarm.trainer import Trainer
 
@@ -60,13 +60,15 @@ EARLY_LIMIT = 4096
 ANNOUNCE_S = 10.0
 """Between announcements in the directory; a record lives three times as long."""
 RESEND_S = 20.0
+MAX_PURSUITS = 5
+"""Times a newcomer takes a state of which the others are gone when it has it, before it takes part where it is and sees."""
 LAST_CHECKPOINT_S = 600.0
 """How long members wait for the collector to have the last checkpoint."""
 
 STEP_KINDS: dict[str, type[Message]] = {
     m.KIND: m for m in (Forward, Backward, Done, Busy, Lost, TrainerDone, Gap, Seal, Shard, Reduced, ShardEntry, Back)
 }
-OTHER_KINDS: dict[str, type[Message]] = {m.KIND: m for m in (Part, PartFailed, Report)}
+OTHER_KINDS: dict[str, type[Message]] = {m.KIND: m for m in (Part, PartFailed, Report, Block)}
 
 
 class Peer:
@@ -81,23 +83,28 @@ class Peer:
         on_step: Callable[[StepRecord], bool] = lambda _: False,
         on_report: Callable[[Event, str], None] = lambda event, name: None,
         reports: bool = False,
+        joining: bool = False,
     ) -> None:
-        """``source``: where a trainer gets its microbatches. ``on_step`` is told of every applied step; True asks to stop.
+        """``joining``: the run goes on already; take its state from a replica first. ``source``: where a trainer gets its microbatches. ``on_step`` is told of every applied step; True asks to stop.
         ``reports``: this peer's log is not beside the collector's, so what it counts goes there, to ``on_report``."""
         self._ctx = ctx
         self._collector = collector
         self._on_step = on_step
         self._on_report = on_report
         self._reports = reports
+        self._joining = joining
         stage, plan = ctx.roster.own.stage, ctx.plan
         onwards = Router(ctx, stage + 1) if stage + 1 < plan.stages else None
         self._pipeline = Pipeline(ctx, lambda: self.stepper.ledger, onwards)
         genesis = ctx.roster.genesis
         self.stepper = Stepper(ctx, genesis.first_step, genesis.lineage, self._pipeline.running, self._adopt)
+        self.stepper.settled = not joining
         self._trainer = None
         if source is not None and ctx.roster.own.trainer:
-            self._trainer = Trainer(ctx, source, _window(ctx), lambda: self.stepper.ledger.held)
+            self._trainer = Trainer(ctx, source, lambda: _window(ctx), lambda: self.stepper.ledger.held)
         self._snapshots = Snapshots(ctx, self.stepper)
+        self._receiver = Receiver(ctx)
+        self._membership = Membership(ctx)
         self._step_tasks: set[asyncio.Task[Any]] = set()
         self._early: list[tuple[PeerId, Frame]] = []
         self._finished = asyncio.Event()
@@ -107,8 +114,6 @@ class Peer:
         ctx.net.serve(AskHeld.KIND, self._answer_held)
         ctx.net.serve(AskEntries.KIND, self._answer_entries)
         ctx.net.serve(AskSeal.KIND, self._answer_seal)
-        ctx.net.serve(AskSnapshot.KIND, self._snapshots.on_ask)
-        ctx.net.serve(AskPiece.KIND, self._snapshots.on_piece)
         ctx.net.serve(StopRun.KIND, self._answer_stop)
         ctx.net.serve(Finished.KIND, self._answer_finished)
 
@@ -134,7 +139,14 @@ class Peer:
         ctx, plan = self._ctx, self._ctx.plan
         announcing = ctx.spawn(self._announce(), "announce")
         written, returned = None, False
-        await self.stepper.open()
+        if self._joining:
+            await self._membership.introduce()
+            if await self._take_state(-1):
+                announcing.cancel()
+                return await self._finish(self.stepper.step - 1)
+            returned = True
+        else:
+            await self.stepper.open()
         ctx.stats.started = ctx.clock.now()
         while True:
             step, lineage = self.stepper.step, self.stepper.lineage
@@ -170,18 +182,28 @@ class Peer:
     async def _catch_up(self, reason: str) -> bool:
         """Take a replica's state and go on where it is; True if the run has ended there. Raises MuletrainError when there is none to
         take it from."""
-        ctx = self._ctx
-        ctx.emit(Note(level="warning", message=f"{reason}: this peer fell behind and takes a replica's state"))
+        self._ctx.emit(Note(level="warning", message=f"{reason}: this peer fell behind and takes a replica's state"))
         await self.stepper.let_go()
-        snapshot = await fetch_snapshot(ctx, self.stepper.step)
-        await self.stepper.rejoin(snapshot.step, snapshot.lineage)
-        if snapshot.over:
-            self._over = self.stepper.over = True
-            return True
-        self._early = [(s, f) for s, f in self._early if f.header.get("step", 0) >= snapshot.step]
-        ctx.stats = StepStats(started=ctx.clock.now())
-        back = Back(lineage=snapshot.lineage, step=snapshot.step)
-        await ctx.tell(ctx.roster.everyone(), back)
+        await self._membership.introduce()
+        return await self._take_state(self.stepper.step)
+
+    async def _take_state(self, own_step: int) -> bool:
+        ctx = self._ctx
+        for _ in range(MAX_PURSUITS):
+            snapshot = await self._receiver.fetch(own_step)
+            await self.stepper.rejoin(snapshot.step, snapshot.lineage)
+            if snapshot.over:
+                self._over = self.stepper.over = True
+                return True
+            self._early = [(s, f) for s, f in self._early if f.header.get("step", 0) >= snapshot.step]
+            ctx.stats = StepStats(started=ctx.clock.now())
+            await ctx.tell(ctx.roster.everyone(), Back(lineage=snapshot.lineage, step=snapshot.step))
+            own_step = snapshot.step
+            held = await asyncio.gather(
+                *(ctx.probe(p, snapshot.lineage, own_step) for p in ctx.roster.replicas() if ctx.roster.is_alive(p))
+            )
+            if not any(h is not None and h.step > own_step for h in held):
+                break  # nobody has gone on meanwhile
         await self._redeliver()
         return False
 
@@ -320,7 +342,8 @@ class Peer:
 
     async def _on_frame(self, sender: PeerId, frame: Frame) -> None:
         """Only members, only known kinds, only valid headers; then the current step's go to their actor."""
-        self._ctx.roster.member(sender)
+        if not self._ctx.roster.knows(sender):
+            await self._membership.acquaint(sender)
         if frame.kind in OTHER_KINDS:
             self._on_other(sender, OTHER_KINDS[frame.kind].parse(frame), frame)
         elif frame.kind in STEP_KINDS:
@@ -336,9 +359,8 @@ class Peer:
             raise ProtocolError(f"{frame.kind} of step {step} from another lineage")
         self._ctx.roster.alive(sender)
         if step > self.stepper.step:
-            if step > self.stepper.step + 1 or len(self._early) >= EARLY_LIMIT:
-                raise ProtocolError(f"{frame.kind} of step {step} while this peer is at step {self.stepper.step}")
-            self._early.append((sender, frame))
+            if step == self.stepper.step + 1 and len(self._early) < EARLY_LIMIT:  # else we are far behind, and find that out
+                self._early.append((sender, frame))
             return
         await self._dispatch(sender, message, frame)
         self.stepper.touched()
@@ -383,6 +405,8 @@ class Peer:
         match message:
             case Report() if self._collector is not None:
                 self._on_report(self._reported(sender, message), self._ctx.roster.member(sender).name)
+            case Block():
+                self._receiver.taker.on_block(sender, message, frame.tensors[0])
             case Part() if self._collector is not None:
                 self._collector.on_part(message, frame.tensors[0])
             case PartFailed() if self._collector is not None:

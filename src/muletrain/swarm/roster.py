@@ -1,7 +1,8 @@
 """Who is in the run, which stage each serves, and who is believed to be alive.
 
-The roster is agreed once, before step 0: its digest is the genesis lineage, so that peers that began with different rosters
-refuse each other's frames. Liveness is each peer's own view and changes routing and rounds, never numbers.
+The members that begin together agree on the genesis; its digest is the first lineage, so that peers that began differently refuse each
+other's frames. Later ones introduce themselves to everyone. Who is known and who is believed alive is each peer's own view: it
+changes routing and rounds, never numbers.
 """
 
 from __future__ import annotations
@@ -13,17 +14,7 @@ import msgpack
 from pydantic import Field, model_validator
 
 from muletrain.errors import ProtocolError
-from muletrain.swarm.messages import Digest, Id, Message, Natural, Text
-
-
-class Member(Message):
-    """One peer of the run."""
-
-    id: Id
-    name: Id
-    stage: Natural
-    trainer: bool
-    addresses: Annotated[tuple[Text, ...], Field(max_length=64)]
+from muletrain.swarm.messages import Digest, Id, Member, Message, Natural
 
 
 class Genesis(Message):
@@ -54,16 +45,45 @@ class Genesis(Message):
         return hashlib.sha256(msgpack.packb(["genesis", self.model_dump()])).digest()
 
 
+MAX_MEMBERS = 4096
+
+
 class Roster:
     """The members, and this peer's belief about who is alive."""
 
-    def __init__(self, genesis: Genesis, own_id: str) -> None:
+    def __init__(self, genesis: Genesis, own: str | Member) -> None:
+        """``own``: the id of one that begins, or a newcomer. Raises ProtocolError for an id that is not in the genesis."""
         self.genesis = genesis
         self._members = {m.id: m for m in genesis.members}
         self._dead: set[str] = set()
-        if own_id not in self._members:
-            raise ProtocolError("this peer is not in the run's roster")
-        self.own = self._members[own_id]
+        if isinstance(own, Member):
+            self.admit(own)
+            self._dead.clear()
+        self._own_id = own.id if isinstance(own, Member) else own
+        self.member(self._own_id)
+
+    @property
+    def own(self) -> Member:
+        return self._members[self._own_id]
+
+    def admit(self, member: Member) -> bool:
+        """Count ``member`` in: a newcomer, or one that serves another stage since a later step. It is believed dead until it is heard
+        of. True if that is news. Raises ProtocolError for a stage that the run does not have, or when it is full."""
+        known = self._members.get(member.id)
+        if known == member or (known is not None and known.since >= member.since):
+            return False
+        if member.stage >= self.genesis.stages or (known is None and len(self._members) >= MAX_MEMBERS):
+            raise ProtocolError(f"{member.name}: the run has no room for it, or no stage {member.stage}")
+        self._members[member.id] = member
+        self._dead.add(member.id)
+        return True
+
+    def members(self) -> tuple[Member, ...]:
+        """Everyone, ourselves included, by id."""
+        return tuple(m for _, m in sorted(self._members.items()))
+
+    def knows(self, peer: str) -> bool:
+        return peer in self._members
 
     def member(self, peer: str) -> Member:
         """Raises ProtocolError for someone who is not in the run."""
@@ -76,7 +96,7 @@ class Roster:
 
     def dead(self, peer: str) -> bool:
         """Believe ``peer`` dead; True when that is news."""
-        if peer == self.own.id or peer in self._dead or peer not in self._members:
+        if peer == self._own_id or peer in self._dead or peer not in self._members:
             return False
         self._dead.add(peer)
         return True
@@ -91,11 +111,11 @@ class Roster:
 
     def others(self) -> tuple[str, ...]:
         """Live peers but ourselves."""
-        return tuple(sorted(p for p in self._members if p not in self._dead and p != self.own.id))
+        return tuple(sorted(p for p in self._members if p not in self._dead and p != self._own_id))
 
     def everyone(self) -> tuple[str, ...]:
         """All members but ourselves, believed dead or not."""
-        return tuple(sorted(p for p in self._members if p != self.own.id))
+        return tuple(sorted(p for p in self._members if p != self._own_id))
 
     def replicas(self) -> tuple[str, ...]:
         """The other members of our stage, believed dead or not."""

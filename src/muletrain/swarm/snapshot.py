@@ -1,120 +1,195 @@
-"""State transfer between replicas: for a peer that fell behind (DESIGN "Joining, moving, leaving").
+"""A stage's state from its replicas: for a newcomer, and for a peer that fell behind (DESIGN "Joining, moving, leaving").
 
-A donor copies its state between two steps and serves the copy in pieces, while it trains on; the taker checks the whole against its
-digest before it loads anything.
+Donors copy their state between two steps and serve the copy while they train on. Replicas of a lineage are identical, so are their
+copies: a donor whose copy has another digest than the others' is left out.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import safetensors.torch
 from blake3 import blake3
 
-from muletrain.errors import CheckpointError, MuletrainError, NetworkError, ProtocolError
+from muletrain.errors import CheckpointError, MuletrainError, NetworkError, PeerUnreachable, ProtocolError
 from muletrain.events import Note
-from muletrain.swarm.messages import AskPiece, AskSnapshot, Snapshot
+from muletrain.swarm.messages import AskBlocks, AskManifest, AskSnapshot, Snapshot
+from muletrain.swarm.transfer import Copy, Manifest, Partial, Taker
 
 if TYPE_CHECKING:
     from muletrain.network.base import PeerId
     from muletrain.swarm.context import Context
     from muletrain.swarm.stepper import Stepper
 
-PIECE = 512 * 1024
-"""Bytes in one answer; calls carry at most 1 MiB."""
-AHEAD = 4
-"""Pieces asked for at once."""
+MAX_COPIES = 2
+"""Kept at once: the newest, and the one that a taker may still be at."""
+KEPT_S = 60.0
+"""After the last question for it, a copy is dropped."""
+MAX_RUNS = 8
+"""Runs of blocks on their way at once, all takers together."""
 CALL_S = 60.0
-"""For a piece: a bound for a dead donor, not for a slow link."""
-MAX_SNAPSHOT = 1 << 40
+"""A bound for a dead donor, not for a large state."""
 SETTLE_S, SETTLE_TRIES = 0.02, 500
 ROUNDS = 20
 """Times all donors are asked before we give up; a pause between them doubles."""
 PAUSE_S, PAUSE_MAX_S = 0.2, 10.0
 
 
+@dataclass
+class _Kept:
+    offer: Snapshot
+    copy: Copy
+    asked: float
+
+
 class Snapshots:
-    """The donor's side. One copy at a time: the newest that was asked for."""
+    """The donor's side."""
 
     def __init__(self, ctx: Context, stepper: Stepper) -> None:
         self._ctx, self._stepper = ctx, stepper
-        self._latest: tuple[Snapshot, bytes] | None = None
+        self._kept: dict[bytes, _Kept] = {}
         self._making = asyncio.Lock()
+        self._runs = 0
+        for kind, answer in ((AskSnapshot, self._on_ask), (AskManifest, self._on_manifest), (AskBlocks, self._on_blocks)):
+            ctx.net.serve(kind.KIND, answer)
 
-    async def on_ask(self, sender: PeerId, payload: bytes) -> bytes:
-        """Raises ProtocolError for a peer of another stage."""
-        AskSnapshot.unpack(payload)
-        own = self._ctx.roster.own
-        if self._ctx.roster.member(sender).stage != own.stage:
-            raise ProtocolError(f"stage {own.stage} has no state for a peer of another stage")
+    async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
+        """Raises ProtocolError for a taker of another stage."""
+        ask, own = AskSnapshot.unpack(payload), self._ctx.roster.own
+        if ask.stage != own.stage:
+            raise ProtocolError(f"this peer serves stage {own.stage}, not {ask.stage}")
         async with self._making:
-            known = self._latest[0] if self._latest is not None else None
-            if known is None or (known.step, known.lineage) != (self._stepper.step, self._stepper.lineage):
-                self._latest = await self._make()
-            assert self._latest is not None  # _make returned
-            return self._latest[0].pack()
+            for kept in self._kept.values():
+                if (kept.offer.step, kept.offer.lineage) == (self._stepper.step, self._stepper.lineage):
+                    kept.asked = self._ctx.clock.now()
+                    return kept.offer.pack()
+            return (await self._make()).pack()
 
-    async def _make(self) -> tuple[Snapshot, bytes]:
+    async def _make(self) -> Snapshot:
+        stepper, ctx = self._stepper, self._ctx
         for _ in range(SETTLE_TRIES):
-            stepper, compute = self._stepper, self._ctx.compute
-            label = (stepper.step, stepper.lineage)
+            label, over = (stepper.step, stepper.lineage), stepper.over
             if stepper.settled:
-                state = await compute.state()
+                copy = Copy(await ctx.compute.state())
                 if stepper.settled and label == (stepper.step, stepper.lineage):
-                    data: bytes = await compute.offload(safetensors.torch.save, state)
-                    digest = await compute.offload(_digest, data)
-                    over = stepper.over
-                    return Snapshot(step=label[0], lineage=label[1], size=len(data), digest=digest, over=over), data
-            await self._ctx.clock.sleep(SETTLE_S)  # an update is being applied
+                    await copy.name(ctx)
+                    offer = Snapshot(
+                        step=label[0], lineage=label[1], digest=copy.digest, manifest_size=len(copy.manifest), over=over
+                    )
+                    self._keep(_Kept(offer, copy, ctx.clock.now()))
+                    return offer
+            await ctx.clock.sleep(SETTLE_S)  # an update is being applied
         raise ProtocolError("no settled state here now: this peer is catching up, too")
 
-    async def on_piece(self, sender: PeerId, payload: bytes) -> bytes:
-        ask = AskPiece.unpack(payload)
-        if self._latest is None or self._latest[0].digest != ask.digest:
-            raise ProtocolError("this snapshot is not kept any more; ask for another")
-        return self._latest[1][ask.offset : ask.offset + PIECE]
+    def _keep(self, kept: _Kept) -> None:
+        if not self._kept:
+            self._ctx.spawn(self._drop_unasked(), "copies")
+        while len(self._kept) >= MAX_COPIES:
+            del self._kept[min(self._kept, key=lambda d: self._kept[d].asked)]
+        self._kept[kept.copy.digest] = kept
+
+    async def _drop_unasked(self) -> None:
+        while self._kept:
+            await self._ctx.clock.sleep(KEPT_S / 2)
+            now = self._ctx.clock.now()
+            self._kept = {d: k for d, k in self._kept.items() if now - k.asked < KEPT_S}
+
+    def _asked(self, digest: bytes) -> Copy:
+        """Raises ProtocolError when it is not kept (any more)."""
+        kept = self._kept.get(digest)
+        if kept is None:
+            raise MuletrainError("this copy is not kept any more; ask for another")
+        kept.asked = self._ctx.clock.now()
+        return kept.copy
+
+    async def _on_manifest(self, sender: PeerId, payload: bytes) -> bytes:
+        return self._asked(AskManifest.unpack(payload).digest).manifest
+
+    async def _on_blocks(self, sender: PeerId, payload: bytes) -> bytes:
+        ask = AskBlocks.unpack(payload)
+        copy = self._asked(ask.digest)
+        if any(k * copy.block >= copy.size for k in ask.blocks):
+            raise ProtocolError("blocks that the copy does not have")
+        if self._runs >= MAX_RUNS:
+            raise MuletrainError("this donor has enough to send")
+        self._runs += 1
+        self._ctx.spawn(copy.send(self._ctx, sender, ask.blocks), "blocks").add_done_callback(self._sent)
+        return b""
+
+    def _sent(self, task: asyncio.Task[None]) -> None:
+        self._runs -= 1
 
 
-async def fetch_snapshot(ctx: Context, own_step: int) -> Snapshot:
-    """Load the state of a replica that is beyond ``own_step``. Raises MuletrainError when none gives one."""
-    stage = ctx.roster.own.stage
-    donors = [p for p in ctx.roster.everyone() if ctx.roster.member(p).stage == stage]
-    for round_ in range(ROUNDS):
+class Receiver:
+    """The taker's side: what arrived of a copy is kept between attempts."""
+
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+        self.taker = Taker(ctx)
+        self._partial: Partial | None = None
+
+    async def fetch(self, own_step: int, donors: tuple[PeerId, ...] = ()) -> Snapshot:
+        """Load the state of replicas that are beyond ``own_step``. ``donors``: whom to ask, besides those the roster names.
+        Raises MuletrainError when none gives one."""
+        ctx, stage = self._ctx, self._ctx.roster.own.stage
+        for round_ in range(ROUNDS):
+            known = dict.fromkeys((*ctx.roster.replicas(), *donors))
+            offers = await asyncio.gather(*(self._offer(d, stage) for d in known if d != ctx.net.peer_id))
+            snapshot, good = _best([o for o in offers if o is not None and o[1].step > own_step])
+            if snapshot is not None:
+                try:
+                    await self._take(snapshot, good)
+                except (NetworkError, ProtocolError, CheckpointError) as e:
+                    ctx.emit(Note(level="warning", message=f"the state of stage {stage} did not come whole: {e}"))
+                else:
+                    self._partial = None
+                    return snapshot
+            await ctx.clock.sleep(min(PAUSE_MAX_S, PAUSE_S * 2.0**round_))
+        raise MuletrainError(f"no replica of stage {stage} gives this peer the stage's state")
+
+    async def _offer(self, donor: PeerId, stage: int) -> tuple[PeerId, Snapshot] | None:
+        try:
+            ask = AskSnapshot(stage=stage).pack()
+            return donor, Snapshot.unpack(await self._ctx.net.call(donor, AskSnapshot.KIND, ask, timeout_s=CALL_S))
+        except (NetworkError, ProtocolError) as e:
+            self._ctx.emit(Note(level="info", message=f"no state from {donor[-6:]}: {e}"))
+            return None
+
+    async def _take(self, snapshot: Snapshot, donors: list[PeerId]) -> None:
+        ctx = self._ctx
+        if self._partial is None or self._partial.digest != snapshot.digest:
+            self._partial = None
+            self._partial = Partial.of(snapshot.digest, await self._manifest(snapshot, donors))
+        await self.taker.fetch(self._partial, donors)
+        await ctx.compute.load_state(self._partial.state())
+
+    async def _manifest(self, snapshot: Snapshot, donors: list[PeerId]) -> Manifest:
+        """From the first donor that gives it; its digest is what they all offered."""
+        ctx, ask = self._ctx, AskManifest(digest=snapshot.digest).pack()
         for donor in donors:
             try:
-                answer = await ctx.net.call(donor, AskSnapshot.KIND, AskSnapshot().pack(), timeout_s=CALL_S)
-                snapshot = Snapshot.unpack(answer)
-                if snapshot.step <= own_step or snapshot.size > MAX_SNAPSHOT:
-                    continue
-                data = await _fetch(ctx, donor, snapshot)
-                await ctx.compute.load_state(await ctx.compute.offload(safetensors.torch.load, data))
-            except (NetworkError, ProtocolError, CheckpointError, safetensors.SafetensorError) as e:
-                ctx.emit(Note(level="warning", message=f"no state from {ctx.roster.member(donor).name}: {e}"))
+                packed = await ctx.net.call(donor, AskManifest.KIND, ask, timeout_s=CALL_S)
+                if blake3(packed).digest() != snapshot.digest:
+                    raise ProtocolError("a manifest of another digest than it offered")
+                manifest = Manifest.unpack(packed)
+                manifest.check(limit=16 * ctx.compute.n_params + (1 << 16))  # weights, two moments, the loss scale
+            except NetworkError as e:
+                ctx.suspect(donor, str(e))
+            except ProtocolError as e:
+                ctx.refused(donor, str(e))
             else:
-                return snapshot
-        await ctx.clock.sleep(min(PAUSE_MAX_S, PAUSE_S * 2.0**round_))
-    raise MuletrainError(f"this peer fell behind, and no replica of stage {stage} gives it the state it missed")
+                return manifest
+        raise PeerUnreachable("no donor gave the manifest of what it offered")
 
 
-async def _fetch(ctx: Context, donor: PeerId, snapshot: Snapshot) -> bytes:
-    data = bytearray()
-
-    async def piece(offset: int) -> bytes:
-        ask = AskPiece(digest=snapshot.digest, offset=offset).pack()
-        answer = await ctx.net.call(donor, AskPiece.KIND, ask, timeout_s=CALL_S)
-        if len(answer) != min(PIECE, snapshot.size - offset):
-            raise ProtocolError("the snapshot's pieces do not add up to its size")
-        return answer
-
-    for begin in range(0, snapshot.size, AHEAD * PIECE):
-        offsets = range(begin, min(snapshot.size, begin + AHEAD * PIECE), PIECE)
-        for answer in await asyncio.gather(*map(piece, offsets)):
-            data += answer
-    if await ctx.compute.offload(_digest, data) != snapshot.digest:
-        raise ProtocolError("the snapshot's content is not what was promised")
-    return bytes(data)
-
-
-def _digest(data: bytes | bytearray) -> bytes:
-    return blake3(data).digest()
+def _best(offers: list[tuple[PeerId, Snapshot]]) -> tuple[Snapshot | None, list[PeerId]]:
+    """The copy that most donors have, and who they are; among equals the newest, then the lowest donor's."""
+    by_copy: dict[tuple[int, bytes, bytes], list[tuple[PeerId, Snapshot]]] = defaultdict(list)
+    for donor, snapshot in sorted(offers, key=lambda o: o[0]):
+        by_copy[snapshot.step, snapshot.lineage, snapshot.digest].append((donor, snapshot))
+    if not by_copy:
+        return None, []
+    best = min(by_copy.values(), key=lambda o: (-len(o), -o[0][1].step, o[0][0]))
+    return best[0][1], [donor for donor, _ in best]

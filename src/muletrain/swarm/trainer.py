@@ -39,12 +39,15 @@ class Source(Protocol):
 class Trainer:
     """Injects the microbatches it claims, within a window."""
 
-    def __init__(self, ctx: Context, source: Source, window: int, own_held: Callable[[], frozenset[int]]) -> None:
-        """``own_held``: what this peer's own accumulator holds."""
+    def __init__(
+        self, ctx: Context, source: Source, window: Callable[[], int], own_held: Callable[[], frozenset[int]]
+    ) -> None:
+        """``window``: microbatches to have under way, asked for each step. ``own_held``: what this peer's own accumulator holds."""
         self._ctx = ctx
         self._own_held = own_held
         self._source = source
-        self._window = asyncio.Semaphore(window)
+        self._room = window
+        self._window = asyncio.Semaphore(window())
         self.router = Router(ctx, stage=0)
         self._attempts: dict[tuple[int, int], itertools.count[int]] = {}
         self._lineage = b""
@@ -60,6 +63,7 @@ class Trainer:
         self._step, self._lineage = step, lineage
         self._attempts.clear()
         self._claimed, self._refilling = set(), set()
+        self._window = asyncio.Semaphore(self._room())
         self.router.refresh()
         await self._run(range(self._ctx.plan.microbatches), tuple(range(self._ctx.plan.stages)), retry=retry)
 

@@ -1,0 +1,81 @@
+"""Getting to know each other after the run has begun: a newcomer introduces itself to everyone; whoever missed that asks when it is
+spoken to. Who may speak at all is the network's gate's business; here only the roster grows."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from muletrain.errors import NetworkError, ProtocolError
+from muletrain.events import MemberAdmitted, Note
+from muletrain.swarm.messages import Acquaintances, Introduce, Member, WhoAreYou
+
+if TYPE_CHECKING:
+    from muletrain.network.base import PeerId
+    from muletrain.swarm.context import Context
+
+CALL_S = 20.0
+
+
+class Membership:
+    """Serves introductions, and makes ours."""
+
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+        self._asking: dict[PeerId, asyncio.Task[None]] = {}
+        ctx.net.serve(Introduce.KIND, self._on_introduction)
+        ctx.net.serve(WhoAreYou.KIND, self._on_question)
+
+    async def introduce(self) -> None:
+        """Tell everyone who we are, those that we hear of on the way included: of two newcomers, one at least hears of the other.
+        Whoever cannot be reached asks when it hears from us."""
+        ctx = self._ctx
+        told: set[PeerId] = set()
+        while new := [p for p in ctx.roster.everyone() if p not in told]:
+            told.update(new)
+            await asyncio.gather(*(self._introduce_to(p) for p in new))
+
+    async def _introduce_to(self, peer: PeerId) -> None:
+        ctx = self._ctx
+        try:
+            introduction = Introduce(member=ctx.roster.own).pack()
+            answer = await ctx.net.call(peer, Introduce.KIND, introduction, timeout_s=CALL_S)
+            for member in Acquaintances.unpack(answer).members:
+                ctx.roster.admit(member)
+            ctx.roster.alive(peer)
+        except NetworkError as e:
+            ctx.suspect(peer, str(e))
+        except ProtocolError as e:
+            ctx.refused(peer, str(e))
+
+    async def acquaint(self, peer: PeerId) -> None:
+        """``peer`` speaks to us, and we do not know it: it came while we were away. Raises ProtocolError when it does not say who it is."""
+        task = self._asking.get(peer)
+        if task is None:
+            task = self._asking[peer] = self._ctx.spawn(self._ask(peer), "acquaint")
+            task.add_done_callback(lambda _: self._asking.pop(peer, None))
+        await asyncio.wait({task})
+        self._ctx.roster.member(peer)
+
+    async def _ask(self, peer: PeerId) -> None:
+        try:
+            answer = await self._ctx.net.call(peer, WhoAreYou.KIND, WhoAreYou().pack(), timeout_s=CALL_S)
+            self._admit(peer, Member.unpack(answer))
+        except NetworkError as e:
+            self._ctx.emit(Note(level="info", message=f"{peer[-6:]} speaks to us, and does not say who it is: {e}"))
+        except ProtocolError as e:
+            self._ctx.refused(peer, str(e))
+
+    def _admit(self, sender: PeerId, member: Member) -> None:
+        if member.id != sender:
+            raise ProtocolError("a peer introduced somebody else")
+        if self._ctx.roster.admit(member):
+            self._ctx.emit(MemberAdmitted(peer_id=member.id, name=member.name, stage=member.stage))
+
+    async def _on_introduction(self, sender: PeerId, payload: bytes) -> bytes:
+        self._admit(sender, Introduce.unpack(payload).member)
+        return Acquaintances(members=self._ctx.roster.members()).pack()
+
+    async def _on_question(self, sender: PeerId, payload: bytes) -> bytes:
+        WhoAreYou.unpack(payload)
+        return self._ctx.roster.own.pack()

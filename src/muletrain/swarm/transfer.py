@@ -1,0 +1,219 @@
+"""Moving a stage's state: an immutable copy, cut into blocks that a manifest names by their hashes (DESIGN "Joining, moving, leaving").
+
+A taker asks several donors for different blocks at once, checks each against the manifest as it comes, drops a donor whose block is
+wrong or does not come, and asks the others for it. What it has is kept, so that a break costs only what was under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from bisect import bisect_right
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import torch
+from blake3 import blake3
+from pydantic import Field
+
+from muletrain.errors import NetworkError, PeerUnreachable, ProtocolError
+from muletrain.policy.deadline import Deadline
+from muletrain.swarm.messages import AskBlocks, Block, Message, Natural, Text
+from muletrain.wire.codec import RAW, Encoded, decode_raw
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from muletrain.network.base import PeerId
+    from muletrain.swarm.context import Context
+
+BLOCK = 1 << 20
+"""Bytes. Larger for a state of which the manifest would not fit into a call's answer."""
+MAX_BLOCKS = 1 << 14
+RUN = 8
+"""Blocks asked for in one call."""
+LANES = 2
+"""Calls under way with one donor: while one run arrives, the next is on its way."""
+HASHED_AT_ONCE = 16 << 20
+"""Bytes hashed in one job, so that quantising, which shares the thread, does not wait long."""
+CALL_S = 30.0
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+class Manifest(Message):
+    """What a copy consists of: its tensors (name, dtype, shape) in order, the size of a block, every block's BLAKE3."""
+
+    KIND: ClassVar[str] = "manifest"
+    tensors: Annotated[tuple[tuple[Text, Text, tuple[Natural, ...]], ...], Field(max_length=1 << 16)]
+    block: Annotated[int, Field(ge=1, le=1 << 28)]
+    digests: Annotated[bytes, Field(max_length=32 * MAX_BLOCKS)]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors. Raises ProtocolError for a dtype that no state has."""
+        if not {dtype for _, dtype, _ in self.tensors} <= DTYPES.keys():
+            raise ProtocolError("a state with tensors of a type that no stage has")
+        return sum(math.prod(shape) * DTYPES[dtype].itemsize for _, dtype, shape in self.tensors)
+
+    @property
+    def blocks(self) -> int:
+        return len(self.digests) // 32
+
+    def check(self, limit: int) -> None:
+        """Raises ProtocolError unless the blocks are as many as the tensors fill, and not more than ``limit`` bytes."""
+        if self.size > limit or self.blocks != -(-self.size // self.block) or len(self.digests) % 32:
+            raise ProtocolError(f"a manifest of {self.size} bytes in {self.blocks} blocks: not this stage's state")
+
+    def span(self, block: int) -> tuple[int, int]:
+        return block * self.block, min(self.size, (block + 1) * self.block)
+
+    def digest(self, block: int) -> bytes:
+        return self.digests[32 * block : 32 * block + 32]
+
+
+class Copy:
+    """The donor's side of one copy. ``digest`` names it: the hash of its manifest."""
+
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        """``state``: copies that nobody changes any more."""
+        self._names = sorted(state)
+        self._tensors = [state[n] for n in self._names]
+        self._views = [t.contiguous().reshape(-1).view(torch.uint8).numpy().data for t in self._tensors]
+        self._begins = [0, *accumulate(len(v) for v in self._views)]
+        self.size = self._begins[-1]
+        self.block = max(BLOCK, -(-self.size // MAX_BLOCKS))
+        self.manifest = b""
+        self.digest = b""
+
+    async def name(self, ctx: Context) -> None:
+        """Hash everything."""
+        count = -(-self.size // self.block)
+        step = max(1, HASHED_AT_ONCE // self.block)
+        digests = [await ctx.compute.offload(self._hashes, k, min(count, k + step)) for k in range(0, count, step)]
+        tensors = [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in zip(self._names, self._tensors, strict=True)]
+        self.manifest = Manifest(tensors=tuple(tensors), block=self.block, digests=b"".join(digests)).pack()
+        self.digest = blake3(self.manifest).digest()
+
+    def _hashes(self, begin: int, end: int) -> bytes:
+        return b"".join(self._hash(k) for k in range(begin, end))
+
+    def _hash(self, block: int) -> bytes:
+        digest = blake3()
+        for view in self.views(block):
+            digest.update(view)
+        return digest.digest()
+
+    def views(self, block: int) -> list[memoryview]:
+        """The bytes of one block: pieces of one or more tensors, not copied."""
+        a, b = block * self.block, min(self.size, (block + 1) * self.block)
+        pieces = []
+        k = bisect_right(self._begins, a) - 1
+        while a < b:
+            piece = self._views[k][a - self._begins[k] : b - self._begins[k]]
+            pieces.append(piece)
+            a, k = a + len(piece), k + 1
+        return pieces
+
+    async def send(self, ctx: Context, taker: PeerId, blocks: tuple[int, ...]) -> None:
+        """Stream ``blocks`` to ``taker``; who does not get them asks another donor."""
+        try:
+            for k in blocks:
+                views = self.views(k)
+                raw = Encoded(RAW, (sum(map(len, views)),), views)
+                await ctx.send(taker, Block(digest=self.digest, block=k), [raw])
+        except NetworkError:
+            return
+
+
+@dataclass
+class Partial:
+    """What arrived of one copy."""
+
+    digest: bytes
+    manifest: Manifest
+    data: bytearray
+    missing: set[int]
+
+    @classmethod
+    def of(cls, digest: bytes, manifest: Manifest) -> Partial:
+        return cls(digest, manifest, bytearray(manifest.size), set(range(manifest.blocks)))
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors, on the memory that arrived."""
+        found, begin = {}, 0
+        for name, dtype, shape in self.manifest.tensors:
+            count = math.prod(shape)
+            kind = DTYPES[dtype]
+            flat = torch.frombuffer(self.data, dtype=kind, count=count, offset=begin) if count else torch.empty(0, dtype=kind)
+            found[name] = flat.view(shape)
+            begin += count * kind.itemsize
+        return found
+
+
+@dataclass
+class Taker:
+    """The taker's side."""
+
+    ctx: Context
+    _waiting: dict[tuple[PeerId, bytes, int], asyncio.Future[memoryview]] = field(default_factory=dict)
+    _deadline: Deadline = field(default_factory=lambda: Deadline(floor_s=5.0))
+
+    def on_block(self, sender: PeerId, message: Block, tensor: Encoded) -> None:
+        """A block that nobody waits for (any more) is dropped."""
+        waiter = self._waiting.pop((sender, message.digest, message.block), None)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(decode_raw(tensor))
+
+    async def fetch(self, partial: Partial, donors: list[PeerId]) -> None:
+        """Until nothing of ``partial`` is missing. Raises PeerUnreachable when every donor failed; what came stays in it."""
+        queue = deque(sorted(partial.missing))
+        good = list(donors)
+
+        async def lane(donor: PeerId) -> None:
+            while queue and donor in good:
+                run = [queue.popleft() for _ in range(min(RUN, len(queue)))]
+                try:
+                    await self._run(partial, donor, run)
+                except (NetworkError, ProtocolError) as e:
+                    if donor in good:
+                        good.remove(donor)
+                    if isinstance(e, ProtocolError):
+                        self.ctx.refused(donor, str(e))
+                finally:
+                    queue.extend(k for k in run if k in partial.missing)
+
+        while partial.missing and good:
+            await asyncio.gather(*(lane(donor) for donor in list(good) for _ in range(LANES)))
+        if partial.missing:
+            raise PeerUnreachable(f"{len(partial.missing)} of {partial.manifest.blocks} blocks did not come from any donor")
+
+    async def _run(self, partial: Partial, donor: PeerId, run: list[int]) -> None:
+        """One call's blocks, each checked as it comes."""
+        ctx, clock = self.ctx, self.ctx.clock
+        waiters = {k: asyncio.get_running_loop().create_future() for k in run}
+        self._waiting |= {(donor, partial.digest, k): w for k, w in waiters.items()}
+        try:
+            ask = AskBlocks(digest=partial.digest, blocks=tuple(run))
+            await ctx.net.call(donor, AskBlocks.KIND, ask.pack(), timeout_s=CALL_S)
+            for k in run:
+                begin = clock.now()
+                data = await clock.deadline(waiters[k], self._deadline.seconds(), f"block {k} from {donor[-6:]}")
+                self._deadline.measured(clock.now() - begin)
+                await self._store(partial, k, data)
+        finally:
+            for k in run:
+                self._waiting.pop((donor, partial.digest, k), None)
+
+    async def _store(self, partial: Partial, block: int, data: memoryview) -> None:
+        a, b = partial.manifest.span(block)
+        right = len(data) == b - a and await self.ctx.compute.offload(_digest, data) == partial.manifest.digest(block)
+        if not right:
+            raise ProtocolError(f"block {block} is not what the manifest says")
+        partial.data[a:b] = data
+        partial.missing.discard(block)
+
+
+def _digest(data: memoryview) -> bytes:
+    return blake3(data).digest()
