@@ -40,8 +40,8 @@ from muletrain.swarm.roster import Roster
 if TYPE_CHECKING:
     from muletrain.compute.base import Compute
     from muletrain.network.base import Network
-    from muletrain.swarm.record import StepRecord
     from muletrain.swarm.messages import Member
+    from muletrain.swarm.record import StepRecord
     from muletrain.swarm.roster import Genesis
 
 

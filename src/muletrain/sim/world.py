@@ -29,8 +29,8 @@ from muletrain.optim.schedule import learning_rate
 from muletrain.sim.loop import Hang, run_virtually
 from muletrain.swarm.checkpointing import Collector
 from muletrain.swarm.context import Context, Plan
-from muletrain.swarm.peer import Peer
 from muletrain.swarm.messages import Member
+from muletrain.swarm.peer import Peer
 from muletrain.swarm.roster import Genesis, Roster
 
 if TYPE_CHECKING:
@@ -188,9 +188,9 @@ def play(scenario: Scenario) -> Outcome:
     for name in [*(p for p, _ in scenario.members), *scenario.joining]:
         if name in killed or name in states or (name not in outcome.ends and name in scenario.joining):
             continue
-        if (states and "can be reached" in outcome.ends.get(name, "")) or "gives this peer the stage's state" in outcome.ends.get(
-            name, ""
-        ):
+        if (
+            states and "can be reached" in outcome.ends.get(name, "")
+        ) or "gives this peer the stage's state" in outcome.ends.get(name, ""):
             outcome.left_behind.append(name)
         else:
             outcome.violations.append(f"{name} did not survive: {outcome.ends.get(name, 'no end')}")

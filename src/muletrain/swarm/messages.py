@@ -272,13 +272,12 @@ class AskSnapshot(Message):
 
 
 class Snapshot(Message):
-    """Weights and moments before ``step``; ``digest`` is the BLAKE3 of the manifest of ``manifest_size`` bytes. ``over``: no step follows."""
+    """Weights and moments before ``step``. ``digest``: BLAKE3 of the copy's manifest. ``over``: no step follows."""
 
     KIND: ClassVar[str] = "snapshot"
     lineage: Digest
     step: Natural
     digest: Digest
-    manifest_size: Natural
     over: bool
 
 

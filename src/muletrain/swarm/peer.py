@@ -11,6 +11,7 @@ from muletrain.errors import DeadlineExceeded, NetworkError, ProtocolError
 from muletrain.events import Event, EventError, Note, PeerJoined, StepApplied, StepDone
 from muletrain.swarm.checkpointing import Collector, send_part
 from muletrain.swarm.context import StepStats
+from muletrain.swarm.membership import Membership
 from muletrain.swarm.messages import (
     AskEntries,
     AskHeld,
@@ -36,7 +37,6 @@ from muletrain.swarm.messages import (
     StopRun,
     TrainerDone,
 )
-from muletrain.swarm.membership import Membership
 from muletrain.swarm.pipeline import Pipeline
 from muletrain.swarm.router import Router
 from muletrain.swarm.snapshot import Receiver, Snapshots
@@ -85,8 +85,9 @@ class Peer:
         reports: bool = False,
         joining: bool = False,
     ) -> None:
-        """``joining``: the run goes on already; take its state from a replica first. ``source``: where a trainer gets its microbatches. ``on_step`` is told of every applied step; True asks to stop.
-        ``reports``: this peer's log is not beside the collector's, so what it counts goes there, to ``on_report``."""
+        """``joining``: the run goes on already; take its state from a replica first. ``source``: where a trainer gets its
+        microbatches. ``on_step`` is told of every applied step; True asks to stop. ``reports``: this peer's log is not beside the
+        collector's, so what it counts goes there, to ``on_report``."""
         self._ctx = ctx
         self._collector = collector
         self._on_step = on_step
@@ -359,7 +360,9 @@ class Peer:
             raise ProtocolError(f"{frame.kind} of step {step} from another lineage")
         self._ctx.roster.alive(sender)
         if step > self.stepper.step:
-            if step == self.stepper.step + 1 and len(self._early) < EARLY_LIMIT:  # else we are far behind, and find that out
+            if (
+                step == self.stepper.step + 1 and len(self._early) < EARLY_LIMIT
+            ):  # else we are far behind, and find that out
                 self._early.append((sender, frame))
             return
         await self._dispatch(sender, message, frame)

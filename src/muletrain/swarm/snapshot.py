@@ -52,7 +52,11 @@ class Snapshots:
         self._kept: dict[bytes, _Kept] = {}
         self._making = asyncio.Lock()
         self._runs = 0
-        for kind, answer in ((AskSnapshot, self._on_ask), (AskManifest, self._on_manifest), (AskBlocks, self._on_blocks)):
+        for kind, answer in (
+            (AskSnapshot, self._on_ask),
+            (AskManifest, self._on_manifest),
+            (AskBlocks, self._on_blocks),
+        ):
             ctx.net.serve(kind.KIND, answer)
 
     async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
@@ -75,9 +79,7 @@ class Snapshots:
                 copy = Copy(await ctx.compute.state())
                 if stepper.settled and label == (stepper.step, stepper.lineage):
                     await copy.name(ctx)
-                    offer = Snapshot(
-                        step=label[0], lineage=label[1], digest=copy.digest, manifest_size=len(copy.manifest), over=over
-                    )
+                    offer = Snapshot(step=label[0], lineage=label[1], digest=copy.digest, over=over)
                     self._keep(_Kept(offer, copy, ctx.clock.now()))
                     return offer
             await ctx.clock.sleep(SETTLE_S)  # an update is being applied

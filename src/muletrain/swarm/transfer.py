@@ -92,7 +92,10 @@ class Copy:
         count = -(-self.size // self.block)
         step = max(1, HASHED_AT_ONCE // self.block)
         digests = [await ctx.compute.offload(self._hashes, k, min(count, k + step)) for k in range(0, count, step)]
-        tensors = [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in zip(self._names, self._tensors, strict=True)]
+        tensors = [
+            (n, str(t.dtype).removeprefix("torch."), tuple(t.shape))
+            for n, t in zip(self._names, self._tensors, strict=True)
+        ]
         self.manifest = Manifest(tensors=tuple(tensors), block=self.block, digests=b"".join(digests)).pack()
         self.digest = blake3(self.manifest).digest()
 
@@ -146,7 +149,11 @@ class Partial:
         for name, dtype, shape in self.manifest.tensors:
             count = math.prod(shape)
             kind = DTYPES[dtype]
-            flat = torch.frombuffer(self.data, dtype=kind, count=count, offset=begin) if count else torch.empty(0, dtype=kind)
+            flat = (
+                torch.frombuffer(self.data, dtype=kind, count=count, offset=begin)
+                if count
+                else torch.empty(0, dtype=kind)
+            )
             found[name] = flat.view(shape)
             begin += count * kind.itemsize
         return found
@@ -187,7 +194,9 @@ class Taker:
         while partial.missing and good:
             await asyncio.gather(*(lane(donor) for donor in list(good) for _ in range(LANES)))
         if partial.missing:
-            raise PeerUnreachable(f"{len(partial.missing)} of {partial.manifest.blocks} blocks did not come from any donor")
+            raise PeerUnreachable(
+                f"{len(partial.missing)} of {partial.manifest.blocks} blocks did not come from any donor"
+            )
 
     async def _run(self, partial: Partial, donor: PeerId, run: list[int]) -> None:
         """One call's blocks, each checked as it comes."""
