@@ -31,7 +31,7 @@ STEPS = 24
 SMALL = [
     "model.width=64", "model.heads=2", "model.layers=4", "model.context=64", "model.vocab=512", "train.batch=16",
     "train.microbatch=2", f"train.steps={STEPS}", "compute.precision=fp32", "wire.activations=fp32", "wire.gradients=fp32",
-    "checkpoint.every=4", "optimizer.warmup=4",
+    "checkpoint.every=4", "optimizer.warmup=4", "optimizer.eps=1e-6",
 ]  # fmt: skip
 
 

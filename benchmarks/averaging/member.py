@@ -25,7 +25,8 @@ from muletrain.network.shaped import ShapedNetwork
 from muletrain.swarm.averaging import Averager, Round
 from muletrain.swarm.context import Context, Plan
 from muletrain.swarm.messages import Reduced, Shard, ShardEntry
-from muletrain.swarm.roster import Genesis, Member, Roster
+from muletrain.swarm.messages import Member
+from muletrain.swarm.roster import Genesis, Roster
 
 SIZE = 25_000_000
 ROUNDS, WARM_UP = 5, 1
