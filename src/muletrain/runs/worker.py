@@ -26,9 +26,10 @@ from muletrain.errors import AdmissionError, CheckpointError, MuletrainError
 from muletrain.events import EventLog, FrameRefused, JoinRefused, PeerJoined, RunFinished, RunStarted
 from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.network.shaped import ShapedNetwork
-from muletrain.runs.assemble import Machine, RunFacts, build_compute, resolve_start, versions
+from muletrain.runs.assemble import RunFacts, build_compute, resolve_start, versions
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.lobby import Join, Lobby, Visitor, find_founder
+from muletrain.runs.machine import Machine
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.ticket import Ticket
 from muletrain.runs.worker_files import TICKET_FILE
@@ -119,8 +120,8 @@ class Worker:
             net=network, clock=self._clock, emit=self._log.emit, run_id=self._ticket.run_id,
             config_json=config.model_dump_json(by_alias=True),
             config_digest=facts.config_digest, data_digest=bytes.fromhex(cache.digest), tokenizer=cache.tokenizer_json,
-            stages=config.fleet.stages, expected=config.fleet.peers, trainers=config.fleet.trainers,
-            stage_bytes=facts.stage_bytes(), stage_costs=facts.stage_costs(),
+            stages=config.fleet.stages, expected=config.fleet.peers or config.fleet.stages, trainers=config.fleet.trainers,
+            needs=facts.needs(), stage_costs=facts.stage_costs(),
             first_step=checkpoint.step if checkpoint else 0, parts=checkpoint.parts if checkpoint else [],
             part_digests=checkpoint.digests if checkpoint else [],
         )  # fmt: skip
@@ -186,12 +187,14 @@ class Worker:
     async def _machine(self, config: RunConfig | None) -> Machine:
         spec = self._spec
         precision = config.compute.precision if config is not None else Precision(spec.precision or "auto")
-        return await asyncio.to_thread(Machine.probe, spec.device, precision, spec.memory_gib)
+        return await asyncio.to_thread(
+            Machine.probe, spec.device, precision, spec.memory_gib, spec.sharing, spec.host_memory
+        )
 
     def _introduction(self, network: Network, machine: Machine) -> Join:
         return Join(
-            version=muletrain.__version__, name=self._spec.name, stage=self._spec.stage, memory=machine.memory,
-            addresses=tuple(network.addresses()),
+            version=muletrain.__version__, name=self._spec.name, stage=self._spec.stage, device=machine.kind,
+            memory=machine.offer.device, host_memory=machine.offer.host, addresses=tuple(network.addresses()),
         )  # fmt: skip
 
     async def _compute(self, facts: RunFacts, stage: int, machine: Machine) -> Compute:
@@ -256,7 +259,7 @@ class Worker:
         index, profile = self._spec.fleet_index, facts.config.fleet.profile
         if profile is None or index is None:
             return network
-        fleet = load_fleet(profile, peers=facts.config.fleet.peers)
+        fleet = load_fleet(profile, peers=facts.config.fleet.local_peers)
         numbers = {m.id: int(m.name.rsplit("-", 1)[-1]) for m in genesis.members}
         return ShapedNetwork(network, lambda peer: fleet.link(index, numbers[peer]), fleet.peers()[index], self._clock)
 
