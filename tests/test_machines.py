@@ -15,17 +15,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from muletrain.cli import machines as machines_cli
 from muletrain.clock import LoopClock
 from muletrain.compute.estimate import Offer, StageMemory
-from muletrain.config.schema import Precision
+from muletrain.config.schema import ModelConfig, Precision
 from muletrain.errors import AdmissionError, CapacityError, ConfigError, MuletrainError
+from muletrain.model.hf import export_hf
+from muletrain.model.spec import ModelSpec
+from muletrain.model.stage import build_full
 from muletrain.network.base import Network
 from muletrain.network.memory import MemoryHub
 from muletrain.runs import lobby, machine
 from muletrain.runs.ticket import Ticket
 from muletrain.swarm.roster import Genesis
+from tests.fleet_run import checkpoint_weights
 
 TINY = ["--set", "fleet.peers=2", "--set", "model.width=64", "--set", "model.heads=2", "--set", "model.context=32"]
 
@@ -135,9 +140,15 @@ def test_a_stage_that_fits_nowhere_is_refused_with_the_numbers(
 def test_who_leaves_before_the_start_is_not_counted_on_and_any_member_lets_others_in(
     machines: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    settings = ["--set", "fleet.peers=3", "--set", "train.steps=6", "--set", "compute.precision=bf16"]
+    """From a Hugging Face folder, too, which only the founder has, and only until it hands out the first weights."""
+    first = hugging_face_folder(tmp_path / "llama")
+    settings = [
+        "--set", "fleet.peers=3", "--set", "train.steps=6", "--set", "compute.precision=bf16", "--set", f"model.from={tmp_path / 'llama'}",
+        "--set", "optimizer.lr=1e-30", "--set", "optimizer.weight_decay=0",
+    ]  # fmt: skip
     founder = machines("a", "start", *TINY, *settings, "--json")
     ticket = ticket_in(tmp_path / "a")
+    shutil.rmtree(tmp_path / "llama")
     leaver = machines("b", "join", ticket, "--stage", "1")
     ticket_in(tmp_path / "b")
     leaver.send_signal(signal.SIGINT)
@@ -157,8 +168,18 @@ def test_who_leaves_before_the_start_is_not_counted_on_and_any_member_lets_other
     assert by_kind["evaluated"][0]["step"] == 6
     parts = {p.name for p in (tmp_path / "a").glob("runs/*/checkpoints/*/*.safetensors")}
     assert parts == {"stage-0.safetensors", "stage-1.safetensors"}
+    last = checkpoint_weights(next((tmp_path / "a").glob("runs/*")))
+    assert all(torch.equal(last[name], first[name]) for name in first), "who joined served the folder's weights"
     logs = [json.loads(line) for m in "bc" for p in tmp_path.glob(f"{m}/runs/*/*.jsonl") for line in p.open()]
     assert [e["precision"] for e in logs if e["kind"] == "peer_joined"] == ["bf16", "bf16"], "as the run says"
+
+
+def hugging_face_folder(folder: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint of TINY's sizes that no seed of a run draws; its weights."""
+    spec = ModelSpec.from_config(ModelConfig(width=64, heads=2, context=32))
+    weights = {name: p.detach() for name, p in build_full(spec, seed=77).named_parameters()}
+    export_hf(weights, spec, None, folder)
+    return weights
 
 
 # Without a network --------------------------------------------------------------------------------------------------------

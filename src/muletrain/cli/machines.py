@@ -21,7 +21,7 @@ from rich.text import Text
 
 from muletrain.cli.console import make_console
 from muletrain.cli.session import Session
-from muletrain.cli.train import newest_checkpoint, opened, prepare, save_config
+from muletrain.cli.train import first_checkpoint, newest_checkpoint, opened, prepare, save_config
 from muletrain.errors import AdmissionError, ConfigError, MuletrainError, NetworkError
 from muletrain.events import PeerJoined
 from muletrain.runs.fleet import LocalFleet
@@ -69,7 +69,10 @@ def _start(
     with LocalFleet(folder, threads) as fleet:
         fleet.spawn(names)
         given, config = config, prepare(config, quiet=json)
+        run = Ticket.new_run()
         checkpoint = newest_checkpoint(folder, config) if resumed else None
+        if checkpoint is None and config.model.from_ is not None:
+            checkpoint = first_checkpoint(folder, config, run.run_id, quiet=json)
         save_config(folder, given)
         session = Session(folder, fleet, json=json)
         port, announce = port or config.network.port, announce or config.network.announce
@@ -92,7 +95,7 @@ def _start(
         ]
         first = {
             "role": "found",
-            "ticket": str(Ticket.new_run()),
+            "ticket": str(run),
             "config": config.model_dump_json(by_alias=True),
             "resume": None if checkpoint is None else str(checkpoint),
         }

@@ -110,6 +110,21 @@ def prepare(config: RunConfig, *, quiet: bool) -> RunConfig:
     return config
 
 
+def first_checkpoint(folder: Path, config: RunConfig, run_id: str, *, quiet: bool) -> Path:
+    """What ``model.from`` holds, in parts for machines that do not have it. Raises CheckpointError."""
+    from muletrain.data.tokens import TokenCache
+    from muletrain.runs.assemble import RunFacts
+    from muletrain.runs.first_weights import write_first_checkpoint
+
+    facts = RunFacts.of(config)
+    cache = TokenCache.build(config.data, facts.spec.vocab)
+    with Progress(transient=True, disable=quiet) as progress:
+        task = progress.add_task("cutting the first weights into stages", total=1.0)
+        return write_first_checkpoint(
+            facts, cache, folder / "checkpoints", run_id, lambda done: progress.update(task, completed=done)
+        )
+
+
 def _workers(config: RunConfig, folder: Path, names: list[str], threads: int) -> list[WorkerSpec]:
     """Every process's work, before there is a ticket. Raises CapacityError when a stage fits none of them."""
     from muletrain.runs.assemble import RunFacts, resolve_start

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetensors import SafetensorError, safe_open
+
 from muletrain.clock import LoopClock
 from muletrain.compute.estimate import stage_memory
 from muletrain.compute.paced import PacedCompute
@@ -17,6 +19,7 @@ from muletrain.config.fleet import load_fleet
 from muletrain.config.load import digest
 from muletrain.config.schema import ModelConfig, Precision, RunConfig
 from muletrain.data.microbatch import MicrobatchSource, sequence_length
+from muletrain.errors import CheckpointError
 from muletrain.model.hf import import_hf
 from muletrain.model.spec import ModelSpec
 from muletrain.optim.schedule import learning_rate
@@ -108,15 +111,20 @@ class RunFacts:
         }  # fmt: skip
 
 
-def build_compute(facts: RunFacts, stage: int, machine: Machine, fleet_index: int | None) -> Compute:
-    """The stage's compute, paced if the fleet profile declares service times. Raises CheckpointError (``model.from``)."""
+def build_compute(
+    facts: RunFacts, stage: int, machine: Machine, fleet_index: int | None, part: Path | None = None
+) -> Compute:
+    """The stage's compute, paced if the fleet profile declares service times. ``part``: where its weights are (a checkpoint's part),
+    default: ``model.from``, or drawn from the seed. Raises CheckpointError."""
     config = facts.config
     setup = StageSetup(
         optimizer=config.optimizer, total_steps=config.train.steps, seed=config.train.seed,
         sequences=config.train.microbatch, device=machine.device, precision=machine.precision,
         checkpointing=config.compute.checkpointing, stash_budget=_stash_budget(facts, stage, machine),
     )  # fmt: skip
-    compute: Compute = TorchCompute(facts.spec, facts.cut, stage, setup, _initial(config))
+    compute: Compute = TorchCompute(
+        facts.spec, facts.cut, stage, setup, _initial(config) if part is None else _weights_in(part)
+    )
     if config.fleet.profile is not None and fleet_index is not None:
         peer = load_fleet(config.fleet.profile, peers=config.fleet.local_peers).peers()[fleet_index]
         if peer.forward_s and peer.backward_s:
@@ -129,6 +137,18 @@ def _stash_budget(facts: RunFacts, stage: int, machine: Machine) -> int:
     offer = machine.offer
     left = offer.device - facts.needs()[stage].of_device(offer)
     return max(0, min(int(STASH_SHARE * offer.device), left))
+
+
+def _weights_in(part: Path) -> Callable[[str], Tensor]:
+    def load(name: str) -> Tensor:
+        try:
+            with safe_open(part, framework="pt") as file:
+                tensor: Tensor = file.get_tensor(f"model/{name}")
+        except (OSError, SafetensorError) as e:
+            raise CheckpointError(f"{part}: {name} cannot be read ({e}); use another checkpoint of the run") from e
+        return tensor
+
+    return load
 
 
 def _initial(config: RunConfig) -> Callable[[str], Tensor] | None:

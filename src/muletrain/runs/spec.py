@@ -31,7 +31,7 @@ class WorkerSpec(BaseModel):
     """This peer's share of the machine's memory, measured before any of its peers took any [bytes]; default: what is free."""
     threads: int = 1
     data: Literal["config", "none"] | str = "none"
-    """Where this peer has the corpus: as the run's configuration says, nowhere, or at this path."""
+    """Where this peer has the corpus: as the run's configuration says (the founder's machine), nowhere, or at this path."""
     listen: str = "127.0.0.1"
     port: int = 0
     announce: tuple[str, ...] = ()

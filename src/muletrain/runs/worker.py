@@ -129,9 +129,9 @@ class Worker:
         ticket = Ticket(self._ticket.run_id, self._ticket.secret, tuple(network.addresses()))
         write_secret(Path(spec.folder) / TICKET_FILE, str(ticket))
         stage = lobby.seat(network.peer_id, self._introduction(network, machine))
-        compute = await self._compute(facts, stage, machine)
-        if checkpoint is not None:
-            await compute.load_state(await compute.offload(safetensors.torch.load_file, checkpoint.parts[stage]))
+        compute = await self._compute(
+            facts, stage, machine, checkpoint.parts[stage] if checkpoint is not None else None
+        )
         lobby.ready(network.peer_id, trainer=True)
         genesis = await lobby.gather()
         await self._train(facts, genesis, network, compute, machine, cache)
@@ -150,12 +150,17 @@ class Worker:
         if precision is not Precision.AUTO:  # the run's word; 'auto' is each machine's own measurement
             machine = dataclasses.replace(machine, precision=precision)
         cache = await asyncio.to_thread(self._own_data, facts, tokenizer, welcome.data.hex())
-        compute = await self._compute(facts, welcome.stage, machine)
         if welcome.part_size:
             with tempfile.TemporaryDirectory(prefix="mule-part-") as folder:
                 part = Path(folder) / "part.safetensors"
                 await visitor.part(welcome, part)
-                await compute.load_state(await compute.offload(safetensors.torch.load_file, part))
+                compute = await self._compute(facts, welcome.stage, machine, part)
+        elif facts.config.model.from_ is not None and self._spec.data != "config":
+            raise AdmissionError(
+                "the run starts from a folder of another machine, which 'muletrain start' would hand out; begin it so"
+            )
+        else:
+            compute = await self._compute(facts, welcome.stage, machine, None)
         genesis = await visitor.begin(trainer=cache is not None)
         if genesis.config != facts.config_digest:
             raise AdmissionError("the founder began with another configuration than it sent; start the run again")
@@ -197,8 +202,12 @@ class Worker:
             memory=machine.offer.device, host_memory=machine.offer.host, addresses=tuple(network.addresses()),
         )  # fmt: skip
 
-    async def _compute(self, facts: RunFacts, stage: int, machine: Machine) -> Compute:
-        return await asyncio.to_thread(build_compute, facts, stage, machine, self._spec.fleet_index)
+    async def _compute(self, facts: RunFacts, stage: int, machine: Machine, part: Path | None) -> Compute:
+        """With the state in ``part``, if the run does not begin with what every peer can make."""
+        compute = await asyncio.to_thread(build_compute, facts, stage, machine, self._spec.fleet_index, part)
+        if part is not None:
+            await compute.load_state(await compute.offload(safetensors.torch.load_file, part))
+        return compute
 
     async def _train(
         self,
