@@ -36,7 +36,8 @@ def run_fleet(
     ``wrap``: see ``LocalFleet``.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    names = [f"peer-{i}" for i in range(config.fleet.peers)]
+    config = config.local()
+    names = [f"peer-{i}" for i in range(config.fleet.local_peers)]
     tail, events = EventTail(folder), []
     deadline = time.monotonic() + timeout_s
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -173,6 +174,33 @@ def test_errors_name_the_field_and_leave_no_folder(tmp_path: Path) -> None:
     assert "heads" in message
     assert "Traceback" not in message
     assert "data.path" in muletrain("run", "--set", "data.path=nothing/*.txt", cwd=tmp_path, code=2)
+    assert peers_left(tmp_path) == []
+
+
+def test_a_model_that_fits_no_peer_here_is_refused_at_once_with_the_numbers(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    message = muletrain(
+        "run", "--set", "model.preset=gpt3-175b", "--set", "data.path=nothing/*.txt", cwd=tmp_path, code=2
+    )
+    assert time.monotonic() - begin < 20 * max(1.0, os.getloadavg()[0] / 2)
+    assert re.search(r"stage 0 of 2 needs [\d.]+ TiB, a peer here may use [\d.]+ [MG]iB \(4 peers share", message)
+    assert "fleet.stages" in message
+    assert "nothing/*.txt" not in message, "before the corpus is looked at"
+    assert list(tmp_path.glob("runs/*/*.jsonl")) == [], "no peer was given work"
+    assert peers_left(tmp_path) == []
+
+
+def test_a_peer_that_dies_before_the_start_ends_the_run(tmp_path: Path) -> None:
+    """Nobody else can come: the others must not wait for it for ever."""
+    process = start("run", *SMALL, cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while len(children := Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(int(children[-1]), signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 2, out + err
+    assert "peer-3" in err
     assert peers_left(tmp_path) == []
 
 

@@ -99,16 +99,16 @@ def message(folder: Path, text: str | None, *overrides: str) -> str:
             "my.toml:2: fleet.peers: 1 peers cannot serve fleet.stages = 2; give at least one peer per stage",
         ),
         (
-            "[fleet]\nstages = 5\n[model]\nlayers = 8\n",
-            "my.toml:2: fleet.peers: 4 peers cannot serve fleet.stages = 5; give at least one peer per stage",
+            "[fleet]\nstages = 5\npeers = 4\n[model]\nlayers = 8\n",
+            "my.toml:3: fleet.peers: 4 peers cannot serve fleet.stages = 5; give at least one peer per stage",
         ),
         (
             "[model]\nlayers = 1\n",
             "my.toml:2: fleet.stages: 2 stages for model.layers = 1; a stage needs at least one layer",
         ),
         (
-            "[fleet]\npeers = 1\nstages = 1\n",
-            "my.toml:2: fleet.trainers: 2 trainers among fleet.peers = 1; at most one per peer",
+            "[fleet]\npeers = 1\nstages = 1\ntrainers = 2\n",
+            "my.toml:4: fleet.trainers: 2 trainers among fleet.peers = 1; at most one per peer",
         ),
         (
             "[train]\nbatch = 6\n",
@@ -302,6 +302,21 @@ def test_any_text_survives_toml(text: str) -> None:
     assert tomllib.loads(f"k = {toml_value(text)}")["k"] == text
 
 
+@pytest.mark.parametrize(
+    ("overrides", "peers", "trainers"),
+    [
+        ([], 4, 2),
+        (["fleet.stages=3"], 6, 2),
+        (["fleet.stages=1", "fleet.peers=1"], 1, 1),
+        (["fleet.peers=3", "fleet.trainers=3"], 3, 3),
+    ],
+)
+def test_a_local_fleet_has_two_peers_a_stage_and_two_trainers(overrides: list[str], peers: int, trainers: int) -> None:
+    config = load_config(None, overrides).local()
+    assert (config.fleet.peers, config.fleet.trainers) == (peers, trainers)
+    assert digest(config) == digest(load_config(None, overrides))
+
+
 # --- digest ----------------------------------------------------------------------------------------------------------
 
 
@@ -458,7 +473,7 @@ def test_wrong_fleet(tmp_path: Path, old: str, new: str, expected: str) -> None:
 def test_every_shipped_fleet_loads_and_fits_the_default_run(tmp_path: Path, path: Path) -> None:
     fleet = load_fleet(path.stem)
     assert fleet.name == path.stem
-    assert len(fleet.peers()) == RunConfig().fleet.peers
+    assert len(fleet.peers()) == RunConfig().fleet.local_peers
     assert load_fleet(write(tmp_path, dump_toml(fleet))) == fleet
 
 

@@ -10,11 +10,14 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from muletrain.config.schema import ModelConfig
+from muletrain.config.schema import ModelConfig, RunConfig
 from muletrain.errors import CheckpointError
 from muletrain.model.hf import export_hf, import_hf
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import build_full
+from muletrain.runs.assemble import RunFacts
+from muletrain.runs.checkpoint import Checkpoint
+from muletrain.runs.first_weights import write_first_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -113,3 +116,25 @@ def _bytes_tokenizer() -> Tokenizer:
     trainer = trainers.BpeTrainer(vocab_size=280, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(["a mule may carry more , mules carry most ."] * 4, trainer)
     return tokenizer
+
+
+def test_first_weights_are_handed_out_as_the_checkpoint_of_step_0(tmp_path: Path) -> None:
+    model = {"layers": 4, "width": 64, "heads": 2, "vocab": 64, "context": 16}
+    facts = RunFacts.of(RunConfig.model_validate({"model": {**model, "from": str(tmp_path / "llama")}}))
+    weights = {name: p.detach() for name, p in build_full(facts.spec, seed=3).named_parameters()}
+    export_hf(weights, facts.spec, None, tmp_path / "llama", shard_bytes=50_000)
+
+    class Cache:
+        tokenizer_json, digest = b"{}", "ab"
+
+    told: list[float] = []
+    write_first_checkpoint(facts, Cache, tmp_path / "checkpoints", "run", told.append)  # type: ignore[arg-type]
+    checkpoint = Checkpoint.newest_intact(tmp_path, pytest.fail)
+    assert checkpoint is not None
+    assert (checkpoint.step, checkpoint.manifest["data"], told) == (0, "ab", [0.5, 1.0])
+    found = checkpoint.weights()
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"cannot be written for the machines that join .* free 0\.0 GB"):
+        write_first_checkpoint(facts, Cache, tmp_path / "file", "run", told.append)  # type: ignore[arg-type]

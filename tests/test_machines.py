@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,15 +15,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from muletrain.cli import machines as machines_cli
 from muletrain.clock import LoopClock
-from muletrain.errors import AdmissionError, MuletrainError
+from muletrain.compute.estimate import Offer, StageMemory
+from muletrain.config.schema import ModelConfig, Precision
+from muletrain.errors import AdmissionError, CapacityError, ConfigError, MuletrainError
+from muletrain.model.hf import export_hf
+from muletrain.model.spec import ModelSpec
+from muletrain.model.stage import build_full
 from muletrain.network.base import Network
 from muletrain.network.memory import MemoryHub
-from muletrain.runs import lobby
+from muletrain.runs import lobby, machine
 from muletrain.runs.ticket import Ticket
 from muletrain.swarm.roster import Genesis
+from tests.fleet_run import checkpoint_weights
 
 TINY = ["--set", "fleet.peers=2", "--set", "model.width=64", "--set", "model.heads=2", "--set", "model.context=32"]
 
@@ -124,7 +132,7 @@ def test_a_stage_that_fits_nowhere_is_refused_with_the_numbers(
 ) -> None:
     machines("a", "start", *TINY)
     refused = output(machines("b", "join", ticket_in(tmp_path / "a"), "--memory", "0.001"), code=2)
-    assert "GiB" in refused
+    assert re.search(r"needs [\d.]+ MiB .* may use 1.02 MiB", refused)
     assert "more memory" in refused
 
 
@@ -132,9 +140,15 @@ def test_a_stage_that_fits_nowhere_is_refused_with_the_numbers(
 def test_who_leaves_before_the_start_is_not_counted_on_and_any_member_lets_others_in(
     machines: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    settings = ["--set", "fleet.peers=3", "--set", "train.steps=6", "--set", "compute.precision=bf16"]
+    """From a Hugging Face folder, too, which only the founder has, and only until it hands out the first weights."""
+    first = hugging_face_folder(tmp_path / "llama")
+    settings = [
+        "--set", "fleet.peers=3", "--set", "train.steps=6", "--set", "compute.precision=bf16", "--set", f"model.from={tmp_path / 'llama'}",
+        "--set", "optimizer.lr=1e-30", "--set", "optimizer.weight_decay=0",
+    ]  # fmt: skip
     founder = machines("a", "start", *TINY, *settings, "--json")
     ticket = ticket_in(tmp_path / "a")
+    shutil.rmtree(tmp_path / "llama")
     leaver = machines("b", "join", ticket, "--stage", "1")
     ticket_in(tmp_path / "b")
     leaver.send_signal(signal.SIGINT)
@@ -154,8 +168,18 @@ def test_who_leaves_before_the_start_is_not_counted_on_and_any_member_lets_other
     assert by_kind["evaluated"][0]["step"] == 6
     parts = {p.name for p in (tmp_path / "a").glob("runs/*/checkpoints/*/*.safetensors")}
     assert parts == {"stage-0.safetensors", "stage-1.safetensors"}
+    last = checkpoint_weights(next((tmp_path / "a").glob("runs/*")))
+    assert all(torch.equal(last[name], first[name]) for name in first), "who joined served the folder's weights"
     logs = [json.loads(line) for m in "bc" for p in tmp_path.glob(f"{m}/runs/*/*.jsonl") for line in p.open()]
     assert [e["precision"] for e in logs if e["kind"] == "peer_joined"] == ["bf16", "bf16"], "as the run says"
+
+
+def hugging_face_folder(folder: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint of TINY's sizes that no seed of a run draws; its weights."""
+    spec = ModelSpec.from_config(ModelConfig(width=64, heads=2, context=32))
+    weights = {name: p.detach() for name, p in build_full(spec, seed=77).named_parameters()}
+    export_hf(weights, spec, None, folder)
+    return weights
 
 
 # Without a network --------------------------------------------------------------------------------------------------------
@@ -167,10 +191,7 @@ def test_the_founder_does_not_begin_with_a_guest_that_left(monkeypatch: pytest.M
     async def scenario() -> None:
         hub = MemoryHub()
         founder = hub.join("founder")
-        own = lobby.Lobby(
-            net=founder, clock=LoopClock(), emit=lambda event: None, run_id="run", config_json="{}", config_digest=bytes(32),
-            data_digest=bytes(32), tokenizer=b"t", stages=2, expected=4, trainers=1, stage_bytes=[1, 1], stage_costs=[1.0, 1.0],
-        )  # fmt: skip
+        own = lobby_of(founder, [1, 1], expected=4)
         own.open()
 
         async def come(name: str) -> asyncio.Task[Genesis]:
@@ -201,8 +222,97 @@ def test_the_founder_does_not_begin_with_a_guest_that_left(monkeypatch: pytest.M
     asyncio.run(scenario())
 
 
-def introduction(name: str) -> lobby.Join:
-    return lobby.Join(version=lobby.__version__, name=name, stage=None, memory=1, addresses=())
+def lobby_of(net: Network, bytes_of_stages: list[int], expected: int) -> lobby.Lobby:
+    needs = [
+        StageMemory(weights=n, moments=0, gradient=0, activations=0, copies=0, on_device=n // 2, on_host=n // 2)
+        for n in bytes_of_stages
+    ]
+    return lobby.Lobby(
+        net=net, clock=LoopClock(), emit=lambda event: None, run_id="run", config_json="{}", config_digest=bytes(32),
+        data_digest=bytes(32), tokenizer=b"t", stages=len(needs), expected=expected, trainers=1, needs=needs,
+        stage_costs=[1.0] * len(needs),
+    )  # fmt: skip
+
+
+def introduction(name: str, memory: int = 1, *, device: str = "cpu", host: int | None = None) -> lobby.Join:
+    return lobby.Join(
+        version=lobby.__version__, name=name, stage=None, device=device, memory=memory, host_memory=host, addresses=()
+    )
+
+
+GIB = 2**30
+
+
+def test_a_waiting_run_says_what_a_stage_needs_and_the_largest_offer_that_came() -> None:
+    own = lobby_of(MemoryHub().join("founder"), [4 * GIB, 10 * GIB], expected=2)
+    assert own.missing() == [
+        "stage 0 has no peer (needs 4 GiB)",
+        "stage 1 has no peer (needs 10 GiB)",
+        "a peer with the data (trainer)",
+    ]
+    own.seat("founder", introduction("founder", 5 * GIB))
+    own.ready("founder", trainer=True)
+    assert own.missing() == ["stage 1 has no peer (needs 10 GiB; the largest offer so far is 5 GiB)"]
+    with pytest.raises(CapacityError, match=r"needs 4 GiB \(weights .* may use 3 GiB: give it more memory"):
+        own.seat("small", introduction("small", 3 * GIB))
+    assert own.seat("middle", introduction("middle", 8 * GIB)) == 0
+    assert own.missing() == ["stage 1 has no peer (needs 10 GiB; the largest offer so far is 8 GiB)", "1 preparing"]
+    gpu = introduction("gpu", 8 * GIB, device="cuda", host=4 * GIB)
+    with pytest.raises(CapacityError, match="needs 5 GiB on a GPU and 5 GiB beside it"):
+        own.seat("gpu", gpu.model_copy(update={"stage": 1}))
+    assert own.seat("gpu", gpu.model_copy(update={"stage": 1, "host_memory": 5 * GIB})) == 1
+    for name in ("middle", "gpu"):
+        own.ready(name, trainer=False)
+    assert own.missing() == []
+
+
+def test_a_machine_takes_the_stage_that_few_can_serve() -> None:
+    own = lobby_of(MemoryHub().join("founder"), [4 * GIB, 10 * GIB, 4 * GIB], expected=3)
+    assert own.seat("large", introduction("large", 12 * GIB)) == 1
+    assert own.seat("small", introduction("small", 5 * GIB)) == 0
+    assert own.seat("twin", introduction("twin", 5 * GIB)) == 2
+    roomy = lobby_of(MemoryHub().join("founder"), [4 * GIB, 10 * GIB], expected=2)
+    assert roomy.seat("huge", introduction("huge", 100 * GIB)) == 0, "where it makes no difference, the first"
+
+
+def test_kinds_of_devices_are_not_mixed_in_a_stage_where_it_can_be_avoided() -> None:
+    own = lobby_of(MemoryHub().join("founder"), [1, 1], expected=2)
+    coming = [("cpu", 0), ("cuda", 1), ("cuda", 1), ("cuda", 1), ("cpu", 0), ("mps", 0)]
+    for k, (device, expected) in enumerate(coming):
+        peer = introduction(f"p{k}", device=device, host=1 if device == "cuda" else None)
+        assert own.seat(f"p{k}", peer) == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "expected"),
+    [
+        ("auto", 0, ["auto"]), ("auto", 1, ["cuda:0"]), ("auto", 3, ["cuda:0", "cuda:1", "cuda:2"]), ("cpu", 2, ["cpu"]),
+        ("cuda", 2, ["cuda:0", "cuda:1"]), ("cuda", 0, ["cuda"]), ("cuda:1", 2, ["cuda:1"]), ("mps", 0, ["mps"]),
+    ],
+)  # fmt: skip
+def test_a_machine_brings_every_gpu_it_has(asked: str, gpus: int, expected: list[str]) -> None:
+    assert machine.devices(asked, gpus) == expected
+
+
+def test_peers_of_a_local_fleet_are_dealt_over_the_gpus_and_share_what_is_free() -> None:
+    assert machine.dealt(["cuda:0", "cuda:1", "cuda:2"], 4) == ["cuda:0", "cuda:1", "cuda:2", "cuda:0"]
+    assert machine.dealt(["auto"], 2) == ["auto", "auto"]
+    four, free = machine.free_memory_of_machine(4), machine.free_memory_of_machine(1)
+    assert four == pytest.approx(free / 4, rel=0.2)
+    own = machine.Machine.probe("cpu", Precision.FP32, None, sharing=4, host=four)
+    assert own.offer == Offer(four)
+    assert own.kind.startswith("cpu")
+    assert machine.Machine.probe("cpu", Precision.FP32, 2.0, sharing=4, host=four).offer == Offer(2 * GIB), "as told"
+
+
+def test_several_peers_of_a_machine_announce_a_port_each() -> None:
+    assert machines_cli._announced(("/ip4/1.2.3.4/tcp/4000", "/dns4/lab.org/tcp/80"), 2) == (
+        "/ip4/1.2.3.4/tcp/4002",
+        "/dns4/lab.org/tcp/82",
+    )
+    for wrong in ("1.2.3.4:4000", "/ip4/1.2.3.4/udp/4000", "/ip4/1.2.3.4/tcp/65535"):
+        with pytest.raises(ConfigError, match="write it as"):
+            machines_cli._announced((wrong,), 1)
 
 
 def test_any_member_says_who_founded_the_run() -> None:

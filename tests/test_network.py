@@ -33,7 +33,7 @@ from muletrain.errors import (
 )
 from muletrain.network.base import Channel, Frame, Network
 from muletrain.network.gate import BURST, Gate
-from muletrain.network.libp2p import CALL, OK, Libp2pNetwork
+from muletrain.network.libp2p import CALL, OK, Libp2pNetwork, check_socket_folder
 from muletrain.network.memory import MemoryHub
 from muletrain.network.shaped import ShapedNetwork
 from muletrain.network.streams import FRAMES
@@ -383,6 +383,17 @@ def test_garbage_is_reported_and_everything_else_goes_on() -> None:
             assert await b.call(a.peer_id, "echo", b"on", timeout_s=5) == b"on"
 
     asyncio.run(scenario())
+
+
+def test_a_folder_too_long_for_sockets_is_told_what_to_do() -> None:
+    """macOS takes 103 bytes, and its temporary folders are long: ours must fit into them, our two levels included."""
+    macos = Path("/var/folders/zz/zyxvpxvq6csfxvn_n0000000000000/T/mule-abcdefgh/mule-abcdefgh")
+    check_socket_folder(macos, "darwin")
+    check_socket_folder(macos / "xyz", "linux")
+    with pytest.raises(NetworkError, match=r"4 bytes too long .* TMPDIR=/tmp"):
+        check_socket_folder(macos / "xyz", "darwin")
+    with pytest.raises(NetworkError, match="bytes too long"):
+        check_socket_folder(Path("/tmp") / ("\N{GREEK SMALL LETTER MU}" * 40), "linux")  # bytes, not letters
 
 
 def test_addresses_that_lead_nowhere() -> None:

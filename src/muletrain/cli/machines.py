@@ -21,8 +21,8 @@ from rich.text import Text
 
 from muletrain.cli.console import make_console
 from muletrain.cli.session import Session
-from muletrain.cli.train import newest_checkpoint, opened, prepare, save_config
-from muletrain.errors import AdmissionError, MuletrainError, NetworkError
+from muletrain.cli.train import first_checkpoint, newest_checkpoint, opened, prepare, save_config
+from muletrain.errors import AdmissionError, ConfigError, MuletrainError, NetworkError
 from muletrain.events import PeerJoined
 from muletrain.runs.fleet import LocalFleet
 from muletrain.runs.folder import ROOT, new_run_folder
@@ -60,33 +60,51 @@ def start_run(
 def _start(
     folder: Path, config: RunConfig, *, listen: str, port: int, announce: tuple[str, ...], json: bool, resumed: bool
 ) -> None:
-    name = _host()
-    threads = config.compute.threads or os.cpu_count() or 1
+    from muletrain.runs.machine import free_memory_of_machine, own_devices
+
+    devices = own_devices(config.compute.device)
+    names = _names(_host(), devices)
+    threads = config.compute.threads or max(1, (os.cpu_count() or 1) // len(devices))
+    host_memory = free_memory_of_machine(len(devices))
     with LocalFleet(folder, threads) as fleet:
-        fleet.spawn([name])
+        fleet.spawn(names)
         given, config = config, prepare(config, quiet=json)
+        run = Ticket.new_run()
         checkpoint = newest_checkpoint(folder, config) if resumed else None
+        if checkpoint is None and config.model.from_ is not None:
+            checkpoint = first_checkpoint(folder, config, run.run_id, quiet=json)
         save_config(folder, given)
         session = Session(folder, fleet, json=json)
-        spec = WorkerSpec(
-            role="found",
-            name=name,
-            ticket=str(Ticket.new_run()),
-            config=config.model_dump_json(by_alias=True),
-            folder=str(folder),
-            threads=threads,
-            data="config",
-            device=config.compute.device,
-            memory_gib=config.compute.memory,
-            listen=listen,
-            port=port or config.network.port,
-            announce=announce or config.network.announce,
-            resume=None if checkpoint is None else str(checkpoint),
-        )
+        port, announce = port or config.network.port, announce or config.network.announce
+        founder, *others = [
+            WorkerSpec(
+                role="join",
+                name=name,
+                ticket="",
+                folder=str(folder),
+                threads=threads,
+                data="config",
+                device=own,
+                memory_gib=config.compute.memory,
+                host_memory=host_memory,
+                listen=listen,
+                port=_port(port, k),
+                announce=_announced(announce, k),
+            )
+            for k, (name, own) in enumerate(zip(names, devices, strict=True))
+        ]
+        first = {
+            "role": "found",
+            "ticket": str(run),
+            "config": config.model_dump_json(by_alias=True),
+            "resume": None if checkpoint is None else str(checkpoint),
+        }
         try:
             with session.interruptible("the run"), session.console:
-                fleet.begin(spec)
-                ticket = session.wait_for_ticket(name)
+                fleet.begin(founder.model_copy(update=first))
+                ticket = session.wait_for_ticket(founder.name)
+                for other in others:
+                    fleet.begin(other.model_copy(update={"ticket": str(ticket)}))
                 if json:
                     print(jsonlib.dumps({"kind": "ticket", "ticket": str(ticket)}), flush=True)
                 session.say(f"on every other machine:\n\nmuletrain join {ticket}\n")
@@ -108,15 +126,18 @@ def join_run(
     port: int,
     json: bool,
     name: str | None = None,
+    announce: tuple[str, ...] = (),
 ) -> None:
     """Serve until the run ends. Raises MuletrainError with the reason when the run does not take us."""
+    from muletrain.runs.machine import free_memory_of_machine, own_devices
+
     Ticket.parse(ticket)
     if name is not None and not re.fullmatch(r"\w[\w.-]{0,63}", name):
         raise MuletrainError(f"--name {name!r}: up to 64 letters, digits, '.', '_' and '-', as it names files, too")
-    devices = _devices(device)
+    devices = own_devices(device)
     folder = new_run_folder("join")
-    host = name or f"{_host()}-{secrets.token_hex(2)}"  # two machines may have one name
-    names = [host if len(devices) == 1 else f"{host}-{k}" for k in range(len(devices))]
+    names = _names(name or f"{_host()}-{secrets.token_hex(2)}", devices)  # two machines may have one name
+    host_memory = free_memory_of_machine(len(devices))
     threads = threads or max(1, (os.cpu_count() or 1) // len(devices))
     where = (
         "none" if data is None else os.path.abspath(data) if not data.startswith("hf:") and data != "pydoc" else data
@@ -138,8 +159,10 @@ def join_run(
                             device=own,
                             stage=stage,
                             memory_gib=memory,
+                            host_memory=host_memory,
                             listen=listen,
-                            port=port + k if port else 0,
+                            port=_port(port, k),
+                            announce=_announced(announce, k),
                             keeps_ticket=True,
                         )
                     )
@@ -285,13 +308,24 @@ async def _as_member(ticket: Ticket, work: Callable[[Network, str], Awaitable[An
             await network.close()
 
 
-def _devices(asked: str) -> list[str]:
-    """Every GPU under 'auto', else what was asked for."""
-    if asked != "auto":
-        return [asked]
-    import torch
+def _names(host: str, devices: Sequence[str]) -> list[str]:
+    return [host if len(devices) == 1 else f"{host}-{k}" for k in range(len(devices))]
 
-    return [f"cuda:{k}" for k in range(torch.cuda.device_count())] or ["auto"]
+
+def _port(port: int, peer: int) -> int:
+    """A machine's peers listen on the ports from ``port`` on; 0: any free ones."""
+    return port + peer if port else 0
+
+
+def _announced(addresses: Sequence[str], peer: int) -> tuple[str, ...]:
+    """What peer number ``peer`` of a machine says: its port is as much higher as the one it listens on. Raises ConfigError."""
+    shifted = []
+    for address in addresses:
+        match = re.fullmatch(r"(/(?:ip4|ip6|dns|dns4|dns6)/[^/]+/tcp/)(\d{1,5})", address)
+        if match is None or int(match[2]) + peer > 65535:
+            raise ConfigError(f"--announce {address}: write it as /ip4/1.2.3.4/tcp/4000 (or /dns4/NAME/tcp/PORT)")
+        shifted.append(f"{match[1]}{int(match[2]) + peer}")
+    return tuple(shifted)
 
 
 def _host() -> str:

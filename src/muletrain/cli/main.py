@@ -35,6 +35,13 @@ Json = Annotated[bool, typer.Option("--json", help="Print machine-readable event
 Where = Annotated[Path, typer.Argument(help="A run folder (its newest checkpoint) or a checkpoint folder.")]
 
 
+Announce = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="What others should dial where it is not what we listen on (port forwarding), e.g. /ip4/1.2.3.4/tcp/4000. Repeatable.",
+    ),
+]
 Ticketed = Annotated[
     str | None, typer.Argument(metavar="[TICKET]", help="Default: that of the run this machine is in.")
 ]
@@ -71,9 +78,7 @@ def start(
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="TCP port; 0: any free one. Open it in your firewall.")
     ] = 0,
-    announce: Annotated[
-        list[str] | None, typer.Option(help="Address others should dial, e.g. /ip4/1.2.3.4/tcp/4000. Repeatable.")
-    ] = None,
+    announce: Announce = None,
     resume: Resume = None,
     json: Json = False,
 ) -> None:
@@ -105,7 +110,11 @@ def join(
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: all cores.")] = None,
     name: Annotated[str | None, typer.Option(help="What others see of this machine; default: its host name.")] = None,
     listen: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port; 0: any free one.")] = 0,
+    port: Annotated[
+        int,
+        typer.Option(min=0, max=65535, help="TCP port; 0: any free one. Several GPUs take the ones that follow, too."),
+    ] = 0,
+    announce: Announce = None,
     json: Json = False,
 ) -> None:
     """Add this machine to a run: one peer for every GPU, or one for the CPU."""
@@ -122,6 +131,7 @@ def join(
         port=port,
         json=json,
         name=name,
+        announce=tuple(announce or ()),
     )
 
 

@@ -90,10 +90,13 @@ class Session:
     def interrupted(self) -> bool:
         return self._interrupts > 0
 
-    def watch(self) -> None:
-        """Until every process has ended. A failed one is survived as long as others go on; all failing raises MuletrainError."""
+    def watch(self, *, whole: bool = False) -> None:
+        """Until every process has ended. A failed one is survived as long as others go on; all failing raises MuletrainError, and so
+        does one that fails before a run begins that needs the ``whole`` fleet: the others would wait for it for ever."""
         while self.fleet.alive():
             self.poll()
+            if whole and self.view.started is None and any(self.fleet.exit_codes().values()) and not self.interrupted:
+                self.fleet.kill()
             if self._asked is not None and time.monotonic() - self._asked > STOP_S:
                 self.fleet.kill()
             time.sleep(POLL_S)

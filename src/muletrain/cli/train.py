@@ -29,22 +29,23 @@ if TYPE_CHECKING:
 def run_local(path: Path | None, overrides: Sequence[str], *, json: bool, resume: Path | None = None) -> None:
     """Raises MuletrainError for what cannot run, before anything is started."""
     with opened(path, overrides, "run", resume) as (folder, config):
-        _run_local(folder, config, json=json, resumed=resume is not None)
+        _run_local(folder, config.local(), json=json, resumed=resume is not None)
 
 
 def _run_local(folder: Path, config: RunConfig, *, json: bool, resumed: bool) -> None:
-    names = [f"peer-{i}" for i in range(config.fleet.peers)]
+    names = [f"peer-{i}" for i in range(config.fleet.local_peers)]
     threads = threads_per_peer(config.compute.threads, len(names))
     with LocalFleet(folder, threads) as fleet:
         fleet.spawn(names)  # they import while we tokenise
+        workers = _workers(config, folder, names, threads)
         given, config = config, prepare(config, quiet=json)
         checkpoint = newest_checkpoint(folder, config) if resumed else None
         save_config(folder, given)
         session = Session(folder, fleet, json=json)
         try:
             with session.interruptible("the run"), session.console:
-                _begin(session, config, names, threads, checkpoint)
-                session.watch()
+                _begin(session, config, workers, checkpoint)
+                session.watch(whole=True)
             session.report()
         finally:
             session.close()
@@ -109,31 +110,60 @@ def prepare(config: RunConfig, *, quiet: bool) -> RunConfig:
     return config
 
 
-def _begin(session: Session, config: RunConfig, names: list[str], threads: int, checkpoint: Path | None) -> None:
+def first_checkpoint(folder: Path, config: RunConfig, run_id: str, *, quiet: bool) -> Path:
+    """What ``model.from`` holds, in parts for machines that do not have it. Raises CheckpointError."""
+    from muletrain.data.tokens import TokenCache
+    from muletrain.runs.assemble import RunFacts
+    from muletrain.runs.first_weights import write_first_checkpoint
+
+    facts = RunFacts.of(config)
+    cache = TokenCache.build(config.data, facts.spec.vocab)
+    with Progress(transient=True, disable=quiet) as progress:
+        task = progress.add_task("cutting the first weights into stages", total=1.0)
+        return write_first_checkpoint(
+            facts, cache, folder / "checkpoints", run_id, lambda done: progress.update(task, completed=done)
+        )
+
+
+def _workers(config: RunConfig, folder: Path, names: list[str], threads: int) -> list[WorkerSpec]:
+    """Every process's work, before there is a ticket. Raises CapacityError when a stage fits none of them."""
+    from muletrain.runs.assemble import RunFacts, resolve_start
+    from muletrain.runs.machine import check_local, dealt, free_memory_of_machine, own_devices
+
+    devices = dealt(own_devices(config.compute.device), len(names))
+    host = free_memory_of_machine(len(names))
+    check_local(RunFacts.of(resolve_start(config)).needs(), devices, config.compute.memory, host)
+    return [
+        WorkerSpec(
+            role="join",
+            name=name,
+            ticket="",
+            folder=str(folder),
+            threads=threads,
+            data="config",
+            device=device,
+            sharing=devices.count(device),
+            precision=config.compute.precision.value,
+            memory_gib=config.compute.memory,
+            host_memory=host,
+            listen=config.network.listen,
+            fleet_index=index,
+        )
+        for index, (name, device) in enumerate(zip(names, devices, strict=True))
+    ]
+
+
+def _begin(session: Session, config: RunConfig, workers: list[WorkerSpec], checkpoint: Path | None) -> None:
     """Give every process its work: the first founds the run, the others join it by its ticket."""
-    common = WorkerSpec(
-        role="join",
-        name="",
-        ticket="",
-        folder=str(session.folder),
-        threads=threads,
-        data="config",
-        device=config.compute.device,
-        precision=config.compute.precision.value,
-        memory_gib=config.compute.memory,
-        listen=config.network.listen,
-    )
     founder = {
         "role": "found",
-        "name": names[0],
         "ticket": str(Ticket.new_run()),
         "config": config.model_dump_json(by_alias=True),
         "port": config.network.port,
         "announce": config.network.announce,
-        "fleet_index": 0,
         "resume": None if checkpoint is None else str(checkpoint),
     }
-    session.fleet.begin(common.model_copy(update=founder))
-    ticket = str(session.wait_for_ticket(names[0]))
-    for index, name in enumerate(names[1:], start=1):
-        session.fleet.begin(common.model_copy(update={"name": name, "ticket": ticket, "fleet_index": index}))
+    session.fleet.begin(workers[0].model_copy(update=founder))
+    ticket = str(session.wait_for_ticket(workers[0].name))
+    for worker in workers[1:]:
+        session.fleet.begin(worker.model_copy(update={"ticket": ticket}))

@@ -1,5 +1,5 @@
-"""Memory of a stage, from its sizes: estimates that decide whether to stash or recompute, and whether a stage fits at
-all.
+"""Memory of a stage, from its sizes: estimates that decide whether to stash or recompute, and which machine can serve it
+at all.
 """
 
 from __future__ import annotations
@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from muletrain.config.schema import Precision
-from muletrain.errors import CapacityError
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
-    from muletrain.config.schema import OptimizerConfig
     from muletrain.model.spec import ModelSpec
     from muletrain.policy.partition import Cut
 
@@ -33,9 +31,26 @@ def stash_bytes(spec: ModelSpec, cut: Cut, stage: int, tokens: int, precision: P
     return tokens * ((end - first) * per_layer + head)
 
 
+COPIES = 2
+"""Of weights and moments, made for a checkpoint or a newcomer while training goes on: the tensors, and their bytes."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Memory that a peer may use [bytes]."""
+
+    device: int
+    host: int | None = None
+    """The machine's, beside an accelerator's own; None where they are one (the CPU, Apple's GPUs)."""
+
+    def __str__(self) -> str:
+        beside = "" if self.host is None else f" on its GPU and {format_memory(self.host)} beside it"
+        return format_memory(self.device) + beside
+
+
 @dataclass(frozen=True)
 class StageMemory:
-    """What one stage needs on its machine [bytes]."""
+    """What one stage needs of its machine [bytes]."""
 
     weights: int
     """fp32 masters and, with 16-bit arithmetic, the working copy."""
@@ -43,54 +58,61 @@ class StageMemory:
     gradient: int
     """The accumulator, one microbatch's gradient, and the reduced gradient."""
     activations: int
-    """One microbatch's graph; more is stashed only where memory allows."""
+    """The graphs that must be there at once; more is stashed only where memory allows."""
+    copies: int
+    """See ``COPIES``."""
+    on_device: int
+    """What an accelerator has to hold."""
+    on_host: int
+    """What lies in the machine's memory where an accelerator computes."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.moments + self.gradient + self.activations
+        """Where one memory holds it all."""
+        return self.weights + self.moments + self.gradient + self.activations + self.copies
 
+    def of_device(self, offer: Offer) -> int:
+        """What of it the offered device has to hold."""
+        return self.total if offer.host is None else self.on_device
 
-def stage_memory(spec: ModelSpec, cut: Cut, stage: int, *, tokens: int, precision: Precision) -> StageMemory:
-    """Memory of ``stage`` with microbatches of ``tokens`` (B * T) tokens."""
-    params = spec.stage_params(cut, stage)
-    working = 0 if precision is Precision.FP32 else 2
-    return StageMemory(
-        weights=params * (4 + working),
-        moments=params * 8,
-        gradient=params * (4 + (working or 4) + 4),
-        activations=stash_bytes(spec, cut, stage, tokens, precision),
-    )
+    def fits(self, offer: Offer) -> bool:
+        return self.of_device(offer) <= offer.device and (offer.host is None or self.on_host <= offer.host)
 
+    def need(self, offer: Offer | None = None) -> str:
+        """In words, for a peer that makes such an offer."""
+        if offer is None or offer.host is None:
+            return format_memory(self.total)
+        return f"{format_memory(self.on_device)} on a GPU and {format_memory(self.on_host)} beside it"
 
-def check_fits(
-    spec: ModelSpec,
-    cut: Cut,
-    stage: int,
-    optimizer: OptimizerConfig,
-    memory_bytes: int,
-    *,
-    tokens: int,
-    precision: Precision = Precision.FP32,
-) -> StageMemory:
-    """The memory ``stage`` needs, for microbatches of ``tokens`` tokens, if ``memory_bytes`` of the device are enough.
-
-    With ``optimizer.state_device`` 'cpu', masters, moments and the reduced gradient do not count. Raises CapacityError
-    with the numbers.
-    """
-    need = stage_memory(spec, cut, stage, tokens=tokens, precision=precision)
-    elsewhere = 0
-    if optimizer.state_device == "cpu":
-        params = spec.stage_params(cut, stage)
-        working_copy = params * 4 if precision is Precision.FP32 else 0  # the device then needs one of its own
-        elsewhere = need.moments + params * 8 - working_copy
-    if need.total - elsewhere > memory_bytes:
-        raise CapacityError(
-            f"stage {stage} of {len(cut)} needs {format_memory(need.total - elsewhere)}, but only "
-            f"{format_memory(memory_bytes)} may be used: weights {format_memory(need.weights)}, moments "
-            f"{format_memory(need.moments)}, gradients {format_memory(need.gradient)}, activations "
-            f"{format_memory(need.activations)}"
-            + (f" (of all that, {format_memory(elsewhere)} lie in CPU memory)" if elsewhere else "")
-            + "; use more fleet.stages, a smaller train.microbatch, or, with an accelerator, "
-            "optimizer.state_device = 'cpu'"
+    def __str__(self) -> str:
+        return (
+            f"weights {format_memory(self.weights)}, moments {format_memory(self.moments)}, gradients "
+            f"{format_memory(self.gradient)}, activations {format_memory(self.activations)}, copies for checkpoints "
+            f"{format_memory(self.copies)}"
         )
-    return need
+
+
+def stage_memory(
+    spec: ModelSpec, cut: Cut, stage: int, *, tokens: int, precision: Precision, state_on_cpu: bool = False, graphs: int = 1
+) -> StageMemory:  # fmt: skip
+    """Memory of ``stage`` with microbatches of ``tokens`` (B * T) tokens, of which ``graphs`` are kept at once.
+
+    ``state_on_cpu``: masters and moments stay in the machine's memory, an accelerator has a working copy.
+    """
+    params = spec.stage_params(cut, stage)
+    size = 4 if precision is Precision.FP32 else 2
+    copy = 0 if precision is Precision.FP32 else params * size
+    masters, moments, accumulator, reduced = 4 * params, 8 * params, 4 * params, 4 * params
+    activations = graphs * stash_bytes(spec, cut, stage, tokens, precision)
+    copies = COPIES * (masters + moments)
+    computing = accumulator + params * size + activations
+    if state_on_cpu:
+        on_device = params * size + computing
+        on_host = masters + moments + 2 * reduced + copies  # as it came, and scaled
+    else:
+        on_device = masters + copy + moments + computing
+        on_host = accumulator + reduced + copies
+    return StageMemory(
+        weights=masters + copy, moments=moments, gradient=accumulator + params * size + reduced,
+        activations=activations, copies=copies, on_device=on_device, on_host=on_host,
+    )  # fmt: skip

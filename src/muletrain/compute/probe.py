@@ -8,11 +8,8 @@ from pathlib import Path
 
 import torch
 
-from muletrain.compute.estimate import check_fits
 from muletrain.config.schema import Precision
 from muletrain.errors import ConfigError
-
-__all__ = ["check_fits", "choose_precision", "free_memory", "pick_device", "precision_dtype"]
 
 BUDGET_S = 0.2
 """Of each of the two measurements."""
@@ -21,6 +18,7 @@ MARGIN = 1.2
 _SIZE = 256  # of the matrices: at the 0.4 GFLOP/s of an emulated bf16 one product takes 0.1 s
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
+_CGROUP_STAT = Path("/sys/fs/cgroup/memory.stat")
 
 
 def pick_device(name: str) -> torch.device:
@@ -56,6 +54,18 @@ def choose_precision(device: torch.device) -> Precision:
     return Precision.BF16 if bf16 * MARGIN < fp32 else Precision.FP32
 
 
+def device_count() -> int:
+    """CUDA devices of this machine; opens none of them."""
+    return torch.cuda.device_count()
+
+
+def device_memory(device: torch.device) -> int:
+    """All the memory an accelerator has [bytes]."""
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
 def free_memory(device: torch.device) -> int:
     """Memory that may still be taken on ``device`` [bytes]; on the CPU the container's limit counts too."""
     if device.type == "cuda":
@@ -64,8 +74,9 @@ def free_memory(device: torch.device) -> int:
         return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
     available = _system_memory()
     try:
-        limit = int(_CGROUP_LIMIT.read_text()) - int(_CGROUP_USED.read_text())
-    except (OSError, ValueError):  # no cgroup v2, or "max"
+        cached = int(dict(line.split() for line in _CGROUP_STAT.read_text().splitlines())["inactive_file"])
+        limit = int(_CGROUP_LIMIT.read_text()) - int(_CGROUP_USED.read_text()) + cached  # files read give way
+    except (OSError, ValueError, KeyError):  # no cgroup v2, or "max"
         return available
     return min(available, max(0, limit))
 

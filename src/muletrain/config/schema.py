@@ -163,17 +163,26 @@ class FleetConfig(Section):
     """How many peers and what they do. Speeds and links of an emulated fleet come from its profile."""
 
     stages: PositiveInt = Field(default=2, description="parts the model is cut into [pipeline stages]")
-    peers: PositiveInt = Field(
-        default=4, description="peers to start ('run') or to wait for ('start'), at least one per stage [peers]"
+    peers: PositiveInt | None = Field(
+        default=None,
+        description="'run' starts as many, default: 2 per stage; 'start' waits for as many, default: until every stage has one [peers]",
+        examples=[4],
     )
-    trainers: PositiveInt = Field(
-        default=2, description="how many peers of a local fleet also build microbatches [peers]"
+    trainers: PositiveInt | None = Field(
+        default=None,
+        description="at most so many peers build microbatches; default: 2 of a local fleet, else all that have the data [peers]",
+        examples=[2],
     )
     profile: str | None = Field(
         default=None,
         description="fleet TOML with machines and links to emulate ('muletrain config --fleet' prints one)",
         examples=["slow-home"],
     )
+
+    @property
+    def local_peers(self) -> int:
+        """Processes of a local fleet."""
+        return self.peers or 2 * self.stages
 
 
 class WireConfig(Section):
@@ -245,6 +254,12 @@ class RunConfig(Section):
         _check_fleet(self.fleet)
         return self
 
+    def local(self) -> RunConfig:
+        """With what a local fleet has where nothing is said: two peers a stage, two trainers."""
+        peers = self.fleet.local_peers
+        counts = {"peers": peers, "trainers": self.fleet.trainers or min(2, peers)}
+        return self.model_copy(update={"fleet": self.fleet.model_copy(update=counts)})
+
     @property
     def microbatches(self) -> int:
         """Microbatches per step, M."""
@@ -290,11 +305,11 @@ def _check_batch(t: TrainConfig) -> None:
 
 
 def _check_fleet(f: FleetConfig) -> None:
-    if f.peers < f.stages:
+    if f.peers is not None and f.peers < f.stages:
         raise ValueError(
             f"fleet.peers: {f.peers} peers cannot serve fleet.stages = {f.stages}; give at least one peer per stage"
         )
-    if f.trainers > f.peers:
+    if f.trainers is not None and f.peers is not None and f.trainers > f.peers:
         raise ValueError(f"fleet.trainers: {f.trainers} trainers among fleet.peers = {f.peers}; at most one per peer")
 
 

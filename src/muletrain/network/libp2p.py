@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
+import sys
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +35,10 @@ if TYPE_CHECKING:
 MAX_CALL = 1 << 20
 CALL = "muletrain/call"
 OK, FAILED, STRANGER = b"\0", b"\1", b"\2"
-MAX_SOCKET_PATH = 107
+MAX_SOCKET_PATH = {"darwin": 103}
+"""Bytes of a unix socket's path by platform (``sun_path`` without its final zero); 107 elsewhere."""
+SOCKET = "p2pclient-12345678901.sock"
+"""The longest name that hivemind gives one."""
 SELF_QUEUE = 1024
 """Frames to ourselves waiting for the handler."""
 
@@ -266,8 +271,7 @@ class Libp2pNetwork:
 
 
 async def _start_daemon(folder: Path, listen: str, port: int, announce: tuple[str, ...]) -> GatedP2P:
-    if len(f"{folder}/p2pclient-12345678901.sock") > MAX_SOCKET_PATH:
-        raise NetworkError(f"{folder}: too long for unix sockets; use a folder with a shorter path")
+    check_socket_folder(folder, sys.platform)
     _check_port_free(listen, port)
     identity = folder / "identity"
     if not identity.exists():
@@ -285,6 +289,15 @@ async def _start_daemon(folder: Path, listen: str, port: int, announce: tuple[st
             f"the network daemon did not start on {listen}:{port}: {' '.join(str(e).split())[:500]}"
         ) from e
     return p2p
+
+
+def check_socket_folder(folder: Path, platform: str) -> None:
+    """Raises NetworkError where the daemon's sockets would have longer paths than ``platform`` (``sys.platform``) takes."""
+    length, limit = len(os.fsencode(folder / SOCKET)), MAX_SOCKET_PATH.get(platform, 107)
+    if length > limit:
+        raise NetworkError(
+            f"{folder}: {length - limit} bytes too long for unix sockets; set TMPDIR to a folder with a short path, e.g. TMPDIR=/tmp"
+        )
 
 
 def _check_port_free(listen: str, port: int) -> None:

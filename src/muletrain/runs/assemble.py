@@ -9,15 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetensors import SafetensorError, safe_open
+
 from muletrain.clock import LoopClock
 from muletrain.compute.estimate import stage_memory
 from muletrain.compute.paced import PacedCompute
-from muletrain.compute.probe import choose_precision, free_memory, pick_device
 from muletrain.compute.torch_compute import StageSetup, TorchCompute
 from muletrain.config.fleet import load_fleet
 from muletrain.config.load import digest
 from muletrain.config.schema import ModelConfig, Precision, RunConfig
 from muletrain.data.microbatch import MicrobatchSource, sequence_length
+from muletrain.errors import CheckpointError
 from muletrain.model.hf import import_hf
 from muletrain.model.spec import ModelSpec
 from muletrain.optim.schedule import learning_rate
@@ -26,12 +28,13 @@ from muletrain.swarm.context import Plan
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
     from torch import Tensor
 
     from muletrain.compute.base import Compute
+    from muletrain.compute.estimate import StageMemory
     from muletrain.data.tokens import TokenCache
     from muletrain.policy.partition import Cut
+    from muletrain.runs.machine import Machine
 
 CAPACITY = 16
 """Requests a peer holds at once: enough to cover a round trip of several service times. At 100 ms and 180 ms of service a fleet kept
@@ -83,12 +86,18 @@ class RunFacts:
             cache.train, t.seed, t.batch, t.microbatch, self.spec.context, t.sequence_start, t.sequence_warmup
         )
 
-    def stage_bytes(self) -> list[int]:
-        """Memory each stage needs, in fp32."""
-        stages = range(self.config.fleet.stages)
+    def needs(self) -> list[StageMemory]:
+        """Memory each stage needs, in fp32 where every machine chooses its precision."""
+        c = self.config
+        precision = Precision.FP32 if c.compute.precision is Precision.AUTO else c.compute.precision
         return [
-            stage_memory(self.spec, self.cut, s, tokens=self.tokens, precision=Precision.FP32).total for s in stages
-        ]
+            stage_memory(
+                self.spec, self.cut, s, tokens=self.tokens, precision=precision,
+                state_on_cpu=c.optimizer.state_device == "cpu",
+                graphs=min(CAPACITY, c.microbatches) if c.compute.checkpointing == "never" else 1,
+            )
+            for s in range(c.fleet.stages)
+        ]  # fmt: skip
 
     def stage_costs(self) -> list[float]:
         """FLOPs per token of each stage's forward."""
@@ -102,38 +111,44 @@ class RunFacts:
         }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What one peer process may use."""
-
-    device: torch.device
-    precision: Precision
-    memory: int
-    """bytes"""
-
-    @classmethod
-    def probe(cls, device: str, precision: Precision, memory_gib: float | None) -> Machine:
-        """Measures for at most a second. Raises ConfigError for a device that is not there."""
-        chosen = pick_device(device)
-        measured = choose_precision(chosen) if precision is Precision.AUTO else precision
-        memory = free_memory(chosen) if memory_gib is None else int(memory_gib * 2**30)
-        return cls(chosen, measured, memory)
-
-
-def build_compute(facts: RunFacts, stage: int, machine: Machine, fleet_index: int | None) -> Compute:
-    """The stage's compute, paced if the fleet profile declares service times. Raises CheckpointError (``model.from``)."""
+def build_compute(
+    facts: RunFacts, stage: int, machine: Machine, fleet_index: int | None, part: Path | None = None
+) -> Compute:
+    """The stage's compute, paced if the fleet profile declares service times. ``part``: where its weights are (a checkpoint's part),
+    default: ``model.from``, or drawn from the seed. Raises CheckpointError."""
     config = facts.config
     setup = StageSetup(
         optimizer=config.optimizer, total_steps=config.train.steps, seed=config.train.seed,
         sequences=config.train.microbatch, device=machine.device, precision=machine.precision,
-        checkpointing=config.compute.checkpointing, stash_budget=int(STASH_SHARE * machine.memory),
+        checkpointing=config.compute.checkpointing, stash_budget=_stash_budget(facts, stage, machine),
     )  # fmt: skip
-    compute: Compute = TorchCompute(facts.spec, facts.cut, stage, setup, _initial(config))
+    compute: Compute = TorchCompute(
+        facts.spec, facts.cut, stage, setup, _initial(config) if part is None else _weights_in(part)
+    )
     if config.fleet.profile is not None and fleet_index is not None:
-        peer = load_fleet(config.fleet.profile, peers=config.fleet.peers).peers()[fleet_index]
+        peer = load_fleet(config.fleet.profile, peers=config.fleet.local_peers).peers()[fleet_index]
         if peer.forward_s and peer.backward_s:
             compute = PacedCompute(compute, LoopClock(), peer.forward_s, peer.backward_s)
     return compute
+
+
+def _stash_budget(facts: RunFacts, stage: int, machine: Machine) -> int:
+    """What is left beside the stage itself, as far as ``STASH_SHARE`` allows [bytes]."""
+    offer = machine.offer
+    left = offer.device - facts.needs()[stage].of_device(offer)
+    return max(0, min(int(STASH_SHARE * offer.device), left))
+
+
+def _weights_in(part: Path) -> Callable[[str], Tensor]:
+    def load(name: str) -> Tensor:
+        try:
+            with safe_open(part, framework="pt") as file:
+                tensor: Tensor = file.get_tensor(f"model/{name}")
+        except (OSError, SafetensorError) as e:
+            raise CheckpointError(f"{part}: {name} cannot be read ({e}); use another checkpoint of the run") from e
+        return tensor
+
+    return load
 
 
 def _initial(config: RunConfig) -> Callable[[str], Tensor] | None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import Field
 
 from muletrain import __version__
+from muletrain.compute.estimate import Offer
 from muletrain.errors import AdmissionError, CapacityError, NetworkError, ProtocolError
 from muletrain.events import Admitted, JoinRefused, Note, Waiting
 from muletrain.swarm.messages import Digest, Id, Member, Message, Natural, Text
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from muletrain.clock import Clock
+    from muletrain.compute.estimate import StageMemory
     from muletrain.events import Event
     from muletrain.network.base import Network, PeerId
 
@@ -37,14 +39,21 @@ POLL_S = 2.0
 
 
 class Join(Message):
-    """``stage``: the one wanted, if any. ``memory``: bytes this peer may use."""
+    """``stage``: the one wanted, if any. ``device``: its kind (``Machine.kind``). ``memory``: bytes of it this peer may use, and
+    ``host_memory`` beside it (``Offer``)."""
 
     KIND: ClassVar[str] = "lobby.join"
     version: Text
     name: Id
     stage: Natural | None
+    device: Text
     memory: Natural
+    host_memory: Natural | None
     addresses: Annotated[tuple[Text, ...], Field(max_length=64)]
+
+    @property
+    def offer(self) -> Offer:
+        return Offer(self.memory, self.host_memory)
 
 
 class Welcome(Message):
@@ -113,9 +122,9 @@ class Lobby:
     stages: int
     expected: int
     """Peers to wait for, the founder among them."""
-    trainers: int
-    """At most this many peers become trainers."""
-    stage_bytes: list[int]
+    trainers: int | None
+    """At most this many peers become trainers; None: all that have the data."""
+    needs: list[StageMemory]
     """Memory each stage needs."""
     stage_costs: list[float]
     """Compute cost of each stage: the most loaded one gets the next peer."""
@@ -124,6 +133,8 @@ class Lobby:
     """Each stage's state before ``first_step``, if that is not 0."""
     part_digests: list[bytes] = field(default_factory=list)
     _guests: dict[PeerId, _Guest] = field(default_factory=dict)
+    _largest: Offer | None = None
+    """The largest offer of all who came, also of those we had no seat for."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _begun: bool = False
 
@@ -150,16 +161,28 @@ class Lobby:
     def _choose_stage(self, join: Join) -> int:
         if join.stage is not None and join.stage >= self.stages:
             raise AdmissionError(f"stage {join.stage} was asked for, but the run has stages 0..{self.stages - 1}")
-        wanted = range(self.stages) if join.stage is None else [join.stage]
-        fitting = [s for s in wanted if self.stage_bytes[s] <= join.memory]
+        wanted, offer = range(self.stages) if join.stage is None else [join.stage], join.offer
+        if self._largest is None or self._largest.device < offer.device:
+            self._largest = offer
+        fitting = [s for s in wanted if self.needs[s].fits(offer)]
         if not fitting:
-            smallest = min(self.stage_bytes[s] for s in wanted)
+            least = min((self.needs[s] for s in wanted), key=lambda n: n.total)
             raise CapacityError(
-                f"the smallest stage on offer needs {smallest / 2**30:.2f} GiB, this machine may use {join.memory / 2**30:.2f} GiB: "
-                f"give it more memory, or use more stages"
+                f"the smallest stage on offer needs {least.need(offer)} ({least}), this machine may use {offer}: give it more memory "
+                f"(--memory says how much it may use), or begin the run with more stages"
             )
-        served = [sum(g.stage == s for g in self._guests.values()) for s in range(self.stages)]
-        return max(fitting, key=lambda s: (self.stage_costs[s] / served[s] if served[s] else float("inf"), -s))
+        kinds: list[list[str]] = [
+            [g.join.device for g in self._guests.values() if g.stage == s] for s in range(self.stages)
+        ]
+        unmixed = [s for s in fitting if set(kinds[s]) <= {join.device}]
+
+        def urgency(stage: int) -> tuple[float, float, int]:
+            """Unserved ones first, of those the ones that few can serve: by the quarters of this machine that they take."""
+            served = len(kinds[stage])
+            load = self.stage_costs[stage] / served if served else float("inf")
+            return load, 0 if served else 4 * self.needs[stage].of_device(offer) // max(1, offer.device), -stage
+
+        return max(unmixed or fitting, key=urgency)
 
     def ready(self, peer: PeerId, trainer: bool) -> None:
         if peer not in self._guests:
@@ -171,14 +194,23 @@ class Lobby:
     def missing(self) -> list[str]:
         """What the run still waits for, in words."""
         ready = [g for g in self._guests.values() if g.trainer is not None]
-        lacking = [f"stage {s} has no peer" for s in range(self.stages) if not any(g.stage == s for g in ready)]
-        if len(ready) < self.expected:
-            building = len(self._guests) - len(ready)
-            note = f", {building} preparing" if building else ""
-            lacking.append(f"{self.expected - len(ready)} of {self.expected} peers{note}")
+        unserved = [s for s in range(self.stages) if not any(g.stage == s for g in ready)]
+        lacking = [f"stage {s} has no peer ({self._need(s)})" for s in unserved]
+        if (more := self.expected - len(ready)) > len(unserved):
+            lacking.append(f"{more} of {self.expected} peers")
+        if building := len(self._guests) - len(
+            ready
+        ):  # without them the run would begin with members that do not serve yet
+            lacking.append(f"{building} preparing")
         if not any(g.trainer for g in ready):
             lacking.append("a peer with the data (trainer)")
         return lacking
+
+    def _need(self, stage: int) -> str:
+        """What serving ``stage`` takes, and what came nearest to it."""
+        need, best = self.needs[stage], self._largest
+        too_small = "" if best is None or need.fits(best) else f"; the largest offer so far is {best}"
+        return f"needs {need.need(best)}{too_small}"
 
     async def gather(self) -> Genesis:
         """Wait until every stage is served and all expected peers are ready; then let everyone begin."""

@@ -25,12 +25,17 @@ class WorkerSpec(BaseModel):
     device: str = "auto"
     precision: str | None = None
     memory_gib: float | None = None
+    sharing: int = 1
+    """Peers that compute on this device."""
+    host_memory: int | None = None
+    """This peer's share of the machine's memory, measured before any of its peers took any [bytes]; default: what is free."""
     threads: int = 1
     data: Literal["config", "none"] | str = "none"
-    """Where this peer has the corpus: as the run's configuration says, nowhere, or at this path."""
+    """Where this peer has the corpus: as the run's configuration says (the founder's machine), nowhere, or at this path."""
     listen: str = "127.0.0.1"
     port: int = 0
     announce: tuple[str, ...] = ()
+    """Addresses that others should dial instead of those it listens on."""
     keeps_ticket: bool = False
     """A joiner on a machine of its own writes a ticket it can pass on."""
     fleet_index: int | None = None

@@ -26,9 +26,10 @@ from muletrain.errors import AdmissionError, CheckpointError, MuletrainError
 from muletrain.events import EventLog, FrameRefused, JoinRefused, PeerJoined, RunFinished, RunStarted
 from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.network.shaped import ShapedNetwork
-from muletrain.runs.assemble import Machine, RunFacts, build_compute, resolve_start, versions
+from muletrain.runs.assemble import RunFacts, build_compute, resolve_start, versions
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.lobby import Join, Lobby, Visitor, find_founder
+from muletrain.runs.machine import Machine
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.ticket import Ticket
 from muletrain.runs.worker_files import TICKET_FILE
@@ -120,8 +121,8 @@ class Worker:
             net=network, clock=self._clock, emit=self._log.emit, run_id=self._ticket.run_id,
             config_json=config.model_dump_json(by_alias=True),
             config_digest=facts.config_digest, data_digest=bytes.fromhex(cache.digest), tokenizer=cache.tokenizer_json,
-            stages=config.fleet.stages, expected=config.fleet.peers, trainers=config.fleet.trainers,
-            stage_bytes=facts.stage_bytes(), stage_costs=facts.stage_costs(),
+            stages=config.fleet.stages, expected=config.fleet.peers or config.fleet.stages, trainers=config.fleet.trainers,
+            needs=facts.needs(), stage_costs=facts.stage_costs(),
             first_step=checkpoint.step if checkpoint else 0, parts=checkpoint.parts if checkpoint else [],
             part_digests=checkpoint.digests if checkpoint else [],
         )  # fmt: skip
@@ -129,9 +130,9 @@ class Worker:
         ticket = Ticket(self._ticket.run_id, self._ticket.secret, tuple(network.addresses()))
         write_secret(Path(spec.folder) / TICKET_FILE, str(ticket))
         stage = lobby.seat(network.peer_id, self._introduction(network, machine))
-        compute = await self._compute(facts, stage, machine)
-        if checkpoint is not None:
-            await compute.load_state(await compute.offload(safetensors.torch.load_file, checkpoint.parts[stage]))
+        compute = await self._compute(
+            facts, stage, machine, checkpoint.parts[stage] if checkpoint is not None else None
+        )
         lobby.ready(network.peer_id, trainer=True)
         genesis = await lobby.gather()
         await self._train(facts, genesis, network, compute, machine, cache)
@@ -150,12 +151,17 @@ class Worker:
         if precision is not Precision.AUTO:  # the run's word; 'auto' is each machine's own measurement
             machine = dataclasses.replace(machine, precision=precision)
         cache = await asyncio.to_thread(self._own_data, facts, tokenizer, welcome.data.hex())
-        compute = await self._compute(facts, welcome.stage, machine)
         if welcome.part_size:
             with tempfile.TemporaryDirectory(prefix="mule-part-") as folder:
                 part = Path(folder) / "part.safetensors"
                 await visitor.part(welcome, part)
-                await compute.load_state(await compute.offload(safetensors.torch.load_file, part))
+                compute = await self._compute(facts, welcome.stage, machine, part)
+        elif facts.config.model.from_ is not None and self._spec.data != "config":
+            raise AdmissionError(
+                "the run starts from a folder of another machine, which 'muletrain start' would hand out; begin it so"
+            )
+        else:
+            compute = await self._compute(facts, welcome.stage, machine, None)
         genesis = await visitor.begin(trainer=cache is not None)
         if genesis.config != facts.config_digest:
             raise AdmissionError("the founder began with another configuration than it sent; start the run again")
@@ -187,16 +193,22 @@ class Worker:
     async def _machine(self, config: RunConfig | None) -> Machine:
         spec = self._spec
         precision = config.compute.precision if config is not None else Precision(spec.precision or "auto")
-        return await asyncio.to_thread(Machine.probe, spec.device, precision, spec.memory_gib)
+        return await asyncio.to_thread(
+            Machine.probe, spec.device, precision, spec.memory_gib, spec.sharing, spec.host_memory
+        )
 
     def _introduction(self, network: Network, machine: Machine) -> Join:
         return Join(
-            version=muletrain.__version__, name=self._spec.name, stage=self._spec.stage, memory=machine.memory,
-            addresses=tuple(network.addresses()),
+            version=muletrain.__version__, name=self._spec.name, stage=self._spec.stage, device=machine.kind,
+            memory=machine.offer.device, host_memory=machine.offer.host, addresses=tuple(network.addresses()),
         )  # fmt: skip
 
-    async def _compute(self, facts: RunFacts, stage: int, machine: Machine) -> Compute:
-        return await asyncio.to_thread(build_compute, facts, stage, machine, self._spec.fleet_index)
+    async def _compute(self, facts: RunFacts, stage: int, machine: Machine, part: Path | None) -> Compute:
+        """With the state in ``part``, if the run does not begin with what every peer can make."""
+        compute = await asyncio.to_thread(build_compute, facts, stage, machine, self._spec.fleet_index, part)
+        if part is not None:
+            await compute.load_state(await compute.offload(safetensors.torch.load_file, part))
+        return compute
 
     async def _train(
         self,
@@ -257,7 +269,7 @@ class Worker:
         index, profile = self._spec.fleet_index, facts.config.fleet.profile
         if profile is None or index is None:
             return network
-        fleet = load_fleet(profile, peers=facts.config.fleet.peers)
+        fleet = load_fleet(profile, peers=facts.config.fleet.local_peers)
         numbers = {m.id: int(m.name.rsplit("-", 1)[-1]) for m in genesis.members}
         return ShapedNetwork(network, lambda peer: fleet.link(index, numbers[peer]), fleet.peers()[index], self._clock)
 

@@ -1,0 +1,77 @@
+"""What a run begins with under ``model.from``, as its checkpoint of step 0: machines that join have no such folder, so each gets its
+stage's part of it, as when a run goes on.
+
+A part may be larger than this machine's memory: tensors are read and written one by one, in the format of safetensors (eight bytes:
+the header's size; the header as JSON; the tensors).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from muletrain.errors import CheckpointError
+from muletrain.model.hf import import_hf
+from muletrain.model.stage import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch import Tensor
+
+    from muletrain.data.tokens import TokenCache
+    from muletrain.runs.assemble import RunFacts
+
+
+def write_first_checkpoint(
+    facts: RunFacts, cache: TokenCache, folder: Path, run_id: str, tell: Callable[[float], None]
+) -> Path:
+    """``folder``/step-00000000 with the weights of ``model.from``; ``tell`` hears the share that is done. Raises CheckpointError."""
+    assert facts.config.model.from_ is not None
+    load = import_hf(Path(facts.config.model.from_))[1]
+    partial, final = folder / ".step-00000000.partial", folder / "step-00000000"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        (partial / "tokenizer.json").write_bytes(cache.tokenizer_json)
+        parts = []
+        for stage in range(len(facts.cut)):
+            file = f"stage-{stage}.safetensors"
+            parts.append({"file": file, "sha256": _write_part(partial / file, facts, stage, load)})
+            tell((stage + 1) / len(facts.cut))
+        manifest = {**facts.manifest(run_id), "data": cache.digest, "step": 0, "lineage": "", "parts": parts}
+        (partial / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        shutil.rmtree(final, ignore_errors=True)
+        partial.replace(final)
+    except OSError as e:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(
+            f"{folder}: the first weights cannot be written for the machines that join ({e.strerror or e}); free "
+            f"{4 * facts.spec.params / 1e9:.1f} GB or start from another folder"
+        ) from e
+    return final
+
+
+def _write_part(path: Path, facts: RunFacts, stage: int, load: Callable[[str], Tensor]) -> str:
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for piece in _safetensors(Stage(facts.spec, stage, facts.cut).shapes(), load):
+            digest.update(piece)
+            file.write(piece)
+    return digest.hexdigest()
+
+
+def _safetensors(shapes: Mapping[str, tuple[int, ...]], load: Callable[[str], Tensor]) -> Iterator[bytes | memoryview]:
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 4 * math.prod(shape)
+        header[f"model/{name}"] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in shapes:
+        yield load(name).contiguous().numpy().data.cast("B")
