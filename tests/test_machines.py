@@ -113,10 +113,14 @@ def test_two_machines_train_and_a_stranger_is_refused(
     assert '"stage": 1' in peers
     # the end of the ticket protects it against typing errors; another run's ticket is whole, but of another secret
     assert "damaged" in output(machines("c", "join", ticket[:-6] + "AAAAAA"), code=2)
-    assert "other" in (late := output(machines("c", "join", _with_other_secret(ticket)), code=2)) or "another" in late
-    assert "has begun" in output(machines("c", "join", ticket), code=2)
+    assert "other" in (told := output(machines("c", "join", _with_other_secret(ticket)), code=2)) or "another" in told
+    passed_on = ticket_in(tmp_path / "b")  # any member takes newcomers in
+    late = machines("c", "join", passed_on, "--data", "pydoc", "--name", "late")
+    wait_for(lambda: '"late"' in output(machines("c", "status", ticket, "--json")), 90)
+    wait_for(lambda: "step_applied" in "".join(p.read_text() for p in (tmp_path / "c").glob("runs/*/late.jsonl")))
     output(machines("b", "stop"))  # of the run that this machine is in
-    out, joined = output(founder), output(joiner)
+    out, joined, came_later = output(founder), output(joiner), output(late)
+    assert "serves stage" in came_later
     assert "stage 1 has no peer" in out, "it says what is missing while it waits"
     assert "validation loss" in out
     assert "serves stage 1" in joined

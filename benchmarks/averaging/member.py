@@ -24,8 +24,7 @@ from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.network.shaped import ShapedNetwork
 from muletrain.swarm.averaging import Averager, Round
 from muletrain.swarm.context import Context, Plan
-from muletrain.swarm.messages import Reduced, Shard, ShardEntry
-from muletrain.swarm.messages import Member
+from muletrain.swarm.messages import Member, Reduced, Shard, ShardEntry
 from muletrain.swarm.roster import Genesis, Roster
 
 SIZE = 25_000_000

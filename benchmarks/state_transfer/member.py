@@ -43,7 +43,9 @@ class State:
 
     async def state(self) -> dict[str, torch.Tensor]:
         copy = await self.offload(self._flat.clone)
-        return {f"{kind}/{k}": copy[i, k] for i, kind in enumerate(("model", "moment1", "moment2")) for k in range(TENSORS)}
+        return {
+            f"{kind}/{k}": copy[i, k] for i, kind in enumerate(("model", "moment1", "moment2")) for k in range(TENSORS)
+        }
 
     async def load_state(self, state: dict[str, torch.Tensor]) -> None:
         for i, kind in enumerate(("model", "moment1", "moment2")):
@@ -111,7 +113,12 @@ async def take(ctx: Context, receiver: Receiver, compute: State, folder: Path) -
         assert compute.check() == expected
     (folder / "done").touch()
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    report = {"seconds": seconds[WARM_UP:], "first": seconds[0], "bytes": 12 * PARAMS, "cpu_s": usage.ru_utime + usage.ru_stime}
+    report = {
+        "seconds": seconds[WARM_UP:],
+        "first": seconds[0],
+        "bytes": 12 * PARAMS,
+        "cpu_s": usage.ru_utime + usage.ru_stime,
+    }
     print(json.dumps(report), flush=True)
 
 

@@ -44,7 +44,9 @@ def transfer(donors: int) -> dict[str, Any]:
 
 def main() -> None:
     results = [transfer(donors) for donors in (1, 2, 3)]
-    table = Table("donors", "median [s]", "MB/s", "first, with the donors' copy [s]", title="300 MB of state, 5 transfers")
+    table = Table(
+        "donors", "median [s]", "MB/s", "first, with the donors' copy [s]", title="300 MB of state, 5 transfers"
+    )
     for r in results:
         table.add_row(str(r["donors"]), f"{r['median_s']:.2f}", f"{r['mb_per_s']:.0f}", f"{r['first']:.2f}")
     Console().print(table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -57,6 +58,11 @@ class RunFacts:
         """Raises ConfigError when the model cannot be cut as asked."""
         spec = ModelSpec.from_config(config.model)
         return cls(config, spec, spec.cut(config.fleet.stages))
+
+    def drawn(self) -> RunFacts:
+        """The same with first weights from the seed, for who takes others anyway."""
+        model = self.config.model.model_copy(update={"from_": None})
+        return dataclasses.replace(self, config=self.config.model_copy(update={"model": model}))
 
     @property
     def config_digest(self) -> bytes:

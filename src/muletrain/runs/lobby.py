@@ -68,6 +68,10 @@ class Welcome(Message):
     """Bytes of your stage's state, as safetensors, where the run goes on from a checkpoint; 0: it begins."""
     part_digest: Digest = bytes(32)
     """SHA-256."""
+    running: bool = False
+    """The run has begun: take the stage's state from its replicas."""
+    name: Text = ""
+    """What you are called in a run that has begun."""
 
 
 class AskTokenizer(Message):
@@ -91,6 +95,12 @@ class Ready(Message):
 class Begin(Message):
     KIND: ClassVar[str] = "lobby.begin"
     genesis: Genesis
+
+
+class AskGenesis(Message):
+    """What did the run begin with? The answer is a Begin."""
+
+    KIND: ClassVar[str] = "lobby.genesis"
 
 
 class Founder(Message):
@@ -147,42 +157,19 @@ class Lobby:
 
     def seat(self, peer: PeerId, join: Join) -> int:
         """Choose a stage for ``peer`` and remember it. Raises AdmissionError or CapacityError."""
-        if join.version != __version__:
-            raise AdmissionError(
-                f"this run is muletrain {__version__}, the newcomer {join.version}: install muletrain=={__version__} there"
-            )
+        check_version(join)
         if self._begun:
-            raise AdmissionError("the run has begun; joining a running one is not possible in this version")
+            raise AdmissionError("the run begins at this very moment; join again in some seconds")
         stage = self._choose_stage(join)
         self._guests[peer] = _Guest(join, stage)
         self._changed.set()
         return stage
 
     def _choose_stage(self, join: Join) -> int:
-        if join.stage is not None and join.stage >= self.stages:
-            raise AdmissionError(f"stage {join.stage} was asked for, but the run has stages 0..{self.stages - 1}")
-        wanted, offer = range(self.stages) if join.stage is None else [join.stage], join.offer
-        if self._largest is None or self._largest.device < offer.device:
-            self._largest = offer
-        fitting = [s for s in wanted if self.needs[s].fits(offer)]
-        if not fitting:
-            least = min((self.needs[s] for s in wanted), key=lambda n: n.total)
-            raise CapacityError(
-                f"the smallest stage on offer needs {least.need(offer)} ({least}), this machine may use {offer}: give it more memory "
-                f"(--memory says how much it may use), or begin the run with more stages"
-            )
-        kinds: list[list[str]] = [
-            [g.join.device for g in self._guests.values() if g.stage == s] for s in range(self.stages)
-        ]
-        unmixed = [s for s in fitting if set(kinds[s]) <= {join.device}]
-
-        def urgency(stage: int) -> tuple[float, float, int]:
-            """Unserved ones first, of those the ones that few can serve: by the quarters of this machine that they take."""
-            served = len(kinds[stage])
-            load = self.stage_costs[stage] / served if served else float("inf")
-            return load, 0 if served else 4 * self.needs[stage].of_device(offer) // max(1, offer.device), -stage
-
-        return max(unmixed or fitting, key=urgency)
+        if self._largest is None or self._largest.device < join.offer.device:
+            self._largest = join.offer
+        kinds = [[g.join.device for g in self._guests.values() if g.stage == s] for s in range(self.stages)]
+        return choose_stage(join, self.needs, self.stage_costs, kinds)
 
     def ready(self, peer: PeerId, trainer: bool) -> None:
         if peer not in self._guests:
@@ -261,6 +248,7 @@ class Lobby:
                 stage=self._guests[p].stage,
                 trainer=p in trainers,
                 addresses=self._guests[p].join.addresses,
+                device=self._guests[p].join.device,
             )
             for p in ranked
         )
@@ -303,6 +291,38 @@ class Lobby:
     async def _on_ready(self, sender: PeerId, payload: bytes) -> bytes:
         self.ready(sender, Ready.unpack(payload).trainer)
         return b""
+
+
+def check_version(join: Join) -> None:
+    """Raises AdmissionError."""
+    if join.version != __version__:
+        raise AdmissionError(
+            f"this run is muletrain {__version__}, the newcomer {join.version}: install muletrain=={__version__} there"
+        )
+
+
+def choose_stage(join: Join, needs: list[StageMemory], costs: list[float], kinds: list[list[str]]) -> int:
+    """The most loaded stage that the newcomer can serve, or the one it wants. ``needs``, ``costs``: memory and compute cost of each
+    stage; ``kinds``: the device kinds of those who serve it. Raises AdmissionError or CapacityError."""
+    if join.stage is not None and join.stage >= len(needs):
+        raise AdmissionError(f"stage {join.stage} was asked for, but the run has stages 0..{len(needs) - 1}")
+    wanted, offer = range(len(needs)) if join.stage is None else [join.stage], join.offer
+    fitting = [s for s in wanted if needs[s].fits(offer)]
+    if not fitting:
+        least = min((needs[s] for s in wanted), key=lambda n: n.total)
+        raise CapacityError(
+            f"the smallest stage on offer needs {least.need(offer)} ({least}), this machine may use {offer}: give it more memory "
+            f"(--memory says how much it may use), or begin the run with more stages"
+        )
+    unmixed = [s for s in fitting if set(kinds[s]) <= {join.device}]
+
+    def urgency(stage: int) -> tuple[float, float, int]:
+        """Unserved ones first, of those the ones that few can serve: by the quarters of this machine that they take."""
+        served = len(kinds[stage])
+        load = costs[stage] / served if served else float("inf")
+        return load, 0 if served else 4 * needs[stage].of_device(offer) // max(1, offer.device), -stage
+
+    return max(unmixed or fitting, key=urgency)
 
 
 def _read_at(path: Path, offset: int) -> bytes:
@@ -379,6 +399,11 @@ class Visitor:
                     file.write(data)
         if digest.digest() != welcome.part_digest:
             raise ProtocolError("the checkpoint part that came is not the one that was promised; join again")
+
+    async def genesis(self) -> Genesis:
+        """Of a run that has begun."""
+        answer = await self.net.call(self.founder, AskGenesis.KIND, AskGenesis().pack(), timeout_s=CALL_TIMEOUT_S)
+        return Begin.unpack(answer).genesis
 
     async def begin(self, trainer: bool) -> Genesis:
         """Say that we are ready and wait for the start. Raises NetworkError when the founder goes away meanwhile."""

@@ -30,20 +30,20 @@ from muletrain.runs.assemble import RunFacts, build_compute, resolve_start, vers
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.lobby import Join, Lobby, Visitor, find_founder
 from muletrain.runs.machine import Machine
+from muletrain.runs.reception import Reception
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.ticket import Ticket
 from muletrain.runs.worker_files import TICKET_FILE
 from muletrain.swarm.checkpointing import Collector
 from muletrain.swarm.context import Context
+from muletrain.swarm.messages import Member
 from muletrain.swarm.peer import Peer
 from muletrain.swarm.roster import Roster
 
 if TYPE_CHECKING:
     from muletrain.compute.base import Compute
     from muletrain.network.base import Network
-    from muletrain.swarm.messages import Member
     from muletrain.swarm.record import StepRecord
-    from muletrain.swarm.roster import Genesis
 
 
 PROTOCOL = f"muletrain {muletrain.__version__}"
@@ -134,8 +134,10 @@ class Worker:
             facts, stage, machine, checkpoint.parts[stage] if checkpoint is not None else None
         )
         lobby.ready(network.peer_id, trainer=True)
-        genesis = await lobby.gather()
-        await self._train(facts, genesis, network, compute, machine, cache)
+        roster = Roster(await lobby.gather(), network.peer_id)
+        await self._train(
+            facts, roster, network, compute, machine, cache, lobby.config_json, lobby.tokenizer, lobby.data_digest
+        )
 
     # A newcomer -----------------------------------------------------------------------------------------------------
 
@@ -156,16 +158,40 @@ class Worker:
                 part = Path(folder) / "part.safetensors"
                 await visitor.part(welcome, part)
                 compute = await self._compute(facts, welcome.stage, machine, part)
+        elif welcome.running:  # its weights come from replicas, whatever the run began with
+            compute = await self._compute(facts.drawn(), welcome.stage, machine, None)
         elif facts.config.model.from_ is not None and self._spec.data != "config":
             raise AdmissionError(
                 "the run starts from a folder of another machine, which 'muletrain start' would hand out; begin it so"
             )
         else:
             compute = await self._compute(facts, welcome.stage, machine, None)
-        genesis = await visitor.begin(trainer=cache is not None)
+        if welcome.running:
+            genesis = await visitor.genesis()
+            roster = Roster(
+                genesis,
+                Member(
+                    id=network.peer_id, name=welcome.name, stage=welcome.stage, trainer=cache is not None,
+                    addresses=tuple(network.addresses()), device=machine.kind,
+                ),
+            )  # fmt: skip
+        else:
+            genesis = await visitor.begin(trainer=cache is not None)
+            roster = Roster(genesis, network.peer_id)
         if genesis.config != facts.config_digest:
-            raise AdmissionError("the founder began with another configuration than it sent; start the run again")
-        await self._train(facts, genesis, network, compute, machine, cache)
+            raise AdmissionError("the run began with another configuration than was sent; start it again")
+        await self._train(
+            facts,
+            roster,
+            network,
+            compute,
+            machine,
+            cache,
+            welcome.config,
+            tokenizer,
+            welcome.data,
+            joining=welcome.running,
+        )
 
     def _own_data(self, facts: RunFacts, tokenizer: bytes, digest: str) -> TokenCache | None:
         """The corpus, where this peer has it: only then can it be a trainer. Raises AdmissionError when it is another corpus."""
@@ -213,15 +239,23 @@ class Worker:
     async def _train(
         self,
         facts: RunFacts,
-        genesis: Genesis,
+        roster: Roster,
         network: Network,
         compute: Compute,
         machine: Machine,
         cache: TokenCache | None,
+        config_json: str,
+        tokenizer: bytes,
+        data_digest: bytes,
+        *,
+        joining: bool = False,
     ) -> None:
-        roster = Roster(genesis, network.peer_id)
+        genesis = roster.genesis
+        Reception(
+            network, self._log.emit, roster, config_json, data_digest, tokenizer, facts.needs(), facts.stage_costs()
+        ).open()
         ctx = Context(
-            net=self._shaped(facts, genesis, network), clock=self._clock, compute=compute, roster=roster, plan=facts.plan(),
+            net=self._shaped(facts, roster, network), clock=self._clock, compute=compute, roster=roster, plan=facts.plan(),
             emit=self._log.emit,
         )  # fmt: skip
         self._steps = genesis.first_step
@@ -253,6 +287,7 @@ class Worker:
             on_step=on_step,
             on_report=self._log.emit,
             reports=self._spec.keeps_ticket,
+            joining=joining,
         )
         self._peer.report(
             _joined(roster.own, compute, str(machine.device), machine.precision.value, self._spec.threads)
@@ -264,14 +299,19 @@ class Worker:
         finally:
             compute.close()
 
-    def _shaped(self, facts: RunFacts, genesis: Genesis, network: Network) -> Network:
+    def _shaped(self, facts: RunFacts, roster: Roster, network: Network) -> Network:
         """Links of the fleet profile, if there is one: peer i of the profile is the i-th name of the local fleet."""
         index, profile = self._spec.fleet_index, facts.config.fleet.profile
         if profile is None or index is None:
             return network
         fleet = load_fleet(profile, peers=facts.config.fleet.local_peers)
-        numbers = {m.id: int(m.name.rsplit("-", 1)[-1]) for m in genesis.members}
-        return ShapedNetwork(network, lambda peer: fleet.link(index, numbers[peer]), fleet.peers()[index], self._clock)
+
+        def number(peer: str) -> int:
+            return int(roster.member(peer).name.rsplit("-", 1)[-1]) % len(
+                fleet.peers()
+            )  # a newcomer's links are another's
+
+        return ShapedNetwork(network, lambda peer: fleet.link(index, number(peer)), fleet.peers()[index], self._clock)
 
     def _report_start(self, facts: RunFacts, roster: Roster) -> None:
         config = facts.config

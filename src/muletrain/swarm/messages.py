@@ -66,7 +66,7 @@ class Message(BaseModel):
 
 
 class Member(Message):
-    """One peer of the run. ``since``: the step from which it serves that stage; a later one replaces an earlier."""
+    """One peer of the run. ``device``: its kind. ``since``: the step from which it serves that stage; a later one replaces an earlier."""
 
     KIND: ClassVar[str] = "member"
     id: Id
@@ -74,6 +74,7 @@ class Member(Message):
     stage: Natural
     trainer: bool
     addresses: Annotated[tuple[Text, ...], Field(max_length=64)]
+    device: Text = "cpu"
     since: Natural = 0
 
 
