@@ -22,7 +22,7 @@ from muletrain.compute.paced import PacedCompute
 from muletrain.compute.torch_compute import StageSetup, TorchCompute
 from muletrain.config.load import load_config
 from muletrain.errors import MuletrainError
-from muletrain.events import FrameRefused, MicrobatchRerouted, Note, PeerSuspected, StepApplied
+from muletrain.events import FrameRefused, MicrobatchRerouted, Note, PeerLeft, PeerSuspected, StepApplied
 from muletrain.model.spec import ModelSpec
 from muletrain.network.memory import MemoryHub, MemoryNetwork
 from muletrain.optim.schedule import learning_rate
@@ -48,12 +48,14 @@ LIMIT_S = 6000.0
 """Virtual time after which a run counts as hung: several of the longest waits of the protocol one after the other."""
 TOLERANCE = 1e-5
 """Norm of the difference over norm, per tensor (DESIGN, invariant 1)."""
-SHOWN = (Note, PeerSuspected, MicrobatchRerouted, FrameRefused, StepApplied)
+SHOWN = (Note, PeerLeft, PeerSuspected, MicrobatchRerouted, FrameRefused, StepApplied)
+LEFT = "left in order"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """At ``at_s``: 'kill', 'freeze', 'cut' (``who`` from everyone else), 'slow' or 'damage' (the next frames of) ``who``, for ``for_s``."""
+    """At ``at_s``: 'kill', 'freeze', 'cut' (``who`` from everyone else), 'slow' or 'damage' (the next frames of) ``who``, for ``for_s``;
+    or ``who`` wants to 'leave' in order."""
 
     at_s: float
     kind: str
@@ -100,13 +102,14 @@ class Scenario:
         killed: set[int] = set()
         for _ in range(rng.randint(0, 4)):
             at_s, lasting = rng.uniform(0.0, span), rng.uniform(0.2, 20.0)
-            kind = rng.choice(["kill", "kill", "freeze", "cut", "slow", "damage"])
-            if kind == "kill":
-                victims = [p for s, peers in mortal.items() if s not in away for p in peers]
+            kind = rng.choice(["kill", "kill", "freeze", "cut", "slow", "damage", "leave"])
+            if kind in ("kill", "leave"):
+                # who leaves makes sure that another has its state
+                victims = [p for s, peers in mortal.items() if s not in away or kind == "leave" for p in peers]
                 if victims:
                     victim = rng.choice(victims)
                     mortal[int(victim[5])].remove(victim)
-                    killed.add(int(victim[5]))
+                    killed |= {int(victim[5])} if kind == "kill" else set()
                     faults.append(Fault(at_s, kind, (victim,)))
                 continue
             who, stage = rng.choice(base.members)
@@ -168,9 +171,10 @@ def play(scenario: Scenario) -> Outcome:
             outcome.violations.append(
                 f"{name} ended with other weights than a single process: relative difference {worst:.1e}"
             )
-    killed = {p for f in scenario.faults if f.kind == "kill" for p in f.who}
+    gone = {p for f in scenario.faults if f.kind == "kill" for p in f.who}
+    gone |= {p for p, end in outcome.ends.items() if end == LEFT}
     for name, _ in scenario.members:
-        if name in killed or name in states:
+        if name in gone or name in states:
             continue
         if (states and "can be reached" in outcome.ends.get(name, "")) or "gives it the state" in outcome.ends.get(
             name, ""
@@ -193,6 +197,7 @@ class _World:
         self._computes: dict[str, PacedCompute] = {}
         self._facts = _facts(scenario)
         self._tasks: dict[str, asyncio.Task[Any]] = {}
+        self._peers: dict[str, Peer] = {}
 
     async def run(self) -> dict[str, dict[str, Tensor]]:
         """The state of every peer that came to the end."""
@@ -225,7 +230,8 @@ class _World:
         )
         collector = Collector(ctx, self._folder, 1, {}, {}) if name == genesis.collector else None
         try:
-            await Peer(ctx, source=_Tokens(self._facts), collector=collector).run()
+            peer = self._peers[name] = Peer(ctx, source=_Tokens(self._facts), collector=collector)
+            await peer.run()
             state = await compute.state()
         except MuletrainError as e:
             self._say(f"{name} ends: {e}")
@@ -236,8 +242,8 @@ class _World:
             return None
         finally:
             await network.close()
-        self._outcome.ends[name] = "finished"
-        return state
+        self._outcome.ends[name] = LEFT if peer.left else "finished"
+        return None if peer.left else state
 
     async def _inject(self, fault: Fault, networks: dict[str, MemoryNetwork]) -> None:
         await self._clock.sleep(fault.at_s)
@@ -248,6 +254,9 @@ class _World:
         if fault.kind == "kill":
             self._hub.kill(name)
             self._tasks[name].cancel()
+            return
+        if fault.kind == "leave":
+            self._peers[name].leave()
             return
         switches: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
             "freeze": (lambda: self._hub.freeze(name), lambda: self._hub.thaw(name)),

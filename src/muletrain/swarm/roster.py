@@ -61,6 +61,7 @@ class Roster:
         self.genesis = genesis
         self._members = {m.id: m for m in genesis.members}
         self._dead: set[str] = set()
+        self._left: set[str] = set()
         if own_id not in self._members:
             raise ProtocolError("this peer is not in the run's roster")
         self.own = self._members[own_id]
@@ -72,7 +73,7 @@ class Roster:
         return self._members[peer]
 
     def is_alive(self, peer: str) -> bool:
-        return peer in self._members and peer not in self._dead
+        return peer in self._members and peer not in self._dead | self._left
 
     def dead(self, peer: str) -> bool:
         """Believe ``peer`` dead; True when that is news."""
@@ -82,24 +83,37 @@ class Roster:
         return True
 
     def alive(self, peer: str) -> None:
-        """``peer`` was heard of."""
+        """``peer`` was heard of (one that left, too: it was needed after all)."""
         self._dead.discard(peer)
+        self._left.discard(peer)
+
+    def left(self, peer: str) -> None:
+        """``peer`` has gone in order: nobody asks it any more."""
+        self._left.add(peer)
+
+    def needs_us(self) -> str | None:
+        """Why this peer cannot leave, as far as it knows; None if it can."""
+        if self.own.id == self.genesis.collector:
+            return "it collects the checkpoints"
+        if self.stage(self.own.stage) == (self.own.id,):
+            return f"no other peer serves stage {self.own.stage}"
+        return "no other peer has the data" if self.trainers() == (self.own.id,) else None
 
     def stage(self, stage: int) -> tuple[str, ...]:
         """Live peers of ``stage``, sorted."""
-        return tuple(sorted(m.id for m in self._members.values() if m.stage == stage and m.id not in self._dead))
+        return tuple(sorted(m.id for m in self._members.values() if m.stage == stage and self.is_alive(m.id)))
 
     def others(self) -> tuple[str, ...]:
         """Live peers but ourselves."""
-        return tuple(sorted(p for p in self._members if p not in self._dead and p != self.own.id))
+        return tuple(sorted(p for p in self._members if self.is_alive(p) and p != self.own.id))
 
     def everyone(self) -> tuple[str, ...]:
-        """All members but ourselves, believed dead or not."""
-        return tuple(sorted(p for p in self._members if p != self.own.id))
+        """All members but ourselves and those that left, believed dead or not."""
+        return tuple(sorted(p for p in self._members if p != self.own.id and p not in self._left))
 
     def replicas(self) -> tuple[str, ...]:
         """The other members of our stage, believed dead or not."""
         return tuple(p for p in self.everyone() if self._members[p].stage == self.own.stage)
 
     def trainers(self) -> tuple[str, ...]:
-        return tuple(sorted(m.id for m in self._members.values() if m.trainer and m.id not in self._dead))
+        return tuple(sorted(m.id for m in self._members.values() if m.trainer and self.is_alive(m.id)))
