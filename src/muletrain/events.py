@@ -194,6 +194,15 @@ class MemberAdmitted(Event):
 
 
 @dataclass(frozen=True)
+class PeerLeft(Event):
+    """A peer went in order, after ``step``: nobody counts on it any more."""
+
+    peer_id: str
+    name: str
+    step: int
+
+
+@dataclass(frozen=True)
 class CheckpointWritten(Event):
     """A complete checkpoint is on disk."""
 

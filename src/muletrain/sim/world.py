@@ -22,7 +22,7 @@ from muletrain.compute.paced import PacedCompute
 from muletrain.compute.torch_compute import StageSetup, TorchCompute
 from muletrain.config.load import load_config
 from muletrain.errors import MuletrainError
-from muletrain.events import FrameRefused, MicrobatchRerouted, Note, PeerSuspected, StepApplied
+from muletrain.events import FrameRefused, MicrobatchRerouted, Note, PeerLeft, PeerSuspected, StepApplied
 from muletrain.model.spec import ModelSpec
 from muletrain.network.memory import MemoryHub, MemoryNetwork
 from muletrain.optim.schedule import learning_rate
@@ -49,13 +49,14 @@ LIMIT_S = 6000.0
 """Virtual time after which a run counts as hung: several of the longest waits of the protocol one after the other."""
 TOLERANCE = 1e-5
 """Norm of the difference over norm, per tensor (DESIGN, invariant 1)."""
-SHOWN = (Note, PeerSuspected, MicrobatchRerouted, FrameRefused, StepApplied)
+SHOWN = (Note, PeerLeft, PeerSuspected, MicrobatchRerouted, FrameRefused, StepApplied)
+LEFT = "left in order"
 
 
 @dataclass(frozen=True)
 class Fault:
     """At ``at_s``: 'kill', 'freeze', 'cut' (``who`` from everyone else), 'slow' or 'damage' (the next frames of) ``who``, for ``for_s``;
-    'join': a newcomer, whose name says its stage."""
+    'join': a newcomer, whose name says its stage; or ``who`` wants to 'leave' in order."""
 
     at_s: float
     kind: str
@@ -107,18 +108,19 @@ class Scenario:
         joined: list[str] = []
         for _ in range(rng.randint(0, 4)):
             at_s, lasting = rng.uniform(0.0, span), rng.uniform(0.2, 20.0)
-            kind = rng.choice(["kill", "kill", "freeze", "cut", "slow", "damage", "join", "join"])
+            kind = rng.choice(["kill", "kill", "freeze", "cut", "slow", "damage", "leave", "join", "join"])
             if kind == "join":
                 joined.append(f"peer-{rng.randrange(len(stages))}j{len(joined)}")
                 faults.append(Fault(at_s, kind, (joined[-1],)))
                 continue
-            if kind == "kill":
+            if kind in ("kill", "leave"):
                 mortals = [p for s, peers in mortal.items() for p in peers] + joined
-                victims = [p for p in mortals if _stage(p) not in away]
+                # who leaves makes sure that another has its state
+                victims = [p for p in mortals if _stage(p) not in away or kind == "leave"]
                 if victims:
                     victim = rng.choice(victims)
                     (joined if victim in joined else mortal[_stage(victim)]).remove(victim)
-                    killed.add(_stage(victim))
+                    killed |= {_stage(victim)} if kind == "kill" else set()
                     faults.append(Fault(at_s, kind, (victim,)))
                 continue
             who = rng.choice([*(p for p, _ in base.members), *joined])
@@ -184,9 +186,10 @@ def play(scenario: Scenario) -> Outcome:
             outcome.violations.append(
                 f"{name} ended with other weights than a single process: relative difference {worst:.1e}"
             )
-    killed = {p for f in scenario.faults if f.kind == "kill" for p in f.who}
+    gone = {p for f in scenario.faults if f.kind == "kill" for p in f.who}
+    gone |= {p for p, end in outcome.ends.items() if end == LEFT}
     for name in [*(p for p, _ in scenario.members), *scenario.joining]:
-        if name in killed or name in states or (name not in outcome.ends and name in scenario.joining):
+        if name in gone or name in states or (name not in outcome.ends and name in scenario.joining):
             continue
         if (
             states and "can be reached" in outcome.ends.get(name, "")
@@ -209,6 +212,7 @@ class _World:
         self._computes: dict[str, PacedCompute] = {}
         self._facts = _facts(scenario)
         self._tasks: dict[str, asyncio.Task[Any]] = {}
+        self._peers: dict[str, Peer] = {}
 
     async def run(self) -> dict[str, dict[str, Tensor]]:
         """The state of every peer that came to the end."""
@@ -244,7 +248,9 @@ class _World:
         ctx = Context(network, self._clock, compute, roster, self._facts.plan, lambda e: self._note(name, e))
         collector = Collector(ctx, self._folder, 1, {}, {}) if name == genesis.collector else None
         try:
-            await Peer(ctx, source=_Tokens(self._facts), collector=collector, joining=joining).run()
+            peer = Peer(ctx, source=_Tokens(self._facts), collector=collector, joining=joining)
+            self._peers[name] = peer
+            await peer.run()
             state = await compute.state()
         except MuletrainError as e:
             self._say(f"{name} ends: {e}")
@@ -255,8 +261,8 @@ class _World:
             return None
         finally:
             await network.close()
-        self._outcome.ends[name] = "finished"
-        return state
+        self._outcome.ends[name] = LEFT if peer.left else "finished"
+        return None if peer.left else state
 
     async def _inject(self, fault: Fault, networks: dict[str, MemoryNetwork], genesis: Genesis) -> None:
         await self._clock.sleep(fault.at_s)
@@ -272,6 +278,9 @@ class _World:
         if fault.kind == "kill":
             self._hub.kill(name)
             self._tasks[name].cancel()
+            return
+        if fault.kind == "leave":
+            self._peers[name].leave()
             return
         switches: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
             "freeze": (lambda: self._hub.freeze(name), lambda: self._hub.thaw(name)),

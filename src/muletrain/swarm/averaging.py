@@ -52,6 +52,7 @@ class Round:
     microbatches: int
     n_params: int
     stop: bool
+    leaves: PeerId | None = None
 
     def chunks(self, owner: PeerId) -> list[tuple[int, tuple[int, int]]]:
         """(chunk number, element range) of the shard that ``owner`` reduces; numbers are unique within the round."""
@@ -167,7 +168,7 @@ class Averager:
         entry = ShardEntry(
             lineage=plan.lineage, step=plan.step, stage=plan.stage, round=plan.id, shard=plan.members.index(me),
             shards=len(plan.members), content=content.digest(), square_norm=square_norm if finite else 0.0,
-            finite=finite, stop=plan.stop,
+            finite=finite, stop=plan.stop, leaves=plan.leaves,
         )  # fmt: skip
         await self._publish(entry)
         return entry.content

@@ -212,6 +212,8 @@ class ShardEntry(Message):
     square_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     finite: bool
     stop: bool
+    leaves: Id | None = None
+    """The reducing member's own id, if it wants to go after this step."""
 
 
 class AskEntries(Message):

@@ -8,7 +8,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import DeadlineExceeded, NetworkError, ProtocolError
-from muletrain.events import Event, EventError, Note, PeerJoined, StepApplied, StepDone
+from muletrain.events import Event, EventError, Note, PeerJoined, PeerLeft, StepApplied, StepDone
 from muletrain.swarm.checkpointing import Collector, send_part
 from muletrain.swarm.context import StepStats
 from muletrain.swarm.membership import Membership
@@ -111,6 +111,8 @@ class Peer:
         self._finished = asyncio.Event()
         self._last_part: tuple[StepRecord, dict[str, Tensor]] | None = None
         self._over = False
+        self.left = False
+        """This peer has gone in order, before the run's end."""
         ctx.net.receive(self._on_frame)
         ctx.net.serve(AskHeld.KIND, self._answer_held)
         ctx.net.serve(AskEntries.KIND, self._answer_entries)
@@ -165,8 +167,9 @@ class Peer:
             returned = False
             self._report(record)
             last = record.stop or step + 1 == plan.steps
+            gone = () if last else self._without(record)
             if last or (plan.checkpoint_every and (step + 1) % plan.checkpoint_every == 0):
-                sending = await self._checkpoint(record)
+                sending = await self._checkpoint(record) if ctx.net.peer_id not in gone else None
                 if last and sending is not None:
                     await sending
                     self._last_part = record, await self._ctx.compute.state()
@@ -176,9 +179,35 @@ class Peer:
                 written = await self._finish(step)
                 break
             self.stepper.advance(record)
+            if ctx.net.peer_id in gone and await self._leave():
+                break
             await self._redeliver()
         announcing.cancel()
         return written
+
+    def _without(self, record: StepRecord) -> tuple[PeerId, ...]:
+        """Nobody counts on those that leave after ``record`` any more. Their ids."""
+        ctx = self._ctx
+        leavers = record.leavers(lambda peer: ctx.roster.member(peer).trainer)
+        for peer in leavers:
+            if peer != ctx.net.peer_id:
+                ctx.roster.left(peer)
+            if self._collector is not None or peer == ctx.net.peer_id:
+                ctx.emit(PeerLeft(peer_id=peer, name=ctx.roster.member(peer).name, step=record.step + 1))
+        return leavers
+
+    async def _leave(self) -> bool:
+        """Go, once the other replicas have the step. False: none has, so we are needed and come back."""
+        ctx, stepper = self._ctx, self.stepper
+        self._over = self.left = True  # from now on only what others lack of the steps before
+        if await stepper.departure.taken_over(stepper.lineage, stepper.step):
+            return True
+        self._over = self.left = False
+        ctx.emit(
+            Note(level="warning", message=f"no other peer of stage {ctx.roster.own.stage} came on: this one is back")
+        )
+        await ctx.tell(ctx.roster.everyone(), Back(lineage=stepper.lineage, step=stepper.step))
+        return False
 
     async def _catch_up(self, reason: str) -> bool:
         """Take a replica's state and go on where it is; True if the run has ended there. Raises MuletrainError when there is none to
@@ -448,7 +477,7 @@ class Peer:
 
     async def _answer_held(self, sender: PeerId, payload: bytes) -> bytes:
         ask = AskHeld.unpack(payload)
-        if (ask.step, ask.lineage) == (self.stepper.step, self.stepper.lineage):
+        if (ask.step, ask.lineage) == (self.stepper.step, self.stepper.lineage) and not self.left:
             return self.stepper.held().pack()
         return Held(current=False, step=self.stepper.step, stage=self._ctx.roster.own.stage).pack()
 
@@ -477,6 +506,10 @@ class Peer:
     def stop(self) -> None:
         """Ask for an orderly end after the current step."""
         self.stepper.stop_requested = True
+
+    def leave(self) -> None:
+        """Ask to go, alone: after the current step, or as soon as the others can do without this peer."""
+        self.stepper.departure.wanted = True
 
 
 def _window(ctx: Context) -> int:

@@ -17,6 +17,8 @@ import msgpack
 from muletrain.errors import ProtocolError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from muletrain.swarm.messages import ShardEntry
 
 
@@ -56,7 +58,9 @@ class StepRecord:
     @property
     def hash(self) -> bytes:
         """The lineage of step t + 1."""
-        content = [[e.round, [[s.content, s.square_norm, s.finite, s.stop] for s in e.shards]] for e in self.stages]
+        content = [
+            [e.round, [[s.content, s.square_norm, s.finite, s.stop, s.leaves] for s in e.shards]] for e in self.stages
+        ]
         return hashlib.sha256(msgpack.packb(["record", self.step, self.lineage, content])).digest()
 
     @property
@@ -72,6 +76,16 @@ class StepRecord:
     def stop(self) -> bool:
         """Some member asked for an orderly end: everyone that applies this record stops after it."""
         return any(s.stop for e in self.stages for s in e.shards)
+
+    def leavers(self, trains: Callable[[str], bool]) -> tuple[str, ...]:
+        """Who goes after this step, the same for everyone: of the members of a stage's round at most one, and only if another stays; of
+        the trainers (``trains``) at most one. The others that asked stay, and ask again."""
+        chosen: list[str] = []
+        for entry in self.stages:
+            asked = sorted(s.leaves for s in entry.shards if s.leaves is not None)
+            free = [p for p in asked if not (trains(p) and any(map(trains, chosen)))]
+            chosen += free[:1] if len(entry.shards) > 1 else []
+        return tuple(chosen)
 
     def clip_scale(self, clip: float | None) -> float:
         """min(1, clip / norm), as ``torch.nn.utils.clip_grad_norm_`` computes it."""

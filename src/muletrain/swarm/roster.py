@@ -56,6 +56,7 @@ class Roster:
         self.genesis = genesis
         self._members = {m.id: m for m in genesis.members}
         self._dead: set[str] = set()
+        self._left: set[str] = set()
         if isinstance(own, Member):
             self.admit(own)
             self._dead.clear()
@@ -75,6 +76,7 @@ class Roster:
         if member.stage >= self.genesis.stages or (known is None and len(self._members) >= MAX_MEMBERS):
             raise ProtocolError(f"{member.name}: the run has no room for it, or no stage {member.stage}")
         self._members[member.id] = member
+        self._left.discard(member.id)
         self._dead.add(member.id)
         return True
 
@@ -92,7 +94,7 @@ class Roster:
         return self._members[peer]
 
     def is_alive(self, peer: str) -> bool:
-        return peer in self._members and peer not in self._dead
+        return peer in self._members and peer not in self._dead | self._left
 
     def dead(self, peer: str) -> bool:
         """Believe ``peer`` dead; True when that is news."""
@@ -102,24 +104,37 @@ class Roster:
         return True
 
     def alive(self, peer: str) -> None:
-        """``peer`` was heard of."""
+        """``peer`` was heard of (one that left, too: it was needed after all)."""
         self._dead.discard(peer)
+        self._left.discard(peer)
+
+    def left(self, peer: str) -> None:
+        """``peer`` has gone in order: nobody asks it any more."""
+        self._left.add(peer)
+
+    def needs_us(self) -> str | None:
+        """Why this peer cannot leave, as far as it knows; None if it can."""
+        if self._own_id == self.genesis.collector:
+            return "it collects the checkpoints"
+        if self.stage(self.own.stage) == (self._own_id,):
+            return f"no other peer serves stage {self.own.stage}"
+        return "no other peer has the data" if self.trainers() == (self._own_id,) else None
 
     def stage(self, stage: int) -> tuple[str, ...]:
         """Live peers of ``stage``, sorted."""
-        return tuple(sorted(m.id for m in self._members.values() if m.stage == stage and m.id not in self._dead))
+        return tuple(sorted(m.id for m in self._members.values() if m.stage == stage and self.is_alive(m.id)))
 
     def others(self) -> tuple[str, ...]:
         """Live peers but ourselves."""
-        return tuple(sorted(p for p in self._members if p not in self._dead and p != self._own_id))
+        return tuple(sorted(p for p in self._members if self.is_alive(p) and p != self._own_id))
 
     def everyone(self) -> tuple[str, ...]:
-        """All members but ourselves, believed dead or not."""
-        return tuple(sorted(p for p in self._members if p != self._own_id))
+        """All members but ourselves and those that left, believed dead or not."""
+        return tuple(sorted(p for p in self._members if p != self._own_id and p not in self._left))
 
     def replicas(self) -> tuple[str, ...]:
         """The other members of our stage, believed dead or not."""
         return tuple(p for p in self.everyone() if self._members[p].stage == self.own.stage)
 
     def trainers(self) -> tuple[str, ...]:
-        return tuple(sorted(m.id for m in self._members.values() if m.trainer and m.id not in self._dead))
+        return tuple(sorted(m.id for m in self._members.values() if m.trainer and self.is_alive(m.id)))

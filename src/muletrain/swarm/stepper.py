@@ -16,6 +16,7 @@ from muletrain.events import Note
 from muletrain.policy.cover import Cover, resolve
 from muletrain.policy.deadline import Deadline
 from muletrain.swarm.averaging import Averager, Round, RoundFailed
+from muletrain.swarm.leaving import Departure
 from muletrain.swarm.ledger import Ledger
 from muletrain.swarm.messages import AskEntries, AskSeal, Entries, Gap, Held, Seal, ShardEntry, TrainerDone
 from muletrain.swarm.record import RecordBuilder, StepRecord, round_id
@@ -58,6 +59,7 @@ class Stepper:
         self._seal_deadline = Deadline(floor_s=5.0)
         self._record_deadline = Deadline(unmeasured_s=10.0, floor_s=5.0)
         self.stop_requested = False
+        self.departure = Departure(ctx)
         self.settled = True
         """The weights are those before ``step``: false while an update is being applied."""
         self.over = False
@@ -104,6 +106,8 @@ class Stepper:
     def on_entry(self, sender: PeerId, entry: ShardEntry) -> None:
         if self._ctx.roster.member(sender).stage != entry.stage:
             raise ProtocolError("shard entry for a stage that its sender does not serve")
+        if entry.leaves not in (None, sender):
+            raise ProtocolError("shard entry that says of another member that it leaves")
         self._builder.add(entry)
         self._changed.set()
 
@@ -184,7 +188,7 @@ class Stepper:
         return Round(
             id=ident, lineage=self.lineage, step=self.step, stage=stage, members=tuple(sorted(sealed)),
             contributors=tuple(m for m in cover.chosen if sealed[m]), microbatches=self._ctx.plan.microbatches,
-            n_params=self._ctx.compute.n_params, stop=self.stop_requested,
+            n_params=self._ctx.compute.n_params, stop=self.stop_requested, leaves=self.departure.announced(),
         )  # fmt: skip
 
     def _latest_attempt(self) -> int:
@@ -396,6 +400,8 @@ class Stepper:
         try:
             answer = await self._ctx.net.call(peer, AskEntries.KIND, ask, timeout_s=self._ctx.probe_deadline.seconds(1))
             for entry in Entries.unpack(answer).entries:
+                if entry.leaves is not None:
+                    self._ctx.roster.member(entry.leaves)
                 self._builder.add(entry)
         except NetworkError as e:
             self._ctx.suspect(peer, str(e))

@@ -1,0 +1,54 @@
+"""Leaving in order: between two steps, and never as the last replica of a stage (DESIGN "Joining, moving, leaving").
+
+Whoever wants to go says so in its entry of the step record, as the request to stop travels. Who goes is a pure function of the record
+(``StepRecord.leavers``), so that all members count without it from the same step on: nothing waits for it, nothing is sent to it, and
+no number changes. It stays until its stage's other replicas have that step, since they may still lack something of its.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from muletrain.events import Note
+
+if TYPE_CHECKING:
+    from muletrain.network.base import PeerId
+    from muletrain.swarm.context import Context
+
+TRIES, PAUSE_S = 10, 0.05
+"""Times the other replicas are asked whether they have the step; the pause between doubles, to 50 s in all."""
+
+
+class Departure:
+    """This peer's wish to go."""
+
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+        self.wanted = False
+        self._told: str | None = None
+
+    def announced(self) -> PeerId | None:
+        """What our entry of the record says: our id, if we want to go and are not needed. Says why we stay, when that changes."""
+        if not self.wanted:
+            return None
+        reason = self._ctx.roster.needs_us()
+        if reason is not None and reason != self._told:
+            message = f"{self._ctx.roster.own.name} wants to leave, but {reason}: it stays until that changes"
+            self._ctx.emit(Note(level="warning", message=message))
+        self._told = reason
+        return self._ctx.net.peer_id if reason is None else None
+
+    async def taken_over(self, lineage: bytes, step: int) -> bool:
+        """Wait until every live replica of our stage has come to ``step``; False if in the end none has, so that ours is the last state."""
+        ctx = self._ctx
+        there = False
+        for attempt in range(TRIES):
+            replicas = [p for p in ctx.roster.replicas() if ctx.roster.is_alive(p)]
+            answers = await asyncio.gather(*(ctx.probe(p, lineage, step) for p in replicas))
+            answered = [held.step >= step for held in answers if held is not None]
+            there = any(answered)
+            if there and all(answered):
+                break
+            await ctx.clock.sleep(PAUSE_S * 2.0**attempt)
+        return there
