@@ -1,0 +1,182 @@
+"""Which peers move to another stage: the paper's rule and ours, over the same view.
+
+Both are pure functions of what peers announce, so that everyone who sees the same announcements computes the same moves, and each
+peer carries out its own. Neither takes a stage's last peer, and neither acts on a view in which a stage is missing: an empty stage
+is to be adopted, not balanced, and a stage that nobody heard of says that the view is not whole.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+HYSTERESIS = 0.25
+"""A plan must raise the pipeline's throughput by this share of what its movers do, on average. Measured speeds wander by some per
+cent of one peer's speed; moving a peer where it is needed gains about its whole speed."""
+EPSILON = 1e-9
+"""Relative: sums of the same speeds in another order differ in the last bits, and are no gain."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a peer announces once a period."""
+
+    stage: int
+    queue: float
+    """Requests that wait at it: the paper's measure of load."""
+    speeds: Mapping[int, float]
+    """Microbatches/s (forward and backward) it was measured at, by stage; those it served before may be among them."""
+    bytes_per_s: float = math.inf
+    """How fast it can copy another stage's state."""
+
+
+@dataclass(frozen=True)
+class View:
+    """Everything a rule may look at. ``work``: cost of a microbatch at each stage, any unit; ``state_bytes``: what a newcomer copies."""
+
+    loads: Mapping[str, Load]
+    work: Sequence[float]
+    state_bytes: Sequence[float]
+
+    @property
+    def stages(self) -> int:
+        return len(self.work)
+
+    def served(self) -> list[list[str]]:
+        """Peers by stage, sorted; announcements for a stage that the run does not have are left out."""
+        found: list[list[str]] = [[] for _ in self.work]
+        for peer in sorted(self.loads):
+            if 0 <= self.loads[peer].stage < self.stages:
+                found[self.loads[peer].stage].append(peer)
+        return found
+
+
+@dataclass(frozen=True)
+class Move:
+    """``peer`` leaves ``source`` and serves ``target``."""
+
+    peer: str
+    source: int
+    target: int
+
+
+def by_queue(view: View) -> tuple[Move, ...]:
+    """SWARM app. D, algorithm 2: the peer with the shortest queue of the least loaded stage moves to the most loaded one. Lowest stage
+    and lowest id first among equals; at most one move."""
+    served = view.served()
+    if not all(served):
+        return ()
+    loads = [sum(view.loads[p].queue for p in peers) for peers in served]
+    source, target = loads.index(min(loads)), loads.index(max(loads))
+    if loads[source] == loads[target] or len(served[source]) < 2:
+        return ()
+    peer = min(served[source], key=lambda p: (view.loads[p].queue, p))
+    return (Move(peer, source, target),)
+
+
+def by_throughput(view: View, horizon_s: float) -> tuple[Move, ...]:
+    """The moves after which the slowest stage does most, if they gain more within ``horizon_s`` than they cost.
+
+    A stage does the sum of what its peers do, a pipeline what its slowest stage does. The plan grows move by move, each to the stage
+    that is slowest then, from wherever most is left for both; of its beginnings the one of greatest net gain is taken, so that several
+    stages that share the last place are relieved at once, and two moves can make an exchange. A gain is counted from when
+    the last mover has arrived; until then those on their way serve nobody, and all they would have done is the price. Every plan
+    raises the throughput by a part of its movers' speed (``HYSTERESIS``), so that a constant view comes to rest.
+
+    The strongest peer of each stage stays, for itself in every view that it is part of: even peers that see different parts
+    of the fleet leave no stage empty.
+    """
+    served = view.served()
+    if not all(served):
+        return ()
+    plan = _Plan(view, served)
+    best: tuple[Move, ...] = ()
+    best_net = 0.0
+    while (move := plan.next_move()) is not None:
+        plan.take(move)
+        net = plan.net_gain(horizon_s)
+        if net > best_net * (1 + EPSILON) and plan.pays():
+            best, best_net = tuple(plan.moves), net
+    return best
+
+
+class _Plan:
+    """Moves in the order in which they were found, and what the stages would do after them [microbatches/s]."""
+
+    def __init__(self, view: View, served: list[list[str]]) -> None:
+        self._view = view
+        self._speeds = _speeds(view)
+        self.moves: list[Move] = []
+        self._before = [sum(self._speeds[p][s] for p in peers) for s, peers in enumerate(served)]
+        self._after = list(self._before)
+        self._left = list(self._before)
+        """What those who stay do alone."""
+        keepers = {min(peers, key=lambda p: (-self._speeds[p][s], p)) for s, peers in enumerate(served)}
+        self._movable = [[p for p in peers if p not in keepers] for peers in served]
+
+    def next_move(self) -> Move | None:
+        """To the slowest stage: the move that leaves most for the slower of the two stages, and more than there was."""
+        target = self._after.index(min(self._after))
+        best, best_rank = None, (self._after[target] * (1 + EPSILON), 0.0)
+        for source, peers in enumerate(self._movable):
+            if source == target:
+                continue
+            for peer in peers:  # sorted: the first of equals
+                speed = self._speeds[peer]
+                left, reached = self._after[source] - speed[source], self._after[target] + speed[target]
+                rank = min(left, reached), left
+                if rank > best_rank:
+                    best, best_rank = Move(peer, source, target), rank
+        return best
+
+    def take(self, move: Move) -> None:
+        self.moves.append(move)
+        self._movable[move.source].remove(move.peer)
+        speed = self._speeds[move.peer]
+        self._after[move.source] -= speed[move.source]
+        self._left[move.source] -= speed[move.source]
+        self._after[move.target] += speed[move.target]
+
+    def net_gain(self, horizon_s: float) -> float:
+        """Microbatches more within the horizon than without the moves, less what the movers would have done on their way."""
+        seconds = [self._view.state_bytes[m.target] / self._view.loads[m.peer].bytes_per_s for m in self.moves]
+        moving_s = min(horizon_s, max(seconds))
+        before = min(self._before)
+        gained = (min(self._left) - before) * moving_s + (min(self._after) - before) * (horizon_s - moving_s)
+        lost = sum(self._speeds[m.peer][m.source] * s for m, s in zip(self.moves, seconds, strict=True))
+        return gained - lost
+
+    def pays(self) -> bool:
+        moved = sum(self._speeds[m.peer][m.target] for m in self.moves) / len(self.moves)
+        return min(self._after) - min(self._before) >= HYSTERESIS * moved
+
+
+def _speeds(view: View) -> dict[str, list[float]]:
+    """Of every peer at every stage [microbatches/s]: as measured there, else by its power (work/s) where it was measured. One that was
+    measured nowhere counts as the median of the others."""
+    powers = {p: _power(load, view.work) for p, load in view.loads.items()}
+    known = [power for power in powers.values() if power is not None]
+    usual = median(known) if known else 1.0
+    speeds = {}
+    for peer, load in view.loads.items():
+        power = powers[peer] or usual
+        speeds[peer] = [load.speeds[s] if _usable(load.speeds.get(s)) else power / w for s, w in enumerate(view.work)]
+    return speeds
+
+
+def _power(load: Load, work: Sequence[float]) -> float | None:
+    """Where it serves now, or the mean of where it did before."""
+    if 0 <= load.stage < len(work) and _usable(speed := load.speeds.get(load.stage)):
+        assert speed is not None
+        return speed * work[load.stage]
+    past = [v * work[s] for s, v in load.speeds.items() if 0 <= s < len(work) and _usable(v)]
+    return sum(past) / len(past) if past else None
+
+
+def _usable(speed: float | None) -> bool:
+    return speed is not None and math.isfinite(speed) and speed > 0
