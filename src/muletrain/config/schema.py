@@ -178,6 +178,13 @@ class FleetConfig(Section):
         description="fleet TOML with machines and links to emulate ('muletrain config --fleet' prints one)",
         examples=["slow-home"],
     )
+    rebalance: Literal["off", "paper", "throughput"] = Field(
+        default="throughput",
+        description="who moves to another stage: those who raise the run's throughput; 'paper': SWARM's rule, one at a time by queue",
+    )
+    rebalance_period: Annotated[float, Field(ge=1, le=86400)] = Field(
+        default=60.0, description="between two decisions to move [s]"
+    )
 
     @property
     def local_peers(self) -> int:

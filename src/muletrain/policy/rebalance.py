@@ -33,6 +33,11 @@ class Load:
     """Microbatches/s (forward and backward) it was measured at, by stage; those it served before may be among them."""
     bytes_per_s: float = math.inf
     """How fast it can copy another stage's state."""
+    targets: frozenset[int] | None = None
+    """Stages it could move to (its memory; one that is needed where it is: none); None: all."""
+
+    def may_move_to(self, stage: int) -> bool:
+        return self.targets is None or stage in self.targets
 
 
 @dataclass(frozen=True)
@@ -73,9 +78,10 @@ def by_queue(view: View) -> tuple[Move, ...]:
         return ()
     loads = [sum(view.loads[p].queue for p in peers) for peers in served]
     source, target = loads.index(min(loads)), loads.index(max(loads))
-    if loads[source] == loads[target] or len(served[source]) < 2:
+    able = [p for p in served[source] if view.loads[p].may_move_to(target)]
+    if loads[source] == loads[target] or len(served[source]) < 2 or not able:
         return ()
-    peer = min(served[source], key=lambda p: (view.loads[p].queue, p))
+    peer = min(able, key=lambda p: (view.loads[p].queue, p))
     return (Move(peer, source, target),)
 
 
@@ -116,8 +122,12 @@ class _Plan:
         self._after = list(self._before)
         self._left = list(self._before)
         """What those who stay do alone."""
-        keepers = {min(peers, key=lambda p: (-self._speeds[p][s], p)) for s, peers in enumerate(served)}
+        keepers = {min(peers, key=lambda p: self._staying(p, s)) for s, peers in enumerate(served)}
         self._movable = [[p for p in peers if p not in keepers] for peers in served]
+
+    def _staying(self, peer: str, stage: int) -> tuple[bool, float, str]:
+        """Who cannot move is the first to stay, then the strongest."""
+        return self._view.loads[peer].targets != frozenset(), -self._speeds[peer][stage], peer
 
     def next_move(self) -> Move | None:
         """To the slowest stage: the move that leaves most for the slower of the two stages, and more than there was."""
@@ -127,6 +137,8 @@ class _Plan:
             if source == target:
                 continue
             for peer in peers:  # sorted: the first of equals
+                if not self._view.loads[peer].may_move_to(target):
+                    continue
                 speed = self._speeds[peer]
                 left, reached = self._after[source] - speed[source], self._after[target] + speed[target]
                 rank = min(left, reached), left

@@ -83,7 +83,9 @@ class RunFacts:
             ),
             activations=c.wire.activations, gradients=c.wire.gradients, clip=c.optimizer.clip,
             lr=functools.partial(learning_rate, c.optimizer, total_steps=t.steps),
-            checkpoint_every=c.checkpoint.every, capacity=CAPACITY,
+            checkpoint_every=c.checkpoint.every, capacity=CAPACITY, rebalance=c.fleet.rebalance,
+            rebalance_s=c.fleet.rebalance_period, work=tuple(self.stage_costs()),
+            state_bytes=tuple(12 * self.spec.stage_params(self.cut, s) for s in range(c.fleet.stages)),
         )  # fmt: skip
 
     def source(self, cache: TokenCache) -> MicrobatchSource:

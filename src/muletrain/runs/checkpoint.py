@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 MAY_CHANGE = {
     "train": {"steps", "time_limit"},
-    "fleet": {"peers", "trainers", "profile"},
+    "fleet": {"peers", "trainers", "profile", "rebalance", "rebalance_period"},
     "checkpoint": None,
     "compute": None,
     "network": None,

@@ -39,6 +39,7 @@ from muletrain.swarm.context import Context
 from muletrain.swarm.messages import Member
 from muletrain.swarm.peer import Peer
 from muletrain.swarm.roster import Roster
+from muletrain.swarm.service import Service
 
 if TYPE_CHECKING:
     from muletrain.compute.base import Compute
@@ -59,6 +60,7 @@ class Worker:
         self._clock = LoopClock()
         self._ticket = Ticket.parse(spec.ticket)
         self._peer: Peer | None = None
+        self._compute_in_use: Compute
         self._stop = asyncio.Event()
         self._steps = 0
         self._total = -1
@@ -254,24 +256,12 @@ class Worker:
         Reception(
             network, self._log.emit, roster, config_json, data_digest, tokenizer, facts.needs(), facts.stage_costs()
         ).open()
-        ctx = Context(
-            net=self._shaped(facts, roster, network), clock=self._clock, compute=compute, roster=roster, plan=facts.plan(),
-            emit=self._log.emit,
-        )  # fmt: skip
         self._steps = genesis.first_step
         self._report_start(facts, roster)
-        source = facts.source(cache) if cache is not None and roster.own.trainer else None
-        collector = None
-        if genesis.collector == network.peer_id and cache is not None:
-            collector = Collector(
-                ctx,
-                Path(self._spec.folder) / "checkpoints",
-                facts.config.checkpoint.keep,
-                {**facts.manifest(genesis.run_id), "data": cache.digest},
-                {"tokenizer.json": cache.tokenizer_json},
-            )
         limit, self._total = facts.config.train.time_limit, facts.config.train.steps
         begin = self._clock.now()
+        shaped = self._shaped(facts, roster, network)
+        ready: Compute | None = compute
 
         def on_step(record: StepRecord) -> bool:
             self._steps = record.step + 1
@@ -280,24 +270,43 @@ class Worker:
                 return True
             return False
 
-        self._peer = Peer(
-            ctx,
-            source=source,
-            collector=collector,
-            on_step=on_step,
-            on_report=self._log.emit,
-            reports=self._spec.keeps_ticket,
-            joining=joining,
-        )
-        self._peer.report(
-            _joined(roster.own, compute, str(machine.device), machine.precision.value, self._spec.threads)
-        )
-        if self._stop.is_set():
-            self._peer.stop()
+        async def make(joins: bool) -> Peer:
+            """Our peer at the stage that the roster names; the first one's compute is ready."""
+            nonlocal ready
+            own, ready = ready, None
+            if own is None:
+                self._compute_in_use.close()
+                own = await self._compute(facts.drawn(), roster.own.stage, machine, None)
+            self._compute_in_use = own
+            ctx = Context(
+                net=shaped, clock=self._clock, compute=own, roster=roster, plan=facts.plan(), emit=self._log.emit
+            )
+            peer = self._peer = Peer(
+                ctx, source=facts.source(cache) if cache is not None and roster.own.trainer else None,
+                collector=self._collector(ctx, facts, cache), on_step=on_step, on_report=self._log.emit,
+                reports=self._spec.keeps_ticket, joining=joins, fits=lambda s: facts.needs()[s].fits(machine.offer),
+            )  # fmt: skip
+            peer.report(_joined(roster.own, own, str(machine.device), machine.precision.value, self._spec.threads))
+            if self._stop.is_set():
+                peer.stop()
+            return peer
+
         try:
-            await self._peer.run()
+            await Service(make, joining=joining).run()
         finally:
-            compute.close()
+            self._compute_in_use.close()
+
+    def _collector(self, ctx: Context, facts: RunFacts, cache: TokenCache | None) -> Collector | None:
+        genesis = ctx.roster.genesis
+        if genesis.collector != ctx.net.peer_id or cache is None:
+            return None
+        return Collector(
+            ctx,
+            Path(self._spec.folder) / "checkpoints",
+            facts.config.checkpoint.keep,
+            {**facts.manifest(genesis.run_id), "data": cache.digest},
+            {"tokenizer.json": cache.tokenizer_json},
+        )
 
     def _shaped(self, facts: RunFacts, roster: Roster, network: Network) -> Network:
         """Links of the fleet profile, if there is one: peer i of the profile is the i-th name of the local fleet."""

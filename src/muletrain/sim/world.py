@@ -11,7 +11,7 @@ import random
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from muletrain.swarm.context import Context, Plan
 from muletrain.swarm.messages import Member
 from muletrain.swarm.peer import Peer
 from muletrain.swarm.roster import Genesis, Roster
+from muletrain.swarm.service import Service
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -56,7 +57,8 @@ LEFT = "left in order"
 @dataclass(frozen=True)
 class Fault:
     """At ``at_s``: 'kill', 'freeze', 'cut' (``who`` from everyone else), 'slow' or 'damage' (the next frames of) ``who``, for ``for_s``;
-    'join': a newcomer, whose name says its stage; or ``who`` wants to 'leave' in order."""
+    'join': a newcomer, whose name says its stage; or ``who`` wants to 'leave' in order, or to
+    'move' to the next stage."""
 
     at_s: float
     kind: str
@@ -79,6 +81,8 @@ class Scenario:
     microbatches: int
     delay_s: float
     faults: tuple[Fault, ...]
+    rebalance: Literal["off", "paper", "throughput"] = "off"
+    rebalance_s: float = 60.0
 
     @property
     def members(self) -> list[tuple[str, int]]:
@@ -108,15 +112,15 @@ class Scenario:
         joined: list[str] = []
         for _ in range(rng.randint(0, 4)):
             at_s, lasting = rng.uniform(0.0, span), rng.uniform(0.2, 20.0)
-            kind = rng.choice(["kill", "kill", "freeze", "cut", "slow", "damage", "leave", "join", "join"])
+            kind = rng.choice(["kill", "kill", "freeze", "cut", "slow", "damage", "leave", "move", "join", "join"])
             if kind == "join":
                 joined.append(f"peer-{rng.randrange(len(stages))}j{len(joined)}")
                 faults.append(Fault(at_s, kind, (joined[-1],)))
                 continue
-            if kind in ("kill", "leave"):
+            if kind in ("kill", "leave", "move"):
                 mortals = [p for s, peers in mortal.items() for p in peers] + joined
                 # who leaves makes sure that another has its state
-                victims = [p for p in mortals if _stage(p) not in away or kind == "leave"]
+                victims = [p for p in mortals if _stage(p) not in away or kind != "kill"]
                 if victims:
                     victim = rng.choice(victims)
                     (joined if victim in joined else mortal[_stage(victim)]).remove(victim)
@@ -243,15 +247,18 @@ class _World:
     ) -> dict[str, Tensor] | None:
         member = Member(id=name, name=name, stage=_stage(name), trainer=True, addresses=())
         roster = Roster(genesis, member if joining else name)
-        compute = PacedCompute(_compute(self._facts, _stage(name)), self._clock, FORWARD_S, BACKWARD_S)
-        self._computes[name] = compute
-        ctx = Context(network, self._clock, compute, roster, self._facts.plan, lambda e: self._note(name, e))
-        collector = Collector(ctx, self._folder, 1, {}, {}) if name == genesis.collector else None
+
+        async def make(joins: bool) -> Peer:
+            compute = PacedCompute(_compute(self._facts, roster.own.stage), self._clock, FORWARD_S, BACKWARD_S)
+            self._computes[name] = compute
+            ctx = Context(network, self._clock, compute, roster, self._facts.plan, lambda e: self._note(name, e))
+            collector = Collector(ctx, self._folder, 1, {}, {}) if name == genesis.collector else None
+            peer = self._peers[name] = Peer(ctx, source=_Tokens(self._facts), collector=collector, joining=joins)
+            return peer
+
         try:
-            peer = Peer(ctx, source=_Tokens(self._facts), collector=collector, joining=joining)
-            self._peers[name] = peer
-            await peer.run()
-            state = await compute.state()
+            await Service(make, joining=joining).run()
+            state = await self._computes[name].state()
         except MuletrainError as e:
             self._say(f"{name} ends: {e}")
             self._outcome.ends[name] = str(e)
@@ -261,8 +268,9 @@ class _World:
             return None
         finally:
             await network.close()
-        self._outcome.ends[name] = LEFT if peer.left else "finished"
-        return None if peer.left else state
+        left = self._peers[name].left
+        self._outcome.ends[name] = LEFT if left else "finished"
+        return None if left else state
 
     async def _inject(self, fault: Fault, networks: dict[str, MemoryNetwork], genesis: Genesis) -> None:
         await self._clock.sleep(fault.at_s)
@@ -278,6 +286,9 @@ class _World:
         if fault.kind == "kill":
             self._hub.kill(name)
             self._tasks[name].cancel()
+            return
+        if fault.kind == "move":
+            self._peers[name].move((_stage(name) + 1) % len(self._scenario.stages))
             return
         if fault.kind == "leave":
             self._peers[name].leave()
@@ -341,6 +352,8 @@ def _facts(scenario: Scenario) -> _Facts:
         vocab=spec.vocab, sequence_length=lambda step: spec.context, activations=config.wire.activations,
         gradients=config.wire.gradients, clip=config.optimizer.clip,
         lr=lambda step: learning_rate(config.optimizer, step, scenario.steps), checkpoint_every=0, capacity=8,
+        rebalance=scenario.rebalance, rebalance_s=scenario.rebalance_s, work=(1.0,) * len(scenario.stages),
+        state_bytes=(0,) * len(scenario.stages),
     )  # fmt: skip
     return _Facts(config, spec, spec.cut(len(scenario.stages)), plan)
 

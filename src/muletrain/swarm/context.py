@@ -8,7 +8,7 @@ import itertools
 from collections import Counter, defaultdict
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from muletrain.errors import DeadlineExceeded, NetworkError, PeerUnreachable
 from muletrain.events import FrameRefused, PeerSuspected
@@ -61,6 +61,13 @@ class Plan:
     checkpoint_every: int
     capacity: int
     """Requests a peer holds at once: admission's bound, with room for each one's backward."""
+    rebalance: Literal["off", "paper", "throughput"] = "off"
+    rebalance_s: float = 60.0
+    """Period [s]."""
+    work: tuple[float, ...] = ()
+    """Compute cost of a microbatch at each stage, any unit."""
+    state_bytes: tuple[int, ...] = ()
+    """What a newcomer to each stage copies."""
 
 
 @dataclass

@@ -38,6 +38,7 @@ from muletrain.swarm.messages import (
     TrainerDone,
 )
 from muletrain.swarm.pipeline import Pipeline
+from muletrain.swarm.rebalancing import Rebalancer
 from muletrain.swarm.router import Router
 from muletrain.swarm.snapshot import Receiver, Snapshots
 from muletrain.swarm.stepper import Behind, Stepper
@@ -84,11 +85,13 @@ class Peer:
         on_report: Callable[[Event, str], None] = lambda event, name: None,
         reports: bool = False,
         joining: bool = False,
+        fits: Callable[[int], bool] = lambda stage: True,
     ) -> None:
-        """``joining``: the run goes on already; take its state from a replica first. ``source``: where a trainer gets its
-        microbatches. ``on_step`` is told of every applied step; True asks to stop. ``reports``: this peer's log is not beside the
-        collector's, so what it counts goes there, to ``on_report``."""
+        """``source``: where a trainer gets its microbatches. ``on_step`` is told of every applied step; True asks to stop.
+        ``reports``: this peer's log is not beside the collector's, so what it counts goes there, to ``on_report``. ``joining``: the
+        run goes on already; take its state from a replica first. ``fits``: the stages this machine's memory has room for."""
         self._ctx = ctx
+        self.roster, self.emit = ctx.roster, ctx.emit
         self._collector = collector
         self._on_step = on_step
         self._on_report = on_report
@@ -111,8 +114,12 @@ class Peer:
         self._finished = asyncio.Event()
         self._last_part: tuple[StepRecord, dict[str, Tensor]] | None = None
         self._over = False
+        self._leaves = False
         self.left = False
         """This peer has gone in order, before the run's end."""
+        self.destination: int | None = None
+        """The stage it goes to; None: it leaves the run."""
+        self.rebalancer = Rebalancer(ctx, self._pipeline.load, fits, self.move)
         ctx.net.receive(self._on_frame)
         ctx.net.serve(AskHeld.KIND, self._answer_held)
         ctx.net.serve(AskEntries.KIND, self._answer_entries)
@@ -142,12 +149,15 @@ class Peer:
         ctx, plan = self._ctx, self._ctx.plan
         announcing = ctx.spawn(self._announce(), "announce")
         written, returned = None, False
+        self.rebalancer.settled = not self._joining
+        if plan.rebalance != "off":
+            ctx.spawn(self.rebalancer.run(), "rebalancing")
         if self._joining:
             await self._membership.introduce()
             if await self._take_state(-1):
                 announcing.cancel()
                 return await self._finish(self.stepper.step - 1)
-            returned = True
+            returned = self.rebalancer.settled = True
         else:
             await self.stepper.open()
         ctx.stats.started = ctx.clock.now()
@@ -266,6 +276,7 @@ class Peer:
     def _report(self, record: StepRecord) -> None:
         ctx = self._ctx
         stats, now = ctx.stats, ctx.clock.now()
+        self.rebalancer.count(stats)
         took = now - stats.started
         busy = stats.forward_s + stats.backward_s + stats.averaging_s + stats.apply_s
         self.report(
@@ -509,7 +520,15 @@ class Peer:
 
     def leave(self) -> None:
         """Ask to go, alone: after the current step, or as soon as the others can do without this peer."""
+        self.destination, self._leaves = None, True
         self.stepper.departure.wanted = True
+
+    def move(self, stage: int | None) -> None:
+        """Ask to serve ``stage`` instead, or, with None, to stay after all."""
+        if self._leaves or (stage is None and self.destination is None):
+            return
+        self.destination = stage if stage != self._ctx.roster.own.stage else None
+        self.stepper.departure.wanted = self.destination is not None
 
 
 def _window(ctx: Context) -> int:

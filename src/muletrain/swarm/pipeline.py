@@ -65,6 +65,10 @@ class Pipeline:
         current = self.ledger().step
         return sorted({index for step, index in self._held if step == current})
 
+    def load(self) -> int:
+        """Requests it holds, waiting or being worked on."""
+        return len(self._held)
+
     async def on_forward(self, sender: PeerId, message: Forward, frame: Frame) -> None:
         """Admit, or say that the queue is full. A microbatch that this peer works on already is not begun twice."""
         if message.stage != self.ctx.roster.own.stage:

@@ -80,6 +80,10 @@ class Roster:
         self._dead.add(member.id)
         return True
 
+    def move(self, stage: int, since: int) -> None:
+        """This peer serves ``stage`` from step ``since`` on."""
+        self._members[self._own_id] = self.own.model_copy(update={"stage": stage, "since": since})
+
     def members(self) -> tuple[Member, ...]:
         """Everyone, ourselves included, by id."""
         return tuple(m for _, m in sorted(self._members.items()))

@@ -1,0 +1,127 @@
+"""Peers move to where they are needed most (SWARM sec. 3.2 "Adaptive swarm rebalancing", app. D): every period each announces its load,
+computes the moves that follow from everyone's, and carries out its own. The rules are ``policy.rebalance``'s.
+
+Announcements are hints: a view that misses one costs a move too many or too few, never a number, for leaving and joining keep
+their own promises.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from muletrain.errors import NetworkError
+from muletrain.events import Note
+from muletrain.policy.rebalance import Load, View, by_queue, by_throughput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from muletrain.network.base import PeerId
+    from muletrain.swarm.context import Context, StepStats
+
+SAMPLES = 20
+"""Of the queue, in a period."""
+HORIZON_PERIODS = 10
+"""A move must have paid for itself after so many: by then the fleet will have changed."""
+
+Positive = Annotated[float, Field(ge=0, lt=1e12, allow_inf_nan=False)]
+
+
+class Announcement(BaseModel):
+    """A peer's load, as JSON in the directory. ``coming``: it is on its way to ``stage``. ``targets``: ``Load.targets``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    stage: Annotated[int, Field(ge=0, lt=4096)]
+    queue: Positive
+    speed: Positive | None
+    coming: bool
+    targets: Annotated[frozenset[int], Field(max_length=4096)] | None
+
+
+class Rebalancer:
+    """One peer's. ``queue``: requests it holds now; ``fits``: the stages its memory has room for; ``move`` starts a move."""
+
+    def __init__(
+        self, ctx: Context, queue: Callable[[], int], fits: Callable[[int], bool], move: Callable[[int | None], None]
+    ) -> None:
+        self._ctx, self._queue, self._fits, self._move = ctx, queue, fits, move
+        self._worked, self._busy_s = 0, 0.0
+        self._speed: float | None = None
+        self.settled = True
+        """False until this peer serves its stage."""
+
+    def count(self, stats: StepStats) -> None:
+        """A step's work."""
+        self._worked += stats.microbatches + stats.recomputed
+        self._busy_s += stats.forward_s + stats.backward_s
+
+    async def run(self) -> None:
+        """Until cancelled. The first decision is taken a whole period after the beginning, on measured speeds."""
+        ctx, period = self._ctx, self._ctx.plan.rebalance_s
+        await self._announce(0.0, ctx.roster.own.stage)
+        while True:
+            queued = 0
+            for k in range(SAMPLES):
+                await ctx.clock.sleep(period / SAMPLES)
+                queued += self._queue()
+                if k == SAMPLES // 2:
+                    await self._announce(queued / (k + 1), ctx.roster.own.stage)
+            if not self.settled:
+                continue
+            target = await self._decide(queued / SAMPLES)
+            self._move(target)
+            if target is not None:
+                await self._announce(0.0, target)
+
+    async def _announce(self, queue: float, stage: int) -> None:
+        ctx = self._ctx
+        if self._busy_s > 0:
+            self._speed, self._worked, self._busy_s = self._worked / self._busy_s, 0, 0.0
+        own = self._own(queue)
+        value = Announcement(
+            stage=stage, queue=queue, speed=self._speed, coming=not self.settled or stage != ctx.roster.own.stage,
+            targets=own.targets,
+        )  # fmt: skip
+        try:
+            await ctx.net.announce(self._key, value.model_dump_json().encode(), 1.5 * ctx.plan.rebalance_s)
+        except NetworkError as e:
+            ctx.emit(Note(level="info", message=f"the directory was not told of this peer's load: {e}"))
+
+    @property
+    def _key(self) -> str:
+        return f"{self._ctx.roster.genesis.run_id}/loads"
+
+    def _own(self, queue: float) -> Load:
+        roster, plan = self._ctx.roster, self._ctx.plan
+        fixed = roster.own.id == roster.genesis.collector
+        targets = frozenset(s for s in range(plan.stages) if self._fits(s)) if not fixed else frozenset()
+        return Load(roster.own.stage, queue, {roster.own.stage: self._speed or math.nan}, targets=targets)
+
+    async def _decide(self, queue: float) -> int | None:
+        """The stage to move to; None: stay."""
+        ctx, plan = self._ctx, self._ctx.plan
+        try:
+            found = await ctx.net.lookup(self._key)
+        except NetworkError as e:
+            ctx.emit(Note(level="info", message=f"no look at the others' load: {e}"))
+            return None
+        loads = {p: load for p, value in found.items() if (load := self._read(p, value)) is not None}
+        loads[ctx.net.peer_id] = self._own(queue)
+        view = View(loads, plan.work, plan.state_bytes)
+        moves = by_queue(view) if plan.rebalance == "paper" else by_throughput(view, HORIZON_PERIODS * plan.rebalance_s)
+        return next((m.target for m in moves if m.peer == ctx.net.peer_id), None)
+
+    def _read(self, peer: PeerId, value: bytes) -> Load | None:
+        """Of a member that serves or is on its way; None for what makes no sense."""
+        roster = self._ctx.roster
+        try:
+            said = Announcement.model_validate(json.loads(value))
+        except (ValueError, TypeError):
+            return None
+        if not roster.knows(peer) or not (roster.is_alive(peer) or said.coming):
+            return None
+        return Load(said.stage, said.queue, {said.stage: said.speed or math.nan}, targets=said.targets)
