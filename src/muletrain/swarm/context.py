@@ -134,6 +134,8 @@ class Context:
     probe_deadline: Deadline = field(default_factory=lambda: Deadline(unmeasured_s=10.0, floor_s=5.0))
     changed: Callable[[], None] = lambda: None
     """To be called when something happened that a wait may depend on."""
+    closed: bool = False
+    """The peer has left its stage (calls may still come)."""
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     failure: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -150,6 +152,7 @@ class Context:
             self.failure.set_exception(error)
 
     async def close(self) -> None:
+        self.closed = True
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from muletrain.swarm.context import Context
 
 CALL_S = 20.0
+ASK_AGAIN_S = 5.0
+"""Between questions to one peer."""
 
 
 class Membership:
@@ -23,6 +25,7 @@ class Membership:
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
         self._asking: dict[PeerId, asyncio.Task[None]] = {}
+        self._asked: dict[PeerId, float] = {}
         ctx.net.serve(Introduce.KIND, self._on_introduction)
         ctx.net.serve(WhoAreYou.KIND, self._on_question)
 
@@ -48,14 +51,20 @@ class Membership:
         except ProtocolError as e:
             ctx.refused(peer, str(e))
 
-    async def acquaint(self, peer: PeerId) -> None:
-        """``peer`` speaks to us, and we do not know it: it came while we were away. Raises ProtocolError when it does not say who it is."""
+    async def acquaint(self, peer: PeerId, stage: int | None = None) -> None:
+        """``peer`` speaks to us, and we do not know it, or not as serving ``stage``: it came, or moved, while we were away. Raises
+        ProtocolError when it does not say who it is."""
+        roster, now = self._ctx.roster, self._ctx.clock.now()
+        if roster.knows(peer) and stage in (None, roster.member(peer).stage):
+            return
         task = self._asking.get(peer)
-        if task is None:
+        if task is None and now - self._asked.get(peer, float("-inf")) >= ASK_AGAIN_S:
+            self._asked[peer] = now
             task = self._asking[peer] = self._ctx.spawn(self._ask(peer), "acquaint")
             task.add_done_callback(lambda _: self._asking.pop(peer, None))
-        await asyncio.wait({task})
-        self._ctx.roster.member(peer)
+        if task is not None:
+            await asyncio.wait({task})
+        roster.member(peer)
 
     async def _ask(self, peer: PeerId) -> None:
         try:

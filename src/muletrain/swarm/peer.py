@@ -383,8 +383,7 @@ class Peer:
 
     async def _on_frame(self, sender: PeerId, frame: Frame) -> None:
         """Only members, only known kinds, only valid headers; then the current step's go to their actor."""
-        if not self._ctx.roster.knows(sender):
-            await self._membership.acquaint(sender)
+        await self._membership.acquaint(sender)
         if frame.kind in OTHER_KINDS:
             self._on_other(sender, OTHER_KINDS[frame.kind].parse(frame), frame)
         elif frame.kind in STEP_KINDS:
@@ -405,6 +404,8 @@ class Peer:
             ):  # else we are far behind, and find that out
                 self._early.append((sender, frame))
             return
+        if isinstance(message, Seal | ShardEntry):
+            await self._membership.acquaint(sender, message.stage)
         await self._dispatch(sender, message, frame)
         self.stepper.touched()
 

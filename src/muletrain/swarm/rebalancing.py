@@ -109,8 +109,15 @@ class Rebalancer:
         except NetworkError as e:
             ctx.emit(Note(level="info", message=f"no look at the others' load: {e}"))
             return None
-        loads = {p: load for p, value in found.items() if (load := self._read(p, value)) is not None}
-        loads[ctx.net.peer_id] = self._own(queue)
+        others = {
+            m.id: Load(m.stage, 0.0, {}, targets=frozenset()) for m in ctx.roster.members() if ctx.roster.is_alive(m.id)
+        }
+        said = {p: load for p, value in found.items() if (load := self._read(p, value)) is not None}
+        loads = {
+            **others,
+            **said,
+            ctx.net.peer_id: self._own(queue),
+        }  # who serves counts, whether its announcement came or not
         view = View(loads, plan.work, plan.state_bytes)
         moves = by_queue(view) if plan.rebalance == "paper" else by_throughput(view, HORIZON_PERIODS * plan.rebalance_s)
         return next((m.target for m in moves if m.peer == ctx.net.peer_id), None)

@@ -60,10 +60,10 @@ class Snapshots:
             ctx.net.serve(kind.KIND, answer)
 
     async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
-        """Raises ProtocolError for a taker of another stage."""
+        """Raises MuletrainError for a taker of another stage."""
         ask, own = AskSnapshot.unpack(payload), self._ctx.roster.own
-        if ask.stage != own.stage:
-            raise ProtocolError(f"this peer serves stage {own.stage}, not {ask.stage}")
+        if ask.stage != own.stage or self._ctx.closed:
+            raise MuletrainError(f"this peer does not serve stage {ask.stage} (any more)")
         async with self._making:
             for kept in self._kept.values():
                 if (kept.offer.step, kept.offer.lineage) == (self._stepper.step, self._stepper.lineage):
@@ -99,9 +99,9 @@ class Snapshots:
             self._kept = {d: k for d, k in self._kept.items() if now - k.asked < KEPT_S}
 
     def _asked(self, digest: bytes) -> Copy:
-        """Raises ProtocolError when it is not kept (any more)."""
+        """Raises MuletrainError when it is not kept (any more)."""
         kept = self._kept.get(digest)
-        if kept is None:
+        if kept is None or self._ctx.closed:
             raise MuletrainError("this copy is not kept any more; ask for another")
         kept.asked = self._ctx.clock.now()
         return kept.copy
