@@ -32,7 +32,7 @@ from muletrain.runs.ticket import Ticket
 from muletrain.swarm.roster import Genesis
 from tests.fleet_run import checkpoint_weights
 
-TINY = ["--set", "fleet.peers=2", "--set", "model.width=64", "--set", "model.heads=2", "--set", "model.context=32"]
+TINY = ["--set", "model.width=64", "--set", "model.heads=2", "--set", "model.context=32"]
 
 pytestmark = pytest.mark.timeout(240)
 namespaces = pytest.mark.skipif(

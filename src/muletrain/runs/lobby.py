@@ -312,7 +312,7 @@ def choose_stage(join: Join, needs: list[StageMemory], costs: list[float], kinds
         least = min((needs[s] for s in wanted), key=lambda n: n.total)
         raise CapacityError(
             f"the smallest stage on offer needs {least.need(offer)} ({least}), this machine may use {offer}: give it more memory "
-            f"(--memory says how much it may use), or begin the run with more stages"
+            f"(--memory or compute.memory says how much it may use), or begin the run with more stages"
         )
     unmixed = [s for s in fitting if set(kinds[s]) <= {join.device}]
 
