@@ -22,6 +22,7 @@ from muletrain.clock import LoopClock
 from muletrain.compute.estimate import Offer, StageMemory
 from muletrain.config.schema import ModelConfig, Precision
 from muletrain.errors import AdmissionError, CapacityError, ConfigError, MuletrainError
+from muletrain.events import Event
 from muletrain.model.hf import export_hf
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import build_full
@@ -281,10 +282,13 @@ def test_a_machine_takes_the_stage_that_few_can_serve() -> None:
 
 def test_kinds_of_devices_are_not_mixed_in_a_stage_where_it_can_be_avoided() -> None:
     own = lobby_of(MemoryHub().join("founder"), [1, 1], expected=2)
+    said: list[Event] = []
+    own.emit = said.append
     coming = [("cpu", 0), ("cuda", 1), ("cuda", 1), ("cuda", 1), ("cpu", 0), ("mps", 0)]
     for k, (device, expected) in enumerate(coming):
         peer = introduction(f"p{k}", device=device, host=1 if device == "cuda" else None)
         assert own.seat(f"p{k}", peer) == expected
+    assert [type(e).__name__ for e in said] == ["Note"], "the last one found no stage of its kind"
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,10 @@ class Lobby:
         if self._largest is None or self._largest.device < join.offer.device:
             self._largest = join.offer
         kinds = [[g.join.device for g in self._guests.values() if g.stage == s] for s in range(self.stages)]
-        return choose_stage(join, self.needs, self.stage_costs, kinds)
+        stage = choose_stage(join, self.needs, self.stage_costs, kinds)
+        if mixed := set(kinds[stage]) - {join.device}:
+            self.emit(Note(level="warning", message=mixing(stage, mixed, join.device)))
+        return stage
 
     def ready(self, peer: PeerId, trainer: bool) -> None:
         if peer not in self._guests:
@@ -323,6 +326,14 @@ def choose_stage(join: Join, needs: list[StageMemory], costs: list[float], kinds
         return load, 0 if served else 4 * needs[stage].of_device(offer) // max(1, offer.device), -stage
 
     return max(unmixed or fitting, key=urgency)
+
+
+def mixing(stage: int, kinds: set[str], device: str) -> str:
+    """What is to be said where ``stage`` is on other ``kinds`` than the newcomer's ``device``."""
+    return (
+        f"stage {stage} is on {', '.join(sorted(kinds))}, and now on {device}: where their arithmetic differs in the last bit, one of "
+        f"them leaves, unless optimizer.state_device = 'cpu'"
+    )
 
 
 def _read_at(path: Path, offset: int) -> bytes:
