@@ -20,8 +20,8 @@ from muletrain.runs.lobby import (
     Join,
     Welcome,
     check_version,
-    choose_stage,
 )
+from muletrain.runs.seating import choose_stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
