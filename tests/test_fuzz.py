@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from muletrain.compute.torch_compute import TorchCompute
+from muletrain.sim import world
 from muletrain.sim.loop import Hang, VirtualLoop, run_virtually
 from muletrain.sim.world import Fault, Scenario, play, readable
 from muletrain.swarm import stepper
@@ -53,6 +54,46 @@ def test_the_scenarios_are_survived(scenario: Scenario) -> None:
     outcome = play(scenario)
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert any("FAULT" in text for _, text in outcome.timeline)
+
+
+def _another_device(patch: pytest.MonkeyPatch, steps: range) -> None:
+    """The last replica of stage 1 rounds otherwise in the updates of ``steps``."""
+    right, made = world._compute, []
+
+    def compute(facts: Any, stage: int) -> TorchCompute:
+        own = right(facts, stage)
+        made.append(stage)
+        if made.count(1) == 3 and stage == 1:  # after the reference's and the first replica's
+            apply = own._apply
+
+            def differently(gradient: Any, update: Any) -> None:
+                apply(gradient, update)
+                if update.step in steps:
+                    own._weights.masters[:5] *= 1 + 2**-22
+
+            patch.setattr(own, "_apply", differently)
+        return own
+
+    patch.setattr(world, "_compute", compute)
+
+
+@pytest.mark.parametrize("stages", [(2, 2), (1, 2)], ids=str)
+def test_a_replica_that_differs_in_the_last_bit_copies_the_others(
+    stages: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _another_device(monkeypatch, range(1, 2))
+    outcome = play(Scenario(1, stages, 1, 4, 8, 0.01, ()))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert outcome.ends["peer-1b"] == "finished"
+    assert any("not those of the other replicas: this peer takes" in text for _, text in outcome.timeline)
+
+
+def test_a_replica_that_differs_at_every_step_leaves_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    _another_device(monkeypatch, range(100))
+    outcome = play(Scenario(1, (2, 2), 1, 5, 8, 0.01, ()))
+    assert [v for v in outcome.violations if not v.startswith("peer-1b did not survive")] == []
+    assert "devices of one kind in a stage" in outcome.ends.pop("peer-1b")
+    assert set(outcome.ends.values()) == {"finished"}
 
 
 def _retry_accumulates_again(patch: pytest.MonkeyPatch) -> None:

@@ -20,19 +20,23 @@ import torch
 from muletrain.cli import machines as machines_cli
 from muletrain.clock import LoopClock
 from muletrain.compute.estimate import Offer, StageMemory
-from muletrain.config.schema import ModelConfig, Precision
+from muletrain.config.schema import ModelConfig, Precision, RunConfig
 from muletrain.errors import AdmissionError, CapacityError, ConfigError, MuletrainError
+from muletrain.events import Event
 from muletrain.model.hf import export_hf
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import build_full
 from muletrain.network.base import Network
 from muletrain.network.memory import MemoryHub
 from muletrain.runs import lobby, machine
+from muletrain.runs.assemble import RunFacts, build_compute
+from muletrain.runs.checkpoint import Checkpoint
+from muletrain.runs.first_weights import write_first_checkpoint
 from muletrain.runs.ticket import Ticket
 from muletrain.swarm.roster import Genesis
 from tests.fleet_run import checkpoint_weights
 
-TINY = ["--set", "fleet.peers=2", "--set", "model.width=64", "--set", "model.heads=2", "--set", "model.context=32"]
+TINY = ["--set", "model.width=64", "--set", "model.heads=2", "--set", "model.context=32"]
 
 pytestmark = pytest.mark.timeout(240)
 namespaces = pytest.mark.skipif(
@@ -281,10 +285,13 @@ def test_a_machine_takes_the_stage_that_few_can_serve() -> None:
 
 def test_kinds_of_devices_are_not_mixed_in_a_stage_where_it_can_be_avoided() -> None:
     own = lobby_of(MemoryHub().join("founder"), [1, 1], expected=2)
+    said: list[Event] = []
+    own.emit = said.append
     coming = [("cpu", 0), ("cuda", 1), ("cuda", 1), ("cuda", 1), ("cpu", 0), ("mps", 0)]
     for k, (device, expected) in enumerate(coming):
         peer = introduction(f"p{k}", device=device, host=1 if device == "cuda" else None)
         assert own.seat(f"p{k}", peer) == expected
+    assert [type(e).__name__ for e in said] == ["Note"], "the last one found no stage of its kind"
 
 
 @pytest.mark.parametrize(
@@ -317,6 +324,38 @@ def test_several_peers_of_a_machine_announce_a_port_each() -> None:
     for wrong in ("1.2.3.4:4000", "/ip4/1.2.3.4/udp/4000", "/ip4/1.2.3.4/tcp/65535"):
         with pytest.raises(ConfigError, match="write it as"):
             machines_cli._announced((wrong,), 1)
+
+
+def test_who_joins_gets_its_first_weights_and_needs_no_folder(tmp_path: Path) -> None:
+    class Cache:
+        tokenizer_json, digest = b"{}", ""
+
+    first = hugging_face_folder(tmp_path / "llama")
+    model = {"width": 64, "heads": 2, "context": 32, "from": str(tmp_path / "llama")}
+    facts = RunFacts.of(RunConfig.model_validate({"model": model}))
+    write_first_checkpoint(facts, Cache, tmp_path / "checkpoints", "run", lambda done: None)  # type: ignore[arg-type]
+    checkpoint = Checkpoint.newest_intact(tmp_path, pytest.fail)
+    assert checkpoint is not None
+    shutil.rmtree(tmp_path / "llama")
+
+    async def scenario() -> None:
+        hub = MemoryHub()
+        own = lobby_of(hub.join("founder"), [1, 1], expected=2)
+        own.parts, own.part_digests = checkpoint.parts, checkpoint.digests
+        own.open()
+        own.seat("founder", introduction("founder"))
+        visitor = lobby.Visitor(hub.join("newcomer"), "founder")
+        welcome, _ = await visitor.join(introduction("newcomer"))
+        await visitor.part(welcome, tmp_path / "part")
+        here = machine.Machine.probe("cpu", Precision.FP32, 1.0)
+        compute = build_compute(facts, welcome.stage, here, None, tmp_path / "part")
+        state = await compute.state()
+        weights = {name.removeprefix("model/"): t for name, t in state.items() if name.startswith("model/")}
+        assert "lm_head.weight" in weights, "the second stage"
+        assert all(torch.equal(weights[name], first[name]) for name in weights)
+        compute.close()
+
+    asyncio.run(scenario())
 
 
 def test_any_member_says_who_founded_the_run() -> None:

@@ -18,6 +18,7 @@ from muletrain import __version__
 from muletrain.compute.estimate import Offer
 from muletrain.errors import AdmissionError, CapacityError, NetworkError, ProtocolError
 from muletrain.events import Admitted, JoinRefused, Note, Waiting
+from muletrain.runs.seating import choose_stage, mixing
 from muletrain.swarm.messages import Digest, Id, Member, Message, Natural, Text
 from muletrain.swarm.roster import Genesis
 
@@ -169,7 +170,10 @@ class Lobby:
         if self._largest is None or self._largest.device < join.offer.device:
             self._largest = join.offer
         kinds = [[g.join.device for g in self._guests.values() if g.stage == s] for s in range(self.stages)]
-        return choose_stage(join, self.needs, self.stage_costs, kinds)
+        stage = choose_stage(join, self.needs, self.stage_costs, kinds)
+        if mixed := set(kinds[stage]) - {join.device}:
+            self.emit(Note(level="warning", message=mixing(stage, mixed, join.device)))
+        return stage
 
     def ready(self, peer: PeerId, trainer: bool) -> None:
         if peer not in self._guests:
@@ -299,30 +303,6 @@ def check_version(join: Join) -> None:
         raise AdmissionError(
             f"this run is muletrain {__version__}, the newcomer {join.version}: install muletrain=={__version__} there"
         )
-
-
-def choose_stage(join: Join, needs: list[StageMemory], costs: list[float], kinds: list[list[str]]) -> int:
-    """The most loaded stage that the newcomer can serve, or the one it wants. ``needs``, ``costs``: memory and compute cost of each
-    stage; ``kinds``: the device kinds of those who serve it. Raises AdmissionError or CapacityError."""
-    if join.stage is not None and join.stage >= len(needs):
-        raise AdmissionError(f"stage {join.stage} was asked for, but the run has stages 0..{len(needs) - 1}")
-    wanted, offer = range(len(needs)) if join.stage is None else [join.stage], join.offer
-    fitting = [s for s in wanted if needs[s].fits(offer)]
-    if not fitting:
-        least = min((needs[s] for s in wanted), key=lambda n: n.total)
-        raise CapacityError(
-            f"the smallest stage on offer needs {least.need(offer)} ({least}), this machine may use {offer}: give it more memory "
-            f"(--memory says how much it may use), or begin the run with more stages"
-        )
-    unmixed = [s for s in fitting if set(kinds[s]) <= {join.device}]
-
-    def urgency(stage: int) -> tuple[float, float, int]:
-        """Unserved ones first, of those the ones that few can serve: by the quarters of this machine that they take."""
-        served = len(kinds[stage])
-        load = costs[stage] / served if served else float("inf")
-        return load, 0 if served else 4 * needs[stage].of_device(offer) // max(1, offer.device), -stage
-
-    return max(unmixed or fitting, key=urgency)
 
 
 def _read_at(path: Path, offset: int) -> bytes:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from muletrain.errors import AdmissionError, CapacityError
-from muletrain.events import Admitted, JoinRefused
+from muletrain.events import Admitted, JoinRefused, Note
 from muletrain.runs.lobby import (
     PIECE,
     AskGenesis,
@@ -20,8 +20,8 @@ from muletrain.runs.lobby import (
     Join,
     Welcome,
     check_version,
-    choose_stage,
 )
+from muletrain.runs.seating import choose_stage, mixing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,6 +65,8 @@ class Reception:
         except (AdmissionError, CapacityError) as e:
             self.emit(JoinRefused(remote=sender, reason=str(e)))
             raise
+        if mixed := set(kinds[stage]) - {join.device}:
+            self.emit(Note(level="warning", message=mixing(stage, mixed, join.device)))
         self.emit(Admitted(peer_id=sender))
         return Welcome(
             config=self.config_json, stage=stage, data=self.data_digest, tokenizer_size=len(self.tokenizer), running=True,

@@ -41,7 +41,7 @@ from muletrain.swarm.pipeline import Pipeline
 from muletrain.swarm.rebalancing import Rebalancer
 from muletrain.swarm.router import Router
 from muletrain.swarm.snapshot import Receiver, Snapshots
-from muletrain.swarm.stepper import Behind, Stepper
+from muletrain.swarm.stepper import Behind, Differs, Stepper
 from muletrain.swarm.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class Peer:
             except Behind as e:
                 self._end_step_tasks()
                 returned = True
-                if await self._catch_up(str(e)):
+                if await self._catch_up(str(e), self.stepper.step - isinstance(e, Differs)):
                     written = await self._finish(self.stepper.step - 1)
                     break
                 continue
@@ -219,13 +219,13 @@ class Peer:
         await ctx.tell(ctx.roster.everyone(), Back(lineage=stepper.lineage, step=stepper.step))
         return False
 
-    async def _catch_up(self, reason: str) -> bool:
-        """Take a replica's state and go on where it is; True if the run has ended there. Raises MuletrainError when there is none to
-        take it from."""
-        self._ctx.emit(Note(level="warning", message=f"{reason}: this peer fell behind and takes a replica's state"))
+    async def _catch_up(self, reason: str, own_step: int) -> bool:
+        """Take the state of a replica beyond ``own_step`` and go on where it is; True if the run has ended there. Raises
+        MuletrainError when there is none to take it from."""
+        self._ctx.emit(Note(level="warning", message=f"{reason}: this peer takes a replica's state"))
         await self.stepper.let_go()
         await self._membership.introduce()
-        return await self._take_state(self.stepper.step)
+        return await self._take_state(own_step)
 
     async def _take_state(self, own_step: int) -> bool:
         ctx = self._ctx

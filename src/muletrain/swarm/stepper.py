@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from muletrain.compute.base import Update
@@ -39,6 +40,10 @@ class Behind(MuletrainError):
     """The others have gone on without us: what this step needs is gone, so the state must come from a replica."""
 
 
+class Differs(Behind):
+    """This replica's weights are not the others': the state must come from one of them, although it is of the same step."""
+
+
 class Stepper:
     """Takes the run from one lineage to the next."""
 
@@ -65,6 +70,8 @@ class Stepper:
         self.over = False
         """The run has ended before ``step``."""
         self._weights: bytes = b"\0" * 32
+        self._differed: int | None = None
+        """The last step at which our weights were not the others'."""
         ctx.changed = self.touched
         self._enter(step, lineage)
 
@@ -72,13 +79,17 @@ class Stepper:
 
     def _enter(self, step: int, lineage: bytes) -> None:
         self.step, self.lineage = step, lineage
-        self.ledger = Ledger(lineage, step, self._ctx.plan.microbatches)
+        self._drop_ledger()
         self.losses: dict[int, float] = {}
         self._seals: dict[PeerId, Seal] = {}
-        self.announced: Seal | None = None
-        self._reduced = False
         self._builder = RecordBuilder(step, lineage, self._ctx.plan.stages)
         self._changed = asyncio.Event()
+
+    def _drop_ledger(self) -> None:
+        """Nothing is in our accumulator."""
+        self.ledger = Ledger(self.lineage, self.step, self._ctx.plan.microbatches)
+        self.announced: Seal | None = None
+        self._reduced = False
 
     # What arrives ---------------------------------------------------------------------------------------------------
 
@@ -216,13 +227,29 @@ class Stepper:
 
         await self._until(complete, self._seal_deadline, "the stage's replicas to seal", self._ask_replicas)
         seals = {m: s for m, s in self._seals.items() if s.attempt == attempt and ctx.roster.is_alive(m)}
-        for member, other in seals.items():
-            if other.weights != self._weights:
-                raise MuletrainError(
-                    f"step {self.step}: replica {ctx.roster.member(member).name} has other weights than this one. Replicas "
-                    f"on different kinds of devices must agree to the last bit; use devices of one kind per stage"
-                )
-        return {me: held, **{m: frozenset(s.indices) for m, s in seals.items()}}
+        return {me: held, **{m: frozenset(s.indices) for m, s in seals.items() if self._agrees(m, seals)}}
+
+    def _agrees(self, member: PeerId, seals: dict[PeerId, Seal]) -> bool:
+        """Has ``member`` our weights? Kernels of other devices may differ in the last bit (DESIGN "Replicas"). The weights that most
+        replicas have go on, of as many the lowest id's; who has others copies them: what it computed counts for nothing.
+
+        Raises Differs when that is us, and MuletrainError when it was us at the step before, too."""
+        if seals[member].weights == self._weights:
+            return True
+        ctx = self._ctx
+        weights = {ctx.net.peer_id: self._weights} | {m: s.weights for m, s in seals.items()}
+        votes = Counter(weights.values())
+        if weights[min(weights, key=lambda m: (-votes[weights[m]], m))] == self._weights:
+            del self._seals[member]
+            ctx.suspect(member, "its weights are not those of the other replicas")
+            return False
+        if self._differed == self.step - 1:
+            raise MuletrainError(
+                f"step {self.step}: this peer's weights differ from its replicas' step after step, so it leaves. Replicas must agree "
+                f"to the last bit: use devices of one kind in a stage, or optimizer.state_device = 'cpu' for the run"
+            )
+        self._differed = self.step
+        raise Differs(f"step {self.step}: the weights here are not those of the other replicas")
 
     async def _refill(self, cover: Cover, attempt: int) -> None:
         """Microbatches are in no accumulator, or twice: keep the chosen sets, run the gaps again for this stage alone."""
@@ -301,6 +328,7 @@ class Stepper:
         await self._until(
             lambda: not self.ledger.running, self._seal_deadline, "running microbatches", self._no_question
         )
+        self._drop_ledger()
         self.ledger.seal()
         self.settled = False
 
@@ -308,7 +336,10 @@ class Stepper:
         """Go on at ``step``, whose state was loaded; what we did for another step is forgotten."""
         self.averager.forget()
         self._ctx.compute.clear()
-        self._enter(step, lineage)
+        if (step, lineage) == (self.step, self.lineage):  # what the others said of it still holds
+            self._drop_ledger()
+        else:
+            self._enter(step, lineage)
         self.settled = True
         await self.open()
 
