@@ -87,12 +87,15 @@ class ModelConfig(Section):
     norm_eps: float = Field(default=1e-5, gt=0, description="epsilon of RMSNorm [1]")
     share_layers: bool = Field(default=False, description="repeat one block inside each stage (ALBERT; SWARM sec. 4.3)")
     from_: str | None = Field(
-        default=None, alias="from", description="Hugging Face checkpoint folder to start from", examples=["my-llama"]
+        default=None,
+        alias="from",
+        description="Hugging Face checkpoint folder to start from: sizes and weights are its own",
+        examples=["my-llama"],
     )
 
     def stated(self) -> set[str]:
-        """With a preset only what was given: written out, a default would override the preset."""
-        return super().stated() if self.preset is None else set(self.model_fields_set)
+        """With a preset or a checkpoint only what was given: written out, a default would override theirs."""
+        return super().stated() if self.preset is None and self.from_ is None else set(self.model_fields_set)
 
     @model_serializer(mode="wrap")
     def _json_of_stated(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
