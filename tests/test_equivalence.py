@@ -103,7 +103,8 @@ def test_a_killed_peer_costs_no_number(tmp_path: Path, victim: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_8_bit_activations_cost_no_quality(tmp_path: Path) -> None:
-    """The final validation loss with 8-bit activations (and fp16 averaging) lies within the spread of three uncompressed seeds."""
+    """The final validation loss with 8-bit activations (and fp16 averaging, as by default) lies within the spread of three uncompressed
+    seeds: for the seed in the middle between the two others', for each no further from its own than those are from each other."""
     smaller = [
         "model.width=96",
         "model.heads=3",
@@ -126,6 +127,6 @@ def test_8_bit_activations_cost_no_quality(tmp_path: Path) -> None:
         for seed in range(3)
     ]
     print(f"validation loss, uncompressed {exact}, 8-bit {compressed}")
-    spread = max(exact) - min(exact)
-    assert min(exact) - spread <= min(compressed) <= max(compressed) <= max(exact) + spread
-    assert abs(sum(compressed) - sum(exact)) / 3 <= spread
+    lowest, middle, highest = sorted(exact)
+    assert lowest <= compressed[exact.index(middle)] <= highest
+    assert all(abs(a - b) <= highest - lowest for a, b in zip(compressed, exact, strict=True))
