@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
+from muletrain.compute import scaling
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.sim.loop import Hang, VirtualLoop, run_virtually
 from muletrain.sim.world import Fault, Scenario, play, readable
@@ -23,6 +26,7 @@ from muletrain.swarm.trainer import Trainer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+torch.set_num_threads(1)
 pytestmark = pytest.mark.timeout(400)
 
 SCENARIOS = [
@@ -88,6 +92,18 @@ def test_coarser_averaging_stays_near_and_the_same_on_every_replica(codec: str, 
     outcome = play(Scenario(8, (2, 3), 2, 4, 8, 0.01, (), overrides=coarse, tolerance=high))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert outcome.difference > low
+
+
+def test_fp16_that_overflows_skips_the_step_for_all_and_goes_on_with_a_smaller_scale(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU without bf16; a scale that is too large by far at first."""
+    monkeypatch.setattr(scaling, "FIRST", 2.0**17)
+    half, killed = ("compute.precision=fp16", "optimizer.eps=0.1"), Fault(0.3, "kill", ("peer-0b",))
+    outcome = play(Scenario(9, (2, 1), 2, 3, 4, 0.01, (killed,), overrides=half, tolerance=1e-4))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    applied = [re.search(r"step=(\d) stage=\d skipped=(\w+)", text) for _, text in outcome.timeline]
+    assert {(int(found[1]), found[2]) for found in applied if found} == {(1, "True"), (2, "True"), (3, "False")}
 
 
 def _retry_accumulates_again(patch: pytest.MonkeyPatch) -> None:

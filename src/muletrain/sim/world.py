@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import random
 import tempfile
 from dataclasses import dataclass, field
@@ -366,7 +367,8 @@ def _facts(scenario: Scenario) -> _Facts:
                 "model.dropout=0.1", "train.microbatch=1", f"train.batch={scenario.microbatches}", f"train.steps={scenario.steps}",
                 f"train.seed={scenario.seed}", f"fleet.stages={len(scenario.stages)}", f"fleet.peers={sum(scenario.stages)}",
                 "optimizer.warmup=1", "optimizer.eps=1e-5", "optimizer.clip=0.5",
-                "wire.activations=fp32", "wire.gradients=fp32", "checkpoint.every=0", *scenario.overrides,
+                "wire.activations=fp32", "wire.gradients=fp32", "compute.precision=fp32", "checkpoint.every=0",
+                *scenario.overrides,
             ],
     )  # fmt: skip
     spec = ModelSpec.from_config(config.model)
@@ -389,7 +391,7 @@ def _compute(facts: _Facts, stage: int) -> TorchCompute:
     config = facts.config
     setup = StageSetup(
         optimizer=config.optimizer, total_steps=config.train.steps, seed=config.train.seed,
-        sequences=config.train.microbatch, inline=True,
+        sequences=config.train.microbatch, precision=config.compute.precision, inline=True,
     )  # fmt: skip
     return TorchCompute(facts.spec, facts.cut, stage, setup)
 
@@ -417,7 +419,7 @@ def _reference(scenario: Scenario) -> dict[str, Tensor]:
             clip = facts.config.optimizer.clip
             scale = min(1.0, clip / (norm + 1e-6)) if clip is not None else 1.0
             for compute, mean in zip(stages, means, strict=True):
-                await compute.apply(mean, Update(step, scale, skip=False))
+                await compute.apply(mean, Update(step, scale, skip=not math.isfinite(norm)))
         states = [await compute.state() for compute in stages]
         return {name: tensor for state in states for name, tensor in state.items()}
 
