@@ -51,6 +51,7 @@ def test_fleet_equals_single_process(tmp_path: Path, optimizer: str) -> None:
         done = [e for e in events if isinstance(e, StepDone)]
         assert [e.loss for e in done] == pytest.approx(losses, abs=1e-4)
         assert max(e.grad_norm for e in done) > 0.5, "clipping acted"
+        assert sum(e.trainer for e in events if isinstance(e, PeerJoined)) == 2
         check_every_microbatch_once(events, facts)
     assert relative_difference(*runs) <= 1e-5
 
