@@ -45,6 +45,7 @@ def test_a_start_from_a_model_takes_its_sizes_and_keeps_the_rest(exported: Path)
     model = resolve_start(asked).model
     assert (model.layers, model.width, model.vocab, model.context, model.dropout) == (4, 32, 64, 8, 0.0)
     assert model.share_layers
+    assert RunFacts.of(load_config(None, ["model.preset=gpt3-125m", "model.share_layers=true"])).spec.share_layers
 
 
 def test_what_a_start_from_a_model_became_is_found_again_on_resume(exported: Path, tmp_path: Path) -> None:
