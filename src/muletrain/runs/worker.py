@@ -296,9 +296,7 @@ class Worker:
         finally:
             self._compute_in_use.close()
 
-    def _collector(
-        self, ctx: Context, facts: RunFacts, machine: Machine, cache: TokenCache | None
-    ) -> Collector | None:
+    def _collector(self, ctx: Context, facts: RunFacts, machine: Machine, cache: TokenCache | None) -> Collector | None:
         genesis = ctx.roster.genesis
         if genesis.collector != ctx.net.peer_id or cache is None:
             return None
