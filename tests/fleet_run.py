@@ -54,6 +54,7 @@ def run_fleet(
             "data": "config",
             "threads": threads,
             "precision": config.compute.precision.value,
+            "device": config.compute.device,
             "listen": config.network.listen,
         }
         founder = str(Ticket.new_run())

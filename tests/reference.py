@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
 from muletrain.model.dropout import Masks
 from muletrain.model.stage import Stage, build_full
-from muletrain.optim.flat import FlatLayout
-from muletrain.optim.rules import Lamb
 from muletrain.optim.schedule import learning_rate
 
 if TYPE_CHECKING:
@@ -19,21 +17,40 @@ if TYPE_CHECKING:
     from muletrain.runs.assemble import RunFacts
 
 
-def _optimizer(model: Stage, config: OptimizerConfig) -> torch.optim.AdamW:
+def _optimizer(model: Stage, config: OptimizerConfig) -> torch.optim.Optimizer:
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     norms = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": norms, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+    kind = torch.optim.AdamW if config.name == "adamw" else Lamb
+    return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+
+
+class Lamb(torch.optim.Optimizer):
+    """You et al. 2020, algorithm 2, on top of torch's own Adam: its step from zero is the direction, and the weights go in it by their
+    own length. 1-D parameters (norms) take Adam's step."""
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(groups, {"lr": lr})
+        self._adam = torch.optim.Adam([p for g in groups for p in g["params"]], lr=1.0, betas=betas, eps=eps)
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        before = {p: p.clone() for group in self.param_groups for p in group["params"]}
+        for p in before:
+            p.zero_()
+        self._adam.step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                direction = group["weight_decay"] * before[p] - p
+                length = before[p].norm() / direction.norm() if p.dim() >= 2 else 1.0
+                p.copy_(before[p] - group["lr"] * length * direction)
 
 
 def train_plainly(facts: RunFacts, source: MicrobatchSource) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Weights by name, and the loss of each step [nats/token]."""
     config, microbatches = facts.config, facts.config.microbatches
     model = build_full(facts.spec, config.train.seed, facts.cut)
-    parameters = dict(model.named_parameters())
-    adamw = _optimizer(model, config.optimizer) if config.optimizer.name == "adamw" else None
-    layout = FlatLayout.of({n: tuple(p.shape) for n, p in parameters.items()})
-    lamb = Lamb(config.optimizer, config.train.steps, layout, torch.device("cpu"))
+    optimizer = _optimizer(model, config.optimizer)
     losses = []
     for step in range(config.train.steps):
         model.zero_grad()
@@ -47,20 +64,7 @@ def train_plainly(facts: RunFacts, source: MicrobatchSource) -> tuple[dict[str, 
         losses.append(total / microbatches)
         if config.optimizer.clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
-        if adamw is not None:
-            for group in adamw.param_groups:
-                group["lr"] = learning_rate(config.optimizer, step, config.train.steps)
-            adamw.step()
-            continue
-        weights, gradient = torch.empty(layout.size), torch.empty(layout.size)
-        for name, view in layout.views(weights).items():
-            view.copy_(parameters[name].detach())
-        for name, view in layout.views(gradient).items():
-            grad = parameters[name].grad
-            assert grad is not None
-            view.copy_(grad)
-        lamb.step(weights, gradient, step)
-        with torch.no_grad():
-            for name, view in layout.views(weights).items():
-                parameters[name].copy_(view)
-    return {name: p.detach().clone() for name, p in parameters.items()}, losses
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config.optimizer, step, config.train.steps)
+        optimizer.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}, losses

@@ -69,7 +69,9 @@ def test_run_ends_with_a_report_and_leaves_nothing_running(trained: tuple[Path, 
     ):
         assert expected in out
     (run,) = (folder / "runs").iterdir()
-    assert (run / "checkpoints" / "step-00000006" / "manifest.json").is_file()
+    manifest = json.loads((run / "checkpoints" / "step-00000006" / "manifest.json").read_text())
+    joined = [json.loads(line) for line in (run / "peer-0.jsonl").open() if '"peer_joined"' in line]
+    assert [manifest["precision"]] == [e["precision"] for e in joined], "for --resume"
     assert list((run / "tensorboard").glob("events.*"))
     assert not (run / "ticket").exists(), "the secret stays behind"
     assert {p.stem for p in run.glob("peer-*.jsonl")} == {f"peer-{k}" for k in range(4)}

@@ -202,6 +202,28 @@ def test_hugging_face_datasets_are_streamed(monkeypatch: pytest.MonkeyPatch) -> 
         texts("hf:org/name")
 
 
+def test_a_hugging_face_folder_is_read_by_the_library_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(folder / "home"))
+    pytest.importorskip("datasets", reason="the package datasets is not installed: pip install '.[dev]'")
+    (folder / "rows").mkdir()
+    (folder / "rows" / "train.jsonl").write_text('{"body": "Of JSON."}\n{"body": "Second.\\n\\nThird."}\n')
+    (folder / "rows" / "validation.jsonl").write_text('{"body": "Not to be trained on."}\n')
+    (folder / "table").mkdir()
+    pq.write_table(pa.table({"text": words(0, 500)}), folder / "table" / "train.parquet", row_group_size=100)
+    assert texts("hf:rows", "body") == ["Of JSON.\n\n", "Second.\n\n", "Third.\n\n"]
+    assert texts(f"hf:{folder / 'table'}") == [f"{text}\n\n" for text in words(0, 500)]
+    with pytest.raises(DataError, match=r"hf:rows row 0 has no 'text'; set data\.field to one of: body"):
+        texts("hf:rows")
+    with pytest.raises(DataError, match=r"cannot read Hugging Face dataset 'no/such'"):
+        texts("hf:no/such")
+    before = TokenCache.build(DataConfig(path="hf:table"), 300)
+    pq.write_table(pa.table({"text": words(0, 501)}), folder / "table" / "train.parquet")
+    assert TokenCache.build(DataConfig(path="hf:table"), 300).digest != before.digest, (
+        "the folder's files are what counts"
+    )
+
+
 def test_hugging_face_failures_teach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r'data\.path.*pip install "muletrain\[datasets\]"'):

@@ -12,7 +12,7 @@ import torch
 from muletrain.config.load import load_config
 from muletrain.data.microbatch import heldout_batches
 from muletrain.data.tokens import TokenCache
-from muletrain.events import Event, PeerSuspected, StepApplied, StepDone
+from muletrain.events import Event, PeerJoined, PeerSuspected, StepApplied, StepDone
 from muletrain.model.generate import evaluate, load_model
 from muletrain.runs.assemble import RunFacts
 from muletrain.runs.fleet import LocalFleet
@@ -51,8 +51,23 @@ def test_fleet_equals_single_process(tmp_path: Path, optimizer: str) -> None:
         done = [e for e in events if isinstance(e, StepDone)]
         assert [e.loss for e in done] == pytest.approx(losses, abs=1e-4)
         assert max(e.grad_norm for e in done) > 0.5, "clipping acted"
+        assert sum(e.trainer for e in events if isinstance(e, PeerJoined)) == 2
         check_every_microbatch_once(events, facts)
     assert relative_difference(*runs) <= 1e-5
+
+
+def test_four_trainers_and_a_growing_sequence_under_lamb(tmp_path: Path) -> None:
+    """A trainer in every peer; sequence length from 8 to 32 tokens (SWARM app. G); LAMB as the paper has it."""
+    growing = ["train.sequence_start=8", "train.sequence_warmup=6", "train.steps=8", "optimizer.warmup=none"]
+    facts, cache = facts_of(tmp_path, "optimizer.name=lamb", "fleet.trainers=4", *growing)
+    torch.set_num_threads(1)
+    expected, losses = train_plainly(facts, facts.source(cache))
+    events = run_fleet(facts.config, tmp_path / "run")
+    assert relative_difference(checkpoint_weights(tmp_path / "run"), expected) <= 1e-5
+    assert [e.loss for e in events if isinstance(e, StepDone)] == pytest.approx(losses, abs=1e-4)
+    assert [e.tokens // 16 for e in events if isinstance(e, StepDone)] == [8, 8, 16, 16, 24, 24, 32, 32]
+    assert sum(e.trainer for e in events if isinstance(e, PeerJoined)) == 4
+    check_every_microbatch_once(events, facts)
 
 
 def check_every_microbatch_once(events: list[Event], facts: RunFacts) -> None:
@@ -89,7 +104,8 @@ def test_a_killed_peer_costs_no_number(tmp_path: Path, victim: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_8_bit_activations_cost_no_quality(tmp_path: Path) -> None:
-    """The final validation loss with 8-bit activations (and fp16 averaging) lies within the spread of three uncompressed seeds."""
+    """The final validation loss with 8-bit activations (and fp16 averaging, as by default) lies within the spread of three uncompressed
+    seeds: for the seed in the middle between the two others', for each no further from its own than those are from each other."""
     smaller = [
         "model.width=96",
         "model.heads=3",
@@ -112,6 +128,6 @@ def test_8_bit_activations_cost_no_quality(tmp_path: Path) -> None:
         for seed in range(3)
     ]
     print(f"validation loss, uncompressed {exact}, 8-bit {compressed}")
-    spread = max(exact) - min(exact)
-    assert min(exact) - spread <= min(compressed) <= max(compressed) <= max(exact) + spread
-    assert abs(sum(compressed) - sum(exact)) / 3 <= spread
+    lowest, middle, highest = sorted(exact)
+    assert lowest <= compressed[exact.index(middle)] <= highest
+    assert all(abs(a - b) <= highest - lowest for a, b in zip(compressed, exact, strict=True))

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
+from muletrain.compute import scaling
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.sim import world
 from muletrain.sim.loop import Hang, VirtualLoop, run_virtually
 from muletrain.sim.world import Fault, Scenario, play, readable
 from muletrain.swarm import stepper
 from muletrain.swarm.ledger import Ledger
+from muletrain.swarm.messages import Busy
+from muletrain.swarm.pipeline import Pipeline
 from muletrain.swarm.record import StepRecord
 from muletrain.swarm.stepper import Stepper
 from muletrain.swarm.trainer import Trainer
@@ -22,6 +27,7 @@ from muletrain.swarm.trainer import Trainer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+torch.set_num_threads(1)
 pytestmark = pytest.mark.timeout(400)
 
 SCENARIOS = [
@@ -94,6 +100,51 @@ def test_a_replica_that_differs_at_every_step_leaves_and_the_run_goes_on(monkeyp
     assert [v for v in outcome.violations if not v.startswith("peer-1b did not survive")] == []
     assert "devices of one kind in a stage" in outcome.ends.pop("peer-1b")
     assert set(outcome.ends.values()) == {"finished"}
+
+
+def test_a_trainer_in_every_peer_and_sequences_that_grow() -> None:
+    growing = ("model.context=12", "train.sequence_start=2", "train.sequence_warmup=3")
+    outcome = play(Scenario(6, (2, 2), 4, 4, 9, 0.01, (Fault(0.5, "kill", ("peer-1b",)),), overrides=growing))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert outcome.difference > 0
+
+
+@pytest.mark.parametrize("trainers", [1, 4])
+def test_room_for_one_request_at_a_time_slows_the_run_and_changes_no_number(
+    trainers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = []
+    right = Pipeline._reply
+
+    async def reply(self: Pipeline, peer: str, message: Any, tensors: Any) -> None:
+        refused.extend([message] if isinstance(message, Busy) else [])
+        await right(self, peer, message, tensors)
+
+    monkeypatch.setattr(Pipeline, "_reply", reply)
+    outcome = play(Scenario(7, (2, 1, 2), trainers, 2, 12, 0.01, (), capacity=1))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert len(refused) > 10
+
+
+@pytest.mark.parametrize(("codec", "low", "high"), [("fp16", 1e-6, 1e-4), ("int8", 1e-5, 5e-3)])
+def test_coarser_averaging_stays_near_and_the_same_on_every_replica(codec: str, low: float, high: float) -> None:
+    """Replicas compare their weights whenever they seal. The large epsilon keeps AdamW from enlarging what is next to nothing."""
+    coarse = (f"wire.gradients={codec}", "optimizer.eps=0.1")
+    outcome = play(Scenario(8, (2, 3), 2, 4, 8, 0.01, (), overrides=coarse, tolerance=high))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert outcome.difference > low
+
+
+def test_fp16_that_overflows_skips_the_step_for_all_and_goes_on_with_a_smaller_scale(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU without bf16; a scale that is too large by far at first."""
+    monkeypatch.setattr(scaling, "FIRST", 2.0**17)
+    half, killed = ("compute.precision=fp16", "optimizer.eps=0.1"), Fault(0.3, "kill", ("peer-0b",))
+    outcome = play(Scenario(9, (2, 1), 2, 3, 4, 0.01, (killed,), overrides=half, tolerance=1e-4))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    applied = [re.search(r"step=(\d) stage=\d skipped=(\w+)", text) for _, text in outcome.timeline]
+    assert {(int(found[1]), found[2]) for found in applied if found} == {(1, "True"), (2, "True"), (3, "False")}
 
 
 def _retry_accumulates_again(patch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""Imports run downwards only (DESIGN.md "Layers"); ``policy`` and the base know neither torch nor sockets."""
+"""Imports run downwards only (DESIGN.md "Layers"); ``policy`` and the base know neither torch nor sockets; nothing can execute what it
+reads."""
 
 from __future__ import annotations
 
@@ -26,6 +27,20 @@ LAYERS: list[set[str]] = [
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 HEAVY = {"torch", "hivemind", "socket", "ssl", "transformers", "safetensors", "tokenizers"}
+EXECUTES = {
+    "pickle",
+    "marshal",
+    "shelve",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "torch.load",
+    "torch.jit.load",
+    "eval",
+    "exec",
+    "__import__",
+}
+"""Modules and functions that run code found in data."""
 PURE = LAYERS[-1] | {"policy"}
 
 
@@ -75,6 +90,57 @@ def test_downward_and_sibling_imports_are_fine(tmp_path: Path, code: str) -> Non
     path.parent.mkdir(parents=True)
     path.write_text(code)
     assert violations(tmp_path / "muletrain") == []
+
+
+def test_nothing_can_execute_what_it_reads() -> None:
+    assert executing(SOURCE) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("import pickle", "pickle"),
+        ("from marshal import loads", "marshal"),
+        ("def f():\n    import shelve as s", "shelve"),
+        ("import torch\ntorch.load('x')", "torch.load"),
+        ("import torch as t\nread = t.load", "torch.load"),
+        ("from torch import load", "torch.load"),
+        ("eval('1')", "eval"),
+        ("run = exec", "exec"),
+    ],
+)
+def test_what_could_execute_is_found(tmp_path: Path, code: str, found: str) -> None:
+    (tmp_path / "a.py").write_text(code)
+    assert executing(tmp_path) == [f"a.py:{code.count(chr(10)) + 1}: {found} executes what it reads"]
+
+
+def test_what_only_looks_like_executing_is_fine(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(
+        "import re, safetensors.torch\nmodel.eval()\nsafetensors.torch.load_file('x')\nre.compile('x')"
+    )
+    assert executing(tmp_path) == []
+
+
+def executing(source: Path) -> list[str]:
+    """Every use in the package at ``source`` of what executes data."""
+    return [
+        f"{path.relative_to(source)}:{line}: {danger} executes what it reads"
+        for path in sorted(source.rglob("*.py"))
+        for line, name in sorted({*_imports(path, source), *_names(path)})
+        for danger in EXECUTES
+        if f"{name}.".startswith(f"{danger}.")
+    ]
+
+
+def _names(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of each name that is used, modules by their own name."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    imports = [alias for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    modules = {alias.asname: alias.name for alias in imports if alias.asname}
+    for node in nodes:
+        if isinstance(node, ast.Name | ast.Attribute):
+            base, *rest = ast.unparse(node).split(".")
+            yield node.lineno, ".".join([modules.get(base, base), *rest])
 
 
 def violations(source: Path) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import re
@@ -22,7 +23,7 @@ from muletrain.clock import LoopClock
 from muletrain.compute.estimate import Offer, StageMemory
 from muletrain.config.schema import ModelConfig, Precision, RunConfig
 from muletrain.errors import AdmissionError, CapacityError, ConfigError, MuletrainError
-from muletrain.events import Event
+from muletrain.events import Event, Note
 from muletrain.model.hf import export_hf
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import build_full
@@ -240,6 +241,21 @@ def lobby_of(net: Network, bytes_of_stages: list[int], expected: int) -> lobby.L
         data_digest=bytes(32), tokenizer=b"t", stages=len(needs), expected=expected, trainers=1, needs=needs,
         stage_costs=[1.0] * len(needs),
     )  # fmt: skip
+
+
+def test_every_peer_with_the_data_trains_unless_fewer_are_wanted() -> None:
+    async def trainers(limit: int | None) -> tuple[list[str], list[str]]:
+        said: list[object] = []
+        own = dataclasses.replace(lobby_of(MemoryHub().join("a"), [1], expected=4), trainers=limit, emit=said.append)
+        for name in "abcd":
+            own.seat(name, introduction(name))
+            own.ready(name, trainer=name != "c")
+        genesis = own._genesis()
+        return [m.id for m in genesis.members if m.trainer], [e.message for e in said if isinstance(e, Note)]
+
+    assert asyncio.run(trainers(None)) == (["a", "b", "d"], [])
+    told = ["2 of 3 peers that have the data build microbatches (fleet.trainers)"]
+    assert asyncio.run(trainers(2)) == (["a", "b"], told)
 
 
 def introduction(name: str, memory: int = 1, *, device: str = "cpu", host: int | None = None) -> lobby.Join:

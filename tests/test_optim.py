@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from typing import TYPE_CHECKING
@@ -9,8 +10,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from muletrain.config.load import load_config
 from muletrain.config.schema import OptimizerConfig
 from muletrain.optim.flat import FlatLayout
+from muletrain.optim.norms import norm, square_norm
 from muletrain.optim.rules import make_rule
 from muletrain.optim.schedule import learning_rate
 
@@ -68,6 +71,56 @@ def test_lamb_equals_the_algorithm_written_out() -> None:
                 ratio = float(x.norm() / r.norm())
             x = x - learning_rate(config, step, STEPS) * ratio * r
         torch.testing.assert_close(ours[name], x.float(), rtol=1e-5, atol=1e-6)
+
+
+def test_lamb_has_the_papers_settings_where_nothing_else_is_said() -> None:
+    """SWARM app. G on You et al. 2020 (batch 16384): warm-up over a tenth, then linearly to zero."""
+    lamb = load_config(None, ["optimizer.name=lamb"]).optimizer
+    assert (lamb.lr, lamb.betas, lamb.eps, lamb.weight_decay) == (1e-3, (0.9, 0.95), 1e-6, 0.01)
+    rates = [learning_rate(lamb, step, 201) for step in range(201)]
+    assert rates[:2] == pytest.approx([1e-3 / 20, 2e-3 / 20])
+    assert rates[20] == 1e-3
+    assert rates[20:] == pytest.approx([1e-3 * (200 - step) / 180 for step in range(20, 201)])
+    own = load_config(None, ["optimizer.name=lamb", "optimizer.eps=1e-7", "optimizer.schedule=cosine"]).optimizer
+    assert (own.eps, own.schedule, own.weight_decay) == (1e-7, "cosine", 0.01)
+    for rule in ("adamw", "lamb"):  # what 'muletrain config' says is what holds
+        config = OptimizerConfig.model_validate({"name": rule})
+        for name in ("lr", "eps", "weight_decay", "schedule"):
+            said = OptimizerConfig.model_fields[name].description or ""
+            assert f"{'lamb' if rule == 'lamb' else 'default:'} {getattr(config, name)}" in said
+
+
+def test_threads_change_no_bit_of_an_update_nor_of_the_norm_that_clips() -> None:
+    """Replicas of one stage may have other numbers of threads. (A plain sum over so many numbers does change.)"""
+    layout = FlatLayout.of({"a": (1111, 997), "b": (1, 1_000_003), "norm": (100_003,), "c": (3, 5)})
+    drawn = torch.Generator().manual_seed(0)
+    start, gradients = torch.randn(layout.size, generator=drawn), torch.randn(2, layout.size, generator=drawn)
+
+    def bits(threads: int) -> list[bytes]:
+        torch.set_num_threads(threads)
+        found = [square_norm(gradients[0]).hex().encode()]
+        for rule in ("adamw", "lamb"):
+            weights, config = start.clone(), OptimizerConfig.model_validate({"name": rule, "lr": 0.01, "warmup": 0})
+            optimizer = make_rule(config, 20, layout, weights.device)
+            for step, gradient in enumerate(gradients):
+                optimizer.step(weights, gradient.clone(), step)
+            found.append(hashlib.sha256(weights.numpy().tobytes()).digest())
+        return found
+
+    before = torch.get_num_threads()
+    try:
+        one, *more = [bits(threads) for threads in (1, 2, 3, 4)]
+    finally:
+        torch.set_num_threads(before)
+    assert all(found == one for found in more)
+
+
+@pytest.mark.parametrize("size", [1, 7, 4096, 4097, 5_000_000])
+def test_norms_are_exact_whatever_the_size(size: int) -> None:
+    values = torch.randn(size, generator=torch.Generator().manual_seed(size)) + 3
+    exact = float(values.double().square().sum())
+    assert square_norm(values) == pytest.approx(exact, rel=1e-6 if size < 10**6 else 1e-8)
+    assert float(norm(values)) == pytest.approx(math.sqrt(exact), rel=1e-6)
 
 
 def test_lamb_moves_weights_that_are_zero() -> None:

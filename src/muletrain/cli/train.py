@@ -33,6 +33,8 @@ def run_local(path: Path | None, overrides: Sequence[str], *, json: bool, resume
 
 
 def _run_local(folder: Path, config: RunConfig, *, json: bool, resumed: bool) -> None:
+    from muletrain.runs.checkpoint import Checkpoint
+
     names = [f"peer-{i}" for i in range(config.fleet.local_peers)]
     threads = threads_per_peer(config.compute.threads, len(names))
     with LocalFleet(folder, threads) as fleet:
@@ -40,6 +42,8 @@ def _run_local(folder: Path, config: RunConfig, *, json: bool, resumed: bool) ->
         workers = _workers(config, folder, names, threads)
         given, config = config, prepare(config, quiet=json)
         checkpoint = newest_checkpoint(folder, config) if resumed else None
+        if checkpoint is not None:
+            config = Checkpoint.open(checkpoint).same_precision(config)
         save_config(folder, given)
         session = Session(folder, fleet, json=json)
         try:

@@ -38,7 +38,7 @@ def dump_toml(config: Section) -> str:
 
 def describe(kind: type[BaseModel] = RunConfig, title: str = "every value is the default") -> str:
     """The configuration type as TOML that loads as it is: defaults (examples for what has none), a comment with
-    the unit for each field; what is off by default is commented out, with an example."""
+    the unit for each field; what is off by default, or depends on another field, is commented out."""
     top: list[str] = [f"# {title}"]
     tables: list[str] = []
     for key, info in keys_of(kind).items():
@@ -80,9 +80,11 @@ def _assignments(model: Section) -> list[str]:
 
 
 def _described(key: str, info: FieldInfo) -> list[str]:
-    default = info.get_default(call_default_factory=True)
+    default = info.get_default(call_default_factory=True, validated_data={})
     if default is None:
         setting = f"# {key} = {toml_value((info.examples or ['none'])[0])}"
+    elif info.default_factory is not None:  # written out, it would hold for another rule as well
+        setting = f"# {key} = {toml_value(default)}"
     else:
         value = (info.examples or [""])[0] if default is PydanticUndefined else default
         setting = f"{key} = {toml_value(value)}"

@@ -53,7 +53,7 @@ def digest(config: RunConfig) -> str:
         mode="json",
         by_alias=True,
         include={"model": True, "data": True, "train": True, "optimizer": True, "wire": True, "fleet": {"stages"}},
-        exclude={"data": {"path", "cache"}, "train": {"time_limit"}},
+        exclude={"data": {"path", "cache"}, "train": {"time_limit"}, "optimizer": {"state_device"}},
     )
     return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 

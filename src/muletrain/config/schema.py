@@ -8,7 +8,7 @@ description; ``[1]`` is a pure number. ``examples`` gives the value printed for 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -20,6 +20,10 @@ from pydantic import (
     model_validator,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
 PositiveInt = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -83,12 +87,15 @@ class ModelConfig(Section):
     norm_eps: float = Field(default=1e-5, gt=0, description="epsilon of RMSNorm [1]")
     share_layers: bool = Field(default=False, description="repeat one block inside each stage (ALBERT; SWARM sec. 4.3)")
     from_: str | None = Field(
-        default=None, alias="from", description="Hugging Face checkpoint folder to start from", examples=["my-llama"]
+        default=None,
+        alias="from",
+        description="Hugging Face checkpoint folder to start from: sizes and weights are its own",
+        examples=["my-llama"],
     )
 
     def stated(self) -> set[str]:
-        """With a preset only what was given: written out, a default would override the preset."""
-        return super().stated() if self.preset is None else set(self.model_fields_set)
+        """With a preset or a checkpoint only what was given: written out, a default would override theirs."""
+        return super().stated() if self.preset is None and self.from_ is None else set(self.model_fields_set)
 
     @model_serializer(mode="wrap")
     def _json_of_stated(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
@@ -140,19 +147,43 @@ class TrainConfig(Section):
     )
 
 
+def _by_rule(adamw: T, lamb: T) -> Callable[[dict[str, Any]], T]:
+    """The default of a field that depends on ``optimizer.name``. LAMB's are SWARM's (app. G): those of You et al. 2020 for a batch of
+    16384 sequences (warm-up over a tenth, linear decay, eps 1e-6, weight decay 0.01), with learning rate 1e-3 and beta2 0.95."""
+    return lambda fields: lamb if fields.get("name") == "lamb" else adamw
+
+
 class OptimizerConfig(Section):
-    """AdamW or LAMB, with warm-up, decay and clipping by the global norm over all stages."""
+    """AdamW, or LAMB with SWARM's settings (app. G); warm-up, decay, and clipping by the global norm over all stages."""
 
     name: Literal["adamw", "lamb"] = Field(default="adamw", description="update rule")
-    lr: float = Field(default=3e-3, gt=0, description="peak learning rate [1]")
+    lr: float = Field(
+        default_factory=_by_rule(3e-3, 1e-3), gt=0, description="peak learning rate; default: 0.003, lamb 0.001 [1]"
+    )
     betas: tuple[Fraction, Fraction] = Field(
         default=(0.9, 0.95), description="decay of the first and of the second moment, per step [1]"
     )
-    eps: float = Field(default=1e-8, gt=0, description="added to the root of the second moment [1]")
-    weight_decay: float = Field(default=0.1, ge=0, description="decoupled weight decay, not on norms [1]")
+    eps: float = Field(
+        default_factory=_by_rule(1e-8, 1e-6),
+        gt=0,
+        description="added to the root of the second moment; default: 1e-08, lamb 1e-06 [1]",
+    )
+    weight_decay: float = Field(
+        default_factory=_by_rule(0.1, 0.01),
+        ge=0,
+        description="decoupled weight decay, not on norms; default: 0.1, lamb 0.01 [1]",
+    )
     clip: float | None = Field(default=1.0, gt=0, description="largest global gradient norm; 'none': no clipping [1]")
-    warmup: int = Field(default=30, ge=0, description="linear warm-up [optimizer steps]")
-    schedule: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="decay after the warm-up")
+    warmup: int | None = Field(
+        default=None,
+        ge=0,
+        description="linear warm-up; default: a tenth of train.steps [optimizer steps]",
+        examples=[30],
+    )
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        default_factory=_by_rule("cosine", "linear"),
+        description="decay after the warm-up; default: cosine, lamb linear",
+    )
     final_lr: Fraction = Field(default=0.0, description="learning rate at the last step, as a share of the peak [1]")
     state_device: Literal["device", "cpu"] = Field(
         default="device", description="where moments and fp32 master weights live"

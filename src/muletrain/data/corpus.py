@@ -206,7 +206,8 @@ _KINDS: dict[str, type[JsonlFile | ParquetFile]] = {".jsonl": JsonlFile, ".parqu
 
 
 class HubDataset:
-    """``hf:NAME[@REVISION][:CONFIG]``: the train split, streamed. Keyed by name: pin a revision to be sure."""
+    """``hf:NAME[@REVISION][:CONFIG]``: the train split, streamed. NAME may be a local folder, known by its files; another is known by
+    its name alone: pin a revision to be sure."""
 
     size = 0
 
@@ -215,7 +216,13 @@ class HubDataset:
         self.field = field
 
     def fingerprint(self) -> str:
-        return self.name
+        folder = Path(self.name.partition(":")[0].partition("@")[0])
+        known = [self.name]
+        for path in sorted(folder.rglob("*")) if folder.is_dir() else ():
+            if path.is_file():
+                with _reading(path), path.open("rb") as file:
+                    known.append(f"{path.relative_to(folder)} {hashlib.file_digest(file, 'sha256').hexdigest()}")
+        return "\n".join(known)
 
     def documents(self) -> Iterator[Iterable[str]]:
         for number, row in enumerate(self._rows()):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from muletrain.optim.norms import norm
 from muletrain.optim.schedule import learning_rate
 
 if TYPE_CHECKING:
@@ -95,5 +96,5 @@ class Lamb(_Moments):
 
 def _trust(weight: Tensor, direction: Tensor) -> Tensor:
     """|weight| / |direction|, and 1 where either is zero; a tensor, so that nobody waits for an accelerator."""
-    length, other = torch.linalg.vector_norm(weight), torch.linalg.vector_norm(direction)
+    length, other = norm(weight), norm(direction)
     return torch.where((length > 0) & (other > 0), length / other, torch.ones_like(length))

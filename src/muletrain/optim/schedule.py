@@ -12,13 +12,14 @@ if TYPE_CHECKING:
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
     """Learning rate [1] of ``step`` (0 .. total_steps - 1).
 
-    Linear warm-up, (step + 1) / warmup of the peak, so that no step is lost; then from the peak down to ``final_lr`` of
-    it at the last step.
+    Linear warm-up (over a tenth of the run unless told otherwise), (step + 1) / warmup of the peak, so that no step is lost; then
+    from the peak down to ``final_lr`` of it at the last step.
     """
-    if step < config.warmup:
-        return config.lr * (step + 1) / config.warmup
+    warmup = total_steps // 10 if config.warmup is None else config.warmup
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
     last = total_steps - 1
-    progress = min(1.0, (step - config.warmup) / max(1, last - config.warmup))
+    progress = min(1.0, (step - warmup) / max(1, last - warmup))
     return config.lr * (config.final_lr + (1 - config.final_lr) * _remaining(config.schedule, progress))
 
 

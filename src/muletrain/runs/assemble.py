@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from muletrain.clock import LoopClock
@@ -20,9 +21,10 @@ from muletrain.config.fleet import load_fleet
 from muletrain.config.load import digest
 from muletrain.config.schema import ModelConfig, Precision, RunConfig
 from muletrain.data.microbatch import MicrobatchSource, sequence_length
-from muletrain.errors import CheckpointError
+from muletrain.errors import CheckpointError, ConfigError
 from muletrain.model.hf import import_hf
 from muletrain.model.spec import ModelSpec
+from muletrain.model.stage import Stage
 from muletrain.optim.schedule import learning_rate
 from muletrain.swarm.context import Plan
 
@@ -131,7 +133,7 @@ def build_compute(
         checkpointing=config.compute.checkpointing, stash_budget=_stash_budget(facts, stage, machine),
     )  # fmt: skip
     compute: Compute = TorchCompute(
-        facts.spec, facts.cut, stage, setup, _initial(config) if part is None else _weights_in(part)
+        facts.spec, facts.cut, stage, setup, initial_weights(facts, stage) if part is None else _weights_in(part)
     )
     if config.fleet.profile is not None and fleet_index is not None:
         peer = load_fleet(config.fleet.profile, peers=config.fleet.local_peers).peers()[fleet_index]
@@ -159,20 +161,38 @@ def _weights_in(part: Path) -> Callable[[str], Tensor]:
     return load
 
 
-def _initial(config: RunConfig) -> Callable[[str], Tensor] | None:
-    if config.model.from_ is None:
+def initial_weights(facts: RunFacts, stage: int) -> Callable[[str], Tensor] | None:
+    """Raises CheckpointError where layers to be shared differ in the checkpoint: all but the first would be lost."""
+    if facts.config.model.from_ is None:
         return None
-    return import_hf(Path(config.model.from_))[1]
+    load = import_hf(Path(facts.config.model.from_))[1]
+    first, end = facts.cut[stage]
+    prefix = f"model.layers.{first}."
+    leaves = [n.removeprefix(prefix) for n in Stage(facts.spec, stage, facts.cut).shapes() if n.startswith(prefix)]
+    for layer in range(first + 1, end) if facts.spec.share_layers else ():
+        if not all(torch.equal(load(f"model.layers.{layer}.{leaf}"), load(prefix + leaf)) for leaf in leaves):
+            raise CheckpointError(
+                f"model.share_layers: layers {first} and {layer} of {facts.config.model.from_} differ, one block cannot stand for both; "
+                f"leave it out"
+            )
+    return load
 
 
 def resolve_start(config: RunConfig) -> RunConfig:
     """With ``model.from`` the sizes are the checkpoint's, and so is the tokenizer unless another is named; otherwise ``config`` as
-    it is. The sequence length, dropout and everything else stay the user's. Raises CheckpointError or ConfigError."""
+    it is. Sequence length, dropout, layer sharing and everything else stay the user's. Raises CheckpointError, or ConfigError where
+    the user asks for other sizes."""
     if config.model.from_ is None:
         return config
-    given = config.model.model_fields_set
-    spec, _ = import_hf(Path(config.model.from_), context=config.model.context if "context" in given else None)
-    sizes = json.loads(spec.to_json()) | {"dropout": config.model.dropout if "dropout" in given else 0.0}
+    given = config.model.model_dump(include=config.model.model_fields_set - {"from_"}, exclude_none=True)
+    spec, _ = import_hf(Path(config.model.from_), context=given.get("context"))
+    own = {"dropout": given.get("dropout", 0.0), "share_layers": config.model.share_layers}
+    sizes: dict[str, object] = {**json.loads(spec.to_json()), **own}
+    for name, value in given.items():
+        if value != sizes.get(name):
+            raise ConfigError(
+                f"model.{name}: {value!r} beside model.from, whose checkpoint has {sizes.get(name, 'sizes of its own')!r}; leave it out"
+            )
     model = ModelConfig.model_validate({**sizes, "from": str(Path(config.model.from_).resolve())})
     tokenizer = Path(config.model.from_).resolve() / "tokenizer.json"
     data = config.data

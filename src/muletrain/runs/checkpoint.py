@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 
-from muletrain.config.schema import RunConfig
+from muletrain.config.schema import Precision, RunConfig
 from muletrain.errors import CheckpointError, ConfigError, MuletrainError
 from muletrain.model.generate import load_model
 from muletrain.model.spec import ModelSpec
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 MAY_CHANGE = {
     "train": {"steps", "time_limit"},
+    "optimizer": {"state_device"},
     "fleet": {"peers", "trainers", "profile", "rebalance", "rebalance_period"},
     "checkpoint": None,
     "compute": None,
@@ -94,6 +95,13 @@ class Checkpoint:
             raise ConfigError(
                 f"{self.folder}: a run goes on with what decides its numbers; begin another one to change {', '.join(changed)}"
             )
+
+    def same_precision(self, config: RunConfig) -> RunConfig:
+        """``config``, in which 'auto' is the precision that the run had: another measurement would be another arithmetic."""
+        if config.compute.precision is not Precision.AUTO or "precision" not in self.manifest:
+            return config
+        compute = config.compute.model_copy(update={"precision": Precision(self.manifest["precision"])})
+        return config.model_copy(update={"compute": compute})
 
     @property
     def parts(self) -> list[Path]:

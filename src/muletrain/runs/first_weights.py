@@ -11,15 +11,15 @@ import hashlib
 import json
 import math
 import shutil
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from muletrain.errors import CheckpointError
-from muletrain.model.hf import import_hf
 from muletrain.model.stage import Stage
+from muletrain.runs.assemble import initial_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -31,8 +31,6 @@ def write_first_checkpoint(
     facts: RunFacts, cache: TokenCache, folder: Path, run_id: str, tell: Callable[[float], None]
 ) -> Path:
     """``folder``/step-00000000 with the weights of ``model.from``; ``tell`` hears the share that is done. Raises CheckpointError."""
-    assert facts.config.model.from_ is not None
-    load = import_hf(Path(facts.config.model.from_))[1]
     partial, final = folder / ".step-00000000.partial", folder / "step-00000000"
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -41,7 +39,7 @@ def write_first_checkpoint(
         parts = []
         for stage in range(len(facts.cut)):
             file = f"stage-{stage}.safetensors"
-            parts.append({"file": file, "sha256": _write_part(partial / file, facts, stage, load)})
+            parts.append({"file": file, "sha256": _write_part(partial / file, facts, stage)})
             tell((stage + 1) / len(facts.cut))
         manifest = {**facts.manifest(run_id), "data": cache.digest, "step": 0, "lineage": "", "parts": parts}
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
@@ -56,7 +54,9 @@ def write_first_checkpoint(
     return final
 
 
-def _write_part(path: Path, facts: RunFacts, stage: int, load: Callable[[str], Tensor]) -> str:
+def _write_part(path: Path, facts: RunFacts, stage: int) -> str:
+    load = initial_weights(facts, stage)
+    assert load is not None
     digest = hashlib.sha256()
     with path.open("wb") as file:
         for piece in _safetensors(Stage(facts.spec, stage, facts.cut).shapes(), load):

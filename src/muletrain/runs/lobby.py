@@ -244,7 +244,11 @@ class Lobby:
 
     def _genesis(self) -> Genesis:
         ranked = sorted(self._guests, key=lambda p: (self._guests[p].stage, p != self.net.peer_id, p))
-        trainers = [p for p in ranked if self._guests[p].trainer][: self.trainers]
+        able = [p for p in ranked if self._guests[p].trainer]
+        trainers = able[: self.trainers]
+        if len(trainers) < len(able):
+            message = f"{len(trainers)} of {len(able)} peers that have the data build microbatches (fleet.trainers)"
+            self.emit(Note(level="info", message=message))
         members = tuple(
             Member(
                 id=p,

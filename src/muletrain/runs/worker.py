@@ -283,7 +283,7 @@ class Worker:
             )
             peer = self._peer = Peer(
                 ctx, source=facts.source(cache) if cache is not None and roster.own.trainer else None,
-                collector=self._collector(ctx, facts, cache), on_step=on_step, on_report=self._log.emit,
+                collector=self._collector(ctx, facts, machine, cache), on_step=on_step, on_report=self._log.emit,
                 reports=self._spec.keeps_ticket, joining=joins, fits=lambda s: facts.needs()[s].fits(machine.offer),
             )  # fmt: skip
             peer.report(_joined(roster.own, own, str(machine.device), machine.precision.value, self._spec.threads))
@@ -296,7 +296,7 @@ class Worker:
         finally:
             self._compute_in_use.close()
 
-    def _collector(self, ctx: Context, facts: RunFacts, cache: TokenCache | None) -> Collector | None:
+    def _collector(self, ctx: Context, facts: RunFacts, machine: Machine, cache: TokenCache | None) -> Collector | None:
         genesis = ctx.roster.genesis
         if genesis.collector != ctx.net.peer_id or cache is None:
             return None
@@ -304,7 +304,7 @@ class Worker:
             ctx,
             Path(self._spec.folder) / "checkpoints",
             facts.config.checkpoint.keep,
-            {**facts.manifest(genesis.run_id), "data": cache.digest},
+            {**facts.manifest(genesis.run_id), "data": cache.digest, "precision": machine.precision.value},
             {"tokenizer.json": cache.tokenizer_json},
         )
 

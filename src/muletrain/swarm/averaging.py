@@ -16,8 +16,9 @@ from blake3 import blake3
 
 from muletrain.config.schema import Codec
 from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError, ProtocolError
+from muletrain.optim.norms import square_norm
 from muletrain.policy.deadline import Deadline
-from muletrain.policy.shards import BLOCK, chunk_ranges, shard_ranges
+from muletrain.policy.shards import chunk_ranges, shard_ranges
 from muletrain.swarm.messages import Reduced, Shard, ShardEntry
 from muletrain.wire.codec import decode, encode
 
@@ -232,14 +233,7 @@ def _reduce_chunk(
     sent = encode(out, codec) if shared else None
     if sent is not None and codec is not Codec.FP32:
         out.copy_(decode(sent, copy=False))
-    return _ReducedChunk(sent, _hash(sent, out), _square_norm(out), bool(torch.isfinite(out.sum())))
-
-
-def _square_norm(values: Tensor) -> float:
-    """Block by block in fp32, their sum in fp64: as exact as fp64 throughout to 1e-8, at a quarter of the time."""
-    whole = values.numel() // BLOCK * BLOCK
-    rows = [values[:whole].view(-1, BLOCK), values[whole:].view(1, -1)]
-    return sum(float(torch.linalg.vector_norm(r, dim=1).double().square().sum()) for r in rows)
+    return _ReducedChunk(sent, _hash(sent, out), square_norm(out), bool(torch.isfinite(out.sum())))
 
 
 def _decoded(chunk: Encoded, size: int) -> Tensor:

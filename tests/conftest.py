@@ -1,0 +1,26 @@
+"""Tests marked ``cuda`` need a GPU: where there is none they are deselected and counted as such, never passed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+NO_GPU = "no CUDA device here: the tests marked 'cuda' are deselected"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    without = [item for item in items if item.get_closest_marker("cuda")]
+    if without:
+        config.hook.pytest_deselected(items=without)
+        items[:] = [item for item in items if item not in without]
+        config.stash[LEFT_OUT] = len(without)
+
+
+LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if left_out := config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(f"{NO_GPU} ({left_out})")

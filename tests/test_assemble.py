@@ -1,0 +1,101 @@
+"""From a configuration to a run: a start from another model, and what a resumed run may change."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from muletrain.compute.estimate import Offer
+from muletrain.config.dump import dump_toml
+from muletrain.config.load import digest, load_config
+from muletrain.config.schema import Precision, RunConfig
+from muletrain.errors import CheckpointError, ConfigError
+from muletrain.model.hf import export_hf
+from muletrain.model.spec import ModelSpec
+from muletrain.model.stage import build_full
+from muletrain.runs.assemble import RunFacts, build_compute, resolve_start
+from muletrain.runs.checkpoint import Checkpoint
+from muletrain.runs.machine import Machine
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SIZES = ["model.layers=4", "model.width=32", "model.heads=2", "model.context=16", "model.vocab=64"]
+MACHINE = Machine(torch.device("cpu"), Precision.FP32, Offer(1 << 30))
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    """A Hugging Face folder of a model whose layers all differ."""
+    return export(tmp_path / "hf", *SIZES)
+
+
+def export(folder: Path, *overrides: str) -> Path:
+    spec = ModelSpec.from_config(load_config(None, overrides).model)
+    state = {name: p.detach() for name, p in build_full(spec, 0, spec.cut(2)).named_parameters()}
+    export_hf(state, spec, None, folder)
+    return folder
+
+
+def test_a_start_from_a_model_takes_its_sizes_and_keeps_the_rest(exported: Path) -> None:
+    asked = load_config(None, [f"model.from={exported}", "model.share_layers=true", "model.context=8"])
+    model = resolve_start(asked).model
+    assert (model.layers, model.width, model.vocab, model.context, model.dropout) == (4, 32, 64, 8, 0.0)
+    assert model.share_layers
+    assert RunFacts.of(load_config(None, ["model.preset=gpt3-125m", "model.share_layers=true"])).spec.share_layers
+
+
+def test_what_a_start_from_a_model_became_is_found_again_on_resume(exported: Path, tmp_path: Path) -> None:
+    asked = load_config(None, [f"model.from={exported}"])
+    (tmp_path / "config.toml").write_text(dump_toml(asked))  # as the run folder keeps it
+    first, again = resolve_start(asked), resolve_start(load_config(tmp_path / "config.toml"))
+    assert again == first
+    assert resolve_start(first) == first
+    assert checkpoint_of(first).check_same_run(again) is None
+
+
+@pytest.mark.parametrize(
+    ("override", "has"),
+    [("model.layers=12", "4"), ("model.activation=silu", "'gelu'"), ("model.preset=llama-7b", "sizes")],
+)
+def test_other_sizes_beside_a_model_are_refused(exported: Path, override: str, has: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{override.split('=')[0]}: .*checkpoint has '?{has}.*leave it out"):
+        resolve_start(load_config(None, [f"model.from={exported}", override]))
+
+
+def test_layers_are_shared_only_where_they_are_equal(exported: Path, tmp_path: Path) -> None:
+    facts = RunFacts.of(resolve_start(load_config(None, [f"model.from={exported}", "model.share_layers=true"])))
+    with pytest.raises(CheckpointError, match=r"share_layers: layers 0 and 1 of .* differ"):
+        build_compute(facts, 0, MACHINE, None)
+    alike = export(tmp_path / "alike", *SIZES, "model.share_layers=true")
+    facts = RunFacts.of(resolve_start(load_config(None, [f"model.from={alike}", "model.share_layers=true"])))
+    for stage, (first, end) in enumerate(facts.cut):
+        compute = build_compute(facts, stage, MACHINE, None)
+        assert compute.n_params == facts.spec.stage_params(facts.cut, stage)
+        assert end - first > 1
+
+
+def checkpoint_of(config: RunConfig, **manifest: object) -> Checkpoint:
+    """A checkpoint's description of a run, without the files."""
+    facts = RunFacts.of(config)
+    return Checkpoint(None, {**facts.manifest("run"), **manifest}, facts.spec, config)  # type: ignore[arg-type]
+
+
+def test_a_resumed_run_may_move_its_state_but_not_change_its_rule() -> None:
+    before = checkpoint_of(load_config())
+    moved = load_config(None, ["optimizer.state_device=cpu", "compute.checkpointing=always", "train.steps=900"])
+    before.check_same_run(moved)
+    assert digest(moved.model_copy(update={"train": load_config().train})) == digest(load_config())
+    with pytest.raises(ConfigError, match=r"optimizer.eps \(1e-08 before, 1e-07 now\)"):
+        before.check_same_run(load_config(None, ["optimizer.eps=1e-7"]))
+
+
+def test_a_resumed_run_keeps_its_precision_unless_another_is_asked_for() -> None:
+    before = checkpoint_of(load_config(), precision="bf16")
+    assert before.same_precision(load_config()).compute.precision is Precision.BF16
+    asked = load_config(None, ["compute.precision=fp32"])
+    assert before.same_precision(asked) == asked
+    assert json.loads(asked.model_dump_json())["compute"]["precision"] == "fp32"

@@ -1,0 +1,91 @@
+"""The same stages on a GPU: every precision follows the CPU's fp32, whatever lives where. Deselected where there is none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from muletrain.compute import scaling
+from muletrain.compute.base import Update
+from muletrain.compute.probe import choose_precision, free_memory, pick_device
+from muletrain.config.schema import Precision
+from muletrain.events import PeerJoined, StepDone
+
+from .fleet_run import checkpoint_weights, run_fleet
+from .test_compute import MB, OPTIMIZER, Fleet, data, fleet, reference, run, through, train, weights
+from .test_equivalence import facts_of, relative_difference
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["fleet"]
+pytestmark = pytest.mark.cuda
+GPU = torch.device("cuda")
+CLOSENESS = {Precision.FP32: 1e-3, Precision.BF16: 0.02, Precision.FP16: 0.02}
+
+
+@pytest.mark.parametrize("state_device", ["device", "cpu"])
+@pytest.mark.parametrize("precision", list(CLOSENESS))
+def test_a_gpu_follows_the_cpu(fleet: Fleet, precision: Precision, state_device: str) -> None:
+    optimizer = OPTIMIZER.model_copy(update={"state_device": state_device})
+    parts = fleet(2, device=GPU, precision=precision, optimizer=optimizer)
+    losses, _ = reference()
+    assert run(train(parts)) == pytest.approx(losses, rel=CLOSENESS[precision])
+    kept = "cuda" if state_device == "device" else "cpu"
+    for part in parts:
+        assert part._weights.masters.device.type == part._weights._rule.moment1.device.type == kept
+        assert part._weights.masters.dtype == torch.float32
+        assert part._weights.parameters[0].device.type == "cuda"
+    assert {t.device.type for t in run(weights(parts)).values()} == {"cpu"}, "as it travels and is saved"
+
+
+def test_replicas_of_one_kind_agree_to_the_last_bit(fleet: Fleet) -> None:
+    """What a newcomer loads, and what it does with a gradient, is what the others have."""
+    (one,), (other,) = fleet(1, device=GPU), fleet(1, device=GPU, seed=10)
+    run(through([one], MB))
+    run(other.load_state(run(one.state())))
+    gradient = one.gradient().clone()
+    for part in (one, other):
+        run(part.apply(gradient, Update(0, 0.5, skip=False)))
+    assert run(one.digest()) == run(other.digest())
+
+
+@pytest.mark.parametrize("checkpointing", ["always", "never"])
+def test_masks_and_recomputation_are_those_of_the_cpu(fleet: Fleet, checkpointing: str) -> None:
+    (there,), (here,) = fleet(1, device=GPU, checkpointing=checkpointing), fleet(1)
+    run(through([there], MB))
+    run(through([here], MB))
+    assert float((there.gradient() - here.gradient()).norm() / here.gradient().norm()) < 1e-3
+
+
+def test_fp16_that_overflows_is_seen_and_a_smaller_scale_helps(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaling, "FIRST", 2.0**24)
+    (part,) = fleet(1, device=GPU, precision=Precision.FP16)
+    finite = []
+    for step in range(12):
+        run(through([part], MB))
+        finite.append(bool(part.gradient().isfinite().all()))
+        run(part.apply(part.gradient() / 1, Update(step, 1.0, skip=not finite[-1])))
+    assert not finite[0]
+    assert finite[-1]
+
+
+def test_the_probe_finds_the_gpu() -> None:
+    assert pick_device("auto").type == "cuda"
+    expected = Precision.BF16 if torch.cuda.get_device_capability() >= (8, 0) else Precision.FP16
+    assert choose_precision(GPU) is expected
+    assert 0 < free_memory(GPU) <= torch.cuda.get_device_properties(0).total_memory
+    assert data(MB)[0].device.type == "cpu", "tokens come from the host"
+
+
+def test_a_fleet_on_a_gpu_ends_where_the_cpu_does(tmp_path: Path) -> None:
+    ended = {}
+    for device in ("cpu", "cuda"):
+        facts, _ = facts_of(tmp_path, f"compute.device={device}", "train.steps=6")
+        events = run_fleet(facts.config, tmp_path / device)
+        assert {e.device.split(":")[0] for e in events if isinstance(e, PeerJoined)} == {device}
+        assert len([e for e in events if isinstance(e, StepDone)]) == 6
+        ended[device] = checkpoint_weights(tmp_path / device)
+    assert relative_difference(ended["cuda"], ended["cpu"]) < 1e-2
