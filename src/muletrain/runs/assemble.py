@@ -24,6 +24,7 @@ from muletrain.errors import CheckpointError
 from muletrain.model.hf import import_hf
 from muletrain.model.spec import ModelSpec
 from muletrain.optim.schedule import learning_rate
+from muletrain.runs.checkpoint import FORMAT
 from muletrain.swarm.context import Plan
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class RunFacts:
     def manifest(self, run_id: str) -> dict[str, object]:
         """What a checkpoint says about itself, beside its parts."""
         return {
-            "format": 1, "run_id": run_id, "config": json.loads(self.config.model_dump_json(by_alias=True)),
+            "format": FORMAT, "run_id": run_id, "config": json.loads(self.config.model_dump_json(by_alias=True)),
             "spec": json.loads(self.spec.to_json()), "cut": [list(c) for c in self.cut],
         }  # fmt: skip
 

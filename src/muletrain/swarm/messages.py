@@ -323,16 +323,6 @@ class Part(Message):
     digest: Digest
 
 
-class PartFailed(Message):
-    """A stage could not write its part: the collector gives that checkpoint up."""
-
-    KIND: ClassVar[str] = "part_failed"
-    CHANNEL: ClassVar[Channel] = Channel.BULK
-    step: Natural
-    stage: Natural
-    reason: Text
-
-
 class Report(Message):
     """What a peer on another machine counted, to the collecting peer: an event as JSON, so that the run folder of 'start' has it."""
 

@@ -28,7 +28,6 @@ from muletrain.swarm.messages import (
     Held,
     Lost,
     Part,
-    PartFailed,
     Reduced,
     Report,
     Seal,
@@ -69,7 +68,7 @@ LAST_CHECKPOINT_S = 600.0
 STEP_KINDS: dict[str, type[Message]] = {
     m.KIND: m for m in (Forward, Backward, Done, Busy, Lost, TrainerDone, Gap, Seal, Shard, Reduced, ShardEntry, Back)
 }
-OTHER_KINDS: dict[str, type[Message]] = {m.KIND: m for m in (Part, PartFailed, Report, Block)}
+OTHER_KINDS: dict[str, type[Message]] = {m.KIND: m for m in (Part, Report, Block)}
 
 
 class Peer:
@@ -386,7 +385,7 @@ class Peer:
         if not self._ctx.roster.knows(sender):
             await self._membership.acquaint(sender)
         if frame.kind in OTHER_KINDS:
-            self._on_other(sender, OTHER_KINDS[frame.kind].parse(frame), frame)
+            await self._on_other(sender, OTHER_KINDS[frame.kind].parse(frame), frame)
         elif frame.kind in STEP_KINDS:
             await self._on_step_frame(sender, STEP_KINDS[frame.kind].parse(frame), frame)
         else:
@@ -444,16 +443,14 @@ class Peer:
         else:
             raise ProtocolError(f"{frame.kind} from stage {stage}: nothing was sent there")
 
-    def _on_other(self, sender: PeerId, message: Message, frame: Frame) -> None:
+    async def _on_other(self, sender: PeerId, message: Message, frame: Frame) -> None:
         match message:
             case Report() if self._collector is not None:
                 self._on_report(self._reported(sender, message), self._ctx.roster.member(sender).name)
             case Block():
                 self._receiver.taker.on_block(sender, message, frame.tensors[0])
             case Part() if self._collector is not None:
-                self._collector.on_part(message, frame.tensors[0])
-            case PartFailed() if self._collector is not None:
-                self._collector.on_failed(message)
+                await self._collector.on_part(sender, message, frame.tensors[0])
             case _:
                 raise ProtocolError(f"{frame.kind}: this peer does not collect checkpoints or reports")
 
