@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -33,7 +35,7 @@ from muletrain.swarm.roster import Genesis, Member, Roster
 from muletrain.wire.codec import encode_raw
 from muletrain.wire.statefile import cut, state_buffers
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 FACTS = RunFacts.of(load_config(None, ["model.width=64", "model.heads=2", "train.steps=1000", "fleet.peers=3"]))
 LINEAGE = bytes(32)
@@ -279,6 +281,93 @@ def test_events_wait_for_room_on_a_full_disk(small_disk: Callable[[str, str], Pa
 
 def read_messages(disk: Path) -> list[str]:
     return [e.message for e in read_events(disk / "a.jsonl") if isinstance(e, Note)]
+
+
+class Command:
+    """A muletrain command with --json, in a folder; its events as they come."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "muletrain.cli.main", *arguments, "--json"],
+            cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.events: list[dict[str, Any]] = []
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.events.append(json.loads(line))
+
+    def of(self, kind: str, **fields: Any) -> list[dict[str, Any]]:
+        return [e for e in list(self.events) if e["kind"] == kind and fields.items() <= e.items()]
+
+    def until(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, self.events[-5:]
+            assert self._process.poll() is None, self.end()
+            time.sleep(0.05)
+
+    def says(self, text: str) -> bool:
+        return any(text in e["message"] for e in self.of("note"))
+
+    def interrupt(self) -> None:
+        self._process.send_signal(signal.SIGINT)
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and what was said on standard error."""
+        assert self._process.stderr is not None
+        with self._process.stderr as stderr:
+            said = stderr.read()
+        code = self._process.wait(60)
+        self._reader.join(10)
+        return code, said
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._reader.join(10)
+
+
+def test_a_fleet_whose_disks_are_full_trains_on_and_says_so(small_disk: Callable[[str, str], Path]) -> None:
+    ours, theirs = small_disk("ours", "32m"), small_disk("theirs", "1m")
+    settings = ["model.width=64", "model.heads=2", "model.context=32", "fleet.peers=2", "checkpoint.every=20"]
+    options = [part for s in (*settings, "train.steps=100000") for part in ("--set", s)]
+    start = Command(ours, "start", "--listen", "127.0.0.1", *options)
+    commands = [start]
+    try:
+        start.until(lambda: start.of("ticket"))
+        join = Command(theirs, "join", start.of("ticket")[0]["ticket"], "--listen", "127.0.0.1")
+        commands.append(join)
+        join.until(lambda: list(theirs.glob("runs/*/ticket")))
+        fill(theirs)
+        start.until(lambda: start.of("checkpoint_written"))
+        ballast = fill(ours)
+        start.until(lambda: start.says("the disk is full"))
+        silent = len(start.of("step_done"))
+        time.sleep(3)
+        assert len(start.of("step_done")) <= silent + 20, (
+            "nothing reaches the console meanwhile: the test tests something"
+        )
+        ballast.unlink()
+        start.until(lambda: start.of("checkpoint_failed"))
+        failed = start.of("checkpoint_failed")[0]
+        assert "No space left on device" in failed["reason"]
+        start.until(lambda: any(e["step"] > failed["step"] for e in start.of("checkpoint_written")))
+        steps = [e["step"] for e in start.of("step_done")]
+        assert steps == list(range(1, len(steps) + 1)), "no event is lost"
+        fill(ours)
+        start.interrupt()
+        code, said = start.end()
+        assert code == 2
+        assert "the checkpoint of the run's end could not be written, the newest is" in said
+        assert join.end() == (0, "")
+        assert join.says("the disk is full")
+    finally:
+        for command in commands:
+            command.kill()
 
 
 # Opening them again -----------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from muletrain.clock import LoopClock
 from muletrain.config.fleet import load_fleet
 from muletrain.config.schema import Precision, RunConfig
 from muletrain.data.tokens import TokenCache
-from muletrain.errors import AdmissionError, CheckpointError, MuletrainError
+from muletrain.errors import AdmissionError, CheckpointError, MuletrainError, no_room
 from muletrain.events import EventLog, FrameRefused, JoinRefused, PeerJoined, RunFinished, RunStarted
 from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.network.shaped import ShapedNetwork
@@ -33,7 +33,7 @@ from muletrain.runs.machine import Machine
 from muletrain.runs.reception import Reception
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.ticket import Ticket
-from muletrain.runs.worker_files import TICKET_FILE
+from muletrain.runs.worker_files import EXIT_ERROR, EXIT_NO_CHECKPOINT, TICKET_FILE
 from muletrain.swarm.checkpointing import Collector
 from muletrain.swarm.context import Context
 from muletrain.swarm.messages import Member
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 
 PROTOCOL = f"muletrain {muletrain.__version__}"
-EXIT_ERROR = 2
 
 
 class Worker:
@@ -65,6 +64,7 @@ class Worker:
         self._steps = 0
         self._total = -1
         self._reason = "ended on request"
+        self._code = 0
 
     def stop(self) -> None:
         """End in order: after the current step, or at once if training has not begun. A joiner on a machine of its own leaves
@@ -73,7 +73,8 @@ class Worker:
         if self._peer is not None and not self._spec.keeps_ticket:
             self._peer.stop()
 
-    async def run(self) -> None:
+    async def run(self) -> int:
+        """To the end; the process' exit code."""
         begin = self._clock.now()
         with tempfile.TemporaryDirectory(prefix="mule-") as sockets:
             main = asyncio.create_task(self._run(Path(sockets)))
@@ -86,6 +87,7 @@ class Worker:
                 await main
         reason = "all steps done" if self._steps == self._total else self._reason
         self._log.emit(RunFinished(steps=self._steps, seconds=self._clock.now() - begin, reason=reason))
+        return self._code
 
     async def _run(self, sockets: Path) -> None:
         spec = self._spec
@@ -292,7 +294,9 @@ class Worker:
             return peer
 
         try:
-            await Service(make, joining=joining).run()
+            written = await Service(make, joining=joining).run()
+            if written is None and roster.genesis.collector == network.peer_id:
+                self._code = EXIT_NO_CHECKPOINT
         finally:
             self._compute_in_use.close()
 
@@ -375,15 +379,18 @@ async def _main() -> int:
         try:
             worker = Worker(spec, log)
             parent = asyncio.create_task(_listen_to_parent(reader, worker))
-            await worker.run()
+            code = await worker.run()
             parent.cancel()
         except MuletrainError as e:
             log.note(str(e), "error")
             return EXIT_ERROR
         except BaseException as e:
-            log.note(f"{type(e).__name__}: {e} (a bug; {spec.name}.log has the traceback)", "error")
-            raise
-    return 0
+            full = no_room(e)
+            log.note(full or f"{type(e).__name__}: {e} (a bug; {spec.name}.log has the traceback)", "error")
+            if full is None:
+                raise
+            return EXIT_ERROR
+    return code
 
 
 def main() -> None:
