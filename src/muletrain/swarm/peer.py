@@ -56,7 +56,8 @@ if TYPE_CHECKING:
     from muletrain.swarm.trainer import Source
 
 EARLY_LIMIT = 4096
-"""Frames of the next step kept while this one is being applied."""
+EARLY_BYTES = 1 << 30
+"""Frames of the next step kept while this one is being applied, and the bytes of their tensors."""
 ANNOUNCE_S = 10.0
 """Between announcements in the directory; a record lives three times as long."""
 RESEND_S = 20.0
@@ -163,6 +164,7 @@ class Peer:
         while True:
             step, lineage = self.stepper.step, self.stepper.lineage
             self._begin_step(step, lineage, returned=returned)
+            await self._redeliver()
             try:
                 record = await self.stepper.run()
             except Behind as e:
@@ -190,7 +192,6 @@ class Peer:
             self.stepper.advance(record)
             if ctx.net.peer_id in gone and await self._leave():
                 break
-            await self._redeliver()
         announcing.cancel()
         return written
 
@@ -243,7 +244,6 @@ class Peer:
             )
             if not any(h is not None and h.step > own_step for h in held):
                 break  # nobody has gone on meanwhile
-        await self._redeliver()
         return False
 
     def _refresh_routes(self) -> None:
@@ -256,7 +256,8 @@ class Peer:
         if self._pipeline.router is not None:
             self._pipeline.router.refresh()
         if self._trainer is not None:
-            self._in_step(self._trainer.run_step(step, lineage, retry=returned), f"trainer step {step}")
+            self._trainer.begin(step, lineage)
+            self._in_step(self._trainer.run_step(retry=returned), f"trainer step {step}")
 
     def _in_step(self, work: Coroutine[Any, Any, None], name: str) -> None:
         """A task of the trainer's that has no meaning beyond this step."""
@@ -399,10 +400,9 @@ class Peer:
             raise ProtocolError(f"{frame.kind} of step {step} from another lineage")
         self._ctx.roster.alive(sender)
         if step > self.stepper.step:
-            if (
-                step == self.stepper.step + 1 and len(self._early) < EARLY_LIMIT
-            ):  # else we are far behind, and find that out
-                self._early.append((sender, frame))
+            kept = sum(t.nbytes for _, f in self._early for t in f.tensors)
+            if step == self.stepper.step + 1 and len(self._early) < EARLY_LIMIT and kept < EARLY_BYTES:
+                self._early.append((sender, frame))  # else we are far behind, and find that out
             return
         await self._dispatch(sender, message, frame)
         self.stepper.touched()
