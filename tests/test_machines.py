@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,25 +37,33 @@ TINY = ["--set", "fleet.peers=2", "--set", "model.width=64", "--set", "model.hea
 
 pytestmark = pytest.mark.timeout(240)
 namespaces = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2 to make network namespaces"
+    os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None,
+    reason="needs root and iproute2 to make network namespaces",
 )
+PYTHON = "python -c"
+ONLY_TCP = "7,40 0 0 12,21 4 0 2054,21 0 2 2048,48 0 0 23,21 1 0 6,6 0 0 2,6 0 0 0"
+"""Classic BPF: ethertype ARP, or IPv4 whose protocol is TCP: 0 (pass), else 2 (drop)."""
 
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Runs a muletrain command on machine 'a', 'b' or 'c' (one switch between them, no other route), in a folder of its own."""
+    """Runs a muletrain command on machine 'a', 'b' or 'c' (one switch between them that passes TCP alone, no other route), in a
+    folder of its own, with caches and temporary files of its own. ``PYTHON`` as the first argument: that code instead."""
     names = {m: f"mule-{os.getpid()}-{m}" for m in "abcs"}  # s: the switch
     started: list[subprocess.Popen[str]] = []
+    scratch = {m: tempfile.mkdtemp(prefix="mule-") for m in "abc"}  # sockets need short paths
 
     def ip(*arguments: str) -> None:
         subprocess.run(["ip", *arguments], check=True)
 
     def on(machine: str, *arguments: str) -> subprocess.Popen[str]:
         (tmp_path / machine).mkdir(exist_ok=True)
-        command = ["ip", "netns", "exec", names[machine], sys.executable, "-m", "muletrain.cli.main", *arguments]
+        run = ["-c", arguments[1]] if arguments[0] == PYTHON else ["-m", "muletrain.cli.main", *arguments]
         process = subprocess.Popen(
-            command, cwd=tmp_path / machine, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+            ["ip", "netns", "exec", names[machine], sys.executable, *run],
+            cwd=tmp_path / machine, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, "TMPDIR": scratch[machine], "XDG_CACHE_HOME": f"{scratch[machine]}/cache"},
+        )  # fmt: skip
         started.append(process)
         return process
 
@@ -67,16 +76,34 @@ def machines(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         for k, m in enumerate("abc", start=1):
             ip("-n", names["s"], "link", "add", f"to-{m}", "type", "veth", "peer", "name", "eth0", "netns", names[m])
             ip("-n", names["s"], "link", "set", f"to-{m}", "master", "switch", "up")
+            only_tcp(names["s"], f"to-{m}")
             ip("-n", names[m], "addr", "add", f"10.99.0.{k}/24", "dev", "eth0")
             ip("-n", names[m], "link", "set", "eth0", "up")
         yield on
     finally:
+        killed = any(process.poll() is None for process in started)
         for process in started:  # their peers and daemons end with them
             process.kill()
             process.communicate()
         for name in names.values():
             wait_for(lambda name=name: not subprocess.run(["ip", "netns", "pids", name], capture_output=True).stdout)
             subprocess.run(["ip", "netns", "del", name], check=False)
+        left = {m: [p.name for p in Path(folder).iterdir() if p.name != "cache"] for m, folder in scratch.items()}
+        for folder in scratch.values():
+            shutil.rmtree(folder)
+        assert killed or not any(left.values()), left
+
+
+def only_tcp(namespace: str, device: str) -> None:
+    """Whatever else comes in there is dropped (and ARP, without which nobody finds anybody)."""
+    for command in (
+        ["qdisc", "add", "dev", device, "clsact"],
+        ["filter", "add", "dev", device, "ingress", "bpf", "da"],
+    ):
+        bytecode = ["bytecode", ONLY_TCP] if "filter" in command else []
+        done = subprocess.run(["tc", "-n", namespace, *command, *bytecode], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"this kernel cannot drop what is not TCP: {done.stderr}")
 
 
 def wait_for(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
@@ -95,6 +122,38 @@ def output(process: subprocess.Popen[str], code: int = 0) -> str:
     out, _ = process.communicate(timeout=100)
     assert process.returncode == code, out
     return out
+
+
+RECEIVER = """
+import socket, sys
+sockets = [socket.socket(socket.AF_INET, kind) for kind in (socket.SOCK_DGRAM, socket.SOCK_STREAM)]
+for s in sockets:
+    s.bind(("10.99.0.1", 7000))
+    s.settimeout(20)
+sockets[1].listen()
+print("listening", flush=True)
+print(sockets[1].accept()[0].recv(100).decode())
+sockets[0].settimeout(0)
+try:
+    print(sockets[0].recv(100).decode())
+except BlockingIOError:
+    print("nothing else")
+"""
+SENDER = """
+import socket
+udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+udp.sendto(b"by UDP", ("10.99.0.1", 7000))
+socket.create_connection(("10.99.0.1", 7000), timeout=20).sendall(b"by TCP")
+"""
+
+
+@namespaces
+def test_nothing_but_tcp_passes_between_the_machines(machines: Callable[..., subprocess.Popen[str]]) -> None:
+    receiver = machines("a", PYTHON, RECEIVER)
+    assert receiver.stdout is not None
+    assert receiver.stdout.readline() == "listening\n"
+    output(machines("b", PYTHON, SENDER))
+    assert output(receiver) == "by TCP\nnothing else\n"
 
 
 @namespaces
