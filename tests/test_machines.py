@@ -21,15 +21,20 @@ import torch
 from muletrain.cli import machines as machines_cli
 from muletrain.clock import LoopClock
 from muletrain.compute.estimate import Offer, StageMemory
+from muletrain.config.load import load_config
 from muletrain.config.schema import ModelConfig, Precision
+from muletrain.data.tokens import TokenCache
 from muletrain.errors import AdmissionError, CapacityError, ConfigError, MuletrainError
+from muletrain.events import Event, EventLog, JoinRefused
 from muletrain.model.hf import export_hf
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import build_full
 from muletrain.network.base import Network
 from muletrain.network.memory import MemoryHub
 from muletrain.runs import lobby, machine
+from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.ticket import Ticket
+from muletrain.runs.worker import Worker
 from muletrain.swarm.roster import Genesis
 from tests.fleet_run import checkpoint_weights
 
@@ -295,6 +300,43 @@ def lobby_of(net: Network, bytes_of_stages: list[int], expected: int) -> lobby.L
         data_digest=bytes(32), tokenizer=b"t", stages=len(needs), expected=expected, trainers=1, needs=needs,
         stage_costs=[1.0] * len(needs),
     )  # fmt: skip
+
+
+def test_a_newcomer_with_another_corpus_says_why_it_does_not_come(tmp_path: Path) -> None:
+    """Both the one who came and the one who waits are told."""
+    (tmp_path / "ours.txt").write_text("\n\n".join(f"Mules carry {n} loads over bad roads." for n in range(300)))
+    (tmp_path / "theirs.txt").write_text("\n\n".join(f"Horses carry {n} riders over good ones." for n in range(300)))
+    config = load_config(
+        None, [f"data.path={tmp_path}/ours.txt", f"data.cache={tmp_path}/cache", "model.vocab=300", "fleet.peers=2"]
+    )
+    cache = TokenCache.build(config.data, config.model.vocab)
+    ticket = Ticket("run", bytes(32), ("/memory/p2p/founder",))
+    spec = WorkerSpec(
+        role="join", name="b", ticket=str(ticket), folder=str(tmp_path), data=f"{tmp_path}/theirs.txt", memory_gib=1.0,
+        device="cpu", precision="fp32",
+    )  # fmt: skip
+    told: list[Event] = []
+
+    async def scenario() -> None:
+        hub = MemoryHub()
+        own = lobby_of(hub.join("founder"), [1, 1], 2)
+        own.emit, own.tokenizer, own.data_digest = told.append, cache.tokenizer_json, bytes.fromhex(cache.digest)
+        own.config_json = config.model_dump_json(by_alias=True)
+        own.open()
+        own.seat("founder", introduction("founder"))
+        waiting = own.missing()
+        with (
+            EventLog(tmp_path / "b.jsonl", "b") as log,
+            pytest.raises(AdmissionError, match=r"theirs\.txt: this corpus"),
+        ):
+            await Worker(spec, log)._join(hub.join("b"))
+        assert own.missing() == waiting, "its seat is free again"
+
+    asyncio.run(scenario())
+    (refused,) = [e for e in told if isinstance(e, JoinRefused)]
+    assert refused.remote == "b"
+    assert "theirs.txt: this corpus has digest" in refused.reason
+    assert "join without --data" in refused.reason
 
 
 def introduction(name: str, memory: int = 1, *, device: str = "cpu", host: int | None = None) -> lobby.Join:

@@ -156,7 +156,11 @@ class Worker:
         precision = facts.config.compute.precision
         if precision is not Precision.AUTO:  # the run's word; 'auto' is each machine's own measurement
             machine = dataclasses.replace(machine, precision=precision)
-        cache = await asyncio.to_thread(self._own_data, facts, tokenizer, welcome.data.hex())
+        try:
+            cache = await asyncio.to_thread(self._own_data, facts, tokenizer, welcome.data.hex())
+        except MuletrainError as e:  # ours is another corpus, or none
+            await visitor.decline(str(e))
+            raise
         if welcome.part_size:
             with tempfile.TemporaryDirectory(prefix="mule-part-") as folder:
                 part = Path(folder) / "part.safetensors"
@@ -213,8 +217,8 @@ class Worker:
             cache = TokenCache.build(data, facts.spec.vocab)
         if cache.digest != digest:
             raise AdmissionError(
-                f"--data: this corpus has digest {cache.digest[:12]}, the run's has {digest[:12]}; give the same files, or "
-                f"join without --data (only trainers need it)"
+                f"--data: {data.path}: this corpus has digest {cache.digest[:12]}, the run's has {digest[:12]}; give the same files, "
+                f"or join without --data (only trainers need it)"
             )
         return cache
 
