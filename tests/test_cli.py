@@ -161,10 +161,11 @@ def test_a_full_disk_ends_the_checkpoint_not_the_training(tmp_path: Path) -> Non
         time.sleep(0.02)
     (found[0] / "checkpoints").write_text("in the way")
     out, err = process.communicate(timeout=100)
-    assert process.returncode == 0, out + err
+    assert process.returncode == 2, out + err
     assert "30 of 30 steps" in out
-    assert "checkpoint" in out
+    assert "no checkpoint of step 10" in out
     assert "training goes on" in out
+    assert "the checkpoint of the run's end could not be written, there is none" in err
 
 
 def test_errors_name_the_field_and_leave_no_folder(tmp_path: Path) -> None:
