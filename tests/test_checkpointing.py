@@ -23,10 +23,11 @@ from torch import Tensor
 from muletrain.clock import LoopClock
 from muletrain.config.load import load_config
 from muletrain.errors import CheckpointError, ProtocolError
-from muletrain.events import CheckpointFailed, CheckpointWritten, Event, EventLog, Note, read_events
+from muletrain.events import CheckpointFailed, CheckpointWritten, Event, EventLog, Note, StepDone, read_events
 from muletrain.network.memory import MemoryHub
 from muletrain.runs.assemble import RunFacts
 from muletrain.runs.checkpoint import Checkpoint
+from muletrain.runs.tensorboard import TensorBoardSink
 from muletrain.swarm import checkpointing
 from muletrain.swarm.checkpointing import MAX_OPEN, PIECE, Collector, send_part
 from muletrain.swarm.context import Context
@@ -277,6 +278,27 @@ def test_events_wait_for_room_on_a_full_disk(small_disk: Callable[[str, str], Pa
     messages = read_messages(disk)
     assert messages == ["first", *(f"{n} {'x' * 100}" for n in range(100)), "last"]
     assert log.dropped == 0
+
+
+def test_tensorboard_files_stay_whole_on_a_full_disk(small_disk: Callable[[str, str], Path]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    disk = small_disk("disk", "64k")
+    sink = TensorBoardSink(disk / "tensorboard")
+
+    def steps(first: int, last: int) -> None:
+        for n in range(first, last):
+            sink(StepDone(step=n, loss=1.0, grad_norm=1.0, lr=1.0, tokens=1, duration_s=1.0, lineage="", t=float(n)))
+
+    steps(1, 11)
+    ballast = fill(disk)
+    steps(11, 200)
+    ballast.unlink()
+    steps(200, 211)
+    sink.close()
+    read = {s.step for s in EventAccumulator(str(disk / "tensorboard")).Reload().Scalars("train/loss")}
+    assert {*range(1, 11), *range(200, 211)} <= read
+    assert len(read) < 210, "the disk was full"
 
 
 def read_messages(disk: Path) -> list[str]:

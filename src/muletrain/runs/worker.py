@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import shutil
 import sys
 import tempfile
 from contextlib import suppress
@@ -33,7 +34,7 @@ from muletrain.runs.machine import Machine
 from muletrain.runs.reception import Reception
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.ticket import Ticket
-from muletrain.runs.worker_files import EXIT_ERROR, EXIT_NO_CHECKPOINT, TICKET_FILE
+from muletrain.runs.worker_files import EXIT_ERROR, EXIT_NO_CHECKPOINT, SCRATCH, TICKET_FILE
 from muletrain.swarm.checkpointing import Collector
 from muletrain.swarm.context import Context
 from muletrain.swarm.messages import Member
@@ -369,7 +370,14 @@ async def _listen_to_parent(reader: asyncio.StreamReader, worker: Worker) -> Non
     while line := await reader.readline():
         if line.strip() == b"stop":
             worker.stop()
+    _tidy_up()
     os._exit(EXIT_ERROR)  # the daemon goes with us; a killed parent leaves nobody to report to
+
+
+def _tidy_up() -> None:
+    """Whoever started us was killed, and can remove nothing any more."""
+    if scratch := os.environ.get(SCRATCH):
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 async def _main() -> int:
@@ -377,6 +385,7 @@ async def _main() -> int:
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     line = await reader.readline()
     if not line:
+        _tidy_up()
         return EXIT_ERROR
     spec = WorkerSpec.model_validate_json(line)
     with EventLog(Path(spec.folder) / f"{spec.name}.jsonl", spec.name) as log:
