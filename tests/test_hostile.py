@@ -433,3 +433,18 @@ def test_a_gradient_or_a_chunk_of_another_kind_is_refused_at_the_door(tmp_path: 
         await asyncio.gather(target.running, return_exceptions=True)
 
     asyncio.run(scenario())
+
+
+def test_a_gap_that_comes_before_the_first_step_ends_nobody(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        await warm_up()
+        target = Target(0, tmp_path)
+        for index in range(MICROBATCHES):
+            gap = Gap(lineage=GENESIS.lineage, step=0, stage=1, attempt=0, indices=(index,)).frame()
+            await target.send("third", gap)
+        await until(lambda: target.compute.computed or target.running.done())
+        assert not target.running.done(), target.running
+        target.running.cancel()
+        await asyncio.gather(target.running, return_exceptions=True)
+
+    asyncio.run(scenario())
