@@ -69,7 +69,8 @@ class DiskWatch:
             disk = os.statvfs(self._folder)
         except OSError:  # the folder was removed: other things will complain
             return None
-        before, self._full = self._full, disk.f_bavail * disk.f_frsize < LEAST_ROOM
+        free = disk.f_bfree if os.geteuid() == 0 else disk.f_bavail  # some is kept back for root
+        before, self._full = self._full, free * disk.f_frsize < LEAST_ROOM
         if self._full == before:
             return None
         if not self._full:
