@@ -154,6 +154,24 @@ def test_ctrl_c_before_training_leaves_nothing(tmp_path: Path, moment: float) ->
         assert list(Path(scratch).iterdir()) == [], "sockets and keys are removed"
 
 
+@pytest.mark.parametrize("moment", [1.0, 6.0])
+def test_a_killed_command_leaves_no_process_and_no_temporary_file(tmp_path: Path, moment: float) -> None:
+    """SIGKILL: its peers find out, tidy up, and go."""
+    with tempfile.TemporaryDirectory(prefix="m", dir="/tmp") as scratch:
+        process = start("run", *SMALL, cwd=tmp_path, TMPDIR=scratch)
+        deadline = time.monotonic() + 60
+        while not list(Path(scratch).iterdir()):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(moment)
+        process.kill()
+        process.communicate(timeout=60)
+        while peers_left(tmp_path):
+            assert time.monotonic() < deadline + 60
+            time.sleep(0.1)
+        assert list(Path(scratch).iterdir()) == []
+
+
 def test_a_full_disk_ends_the_checkpoint_not_the_training(tmp_path: Path) -> None:
     """The checkpoint folder is a file: writing fails as on a full disk, and the run goes on to its end."""
     process = start("run", *SMALL, "--set", "train.steps=30", "--set", "checkpoint.every=10", cwd=tmp_path)
@@ -163,10 +181,11 @@ def test_a_full_disk_ends_the_checkpoint_not_the_training(tmp_path: Path) -> Non
         time.sleep(0.02)
     (found[0] / "checkpoints").write_text("in the way")
     out, err = process.communicate(timeout=100)
-    assert process.returncode == 0, out + err
+    assert process.returncode == 2, out + err
     assert "30 of 30 steps" in out
-    assert "checkpoint" in out
+    assert "no checkpoint of step 10" in out
     assert "training goes on" in out
+    assert "the checkpoint of the run's end could not be written, there is none" in err
 
 
 def test_errors_name_the_field_and_leave_no_folder(tmp_path: Path) -> None:

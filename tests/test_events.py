@@ -140,7 +140,7 @@ def test_threads_do_not_tear_each_others_lines(tmp_path: Path) -> None:
     assert len(list(ev.read_events(path))) == 200
 
 
-def test_a_full_disk_is_counted_and_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_full_disk_events_wait_and_people_are_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk takes half of a line, then nothing, then has room again: the file holds whole lines only."""
     heard: list[ev.Event] = []
     path = tmp_path / "a.jsonl"
@@ -148,18 +148,20 @@ def test_a_full_disk_is_counted_and_told_once(tmp_path: Path, monkeypatch: pytes
     log.subscribe(heard.append)
     log.note("before")
     real_write = os.write
+    monkeypatch.setattr(ev, "MAX_WAITING", 2)
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", lambda fd, data: real_write(fd, data[: len(data) // 2]))
         log.note("torn")
         patch.setattr(os, "write", _no_space)
-        log.note("lost")
+        log.note("waits")
+        log.note("waits, too")
     log.note("after")
     log.close()
-    assert log.dropped == 2
-    assert [e.message for e in ev.read_events(path) if isinstance(e, ev.Note)] == ["before", "after"]
+    assert log.dropped == 2, "there was room for two"
+    assert [e.message for e in ev.read_events(path) if isinstance(e, ev.Note)] == ["before", "waits, too", "after"]
     told = [e.message for e in heard if isinstance(e, ev.Note)]
-    warning = f"{path}: no space for a whole line; events are dropped and counted, training goes on"
-    assert told == ["before", "torn", warning, "lost", "after"]
+    warning = f"{path}: no space for a whole line; events wait for room (the newest 2 do), training goes on"
+    assert told == ["before", "torn", warning, "waits", "waits, too", "after"]
 
 
 def _no_space(fd: int, data: bytes) -> int:
@@ -177,7 +179,7 @@ def test_a_really_full_device_does_not_raise() -> None:
     log.close()
     assert log.dropped == 1
     assert isinstance(heard[-1], ev.Note)
-    assert heard[-1].message.startswith("/dev/full: No space left on device; events are dropped")
+    assert heard[-1].message.startswith("/dev/full: No space left on device; events wait")
 
 
 def test_a_failing_subscriber_is_removed_and_named() -> None:

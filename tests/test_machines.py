@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,9 +22,11 @@ import torch
 from muletrain.cli import machines as machines_cli
 from muletrain.clock import LoopClock
 from muletrain.compute.estimate import Offer, StageMemory
+from muletrain.config.load import load_config
 from muletrain.config.schema import ModelConfig, Precision, RunConfig
+from muletrain.data.tokens import TokenCache
 from muletrain.errors import AdmissionError, CapacityError, ConfigError, MuletrainError
-from muletrain.events import Event, Note
+from muletrain.events import Event, EventLog, JoinRefused, Note
 from muletrain.model.hf import export_hf
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import build_full
@@ -33,7 +36,9 @@ from muletrain.runs import lobby, machine
 from muletrain.runs.assemble import RunFacts, build_compute
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.first_weights import write_first_checkpoint
+from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.ticket import Ticket
+from muletrain.runs.worker import Worker
 from muletrain.swarm.roster import Genesis
 from tests.fleet_run import checkpoint_weights
 
@@ -41,25 +46,33 @@ TINY = ["--set", "model.width=64", "--set", "model.heads=2", "--set", "model.con
 
 pytestmark = pytest.mark.timeout(240)
 namespaces = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2 to make network namespaces"
+    os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None,
+    reason="needs root and iproute2 to make network namespaces",
 )
+PYTHON = "python -c"
+ONLY_TCP = "7,40 0 0 12,21 4 0 2054,21 0 2 2048,48 0 0 23,21 1 0 6,6 0 0 2,6 0 0 0"
+"""Classic BPF: ethertype ARP, or IPv4 whose protocol is TCP: 0 (pass), else 2 (drop)."""
 
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Runs a muletrain command on machine 'a', 'b' or 'c' (one switch between them, no other route), in a folder of its own."""
+    """Runs a muletrain command on machine 'a', 'b' or 'c' (one switch between them that passes TCP alone, no other route), in a
+    folder of its own, with caches and temporary files of its own. ``PYTHON`` as the first argument: that code instead."""
     names = {m: f"mule-{os.getpid()}-{m}" for m in "abcs"}  # s: the switch
     started: list[subprocess.Popen[str]] = []
+    scratch = {m: tempfile.mkdtemp(prefix="mule-") for m in "abc"}  # sockets need short paths
 
     def ip(*arguments: str) -> None:
         subprocess.run(["ip", *arguments], check=True)
 
     def on(machine: str, *arguments: str) -> subprocess.Popen[str]:
         (tmp_path / machine).mkdir(exist_ok=True)
-        command = ["ip", "netns", "exec", names[machine], sys.executable, "-m", "muletrain.cli.main", *arguments]
+        run = ["-c", arguments[1]] if arguments[0] == PYTHON else ["-m", "muletrain.cli.main", *arguments]
         process = subprocess.Popen(
-            command, cwd=tmp_path / machine, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+            ["ip", "netns", "exec", names[machine], sys.executable, *run],
+            cwd=tmp_path / machine, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, "TMPDIR": scratch[machine], "XDG_CACHE_HOME": f"{scratch[machine]}/cache"},
+        )  # fmt: skip
         started.append(process)
         return process
 
@@ -72,6 +85,7 @@ def machines(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         for k, m in enumerate("abc", start=1):
             ip("-n", names["s"], "link", "add", f"to-{m}", "type", "veth", "peer", "name", "eth0", "netns", names[m])
             ip("-n", names["s"], "link", "set", f"to-{m}", "master", "switch", "up")
+            only_tcp(names["s"], f"to-{m}")
             ip("-n", names[m], "addr", "add", f"10.99.0.{k}/24", "dev", "eth0")
             ip("-n", names[m], "link", "set", "eth0", "up")
         yield on
@@ -82,6 +96,22 @@ def machines(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         for name in names.values():
             wait_for(lambda name=name: not subprocess.run(["ip", "netns", "pids", name], capture_output=True).stdout)
             subprocess.run(["ip", "netns", "del", name], check=False)
+        left = {m: [p.name for p in Path(folder).iterdir() if p.name != "cache"] for m, folder in scratch.items()}
+        for folder in scratch.values():
+            shutil.rmtree(folder)
+        assert not any(left.values()), left
+
+
+def only_tcp(namespace: str, device: str) -> None:
+    """Whatever else comes in there is dropped (and ARP, without which nobody finds anybody)."""
+    for command in (
+        ["qdisc", "add", "dev", device, "clsact"],
+        ["filter", "add", "dev", device, "ingress", "bpf", "da"],
+    ):
+        bytecode = ["bytecode", ONLY_TCP] if "filter" in command else []
+        done = subprocess.run(["tc", "-n", namespace, *command, *bytecode], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"this kernel cannot drop what is not TCP: {done.stderr}")
 
 
 def wait_for(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
@@ -100,6 +130,38 @@ def output(process: subprocess.Popen[str], code: int = 0) -> str:
     out, _ = process.communicate(timeout=100)
     assert process.returncode == code, out
     return out
+
+
+RECEIVER = """
+import socket, sys
+sockets = [socket.socket(socket.AF_INET, kind) for kind in (socket.SOCK_DGRAM, socket.SOCK_STREAM)]
+for s in sockets:
+    s.bind(("10.99.0.1", 7000))
+    s.settimeout(20)
+sockets[1].listen()
+print("listening", flush=True)
+print(sockets[1].accept()[0].recv(100).decode())
+sockets[0].settimeout(0)
+try:
+    print(sockets[0].recv(100).decode())
+except BlockingIOError:
+    print("nothing else")
+"""
+SENDER = """
+import socket
+udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+udp.sendto(b"by UDP", ("10.99.0.1", 7000))
+socket.create_connection(("10.99.0.1", 7000), timeout=20).sendall(b"by TCP")
+"""
+
+
+@namespaces
+def test_nothing_but_tcp_passes_between_the_machines(machines: Callable[..., subprocess.Popen[str]]) -> None:
+    receiver = machines("a", PYTHON, RECEIVER)
+    assert receiver.stdout is not None
+    assert receiver.stdout.readline() == "listening\n"
+    output(machines("b", PYTHON, SENDER))
+    assert output(receiver) == "by TCP\nnothing else\n"
 
 
 @namespaces
@@ -256,6 +318,43 @@ def test_every_peer_with_the_data_trains_unless_fewer_are_wanted() -> None:
     assert asyncio.run(trainers(None)) == (["a", "b", "d"], [])
     told = ["2 of 3 peers that have the data build microbatches (fleet.trainers)"]
     assert asyncio.run(trainers(2)) == (["a", "b"], told)
+
+
+def test_a_newcomer_with_another_corpus_says_why_it_does_not_come(tmp_path: Path) -> None:
+    """Both the one who came and the one who waits are told."""
+    (tmp_path / "ours.txt").write_text("\n\n".join(f"Mules carry {n} loads over bad roads." for n in range(300)))
+    (tmp_path / "theirs.txt").write_text("\n\n".join(f"Horses carry {n} riders over good ones." for n in range(300)))
+    config = load_config(
+        None, [f"data.path={tmp_path}/ours.txt", f"data.cache={tmp_path}/cache", "model.vocab=300", "fleet.peers=2"]
+    )
+    cache = TokenCache.build(config.data, config.model.vocab)
+    ticket = Ticket("run", bytes(32), ("/memory/p2p/founder",))
+    spec = WorkerSpec(
+        role="join", name="b", ticket=str(ticket), folder=str(tmp_path), data=f"{tmp_path}/theirs.txt", memory_gib=1.0,
+        device="cpu", precision="fp32",
+    )  # fmt: skip
+    told: list[Event] = []
+
+    async def scenario() -> None:
+        hub = MemoryHub()
+        own = lobby_of(hub.join("founder"), [1, 1], 2)
+        own.emit, own.tokenizer, own.data_digest = told.append, cache.tokenizer_json, bytes.fromhex(cache.digest)
+        own.config_json = config.model_dump_json(by_alias=True)
+        own.open()
+        own.seat("founder", introduction("founder"))
+        waiting = own.missing()
+        with (
+            EventLog(tmp_path / "b.jsonl", "b") as log,
+            pytest.raises(AdmissionError, match=r"theirs\.txt: this corpus"),
+        ):
+            await Worker(spec, log)._join(hub.join("b"))
+        assert own.missing() == waiting, "its seat is free again"
+
+    asyncio.run(scenario())
+    (refused,) = [e for e in told if isinstance(e, JoinRefused)]
+    assert refused.remote == "b"
+    assert "theirs.txt: this corpus has digest" in refused.reason
+    assert "join without --data" in refused.reason
 
 
 def introduction(name: str, memory: int = 1, *, device: str = "cpu", host: int | None = None) -> lobby.Join:

@@ -36,10 +36,10 @@ SMALL = [
 
 
 class Run:
-    """``muletrain run`` in a folder, as typed; what it starts dies with it."""
+    """``muletrain run`` (or ``start``) in a folder, as typed; what it starts dies with it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, command: str = "run") -> None:
+        self.folder, self._command = folder, command
         self._process: subprocess.Popen[str] | None = None
 
     @property
@@ -49,7 +49,7 @@ class Run:
     def start(self, *arguments: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "muletrain.cli.main", "run", *arguments],
+            [sys.executable, "-m", "muletrain.cli.main", self._command, *arguments],
             cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 
@@ -70,7 +70,8 @@ class Run:
         return [e.step for e in self.events() if isinstance(e, StepDone)]
 
     def events(self) -> Iterator[object]:
-        for file in self.folder.glob("runs/*/peer-0.jsonl"):
+        names = "peer-0" if self._command == "run" else "*"
+        for file in self.folder.glob(f"runs/*/{names}.jsonl"):
             yield from read_events(file)
 
     def until(self, condition: Callable[[], bool]) -> None:
@@ -108,8 +109,8 @@ def settings() -> list[str]:
     return [part for override in SMALL for part in ("--set", override)]
 
 
-def assert_undisturbed(run: Run) -> None:
-    facts = RunFacts.of(load_config(None, SMALL))
+def assert_undisturbed(run: Run, *overrides: str) -> None:
+    facts = RunFacts.of(load_config(None, [*SMALL, *overrides]))
     expected, _ = train_plainly(facts, facts.source(TokenCache.build(facts.config.data, facts.spec.vocab)))
     assert latest_checkpoint(run.run_folder).name == f"step-{STEPS:08d}"
     assert relative_difference(checkpoint_weights(run.run_folder), expected) <= 1e-5
@@ -164,6 +165,24 @@ def test_killed_before_the_first_checkpoint_it_begins_again(run: Run) -> None:
     run.resume()
     assert "no complete checkpoint" in run.wait()
     assert_undisturbed(run)
+
+
+def test_a_run_on_several_machines_goes_on_with_start(tmp_path: Path) -> None:
+    """One machine is enough where there is one stage."""
+    run, alone = Run(tmp_path / "here", "start"), ["fleet.stages=1", "fleet.peers=1"]
+    listen = ["--listen", "127.0.0.1"]
+    try:
+        run.start(*listen, *settings(), *(part for s in alone for part in ("--set", s)))
+        run.until(written(run, 8))
+        run.kill()
+        run.resume(*listen)
+        out = run.wait()
+    finally:
+        if not run.ended():
+            run.kill()
+    assert "going on after step" in out
+    assert_undisturbed(run, *alone)
+    assert len(run.steps()) < 2 * STEPS, "not from the beginning"
 
 
 @pytest.mark.slow

@@ -14,7 +14,9 @@ SIZE, ROUNDS, WARM_UP = 25_000_000, 5, 1
 
 def main(rank: int, folder: Path) -> None:
     import hivemind
+    from hivemind.p2p import P2P
 
+    P2P._UNIX_SOCKET_PREFIX = f"/unix{folder.resolve()}/"  # it would leave its sockets in /tmp
     torch.set_num_threads(1)
     address = folder / "address"
     while rank and not address.exists():

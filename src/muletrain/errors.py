@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 
 class MuletrainError(Exception):
     """Base of everything muletrain raises on purpose; the CLI prints its message without a traceback."""
@@ -45,3 +47,10 @@ class ProtocolError(NetworkError):
 
 class AdmissionError(MuletrainError):
     """A ticket or a peer that does not fit this run: wrong secret, other run, other version."""
+
+
+def no_room(error: BaseException) -> str | None:
+    """What to tell people where a disk is full; None if that is not it."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    return f"{error.filename or 'a file of this run'}: {error.strerror}; free some space there and try again"

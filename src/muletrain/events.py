@@ -13,6 +13,7 @@ import os
 import re
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 _KINDS: dict[str, type[Event]] = {}
 _ADAPTERS: dict[str, TypeAdapter[Event]] = {}
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+MAX_WAITING = 4096
+"""Events kept for a disk that has no room for them."""
 
 # JSON has no NaN: a diverged loss travels as the text "NaN"
 Number = Annotated[float, BeforeValidator(lambda v: _NON_FINITE.get(v, v) if isinstance(v, str) else v)]
@@ -251,7 +255,8 @@ class RunFinished(Event):
 class EventLog:
     """Appends events to a JSONL file, a line at a time, and tells subscribers. Thread safe.
 
-    A write that fails (full disk) never reaches the caller: the event is dropped and counted, subscribers get one Note.
+    A write that fails (full disk) never reaches the caller: events wait for room, the oldest of too many are dropped and counted;
+    subscribers get one Note.
     A subscriber that raises is removed, with a Note. ``path`` None: subscribers only.
     """
 
@@ -259,7 +264,9 @@ class EventLog:
         self.path = path
         self.peer = peer
         self.dropped = 0
-        """Events that are not in the file."""
+        """Events that will never be in the file."""
+        self._waiting: deque[bytes] = deque()
+        self._told = False
         self._now = now
         self._lock = threading.RLock()
         self._subscribers: list[Callable[[Event], None]] = []
@@ -288,8 +295,11 @@ class EventLog:
         """Close the file; later events go to subscribers only. Idempotent."""
         with self._lock:
             if self._file is not None:
+                self._write_waiting()
                 os.close(self._file)
             self._file = None
+            self.dropped += len(self._waiting)
+            self._waiting.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -301,21 +311,32 @@ class EventLog:
         """Returns what to tell people, once, when the file stops taking events."""
         if self._file is None:
             return None
-        line = event.to_json().encode() + b"\n"
-        end: int | None = None
-        try:
-            end = os.fstat(self._file).st_size
-            if os.write(self._file, line) == len(line):
-                return None
-            reason = "no space for a whole line"
-        except OSError as e:
-            reason = e.strerror or str(e)
-        self._tear_off(end)
-        self.dropped += 1
-        if self.dropped > 1:
+        self._waiting.append(event.to_json().encode() + b"\n")
+        if len(self._waiting) > MAX_WAITING:
+            self._waiting.popleft()
+            self.dropped += 1
+        reason = self._write_waiting()
+        if reason is None or self._told:
             return None
-        message = f"{self.path}: {reason}; events are dropped and counted, training goes on"
+        self._told = True
+        message = f"{self.path}: {reason}; events wait for room (the newest {MAX_WAITING} do), training goes on"
         return Note(level="warning", message=message)
+
+    def _write_waiting(self) -> str | None:
+        """As many as fit, oldest first; why not all."""
+        assert self._file is not None
+        while self._waiting:
+            end: int | None = None
+            try:
+                end = os.fstat(self._file).st_size
+                if os.write(self._file, self._waiting[0]) < len(self._waiting[0]):
+                    self._tear_off(end)
+                    return "no space for a whole line"
+            except OSError as e:
+                self._tear_off(end)
+                return e.strerror or str(e)
+            self._waiting.popleft()
+        return None
 
     def _tear_off(self, end: int | None) -> None:
         """Half a line may have been written: shrinking works on a full disk."""

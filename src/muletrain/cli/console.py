@@ -36,6 +36,11 @@ def make_console(file: TextIO | None = None) -> Console:
     return console if console.is_terminal else Console(file=file, highlight=False, width=PLAIN_WIDTH)
 
 
+def printable(text: str) -> str:
+    """Without control characters: names and reasons come from other machines, and terminals obey them."""
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+
+
 class LiveConsole:
     """Folds events into ``view`` and shows it. Call it with each event, from any one thread; use it in a ``with``."""
 
@@ -76,7 +81,7 @@ class LiveConsole:
         sentence = headline(event, self.view) if news else None
         if sentence:
             style = "yellow" if is_warning(event) else None
-            self.console.print(Text(sentence, style=style or ""), soft_wrap=True)
+            self.console.print(Text(printable(sentence), style=style or ""), soft_wrap=True)
         if self._live is None and isinstance(event, ev.StepDone) and self._now() >= self._next_line:
             self._print_line()
 

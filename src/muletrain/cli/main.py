@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from muletrain import __version__
-from muletrain.errors import MuletrainError
+from muletrain.errors import MuletrainError, no_room
 
 app = typer.Typer(
     help="Train large transformer models on whatever machines you can get.\n\nBegin with [bold]muletrain run[/bold]: a small model, "
@@ -235,6 +235,11 @@ def main() -> None:
         app()
     except MuletrainError as e:
         print(f"error: {e}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as e:
+        if (full := no_room(e)) is None:
+            raise
+        print(f"error: {full}", file=sys.stderr)
         sys.exit(2)
 
 

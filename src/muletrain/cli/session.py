@@ -9,9 +9,10 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from muletrain.cli.console import JsonConsole, LiveConsole, RunView, final_report, make_console
-from muletrain.errors import MuletrainError
+from muletrain.errors import CheckpointError, MuletrainError
 from muletrain.events import CheckpointWritten, Evaluated, EventLog, EventTail, Note
-from muletrain.runs.worker_files import TICKET_FILE
+from muletrain.runs.folder import DiskWatch
+from muletrain.runs.worker_files import EXIT_NO_CHECKPOINT, TICKET_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,6 +42,7 @@ class Session:
         self.errors: list[str] = []
         self._tail = EventTail(folder, from_now=True)
         self._board = TensorBoardSink(folder / "tensorboard")
+        self._disk = DiskWatch(folder)
         self._interrupts = 0
         self._asked: float | None = None
 
@@ -48,6 +50,8 @@ class Session:
         """Take in what the processes said since the last time."""
         for event in self._tail.poll():
             self.show(event)
+        if (news := self._disk.news()) is not None:
+            self.show(Note(level="warning", message=news, t=time.time(), peer="disk"))
 
     def show(self, event: Event) -> None:
         self.console(event)
@@ -102,7 +106,7 @@ class Session:
             time.sleep(POLL_S)
         self.poll()
         codes = self.fleet.exit_codes()
-        if all(codes.values()) and not self.interrupted:
+        if all(code not in (0, EXIT_NO_CHECKPOINT) for code in codes.values()) and not self.interrupted:
             raise MuletrainError("; ".join(self.errors) or f"all peers ended with {codes}; see {self.folder}/*.log")
 
     def wait_for_ticket(self, founder: str) -> Ticket:
@@ -113,7 +117,17 @@ class Session:
             raise MuletrainError(self.errors[0] if self.errors else str(e)) from e
 
     def report(self) -> None:
-        """Evaluate the last checkpoint and print the final report (or its events)."""
+        """Evaluate the last checkpoint and print the final report (or its events). Raises CheckpointError, after that, where the
+        end of the run is in no checkpoint."""
+        self._report()
+        if EXIT_NO_CHECKPOINT in self.fleet.exit_codes().values():
+            newest = f"the newest is {self.checkpoint}" if self.checkpoint is not None else "there is none"
+            raise CheckpointError(
+                f"the checkpoint of the run's end could not be written, {newest}; free some space, then 'muletrain run --resume "
+                f"{self.folder}' goes on from there (of a run on several machines: 'start --resume')"
+            )
+
+    def _report(self) -> None:
         evaluation, texts = self._evaluate() if self.checkpoint is not None else (None, [])
         paths = {
             "run folder": self.folder,

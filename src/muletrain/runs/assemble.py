@@ -26,6 +26,7 @@ from muletrain.model.hf import import_hf
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage
 from muletrain.optim.schedule import learning_rate
+from muletrain.runs.checkpoint import FORMAT
 from muletrain.swarm.context import Plan
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class RunFacts:
     def manifest(self, run_id: str) -> dict[str, object]:
         """What a checkpoint says about itself, beside its parts."""
         return {
-            "format": 1, "run_id": run_id, "config": json.loads(self.config.model_dump_json(by_alias=True)),
+            "format": FORMAT, "run_id": run_id, "config": json.loads(self.config.model_dump_json(by_alias=True)),
             "spec": json.loads(self.spec.to_json()), "cut": [list(c) for c in self.cut],
         }  # fmt: skip
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from muletrain.model.stage import Stage
 
-FORMAT = 1
+FORMAT = 2
+"""Goes up when older versions could not read what newer ones write, or the other way round."""
 MAY_CHANGE = {
     "train": {"steps", "time_limit"},
     "optimizer": {"state_device"},
@@ -55,6 +56,9 @@ class Checkpoint:
                 raise CheckpointError(f"{folder}: written in format {manifest['format']}, this version reads {FORMAT}")
             spec = ModelSpec.from_json(json.dumps(manifest["spec"]))
             config = RunConfig.model_validate(manifest["config"])
+            missing = {"step", "parts", "files"} - manifest.keys()
+            if missing:
+                raise ValueError(f"it names no {', '.join(sorted(missing))}")
         except (OSError, ValueError, KeyError, TypeError, ConfigError) as e:
             raise CheckpointError(
                 f"{folder}/manifest.json cannot be read ({e}); use another checkpoint of the run"
@@ -73,8 +77,8 @@ class Checkpoint:
         for folder in sorted((run / "checkpoints").glob("step-*"), reverse=True):
             try:
                 checkpoint = cls.open(folder)
-                for part in checkpoint.manifest["parts"]:
-                    checkpoint.verify(part)
+                for file in checkpoint.manifest["parts"] + checkpoint.manifest["files"]:
+                    checkpoint.verify(file)
             except (MuletrainError, KeyError, TypeError) as e:
                 say(f"{folder.name} is passed over: {e}")
             else:
@@ -114,7 +118,7 @@ class Checkpoint:
         return [bytes.fromhex(part["sha256"]) for part in self.manifest["parts"]]
 
     def verify(self, part: dict[str, str]) -> Path:
-        """The file of one of the manifest's parts. Raises CheckpointError when it is missing or not what the manifest says."""
+        """One of the manifest's parts or files. Raises CheckpointError when it is missing or not what the manifest says."""
         path = self.folder / part["file"]
         try:
             with path.open("rb") as file:
@@ -133,10 +137,11 @@ class Checkpoint:
 
     @property
     def tokenizer_json(self) -> bytes:
-        try:
-            return (self.folder / "tokenizer.json").read_bytes()
-        except OSError as e:
-            raise CheckpointError(f"{self.folder}/tokenizer.json cannot be read ({e.strerror})") from e
+        """Raises CheckpointError when it is missing or not what the manifest says."""
+        for file in self.manifest["files"]:
+            if file["file"] == "tokenizer.json":
+                return self.verify(file).read_bytes()
+        raise CheckpointError(f"{self.folder}: its manifest names no tokenizer.json; use another checkpoint of the run")
 
     def weights(self) -> dict[str, Tensor]:
         """All weights by name, fp32. Raises CheckpointError when a part is missing or not what the manifest says."""

@@ -41,7 +41,9 @@ def write_first_checkpoint(
             file = f"stage-{stage}.safetensors"
             parts.append({"file": file, "sha256": _write_part(partial / file, facts, stage)})
             tell((stage + 1) / len(facts.cut))
-        manifest = {**facts.manifest(run_id), "data": cache.digest, "step": 0, "lineage": "", "parts": parts}
+        files = [{"file": "tokenizer.json", "sha256": hashlib.sha256(cache.tokenizer_json).hexdigest()}]
+        about = {"data": cache.digest, "step": 0, "lineage": "", "parts": parts, "files": files}
+        manifest = {**facts.manifest(run_id), **about}
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         shutil.rmtree(final, ignore_errors=True)
         partial.replace(final)

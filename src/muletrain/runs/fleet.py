@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Self
 from muletrain.errors import MuletrainError
 from muletrain.events import Note
 from muletrain.runs.ticket import Ticket
-from muletrain.runs.worker_files import TICKET_FILE
+from muletrain.runs.worker_files import SCRATCH, TICKET_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +57,8 @@ class LocalFleet:
             with open(self.folder / f"{name}.log", "ab") as log:
                 process = subprocess.Popen(
                     [*self._wrap(name), sys.executable, "-m", "muletrain.runs.worker"], stdin=subprocess.PIPE, stdout=log, stderr=log,
-                    env={**_environment(self._threads), "TMPDIR": self._scratch.name}, start_new_session=True,
+                    env={**_environment(self._threads), "TMPDIR": self._scratch.name, SCRATCH: self._scratch.name},
+                    start_new_session=True,
                 )  # fmt: skip
             self._running[name] = process
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path("runs")
+WATCH_S = 1.0
+LEAST_ROOM = 1 << 16
+"""Bytes: less is a full disk."""
 
 
 def new_run_folder(name: str, root: Path = ROOT) -> Path:
@@ -47,6 +50,35 @@ def held(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(file)
+
+
+class DiskWatch:
+    """Notices when the disk of a run folder is full: what the run's processes have to say does not arrive then."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._full = False
+        self._next = 0.0
+
+    def news(self) -> str | None:
+        """What to tell people, once at each change; looks every ``WATCH_S`` seconds."""
+        if time.monotonic() < self._next:
+            return None
+        self._next = time.monotonic() + WATCH_S
+        try:
+            disk = os.statvfs(self._folder)
+        except OSError:  # the folder was removed: other things will complain
+            return None
+        free = disk.f_bfree if os.geteuid() == 0 else disk.f_bavail  # some is kept back for root
+        before, self._full = self._full, free * disk.f_frsize < LEAST_ROOM
+        if self._full == before:
+            return None
+        if not self._full:
+            return f"{self._folder}: there is room on the disk again"
+        return (
+            f"{self._folder}: the disk is full. Training goes on, but no checkpoint can be written, and what it says here waits for "
+            f"room: free some space"
+        )
 
 
 def latest_checkpoint(path: Path) -> Path:

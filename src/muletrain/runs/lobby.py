@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -93,6 +94,13 @@ class Ready(Message):
     trainer: bool
 
 
+class Declined(Message):
+    """Call from a guest that does not come after all: why, for the people there."""
+
+    KIND: ClassVar[str] = "lobby.declined"
+    reason: Text
+
+
 class Begin(Message):
     KIND: ClassVar[str] = "lobby.begin"
     genesis: Genesis
@@ -154,6 +162,7 @@ class Lobby:
         self.net.serve(AskTokenizer.KIND, self._on_tokenizer)
         self.net.serve(AskPart.KIND, self._on_part)
         self.net.serve(Ready.KIND, self._on_ready)
+        self.net.serve(Declined.KIND, self._on_declined)
         _serve_founder(self.net, self.net.peer_id)
 
     def seat(self, peer: PeerId, join: Join) -> int:
@@ -300,6 +309,13 @@ class Lobby:
         self.ready(sender, Ready.unpack(payload).trainer)
         return b""
 
+    async def _on_declined(self, sender: PeerId, payload: bytes) -> bytes:
+        declined = Declined.unpack(payload)
+        if not self._begun and self._guests.pop(sender, None) is not None:
+            self._changed.set()
+            self.emit(JoinRefused(remote=sender, reason=declined.reason))
+        return b""
+
 
 def check_version(join: Join) -> None:
     """Raises AdmissionError."""
@@ -363,6 +379,12 @@ class Visitor:
                 raise ProtocolError("the tokenizer's pieces do not add up to its size")
             tokenizer += piece
         return welcome, bytes(tokenizer)
+
+    async def decline(self, reason: str) -> None:
+        """Give the seat back; whoever took us in is told why, if it can be."""
+        with suppress(NetworkError):
+            declined = Declined(reason=reason[:1000]).pack()
+            await self.net.call(self.founder, Declined.KIND, declined, timeout_s=CALL_TIMEOUT_S)
 
     async def part(self, welcome: Welcome, into: Path) -> None:
         """Write our stage's part of the checkpoint to the file ``into``. Raises ProtocolError for other content than was promised."""

@@ -16,6 +16,7 @@ from muletrain.runs.lobby import (
     AskGenesis,
     AskTokenizer,
     Begin,
+    Declined,
     Founder,
     Join,
     Welcome,
@@ -51,6 +52,7 @@ class Reception:
         self.net.serve(Join.KIND, self._on_join)
         self.net.serve(AskTokenizer.KIND, self._on_tokenizer)
         self.net.serve(AskGenesis.KIND, self._on_genesis)
+        self.net.serve(Declined.KIND, self._on_declined)
 
     async def _on_founder(self, sender: PeerId, payload: bytes) -> bytes:
         return Founder(id=self.net.peer_id).pack()
@@ -80,6 +82,10 @@ class Reception:
     async def _on_tokenizer(self, sender: PeerId, payload: bytes) -> bytes:
         offset = AskTokenizer.unpack(payload).offset
         return self.tokenizer[offset : offset + PIECE]
+
+    async def _on_declined(self, sender: PeerId, payload: bytes) -> bytes:
+        self.emit(JoinRefused(remote=sender, reason=Declined.unpack(payload).reason))
+        return b""
 
     async def _on_genesis(self, sender: PeerId, payload: bytes) -> bytes:
         AskGenesis.unpack(payload)

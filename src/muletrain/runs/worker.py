@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import shutil
 import sys
 import tempfile
 from contextlib import suppress
@@ -22,7 +23,7 @@ from muletrain.clock import LoopClock
 from muletrain.config.fleet import load_fleet
 from muletrain.config.schema import Precision, RunConfig
 from muletrain.data.tokens import TokenCache
-from muletrain.errors import AdmissionError, CheckpointError, MuletrainError
+from muletrain.errors import AdmissionError, CheckpointError, MuletrainError, no_room
 from muletrain.events import EventLog, FrameRefused, JoinRefused, PeerJoined, RunFinished, RunStarted
 from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.network.shaped import ShapedNetwork
@@ -33,7 +34,7 @@ from muletrain.runs.machine import Machine
 from muletrain.runs.reception import Reception
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.ticket import Ticket
-from muletrain.runs.worker_files import TICKET_FILE
+from muletrain.runs.worker_files import EXIT_ERROR, EXIT_NO_CHECKPOINT, SCRATCH, TICKET_FILE
 from muletrain.swarm.checkpointing import Collector
 from muletrain.swarm.context import Context
 from muletrain.swarm.messages import Member
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
 
 
 PROTOCOL = f"muletrain {muletrain.__version__}"
-EXIT_ERROR = 2
 
 
 class Worker:
@@ -65,6 +65,7 @@ class Worker:
         self._steps = 0
         self._total = -1
         self._reason = "ended on request"
+        self._code = 0
 
     def stop(self) -> None:
         """End in order: after the current step, or at once if training has not begun. A joiner on a machine of its own leaves
@@ -73,7 +74,8 @@ class Worker:
         if self._peer is not None and not self._spec.keeps_ticket:
             self._peer.stop()
 
-    async def run(self) -> None:
+    async def run(self) -> int:
+        """To the end; the process' exit code."""
         begin = self._clock.now()
         with tempfile.TemporaryDirectory(prefix="mule-") as sockets:
             main = asyncio.create_task(self._run(Path(sockets)))
@@ -86,6 +88,7 @@ class Worker:
                 await main
         reason = "all steps done" if self._steps == self._total else self._reason
         self._log.emit(RunFinished(steps=self._steps, seconds=self._clock.now() - begin, reason=reason))
+        return self._code
 
     async def _run(self, sockets: Path) -> None:
         spec = self._spec
@@ -154,7 +157,11 @@ class Worker:
         precision = facts.config.compute.precision
         if precision is not Precision.AUTO:  # the run's word; 'auto' is each machine's own measurement
             machine = dataclasses.replace(machine, precision=precision)
-        cache = await asyncio.to_thread(self._own_data, facts, tokenizer, welcome.data.hex())
+        try:
+            cache = await asyncio.to_thread(self._own_data, facts, tokenizer, welcome.data.hex())
+        except MuletrainError as e:  # ours is another corpus, or none
+            await visitor.decline(str(e))
+            raise
         if welcome.part_size:
             with tempfile.TemporaryDirectory(prefix="mule-part-") as folder:
                 part = Path(folder) / "part.safetensors"
@@ -211,8 +218,8 @@ class Worker:
             cache = TokenCache.build(data, facts.spec.vocab)
         if cache.digest != digest:
             raise AdmissionError(
-                f"--data: this corpus has digest {cache.digest[:12]}, the run's has {digest[:12]}; give the same files, or "
-                f"join without --data (only trainers need it)"
+                f"--data: {data.path}: this corpus has digest {cache.digest[:12]}, the run's has {digest[:12]}; give the same files, "
+                f"or join without --data (only trainers need it)"
             )
         return cache
 
@@ -292,7 +299,9 @@ class Worker:
             return peer
 
         try:
-            await Service(make, joining=joining).run()
+            written = await Service(make, joining=joining).run()
+            if written is None and roster.genesis.collector == network.peer_id:
+                self._code = EXIT_NO_CHECKPOINT
         finally:
             self._compute_in_use.close()
 
@@ -361,7 +370,14 @@ async def _listen_to_parent(reader: asyncio.StreamReader, worker: Worker) -> Non
     while line := await reader.readline():
         if line.strip() == b"stop":
             worker.stop()
+    _tidy_up()
     os._exit(EXIT_ERROR)  # the daemon goes with us; a killed parent leaves nobody to report to
+
+
+def _tidy_up() -> None:
+    """Whoever started us was killed, and can remove nothing any more."""
+    if scratch := os.environ.get(SCRATCH):
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 async def _main() -> int:
@@ -369,21 +385,25 @@ async def _main() -> int:
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     line = await reader.readline()
     if not line:
+        _tidy_up()
         return EXIT_ERROR
     spec = WorkerSpec.model_validate_json(line)
     with EventLog(Path(spec.folder) / f"{spec.name}.jsonl", spec.name) as log:
         try:
             worker = Worker(spec, log)
             parent = asyncio.create_task(_listen_to_parent(reader, worker))
-            await worker.run()
+            code = await worker.run()
             parent.cancel()
         except MuletrainError as e:
             log.note(str(e), "error")
             return EXIT_ERROR
         except BaseException as e:
-            log.note(f"{type(e).__name__}: {e} (a bug; {spec.name}.log has the traceback)", "error")
-            raise
-    return 0
+            full = no_room(e)
+            log.note(full or f"{type(e).__name__}: {e} (a bug; {spec.name}.log has the traceback)", "error")
+            if full is None:
+                raise
+            return EXIT_ERROR
+    return code
 
 
 def main() -> None:

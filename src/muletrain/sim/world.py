@@ -20,6 +20,7 @@ import torch
 
 from muletrain.clock import LoopClock
 from muletrain.compute.base import Microbatch, Update
+from muletrain.compute.executor import InlineExecutor
 from muletrain.compute.paced import PacedCompute
 from muletrain.compute.torch_compute import StageSetup, TorchCompute
 from muletrain.config.load import load_config
@@ -275,7 +276,9 @@ class _World:
         async def make(joins: bool) -> Peer:
             compute = PacedCompute(_compute(self._facts, roster.own.stage), self._clock, FORWARD_S, BACKWARD_S)
             self._computes[name] = compute
-            ctx = Context(network, self._clock, compute, roster, self._facts.plan, lambda e: self._note(name, e))
+            ctx = Context(
+                network, self._clock, compute, roster, self._facts.plan, lambda e: self._note(name, e), background=InlineExecutor()
+            )  # fmt: skip
             collector = Collector(ctx, self._folder, 1, {}, {}) if name == genesis.collector else None
             peer = self._peers[name] = Peer(ctx, source=_Tokens(self._facts), collector=collector, joining=joins)
             return peer

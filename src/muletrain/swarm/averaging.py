@@ -18,7 +18,7 @@ from muletrain.config.schema import Codec
 from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError, ProtocolError
 from muletrain.optim.norms import square_norm
 from muletrain.policy.deadline import Deadline
-from muletrain.policy.shards import chunk_ranges, shard_ranges
+from muletrain.policy.shards import BLOCK, CHUNK, chunk_ranges, shard_ranges
 from muletrain.swarm.messages import Reduced, Shard, ShardEntry
 from muletrain.wire.codec import decode, encode
 
@@ -106,6 +106,8 @@ class Averager:
         own = self._ctx.roster.own
         if self._ctx.roster.member(sender).stage != own.stage:
             raise ProtocolError(f"averaging: {message.KIND} from a peer of another stage")
+        if tensor.codec != self._ctx.plan.gradients or len(tensor.shape) != 1 or not 0 < tensor.shape[0] <= CHUNK:
+            raise ProtocolError(f"averaging: {tensor.codec} {tensor.shape} is no chunk of a gradient")
         members = len(self._ctx.roster.members())
         limit = 8 * self._ctx.compute.n_params * max(2, members) + (1 << 20)
         self._inbox.put((message.round, message.KIND, sender, message.chunk), tensor, limit)

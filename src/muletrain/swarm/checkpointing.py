@@ -1,7 +1,8 @@
 """Checkpoints: one R_t for all stages, gathered by the collecting peer while training goes on.
 
 Parts first, the manifest that names them by content last; the folder gets its name only when it is complete, so that a
-checkpoint that exists can be used. Trouble (a full disk, a lost part) ends that checkpoint, never the training.
+checkpoint that exists can be used. Trouble (a full disk, a lost part) ends that checkpoint, never the training. Hashing and the disk
+may take seconds: they have a thread of their own (``Context.aside``), in which jobs run in the order in which they were given.
 """
 
 from __future__ import annotations
@@ -11,58 +12,82 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-
-import safetensors.torch
 
 from muletrain.errors import MuletrainError, NetworkError, ProtocolError
 from muletrain.events import CheckpointFailed, CheckpointWritten
-from muletrain.swarm.messages import Part, PartFailed
-from muletrain.wire.codec import decode_raw, encode_raw
+from muletrain.swarm.messages import Part
+from muletrain.wire.codec import RAW, Encoded, decode_raw
+from muletrain.wire.statefile import cut, state_buffers
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from torch import Tensor
 
+    from muletrain.network.base import PeerId
     from muletrain.swarm.context import Context
-    from muletrain.wire.codec import Encoded
 
 PIECE = 1 << 20
 """Bytes in one Part frame."""
 MAX_PART = 1 << 42
+MAX_OPEN = 8
+"""Checkpoints being gathered at once."""
 
 
 async def send_part(ctx: Context, step: int, lineage: bytes, state: dict[str, Tensor]) -> None:
     """Stream this stage's state (after step ``step``) to the collector. Reports failure instead of raising."""
     stage, collector = ctx.roster.own.stage, ctx.roster.genesis.collector
     try:
-        data: bytes = await ctx.compute.offload(safetensors.torch.save, state)
-        digest = await ctx.compute.offload(lambda: hashlib.sha256(data).digest())
-        for offset in range(0, max(len(data), 1), PIECE):
-            piece = encode_raw(memoryview(data)[offset : offset + PIECE])
-            part = Part(step=step, lineage=lineage, stage=stage, offset=offset, size=len(data), digest=digest)
-            await ctx.send(collector, part, [piece])
+        buffers = state_buffers(state)
+        size, digest, offset = sum(map(len, buffers)), await ctx.aside(_sha256, buffers), 0
+        for piece in cut(buffers, PIECE):
+            part = Part(step=step, lineage=lineage, stage=stage, offset=offset, size=size, digest=digest)
+            length = sum(map(len, piece))
+            await ctx.send(collector, part, [Encoded(RAW, (length,), piece)])
+            offset += length
     except NetworkError as e:
-        ctx.emit(CheckpointFailed(step=step, reason=f"stage {stage} could not send its part: {e}"))
-    except (OSError, MemoryError) as e:
-        failed = PartFailed(step=step, stage=stage, reason=f"stage {stage} could not write its part: {e}"[:1000])
-        await ctx.tell((collector,), failed)
+        ctx.emit(CheckpointFailed(step=step + 1, reason=f"stage {stage} could not send its part: {e}"))
+
+
+@dataclass
+class _Incoming:
+    """One stage's part on its way into a file."""
+
+    path: Path
+    sender: PeerId
+    size: int
+    digest: bytes
+    received: int = 0
+    whole: bool = False
+    _hash: Any = field(default_factory=hashlib.sha256)
+
+    def write(self, offset: int, data: memoryview) -> None:
+        with self.path.open("ab" if offset else "wb") as file:
+            file.write(data)
+        self._hash.update(data)
+
+    def finish(self) -> bool:
+        """On the disk. Is it what was promised?"""
+        with self.path.open("rb+") as file:
+            os.fsync(file.fileno())
+        return bool(self._hash.digest() == self.digest)
 
 
 @dataclass
 class _Open:
-    """A checkpoint being gathered: bytes received and the digest so far of each stage's part."""
+    """A checkpoint being gathered: each stage's part as far as it came."""
 
     folder: Path
     lineage: bytes
     begin: float
-    received: dict[int, int]
-    digests: dict[int, Any]
-    complete: dict[int, bytes]
-    size: int = 0
+    parts: dict[int, _Incoming] = field(default_factory=dict)
+
+    def make(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
 
 
 class Collector:
@@ -80,20 +105,18 @@ class Collector:
         self._ended: dict[int, Path | None] = {}
         self._changed = asyncio.Event()
 
-    def on_part(self, message: Part, tensor: Encoded) -> None:
-        """Raises ProtocolError for pieces out of order, beyond their size, or of a stage the run does not have."""
+    async def on_part(self, sender: PeerId, message: Part, tensor: Encoded) -> None:
+        """Returns when the piece is written, so that the sender sends no faster than the disk takes. Raises ProtocolError for pieces
+        out of order, beyond their size, or of a stage that is not the sender's."""
         data = decode_raw(tensor)
-        if message.stage >= self._ctx.plan.stages or message.size > MAX_PART or len(data) > PIECE:
-            raise ProtocolError(f"checkpoint part of stage {message.stage}, {message.size} bytes: no such part")
-        if message.step in self._ended or message.step >= self._ctx.plan.steps:
+        self._check(sender, message, len(data))
+        if message.step in self._ended:
             return
         try:
-            self._store(message, data)
+            await self._store(sender, message, data)
         except OSError as e:
-            self._end(message.step, None, f"{e.strerror or e}: {self._folder} (free some space; training goes on)")
-
-    def on_failed(self, message: PartFailed) -> None:
-        self._end(message.step, None, message.reason)
+            reason = f"{e.strerror or e}: {self._folder} (free some space; training goes on)"
+            await self._end(message.step, None, reason)
 
     async def wait(self, step: int, timeout_s: float) -> Path | None:
         """Until checkpoint ``step`` is written; None if it failed or ``timeout_s`` passed."""
@@ -107,76 +130,105 @@ class Collector:
         try:
             return await self._ctx.clock.deadline(ended(), timeout_s, f"checkpoint {step}")
         except MuletrainError as e:
-            self._end(step, None, str(e))
+            await self._end(step, None, str(e))
             return None
 
-    def _store(self, message: Part, data: memoryview) -> None:
-        checkpoint = self._open.get(message.step) or self._begin(message)
-        received = checkpoint.received.get(message.stage, 0)
-        if message.offset == 0 and message.stage in checkpoint.complete:
-            return  # a second replica sent it too
-        if message.offset == 0 and received and message.lineage == checkpoint.lineage:  # sent again after a break
-            (checkpoint.folder / f"stage-{message.stage}.safetensors").unlink()
-            checkpoint.size -= received
-            received = checkpoint.received[message.stage] = 0
-            del checkpoint.digests[message.stage]
-        if message.lineage != checkpoint.lineage or message.offset != received or received + len(data) > message.size:
+    def _check(self, sender: PeerId, message: Part, length: int) -> None:
+        plan = self._ctx.plan
+        if message.stage != self._ctx.roster.member(sender).stage or message.step >= plan.steps:
+            raise ProtocolError(f"checkpoint part of stage {message.stage}, step {message.step}: not this peer's")
+        if not 0 < length <= PIECE or not message.offset + length <= message.size <= MAX_PART:
             raise ProtocolError(
-                f"checkpoint {message.step}, stage {message.stage}: piece at {message.offset} out of order"
+                f"checkpoint part of {message.size} bytes: {length} at {message.offset} are no piece of it"
             )
-        digest = checkpoint.digests.setdefault(message.stage, hashlib.sha256())
-        with open(checkpoint.folder / f"stage-{message.stage}.safetensors", "ab") as file:
-            file.write(data)
-            digest.update(data)
-            checkpoint.received[message.stage] = received + len(data)
-            checkpoint.size += len(data)
-            if checkpoint.received[message.stage] < message.size:
-                return
-            file.flush()
-            os.fsync(file.fileno())
-        if digest.digest() != message.digest:
-            raise ProtocolError(f"checkpoint {message.step}, stage {message.stage}: content does not match its digest")
-        checkpoint.complete[message.stage] = message.digest
-        if len(checkpoint.complete) == self._ctx.plan.stages:
-            self._complete(message.step, checkpoint)
+        opened = self._open.get(message.step)
+        if opened is not None and message.lineage != opened.lineage:
+            raise ProtocolError(f"checkpoint {message.step}: a part of another lineage")
+        if opened is None and message.step not in self._ended and len(self._open) >= MAX_OPEN:
+            raise ProtocolError(f"checkpoint {message.step}: {MAX_OPEN} others are not complete yet")
 
-    def _begin(self, message: Part) -> _Open:
-        folder = self._folder / f".step-{message.step + 1:08d}.partial"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        checkpoint = _Open(folder, message.lineage, self._ctx.clock.now(), {}, {}, {})
-        self._open[message.step] = checkpoint
-        return checkpoint
+    async def _store(self, sender: PeerId, message: Part, data: memoryview) -> None:
+        checkpoint, step, stage = self._open.get(message.step), message.step, message.stage
+        if checkpoint is None:
+            folder = self._folder / f".step-{step + 1:08d}.partial"
+            checkpoint = self._open[step] = _Open(folder, message.lineage, self._ctx.clock.now())
+            await self._ctx.aside(checkpoint.make)
+        part = checkpoint.parts.get(stage)
+        if part is not None and (part.whole or (message.offset and part.sender != sender)):
+            return  # a second replica sends it too
+        if message.offset == 0:  # perhaps again, after a break
+            path = checkpoint.folder / f"stage-{stage}.safetensors"
+            part = checkpoint.parts[stage] = _Incoming(path, sender, message.size, message.digest)
+        promised = (message.offset, message.size, message.digest)
+        if part is None or promised != (part.received, part.size, part.digest):
+            raise ProtocolError(f"checkpoint {step}, stage {stage}: piece at {message.offset} out of order")
+        part.received += len(data)
+        await self._ctx.aside(part.write, message.offset, data)
+        if part.received == part.size and await self._whole(checkpoint, stage, part) and step in self._open:
+            await self._complete(step, checkpoint)
 
-    def _complete(self, step: int, checkpoint: _Open) -> None:
+    async def _whole(self, checkpoint: _Open, stage: int, part: _Incoming) -> bool:
+        """The last piece of ``part`` was written. True if no stage's part is missing any more."""
+        genuine = await self._ctx.aside(part.finish)
+        if checkpoint.parts.get(stage) is not part:
+            return False  # begun again meanwhile
+        if not genuine:
+            del checkpoint.parts[stage]
+            raise ProtocolError(f"{part.path.name}: content does not match its digest")
+        part.whole = True
+        return len(checkpoint.parts) == self._ctx.plan.stages and all(p.whole for p in checkpoint.parts.values())
+
+    async def _complete(self, step: int, checkpoint: _Open) -> None:
+        final = self._folder / f"step-{step + 1:08d}"
+        await self._ctx.aside(self._publish, step, checkpoint, final)
+        seconds, size = self._ctx.clock.now() - checkpoint.begin, sum(p.size for p in checkpoint.parts.values())
+        self._ctx.emit(CheckpointWritten(step=step + 1, path=str(final), bytes=size, seconds=seconds))
+        for overtaken in [s for s in self._open if s < step]:
+            lacking = sorted(set(range(self._ctx.plan.stages)) - self._open[overtaken].parts.keys())
+            missing = f"no part of stages {lacking} came" if lacking else "its parts did not come whole"
+            await self._end(overtaken, None, f"{missing} before a later checkpoint was complete")
+        await self._end(step, final, "")
+
+    def _publish(self, step: int, checkpoint: _Open, final: Path) -> None:
+        """Make it durable, then give it its name, then remove what is older than the newest ``keep``."""
         for name, content in self._files.items():
             _write_durably(checkpoint.folder / name, content)
-        parts = [{"file": f"stage-{s}.safetensors", "sha256": d.hex()} for s, d in sorted(checkpoint.complete.items())]
-        manifest = {**self._manifest, "step": step + 1, "lineage": checkpoint.lineage.hex(), "parts": parts}
+        parts = [{"file": p.path.name, "sha256": p.digest.hex()} for _, p in sorted(checkpoint.parts.items())]
+        files = [{"file": n, "sha256": hashlib.sha256(c).hexdigest()} for n, c in self._files.items()]
+        manifest = {
+            **self._manifest,
+            "step": step + 1,
+            "lineage": checkpoint.lineage.hex(),
+            "parts": parts,
+            "files": files,
+        }
         _write_durably(checkpoint.folder / "manifest.json", json.dumps(manifest, indent=1).encode())
-        final = self._folder / f"step-{step + 1:08d}"
         shutil.rmtree(final, ignore_errors=True)
         _sync_folder(checkpoint.folder)
         os.replace(checkpoint.folder, final)
         _sync_folder(self._folder)
-        seconds = self._ctx.clock.now() - checkpoint.begin
-        self._ctx.emit(CheckpointWritten(step=step + 1, path=str(final), bytes=checkpoint.size, seconds=seconds))
-        self._end(step, final, "")
         # those of later steps are what a resumed run passed over: they must not push this one out
         known = sorted(f for f in self._folder.glob("step-*") if f.name <= final.name)
         for old in known[: -self._keep]:
             shutil.rmtree(old, ignore_errors=True)
 
-    def _end(self, step: int, path: Path | None, reason: str) -> None:
+    async def _end(self, step: int, path: Path | None, reason: str) -> None:
         if step in self._ended:
             return
+        self._ended[step] = path
         checkpoint = self._open.pop(step, None)
         if path is None:
+            if checkpoint is not None:  # first, so that there is room to tell of it
+                await self._ctx.aside(shutil.rmtree, checkpoint.folder, True)
             self._ctx.emit(CheckpointFailed(step=step + 1, reason=reason))
-            if checkpoint is not None:
-                shutil.rmtree(checkpoint.folder, ignore_errors=True)
-        self._ended[step] = path
         self._changed.set()
+
+
+def _sha256(buffers: Iterable[memoryview]) -> bytes:
+    digest = hashlib.sha256()
+    for buffer in buffers:
+        digest.update(buffer)
+    return digest.digest()
 
 
 def _write_durably(path: Path, content: bytes) -> None:

@@ -6,9 +6,10 @@ import asyncio
 import heapq
 import itertools
 from collections import Counter, defaultdict
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from muletrain.errors import DeadlineExceeded, NetworkError, PeerUnreachable
 from muletrain.events import FrameRefused, PeerSuspected
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from muletrain.network.base import Network, PeerId
     from muletrain.swarm.roster import Roster
 
+R = TypeVar("R")
 TRAFFIC: dict[str, TrafficClass] = {
     "forward": "activation",
     "backward": "gradient",
@@ -132,6 +134,8 @@ class Context:
     device: PriorityLock = field(default_factory=PriorityLock)
     """The compute slot: backward before forward when both wait."""
     probe_deadline: Deadline = field(default_factory=lambda: Deadline(unmeasured_s=10.0, floor_s=5.0))
+    background: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="background"))
+    """For work that may take seconds (hashing, the disk): neither the event loop nor ``Compute.offload`` waits for it."""
     changed: Callable[[], None] = lambda: None
     """To be called when something happened that a wait may depend on."""
     closed: bool = False
@@ -157,6 +161,7 @@ class Context:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self.background.shutdown(wait=False, cancel_futures=True)
         if not self.failure.done():
             self.failure.cancel()
 
@@ -217,6 +222,10 @@ class Context:
             await self.clock.sleep(min(2.0, 0.05 * 2.0**pause))
         have = {held.stage for held in current if index in held.held}
         return tuple(s for s in stages if s not in have)
+
+    async def aside(self, fn: Callable[..., R], *args: Any) -> R:
+        """Run ``fn`` in the background thread, after what was given to it before."""
+        return await asyncio.get_running_loop().run_in_executor(self.background, fn, *args)
 
     async def offload(self, fn: Callable[..., Tensor], *args: Any) -> Tensor:
         return await self.compute.offload(fn, *args)

@@ -49,7 +49,8 @@ class Message(BaseModel):
             return cls.model_validate(header)
         except ValidationError as e:
             first = e.errors()[0]
-            raise ProtocolError(f"{cls.__name__}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+            where = ".".join(map(str, first["loc"]))[:100]  # a field's name may be anything
+            raise ProtocolError(f"{cls.__name__}: {where!r}: {first['msg'][:200]}") from None
 
     def pack(self) -> bytes:
         """As the payload of a call."""
@@ -321,16 +322,6 @@ class Part(Message):
     offset: Natural
     size: Natural
     digest: Digest
-
-
-class PartFailed(Message):
-    """A stage could not write its part: the collector gives that checkpoint up."""
-
-    KIND: ClassVar[str] = "part_failed"
-    CHANNEL: ClassVar[Channel] = Channel.BULK
-    step: Natural
-    stage: Natural
-    reason: Text
 
 
 class Report(Message):

@@ -28,7 +28,6 @@ from muletrain.swarm.messages import (
     Held,
     Lost,
     Part,
-    PartFailed,
     Reduced,
     Report,
     Seal,
@@ -57,7 +56,8 @@ if TYPE_CHECKING:
     from muletrain.swarm.trainer import Source
 
 EARLY_LIMIT = 4096
-"""Frames of the next step kept while this one is being applied."""
+EARLY_BYTES = 1 << 30
+"""Frames of the next step kept while this one is being applied, and the bytes of their tensors."""
 ANNOUNCE_S = 10.0
 """Between announcements in the directory; a record lives three times as long."""
 RESEND_S = 20.0
@@ -69,7 +69,7 @@ LAST_CHECKPOINT_S = 600.0
 STEP_KINDS: dict[str, type[Message]] = {
     m.KIND: m for m in (Forward, Backward, Done, Busy, Lost, TrainerDone, Gap, Seal, Shard, Reduced, ShardEntry, Back)
 }
-OTHER_KINDS: dict[str, type[Message]] = {m.KIND: m for m in (Part, PartFailed, Report, Block)}
+OTHER_KINDS: dict[str, type[Message]] = {m.KIND: m for m in (Part, Report, Block)}
 
 
 class Peer:
@@ -164,6 +164,7 @@ class Peer:
         while True:
             step, lineage = self.stepper.step, self.stepper.lineage
             self._begin_step(step, lineage, returned=returned)
+            await self._redeliver()
             try:
                 record = await self.stepper.run()
             except Behind as e:
@@ -191,7 +192,6 @@ class Peer:
             self.stepper.advance(record)
             if ctx.net.peer_id in gone and await self._leave():
                 break
-            await self._redeliver()
         announcing.cancel()
         return written
 
@@ -244,7 +244,6 @@ class Peer:
             )
             if not any(h is not None and h.step > own_step for h in held):
                 break  # nobody has gone on meanwhile
-        await self._redeliver()
         return False
 
     def _refresh_routes(self) -> None:
@@ -257,7 +256,8 @@ class Peer:
         if self._pipeline.router is not None:
             self._pipeline.router.refresh()
         if self._trainer is not None:
-            self._in_step(self._trainer.run_step(step, lineage, retry=returned), f"trainer step {step}")
+            self._trainer.begin(step, lineage)
+            self._in_step(self._trainer.run_step(retry=returned), f"trainer step {step}")
 
     def _in_step(self, work: Coroutine[Any, Any, None], name: str) -> None:
         """A task of the trainer's that has no meaning beyond this step."""
@@ -385,7 +385,7 @@ class Peer:
         """Only members, only known kinds, only valid headers; then the current step's go to their actor."""
         await self._membership.acquaint(sender)
         if frame.kind in OTHER_KINDS:
-            self._on_other(sender, OTHER_KINDS[frame.kind].parse(frame), frame)
+            await self._on_other(sender, OTHER_KINDS[frame.kind].parse(frame), frame)
         elif frame.kind in STEP_KINDS:
             await self._on_step_frame(sender, STEP_KINDS[frame.kind].parse(frame), frame)
         else:
@@ -399,10 +399,9 @@ class Peer:
             raise ProtocolError(f"{frame.kind} of step {step} from another lineage")
         self._ctx.roster.alive(sender)
         if step > self.stepper.step:
-            if (
-                step == self.stepper.step + 1 and len(self._early) < EARLY_LIMIT
-            ):  # else we are far behind, and find that out
-                self._early.append((sender, frame))
+            kept = sum(t.nbytes for _, f in self._early for t in f.tensors)
+            if step == self.stepper.step + 1 and len(self._early) < EARLY_LIMIT and kept < EARLY_BYTES:
+                self._early.append((sender, frame))  # else we are far behind, and find that out
             return
         if isinstance(message, Seal | ShardEntry):
             await self._membership.acquaint(sender, message.stage)
@@ -445,16 +444,14 @@ class Peer:
         else:
             raise ProtocolError(f"{frame.kind} from stage {stage}: nothing was sent there")
 
-    def _on_other(self, sender: PeerId, message: Message, frame: Frame) -> None:
+    async def _on_other(self, sender: PeerId, message: Message, frame: Frame) -> None:
         match message:
             case Report() if self._collector is not None:
                 self._on_report(self._reported(sender, message), self._ctx.roster.member(sender).name)
             case Block():
                 self._receiver.taker.on_block(sender, message, frame.tensors[0])
             case Part() if self._collector is not None:
-                self._collector.on_part(message, frame.tensors[0])
-            case PartFailed() if self._collector is not None:
-                self._collector.on_failed(message)
+                await self._collector.on_part(sender, message, frame.tensors[0])
             case _:
                 raise ProtocolError(f"{frame.kind}: this peer does not collect checkpoints or reports")
 

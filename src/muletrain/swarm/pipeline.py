@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from muletrain.compute.base import Microbatch
+from muletrain.compute.checks import check_token_values
 from muletrain.errors import MuletrainError, NetworkError, ProtocolError
 from muletrain.swarm.messages import Backward, Busy, Done, Forward, Lost, Request
-from muletrain.wire.codec import decode, encode
+from muletrain.wire.codec import IDS, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,8 +72,7 @@ class Pipeline:
 
     async def on_forward(self, sender: PeerId, message: Forward, frame: Frame) -> None:
         """Admit, or say that the queue is full. A microbatch that this peer works on already is not begun twice."""
-        if message.stage != self.ctx.roster.own.stage:
-            raise ProtocolError(f"forward for stage {message.stage} at a peer of stage {self.ctx.roster.own.stage}")
+        self._check(message, *frame.tensors)
         key = (message.step, message.index)
         if key in self._held or len(self._held) >= self.ctx.plan.capacity:
             busy = Busy(**message.identity(), stage=message.stage)
@@ -87,6 +87,8 @@ class Pipeline:
             limit = PATIENCE * held.message.deadline_s
             loss, gradient = await self.ctx.clock.deadline(self._work(held, tensors), limit, what)
         except MuletrainError as e:  # the sender still holds the activations, and chooses someone else
+            if isinstance(e, ProtocolError):
+                self.ctx.refused(held.sender, f"{held.message.KIND}: {e}")
             lost = Lost(**held.message.identity(), stage=held.message.stage, reason=str(e)[:1000])
             await self._reply(held.sender, lost, [])
             return
@@ -108,20 +110,27 @@ class Pipeline:
         inputs = await self.ctx.offload(decode, tensors[0])
         targets = decode(tensors[1])
         held.busy_s += self.ctx.clock.now() - begin
-        self._check(held.message, inputs, targets)
+        for ids in (inputs, targets) if held.message.stage == 0 else (targets,):
+            check_token_values("forward", ids, self.ctx.plan.vocab)
         return inputs, targets
 
-    def _check(self, message: Forward, inputs: Tensor, targets: Tensor) -> None:
-        plan = self.ctx.plan
-        tokens = (plan.sequences, plan.sequence_length(message.step))
-        expected = tokens if message.stage == 0 else (*tokens, plan.width)
-        if tuple(inputs.shape) != expected or tuple(targets.shape) != tokens:
+    def _check(self, message: Forward, inputs: Encoded, targets: Encoded) -> None:
+        """What a sender of ours would send, before anything is decoded or kept. Raises ProtocolError."""
+        plan, stage = self.ctx.plan, self.ctx.roster.own.stage
+        if message.stage != stage or message.index >= plan.microbatches:
             raise ProtocolError(
-                f"forward with shapes {tuple(inputs.shape)}, {tuple(targets.shape)}, expected {expected}, {tokens}"
+                f"forward of microbatch {message.index} for stage {message.stage} at a peer of stage {stage}"
             )
-        for ids in (inputs, targets) if message.stage == 0 else (targets,):
-            if ids.is_floating_point() or int(ids.min()) < 0 or int(ids.max()) >= plan.vocab:
-                raise ProtocolError(f"token ids outside 0..{plan.vocab - 1}")
+        tokens = (plan.sequences, plan.sequence_length(message.step))
+        expected, codecs = (tokens, IDS) if stage == 0 else ((*tokens, plan.width), (plan.activations,))
+        if (
+            (inputs.shape, targets.shape) != (expected, tokens)
+            or inputs.codec not in codecs
+            or targets.codec not in IDS
+        ):
+            raise ProtocolError(
+                f"forward with {inputs.codec} {inputs.shape} and {targets.codec} {targets.shape}, expected {expected} and {tokens}"
+            )
 
     async def _compute_forward(self, held: _Held, inputs: Tensor) -> Encoded:
         ctx = self.ctx
@@ -186,12 +195,16 @@ class Pipeline:
             self.ctx.suspect(peer, str(e))
 
 
+class _TooLate(MuletrainError):
+    """Nobody's fault: what was asked for is of no use any more."""
+
+
 class _Accumulation:
     """Reserves the microbatch in the ledger; commits if the gradient went in, releases it otherwise."""
 
     def __init__(self, ledger: Ledger, message: Forward) -> None:
         if (ledger.lineage, ledger.step) != (message.lineage, message.step):
-            raise ProtocolError(f"microbatch of step {message.step} finished after its step was over")
+            raise _TooLate(f"microbatch of step {message.step} finished after its step was over")
         self._ledger, self._message = ledger, message
         self.granted = False
         self.done = False

@@ -48,6 +48,8 @@ class Answer:
 @dataclass
 class _Pending:
     peer: PeerId
+    shape: tuple[int, ...]
+    """Of what was sent, and so of its gradient."""
     reply: asyncio.Future[tuple[Backward | Done | Busy | Lost, list[Encoded]]]
 
 
@@ -70,10 +72,14 @@ class Router:
             self._wiring.add(peer)
 
     def on_reply(self, sender: PeerId, reply: Backward | Done | Busy | Lost, tensors: list[Encoded]) -> None:
-        """Match an answer with its request; late answers to requests that were given up, or sent elsewhere since, are dropped."""
+        """Match an answer with its request; late answers to requests that were given up, or sent elsewhere since, are dropped.
+        Raises ProtocolError for a gradient of another shape or codec than was sent."""
         pending = self._pending.get(reply.key)
-        if pending is not None and pending.peer == sender and not pending.reply.done():
-            pending.reply.set_result((reply, tensors))
+        if pending is None or pending.peer != sender or pending.reply.done():
+            return
+        if any((t.shape, t.codec) != (pending.shape, self._ctx.plan.activations) for t in tensors):
+            raise ProtocolError(f"a gradient that is not {self._ctx.plan.activations} {pending.shape}")
+        pending.reply.set_result((reply, tensors))
 
     async def request(self, request: Request, accumulate: tuple[int, ...], tensors: list[Encoded]) -> Answer:
         """Get one microbatch through the stage and all behind it. Raises StageLost when every live peer failed it."""
@@ -135,7 +141,7 @@ class Router:
             raise ProtocolError(
                 f"microbatch {request.step}/{request.index} attempt {request.attempt} is already under way"
             )
-        pending = _Pending(peer, asyncio.get_running_loop().create_future())
+        pending = _Pending(peer, tuple(tensors[0].shape), asyncio.get_running_loop().create_future())
         self._pending[request.key] = pending
         message = Forward(
             **request.identity(), stage=self._stage, accumulate=accumulate, deadline_s=self._deadline.seconds(),

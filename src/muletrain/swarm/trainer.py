@@ -55,16 +55,17 @@ class Trainer:
         self._claimed: set[int] = set()
         self._refilling: set[tuple[int, int]] = set()
 
-    async def run_step(self, step: int, lineage: bytes, *, retry: bool = False) -> None:
-        """All microbatches of ``step`` that are ours; then tell everyone. ``retry``: we were away, others may have begun them.
-
-        This and what follows within the step (``adopt``, ``on_gap``) is to be cancelled when the step ends: it would go on with the
-        tokens of this step under the name of the next."""
+    def begin(self, step: int, lineage: bytes) -> None:
+        """What follows (``run_step``, ``adopt``, ``on_gap``) is of ``step``, and is to be cancelled when the step ends: it would go on
+        with the tokens of this step under the name of the next."""
         self._step, self._lineage = step, lineage
         self._attempts.clear()
         self._claimed, self._refilling = set(), set()
         self._window = asyncio.Semaphore(self._room())
         self.router.refresh()
+
+    async def run_step(self, *, retry: bool = False) -> None:
+        """All microbatches that are ours; then tell everyone. ``retry``: we were away, others may have begun them."""
         await self._run(range(self._ctx.plan.microbatches), tuple(range(self._ctx.plan.stages)), retry=retry)
 
     async def adopt(self, missing: frozenset[int]) -> None:
@@ -72,7 +73,10 @@ class Trainer:
         await self._run(missing, tuple(range(self._ctx.plan.stages)), retry=True)
 
     async def on_gap(self, gap: Gap) -> None:
-        """A stage misses microbatches: the trainer they fall to runs them again for that stage alone."""
+        """A stage misses microbatches: the trainer they fall to runs them again for that stage alone. Who asks before this trainer
+        began that step asks again."""
+        if (gap.step, gap.lineage) != (self._step, self._lineage):
+            return
         mine = [i for i in gap.indices if (gap.stage, i) not in self._refilling and self._is_mine(i)]
         await asyncio.gather(*(self._refill(i, gap.stage) for i in mine))
 

@@ -26,7 +26,7 @@ BLOCK = 4096
 MAX_DIMENSIONS = 8
 MAX_ELEMENTS = 1 << 31
 RAW = "raw"
-IDS16, IDS32 = "uint16", "int32"
+IDS = IDS16, IDS32 = "uint16", "int32"
 _FLOATS = {Codec.FP32: torch.float32, Codec.FP16: torch.float16, Codec.BF16: torch.bfloat16}
 _ROWS = 64
 """Blocks quantised at a time: a scratch that stays in the cache, which halves the time."""

@@ -1,0 +1,459 @@
+"""Checkpoints: gathered whole or not at all, whatever the disk does, while the event loop turns on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from muletrain.clock import LoopClock
+from muletrain.config.load import load_config
+from muletrain.errors import CheckpointError, ProtocolError
+from muletrain.events import CheckpointFailed, CheckpointWritten, Event, EventLog, Note, StepDone, read_events
+from muletrain.network.memory import MemoryHub
+from muletrain.runs.assemble import RunFacts
+from muletrain.runs.checkpoint import Checkpoint
+from muletrain.runs.tensorboard import TensorBoardSink
+from muletrain.swarm import checkpointing
+from muletrain.swarm.checkpointing import MAX_OPEN, PIECE, Collector, send_part
+from muletrain.swarm.context import Context
+from muletrain.swarm.messages import Part
+from muletrain.swarm.roster import Genesis, Member, Roster
+from muletrain.wire.codec import encode_raw
+from muletrain.wire.statefile import cut, state_buffers
+
+pytestmark = pytest.mark.timeout(180)
+
+FACTS = RunFacts.of(load_config(None, ["model.width=64", "model.heads=2", "train.steps=1000", "fleet.peers=3"]))
+LINEAGE = bytes(32)
+FILES = {"tokenizer.json": b"{}"}
+
+
+def state(stage: int, elements: int = PIECE // 2) -> dict[str, Tensor]:
+    """2 MiB: a few pieces."""
+    return {f"model/{stage}": torch.randn(elements), "loss_scale": torch.tensor([1.0, 2.0], dtype=torch.float64)}
+
+
+class Stages:
+    """A collector (of stage 0) and replicas of both stages, in memory."""
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        names = {"collector": 0, "one": 1, "other": 1}
+        self.hub = MemoryHub()
+        self.genesis = Genesis(
+            run_id="run", config=bytes(32), data=bytes(32), stages=2, collector="collector", first_step=0,
+            members=tuple(Member(id=n, name=n, stage=s, trainer=True, addresses=()) for n, s in names.items()),
+        )  # fmt: skip
+        self.events: list[Event] = []
+        self.refused: list[str] = []
+        self.contexts = {name: self._context(name) for name in names}
+        self.collector = Collector(
+            self.contexts["collector"], folder, keep, FACTS.manifest("run") | {"data": "d"}, FILES
+        )
+        net: Any = self.contexts["collector"].net
+        net.on_refusal(lambda who, why: self.refused.append(why))
+        net.receive(lambda sender, frame: self.collector.on_part(sender, Part.parse(frame), frame.tensors[0]))
+
+    def _context(self, name: str) -> Context:
+        compute: Any = None  # nothing here computes
+        return Context(
+            self.hub.join(name), LoopClock(), compute, Roster(self.genesis, name), FACTS.plan(), self.events.append
+        )
+
+    async def send(self, step: int, *senders: str) -> None:
+        stages = {s: self.contexts[s].roster.own.stage for s in senders}
+        await asyncio.gather(*(send_part(self.contexts[s], step, LINEAGE, state(k)) for s, k in stages.items()))
+
+    async def checkpoint(self, step: int, *senders: str) -> Path | None:
+        await self.send(step, *(senders or ("collector", "one")))
+        return await self.collector.wait(step, 20.0)
+
+    def of(self, kind: type[Event]) -> list[Any]:
+        return [e for e in self.events if isinstance(e, kind)]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+def play(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(scenario(), 40)
+
+    asyncio.run(bounded())
+
+
+def test_a_state_is_a_safetensors_file_piece_by_piece() -> None:
+    tensors = {"b": torch.randn(3, 5), "a": torch.randn(()), "z": torch.zeros(0, 4), "s": torch.ones(2).double()}
+    buffers = state_buffers(tensors)
+    whole = b"".join(buffers)
+    read = safetensors.torch.load(whole)
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[k], tensors[k]) and read[k].dtype == tensors[k].dtype for k in tensors)
+    for size in (1, 7, 64, len(whole), len(whole) + 1):
+        runs = [b"".join(run) for run in cut(buffers, size)]
+        assert b"".join(runs) == whole
+        assert {len(r) for r in runs[:-1]} <= {size}
+        assert 0 < len(runs[-1]) <= size
+
+
+def test_checkpoints_are_written_and_the_oldest_go(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        stages = Stages(tmp_path, keep=2)
+        for step in (3, 7, 11):
+            written = await stages.checkpoint(step)
+            assert written == tmp_path / f"step-{step + 1:08d}"
+        assert names(tmp_path) == ["step-00000008", "step-00000012"]
+        checkpoint = Checkpoint.open(tmp_path / "step-00000012")
+        assert [checkpoint.verify(p).name for p in checkpoint.manifest["parts"]] == [
+            "stage-0.safetensors", "stage-1.safetensors",
+        ]  # fmt: skip
+        assert checkpoint.tokenizer_json == b"{}"
+        assert [e.step for e in stages.of(CheckpointWritten)] == [4, 8, 12]
+
+    play(scenario)
+
+
+def test_neither_the_loop_nor_anyone_else_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_s, sync, digest = 0.7, os.fsync, checkpointing._sha256
+    slow = iter([slow_s, slow_s])
+
+    def slow_sync(descriptor: int) -> None:
+        time.sleep(next(slow, 0.0))
+        sync(descriptor)
+
+    def slow_digest(buffers: Any) -> bytes:
+        time.sleep(slow_s)
+        return digest(buffers)
+
+    monkeypatch.setattr(os, "fsync", slow_sync)
+    monkeypatch.setattr(checkpointing, "_sha256", slow_digest)
+
+    async def scenario() -> None:
+        stages = Stages(tmp_path)
+        writing = asyncio.create_task(stages.checkpoint(3))
+        worst = 0.0
+        while not writing.done():
+            begin = time.perf_counter()
+            await asyncio.sleep(0.005)
+            worst = max(worst, time.perf_counter() - begin)
+        assert await writing is not None
+        assert worst < slow_s / 2, f"the loop stood still for {worst:.2f} s"
+
+    play(scenario)
+
+
+def test_a_part_that_breaks_off_comes_again_and_two_replicas_may_send_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        stages = Stages(tmp_path)
+        buffers = state_buffers(state(1))
+        first = b"".join(next(cut(buffers, PIECE)))
+        part = Part(step=3, lineage=LINEAGE, stage=1, offset=0, size=sum(map(len, buffers)), digest=bytes(32))
+        await stages.contexts["one"].send("collector", part, [encode_raw(first)])
+        assert await stages.checkpoint(3, "collector", "one", "other") is not None
+        checkpoint = Checkpoint.open(tmp_path / "step-00000004")
+        assert len([checkpoint.verify(p) for p in checkpoint.manifest["parts"]]) == 2
+        assert not stages.refused
+
+    play(scenario)
+
+
+def test_what_is_no_piece_of_a_part_is_refused_and_the_next_checkpoint_is_written(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        stages = Stages(tmp_path)
+
+        async def refused(complaint: str, data: bytes = b"12345678", **changes: Any) -> None:
+            fields = {"step": 3, "lineage": LINEAGE, "stage": 1, "offset": 0, "size": 8, "digest": bytes(32)} | changes
+            with pytest.raises(ProtocolError, match=complaint):
+                await stages.collector.on_part("one", Part(**fields), encode_raw(data))
+
+        await refused("not this peer's", stage=0)
+        await refused("not this peer's", stage=2)
+        await refused("not this peer's", step=1000)
+        await refused("no piece", data=b"")
+        await refused("no piece", size=7)
+        await refused("no piece", size=1 << 43)
+        await refused("no piece", data=bytes(PIECE + 1), size=1 << 30)
+        await refused("out of order", offset=8, size=16)
+        await refused("does not match its digest")
+        await refused("another lineage", lineage=b"x" * 32)
+        for step in range(4, 3 + MAX_OPEN):
+            await refused("out of order", step=step, offset=8, size=16)
+        await refused("others are not complete", step=500)
+        assert await stages.checkpoint(10) is not None
+        assert [(e.step, e.reason) for e in stages.of(CheckpointFailed)] == [
+            (s + 1, "no part of stages [0, 1] came before a later checkpoint was complete") for s in range(3, 10)
+        ]
+        assert names(tmp_path) == ["step-00000011"]
+
+    play(scenario)
+
+
+# A really full disk -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str, str], Path]]:
+    """Mounts small file systems in memory."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        pytest.skip("only root on Linux can mount a small file system")
+    mounted: list[Path] = []
+
+    def mount(name: str, size: str) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+        tried = subprocess.run(command, capture_output=True, text=True)
+        if tried.returncode:
+            pytest.skip(f"no mounting here: {tried.stderr}")
+        mounted.append(folder)
+        return folder
+
+    try:
+        yield mount
+    finally:
+        for folder in mounted:
+            subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """Takes all the room that is left; the file that has it."""
+    ballast = folder / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        for size in (1 << 16, 1):
+            try:
+                while file.write(bytes(size)) == size:
+                    pass
+            except OSError:
+                continue
+    return ballast
+
+
+def test_on_a_full_disk_a_checkpoint_fails_and_with_room_again_the_next_is_written(
+    small_disk: Callable[[str, str], Path],
+) -> None:
+    disk = small_disk("disk", "7m")  # one checkpoint of two parts of 2 MiB fits, two don't
+
+    async def scenario() -> None:
+        stages = Stages(disk / "checkpoints", keep=1)
+        assert await stages.checkpoint(3) is not None
+        assert await stages.checkpoint(7) is None
+        (failed,) = stages.of(CheckpointFailed)
+        assert failed.step == 8
+        assert "No space left on device" in failed.reason
+        assert "free some space" in failed.reason
+        assert names(disk / "checkpoints") == ["step-00000004"], "no half of one is left"
+        assert not stages.refused
+        shutil.rmtree(disk / "checkpoints" / "step-00000004")
+        assert await stages.checkpoint(11) is not None
+
+    play(scenario)
+
+
+def test_events_wait_for_room_on_a_full_disk(small_disk: Callable[[str, str], Path]) -> None:
+    disk = small_disk("disk", "256k")
+    with EventLog(disk / "a.jsonl", "a") as log:
+        log.note("first")
+        ballast = fill(disk)
+        for n in range(100):
+            log.note(f"{n} {'x' * 100}")
+        lost = read_messages(disk)
+        assert len(lost) < 101
+        ballast.unlink()
+        log.note("last")
+    messages = read_messages(disk)
+    assert messages == ["first", *(f"{n} {'x' * 100}" for n in range(100)), "last"]
+    assert log.dropped == 0
+
+
+def test_tensorboard_files_stay_whole_on_a_full_disk(small_disk: Callable[[str, str], Path]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    disk = small_disk("disk", "64k")
+    sink = TensorBoardSink(disk / "tensorboard")
+
+    def steps(first: int, last: int) -> None:
+        for n in range(first, last):
+            sink(StepDone(step=n, loss=1.0, grad_norm=1.0, lr=1.0, tokens=1, duration_s=1.0, lineage="", t=float(n)))
+
+    steps(1, 11)
+    ballast = fill(disk)
+    steps(11, 200)
+    ballast.unlink()
+    steps(200, 211)
+    sink.close()
+    read = {s.step for s in EventAccumulator(str(disk / "tensorboard")).Reload().Scalars("train/loss")}
+    assert {*range(1, 11), *range(200, 211)} <= read
+    assert len(read) < 210, "the disk was full"
+
+
+def read_messages(disk: Path) -> list[str]:
+    return [e.message for e in read_events(disk / "a.jsonl") if isinstance(e, Note)]
+
+
+class Command:
+    """A muletrain command with --json, in a folder; its events as they come."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "muletrain.cli.main", *arguments, "--json"],
+            cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.events: list[dict[str, Any]] = []
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.events.append(json.loads(line))
+
+    def of(self, kind: str, **fields: Any) -> list[dict[str, Any]]:
+        return [e for e in list(self.events) if e["kind"] == kind and fields.items() <= e.items()]
+
+    def until(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, self.events[-5:]
+            assert self._process.poll() is None, self.end()
+            time.sleep(0.05)
+
+    def says(self, text: str) -> bool:
+        return any(text in e["message"] for e in self.of("note"))
+
+    def interrupt(self) -> None:
+        self._process.send_signal(signal.SIGINT)
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and what was said on standard error."""
+        assert self._process.stderr is not None
+        with self._process.stderr as stderr:
+            said = stderr.read()
+        code = self._process.wait(60)
+        self._reader.join(10)
+        return code, said
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._reader.join(10)
+
+
+def test_a_fleet_whose_disks_are_full_trains_on_and_says_so(small_disk: Callable[[str, str], Path]) -> None:
+    ours, theirs = small_disk("ours", "32m"), small_disk("theirs", "1m")
+    settings = ["model.width=64", "model.heads=2", "model.context=32", "fleet.peers=2", "checkpoint.every=20"]
+    options = [part for s in (*settings, "train.steps=100000") for part in ("--set", s)]
+    start = Command(ours, "start", "--listen", "127.0.0.1", *options)
+    commands = [start]
+    try:
+        start.until(lambda: start.of("ticket"))
+        join = Command(theirs, "join", start.of("ticket")[0]["ticket"], "--listen", "127.0.0.1")
+        commands.append(join)
+        join.until(lambda: list(theirs.glob("runs/*/ticket")))
+        fill(theirs)
+        start.until(lambda: start.of("checkpoint_written"))
+        ballast = fill(ours)
+        start.until(lambda: start.says("the disk is full"))
+        silent = len(start.of("step_done"))
+        time.sleep(3)
+        assert len(start.of("step_done")) <= silent + 20, (
+            "nothing reaches the console meanwhile: the test tests something"
+        )
+        ballast.unlink()
+        start.until(lambda: start.of("checkpoint_failed"))
+        failed = start.of("checkpoint_failed")[0]
+        assert "No space left on device" in failed["reason"]
+        start.until(lambda: any(e["step"] > failed["step"] for e in start.of("checkpoint_written")))
+        steps = [e["step"] for e in start.of("step_done")]
+        assert steps == list(range(1, len(steps) + 1)), "no event is lost"
+        fill(ours)
+        start.interrupt()
+        code, said = start.end()
+        assert code == 2
+        assert "the checkpoint of the run's end could not be written, the newest is" in said
+        assert join.end() == (0, "")
+        assert join.says("the disk is full")
+    finally:
+        for command in commands:
+            command.kill()
+
+
+# Opening them again -----------------------------------------------------------------------------------------------------
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def tear(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def without(*keys: str) -> Callable[[Path], None]:
+    def remove(path: Path) -> None:
+        path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k not in keys}))
+
+    return remove
+
+
+@pytest.mark.parametrize(
+    ("file", "harm", "said"),
+    [
+        ("stage-0.safetensors", damage, "is damaged"),
+        ("stage-1.safetensors", Path.unlink, "cannot be read"),
+        ("stage-1.safetensors", tear, "is damaged"),
+        ("tokenizer.json", damage, "is damaged"),
+        ("tokenizer.json", Path.unlink, "cannot be read"),
+        ("manifest.json", tear, "cannot be read"),
+        ("manifest.json", Path.unlink, "no checkpoint here"),
+        ("manifest.json", without("parts"), "parts"),
+        ("manifest.json", without("files"), "files"),
+        ("manifest.json", lambda path: path.write_text('{"format": 99}'), "this version reads"),
+    ],
+)
+def test_a_harmed_checkpoint_is_passed_over(file: str, harm: Callable[[Path], None], said: str, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        stages = Stages(tmp_path / "checkpoints")
+        assert await stages.checkpoint(3) is not None
+        assert await stages.checkpoint(7) is not None
+
+    play(scenario)
+    torn = tmp_path / "checkpoints" / ".step-00000012.partial"
+    torn.mkdir()
+    harm(tmp_path / "checkpoints" / "step-00000008" / file)
+    told: list[str] = []
+    found = Checkpoint.newest_intact(tmp_path, told.append)
+    assert found is not None
+    assert found.step == 4
+    assert not torn.exists()
+    assert len(told) == 2
+    assert "was being written" in told[0]
+    assert "step-00000008 is passed over" in told[1]
+    assert said in told[1]
+
+
+def test_a_damaged_tokenizer_is_not_used(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        stages = Stages(tmp_path)
+        assert await stages.checkpoint(3) is not None
+
+    play(scenario)
+    damage(tmp_path / "step-00000004" / "tokenizer.json")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        _ = Checkpoint.open(tmp_path).tokenizer_json
