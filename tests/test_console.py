@@ -216,7 +216,7 @@ def test_the_final_report(tmp_path: Path) -> None:
             ev.RunFinished(1, 2.0, "all steps done"),
         ]
     )
-    quality = Quality(loss=3.0, unigram=5.9, bigram=4.5, tokens=23456)
+    quality = Quality(loss=3.0, unigram=5.9, bigram=4.5, tokens=23456, heldout=23456, counted=9, trained=9)
     text = shown(final_report(view, quality, ["A  [sample]\ntext"], {"run folder": tmp_path, "events": "e.jsonl"}), 160)
     rows = [line.split() for line in text.splitlines()]
     assert "1 of 1 steps, 2,000 tokens in 2.0 s: 1,000 tokens/s, 1 microbatches rerouted (all steps done)" in text
@@ -232,6 +232,17 @@ def test_the_final_report(tmp_path: Path) -> None:
     assert ["b", "a", "-", "3", "MB", "-", "-", "-", "3", "MB"] in rows
     assert ["all", "3", "MB", "3", "MB", "500", "kB", "0", "B", "0", "B", "6.5", "MB"] in rows
     assert f"run folder  {tmp_path}" in text
+
+
+def test_the_report_says_what_was_left_out() -> None:
+    part = Quality(loss=3.0, unigram=5.9, bigram=4.5, tokens=1000, heldout=5_000_000, counted=2000, trained=9_000_000)
+    text = shown(final_report(fold([]), part, [], {}))
+    assert "On 1,000 held-out tokens (of 5,000,000, from all over them)" in text
+    assert "words were counted in 2,000 of 9,000,000 training tokens" in text
+    short = Quality(loss=3.0, unigram=None, bigram=None, tokens=9, heldout=9, counted=50, trained=50)
+    text = shown(final_report(fold([]), short, [], {}))
+    assert "too few training tokens to count words in: 50" in text
+    assert "unigram              -" in text
 
 
 def test_the_report_of_a_run_stopped_before_its_first_step() -> None:

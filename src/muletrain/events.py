@@ -229,6 +229,11 @@ class Evaluated(Event):
     """Mean cross-entropy [nats/token]."""
     perplexity: Number
     tokens: int
+    """Held-out tokens it was measured on."""
+    unigram: Number | None = None
+    """Loss of a model that only counts words on the same text; None: too little text to count."""
+    bigram: Number | None = None
+    """... that only counts pairs of words, interpolated with the unigram."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as jsonlib
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -175,17 +175,20 @@ def config(
 @app.command("eval")
 def evaluate(where: Where, json: Json = False) -> None:
     """Loss and perplexity on the held-out part of the run's data, beside a unigram's and a bigram's."""
+    import dataclasses
+    import time
+
     from muletrain.cli.console import make_console
     from muletrain.cli.report import quality_table
     from muletrain.data.tokens import TokenCache
     from muletrain.runs.checkpoint import Checkpoint
-    from muletrain.runs.result import perplexity, quality
+    from muletrain.runs.result import check_memory, evaluated, quality
 
     checkpoint = Checkpoint.open(where)
+    check_memory(checkpoint.spec)
     result = quality(checkpoint, checkpoint.model(), TokenCache.build(checkpoint.config.data, checkpoint.spec.vocab))
     if json:
-        numbers: dict[str, Any] = {"step": checkpoint.step, "loss": result.loss, "perplexity": perplexity(result.loss)}
-        print(jsonlib.dumps(numbers | {"unigram": result.unigram, "bigram": result.bigram, "tokens": result.tokens}))
+        print(dataclasses.replace(evaluated(checkpoint.step, result), t=time.time(), peer="eval").to_json())
     else:
         make_console().print(quality_table(result))
 
@@ -198,19 +201,20 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Draw from the k likeliest; 0: from all.")] = 40,
     seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object: step, prompt, text.")] = False,
 ) -> None:
     """Continue a prompt with a trained model."""
     from muletrain.runs.checkpoint import Checkpoint
-    from muletrain.runs.result import write
+    from muletrain.runs.result import check_memory, write
 
     if not prompt:
         raise MuletrainError("the prompt is empty; give at least one character")
     checkpoint = Checkpoint.open(where)
-    print(
-        write(
-            checkpoint, checkpoint.model(), prompt, max_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed
-        )
+    check_memory(checkpoint.spec)
+    text = write(
+        checkpoint, checkpoint.model(), prompt, max_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed
     )
+    print(jsonlib.dumps({"step": checkpoint.step, "prompt": prompt, "text": text}) if json else text)
 
 
 @app.command()

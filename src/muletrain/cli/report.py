@@ -47,12 +47,19 @@ def _summary(view: RunView) -> str:
 
 
 def quality_table(q: Quality) -> RenderableType:
-    table = _table(
-        f"On {q.tokens:,} held-out tokens", ["model"], ["loss [nats/token]", "perplexity", "this run is better by"]
-    )
+    part = "" if q.tokens == q.heldout else f" (of {q.heldout:,}, from all over them)"
+    title = f"On {q.tokens:,} held-out tokens{part}"
+    table = _table(title, ["model"], ["loss [nats/token]", "perplexity", "this run is better by"])
     table.add_row("this run", f"{q.loss:.3f}", _perplexity(q.loss), "")
     for name, loss in (("interpolated bigram", q.bigram), ("unigram", q.unigram)):
-        table.add_row(name, f"{loss:.3f}", _perplexity(loss), f"{loss - q.loss:+.3f} nats")
+        if loss is None:
+            table.add_row(name, "-", "-", "-")
+        else:
+            table.add_row(name, f"{loss:.3f}", _perplexity(loss), f"{loss - q.loss:+.3f} nats")
+    if q.bigram is None:
+        return Group(table, Text(f"too few training tokens to count words in: {q.trained:,}", style="dim"))
+    if q.counted < q.trained:
+        return Group(table, Text(f"words were counted in {q.counted:,} of {q.trained:,} training tokens", style="dim"))
     return table
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from muletrain.cli.console import JsonConsole, LiveConsole, RunView, final_report, make_console
 from muletrain.errors import MuletrainError
-from muletrain.events import CheckpointWritten, Evaluated, EventLog, EventTail, Note
+from muletrain.events import CheckpointWritten, EventLog, EventTail, Note
 from muletrain.runs.worker_files import TICKET_FILE
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Session:
             raise MuletrainError(self.errors[0] if self.errors else str(e)) from e
 
     def report(self) -> None:
-        """Evaluate the last checkpoint and print the final report (or its events)."""
+        """Evaluate the last checkpoint and print the final report (or its events), whatever cannot be evaluated."""
         evaluation, texts = self._evaluate() if self.checkpoint is not None else (None, [])
         paths = {
             "run folder": self.folder,
@@ -130,26 +130,36 @@ class Session:
             console.print(f'\nmuletrain generate {self.folder} "The "   # more text from this model', soft_wrap=True)
             console.print(f"muletrain export {self.folder} --hf my-model   # take it home", soft_wrap=True)
 
-    def _evaluate(self) -> tuple[Quality, list[str]]:
+    def _evaluate(self) -> tuple[Quality | None, list[str]]:
+        """Quality and a few texts of the last checkpoint; what cannot be had is said, and is no reason to lose the rest."""
+        try:
+            with EventLog(self.folder / "result.jsonl", "result") as log:
+                log.subscribe(self.show)
+                try:
+                    return self._quality(log)
+                except KeyboardInterrupt:
+                    log.note("the model was not evaluated: interrupted", "warning")
+                except (MuletrainError, MemoryError, RuntimeError) as e:  # torch's lack of memory is a RuntimeError
+                    log.note(f"the model was not evaluated: {e}", "warning")
+        except OSError as e:
+            self.say(f"the model was not evaluated: {e}")
+        return None, []
+
+    def _quality(self, log: EventLog) -> tuple[Quality, list[str]]:
         import torch
 
         from muletrain.data.tokens import TokenCache
         from muletrain.runs.checkpoint import Checkpoint
-        from muletrain.runs.result import perplexity, quality, samples
+        from muletrain.runs.result import check_memory, evaluated, quality, report_tokens, samples
 
         assert self.checkpoint is not None
         torch.set_num_threads(os.cpu_count() or 1)
         checkpoint = Checkpoint.open(self.checkpoint)
+        check_memory(checkpoint.spec)
         cache = TokenCache.build(checkpoint.config.data, checkpoint.spec.vocab)
         model = checkpoint.model()
-        result = quality(checkpoint, model, cache)
-        with EventLog(self.folder / "result.jsonl", "result") as log:
-            log.subscribe(self.show)
-            log.emit(
-                Evaluated(
-                    step=checkpoint.step, loss=result.loss, perplexity=perplexity(result.loss), tokens=result.tokens
-                )
-            )
+        result = quality(checkpoint, model, cache, report_tokens(checkpoint.spec))
+        log.emit(evaluated(checkpoint.step, result))
         return result, samples(checkpoint, model)
 
     def close(self) -> None:

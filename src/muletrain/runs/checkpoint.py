@@ -8,7 +8,7 @@ import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import safetensors.torch
+import safetensors
 
 from muletrain.config.schema import RunConfig
 from muletrain.errors import CheckpointError, ConfigError, MuletrainError
@@ -134,8 +134,11 @@ class Checkpoint:
         """All weights by name, fp32. Raises CheckpointError when a part is missing or not what the manifest says."""
         weights: dict[str, Tensor] = {}
         for part in self.manifest["parts"]:
-            tensors = safetensors.torch.load_file(self.verify(part))
-            weights |= {n.removeprefix("model/"): t for n, t in tensors.items() if n.startswith("model/")}
+            with safetensors.safe_open(
+                self.verify(part), framework="pt"
+            ) as file:  # the optimizer's state stays on disk
+                names = [name for name in file.keys() if name.startswith("model/")]  # noqa: SIM118 # no mapping
+                weights |= {name.removeprefix("model/"): file.get_tensor(name) for name in names}
         return weights
 
     def model(self) -> Stage:
