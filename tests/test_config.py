@@ -214,8 +214,9 @@ def test_the_last_override_wins() -> None:
 
 
 def test_sizes_of_a_preset_are_not_judged_by_the_defaults() -> None:
-    config = load_config(None, ["model.preset=gpt3-125m", "fleet.stages=12", "fleet.peers=12"])
-    assert config.fleet.stages == 12
+    for sizes in ("model.preset=gpt3-125m", "model.from=my-llama"):
+        config = load_config(None, [sizes, "fleet.stages=12", "fleet.peers=12"])
+        assert config.fleet.stages == 12
 
 
 def test_a_preset_survives_being_written_down(tmp_path: Path) -> None:
@@ -232,6 +233,11 @@ def test_a_preset_survives_being_written_down(tmp_path: Path) -> None:
         assert digest(copy) == digest(config)
     stating_more = load_config(None, ["model.preset=gpt3-125m", "model.context=128", "model.from=x", "model.width=192"])
     assert digest(stating_more) != digest(config)
+
+
+def test_the_sizes_of_a_checkpoint_survive_being_written_down(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(dump_toml(load_config(None, ["model.from=my-llama", "model.dropout=0.5"])))
+    assert load_config(tmp_path / "a.toml").model.model_fields_set == {"from_", "dropout"}
 
 
 def test_configs_are_immutable() -> None:

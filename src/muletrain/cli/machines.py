@@ -22,6 +22,7 @@ from rich.text import Text
 from muletrain.cli.console import make_console
 from muletrain.cli.session import Session
 from muletrain.cli.train import first_checkpoint, newest_checkpoint, opened, prepare, save_config
+from muletrain.data.corpus import absolute
 from muletrain.errors import AdmissionError, ConfigError, MuletrainError, NetworkError
 from muletrain.events import PeerJoined
 from muletrain.runs.fleet import LocalFleet
@@ -139,9 +140,7 @@ def join_run(
     names = _names(name or f"{_host()}-{secrets.token_hex(2)}", devices)  # two machines may have one name
     host_memory = free_memory_of_machine(len(devices))
     threads = threads or max(1, (os.cpu_count() or 1) // len(devices))
-    where = (
-        "none" if data is None else os.path.abspath(data) if not data.startswith("hf:") and data != "pydoc" else data
-    )
+    where = "none" if data is None else absolute(data)
     with LocalFleet(folder, threads) as fleet:
         fleet.spawn(names)
         session = JoinSession(folder, fleet, json=json)

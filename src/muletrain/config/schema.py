@@ -87,8 +87,8 @@ class ModelConfig(Section):
     )
 
     def stated(self) -> set[str]:
-        """With a preset only what was given: written out, a default would override the preset."""
-        return super().stated() if self.preset is None else set(self.model_fields_set)
+        """With a preset or a checkpoint only what was given: written out, a default would override theirs."""
+        return super().stated() if self.preset is None and self.from_ is None else set(self.model_fields_set)
 
     @model_serializer(mode="wrap")
     def _json_of_stated(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
@@ -253,7 +253,9 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
-        if self.model.preset is None:  # with a preset the sizes are known only once it is filled in
+        if (
+            self.model.preset is None and self.model.from_ is None
+        ):  # else the sizes are known only once they are filled in
             _check_shape(self.model)
             _check_depth(self.model, self.fleet)
             _check_sequences(self.model, self.train)

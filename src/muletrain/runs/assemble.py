@@ -171,7 +171,10 @@ def resolve_start(config: RunConfig) -> RunConfig:
     if config.model.from_ is None:
         return config
     given = config.model.model_fields_set
-    spec, _ = import_hf(Path(config.model.from_), context=config.model.context if "context" in given else None)
+    try:
+        spec, _ = import_hf(Path(config.model.from_), context=config.model.context if "context" in given else None)
+    except CheckpointError as e:
+        raise CheckpointError(f"model.from: {e}") from e
     sizes = json.loads(spec.to_json()) | {"dropout": config.model.dropout if "dropout" in given else 0.0}
     model = ModelConfig.model_validate({**sizes, "from": str(Path(config.model.from_).resolve())})
     tokenizer = Path(config.model.from_).resolve() / "tokenizer.json"

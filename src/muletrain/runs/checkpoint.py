@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 MAY_CHANGE = {
     "train": {"steps", "time_limit"},
+    "data": {"path", "cache"},  # its content is held against the checkpoint's digest
     "fleet": {"peers", "trainers", "profile", "rebalance", "rebalance_period"},
     "checkpoint": None,
     "compute": None,
