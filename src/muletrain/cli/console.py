@@ -17,7 +17,7 @@ from rich.text import Text
 
 from muletrain import events as ev
 from muletrain.cli.report import final_report
-from muletrain.cli.view import PeerView, RunView, headline, is_warning
+from muletrain.cli.view import PeerView, RunView, headline, is_warning, printable
 from muletrain.runs.quality import Quality
 from muletrain.units import format_bytes, format_duration
 
@@ -76,7 +76,7 @@ class LiveConsole:
         sentence = headline(event, self.view) if news else None
         if sentence:
             style = "yellow" if is_warning(event) else None
-            self.console.print(Text(sentence, style=style or ""), soft_wrap=True)
+            self.console.print(Text(printable(sentence), style=style or ""), soft_wrap=True)
         if self._live is None and isinstance(event, ev.StepDone) and self._now() >= self._next_line:
             self._print_line()
 
@@ -119,8 +119,8 @@ def plain_line(view: RunView) -> str:
 
 
 def status(view: RunView) -> RenderableType:
-    """Progress and every stage's peers, as drawn on a terminal (and by 'muletrain status')."""
-    parts: list[RenderableType] = [_progress(view)]
+    """Progress and every stage's peers, as drawn on a terminal."""
+    parts: list[RenderableType] = [_progress(view)] if view.started else []
     if view.missing:
         parts.append(Text("waiting for " + ", ".join(view.missing), style="yellow"))
     if view.peers:

@@ -15,13 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel
-from rich.table import Table
-from rich.text import Text
-
 from muletrain.cli.console import make_console
 from muletrain.cli.session import Session
+from muletrain.cli.status import Announced, status_of
 from muletrain.cli.train import first_checkpoint, newest_checkpoint, opened, prepare, save_config
+from muletrain.cli.view import printable
 from muletrain.data.corpus import absolute
 from muletrain.errors import AdmissionError, ConfigError, MuletrainError, NetworkError
 from muletrain.events import PeerJoined
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
 
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
-    from muletrain.network.base import Network, PeerId
+    from muletrain.network.base import Network
 
 STOP_TIMEOUT_S = 10.0
 
@@ -143,7 +141,7 @@ def join_run(
     where = "none" if data is None else absolute(data)
     with LocalFleet(folder, threads) as fleet:
         fleet.spawn(names)
-        session = JoinSession(folder, fleet, json=json)
+        session = JoinSession(folder, fleet, json=json, whole=False)
         try:
             with session.interruptible("the run", orderly=False), session.leaving_before_the_start(), session.console:
                 for k, (name, own) in enumerate(zip(names, devices, strict=True)):
@@ -210,41 +208,24 @@ class JoinSession(Session):
 
 
 def show_status(ticket: str | None, *, json: bool) -> None:
-    """Print what the members announced in the directory."""
+    """Print what the members announced in the directory; of a run that has not begun, what it waits for."""
+    from muletrain.runs.lobby import ask_missing
 
-    async def look(network: Network, run_id: str) -> dict[PeerId, bytes]:
-        return await network.lookup(f"{run_id}/peers")
+    whole = _ticket(ticket)
 
-    found = asyncio.run(_as_member(_ticket(ticket), look))
-    announced = [Announced.read(peer, value) for peer, value in found.items()]
-    peers = sorted((p for p in announced if p is not None), key=lambda p: (p.stage, p.name))
+    async def look(network: Network, run_id: str) -> tuple[list[Announced], tuple[str, ...]]:
+        found = await network.lookup(f"{run_id}/peers")
+        announced = [p for p in (Announced.read(peer, value) for peer, value in found.items()) if p is not None]
+        missing = () if announced else await ask_missing(network, whole.addresses)
+        return sorted(announced, key=lambda p: (p.stage, p.name)), tuple(map(printable, missing))
+
+    peers, missing = asyncio.run(_as_member(whole, look))
     if json:
-        print(jsonlib.dumps([p.model_dump() for p in peers]))
-        return
-    if not peers:
-        print("no peer has announced itself: the run has not begun yet (or has just ended)")
-        return
-    table = Table("stage", "peer", "step", "trainer", "id", title=f"{len(peers)} peers")
-    for p in peers:
-        table.add_row(str(p.stage), Text(p.name), str(p.step), "yes" if p.trainer else "", p.id[-8:])
-    make_console().print(table)
-
-
-class Announced(BaseModel):
-    """What a member says about itself in the directory (``Peer._announce``): as far as it can be understood."""
-
-    id: str
-    name: str
-    stage: int
-    trainer: bool
-    step: int
-
-    @classmethod
-    def read(cls, peer: PeerId, value: bytes) -> Announced | None:
-        try:
-            return cls.model_validate({**jsonlib.loads(value), "id": peer})
-        except (ValueError, TypeError):  # a hint that makes no sense hides nobody else's
-            return None
+        furthest = max(peers, key=lambda p: p.step).model_dump() if peers else {}
+        numbers = {key: furthest.get(key) for key in ("step", "steps", "stages", "loss", "tokens_per_s")}
+        print(jsonlib.dumps({**numbers, "missing": missing, "peers": [p.model_dump() for p in peers]}))
+    else:
+        make_console().print(status_of(peers, missing))
 
 
 def stop_run(ticket: str | None) -> None:
@@ -328,4 +309,4 @@ def _announced(addresses: Sequence[str], peer: int) -> tuple[str, ...]:
 
 
 def _host() -> str:
-    return socket.gethostname().split(".")[0][:32] or "peer"
+    return re.sub(r"[^\w-]", "-", socket.gethostname().split(".")[0][:32], flags=re.ASCII) or "peer"

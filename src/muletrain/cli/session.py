@@ -31,11 +31,12 @@ STOP_S = 90.0
 class Session:
     """One command's run folder, processes and console. ``console`` prints for people, or JSON lines."""
 
-    def __init__(self, folder: Path, fleet: LocalFleet, *, json: bool) -> None:
+    def __init__(self, folder: Path, fleet: LocalFleet, *, json: bool, whole: bool = True) -> None:
+        """``whole``: the events of all the run's peers come into ``folder``."""
         from muletrain.runs.tensorboard import TensorBoardSink
 
         self.folder, self.fleet, self.json = folder, fleet, json
-        self.view = RunView()
+        self.view = RunView(whole=whole)
         self.console = JsonConsole(self.view) if json else LiveConsole(self.view)
         self.checkpoint: Path | None = None
         self.errors: list[str] = []
