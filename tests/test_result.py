@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ from muletrain.cli.session import Session
 from muletrain.config.schema import ModelConfig, RunConfig
 from muletrain.data.ngram import spread
 from muletrain.data.tokens import TokenCache
-from muletrain.errors import CapacityError
+from muletrain.errors import CapacityError, MuletrainError
 from muletrain.events import Note, read_events
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage, build_full
@@ -90,3 +92,24 @@ def test_a_checkpoint_that_cannot_be_evaluated_does_not_cost_the_report(
     assert "0 of 0 steps" in out, "the report follows"
     (note,) = read_events(tmp_path / "result.jsonl")
     assert isinstance(note, Note)
+
+
+def test_a_killed_process_is_told_of_with_its_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with LocalFleet(tmp_path, 1) as fleet:
+        session = Session(tmp_path, fleet, json=False)
+        fleet.spawn(["peer-0"])
+        os.kill(fleet.pid("peer-0"), signal.SIGKILL)
+        with pytest.raises(MuletrainError, match=r"no peer is left; logs: .*\*\.log"):
+            session.watch()
+        session.close()
+    assert f"killed by signal 9 (Killed): out of memory?; its log is {tmp_path}/peer-0.log" in capsys.readouterr().out
+
+
+def test_what_all_peers_say_is_said_once(tmp_path: Path) -> None:
+    with LocalFleet(tmp_path, 1) as fleet:
+        session = Session(tmp_path, fleet, json=True)
+        for name in ("a", "b"):
+            session.show(Note(level="error", message="no cuda:1 here", peer=name))
+        with pytest.raises(MuletrainError, match=r"^a, b: no cuda:1 here; logs: "):
+            session.watch()
+        session.close()

@@ -39,7 +39,9 @@ class Session:
         self.view = RunView(whole=whole)
         self.console = JsonConsole(self.view) if json else LiveConsole(self.view)
         self.checkpoint: Path | None = None
-        self.errors: list[str] = []
+        self.errors: dict[str, list[str]] = {}
+        """What processes said before they gave up, and who said so."""
+        self._ended: set[str] = set()
         self._tail = EventTail(folder, from_now=True)
         self._board = TensorBoardSink(folder / "tensorboard")
         self._interrupts = 0
@@ -56,7 +58,7 @@ class Session:
         if isinstance(event, CheckpointWritten):
             self.checkpoint = self.folder / "checkpoints" / f"step-{event.step:08d}"
         if isinstance(event, Note) and event.level == "error":
-            self.errors.append(f"{event.peer}: {event.message}")
+            self.errors.setdefault(event.message, []).append(event.peer)
 
     def say(self, text: str) -> None:
         if not self.json:
@@ -96,22 +98,42 @@ class Session:
         does one that fails before a run begins that needs the ``whole`` fleet: the others would wait for it for ever."""
         while self.fleet.alive():
             self.poll()
-            if whole and self.view.started is None and any(self.fleet.exit_codes().values()) and not self.interrupted:
-                self.fleet.kill()
-            if self._asked is not None and time.monotonic() - self._asked > STOP_S:
+            self._tell_of_ended()
+            half = (
+                whole and self.view.started is None and any(self.fleet.exit_codes().values()) and not self.interrupted
+            )
+            if half or (self._asked is not None and time.monotonic() - self._asked > STOP_S):
+                self._ended.update(self.fleet.alive())  # nobody wonders who killed these
                 self.fleet.kill()
             time.sleep(POLL_S)
         self.poll()
-        codes = self.fleet.exit_codes()
-        if all(codes.values()) and not self.interrupted:
-            raise MuletrainError("; ".join(self.errors) or f"all peers ended with {codes}; see {self.folder}/*.log")
+        self._tell_of_ended()
+        if all(self.fleet.exit_codes().values()) and not self.interrupted:
+            raise MuletrainError(f"{self._reasons() or 'no peer is left'}; logs: {self.folder}/*.log")
+
+    def _reasons(self) -> str:
+        return "; ".join(f"{', '.join(peers)}: {message}" for message, peers in self.errors.items())
+
+    def _tell_of_ended(self) -> None:
+        """A process that was killed cannot say so itself."""
+        for name, code in self.fleet.exit_codes().items():
+            if code and name not in self._ended and not self.interrupted:
+                self._ended.add(name)
+                how = (
+                    f"was killed by signal {-code} ({signal.strsignal(-code)})"
+                    if code < 0
+                    else f"ended with code {code}"
+                )
+                hint = ": out of memory?" if code == -signal.SIGKILL else ""
+                message = f"the process of {name} {how}{hint}; its log is {self.folder / name}.log"
+                self.show(Note(level="warning", message=message, t=time.time(), peer=name))
 
     def wait_for_ticket(self, founder: str) -> Ticket:
         try:
             return self.fleet.wait_for_ticket(founder, self.poll)
         except MuletrainError as e:
             self.poll()
-            raise MuletrainError(self.errors[0] if self.errors else str(e)) from e
+            raise MuletrainError(self._reasons() or str(e)) from e
 
     def report(self) -> None:
         """Evaluate the last checkpoint and print the final report (or its events), whatever cannot be evaluated."""
@@ -119,6 +141,7 @@ class Session:
         paths = {
             "run folder": self.folder,
             "events": self.folder / "*.jsonl",
+            "logs": self.folder / "*.log",
             "tensorboard": self.folder / "tensorboard",
         }
         if self.checkpoint is not None:
