@@ -133,7 +133,7 @@ class Session:
             return self.fleet.wait_for_ticket(founder, self.poll)
         except MuletrainError as e:
             self.poll()
-            raise MuletrainError(self._reasons() or str(e)) from e
+            raise MuletrainError("; ".join(self.errors) or str(e)) from e
 
     def report(self) -> None:
         """Evaluate the last checkpoint and print the final report (or its events), whatever cannot be evaluated."""

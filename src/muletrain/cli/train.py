@@ -140,7 +140,8 @@ def prepare(config: RunConfig, *, quiet: bool) -> RunConfig:
             load_fleet(config.fleet.profile, peers=config.fleet.local_peers)
         except ConfigError as e:
             raise ConfigError(f"fleet.profile: {e}") from e
-    with Progress(transient=True, disable=quiet) as progress:
+    console = make_console(sys.stderr)
+    with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
         task = progress.add_task("tokenising the corpus", total=1.0)
         cache = TokenCache.build(config.data, facts.spec.vocab, lambda done: progress.update(task, completed=done))
     facts.source(cache)  # raises where the corpus is shorter than one sequence

@@ -86,9 +86,9 @@ def _syntax(path: Path, message: str) -> str:
     match = re.fullmatch(r"(.*) \(at line (\d+), column (\d+)\)", message, re.DOTALL)
     if match is None:
         return f"{path}: not valid TOML: {message}"
-    return (
-        f"{path}:{match[2]}:{match[3]}: not valid TOML: {match[1]}; write text in \"quotes\", one 'key = value' a line"
-    )
+    twice = "overwrite" in match[1] or "twice" in match[1]
+    remedy = "name each key and table once" if twice else "write text in \"quotes\", one 'key = value' a line"
+    return f"{path}:{match[2]}:{match[3]}: not valid TOML: {match[1]}; {remedy}"
 
 
 def _override(raw: dict[str, Any], text: str, kind: type[BaseModel], origins: Origins) -> None:

@@ -131,6 +131,8 @@ def _problem(error: ErrorDetails, kind: type[BaseModel]) -> str:
     if code in ("too_long", "too_short"):
         return f"expected {_length(ctx)}, got {ctx['actual_length']}"
     expected = _EXPECTED.get(code) or _EXPECTED.get(code.split("_")[0])
+    if code == "string_type" and isinstance(got, list):
+        return f'expected one text in "quotes" (several separated by commas), got {_show(got)}'
     return f"expected {expected}, got {_show(got)}" if expected else f"{error['msg']}, got {_show(got)}"
 
 

@@ -261,6 +261,7 @@ class RunConfig(Section):
             _check_sequences(self.model, self.train)
         _check_batch(self.train)
         _check_fleet(self.fleet)
+        _check_network(self.network)
         return self
 
     def local(self) -> RunConfig:
@@ -320,6 +321,12 @@ def _check_fleet(f: FleetConfig) -> None:
         )
     if f.trainers is not None and f.peers is not None and f.trainers > f.peers:
         raise ValueError(f"fleet.trainers: {f.trainers} trainers among fleet.peers = {f.peers}; at most one per peer")
+
+
+def _check_network(n: NetworkConfig) -> None:
+    for address in n.announce:
+        if not address.startswith("/"):
+            raise ValueError(f"network.announce: {address!r} is no address; write it as '/ip4/1.2.3.4/tcp/4000'")
 
 
 def _near(width: int, heads: int) -> int | str:
