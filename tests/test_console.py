@@ -238,10 +238,10 @@ def test_the_report_says_what_was_left_out() -> None:
     part = Quality(loss=3.0, unigram=5.9, bigram=4.5, tokens=1000, heldout=5_000_000, counted=2000, trained=9_000_000)
     text = shown(final_report(fold([]), part, [], {}))
     assert "On 1,000 held-out tokens (of 5,000,000, from all over them)" in text
-    assert "words were counted in 2,000 of 9,000,000 training tokens" in text
+    assert "counted in 2,000 of 9,000,000 training tokens" in text
     short = Quality(loss=3.0, unigram=None, bigram=None, tokens=9, heldout=9, counted=50, trained=50)
     text = shown(final_report(fold([]), short, [], {}))
-    assert "too few training tokens to count words in: 50" in text
+    assert "too few training tokens to count: 50" in text
     assert ["unigram", "-", "-", "-"] in [line.split() for line in text.splitlines()]
 
 

@@ -231,9 +231,9 @@ class Evaluated(Event):
     tokens: int
     """Held-out tokens it was measured on."""
     unigram: Number | None = None
-    """Loss of a model that only counts words on the same text; None: too little text to count."""
+    """Loss of counting tokens, on the same text; None: too little training text to count."""
     bigram: Number | None = None
-    """... that only counts pairs of words, interpolated with the unigram."""
+    """... of counting pairs of them, interpolated with the unigram."""
 
 
 @dataclass(frozen=True)

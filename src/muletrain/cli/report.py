@@ -57,9 +57,9 @@ def quality_table(q: Quality) -> RenderableType:
         else:
             table.add_row(name, f"{loss:.3f}", _perplexity(loss), f"{loss - q.loss:+.3f} nats")
     if q.bigram is None:
-        return Group(table, Text(f"too few training tokens to count words in: {q.trained:,}", style="dim"))
+        return Group(table, Text(f"too few training tokens to count: {q.trained:,}", style="dim"))
     if q.counted < q.trained:
-        return Group(table, Text(f"words were counted in {q.counted:,} of {q.trained:,} training tokens", style="dim"))
+        return Group(table, Text(f"counted in {q.counted:,} of {q.trained:,} training tokens", style="dim"))
     return table
 
 

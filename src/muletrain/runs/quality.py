@@ -1,4 +1,4 @@
-"""How good a model is, beside models that only count words."""
+"""How good a model is, beside models that only count tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Quality:
-    """Mean cross-entropy on the held-out text [nats/token], of the model and of two models that only count words (None: the training
+    """Mean cross-entropy on the held-out text [nats/token], of the model and of two models that only count tokens (None: the training
     text is too short to count)."""
 
     loss: float
