@@ -113,8 +113,7 @@ def plain_line(view: RunView) -> str:
     stages = view.stages().items()
     peers = "; ".join(f"stage {s}: {', '.join(map(_named_state, peers)) or 'nobody'}" for s, peers in stages)
     return (
-        f"step {view.step}/{view.steps}  loss {view.loss:.3f}  {_rate(view.tokens_per_s)} tokens/s  "
-        f"{_left(view)}  {peers}"
+        f"step {view.step}/{view.steps}  {_loss(view)}  {_rate(view.tokens_per_s)} tokens/s  {_left(view)}  {peers}"
     ).rstrip()
 
 
@@ -132,7 +131,7 @@ def _progress(view: RunView) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     bar = ProgressBar(total=max(1, view.steps), completed=view.step, width=30)
     speed = f"{_rate(view.tokens_per_s)} tokens/s"
-    grid.add_row(bar, f"step {view.step}/{view.steps or '?'}", f"loss {view.loss:.3f}", speed, _left(view))
+    grid.add_row(bar, f"step {view.step}/{view.steps or '?'}", _loss(view), speed, _left(view))
     return grid
 
 
@@ -166,6 +165,10 @@ def _named_state(peer: PeerView) -> str:
 def _left(view: RunView) -> str:
     is_over = view.finished is not None or 0 < view.steps <= view.step
     return "done" if is_over else f"{format_duration(view.seconds_left)} left"
+
+
+def _loss(view: RunView) -> str:
+    return "loss ?" if math.isnan(view.loss) else f"loss {view.loss:.3f}"
 
 
 def _rate(tokens_per_s: float) -> str:

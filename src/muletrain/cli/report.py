@@ -31,7 +31,7 @@ def final_report(
     if evaluation is not None:
         parts.append(quality_table(evaluation))
     if samples:
-        parts.append(_section("The model writes", Group(*(Text(f"- {' '.join(s.split())}") for s in samples))))
+        parts.append(_section("The model writes", _texts(samples)))
     if view.peers:
         parts += [_work(view), _links(view)]
     parts.append(_places(paths))
@@ -63,17 +63,26 @@ def quality_table(q: Quality) -> RenderableType:
     return table
 
 
+def _texts(samples: Sequence[str]) -> RenderableType:
+    grid = Table.grid(padding=(0, 1))
+    for sample in samples:
+        grid.add_row("-", Text(" ".join(sample.split())))
+    return grid
+
+
 def _work(view: RunView) -> RenderableType:
+    """One row a peer, within 80 columns: what they all have in common is said once."""
+    kinds = {f"{peer.device} {peer.precision}" for peer in view.peers.values()}
+    alike = len(kinds) == 1
     table = _table(
-        "Peers",
-        ["stage", "peer", "device"],
-        ["microbatches", "recomputed", "tokens/s", "compute", "averaging", "update", "idle"],
+        f"Peers ({escape(kinds.pop())})" if alike else "Peers",
+        ["stage", "peer", *([] if alike else ["device"])],
+        ["micro-\nbatches", "re-\ncomputed", "tokens/s", "compute", "aver-\naging", "update", "idle"],
     )
     for stage, peers in view.stages().items():
         for peer in peers:
-            table.add_row(
-                str(stage), escape(peer.name), escape(f"{peer.device} {peer.precision}"), *_shares(peer, view)
-            )
+            device = [] if alike else [escape(f"{peer.device} {peer.precision}")]
+            table.add_row(str(stage), escape(peer.name), *device, *_shares(peer, view))
     return table
 
 
