@@ -292,6 +292,11 @@ def test_the_printed_configuration_is_the_default(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, describe()), []) == RunConfig()
 
 
+def test_a_preset_put_into_the_printed_configuration_sets_the_sizes(tmp_path: Path) -> None:
+    text = describe().replace("# preset = ", "preset = ")
+    assert load_config(write(tmp_path, text)).model.model_fields_set == {"preset"}
+
+
 def test_the_printed_fleet_loads(tmp_path: Path) -> None:
     assert load_fleet(write(tmp_path, describe(Fleet))).machines[0].name == "desk"
 

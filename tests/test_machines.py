@@ -428,11 +428,15 @@ def test_names_that_would_steer_a_terminal_are_refused_at_the_door() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "../up", "a/b", "-x", "x" * 65])
-def test_a_name_that_could_not_name_a_file_is_refused(
+def test_a_name_that_could_not_name_a_file_and_data_that_are_not_there_are_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     ticket = str(Ticket("run", bytes(32), ("/ip4/127.0.0.1/tcp/1/p2p/X",)))
+    with pytest.raises(MuletrainError, match=r"--data pydoc,x\.txt: no such file: '.*/x\.txt'; check the path"):
+        machines_cli.join_run(
+            ticket, data="pydoc,x.txt", stage=None, memory=None, device="cpu", threads=1, listen="127.0.0.1", port=0, json=True
+        )  # fmt: skip
     with pytest.raises(MuletrainError, match="--name"):
         machines_cli.join_run(
             ticket, data=None, stage=None, memory=None, device="cpu", threads=1, listen="127.0.0.1", port=0, json=True, name=name

@@ -20,8 +20,9 @@ from muletrain.cli.session import Session
 from muletrain.cli.status import Announced, status_of
 from muletrain.cli.train import first_checkpoint, newest_checkpoint, opened, prepare, save_config
 from muletrain.cli.view import printable
-from muletrain.data.corpus import absolute
-from muletrain.errors import AdmissionError, ConfigError, MuletrainError, NetworkError
+from muletrain.config.schema import DataConfig
+from muletrain.data.corpus import Corpus, absolute
+from muletrain.errors import AdmissionError, ConfigError, DataError, MuletrainError, NetworkError
 from muletrain.events import PeerJoined
 from muletrain.runs.fleet import LocalFleet
 from muletrain.runs.folder import ROOT, new_run_folder
@@ -133,12 +134,12 @@ def join_run(
     Ticket.parse(ticket)
     if name is not None and not re.fullmatch(r"\w[\w.-]{0,63}", name):
         raise MuletrainError(f"--name {name!r}: up to 64 letters, digits, '.', '_' and '-', as it names files, too")
+    where = "none" if data is None else _own_data(data)
     devices = own_devices(device)
     folder = new_run_folder("join")
     names = _names(name or f"{_host()}-{secrets.token_hex(2)}", devices)  # two machines may have one name
     host_memory = free_memory_of_machine(len(devices))
     threads = threads or max(1, (os.cpu_count() or 1) // len(devices))
-    where = "none" if data is None else absolute(data)
     with LocalFleet(folder, threads) as fleet:
         fleet.spawn(names)
         session = JoinSession(folder, fleet, json=json, whole=False)
@@ -170,6 +171,15 @@ def join_run(
             session.say("left the run")
         finally:
             session.close()
+
+
+def _own_data(path: str) -> str:
+    """``--data`` for any working directory. Raises DataError when there is no such corpus."""
+    try:
+        Corpus(DataConfig(path=absolute(path)))
+    except DataError as e:
+        raise DataError(f"--data {path}: {str(e).removeprefix('data.path: ')}") from e
+    return absolute(path)
 
 
 class JoinSession(Session):

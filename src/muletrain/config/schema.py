@@ -8,7 +8,7 @@ description; ``[1]`` is a pure number. ``examples`` gives the value printed for 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -45,14 +45,31 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
 
+    YIELDS: ClassVar[frozenset[str]] = frozenset()
+    """Fields whose defaults give way to other fields, as sizes to a preset: a printed configuration must not set them."""
+
     def stated(self) -> set[str]:
         """Fields (by attribute name) that a written copy of this section must name to mean the same."""
         return set(type(self).model_fields)
 
 
 class ModelConfig(Section):
-    """The decoder (SWARM app. G, mapped one to one onto LlamaForCausalLM)."""
+    """The decoder (SWARM app. G, mapped one to one onto LlamaForCausalLM). Defaults stand behind '#': what is given overrides a preset."""
 
+    YIELDS: ClassVar[frozenset[str]] = frozenset(
+        {
+            "layers",
+            "width",
+            "heads",
+            "vocab",
+            "context",
+            "activation",
+            "dropout",
+            "rope_theta",
+            "norm_eps",
+            "share_layers",
+        }
+    )
     preset: str | None = Field(
         default=None,
         description="named size, e.g. 'gpt3-125m' or 'llama-7b'; fields given beside it override it",
