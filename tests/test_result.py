@@ -13,7 +13,7 @@ from muletrain.cli.session import Session
 from muletrain.config.schema import ModelConfig, RunConfig
 from muletrain.data.ngram import spread
 from muletrain.data.tokens import TokenCache
-from muletrain.errors import CapacityError, MuletrainError
+from muletrain.errors import CapacityError, DataError, MuletrainError
 from muletrain.events import Note, read_events
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage, build_full
@@ -57,6 +57,21 @@ def test_too_little_text_to_count_still_gives_the_models_loss(trained: tuple[Che
     assert measured.loss > 5
     assert (measured.unigram, measured.bigram) == (None, None)
     assert result.evaluated(1, measured).unigram is None
+
+
+@pytest.mark.parametrize("trained", [600], indirect=True)
+def test_a_model_is_measured_on_other_text_by_its_own_tokenizer(
+    trained: tuple[Checkpoint, Stage, TokenCache], tmp_path: Path
+) -> None:
+    checkpoint, model, cache = trained
+    (tmp_path / "a.txt").rename(tmp_path / "moved.txt")
+    with pytest.raises(DataError, match="no such file"):
+        checkpoint.corpus()
+    moved = checkpoint.corpus(str(tmp_path / "moved.txt"))
+    assert moved.digest == cache.digest
+    other = tmp_path / "other.txt"
+    other.write_text("\n\n".join(f"{n} ponies." for n in range(100)))
+    assert result.quality(checkpoint, model, checkpoint.corpus(str(other))).tokens > 10
 
 
 def test_pieces_come_from_all_over() -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from muletrain import __version__
-from muletrain.errors import MuletrainError
+from muletrain.errors import DataError, MuletrainError
 
 app = typer.Typer(
     help="Train large transformer models on whatever machines you can get.\n\nBegin with [bold]muletrain run[/bold]: a small model, "
@@ -175,20 +175,29 @@ def config(
 
 
 @app.command("eval")
-def evaluate(where: Where, json: JsonObject = False) -> None:
+def evaluate(
+    where: Where,
+    data: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Other text, or where the run's is now; written like data.path.")
+    ] = None,
+    json: JsonObject = False,
+) -> None:
     """Loss and perplexity on the held-out part of the run's data (which must be here), beside a unigram's and a bigram's."""
     import dataclasses
     import time
 
     from muletrain.cli.console import make_console
     from muletrain.cli.report import quality_table
-    from muletrain.data.tokens import TokenCache
     from muletrain.runs.checkpoint import Checkpoint
     from muletrain.runs.result import check_memory, evaluated, quality
 
     checkpoint = Checkpoint.open(where)
     check_memory(checkpoint.spec)
-    result = quality(checkpoint, checkpoint.model(), TokenCache.build(checkpoint.config.data, checkpoint.spec.vocab))
+    try:
+        cache = checkpoint.corpus(data)
+    except DataError as e:
+        raise DataError(f"{e}; --data PATH names other text, or where the run's is now") from e
+    result = quality(checkpoint, checkpoint.model(), cache)
     if json:
         print(dataclasses.replace(evaluated(checkpoint.step, result), t=time.time(), peer="eval").to_json())
     else:

@@ -117,15 +117,11 @@ class Session:
     def _tell_of_ended(self) -> None:
         """A process that was killed cannot say so itself."""
         for name, code in self.fleet.exit_codes().items():
-            if code and name not in self._ended and not self.interrupted:
+            if code < 0 and name not in self._ended and not self.interrupted:
                 self._ended.add(name)
-                how = (
-                    f"was killed by signal {-code} ({signal.strsignal(-code)})"
-                    if code < 0
-                    else f"ended with code {code}"
-                )
                 hint = ": out of memory?" if code == -signal.SIGKILL else ""
-                message = f"the process of {name} {how}{hint}; its log is {self.folder / name}.log"
+                how = f"was killed by signal {-code} ({signal.strsignal(-code)}){hint}"
+                message = f"the process of {name} {how}; its log is {self.folder / name}.log"
                 self.show(Note(level="warning", message=message, t=time.time(), peer=name))
 
     def wait_for_ticket(self, founder: str) -> Ticket:
@@ -172,7 +168,6 @@ class Session:
     def _quality(self, log: EventLog) -> tuple[Quality, list[str]]:
         import torch
 
-        from muletrain.data.tokens import TokenCache
         from muletrain.runs.checkpoint import Checkpoint
         from muletrain.runs.result import check_memory, evaluated, quality, report_tokens, samples
 
@@ -180,7 +175,7 @@ class Session:
         torch.set_num_threads(os.cpu_count() or 1)
         checkpoint = Checkpoint.open(self.checkpoint)
         check_memory(checkpoint.spec)
-        cache = TokenCache.build(checkpoint.config.data, checkpoint.spec.vocab)
+        cache = checkpoint.corpus()
         model = checkpoint.model()
         result = quality(checkpoint, model, cache, report_tokens(checkpoint.spec))
         log.emit(evaluated(checkpoint.step, result))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import safetensors
 
 from muletrain.config.schema import RunConfig
+from muletrain.data.tokens import TokenCache
 from muletrain.errors import CheckpointError, ConfigError, MuletrainError
 from muletrain.model.generate import load_model
 from muletrain.model.spec import ModelSpec
@@ -130,6 +131,13 @@ class Checkpoint:
             return (self.folder / "tokenizer.json").read_bytes()
         except OSError as e:
             raise CheckpointError(f"{self.folder}/tokenizer.json cannot be read ({e.strerror})") from e
+
+    def corpus(self, path: str | None = None) -> TokenCache:
+        """The run's tokens, or those of another ``data.path`` by the run's tokenizer. Raises DataError when there is no such text."""
+        data = self.config.data
+        if path is not None:
+            data = data.model_copy(update={"path": path, "tokenizer": str(self.folder / "tokenizer.json")})
+        return TokenCache.build(data, self.spec.vocab)
 
     def weights(self) -> dict[str, Tensor]:
         """All weights by name, fp32. Raises CheckpointError when a part is missing or not what the manifest says."""
