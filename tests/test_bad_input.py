@@ -9,6 +9,7 @@ import pytest
 from muletrain.cli.train import anchored, opened, prepare
 from muletrain.config.schema import RunConfig
 from muletrain.data.corpus import absolute
+from muletrain.data.tokenizer import train_tokenizer
 from muletrain.errors import MuletrainError
 
 MY = """\
@@ -68,6 +69,13 @@ def test_what_is_found_after_loading_names_the_place_the_field_and_the_remedy(
     message = refusal(*overrides)
     for part in parts:
         assert part in message
+
+
+def test_a_tokenizer_that_is_too_large_for_the_vocabulary(here: Path) -> None:
+    train_tokenizer(iter(["a mule carries loads and more loads"] * 9), 270).save(str(here / "own.json"))
+    message = refusal("data.tokenizer=own.json", "model.vocab=260")
+    assert message.startswith("--set data.tokenizer=own.json: data.tokenizer: '")
+    assert "has 270 tokens, model.vocab = 260; set model.vocab to at least 270" in message
 
 
 def test_a_field_of_the_file_is_named_with_its_line(here: Path) -> None:
