@@ -99,14 +99,14 @@ def test_what_is_fine_is_prepared_and_a_resumed_folder_stays(here: Path) -> None
 
 
 def test_a_run_goes_on_from_any_working_directory(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(Path("my.toml"), ["data.path=text/*.txt, pydoc", "data.cache=kept"], "run", None) as (folder, config):
+    with opened(Path("my.toml"), ["data.path=text/*.txt, text/a*", "data.cache=kept"], "run", None) as (folder, config):
         prepare(config, quiet=True)
         (folder / "peer-0.jsonl").touch()
     folder = folder.resolve()
     monkeypatch.chdir(tmp_path)
     with opened(None, ["data.heldout=0.1"], "run", folder) as (_, resumed):
         prepare(resumed, quiet=True)
-    assert resumed.data.path == f"{here}/text/*.txt, pydoc"
+    assert resumed.data.path == f"{here}/text/*.txt, {here}/text/a*"
     assert resumed.data.cache == f"{here}/kept"
     assert list((here / "kept" / "tokens").iterdir())
 
