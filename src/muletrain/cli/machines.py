@@ -142,7 +142,7 @@ def join_run(
     threads = threads or max(1, (os.cpu_count() or 1) // len(devices))
     with LocalFleet(folder, threads) as fleet:
         fleet.spawn(names)
-        session = JoinSession(folder, fleet, json=json, whole=False)
+        session = JoinSession(folder, fleet, json=json)
         try:
             with session.interruptible("the run", orderly=False), session.leaving_before_the_start(), session.console:
                 for k, (name, own) in enumerate(zip(names, devices, strict=True)):
@@ -185,6 +185,7 @@ def _own_data(path: str) -> str:
 class JoinSession(Session):
     """Ends with the run, or by leaving it."""
 
+    hears_all = False
     training = False
     left = False
 

@@ -31,12 +31,14 @@ STOP_S = 90.0
 class Session:
     """One command's run folder, processes and console. ``console`` prints for people, or JSON lines."""
 
-    def __init__(self, folder: Path, fleet: LocalFleet, *, json: bool, whole: bool = True) -> None:
-        """``whole``: the events of all the run's peers come into ``folder``."""
+    hears_all = True
+    """The events of all the run's peers come into its folder."""
+
+    def __init__(self, folder: Path, fleet: LocalFleet, *, json: bool) -> None:
         from muletrain.runs.tensorboard import TensorBoardSink
 
         self.folder, self.fleet, self.json = folder, fleet, json
-        self.view = RunView(whole=whole)
+        self.view = RunView(whole=self.hears_all)
         self.console = JsonConsole(self.view) if json else LiveConsole(self.view)
         self.checkpoint: Path | None = None
         self.errors: dict[str, list[str]] = {}
