@@ -101,10 +101,9 @@ class Session:
         while self.fleet.alive():
             self.poll()
             self._tell_of_ended()
-            half = (
-                whole and self.view.started is None and any(self.fleet.exit_codes().values()) and not self.interrupted
-            )
-            if half or (self._asked is not None and time.monotonic() - self._asked > STOP_S):
+            begun = not whole or self.view.started is not None or self.interrupted
+            late = self._asked is not None and time.monotonic() - self._asked > STOP_S
+            if late or (not begun and any(self.fleet.exit_codes().values())):
                 self._ended.update(self.fleet.alive())  # nobody wonders who killed these
                 self.fleet.kill()
             time.sleep(POLL_S)

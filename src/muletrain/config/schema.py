@@ -57,18 +57,7 @@ class ModelConfig(Section):
     """The decoder (SWARM app. G, mapped one to one onto LlamaForCausalLM). Defaults stand behind '#': what is given overrides a preset."""
 
     YIELDS: ClassVar[frozenset[str]] = frozenset(
-        {
-            "layers",
-            "width",
-            "heads",
-            "vocab",
-            "context",
-            "activation",
-            "dropout",
-            "rope_theta",
-            "norm_eps",
-            "share_layers",
-        }
+        "layers width heads vocab context activation dropout rope_theta norm_eps share_layers".split()
     )
     preset: str | None = Field(
         default=None,
@@ -270,9 +259,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
-        if (
-            self.model.preset is None and self.model.from_ is None
-        ):  # else the sizes are known only once they are filled in
+        # with a preset or a checkpoint the sizes are known only once they are filled in
+        if self.model.preset is None and self.model.from_ is None:
             _check_shape(self.model)
             _check_depth(self.model, self.fleet)
             _check_sequences(self.model, self.train)
