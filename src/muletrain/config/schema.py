@@ -57,8 +57,8 @@ class ModelConfig(Section):
     """The decoder (SWARM app. G, mapped one to one onto LlamaForCausalLM). Defaults stand behind '#': what is given overrides a preset."""
 
     YIELDS: ClassVar[frozenset[str]] = frozenset(
-        "layers width heads vocab context activation dropout rope_theta norm_eps share_layers".split()
-    )
+        ("layers", "width", "heads", "vocab", "context", "activation", "dropout", "rope_theta", "norm_eps", "share_layers")
+    )  # fmt: skip
     preset: str | None = Field(
         default=None,
         description="named size, e.g. 'gpt3-125m' or 'llama-7b'; fields given beside it override it",
