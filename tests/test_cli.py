@@ -103,6 +103,8 @@ def test_model_from_continues_at_the_same_loss(trained: tuple[Path, str], tmp_pa
     events = [json.loads(line) for line in out.splitlines()]
     (evaluated,) = [e for e in events if e["kind"] == "evaluated"]
     assert evaluated["loss"] == pytest.approx(before["loss"], abs=1e-5)
+    assert {k: evaluated[k] for k in ("unigram", "bigram")} == {k: before[k] for k in ("unigram", "bigram")}
+    assert 0 < evaluated["bigram"] < evaluated["unigram"]
 
 
 def test_generate_continues_the_prompt(trained: tuple[Path, str]) -> None:
@@ -110,7 +112,9 @@ def test_generate_continues_the_prompt(trained: tuple[Path, str]) -> None:
     (run,) = (folder / "runs").iterdir()
     texts = {muletrain("generate", str(run), "If the", "--tokens", "5", "--seed", "1", cwd=folder) for _ in range(2)}
     assert len(texts) == 1
-    assert texts.pop().startswith("If the")
+    assert (text := texts.pop()).startswith("If the")
+    told = json.loads(muletrain("generate", str(run), "If the", "--tokens", "5", "--seed", "1", "--json", cwd=folder))
+    assert told == {"step": 6, "prompt": "If the", "text": text.removesuffix("\n")}
 
 
 def test_a_damaged_checkpoint_is_refused(trained: tuple[Path, str], tmp_path: Path) -> None:

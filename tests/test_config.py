@@ -103,6 +103,10 @@ def message(folder: Path, text: str | None, *overrides: str) -> str:
             "my.toml:3: fleet.peers: 4 peers cannot serve fleet.stages = 5; give at least one peer per stage",
         ),
         (
+            '[data]\npath = ["a.txt", "b.txt"]\n',
+            """my.toml:2: data.path: expected one text in "quotes" (several separated by commas), got ['a.txt', 'b.txt']""",
+        ),
+        (
             "[model]\nlayers = 1\n",
             "my.toml:2: fleet.stages: 2 stages for model.layers = 1; a stage needs at least one layer",
         ),
@@ -134,6 +138,11 @@ def test_wrong_file(tmp_path: Path, text: str, expected: str) -> None:
         ("model.layers", "--set model.layers: write it as SECTION.FIELD=VALUE, e.g. --set model.layers=12"),
         ("model..x=1", "--set model..x=1: write it as SECTION.FIELD=VALUE, e.g. --set model.layers=12"),
         ("model=3", "--set model=3: model: is a section; set one of its fields, e.g. --set model.FIELD=3"),
+        (
+            'network.announce=["1.2.3.4:4000"]',
+            """--set network.announce=["1.2.3.4:4000"]: network.announce: '1.2.3.4:4000' is no address; write it as """
+            "'/ip4/1.2.3.4/tcp/4000'",
+        ),
         ("model.layers=none", "--set model.layers=none: model.layers: expected a whole number, got 'none'"),
         (
             "fleet.peers=1",
@@ -176,6 +185,11 @@ def test_toml_syntax(tmp_path: Path, text: str, place: str) -> None:
     assert message(tmp_path, text).startswith(place)
 
 
+def test_a_key_given_twice_is_not_a_matter_of_quotes(tmp_path: Path) -> None:
+    assert message(tmp_path, "[model]\nlayers = 1\nlayers = 2\n").endswith("; name each key and table once")
+    assert message(tmp_path, "[model]\nlayers = 1\n[model]\n").endswith("; name each key and table once")
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     missing = tmp_path / "none.toml"
     with pytest.raises(ConfigError, match=re.escape(f"{missing}: no such file; 'muletrain config > {missing}'")):
@@ -194,12 +208,12 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 def test_file_and_overrides(tmp_path: Path) -> None:
     path = write(tmp_path, '[model]\nlayers = 8\nwidth = 96\n[wire]\nactivations = "fp32"\n')
     sets = ["model.layers=12", "data.path=corpus/*.txt", "optimizer.clip=none", "optimizer.lr = 1"]
-    config = load_config(path, [*sets, "model.from=my/llama", "data.field=2024", 'network.announce=["a", "b"]'])
+    config = load_config(path, [*sets, "model.from=my/llama", "data.field=2024", 'network.announce=["/a", "/b"]'])
     assert (config.model.layers, config.model.width, config.model.from_) == (12, 96, "my/llama")
     assert (config.data.path, config.data.field) == ("corpus/*.txt", "2024")
     assert (config.optimizer.clip, config.optimizer.lr) == (None, 1.0)
     assert config.wire.activations is Codec.FP32
-    assert config.network.announce == ("a", "b")
+    assert config.network.announce == ("/a", "/b")
 
 
 @pytest.mark.parametrize(
@@ -214,8 +228,9 @@ def test_the_last_override_wins() -> None:
 
 
 def test_sizes_of_a_preset_are_not_judged_by_the_defaults() -> None:
-    config = load_config(None, ["model.preset=gpt3-125m", "fleet.stages=12", "fleet.peers=12"])
-    assert config.fleet.stages == 12
+    for sizes in ("model.preset=gpt3-125m", "model.from=my-llama"):
+        config = load_config(None, [sizes, "fleet.stages=12", "fleet.peers=12"])
+        assert config.fleet.stages == 12
 
 
 def test_a_preset_survives_being_written_down(tmp_path: Path) -> None:
@@ -232,6 +247,11 @@ def test_a_preset_survives_being_written_down(tmp_path: Path) -> None:
         assert digest(copy) == digest(config)
     stating_more = load_config(None, ["model.preset=gpt3-125m", "model.context=128", "model.from=x", "model.width=192"])
     assert digest(stating_more) != digest(config)
+
+
+def test_the_sizes_of_a_checkpoint_survive_being_written_down(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(dump_toml(load_config(None, ["model.from=my-llama", "model.dropout=0.5"])))
+    assert load_config(tmp_path / "a.toml").model.model_fields_set == {"from_", "dropout"}
 
 
 def test_configs_are_immutable() -> None:
@@ -270,6 +290,11 @@ def test_the_printed_configuration_names_every_field_with_a_comment(kind: type[B
 
 def test_the_printed_configuration_is_the_default(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, describe()), []) == RunConfig()
+
+
+def test_a_preset_put_into_the_printed_configuration_sets_the_sizes(tmp_path: Path) -> None:
+    text = describe().replace("# preset = ", "preset = ")
+    assert load_config(write(tmp_path, text)).model.model_fields_set == {"preset"}
 
 
 def test_the_printed_fleet_loads(tmp_path: Path) -> None:

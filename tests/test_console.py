@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
@@ -163,7 +164,7 @@ def test_sentences(event: ev.Event, sentence: str) -> None:
 
 
 def test_a_plain_line_before_anything_is_known() -> None:
-    assert plain_line(RunView()) == "step 0/0  loss nan  ? tokens/s  ? left"
+    assert plain_line(RunView()) == "step 0/0  loss ?  ? tokens/s  ? left"
 
 
 def test_json_lines_are_the_events() -> None:
@@ -216,7 +217,7 @@ def test_the_final_report(tmp_path: Path) -> None:
             ev.RunFinished(1, 2.0, "all steps done"),
         ]
     )
-    quality = Quality(loss=3.0, unigram=5.9, bigram=4.5, tokens=23456)
+    quality = Quality(loss=3.0, unigram=5.9, bigram=4.5, tokens=23456, heldout=23456, counted=9, trained=9)
     text = shown(final_report(view, quality, ["A  [sample]\ntext"], {"run folder": tmp_path, "events": "e.jsonl"}), 160)
     rows = [line.split() for line in text.splitlines()]
     assert "1 of 1 steps, 2,000 tokens in 2.0 s: 1,000 tokens/s, 1 microbatches rerouted (all steps done)" in text
@@ -226,12 +227,34 @@ def test_the_final_report(tmp_path: Path) -> None:
     assert ["interpolated", "bigram", "4.500", "90.0", "+1.500", "nats"] in rows
     assert ["unigram", "5.900", "365.0", "+2.900", "nats"] in rows
     assert "- A [sample] text" in text
-    assert ["0", "a", "cpu", "fp32", "2", "1", "200", "60%", "10%", "10%", "20%"] in rows
-    assert ["1", "b", "cpu", "fp32", "2", "1", "250", "75%", "12%", "12%", "0%"] in rows
+    assert ["0", "a", "2", "1", "200", "60%", "10%", "10%", "20%"] in rows
+    assert ["1", "b", "2", "1", "250", "75%", "12%", "12%", "0%"] in rows
     assert ["a", "b", "3", "MB", "-", "500", "kB", "-", "-", "3.5", "MB"] in rows
     assert ["b", "a", "-", "3", "MB", "-", "-", "-", "3", "MB"] in rows
     assert ["all", "3", "MB", "3", "MB", "500", "kB", "0", "B", "0", "B", "6.5", "MB"] in rows
     assert f"run folder  {tmp_path}" in text
+
+
+def test_the_report_fits_a_narrow_terminal() -> None:
+    events = [joined(f"machine-{n}", n % 2, f"{n}{ID}") for n in range(4)]
+    view = fold([started(), *events, *(applied(f"machine-{n}", n % 2) for n in range(4)), done(1)])
+    text = shown(final_report(view, None, ["word " * 30], {}), width=80)
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text, "no heading is cut"
+    assert "Peers (cpu fp32)" in text
+    view.fold(dataclasses.replace(joined("gpu-box", 1), device="cuda:0"))
+    rows = [line.split() for line in shown(final_report(view, None, [], {})).splitlines()]
+    assert ["1", "gpu-box", "cuda:0", "fp32", "0", "0", *["-"] * 5] in rows
+
+
+def test_the_report_says_what_was_left_out() -> None:
+    part = Quality(loss=3.0, unigram=5.9, bigram=4.5, tokens=1000, heldout=5_000_000, counted=2000, trained=9_000_000)
+    text = shown(final_report(fold([]), part, [], {}))
+    assert "On 1,000 held-out tokens (of 5,000,000, from all over them)" in text
+    assert "counted in 2,000 of 9,000,000 training tokens" in text
+    short = Quality(loss=3.0, unigram=None, bigram=None, tokens=9, heldout=9, counted=50, trained=50)
+    text = shown(final_report(fold([]), short, [], {}))
+    assert "too few training tokens to count: 50" in text
+    assert ["unigram", "-", "-", "-"] in [line.split() for line in text.splitlines()]
 
 
 def test_the_report_of_a_run_stopped_before_its_first_step() -> None:

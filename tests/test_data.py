@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from muletrain.config.schema import DataConfig
 from muletrain.data import tokens as tokens_module
 from muletrain.data.corpus import PARAGRAPH_LIMIT, Corpus, is_heldout, read_paragraphs, split_paragraphs
+from muletrain.data.lines import reading
 from muletrain.data.microbatch import IGNORE, MicrobatchSource, heldout_batches, permute, round_keys
 from muletrain.data.ngram import Counts, baselines
 from muletrain.data.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
@@ -149,6 +150,8 @@ def write_bad_files() -> None:
     Path("empty.txt").write_text("\n \n")
     Path("latin.txt").write_bytes(b"a" * 5000 + "\nein b\xe4r".encode("latin-1"))
     Path("latin.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xe4"}\n')
+    Path("deep.jsonl").write_text('{"text": "a"}\n' + "[" * 100_000 + "\n")
+    Path("long.txt").write_bytes(b"line\n" * 3 + b"x" * 9000 + b"\xff and so on\n")
     Path("cut.txt").write_bytes("ende ä".encode()[:-1])
     Path("field.jsonl").write_text('{"text": "a"}\n{"body": "b", "id": 1}\n')
     Path("number.jsonl").write_text('{"text": 3}\n')
@@ -168,15 +171,17 @@ def write_bad_files() -> None:
         ("nothing.txt", r"data\.path: no such file: 'nothing\.txt'"),
         ("sub", r"data\.path: sub is a folder; .*'sub/\*\.md'"),
         (" , ", r"data\.path: empty"),
-        ("empty.txt", r"data\.path: the corpus has no text"),
-        ("latin.txt", r"data\.path: latin\.txt is not UTF-8.* position 5006;"),
-        ("latin.jsonl", r"data\.path: latin\.jsonl is not UTF-8.* position 24;"),
-        ("cut.txt", r"data\.path: cut\.txt is not UTF-8.* position 5;"),
-        ("field.jsonl", r"data\.path: field\.jsonl:2 has no 'text'; set data\.field to one of: body, id"),
-        ("field.parquet", r"data\.path: field\.parquet has no 'text'; set data\.field to one of: body, id"),
+        ("empty.txt", r"data\.path: the corpus 'empty\.txt' has no text; check the files"),
+        ("latin.txt", r"data\.path: latin\.txt:2: not UTF-8 text \(byte 0xe4\); convert"),
+        ("latin.jsonl", r"data\.path: latin\.jsonl:2: not UTF-8 text"),
+        ("cut.txt", r"data\.path: cut\.txt:1: not UTF-8 text"),
+        ("long.txt", r"data\.path: long\.txt:4: not UTF-8 text \(byte 0xff\)"),
+        ("deep.jsonl", r"data\.path: deep\.jsonl:2: not JSON"),
+        ("field.jsonl", r"data\.path: field\.jsonl:2: no 'text'; set data\.field to one of: body, id"),
+        ("field.parquet", r"data\.path: field\.parquet: no 'text'; set data\.field to one of: body, id"),
         ("number.jsonl", r"data\.path: number\.jsonl:1: 'text' is int, not text"),
-        ("list.jsonl", r"data\.path: list\.jsonl:1 is a JSON list"),
-        ("broken.jsonl", r"data\.path: broken\.jsonl:3 is not JSON"),
+        ("list.jsonl", r"data\.path: list\.jsonl:1: a JSON list"),
+        ("broken.jsonl", r"data\.path: broken\.jsonl:3: not JSON: Expecting value; a"),
         ("half.jsonl.gz", r"data\.path: cannot read half\.jsonl\.gz.*complete\?"),
         ("bad.parquet", r"data\.path: cannot read bad\.parquet"),
     ],
@@ -186,6 +191,14 @@ def test_errors_name_field_file_and_remedy(path: str, message: str) -> None:
     write_bad_files()
     with pytest.raises(DataError, match=message):
         TokenCache.build(DataConfig(path=path), 300)
+
+
+def test_a_file_that_may_not_be_read() -> None:
+    with (
+        pytest.raises(DataError, match=r"data\.path: a\.txt: Permission denied; make it readable"),
+        reading(Path("a.txt")),
+    ):
+        raise PermissionError(13, "Permission denied")
 
 
 def test_hugging_face_datasets_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +211,7 @@ def test_hugging_face_datasets_are_streamed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     assert texts("hf:org/name@main:en", "body") == ["First.\n\n", "Second.\n\n", "Third.\n\n"]
     assert calls == [(("org/name", "en"), {"split": "train", "streaming": True, "revision": "main"})]
-    with pytest.raises(DataError, match=r"hf:org/name row 0 has no 'text'; set data\.field to one of: body"):
+    with pytest.raises(DataError, match=r"hf:org/name: row 0: no 'text'; set data\.field to one of: body"):
         texts("hf:org/name")
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import io
 import json
+import math
 import os
 import re
 import shutil
@@ -18,8 +20,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from muletrain.cli import machines as machines_cli
+from muletrain.cli.status import Announced, status_of
 from muletrain.clock import LoopClock
 from muletrain.compute.estimate import Offer, StageMemory
 from muletrain.config.load import load_config
@@ -170,14 +174,20 @@ def test_two_machines_train_and_a_stranger_is_refused(
 ) -> None:
     founder = machines("a", "start", *TINY, "--set", "train.steps=100000")
     ticket = ticket_in(tmp_path / "a")
+    before = output(machines("c", "status", ticket))
+    assert "has not begun" in before
+    assert "stage 1 has no peer" in before
     joiner = machines("b", "join", ticket, "--data", "pydoc", "--memory", "2", "--name", "helping-hand")
     peers = ""
     deadline = time.monotonic() + 90
-    while peers.count('"stage"') < 2:
+    while peers.count('"stage"') < 2 or json.loads(peers)["tokens_per_s"] is None:
         assert time.monotonic() < deadline, peers
         peers = output(machines("c", "status", ticket, "--json"))
-    assert '"stage": 0' in peers
-    assert '"stage": 1' in peers
+    status = json.loads(peers)
+    assert [p["stage"] for p in status["peers"]] == [0, 1]
+    assert 0 < status["step"] < status["steps"] == 100000
+    assert 0 < status["loss"] < 10
+    assert status["missing"] == []
     # the end of the ticket protects it against typing errors; another run's ticket is whole, but of another secret
     assert "damaged" in output(machines("c", "join", ticket[:-6] + "AAAAAA"), code=2)
     assert "other" in (told := output(machines("c", "join", _with_other_secret(ticket)), code=2)) or "another" in told
@@ -190,7 +200,10 @@ def test_two_machines_train_and_a_stranger_is_refused(
     assert "serves stage" in came_later
     assert "stage 1 has no peer" in out, "it says what is missing while it waits"
     assert "validation loss" in out
+    assert "gets stage 1 of 0..1 ready" in joined
     assert "serves stage 1" in joined
+    assert re.search(r"step \d+/100000  loss \d", joined), "progress is shown there, too"
+    assert "nobody" not in joined
     table = out[out.index("Sent over the network") :]
     assert "helping-hand" in table, "what other machines counted is in the report of 'start', too"
     parts = {p.name for p in (tmp_path / "a").glob("runs/*/checkpoints/step-*/*.safetensors")}
@@ -228,9 +241,11 @@ def test_who_leaves_before_the_start_is_not_counted_on_and_any_member_lets_other
     second = machines("b", "join", ticket)
     wait_for(lambda: list(tmp_path.glob("b/runs/*/ticket")))
     passed_on = output(machines("b", "ticket")).strip()
+    wait_for(lambda: any('"kind": "waiting"' in p.read_text() for p in tmp_path.glob("b/runs/*/*.jsonl")))
     third = machines("c", "join", passed_on)
     said = [json.loads(line) for line in output(founder).splitlines()]
-    assert "serves stage" in output(second)
+    assert re.search(r"waiting for .*1 of 3 peers", told := output(second)), "who waits is told for what"
+    assert "serves stage" in told
     assert "serves stage" in output(third)
     by_kind = {kind: [e for e in said if e["kind"] == kind] for kind in {e["kind"] for e in said}}
     assert [e["ticket"] for e in by_kind["ticket"]] == [ticket]
@@ -511,19 +526,71 @@ def test_the_peers_of_one_machine_may_write_their_tickets_at_once(tmp_path: Path
     assert [p.name for p in tmp_path.iterdir()] == ["ticket"]
 
 
+def announced(**changes: object) -> bytes:
+    fine = {
+        "name": "b",
+        "stage": 1,
+        "stages": 3,
+        "trainer": False,
+        "step": 3,
+        "steps": 10,
+        "loss": 4.5,
+        "tokens_per_s": 1e4,
+    }
+    return json.dumps(fine | changes).encode()
+
+
 def test_what_makes_no_sense_in_the_directory_hides_nobody() -> None:
-    fine = b'{"name": "b", "stage": 1, "trainer": false, "step": 3}'
-    assert machines_cli.Announced.read("id", fine) is not None
-    for wrong in (b"\xff", b"[]", b"7", b"{}", b'{"name": "b", "stage": "x", "trainer": false, "step": 3}'):
-        assert machines_cli.Announced.read("id", wrong) is None
+    assert Announced.read("id", announced()) is not None
+    assert Announced.read("id", announced(loss=None)) is not None, "no step is done yet"
+    wrong = [
+        {"stage": "x"},
+        {"stage": 3},
+        {"step": 11},
+        {"stages": 10**9},
+        {"loss": math.nan},
+        {"name": ""},
+        {"step": -1},
+    ]
+    for value in (b"\xff", b"[]", b"7", b"{}", b"[" * 60_000, *(announced(**w) for w in wrong)):
+        assert Announced.read("id", value) is None, value[:40]
+    named = Announced.read("id", announced(name="\x1b[2Jb\u202e"))
+    assert named is not None
+    assert named.name == "\ufffd[2Jb\ufffd", "no name steers a terminal"
+
+
+def test_status_shows_progress_and_which_stage_nobody_serves() -> None:
+    peers = [
+        Announced.read("id-of-a", announced(name="a", stage=0, step=4, loss=4.25)),
+        Announced.read("id-of-b", announced()),
+    ]
+    console = Console(file=io.StringIO(), width=80)
+    console.print(status_of([p for p in peers if p is not None], ()))
+    console.print(status_of([], ["stage 1 has no peer", "2 of 4 peers"]))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "step 4 of 10  loss 4.250  10,000 tokens/s" in text
+    assert ["1", "b", "3", "id-of-b"] in [line.split() for line in text.splitlines()]
+    assert "nobody announced itself lately" in text
+    assert "the run has not begun; it waits for: stage 1 has no peer, 2 of 4 peers" in text
+
+
+def test_names_that_would_steer_a_terminal_are_refused_at_the_door() -> None:
+    assert introduction("Grace-2.local").name == "Grace-2.local"
+    for name in ("\x1b[2J", "a b", "a\nb", "\u202eb", ""):
+        with pytest.raises(ValueError, match="name"):
+            introduction(name)
 
 
 @pytest.mark.parametrize("name", ["", "../up", "a/b", "-x", "x" * 65])
-def test_a_name_that_could_not_name_a_file_is_refused(
+def test_a_name_that_could_not_name_a_file_and_data_that_are_not_there_are_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     ticket = str(Ticket("run", bytes(32), ("/ip4/127.0.0.1/tcp/1/p2p/X",)))
+    with pytest.raises(MuletrainError, match=r"--data pydoc,x\.txt: no such file: '.*/x\.txt'; check the path"):
+        machines_cli.join_run(
+            ticket, data="pydoc,x.txt", stage=None, memory=None, device="cpu", threads=1, listen="127.0.0.1", port=0, json=True
+        )  # fmt: skip
     with pytest.raises(MuletrainError, match="--name"):
         machines_cli.join_run(
             ticket, data=None, stage=None, memory=None, device="cpu", threads=1, listen="127.0.0.1", port=0, json=True, name=name

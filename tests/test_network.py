@@ -408,9 +408,13 @@ def test_addresses_that_lead_nowhere() -> None:
             with pytest.raises(PeerUnreachable):
                 await a.call(gone[-52:], "echo", b"", timeout_s=5)
             port = int(a.addresses()[0].split("/tcp/")[1].split("/")[0])
-            with pytest.raises(NetworkError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+            in_use = f"network.port: cannot listen on 127.0.0.1:{port}: Address already in use; choose another"
+            with pytest.raises(NetworkError, match=in_use):
                 await w.open(folder="same-port", port=port)
-            with pytest.raises(NetworkError, match="shorter path"):
+            for listen, why in (("1.2.3.4", "give an address of this machine"), ("localhost", "is no address; write")):
+                with pytest.raises(NetworkError, match=f"network.listen: .*{listen}.*{why}"):
+                    await w.open(folder=f"on-{listen}", listen=listen)
+            with pytest.raises(NetworkError, match="short path"):
                 await w.open(folder="x" * 80)
 
     asyncio.run(scenario())

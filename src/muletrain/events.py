@@ -233,6 +233,11 @@ class Evaluated(Event):
     """Mean cross-entropy [nats/token]."""
     perplexity: Number
     tokens: int
+    """Held-out tokens it was measured on."""
+    unigram: Number | None = None
+    """Loss of counting tokens, on the same text; None: too little training text to count."""
+    bigram: Number | None = None
+    """... of counting pairs of them, interpolated with the unigram."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from muletrain import events as ev
 from muletrain.cli.report import final_report
-from muletrain.cli.view import PeerView, RunView, headline, is_warning
+from muletrain.cli.view import PeerView, RunView, headline, is_warning, printable
 from muletrain.runs.quality import Quality
 from muletrain.units import format_bytes, format_duration
 
@@ -34,11 +34,6 @@ def make_console(file: TextIO | None = None) -> Console:
     """A rich console on ``file`` (default: standard output), wide enough for tables where there is no terminal."""
     console = Console(file=file, highlight=False)
     return console if console.is_terminal else Console(file=file, highlight=False, width=PLAIN_WIDTH)
-
-
-def printable(text: str) -> str:
-    """Without control characters: names and reasons come from other machines, and terminals obey them."""
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
 class LiveConsole:
@@ -118,14 +113,13 @@ def plain_line(view: RunView) -> str:
     stages = view.stages().items()
     peers = "; ".join(f"stage {s}: {', '.join(map(_named_state, peers)) or 'nobody'}" for s, peers in stages)
     return (
-        f"step {view.step}/{view.steps}  loss {view.loss:.3f}  {_rate(view.tokens_per_s)} tokens/s  "
-        f"{_left(view)}  {peers}"
+        f"step {view.step}/{view.steps}  {_loss(view)}  {_rate(view.tokens_per_s)} tokens/s  {_left(view)}  {peers}"
     ).rstrip()
 
 
 def status(view: RunView) -> RenderableType:
-    """Progress and every stage's peers, as drawn on a terminal (and by 'muletrain status')."""
-    parts: list[RenderableType] = [_progress(view)]
+    """Progress and every stage's peers, as drawn on a terminal."""
+    parts: list[RenderableType] = [_progress(view)] if view.started else []
     if view.missing:
         parts.append(Text("waiting for " + ", ".join(view.missing), style="yellow"))
     if view.peers:
@@ -137,7 +131,7 @@ def _progress(view: RunView) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     bar = ProgressBar(total=max(1, view.steps), completed=view.step, width=30)
     speed = f"{_rate(view.tokens_per_s)} tokens/s"
-    grid.add_row(bar, f"step {view.step}/{view.steps or '?'}", f"loss {view.loss:.3f}", speed, _left(view))
+    grid.add_row(bar, f"step {view.step}/{view.steps or '?'}", _loss(view), speed, _left(view))
     return grid
 
 
@@ -171,6 +165,10 @@ def _named_state(peer: PeerView) -> str:
 def _left(view: RunView) -> str:
     is_over = view.finished is not None or 0 < view.steps <= view.step
     return "done" if is_over else f"{format_duration(view.seconds_left)} left"
+
+
+def _loss(view: RunView) -> str:
+    return "loss ?" if math.isnan(view.loss) else f"loss {view.loss:.3f}"
 
 
 def _rate(tokens_per_s: float) -> str:

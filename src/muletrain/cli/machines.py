@@ -15,14 +15,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel
-from rich.table import Table
-from rich.text import Text
-
 from muletrain.cli.console import make_console
 from muletrain.cli.session import Session
+from muletrain.cli.status import Announced, status_of
 from muletrain.cli.train import first_checkpoint, newest_checkpoint, opened, prepare, save_config
-from muletrain.errors import AdmissionError, ConfigError, MuletrainError, NetworkError
+from muletrain.cli.view import printable
+from muletrain.config.schema import DataConfig
+from muletrain.data.corpus import Corpus, absolute
+from muletrain.errors import AdmissionError, ConfigError, DataError, MuletrainError, NetworkError
 from muletrain.events import PeerJoined
 from muletrain.runs.fleet import LocalFleet
 from muletrain.runs.folder import ROOT, new_run_folder
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
-    from muletrain.network.base import Network, PeerId
+    from muletrain.network.base import Network
 
 STOP_TIMEOUT_S = 10.0
 
@@ -134,14 +134,12 @@ def join_run(
     Ticket.parse(ticket)
     if name is not None and not re.fullmatch(r"\w[\w.-]{0,63}", name):
         raise MuletrainError(f"--name {name!r}: up to 64 letters, digits, '.', '_' and '-', as it names files, too")
+    where = "none" if data is None else _own_data(data)
     devices = own_devices(device)
     folder = new_run_folder("join")
     names = _names(name or f"{_host()}-{secrets.token_hex(2)}", devices)  # two machines may have one name
     host_memory = free_memory_of_machine(len(devices))
     threads = threads or max(1, (os.cpu_count() or 1) // len(devices))
-    where = (
-        "none" if data is None else os.path.abspath(data) if not data.startswith("hf:") and data != "pydoc" else data
-    )
     with LocalFleet(folder, threads) as fleet:
         fleet.spawn(names)
         session = JoinSession(folder, fleet, json=json)
@@ -175,9 +173,19 @@ def join_run(
             session.close()
 
 
+def _own_data(path: str) -> str:
+    """``--data`` for any working directory. Raises DataError when there is no such corpus."""
+    try:
+        Corpus(DataConfig(path=absolute(path)))
+    except DataError as e:
+        raise DataError(f"--data {path}: {str(e).removeprefix('data.path: ')}") from e
+    return absolute(path)
+
+
 class JoinSession(Session):
     """Ends with the run, or by leaving it."""
 
+    hears_all = False
     training = False
     left = False
 
@@ -211,41 +219,24 @@ class JoinSession(Session):
 
 
 def show_status(ticket: str | None, *, json: bool) -> None:
-    """Print what the members announced in the directory."""
+    """Print what the members announced in the directory; of a run that has not begun, what it waits for."""
+    from muletrain.runs.lobby import ask_missing
 
-    async def look(network: Network, run_id: str) -> dict[PeerId, bytes]:
-        return await network.lookup(f"{run_id}/peers")
+    whole = _ticket(ticket)
 
-    found = asyncio.run(_as_member(_ticket(ticket), look))
-    announced = [Announced.read(peer, value) for peer, value in found.items()]
-    peers = sorted((p for p in announced if p is not None), key=lambda p: (p.stage, p.name))
+    async def look(network: Network, run_id: str) -> tuple[list[Announced], tuple[str, ...]]:
+        found = await network.lookup(f"{run_id}/peers")
+        announced = [p for p in (Announced.read(peer, value) for peer, value in found.items()) if p is not None]
+        missing = () if announced else await ask_missing(network, whole.addresses)
+        return sorted(announced, key=lambda p: (p.stage, p.name)), tuple(map(printable, missing))
+
+    peers, missing = asyncio.run(_as_member(whole, look))
     if json:
-        print(jsonlib.dumps([p.model_dump() for p in peers]))
-        return
-    if not peers:
-        print("no peer has announced itself: the run has not begun yet (or has just ended)")
-        return
-    table = Table("stage", "peer", "step", "trainer", "id", title=f"{len(peers)} peers")
-    for p in peers:
-        table.add_row(str(p.stage), Text(p.name), str(p.step), "yes" if p.trainer else "", p.id[-8:])
-    make_console().print(table)
-
-
-class Announced(BaseModel):
-    """What a member says about itself in the directory (``Peer._announce``): as far as it can be understood."""
-
-    id: str
-    name: str
-    stage: int
-    trainer: bool
-    step: int
-
-    @classmethod
-    def read(cls, peer: PeerId, value: bytes) -> Announced | None:
-        try:
-            return cls.model_validate({**jsonlib.loads(value), "id": peer})
-        except (ValueError, TypeError):  # a hint that makes no sense hides nobody else's
-            return None
+        furthest = max(peers, key=lambda p: p.step).model_dump() if peers else {}
+        numbers = {key: furthest.get(key) for key in ("step", "steps", "stages", "loss", "tokens_per_s")}
+        print(jsonlib.dumps({**numbers, "missing": missing, "peers": [p.model_dump() for p in peers]}))
+    else:
+        make_console().print(status_of(peers, missing))
 
 
 def stop_run(ticket: str | None) -> None:
@@ -329,4 +320,4 @@ def _announced(addresses: Sequence[str], peer: int) -> tuple[str, ...]:
 
 
 def _host() -> str:
-    return socket.gethostname().split(".")[0][:32] or "peer"
+    return re.sub(r"[^\w-]", "-", socket.gethostname().split(".")[0][:32], flags=re.ASCII) or "peer"

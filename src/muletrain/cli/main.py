@@ -5,12 +5,12 @@ from __future__ import annotations
 import json as jsonlib
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from muletrain import __version__
-from muletrain.errors import MuletrainError, no_room
+from muletrain.errors import DataError, MuletrainError, no_room
 
 app = typer.Typer(
     help="Train large transformer models on whatever machines you can get.\n\nBegin with [bold]muletrain run[/bold]: a small model, "
@@ -21,7 +21,7 @@ app = typer.Typer(
 )
 
 ConfigFile = Annotated[
-    Path | None, typer.Argument(metavar="[CONFIG.toml]", help="Configuration; without one, the defaults.")
+    Path | None, typer.Argument(metavar="CONFIG.toml", help="Configuration; without one, the defaults.")
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -32,9 +32,10 @@ Resume = Annotated[
     typer.Option(metavar="RUN_DIR", help="Go on with the run of this folder, from its newest complete checkpoint."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable events, one JSON object a line.")]
-Where = Annotated[Path, typer.Argument(help="A run folder (its newest checkpoint) or a checkpoint folder.")]
-
-
+JsonObject = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Where = Annotated[
+    Path, typer.Argument(metavar="RUN_DIR", help="A run folder (its newest checkpoint) or a checkpoint folder.")
+]
 Announce = Annotated[
     list[str] | None,
     typer.Option(
@@ -42,9 +43,7 @@ Announce = Annotated[
         help="What others should dial where it is not what we listen on (port forwarding), e.g. /ip4/1.2.3.4/tcp/4000. Repeatable.",
     ),
 ]
-Ticketed = Annotated[
-    str | None, typer.Argument(metavar="[TICKET]", help="Default: that of the run this machine is in.")
-]
+Ticketed = Annotated[str | None, typer.Argument(metavar="TICKET", help="Default: that of the run this machine is in.")]
 
 
 def _version(asked: bool) -> None:
@@ -98,7 +97,10 @@ def start(
 
 @app.command()
 def join(
-    ticket: Annotated[str, typer.Argument(help="What 'muletrain start' printed (or any member's 'muletrain ticket').")],
+    ticket: Annotated[
+        str,
+        typer.Argument(metavar="TICKET", help="What 'muletrain start' printed (or any member's 'muletrain ticket')."),
+    ],
     data: Annotated[
         str | None, typer.Option(help="The run's corpus, to build microbatches too (checked by digest).")
     ] = None,
@@ -136,8 +138,8 @@ def join(
 
 
 @app.command()
-def status(ticket: Ticketed = None, json: Json = False) -> None:
-    """Show who is in the run, and at which step."""
+def status(ticket: Ticketed = None, json: JsonObject = False) -> None:
+    """Show how far the run is and who is in it; before it begins, what it waits for."""
     from muletrain.cli.machines import show_status
 
     show_status(ticket, json=json)
@@ -173,19 +175,31 @@ def config(
 
 
 @app.command("eval")
-def evaluate(where: Where, json: Json = False) -> None:
-    """Loss and perplexity on the held-out part of the run's data, beside a unigram's and a bigram's."""
+def evaluate(
+    where: Where,
+    data: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Other text, or where the run's is now; written like data.path.")
+    ] = None,
+    json: JsonObject = False,
+) -> None:
+    """Loss and perplexity on the held-out part of the run's data (which must be here), beside a unigram's and a bigram's."""
+    import dataclasses
+    import time
+
     from muletrain.cli.console import make_console
     from muletrain.cli.report import quality_table
-    from muletrain.data.tokens import TokenCache
     from muletrain.runs.checkpoint import Checkpoint
-    from muletrain.runs.result import perplexity, quality
+    from muletrain.runs.result import check_memory, evaluated, quality
 
     checkpoint = Checkpoint.open(where)
-    result = quality(checkpoint, checkpoint.model(), TokenCache.build(checkpoint.config.data, checkpoint.spec.vocab))
+    check_memory(checkpoint.spec)
+    try:
+        cache = checkpoint.corpus(data)
+    except DataError as e:
+        raise DataError(f"{e}; --data PATH names other text, or where the run's is now") from e
+    result = quality(checkpoint, checkpoint.model(), cache)
     if json:
-        numbers: dict[str, Any] = {"step": checkpoint.step, "loss": result.loss, "perplexity": perplexity(result.loss)}
-        print(jsonlib.dumps(numbers | {"unigram": result.unigram, "bigram": result.bigram, "tokens": result.tokens}))
+        print(dataclasses.replace(evaluated(checkpoint.step, result), t=time.time(), peer="eval").to_json())
     else:
         make_console().print(quality_table(result))
 
@@ -193,24 +207,25 @@ def evaluate(where: Where, json: Json = False) -> None:
 @app.command()
 def generate(
     where: Where,
-    prompt: Annotated[str, typer.Argument(help="What the text begins with.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What the text begins with.")],
     tokens: Annotated[int, typer.Option(min=1, help="At most this many new tokens.")] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Draw from the k likeliest; 0: from all.")] = 40,
     seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
+    json: JsonObject = False,
 ) -> None:
     """Continue a prompt with a trained model."""
     from muletrain.runs.checkpoint import Checkpoint
-    from muletrain.runs.result import write
+    from muletrain.runs.result import check_memory, write
 
     if not prompt:
         raise MuletrainError("the prompt is empty; give at least one character")
     checkpoint = Checkpoint.open(where)
-    print(
-        write(
-            checkpoint, checkpoint.model(), prompt, max_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed
-        )
+    check_memory(checkpoint.spec)
+    text = write(
+        checkpoint, checkpoint.model(), prompt, max_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed
     )
+    print(jsonlib.dumps({"step": checkpoint.step, "prompt": prompt, "text": text}) if json else text)
 
 
 @app.command()

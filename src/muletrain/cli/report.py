@@ -31,7 +31,7 @@ def final_report(
     if evaluation is not None:
         parts.append(quality_table(evaluation))
     if samples:
-        parts.append(_section("The model writes", Group(*(Text(f"- {' '.join(s.split())}") for s in samples))))
+        parts.append(_section("The model writes", _texts(samples)))
     if view.peers:
         parts += [_work(view), _links(view)]
     parts.append(_places(paths))
@@ -47,26 +47,42 @@ def _summary(view: RunView) -> str:
 
 
 def quality_table(q: Quality) -> RenderableType:
-    table = _table(
-        f"On {q.tokens:,} held-out tokens", ["model"], ["loss [nats/token]", "perplexity", "this run is better by"]
-    )
+    part = "" if q.tokens == q.heldout else f" (of {q.heldout:,}, from all over them)"
+    title = f"On {q.tokens:,} held-out tokens{part}"
+    table = _table(title, ["model"], ["loss [nats/token]", "perplexity", "this run is better by"])
     table.add_row("this run", f"{q.loss:.3f}", _perplexity(q.loss), "")
     for name, loss in (("interpolated bigram", q.bigram), ("unigram", q.unigram)):
-        table.add_row(name, f"{loss:.3f}", _perplexity(loss), f"{loss - q.loss:+.3f} nats")
+        if loss is None:
+            table.add_row(name, "-", "-", "-")
+        else:
+            table.add_row(name, f"{loss:.3f}", _perplexity(loss), f"{loss - q.loss:+.3f} nats")
+    if q.bigram is None:
+        return Group(table, Text(f"too few training tokens to count: {q.trained:,}", style="dim"))
+    if q.counted < q.trained:
+        return Group(table, Text(f"counted in {q.counted:,} of {q.trained:,} training tokens", style="dim"))
     return table
 
 
+def _texts(samples: Sequence[str]) -> RenderableType:
+    grid = Table.grid(padding=(0, 1))
+    for sample in samples:
+        grid.add_row("-", Text(" ".join(sample.split())))
+    return grid
+
+
 def _work(view: RunView) -> RenderableType:
+    """One row a peer, within 80 columns: what they all have in common is said once."""
+    kinds = {f"{peer.device} {peer.precision}" for peer in view.peers.values()}
+    alike = len(kinds) == 1
     table = _table(
-        "Peers",
-        ["stage", "peer", "device"],
-        ["microbatches", "recomputed", "tokens/s", "compute", "averaging", "update", "idle"],
+        f"Peers ({escape(kinds.pop())})" if alike else "Peers",
+        ["stage", "peer", *([] if alike else ["device"])],
+        ["micro-\nbatches", "re-\ncomputed", "tokens/s", "compute", "aver-\naging", "update", "idle"],
     )
     for stage, peers in view.stages().items():
         for peer in peers:
-            table.add_row(
-                str(stage), escape(peer.name), escape(f"{peer.device} {peer.precision}"), *_shares(peer, view)
-            )
+            device = [] if alike else [escape(f"{peer.device} {peer.precision}")]
+            table.add_row(str(stage), escape(peer.name), *device, *_shares(peer, view))
     return table
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from muletrain.cli.console import JsonConsole, LiveConsole, RunView, final_report, make_console
 from muletrain.errors import CheckpointError, MuletrainError
-from muletrain.events import CheckpointWritten, Evaluated, EventLog, EventTail, Note
+from muletrain.events import CheckpointWritten, EventLog, EventTail, Note
 from muletrain.runs.folder import DiskWatch
 from muletrain.runs.worker_files import EXIT_NO_CHECKPOINT, TICKET_FILE
 
@@ -32,14 +32,19 @@ STOP_S = 90.0
 class Session:
     """One command's run folder, processes and console. ``console`` prints for people, or JSON lines."""
 
+    hears_all = True
+    """The events of all the run's peers come into its folder."""
+
     def __init__(self, folder: Path, fleet: LocalFleet, *, json: bool) -> None:
         from muletrain.runs.tensorboard import TensorBoardSink
 
         self.folder, self.fleet, self.json = folder, fleet, json
-        self.view = RunView()
+        self.view = RunView(whole=self.hears_all)
         self.console = JsonConsole(self.view) if json else LiveConsole(self.view)
         self.checkpoint: Path | None = None
-        self.errors: list[str] = []
+        self.errors: dict[str, list[str]] = {}
+        """What processes said before they gave up, and who said so."""
+        self._ended: set[str] = set()
         self._tail = EventTail(folder, from_now=True)
         self._board = TensorBoardSink(folder / "tensorboard")
         self._disk = DiskWatch(folder)
@@ -59,7 +64,7 @@ class Session:
         if isinstance(event, CheckpointWritten):
             self.checkpoint = self.folder / "checkpoints" / f"step-{event.step:08d}"
         if isinstance(event, Note) and event.level == "error":
-            self.errors.append(f"{event.peer}: {event.message}")
+            self.errors.setdefault(event.message, []).append(event.peer)
 
     def say(self, text: str) -> None:
         if not self.json:
@@ -99,22 +104,38 @@ class Session:
         does one that fails before a run begins that needs the ``whole`` fleet: the others would wait for it for ever."""
         while self.fleet.alive():
             self.poll()
-            if whole and self.view.started is None and any(self.fleet.exit_codes().values()) and not self.interrupted:
-                self.fleet.kill()
-            if self._asked is not None and time.monotonic() - self._asked > STOP_S:
+            self._tell_of_ended()
+            begun = not whole or self.view.started is not None or self.interrupted
+            late = self._asked is not None and time.monotonic() - self._asked > STOP_S
+            if late or (not begun and any(self.fleet.exit_codes().values())):
+                self._ended.update(self.fleet.alive())  # nobody wonders who killed these
                 self.fleet.kill()
             time.sleep(POLL_S)
         self.poll()
-        codes = self.fleet.exit_codes()
-        if all(code not in (0, EXIT_NO_CHECKPOINT) for code in codes.values()) and not self.interrupted:
-            raise MuletrainError("; ".join(self.errors) or f"all peers ended with {codes}; see {self.folder}/*.log")
+        self._tell_of_ended()
+        codes = self.fleet.exit_codes().values()
+        if all(code not in (0, EXIT_NO_CHECKPOINT) for code in codes) and not self.interrupted:
+            raise MuletrainError(f"{self._reasons() or 'no peer is left'}; logs: {self.folder}/*.log")
+
+    def _reasons(self) -> str:
+        return "; ".join(f"{', '.join(peers)}: {message}" for message, peers in self.errors.items())
+
+    def _tell_of_ended(self) -> None:
+        """A process that was killed cannot say so itself."""
+        for name, code in self.fleet.exit_codes().items():
+            if code < 0 and name not in self._ended and not self.interrupted:
+                self._ended.add(name)
+                hint = ": out of memory?" if code == -signal.SIGKILL else ""
+                how = f"was killed by signal {-code} ({signal.strsignal(-code)}){hint}"
+                message = f"the process of {name} {how}; its log is {self.folder / name}.log"
+                self.show(Note(level="warning", message=message, t=time.time(), peer=name))
 
     def wait_for_ticket(self, founder: str) -> Ticket:
         try:
             return self.fleet.wait_for_ticket(founder, self.poll)
         except MuletrainError as e:
             self.poll()
-            raise MuletrainError(self.errors[0] if self.errors else str(e)) from e
+            raise MuletrainError("; ".join(self.errors) or str(e)) from e
 
     def report(self) -> None:
         """Evaluate the last checkpoint and print the final report (or its events). Raises CheckpointError, after that, where the
@@ -132,6 +153,7 @@ class Session:
         paths = {
             "run folder": self.folder,
             "events": self.folder / "*.jsonl",
+            "logs": self.folder / "*.log",
             "tensorboard": self.folder / "tensorboard",
         }
         if self.checkpoint is not None:
@@ -144,26 +166,35 @@ class Session:
             console.print(f'\nmuletrain generate {self.folder} "The "   # more text from this model', soft_wrap=True)
             console.print(f"muletrain export {self.folder} --hf my-model   # take it home", soft_wrap=True)
 
-    def _evaluate(self) -> tuple[Quality, list[str]]:
+    def _evaluate(self) -> tuple[Quality | None, list[str]]:
+        """Quality and a few texts of the last checkpoint; what cannot be had is said, and is no reason to lose the rest."""
+        try:
+            with EventLog(self.folder / "result.jsonl", "result") as log:
+                log.subscribe(self.show)
+                try:
+                    return self._quality(log)
+                except KeyboardInterrupt:
+                    log.note("the model was not evaluated: interrupted", "warning")
+                except (MuletrainError, MemoryError, RuntimeError) as e:  # torch's lack of memory is a RuntimeError
+                    log.note(f"the model was not evaluated: {e}", "warning")
+        except OSError as e:
+            self.say(f"the model was not evaluated: {e}")
+        return None, []
+
+    def _quality(self, log: EventLog) -> tuple[Quality, list[str]]:
         import torch
 
-        from muletrain.data.tokens import TokenCache
         from muletrain.runs.checkpoint import Checkpoint
-        from muletrain.runs.result import perplexity, quality, samples
+        from muletrain.runs.result import check_memory, evaluated, quality, report_tokens, samples
 
         assert self.checkpoint is not None
         torch.set_num_threads(os.cpu_count() or 1)
         checkpoint = Checkpoint.open(self.checkpoint)
-        cache = TokenCache.build(checkpoint.config.data, checkpoint.spec.vocab)
+        check_memory(checkpoint.spec)
+        cache = checkpoint.corpus()
         model = checkpoint.model()
-        result = quality(checkpoint, model, cache)
-        with EventLog(self.folder / "result.jsonl", "result") as log:
-            log.subscribe(self.show)
-            log.emit(
-                Evaluated(
-                    step=checkpoint.step, loss=result.loss, perplexity=perplexity(result.loss), tokens=result.tokens
-                )
-            )
+        result = quality(checkpoint, model, cache, report_tokens(checkpoint.spec))
+        log.emit(evaluated(checkpoint.step, result))
         return result, samples(checkpoint, model)
 
     def close(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from rich.progress import Progress
@@ -11,7 +13,9 @@ from rich.progress import Progress
 from muletrain.cli.console import make_console
 from muletrain.cli.session import Session
 from muletrain.config.dump import dump_toml
-from muletrain.config.load import load_config
+from muletrain.config.fleet import load_fleet
+from muletrain.config.load import load_located, located
+from muletrain.data.corpus import absolute
 from muletrain.errors import ConfigError, MuletrainError
 from muletrain.runs.fleet import LocalFleet, threads_per_peer
 from muletrain.runs.folder import ROOT, held, new_run_folder
@@ -23,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from muletrain.config.schema import RunConfig
+    from muletrain.config.schema import RunConfig, Section
 
 
 def run_local(path: Path | None, overrides: Sequence[str], *, json: bool, resume: Path | None = None) -> None:
@@ -64,13 +68,38 @@ def opened(
         raise ConfigError(f"{path}: a run goes on with its own configuration; change what may change by --set")
     if resume is not None and not (resume / "config.toml").is_file():
         raise MuletrainError(f"{resume}: not a run folder (it has no config.toml); give one from {ROOT}/")
-    config = load_config(path if resume is None else resume / "config.toml", overrides)
+    given, origins = load_located(path if resume is None else resume / "config.toml", overrides)
+    config = anchored(given)
     folder = new_run_folder(path.stem if path is not None else name) if resume is None else resume
-    with held(folder):
-        (folder / TICKET_FILE).unlink(missing_ok=True)  # of a process that was killed
-        if resume is None:
-            save_config(folder, config)
-        yield folder, config
+    try:
+        with held(folder), located(origins):
+            (folder / TICKET_FILE).unlink(missing_ok=True)  # of a process that was killed
+            if resume is None:
+                save_config(folder, config)
+            yield folder, config
+    finally:
+        if resume is None and not any(folder.glob("*.jsonl")):  # nobody was told to begin: nothing worth keeping
+            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):
+                ROOT.rmdir()  # unless other runs are in it
+
+
+def anchored(config: RunConfig) -> RunConfig:
+    """``config`` with every path absolute: a run goes on, and its model is evaluated, from any working directory."""
+    model, data, profile = config.model, config.data, config.fleet.profile
+    own: dict[str, str | None] = {"path": absolute(data.path), "cache": data.cache and _absolute(data.cache)}
+    if os.path.exists(os.path.expanduser(data.tokenizer)):  # else a Hugging Face name
+        own["tokenizer"] = _absolute(data.tokenizer)
+    sections: dict[str, Section] = {"data": data.model_copy(update=own)}
+    if model.from_ is not None:
+        sections["model"] = model.model_copy(update={"from_": _absolute(model.from_)})
+    if profile is not None and os.path.exists(profile):  # else a shipped one
+        sections["fleet"] = config.fleet.model_copy(update={"profile": _absolute(profile)})
+    return config.model_copy(update=sections)
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
 
 
 def save_config(folder: Path, config: RunConfig) -> None:
@@ -101,13 +130,22 @@ def newest_checkpoint(folder: Path, config: RunConfig) -> Path | None:
 
 
 def prepare(config: RunConfig, *, quiet: bool) -> RunConfig:
-    """Check that the model can be built and cut, and tokenise the corpus. The configuration with nothing left to look up."""
+    """Check that the model can be built and cut, its device and profile are there, and tokenise the corpus. The configuration with
+    nothing left to look up."""
+    from muletrain.compute.probe import pick_device
     from muletrain.data.tokens import TokenCache
     from muletrain.runs.assemble import RunFacts, resolve_start
 
     config = resolve_start(config)
     facts = RunFacts.of(config)
-    with Progress(transient=True, disable=quiet) as progress:
+    pick_device(config.compute.device)
+    if config.fleet.profile is not None:
+        try:
+            load_fleet(config.fleet.profile, peers=config.fleet.local_peers)
+        except ConfigError as e:
+            raise ConfigError(f"fleet.profile: {e}") from e
+    console = make_console(sys.stderr)
+    with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
         task = progress.add_task("tokenising the corpus", total=1.0)
         cache = TokenCache.build(config.data, facts.spec.vocab, lambda done: progress.update(task, completed=done))
     facts.source(cache)  # raises where the corpus is shorter than one sequence

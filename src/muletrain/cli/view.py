@@ -54,7 +54,9 @@ class PeerView:
 class RunView:
     """State of a run after the events folded so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, whole: bool = True) -> None:
+        """``whole``: events of all peers come, so that a stage of which none is heard has none."""
+        self.whole = whole
         self.started: ev.RunStarted | None = None
         self.finished: ev.RunFinished | None = None
         self.evaluated: ev.Evaluated | None = None
@@ -98,8 +100,8 @@ class RunView:
         return max(0, self.steps - self.step) * sum(e.duration_s for e in self._recent) / len(self._recent)
 
     def stages(self) -> dict[int, list[PeerView]]:
-        """Peers by stage, both in order; stages without a peer are there, empty."""
-        count = self.started.stages if self.started else 0
+        """Peers by stage, both in order; stages without a peer are there, empty, if we hear of the whole run."""
+        count = self.started.stages if self.started and self.whole else 0
         found: dict[int, list[PeerView]] = {s: [] for s in range(count)}
         for peer in sorted(self.peers.values(), key=lambda p: (p.stage, p.name)):
             found.setdefault(peer.stage, []).append(peer)
@@ -119,7 +121,8 @@ class RunView:
         """Take one event in. False if it says nothing new: a warning that was given before, a step told twice."""
         match event:
             case ev.RunStarted():
-                self.started = self.started or event
+                news, self.started = self.started is None, self.started or event
+                return news
             case ev.PeerJoined():
                 self._join(event)
             case ev.Waiting():
@@ -193,6 +196,11 @@ class RunView:
         self.finished = event
         if event.peer in self.peers:
             self.peers[event.peer].state = "finished"
+
+
+def printable(text: str) -> str:
+    """``text``, which may come from anybody, on one line and without what would steer a terminal."""
+    return "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in text)
 
 
 def is_warning(event: ev.Event) -> bool:

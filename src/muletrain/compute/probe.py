@@ -30,7 +30,8 @@ def pick_device(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
-            f"compute.device: no {name} here (torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices)"
+            f"compute.device: no {name} here (torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices); "
+            "'auto' takes what is here"
         )
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("compute.device: no mps here; use 'auto'")

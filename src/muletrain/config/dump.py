@@ -38,18 +38,21 @@ def dump_toml(config: Section) -> str:
 
 def describe(kind: type[BaseModel] = RunConfig, title: str = "every value is the default") -> str:
     """The configuration type as TOML that loads as it is: defaults (examples for what has none), a comment with
-    the unit for each field; what is off by default, or depends on another field, is commented out."""
+    the unit for each field; what is off by default is commented out, with an example, and so is what gives way to others or
+    depends on them."""
     top: list[str] = [f"# {title}"]
     tables: list[str] = []
     for key, info in keys_of(kind).items():
         sub = submodel(info)
         if sub is None:
-            top += _described(key, info)
+            top += _described(key, info, kind)
         else:
             is_array = get_origin(info.annotation) is tuple
             doc = " ".join((sub.__doc__ or "").split())
             head = [f"# {doc}", f"[[{key}]]" if is_array else f"[{key}]"]
-            tables.append("\n".join([*head, *(line for k, i in keys_of(sub).items() for line in _described(k, i))]))
+            tables.append(
+                "\n".join([*head, *(line for k, i in keys_of(sub).items() for line in _described(k, i, sub))])
+            )
     return "\n\n".join(["\n".join(top), *tables]) + "\n"
 
 
@@ -79,7 +82,7 @@ def _assignments(model: Section) -> list[str]:
     return [f"{key} = {toml_value(value)}" for key, value in lines if value != "none" or known[key].default is not None]
 
 
-def _described(key: str, info: FieldInfo) -> list[str]:
+def _described(key: str, info: FieldInfo, kind: type[BaseModel]) -> list[str]:
     default = info.get_default(call_default_factory=True, validated_data={})
     if default is None:
         setting = f"# {key} = {toml_value((info.examples or ['none'])[0])}"
@@ -87,7 +90,8 @@ def _described(key: str, info: FieldInfo) -> list[str]:
         setting = f"# {key} = {toml_value(default)}"
     else:
         value = (info.examples or [""])[0] if default is PydanticUndefined else default
-        setting = f"{key} = {toml_value(value)}"
+        yields = issubclass(kind, Section) and key in kind.YIELDS
+        setting = f"{'# ' if yields else ''}{key} = {toml_value(value)}"
     comment = textwrap.wrap((info.description or "") + _choices(info), WIDTH - COMMENT_COLUMN - 2)
     first, *rest = comment
     return [f"{setting:<{COMMENT_COLUMN - 2}}  # {first}", *(" " * COMMENT_COLUMN + f"# {line}" for line in rest)]

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from muletrain.config.dump import describe, dump_toml
 from muletrain.config.locate import KeyPath, Origins, key_lines
-from muletrain.config.problems import explain, field_at, keys_of, submodel
+from muletrain.config.problems import explain, field_at, keys_of, located, submodel
 from muletrain.config.schema import RunConfig
 from muletrain.errors import ConfigError
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from pydantic.fields import FieldInfo
 
-__all__ = ["describe", "digest", "dump_toml", "load_config", "load_toml"]
+__all__ = ["describe", "digest", "dump_toml", "load_config", "load_located", "load_toml", "located"]
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -32,17 +32,26 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> RunC
 
     Raises ConfigError: one sentence with the place ('my.toml:12' or '--set ...'), the field and the remedy.
     """
-    return load_toml(RunConfig, path, overrides)
+    return load_located(path, overrides)[0]
+
+
+def load_located(path: Path | None = None, overrides: Sequence[str] = ()) -> tuple[RunConfig, Origins]:
+    """As ``load_config``, with who set what: for errors that are found later (``located``)."""
+    return _load(RunConfig, path, overrides)
 
 
 def load_toml(kind: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
     """A model of type ``kind`` from TOML. Types are strict (no "12" for 12), 'none' is null. Raises ConfigError."""
+    return _load(kind, path, overrides)[0]
+
+
+def _load(kind: type[T], path: Path | None, overrides: Sequence[str]) -> tuple[T, Origins]:
     raw, origins = _read(path) if path is not None else ({}, Origins())
     for text in overrides:
         _override(raw, text, kind, origins)
     try:
         # by way of JSON, for its strict mode knows that a list may be a tuple and text an enum's value
-        return kind.model_validate_json(json.dumps(_nulls(kind, raw), default=str), strict=True)
+        return kind.model_validate_json(json.dumps(_nulls(kind, raw), default=str), strict=True), origins
     except ValidationError as e:
         raise explain(e, kind, origins) from None
 
@@ -77,9 +86,9 @@ def _syntax(path: Path, message: str) -> str:
     match = re.fullmatch(r"(.*) \(at line (\d+), column (\d+)\)", message, re.DOTALL)
     if match is None:
         return f"{path}: not valid TOML: {message}"
-    return (
-        f"{path}:{match[2]}:{match[3]}: not valid TOML: {match[1]}; write text in \"quotes\", one 'key = value' a line"
-    )
+    twice = "overwrite" in match[1] or "twice" in match[1]
+    remedy = "name each key and table once" if twice else "write text in \"quotes\", one 'key = value' a line"
+    return f"{path}:{match[2]}:{match[3]}: not valid TOML: {match[1]}; {remedy}"
 
 
 def _override(raw: dict[str, Any], text: str, kind: type[BaseModel], origins: Origins) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import difflib
 import re
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel
 
-from muletrain.errors import ConfigError
+from muletrain.config.schema import RunConfig
+from muletrain.errors import ConfigError, MuletrainError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pydantic import ValidationError
     from pydantic.fields import FieldInfo
     from pydantic_core import ErrorDetails
@@ -33,6 +37,7 @@ _BOUNDS = {
     "less_than": ("lt", "less than"),
     "less_than_equal": ("le", "at most"),
 }
+_FIELD = re.compile(r"([a-z]+)\.[a-z_]+: ")
 _DOTTED = re.compile(r"[a-z_]+(?:\[\d+\])?(?:\.[a-z_]+(?:\[\d+\])?)+")
 
 
@@ -44,6 +49,18 @@ def explain(error: ValidationError, kind: type[BaseModel], origins: Origins) -> 
         return _cross_field(str(first["ctx"]["error"]), first["loc"], origins)
     path = first["loc"]
     return ConfigError(f"{origins.where(path)}: {dotted(path)}: {_problem(first, kind)}")
+
+
+@contextmanager
+def located(origins: Origins) -> Iterator[None]:
+    """An error about a field that arises inside says where the field was set, like those of loading do."""
+    try:
+        yield
+    except MuletrainError as e:
+        section = _FIELD.match(str(e))
+        if section is None or section[1] not in RunConfig.model_fields:
+            raise
+        raise type(e)(f"{_place(str(e), (section[1],), origins)}: {e}") from e
 
 
 def dotted(path: KeyPath) -> str:
@@ -84,10 +101,13 @@ def closest(name: str, known: list[str]) -> str | None:
 
 
 def _cross_field(message: str, loc: KeyPath, origins: Origins) -> ConfigError:
-    """A validator's message 'section.field: ... other.field ...': point at the first of these that was written."""
+    return ConfigError(f"{_place(message, loc, origins)}: {message}")
+
+
+def _place(message: str, loc: KeyPath, origins: Origins) -> str:
+    """Of a message 'section.field: ... other.field ...': where the first of these that was written stands."""
     named = [_undotted(m) for m in _DOTTED.findall(message)]
-    written = next(filter(origins.knows, named), named[0] if named else loc)
-    return ConfigError(f"{origins.where(written)}: {message}")
+    return origins.where(next(filter(origins.knows, named), named[0] if named else loc))
 
 
 def _undotted(name: str) -> KeyPath:
@@ -111,6 +131,8 @@ def _problem(error: ErrorDetails, kind: type[BaseModel]) -> str:
     if code in ("too_long", "too_short"):
         return f"expected {_length(ctx)}, got {ctx['actual_length']}"
     expected = _EXPECTED.get(code) or _EXPECTED.get(code.split("_")[0])
+    if code == "string_type" and isinstance(got, list):
+        return f'expected one text in "quotes" (several separated by commas), got {_show(got)}'
     return f"expected {expected}, got {_show(got)}" if expected else f"{error['msg']}, got {_show(got)}"
 
 

@@ -8,7 +8,7 @@ description; ``[1]`` is a pure number. ``examples`` gives the value printed for 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -49,14 +49,20 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
 
+    YIELDS: ClassVar[frozenset[str]] = frozenset()
+    """Fields whose defaults give way to other fields, as sizes to a preset: a printed configuration must not set them."""
+
     def stated(self) -> set[str]:
         """Fields (by attribute name) that a written copy of this section must name to mean the same."""
         return set(type(self).model_fields)
 
 
 class ModelConfig(Section):
-    """The decoder (SWARM app. G, mapped one to one onto LlamaForCausalLM)."""
+    """The decoder (SWARM app. G, mapped one to one onto LlamaForCausalLM). Defaults stand behind '#': what is given overrides a preset."""
 
+    YIELDS: ClassVar[frozenset[str]] = frozenset(
+        ("layers", "width", "heads", "vocab", "context", "activation", "dropout", "rope_theta", "norm_eps", "share_layers")
+    )  # fmt: skip
     preset: str | None = Field(
         default=None,
         description="named size, e.g. 'gpt3-125m' or 'llama-7b'; fields given beside it override it",
@@ -284,12 +290,14 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
-        if self.model.preset is None:  # with a preset the sizes are known only once it is filled in
+        # with a preset or a checkpoint the sizes are known only once they are filled in
+        if self.model.preset is None and self.model.from_ is None:
             _check_shape(self.model)
             _check_depth(self.model, self.fleet)
             _check_sequences(self.model, self.train)
         _check_batch(self.train)
         _check_fleet(self.fleet)
+        _check_network(self.network)
         return self
 
     def local(self) -> RunConfig:
@@ -349,6 +357,12 @@ def _check_fleet(f: FleetConfig) -> None:
         )
     if f.trainers is not None and f.peers is not None and f.trainers > f.peers:
         raise ValueError(f"fleet.trainers: {f.trainers} trainers among fleet.peers = {f.peers}; at most one per peer")
+
+
+def _check_network(n: NetworkConfig) -> None:
+    for address in n.announce:
+        if not address.startswith("/"):
+            raise ValueError(f"network.announce: {address!r} is no address; write it as '/ip4/1.2.3.4/tcp/4000'")
 
 
 def _near(width: int, heads: int) -> int | str:

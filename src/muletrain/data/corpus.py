@@ -7,18 +7,16 @@ corpus may be larger than memory (16 bytes of hash, about 100 with Python's set,
 
 from __future__ import annotations
 
-import codecs
 import glob
-import gzip
 import hashlib
 import io
 import json
 import os
-import zlib
 from collections import Counter
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from muletrain.data.lines import file_lines, reading, whole_lines
 from muletrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -62,6 +60,7 @@ class Corpus:
     """
 
     def __init__(self, config: DataConfig) -> None:
+        self.path = config.path
         self.sources = _resolve(config)
         self.fraction = 0.0  # of the current pass over the text, for progress
         self.duplicates = 0  # paragraphs dropped in the current pass
@@ -165,7 +164,7 @@ class _FileSource:
         self.size = path.stat().st_size
 
     def fingerprint(self) -> str:
-        with _reading(self.path), self.path.open("rb") as file:
+        with reading(self.path), self.path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -173,14 +172,14 @@ class TextFile(_FileSource):
     """UTF-8 text (or .gz of it): one document."""
 
     def documents(self) -> Iterator[Iterable[str]]:
-        yield _file_lines(self.path)
+        yield file_lines(self.path, PARAGRAPH_LIMIT)
 
 
 class JsonlFile(_FileSource):
     """One JSON object per line (or .gz of it); ``field`` of each is a document."""
 
     def documents(self) -> Iterator[Iterable[str]]:
-        for number, line in enumerate(_whole_lines(self.path), start=1):
+        for number, line in enumerate(whole_lines(self.path), start=1):
             if line.strip():
                 yield _lines(_field(_json_row(line, f"{self.path}:{number}"), self.field, f"{self.path}:{number}"))
 
@@ -192,13 +191,13 @@ class ParquetFile(_FileSource):
         import pyarrow.parquet as parquet  # slow to import
 
         number = 0
-        with _reading(self.path), parquet.ParquetFile(self.path) as file:
+        with reading(self.path), parquet.ParquetFile(self.path) as file:
             names = [str(name) for name in file.schema_arrow.names]
             if self.field not in names:
                 raise _no_field(self.field, str(self.path), names)
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[self.field]):
                 for value in batch.column(0).to_pylist():
-                    yield _lines(_field({self.field: value}, self.field, f"{self.path} row {number}"))
+                    yield _lines(_field({self.field: value}, self.field, f"{self.path}: row {number}"))
                     number += 1
 
 
@@ -220,13 +219,13 @@ class HubDataset:
         known = [self.name]
         for path in sorted(folder.rglob("*")) if folder.is_dir() else ():
             if path.is_file():
-                with _reading(path), path.open("rb") as file:
+                with reading(path), path.open("rb") as file:
                     known.append(f"{path.relative_to(folder)} {hashlib.file_digest(file, 'sha256').hexdigest()}")
         return "\n".join(known)
 
     def documents(self) -> Iterator[Iterable[str]]:
         for number, row in enumerate(self._rows()):
-            yield _lines(_field(row, self.field, f"hf:{self.name} row {number}"))
+            yield _lines(_field(row, self.field, f"hf:{self.name}: row {number}"))
 
     def _rows(self) -> Iterator[dict[str, object]]:
         try:
@@ -249,10 +248,22 @@ class HubDataset:
             ) from error
 
 
+def absolute(path: str) -> str:
+    """``data.path`` so that it means the same in any working directory."""
+    return ", ".join(
+        item if item == "pydoc" or item.startswith("hf:") else os.path.abspath(os.path.expanduser(item))
+        for item in _items(path)
+    )
+
+
+def _items(path: str) -> list[str]:
+    return [item for part in path.split(",") if (item := part.strip())]
+
+
 def _resolve(config: DataConfig) -> list[Source]:
     sources: list[Source] = []
     taken: set[Path] = set()
-    for item in filter(None, (part.strip() for part in config.path.split(","))):
+    for item in _items(config.path):
         if item == "pydoc":
             sources.append(PydocSource())
         elif item.startswith("hf:"):
@@ -283,9 +294,9 @@ def _files(item: str) -> list[Path]:
     found = sorted(Path(name) for name in glob.glob(pattern, recursive=True) if os.path.isfile(name))
     if not found:
         what = "no file matches" if _GLOB_CHARACTERS & set(item) else "no such file:"
+        where = "" if os.path.isabs(pattern) else f" (relative to {Path.cwd()})"
         raise DataError(
-            f"data.path: {what} '{item}' (relative to {Path.cwd()}); check the path, or use 'hf:NAME' for a "
-            "Hugging Face dataset"
+            f"data.path: {what} '{item}'{where}; check the path, or use 'hf:NAME' for a Hugging Face dataset"
         )
     return found
 
@@ -305,76 +316,15 @@ def _lines(text: str) -> Iterable[str]:
     return io.StringIO(clean, newline=None)
 
 
-def _file_lines(path: Path) -> Iterator[str]:
-    """Lines of a UTF-8 file, pieces of a line where it is longer than ``PARAGRAPH_LIMIT`` bytes."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    offset = 0
-    with _reading(path), _binary(path) as file:
-        while True:
-            raw = file.readline(PARAGRAPH_LIMIT)
-            pending = len(decoder.getstate()[0])
-            try:
-                line = decoder.decode(raw, final=not raw)
-            except UnicodeDecodeError as error:
-                raise _undecodable(path, offset - pending + error.start) from error
-            if not raw:
-                return
-            yield _clean(line, first=offset == 0)
-            offset += len(raw)
-
-
-def _whole_lines(path: Path) -> Iterator[str]:
-    """Lines of a UTF-8 file, each whole."""
-    offset = 0
-    with _reading(path), _binary(path) as file:
-        for raw in file:
-            try:
-                yield _clean(raw.decode(), first=offset == 0)
-            except UnicodeDecodeError as error:
-                raise _undecodable(path, offset + error.start) from error
-            offset += len(raw)
-
-
-def _clean(line: str, *, first: bool) -> str:
-    if first:
-        line = line.removeprefix("\ufeff")  # byte-order mark
-    return line[:-2] + "\n" if line.endswith("\r\n") else line
-
-
-def _binary(path: Path) -> gzip.GzipFile | IO[bytes]:
-    return gzip.GzipFile(path) if path.suffix == ".gz" else path.open("rb")
-
-
-class _reading:
-    """Turns what a damaged or vanished file raises into a DataError that names it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        # (pyarrow's errors are ValueErrors or OSErrors; gzip raises EOFError for a truncated file)
-        if isinstance(error, OSError | EOFError | ValueError | zlib.error) and not isinstance(error, UnicodeError):
-            raise DataError(f"data.path: cannot read {self._path}: {error}; is the file complete?") from error
-
-
-def _undecodable(path: Path, position: int) -> DataError:
-    return DataError(
-        f"data.path: {path} is not UTF-8 text: undecodable byte at position {position}; convert it with "
-        f"`iconv -t UTF-8`, or leave it out of the glob"
-    )
-
-
 def _json_row(line: str, where: str) -> dict[str, object]:
     try:
         row = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"data.path: {where} is not JSON: {error}; a .jsonl file has one object per line") from error
+    except (ValueError, RecursionError) as error:  # (ten thousand brackets)
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        raise DataError(f"data.path: {where}: not JSON: {reason}; a .jsonl file has one object per line") from error
     if not isinstance(row, dict):
         raise DataError(
-            f"data.path: {where} is a JSON {type(row).__name__}, not an object; a .jsonl file has one object per line"
+            f"data.path: {where}: a JSON {type(row).__name__}, not an object; a .jsonl file has one object per line"
         )
     return row
 
@@ -393,6 +343,4 @@ def _field(row: dict[str, object], field: str, where: str) -> str:
 
 
 def _no_field(field: str, where: str, available: list[str]) -> DataError:
-    return DataError(
-        f"data.path: {where} has no '{field}'; set data.field to one of: {', '.join(available) or '(none)'}"
-    )
+    return DataError(f"data.path: {where}: no '{field}'; set data.field to one of: {', '.join(available) or '(none)'}")

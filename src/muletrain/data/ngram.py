@@ -55,9 +55,23 @@ class Counts:
         return np.stack([uniform, unigram, together / np.maximum(self._firsts[pairs[:, 0]], 1)])
 
 
+def spread(tokens: TokenArray, limit: int, pieces: int = 64) -> TokenArray:
+    """``tokens``, or where they are more than ``limit``, about so many (never more) in pieces from all over them: a corpus drifts."""
+    if len(tokens) <= limit:
+        return tokens
+    pieces = min(pieces, limit)
+    starts = np.linspace(0, len(tokens) - limit // pieces, pieces).astype(np.int64)
+    return np.concatenate([tokens[start : start + limit // pieces] for start in starts])
+
+
+def countable(train: TokenArray) -> bool:
+    """Is there enough text for counts and for the tuning slice?"""
+    return len(train) > _BLOCK * _EVERY
+
+
 def baselines(train: TokenArray, heldout: TokenArray, vocab: int) -> Baselines:
     """Unigram and bigram losses of ``heldout`` under counts of ``train``. Raises DataError when either is too short."""
-    if len(train) <= _BLOCK * _EVERY or len(heldout) < 2:
+    if not countable(train) or len(heldout) < 2:
         raise DataError(
             f"data.path: {len(train)} training and {len(heldout)} held-out tokens are too few for n-gram baselines "
             f"(more than {_BLOCK * _EVERY} and 1 are needed); add text"

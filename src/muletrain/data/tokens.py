@@ -154,7 +154,7 @@ class _Builder:
                 side = heldout if is_heldout(paragraph.text, self._share) else train
                 side.add(paragraph.document, paragraph.text)
                 self._progress(done + (1 - done) * self._corpus.fraction)
-        _check_sides(train, heldout, self._share)
+        _check_sides(train, heldout, self._share, self._corpus.path)
         stats = TokenStats(
             paragraphs=train.paragraphs + heldout.paragraphs,
             heldout_paragraphs=heldout.paragraphs,
@@ -282,10 +282,12 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(grave, ignore_errors=True)
 
 
-def _check_sides(train: _Side, heldout: _Side, share: float) -> None:
+def _check_sides(train: _Side, heldout: _Side, share: float, path: str) -> None:
     total = train.paragraphs + heldout.paragraphs
     if not total:
-        raise DataError("data.path: the corpus has no text; check the files and data.field")
+        raise DataError(
+            f"data.path: the corpus '{path}' has no text; check the files, and data.field for .jsonl and .parquet"
+        )
     if not heldout.tokens or not train.tokens:
         side = "held out" if not heldout.tokens else "left for training"
         raise DataError(

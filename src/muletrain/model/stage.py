@@ -36,7 +36,7 @@ class _Body(nn.Module):
         self.layers = nn.ModuleDict({str(layer): Block(spec) for layer in layers})
         if first:
             # not initialised: on the meta device that would import torch._dynamo, 1.4 s of CPU
-            self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(spec.vocab, spec.width), freeze=False)
+            self.embed_tokens = nn.Embedding(spec.vocab, spec.width, _weight=torch.empty(spec.vocab, spec.width))
         if last:
             self.norm = RMSNorm(spec.width, spec.norm_eps)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import ipaddress
 import logging
 import os
 import socket
@@ -302,12 +304,20 @@ def check_socket_folder(folder: Path, platform: str) -> None:
 
 def _check_port_free(listen: str, port: int) -> None:
     """The daemon listens with SO_REUSEPORT: a second one on the same port would silently take half of the first one's callers."""
-    with socket.socket(socket.AF_INET6 if ":" in listen else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        address = ipaddress.ip_address(listen)
+        with socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((listen, port))
-        except OSError as e:
-            raise NetworkError(f"cannot listen on {listen}:{port}: {e.strerror}; choose another network.port") from e
+    except ValueError as e:
+        raise NetworkError(
+            f"network.listen: {listen!r} is no address; write it as 192.168.1.7, or 0.0.0.0 for all"
+        ) from e
+    except OSError as e:
+        what = f"cannot listen on {listen}:{port}: {e.strerror}"
+        if e.errno in (errno.EADDRINUSE, errno.EACCES):
+            raise NetworkError(f"network.port: {what}; choose another (--port), or 0 for any free one") from e
+        raise NetworkError(f"network.listen: {what}; give an address of this machine, or 0.0.0.0 for all") from e
 
 
 async def _end_daemon(p2p: GatedP2P) -> None:

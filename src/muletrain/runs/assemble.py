@@ -186,7 +186,10 @@ def resolve_start(config: RunConfig) -> RunConfig:
     if config.model.from_ is None:
         return config
     given = config.model.model_dump(include=config.model.model_fields_set - {"from_"}, exclude_none=True)
-    spec, _ = import_hf(Path(config.model.from_), context=given.get("context"))
+    try:
+        spec, _ = import_hf(Path(config.model.from_), context=given.get("context"))
+    except CheckpointError as e:
+        raise CheckpointError(f"model.from: {e}") from e
     own = {"dropout": given.get("dropout", 0.0), "share_layers": config.model.share_layers}
     sizes: dict[str, object] = {**json.loads(spec.to_json()), **own}
     for name, value in given.items():

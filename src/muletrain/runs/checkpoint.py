@@ -8,9 +8,10 @@ import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import safetensors.torch
+import safetensors
 
 from muletrain.config.schema import Precision, RunConfig
+from muletrain.data.tokens import TokenCache
 from muletrain.errors import CheckpointError, ConfigError, MuletrainError
 from muletrain.model.generate import load_model
 from muletrain.model.spec import ModelSpec
@@ -29,6 +30,7 @@ FORMAT = 2
 MAY_CHANGE = {
     "train": {"steps", "time_limit"},
     "optimizer": {"state_device"},
+    "data": {"path", "cache"},  # its content is held against the checkpoint's digest
     "fleet": {"peers", "trainers", "profile", "rebalance", "rebalance_period"},
     "checkpoint": None,
     "compute": None,
@@ -143,12 +145,22 @@ class Checkpoint:
                 return self.verify(file).read_bytes()
         raise CheckpointError(f"{self.folder}: its manifest names no tokenizer.json; use another checkpoint of the run")
 
+    def corpus(self, path: str | None = None) -> TokenCache:
+        """The run's tokens, or those of another ``data.path`` by the run's tokenizer. Raises DataError when there is no such text."""
+        data = self.config.data
+        if path is not None:
+            data = data.model_copy(update={"path": path, "tokenizer": str(self.folder / "tokenizer.json")})
+        return TokenCache.build(data, self.spec.vocab)
+
     def weights(self) -> dict[str, Tensor]:
         """All weights by name, fp32. Raises CheckpointError when a part is missing or not what the manifest says."""
         weights: dict[str, Tensor] = {}
         for part in self.manifest["parts"]:
-            tensors = safetensors.torch.load_file(self.verify(part))
-            weights |= {n.removeprefix("model/"): t for n, t in tensors.items() if n.startswith("model/")}
+            with safetensors.safe_open(
+                self.verify(part), framework="pt"
+            ) as file:  # the optimizer's state stays on disk
+                names = [name for name in file.keys() if name.startswith("model/")]  # noqa: SIM118 # no mapping
+                weights |= {name.removeprefix("model/"): file.get_tensor(name) for name in names}
         return weights
 
     def model(self) -> Stage:

@@ -86,6 +86,8 @@ def latest_checkpoint(path: Path) -> Path:
     if (path / "manifest.json").is_file():
         return path
     found = sorted((path / "checkpoints").glob("step-*/manifest.json")) or sorted(path.glob("step-*/manifest.json"))
+    if not path.exists():
+        raise MuletrainError(f"{path}: no such folder; give that of a run ({ROOT}/...) or of a checkpoint")
     if not found:
         raise MuletrainError(f"{path}: no checkpoint here; give a run folder or a folder with a manifest.json")
     return found[-1].parent

@@ -20,7 +20,7 @@ from muletrain.compute.estimate import Offer
 from muletrain.errors import AdmissionError, CapacityError, NetworkError, ProtocolError
 from muletrain.events import Admitted, JoinRefused, Note, Waiting
 from muletrain.runs.seating import choose_stage, mixing
-from muletrain.swarm.messages import Digest, Id, Member, Message, Natural, Text
+from muletrain.swarm.messages import Digest, Id, Member, Message, Name, Natural, Text
 from muletrain.swarm.roster import Genesis
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Join(Message):
 
     KIND: ClassVar[str] = "lobby.join"
     version: Text
-    name: Id
+    name: Name
     stage: Natural | None
     device: Text
     memory: Natural
@@ -99,6 +99,13 @@ class Declined(Message):
 
     KIND: ClassVar[str] = "lobby.declined"
     reason: Text
+
+
+class Missing(Message):
+    """What the run still waits for, in words (nothing: it has begun). Answers an empty question, and every ``Ready``."""
+
+    KIND: ClassVar[str] = "lobby.missing"
+    missing: Annotated[tuple[Text, ...], Field(max_length=4096)]
 
 
 class Begin(Message):
@@ -163,6 +170,7 @@ class Lobby:
         self.net.serve(AskPart.KIND, self._on_part)
         self.net.serve(Ready.KIND, self._on_ready)
         self.net.serve(Declined.KIND, self._on_declined)
+        self.net.serve(Missing.KIND, self._on_missing)
         _serve_founder(self.net, self.net.peer_id)
 
     def seat(self, peer: PeerId, join: Join) -> int:
@@ -307,7 +315,10 @@ class Lobby:
 
     async def _on_ready(self, sender: PeerId, payload: bytes) -> bytes:
         self.ready(sender, Ready.unpack(payload).trainer)
-        return b""
+        return await self._on_missing(sender, b"")
+
+    async def _on_missing(self, sender: PeerId, payload: bytes) -> bytes:
+        return Missing(missing=() if self._begun else tuple(self.missing())).pack()
 
     async def _on_declined(self, sender: PeerId, payload: bytes) -> bytes:
         declined = Declined.unpack(payload)
@@ -347,6 +358,15 @@ async def find_founder(net: Network, addresses: tuple[str, ...]) -> PeerId:
     )
 
 
+async def ask_missing(net: Network, addresses: tuple[str, ...]) -> tuple[str, ...]:
+    """What a run that has not begun waits for; nothing once it has. Raises AdmissionError when no member can be asked."""
+    founder = await find_founder(net, addresses)
+    try:
+        return Missing.unpack(await net.call(founder, Missing.KIND, b"", timeout_s=CALL_TIMEOUT_S)).missing
+    except NetworkError:  # of a run that has begun, members answer for themselves
+        return ()
+
+
 def _serve_founder(net: Network, founder: PeerId) -> None:
     async def answer(sender: PeerId, payload: bytes) -> bytes:
         return Founder(id=founder).pack()
@@ -360,6 +380,8 @@ class Visitor:
 
     net: Network
     founder: PeerId
+    tell: Callable[[tuple[str, ...]], None] = lambda missing: None
+    """Told what the run waits for, now and then."""
     _genesis: asyncio.Future[Genesis] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def __post_init__(self) -> None:
@@ -413,13 +435,13 @@ class Visitor:
 
     async def begin(self, trainer: bool) -> Genesis:
         """Say that we are ready and wait for the start. Raises NetworkError when the founder goes away meanwhile."""
-        await self.net.call(self.founder, Ready.KIND, Ready(trainer=trainer).pack(), timeout_s=CALL_TIMEOUT_S)
+        ready = Ready(trainer=trainer).pack()
         while True:
+            answer = await self.net.call(self.founder, Ready.KIND, ready, timeout_s=CALL_TIMEOUT_S)
+            self.tell(Missing.unpack(answer).missing)
             done, _ = await asyncio.wait({self._genesis}, timeout=POLL_S * 5)
             if done:
                 return self._genesis.result()
-            ready = Ready(trainer=trainer).pack()
-            await self.net.call(self.founder, Ready.KIND, ready, timeout_s=CALL_TIMEOUT_S)
 
     async def _on_begin(self, sender: PeerId, payload: bytes) -> bytes:
         if sender != self.founder:

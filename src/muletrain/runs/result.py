@@ -8,34 +8,83 @@ from typing import TYPE_CHECKING
 import tokenizers
 import torch
 
+from muletrain.compute.probe import free_memory
 from muletrain.data.microbatch import heldout_batches
-from muletrain.data.ngram import baselines
-from muletrain.errors import DataError
+from muletrain.data.ngram import baselines, countable, spread
+from muletrain.errors import CapacityError, DataError
+from muletrain.events import Evaluated
 from muletrain.model.generate import evaluate, generate
 from muletrain.runs.quality import Quality
+from muletrain.units import format_memory
 
 if TYPE_CHECKING:
     from muletrain.data.tokens import TokenCache
+    from muletrain.model.spec import ModelSpec
     from muletrain.model.stage import Stage
     from muletrain.runs.checkpoint import Checkpoint
 
+HELDOUT_TOKENS = 1 << 20
+"""Measured on at most: the loss's own error is then about 0.002 nats."""
+COUNTED_TOKENS = 1 << 23
+"""Training tokens counted at most: about 1 GB while they are sorted."""
+REPORT_FLOPS = 4e12
+"""What the end of a run spends on measuring: about a minute of two cores."""
+MEMORY_SHARE = 0.5
+"""Of the free memory, for the weights."""
 BATCH = 16
+LOGITS = 1 << 26
+"""In one batch at most: 256 MB, of which two or three copies live at once."""
 PROMPTS = ("The ", "If the ", "A class ")
 
 
-def quality(checkpoint: Checkpoint, model: Stage, cache: TokenCache) -> Quality:
-    """Mean cross-entropy [nats/token] on the corpus' held-out part, and the baselines'."""
+def check_memory(spec: ModelSpec) -> None:
+    """Raises CapacityError when the whole model is too large for this machine: peers only ever hold a stage of it."""
+    needed, free = 4 * spec.params, free_memory(torch.device("cpu"))
+    if needed > MEMORY_SHARE * free:
+        raise CapacityError(
+            f"the whole model has {format_memory(needed)} of weights, and {format_memory(free)} of memory are free here (it may "
+            f"take {MEMORY_SHARE:.0%} of it); call 'muletrain eval' or 'generate' on a larger machine"
+        )
+
+
+def report_tokens(spec: ModelSpec) -> int:
+    """How many held-out tokens the end of a run can afford to be measured on."""
+    return max(spec.context, int(REPORT_FLOPS / (spec.layers * spec.layer_flops() + spec.head_flops)))
+
+
+def quality(checkpoint: Checkpoint, model: Stage, cache: TokenCache, tokens: int = HELDOUT_TOKENS) -> Quality:
+    """Mean cross-entropy [nats/token] on the corpus' held-out part (at most ``tokens`` of it, and the first is no target), and the
+    baselines'. Raises DataError when the corpus is not the run's."""
     if cache.tokenizer_json != checkpoint.tokenizer_json:
         raise DataError(
             "data.path: this corpus has another tokenizer than the checkpoint; evaluate on the run's own data"
         )
+    spec = checkpoint.spec
+    heldout = spread(cache.heldout, min(tokens, HELDOUT_TOKENS) + 1)
+    train = spread(cache.train, COUNTED_TOKENS)
+    batch = max(1, min(BATCH, LOGITS // (spec.context * spec.vocab)))
     batches = (
         (torch.from_numpy(inputs), torch.from_numpy(targets))
-        for inputs, targets in heldout_batches(cache.heldout, checkpoint.spec.context, BATCH)
+        for inputs, targets in heldout_batches(heldout, spec.context, batch)
     )
     loss = evaluate(model, batches)
-    counted = baselines(cache.train, cache.heldout, checkpoint.spec.vocab)
-    return Quality(loss=loss, unigram=counted.unigram, bigram=counted.bigram, tokens=len(cache.heldout) - 1)
+    counted = baselines(train, heldout, spec.vocab) if countable(train) else None
+    return Quality(
+        loss=loss,
+        unigram=None if counted is None else counted.unigram,
+        bigram=None if counted is None else counted.bigram,
+        tokens=len(heldout) - 1,
+        heldout=len(cache.heldout) - 1,
+        counted=len(train),
+        trained=len(cache.train),
+    )
+
+
+def evaluated(step: int, q: Quality) -> Evaluated:
+    """``q`` as an event."""
+    return Evaluated(
+        step=step, loss=q.loss, perplexity=perplexity(q.loss), tokens=q.tokens, unigram=q.unigram, bigram=q.bigram
+    )
 
 
 def perplexity(loss: float) -> float:

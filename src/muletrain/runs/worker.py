@@ -24,7 +24,7 @@ from muletrain.config.fleet import load_fleet
 from muletrain.config.schema import Precision, RunConfig
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import AdmissionError, CheckpointError, MuletrainError, no_room
-from muletrain.events import EventLog, FrameRefused, JoinRefused, PeerJoined, RunFinished, RunStarted
+from muletrain.events import EventLog, FrameRefused, JoinRefused, PeerJoined, RunFinished, RunStarted, Waiting
 from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.network.shaped import ShapedNetwork
 from muletrain.runs.assemble import RunFacts, build_compute, resolve_start, versions
@@ -62,6 +62,7 @@ class Worker:
         self._peer: Peer | None = None
         self._compute_in_use: Compute
         self._stop = asyncio.Event()
+        self._missing: list[str] = []
         self._steps = 0
         self._total = -1
         self._reason = "ended on request"
@@ -147,13 +148,15 @@ class Worker:
     # A newcomer -----------------------------------------------------------------------------------------------------
 
     async def _join(self, network: Network) -> None:
-        visitor = Visitor(network, await find_founder(network, self._ticket.addresses))
+        visitor = Visitor(network, await find_founder(network, self._ticket.addresses), self._waiting)
         if self._spec.keeps_ticket:
             ticket = self._ticket.passed_on(visitor.founder, network.addresses())
             write_secret(Path(self._spec.folder) / TICKET_FILE, str(ticket))
         machine = await self._machine(None)
         welcome, tokenizer = await visitor.join(self._introduction(network, machine))
         facts = RunFacts.of(RunConfig.model_validate_json(welcome.config))
+        if self._spec.keeps_ticket:
+            self._log.note(f"this peer gets stage {welcome.stage} of 0..{facts.config.fleet.stages - 1} ready")
         precision = facts.config.compute.precision
         if precision is not Precision.AUTO:  # the run's word; 'auto' is each machine's own measurement
             machine = dataclasses.replace(machine, precision=precision)
@@ -201,6 +204,12 @@ class Worker:
             welcome.data,
             joining=welcome.running,
         )
+
+    def _waiting(self, missing: tuple[str, ...]) -> None:
+        """On a machine of its own a joiner says what the run waits for; otherwise the founder does so beside it."""
+        if self._spec.keeps_ticket and missing and list(missing) != self._missing:
+            self._missing = list(missing)
+            self._log.emit(Waiting(missing=self._missing))
 
     def _own_data(self, facts: RunFacts, tokenizer: bytes, digest: str) -> TokenCache | None:
         """The corpus, where this peer has it: only then can it be a trainer. Raises AdmissionError when it is another corpus."""
@@ -333,7 +342,7 @@ class Worker:
 
     def _report_start(self, facts: RunFacts, roster: Roster) -> None:
         config = facts.config
-        if self._spec.role == "found":
+        if self._spec.role == "found" or self._spec.keeps_ticket:
             self._log.emit(
                 RunStarted(
                     run_id=roster.genesis.run_id,

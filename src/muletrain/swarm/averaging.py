@@ -18,7 +18,7 @@ from muletrain.config.schema import Codec
 from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError, ProtocolError
 from muletrain.optim.norms import square_norm
 from muletrain.policy.deadline import Deadline
-from muletrain.policy.shards import BLOCK, CHUNK, chunk_ranges, shard_ranges
+from muletrain.policy.shards import CHUNK, chunk_ranges, shard_ranges
 from muletrain.swarm.messages import Reduced, Shard, ShardEntry
 from muletrain.wire.codec import decode, encode
 

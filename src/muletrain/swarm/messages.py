@@ -17,6 +17,8 @@ from muletrain.network.base import Channel, Frame
 Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
 Natural = Annotated[int, Field(ge=0, lt=2**48)]
 Id = Annotated[str, Field(min_length=1, max_length=128)]
+Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.-]+$")]
+"""Shown on other people's terminals."""
 Text = Annotated[str, Field(max_length=4096)]
 Seconds = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
 MAX_MICROBATCHES = 1 << 16
@@ -71,7 +73,7 @@ class Member(Message):
 
     KIND: ClassVar[str] = "member"
     id: Id
-    name: Id
+    name: Name
     stage: Natural
     trainer: bool
     addresses: Annotated[tuple[Text, ...], Field(max_length=64)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import DeadlineExceeded, NetworkError, ProtocolError
@@ -113,6 +114,7 @@ class Peer:
         self._early: list[tuple[PeerId, Frame]] = []
         self._finished = asyncio.Event()
         self._last_part: tuple[StepRecord, dict[str, Tensor]] | None = None
+        self._last_step: StepDone | None = None
         self._over = False
         self._leaves = False
         self.left = False
@@ -295,20 +297,18 @@ class Peer:
                 sent={p: dict(c) for p, c in stats.sent.items()},
             )
         )
-        losses = self.stepper.losses
-        if self._collector is not None:
-            tokens = ctx.plan.microbatches * ctx.plan.sequences * ctx.plan.sequence_length(record.step)
-            ctx.emit(
-                StepDone(
-                    step=record.step + 1,
-                    loss=sum(losses.values()) / max(1, len(losses)),
-                    grad_norm=record.gradient_norm,
-                    lr=ctx.plan.lr(record.step),
-                    tokens=tokens,
-                    duration_s=took,
-                    lineage=record.hash.hex(),
-                )
-            )
+        losses = self.stepper.losses.values()
+        self._last_step = StepDone(
+            step=record.step + 1,
+            loss=sum(losses) / len(losses) if losses else math.nan,
+            grad_norm=record.gradient_norm,
+            lr=ctx.plan.lr(record.step),
+            tokens=ctx.plan.microbatches * ctx.plan.sequences * ctx.plan.sequence_length(record.step),
+            duration_s=took,
+            lineage=record.hash.hex(),
+        )
+        if self._collector is not None or self._reports:  # once on each machine
+            ctx.emit(self._last_step)
         ctx.stats = StepStats(started=now)
         if self._on_step(record):
             self.stepper.stop_requested = True
@@ -371,13 +371,22 @@ class Peer:
         """Tell the directory that we are here: a hint for status, and for those who banned us."""
         ctx = self._ctx
         while True:
-            own = ctx.roster.own
-            value = {"name": own.name, "stage": own.stage, "trainer": own.trainer, "step": self.stepper.step}
             try:
-                await ctx.net.announce(f"{ctx.roster.genesis.run_id}/peers", json.dumps(value).encode(), 3 * ANNOUNCE_S)
+                await ctx.net.announce(
+                    f"{ctx.roster.genesis.run_id}/peers", json.dumps(self._status()).encode(), 3 * ANNOUNCE_S
+                )
             except NetworkError as e:  # a hint that did not get through
                 ctx.emit(Note(level="info", message=f"the directory was not told of us: {e}"))
             await ctx.clock.sleep(ANNOUNCE_S)
+
+    def _status(self) -> dict[str, Any]:
+        """What 'muletrain status' shows."""
+        own, plan, last = self._ctx.roster.own, self._ctx.plan, self._last_step
+        status = {"name": own.name, "stage": own.stage, "stages": plan.stages, "trainer": own.trainer}
+        status |= {"step": self.stepper.step, "steps": plan.steps}
+        if last is not None and math.isfinite(last.loss) and last.duration_s > 0:
+            status |= {"loss": last.loss, "tokens_per_s": last.tokens / last.duration_s}
+        return status
 
     # What arrives ---------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,130 @@
+"""The end of a run: quality within bounds, and a report whatever cannot be measured."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from muletrain.cli.session import Session
+from muletrain.config.schema import ModelConfig, RunConfig
+from muletrain.data.ngram import spread
+from muletrain.data.tokens import TokenCache
+from muletrain.errors import CapacityError, DataError, MuletrainError
+from muletrain.events import Note, read_events
+from muletrain.model.spec import ModelSpec
+from muletrain.model.stage import Stage, build_full
+from muletrain.runs import result
+from muletrain.runs.checkpoint import Checkpoint
+from muletrain.runs.fleet import LocalFleet
+
+
+@pytest.fixture
+def trained(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Checkpoint, Stage, TokenCache]:
+    """A model that has learnt nothing, and ``request.param`` paragraphs of text."""
+    (tmp_path / "a.txt").write_text("\n\n".join(f"Mule {n} carries {n * n} loads." for n in range(request.param)))
+    data = {"path": str(tmp_path / "a.txt"), "cache": str(tmp_path / "cache"), "heldout": 0.3}
+    config = RunConfig.model_validate(
+        {"data": data, "model": {"vocab": 300, "width": 16, "heads": 2, "layers": 2, "context": 16}}
+    )
+    spec = ModelSpec.from_config(config.model)
+    cache = TokenCache.build(config.data, spec.vocab)
+    (tmp_path / "tokenizer.json").write_bytes(cache.tokenizer_json)
+    return Checkpoint(tmp_path, {"step": 1, "parts": []}, spec, config), build_full(spec, seed=0), cache
+
+
+@pytest.mark.parametrize("trained", [600], indirect=True)
+def test_what_is_measured_has_a_bound_and_the_rest_is_told(
+    trained: tuple[Checkpoint, Stage, TokenCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = result.quality(*trained)
+    assert whole.tokens == whole.heldout == len(trained[2].heldout) - 1
+    assert whole.counted == whole.trained == len(trained[2].train)
+    monkeypatch.setattr(result, "COUNTED_TOKENS", 4000)
+    part = result.quality(*trained, tokens=500)
+    assert part.tokens <= 500 < part.heldout
+    assert 3900 < part.counted <= 4000 < part.trained
+    assert part.loss == pytest.approx(whole.loss, abs=0.2)
+    assert part.unigram == pytest.approx(whole.unigram, abs=0.3)
+
+
+@pytest.mark.parametrize("trained", [40], indirect=True)
+def test_too_little_text_to_count_still_gives_the_models_loss(trained: tuple[Checkpoint, Stage, TokenCache]) -> None:
+    measured = result.quality(*trained)
+    assert measured.loss > 5
+    assert (measured.unigram, measured.bigram) == (None, None)
+    assert result.evaluated(1, measured).unigram is None
+
+
+@pytest.mark.parametrize("trained", [600], indirect=True)
+def test_a_model_is_measured_on_other_text_by_its_own_tokenizer(
+    trained: tuple[Checkpoint, Stage, TokenCache], tmp_path: Path
+) -> None:
+    checkpoint, model, cache = trained
+    (tmp_path / "a.txt").rename(tmp_path / "moved.txt")
+    with pytest.raises(DataError, match="no such file"):
+        checkpoint.corpus()
+    moved = checkpoint.corpus(str(tmp_path / "moved.txt"))
+    assert moved.digest == cache.digest
+    other = tmp_path / "other.txt"
+    other.write_text("\n\n".join(f"{n} ponies." for n in range(100)))
+    assert result.quality(checkpoint, model, checkpoint.corpus(str(other))).tokens > 10
+
+
+def test_pieces_come_from_all_over() -> None:
+    tokens = np.arange(100_000)
+    assert spread(tokens, 100_000) is tokens
+    part = spread(tokens, 6400)
+    assert (len(part), part[0], part[-1]) == (6400, 0, 99_999)
+    assert np.diff(part).max() < 2000, "no large part is left out"
+    assert len(spread(tokens, 10)) == 10
+
+
+def test_a_model_beyond_this_machines_memory_is_refused_with_the_numbers() -> None:
+    with pytest.raises(CapacityError, match=r"\d GiB of weights, and .* free here"):
+        result.check_memory(ModelSpec.from_config(ModelConfig(preset="gpt3-175b")))
+    result.check_memory(ModelSpec.from_config(ModelConfig()))
+
+
+def test_the_end_of_a_run_is_measured_on_what_it_can_afford() -> None:
+    small, large = (result.report_tokens(ModelSpec.from_config(m)) for m in (ModelConfig(), ModelConfig(layers=400)))
+    assert small > 300_000 > large >= 128
+
+
+def test_a_checkpoint_that_cannot_be_evaluated_does_not_cost_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = Session(tmp_path, LocalFleet(tmp_path, 1), json=False)
+    session.checkpoint = tmp_path / "gone"
+    session.report()
+    session.close()
+    out = capsys.readouterr().out
+    assert "the model was not evaluated: " in out
+    assert "gone: no such folder" in out
+    assert "0 of 0 steps" in out, "the report follows"
+    (note,) = read_events(tmp_path / "result.jsonl")
+    assert isinstance(note, Note)
+
+
+def test_a_killed_process_is_told_of_with_its_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with LocalFleet(tmp_path, 1) as fleet:
+        session = Session(tmp_path, fleet, json=False)
+        fleet.spawn(["peer-0"])
+        os.kill(fleet.pid("peer-0"), signal.SIGKILL)
+        with pytest.raises(MuletrainError, match=r"no peer is left; logs: .*\*\.log"):
+            session.watch()
+        session.close()
+    assert f"killed by signal 9 (Killed): out of memory?; its log is {tmp_path}/peer-0.log" in capsys.readouterr().out
+
+
+def test_what_all_peers_say_is_said_once(tmp_path: Path) -> None:
+    with LocalFleet(tmp_path, 1) as fleet:
+        session = Session(tmp_path, fleet, json=True)
+        for name in ("a", "b"):
+            session.show(Note(level="error", message="no cuda:1 here", peer=name))
+        with pytest.raises(MuletrainError, match=r"^a, b: no cuda:1 here; logs: "):
+            session.watch()
+        session.close()
