@@ -45,6 +45,7 @@ class Session:
         self.errors: dict[str, list[str]] = {}
         """What processes said before they gave up, and who said so."""
         self._ended: set[str] = set()
+        self._deaths: list[str] = []
         self._tail = EventTail(folder, from_now=True)
         self._board = TensorBoardSink(folder / "tensorboard")
         self._disk = DiskWatch(folder)
@@ -115,7 +116,7 @@ class Session:
         self._tell_of_ended()
         codes = self.fleet.exit_codes().values()
         if all(code not in (0, EXIT_NO_CHECKPOINT) for code in codes) and not self.interrupted:
-            raise MuletrainError(f"{self._reasons() or 'no peer is left'}; logs: {self.folder}/*.log")
+            raise MuletrainError(f"{self._reasons() or '; '.join(self._deaths) or 'no peer is left'}; logs: {self.folder}/*.log")
 
     def _reasons(self) -> str:
         return "; ".join(f"{', '.join(peers)}: {message}" for message, peers in self.errors.items())
@@ -128,6 +129,7 @@ class Session:
                 hint = ": out of memory?" if code == -signal.SIGKILL else ""
                 how = f"was killed by signal {-code} ({signal.strsignal(-code)}){hint}"
                 message = f"the process of {name} {how}; its log is {self.folder / name}.log"
+                self._deaths.append(message)
                 self.show(Note(level="warning", message=message, t=time.time(), peer=name))
 
     def wait_for_ticket(self, founder: str) -> Ticket:
