@@ -301,41 +301,6 @@ def test_three_peers_share_a_directory_and_reach_each_other_through_it() -> None
 # Real daemons: strangers --------------------------------------------------------------------------------------------------
 
 
-def test_a_plain_hivemind_stranger_gets_nothing() -> None:
-    from hivemind.dht import DHTNode
-    from hivemind.p2p import P2P, PeerID
-
-    async def scenario() -> None:
-        async with world() as w:
-            a = await w.open()
-            await a.announce("secret", b"plan", 60)
-            plain: Any = type("Plain", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{w.folder}/x"})
-            stranger = await plain.create(initial_peers=a.addresses())
-            try:
-                member, me = PeerID.from_base58(a.peer_id), stranger.peer_id.to_base58()
-                answer = await stranger._client.call_unary_handler(member, CALL, b"\4echohello")
-                assert answer[:1] != OK
-                assert b"hello" not in answer
-                _, reader, writer = await stranger.call_binary_stream_handler(member, FRAMES)
-                for buffer in pack(Frame("hello", {"channel": "pipe"})) + pack(Frame("x", {"n": 0})):
-                    writer.write(buffer)
-                assert await asyncio.wait_for(reader.read(), 5) == b""
-                writer.close()
-                node = await DHTNode.create(p2p=stranger, initial_peers=a.addresses(), ensure_bootstrap_success=False)
-                assert await node.get("secret", latest=True) is None
-                await node.store("secret", b"mine", time.time() + 60, subkey=me)
-                await node.shutdown()
-                assert await a.lookup("secret") == {a.peer_id: b"plan"}
-                assert w.got[a.peer_id].empty()
-                reasons = {why for who, why in w.refusals[a.peer_id] if who == me}
-                assert {"call before admission", f"stream {FRAMES} before admission"} <= reasons
-                assert any("DHTProtocol" in why for why in reasons)
-            finally:
-                await stranger.shutdown()
-
-    asyncio.run(scenario())
-
-
 @pytest.mark.parametrize(
     ("changes", "callers", "callees"),
     [

@@ -19,10 +19,10 @@ try:
     from hivemind.p2p import PeerID
     from hivemind.utils.multiaddr import Multiaddr
 
-    from muletrain.network.directory import Directory
+    from muletrain.network.directory import Directory, Records
     from muletrain.network.gate import Gate
     from muletrain.network.gated import GatedP2P, reaching
-    from muletrain.network.identity import write_identity
+    from muletrain.network.identity import Key
     from muletrain.network.streams import FRAMES, Incoming, Outgoing
 except ImportError as e:  # pragma: no cover - platforms without hivemind's wheels
     raise MuletrainError(
@@ -73,21 +73,22 @@ class Libp2pNetwork:
         PeerUnreachable, or NetworkError when the daemon does not start.
         """
         logging.getLogger("hivemind").setLevel(logging.ERROR)
-        p2p = await _start_daemon(folder, listen, port, announce)
+        p2p, key = await _start_daemon(folder, listen, port, announce)
         self = cls(p2p, max_frame_bytes, on_refusal)
         try:
-            await self._start(Gate(self.peer_id, run_id, secret, protocol, self._refused), initial_peers, visitor)
+            gate = Gate(self.peer_id, run_id, secret, protocol, self._refused)
+            await self._start(gate, Records(run_id, key), initial_peers, visitor)
         except BaseException:
             await self.close()
             raise
         return self
 
-    async def _start(self, gate: Gate, initial_peers: tuple[str, ...], visitor: bool) -> None:
+    async def _start(self, gate: Gate, records: Records, initial_peers: tuple[str, ...], visitor: bool) -> None:
         await self._p2p.open_gate(gate)
         await self._p2p._client.add_unary_handler(CALL, self._on_call)
         await self._p2p.add_binary_stream_handler(FRAMES, self._on_stream)
         reached = await self._enter(initial_peers) if initial_peers else []
-        self._directory = await Directory.join(self._p2p, reached, visitor=visitor)
+        self._directory = await Directory.join(self._p2p, records, reached, visitor=visitor)
         self._maddrs = [str(a) for a in await self._p2p.get_visible_maddrs(latest=True)]
 
     async def _enter(self, addresses: tuple[str, ...]) -> list[str]:
@@ -270,12 +271,11 @@ class Libp2pNetwork:
         task.add_done_callback(self._tasks.discard)
 
 
-async def _start_daemon(folder: Path, listen: str, port: int, announce: tuple[str, ...]) -> GatedP2P:
+async def _start_daemon(folder: Path, listen: str, port: int, announce: tuple[str, ...]) -> tuple[GatedP2P, Key]:
     check_socket_folder(folder, sys.platform)
     _check_port_free(listen, port)
     identity = folder / "identity"
-    if not identity.exists():
-        write_identity(identity)
+    key = Key.at(identity)
     local = listen.startswith("127.")
     prefixed: Any = type("LocalP2P", (GatedP2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
     try:
@@ -288,7 +288,7 @@ async def _start_daemon(folder: Path, listen: str, port: int, announce: tuple[st
         raise NetworkError(
             f"the network daemon did not start on {listen}:{port}: {' '.join(str(e).split())[:500]}"
         ) from e
-    return p2p
+    return p2p, key
 
 
 def check_socket_folder(folder: Path, platform: str) -> None:
