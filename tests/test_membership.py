@@ -16,13 +16,12 @@ from hivemind.utils import MSGPackSerializer
 
 from muletrain.network.base import Frame
 from muletrain.network.directory import MAX_TTL_S, Records
-from muletrain.network.identity import Key, public_half
 from muletrain.network.gated import ADMIT
+from muletrain.network.identity import Key, public_half
 from muletrain.network.libp2p import CALL, Libp2pNetwork
 from muletrain.network.streams import FRAMES
 from muletrain.wire.frame import pack
 from tests.test_network import world
-
 
 # Strangers ----------------------------------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from muletrain.errors import (
 )
 from muletrain.network.base import Channel, Frame, Network
 from muletrain.network.gate import BURST, Gate
-from muletrain.network.libp2p import CALL, OK, Libp2pNetwork, check_socket_folder
+from muletrain.network.libp2p import CALL, Libp2pNetwork, check_socket_folder
 from muletrain.network.memory import MemoryHub
 from muletrain.network.shaped import ShapedNetwork
 from muletrain.network.streams import FRAMES
