@@ -56,7 +56,7 @@ def run_fleet(
             "precision": config.compute.precision.value,
             "listen": config.network.listen,
         }
-        founder = str(Ticket.new_run())
+        founder = str(Ticket.new_run(folder))
         fleet.begin(
             WorkerSpec(
                 role="found",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import re
@@ -337,10 +338,10 @@ def test_any_member_says_who_founded_the_run() -> None:
 def test_a_ticket_passed_on_keeps_room_for_the_founder_and_for_us() -> None:
     founder = tuple(f"/ip4/10.0.0.{k}/tcp/1/p2p/F" for k in range(20))
     own = [f"/ip4/10.0.1.{k}/tcp/1/p2p/M" for k in range(20)]
-    ticket = Ticket("run", bytes(32), (*founder, "/ip4/10.0.2.1/tcp/1/p2p/X"))
+    ticket = Ticket("run", bytes(32), bytes(32), (*founder, "/ip4/10.0.2.1/tcp/1/p2p/X"))
     passed_on = Ticket.parse(str(ticket.passed_on("F", own)))
     assert passed_on.addresses == (*founder[:8], *own[:8])
-    few = Ticket("run", bytes(32), (founder[0], "/ip4/10.0.2.1/tcp/1/p2p/X")).passed_on("F", own[:2])
+    few = Ticket("run", bytes(32), bytes(32), (founder[0], "/ip4/10.0.2.1/tcp/1/p2p/X")).passed_on("F", own[:2])
     assert few.addresses == (founder[0], *own[:2], "/ip4/10.0.2.1/tcp/1/p2p/X")
     assert "10.0" in repr(few)
     assert "secret" not in repr(few)
@@ -369,7 +370,7 @@ def test_a_name_that_could_not_name_a_file_is_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    ticket = str(Ticket("run", bytes(32), ("/ip4/127.0.0.1/tcp/1/p2p/X",)))
+    ticket = str(Ticket("run", bytes(32), bytes(32), ("/ip4/127.0.0.1/tcp/1/p2p/X",)))
     with pytest.raises(MuletrainError, match="--name"):
         machines_cli.join_run(
             ticket, data=None, stage=None, memory=None, device="cpu", threads=1, listen="127.0.0.1", port=0, json=True, name=name
@@ -379,4 +380,4 @@ def test_a_name_that_could_not_name_a_file_is_refused(
 
 def _with_other_secret(ticket: str) -> str:
     whole = Ticket.parse(ticket)
-    return str(Ticket(whole.run_id, bytes(32), whole.addresses))
+    return str(dataclasses.replace(whole, secret=bytes(32)))

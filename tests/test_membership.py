@@ -19,9 +19,10 @@ from muletrain.network.directory import MAX_TTL_S, Records
 from muletrain.network.gated import ADMIT
 from muletrain.network.identity import Key, public_half
 from muletrain.network.libp2p import CALL, Libp2pNetwork
+from muletrain.network.membership import Membership
 from muletrain.network.streams import FRAMES
 from muletrain.wire.frame import pack
-from tests.test_network import world
+from tests.test_network import SECRET, world
 
 # Strangers ----------------------------------------------------------------------------------------------------------------
 
@@ -138,7 +139,10 @@ def test_only_its_peer_signs_a_record() -> None:
             def made(
                 by: Key = own, run: str = "run", key: str = "k", value: bytes = b"v", expires: float = soon
             ) -> bytes:
-                return Records(run, by).make(key, value, expires)
+                return Records(run, by, forger.members).make(key, value, expires)
+
+            def of_nobody(by: Key) -> bytes:
+                return Records("run", by, Membership("run", Key.new(), SECRET, by)).make("k", b"v", soon)
 
             fine = made()
             assert await bring(a, forger, "k", forger.peer_id, fine, soon) == [True]
@@ -151,6 +155,8 @@ def test_only_its_peer_signs_a_record() -> None:
                 "of another run": (forger.peer_id, made(run="other"), soon),
                 "from another key": (forger.peer_id, made(key="j"), soon),
                 "made to live longer": (forger.peer_id, fine, soon + 1),
+                "about an identity of its own": (victim.peer_id, made(victim), soon),
+                "with a certificate of its own": (victim.peer_id, of_nobody(victim), soon),
                 "to live for ever": (forger.peer_id, made(expires=late), late),
                 "to live for NaN": (forger.peer_id, made(expires=float("nan")), float("nan")),
             }

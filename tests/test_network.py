@@ -32,7 +32,7 @@ from muletrain.errors import (
     Refused,
 )
 from muletrain.network.base import Channel, Frame, Network
-from muletrain.network.gate import BURST, Gate
+from muletrain.network.identity import Key
 from muletrain.network.libp2p import CALL, Libp2pNetwork, check_socket_folder
 from muletrain.network.memory import MemoryHub
 from muletrain.network.shaped import ShapedNetwork
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 
 SECRET = b"s" * 32
+OWNER = Key.of_seed(b"o" * 32)
 
 
 class World:
@@ -59,7 +60,8 @@ class World:
         home = self.folder / (folder or str(self._opened))
         home.mkdir()
         told: list[tuple[str, str]] = []
-        options = {"run_id": "run", "secret": SECRET, "protocol": "1", "folder": home} | changes
+        owner = OWNER.public if peers else OWNER
+        options = {"run_id": "run", "secret": SECRET, "owner": owner, "protocol": "1", "folder": home} | changes
         initial = tuple(p.addresses()[0] for p in peers)
         net = await Libp2pNetwork.create(
             initial_peers=initial, on_refusal=lambda who, why: told.append((who, why)), **options
@@ -386,9 +388,10 @@ def test_addresses_that_lead_nowhere() -> None:
 CHILD = """
 import asyncio, sys
 from pathlib import Path
+from muletrain.network.identity import Key
 from muletrain.network.libp2p import Libp2pNetwork
 async def main():
-    net = await Libp2pNetwork.create(run_id="run", secret=b"s" * 32, protocol="1", folder=Path(sys.argv[1]))
+    net = await Libp2pNetwork.create(run_id="run", secret=b"s" * 32, protocol="1", folder=Path(sys.argv[1]), owner=Key.of_seed(b"o" * 32))
     async def echo(sender, payload): return payload
     async def receive(sender, frame): pass
     net.serve("echo", echo)
@@ -520,61 +523,6 @@ def test_a_dead_daemon_of_ours_is_no_fault_of_others() -> None:
             assert not isinstance(caught.value, NetworkError)
 
     asyncio.run(scenario())
-
-
-# The gate alone -------------------------------------------------------------------------------------------------------------
-
-
-def handshake(one: Gate, other: Gate) -> None:
-    async def call(payload: bytes) -> bytes:
-        return other.answer("one", payload)
-
-    asyncio.run(one.enter("other", call))
-
-
-def gate(own: str, told: list[str] | None = None, secret: bytes = SECRET) -> Gate:
-    return Gate(own, "run", secret, "1", lambda who, why: None if told is None else told.append(why))
-
-
-def test_one_handshake_admits_both_sides() -> None:
-    one, other = gate("one"), gate("other")
-    assert not one.check("other", "call")
-    handshake(one, other)
-    assert one.admitted("other")
-    assert other.admitted("one")
-    assert other.entered("one")
-
-
-def test_a_proof_is_of_no_use_to_another_peer() -> None:
-    """A man in the middle relays the honest messages under his own id."""
-    one, other = gate("one"), gate("other")
-
-    async def relay(payload: bytes) -> bytes:
-        return other.answer("mallory", payload)
-
-    with pytest.raises(AdmissionError):
-        asyncio.run(one.enter("mallory", relay))
-    assert not other.admitted("mallory")
-    assert not one.admitted("mallory")
-
-
-@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x93\xa5hello\x01\x02", b"x" * 10000, b"\x90"])
-def test_malformed_admissions_are_refused(payload: bytes) -> None:
-    told: list[str] = []
-
-    async def ask() -> bytes:
-        return gate("own", told).answer("peer", payload)
-
-    assert b"malformed" in asyncio.run(ask())
-    assert told == ["malformed admission"]
-
-
-def test_a_flood_of_admissions_is_slowed() -> None:
-    async def flood() -> bytes:
-        door = gate("own")
-        return [door.answer(f"peer{n}", b"") for n in range(int(BURST) + 50)][-1]
-
-    assert b"too many" in asyncio.run(flood())
 
 
 # Shaped links, on a virtual clock ---------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def _start(
     with LocalFleet(folder, threads) as fleet:
         fleet.spawn(names)
         given, config = config, prepare(config, quiet=json)
-        run = Ticket.new_run()
+        run = Ticket.new_run(folder)
         checkpoint = newest_checkpoint(folder, config) if resumed else None
         if checkpoint is None and config.model.from_ is not None:
             checkpoint = first_checkpoint(folder, config, run.run_id, quiet=json)
@@ -296,6 +296,7 @@ async def _as_member(ticket: Ticket, work: Callable[[Network, str], Awaitable[An
         network = await Libp2pNetwork.create(
             run_id=ticket.run_id,
             secret=ticket.secret,
+            owner=ticket.owner,
             protocol=PROTOCOL,
             folder=Path(folder),
             listen="0.0.0.0",

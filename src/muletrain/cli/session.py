@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from muletrain.cli.console import JsonConsole, LiveConsole, RunView, final_report, make_console
 from muletrain.errors import MuletrainError
 from muletrain.events import CheckpointWritten, Evaluated, EventLog, EventTail, Note
-from muletrain.runs.worker_files import TICKET_FILE
+from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -153,8 +153,9 @@ class Session:
         return result, samples(checkpoint, model)
 
     def close(self) -> None:
-        """End every process and forget the secret."""
+        """End every process and forget the secrets."""
         self.fleet.kill()
         self._board.close()
-        with suppress(OSError):
-            (self.folder / TICKET_FILE).unlink()
+        for secret in (TICKET_FILE, OWNER_FILE):
+            with suppress(OSError):
+                (self.folder / secret).unlink()

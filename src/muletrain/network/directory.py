@@ -16,12 +16,14 @@ from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.utils import get_dht_time
 
-from muletrain.errors import DeadlineExceeded, NetworkError, ProtocolError
+from muletrain.errors import AdmissionError, DeadlineExceeded, NetworkError, ProtocolError
 from muletrain.network.identity import SIGNATURE, public_half, signed
+from muletrain.network.membership import packed_chain, read_chain
 
 if TYPE_CHECKING:
     from muletrain.network.gated import GatedP2P
     from muletrain.network.identity import Key
+    from muletrain.network.membership import Chain, Membership
 
 MAX_VALUE = 1 << 16
 MAX_TTL_S = 120.0
@@ -36,29 +38,41 @@ TIMEOUT_S = 20.0
 class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind is untyped
     """Makes records, opens them, and refuses the others' wrong ones before hivemind takes them."""
 
-    def __init__(self, run_id: str, key: Key) -> None:
-        self._run_id, self._key = run_id, key
+    def __init__(self, run_id: str, key: Key, members: Membership) -> None:
+        self._run_id, self._key, self._members = run_id, key, members
 
     def make(self, key: str, value: bytes, expires: float) -> bytes:
-        bound = (self._run_id, DHTID.generate(source=key).to_bytes(), self._key.peer_id, expires, value)
-        packed: bytes = msgpack.packb([value, self._key.sign("directory", *bound)])
+        bound = (self._run_id, _key_id(key), self._key.peer_id, expires, value)
+        signature = self._key.sign("directory", *bound)
+        packed: bytes = msgpack.packb([value, signature, packed_chain(self._members.chain)])
         return packed
 
-    def opened(self, key_id: bytes, peer: Any, record: Any, expires: float) -> bytes | None:
-        """The value, if ``peer`` itself signed it for this key, this run and this expiry."""
+    def read(self, key: str, peer: Any, record: Any, expires: float) -> bytes | None:
+        """The value, if it is from a member about itself."""
+        value, chain = self._opened(_key_id(key), peer, record, expires) or (None, ())
+        return value if self._members.current(peer, chain) else None
+
+    def _opened(self, key_id: bytes, peer: Any, record: Any, expires: float) -> tuple[bytes, Chain] | None:
+        """If ``peer`` itself signed the value for this key, this run and this expiry, and was ever let in."""
         public = public_half(peer)
         if public is None or not isinstance(record, bytes) or not expires <= get_dht_time() + MAX_TTL_S + SKEW_S:
             return None
-        match _unpacked(record):
-            case [bytes() as value, bytes() as signature] if len(value) <= MAX_VALUE and len(signature) == SIGNATURE:
-                bound = (self._run_id, key_id, peer, expires, value)
-                return value if signed(public, signature, "directory", *bound) else None
+        try:
+            match _unpacked(record):
+                case [bytes() as value, bytes() as signature, content] if len(signature) == SIGNATURE:
+                    chain, bound = read_chain(content), (self._run_id, key_id, peer, expires, value)
+                    genuine = len(value) <= MAX_VALUE and self._members.genuine(peer, chain)
+                    return (value, chain) if genuine and signed(public, signature, "directory", *bound) else None
+        except AdmissionError:  # no certificate
+            pass
         return None
 
     def validate(self, record: DHTRecord) -> bool:
-        """hivemind's question, before it stores a record for others and before it takes one from them."""
+        """hivemind's question, before it stores a record for others and before it takes one from them.
+
+        Whoever was removed does not fail here: hivemind would refuse a whole answer for one record in it."""
         peer, value = _unpacked(record.subkey), _unpacked(record.value)  # no subkey: hivemind's b"" is no msgpack
-        return self.opened(record.key, peer, value, record.expiration_time) is not None
+        return self._opened(record.key, peer, value, record.expiration_time) is not None
 
 
 class Directory:
@@ -98,8 +112,7 @@ class Directory:
         """What members say about themselves under ``key``; anything else is left out."""
         found = await _within(self._node.get(key, latest=True), f"looking up '{key}'")
         entries = found.value if found is not None and isinstance(found.value, dict) else {}
-        key_id, opened = DHTID.generate(source=key).to_bytes(), self._records.opened
-        values = {peer: opened(key_id, peer, e.value, e.expiration_time) for peer, e in entries.items()}
+        values = {p: self._records.read(key, p, e.value, e.expiration_time) for p, e in entries.items()}
         return {peer: value for peer, value in values.items() if value is not None}
 
     async def close(self) -> None:
@@ -113,6 +126,11 @@ async def _within(work: Any, what: str) -> Any:
             return await work
     except TimeoutError:
         raise DeadlineExceeded(f"directory: {what} took more than {TIMEOUT_S:.0f} s") from None
+
+
+def _key_id(key: str) -> bytes:
+    encoded: bytes = DHTID.generate(source=key).to_bytes()
+    return encoded
 
 
 def _unpacked(data: bytes) -> Any:

@@ -37,6 +37,11 @@ class Key:
         return cls(Ed25519PrivateKey.generate())
 
     @classmethod
+    def of_seed(cls, seed: bytes) -> Key:
+        """The same key for the same 32 bytes: for tests and benchmarks."""
+        return cls(Ed25519PrivateKey.from_private_bytes(seed))
+
+    @classmethod
     def at(cls, path: Path) -> Key:
         """The key in the file ``path``; a new one, readable by the owner only, if there is no such file.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import socket
 import sys
 from contextlib import aclosing, suppress
@@ -23,6 +24,7 @@ try:
     from muletrain.network.gate import Gate
     from muletrain.network.gated import GatedP2P, reaching
     from muletrain.network.identity import Key
+    from muletrain.network.membership import Membership
     from muletrain.network.streams import FRAMES, Incoming, Outgoing
 except ImportError as e:  # pragma: no cover - platforms without hivemind's wheels
     raise MuletrainError(
@@ -30,15 +32,18 @@ except ImportError as e:  # pragma: no cover - platforms without hivemind's whee
     ) from e
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 MAX_CALL = 1 << 20
 CALL = "muletrain/call"
-OK, FAILED, STRANGER = b"\0", b"\1", b"\2"
+OK, FAILED, STRANGER = b"\0", b"\1", b"\2not admitted to this run"
 MAX_SOCKET_PATH = {"darwin": 103}
 """Bytes of a unix socket's path by platform (``sun_path`` without its final zero); 107 elsewhere."""
 SOCKET = "p2pclient-12345678901.sock"
 """The longest name that hivemind gives one."""
+SYNC_S, SYNC_TIMEOUT_S = 10.0, 30.0
+"""Between questions for renewals, each to one member drawn by chance: all know of one after about log2(members) of them."""
 SELF_QUEUE = 1024
 """Frames to ourselves waiting for the handler."""
 
@@ -58,26 +63,31 @@ class Libp2pNetwork:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._directory: Directory | None = None
         self._maddrs: list[str] = []
+        self._on_renewal: Callable[[frozenset[PeerId]], None] = lambda gone: None
         self._closed = False
 
     @classmethod
     async def create(
-        cls, *, run_id: str, secret: bytes, protocol: str, folder: Path, listen: str = "127.0.0.1", port: int = 0,
-        announce: tuple[str, ...] = (), initial_peers: tuple[str, ...] = (), max_frame_bytes: int = MAX_PAYLOAD,
-        on_refusal: RefusalHandler | None = None, visitor: bool = False,
+        cls, *, run_id: str, secret: bytes, owner: bytes | Key, protocol: str, folder: Path, listen: str = "127.0.0.1",
+        port: int = 0, announce: tuple[str, ...] = (), initial_peers: tuple[str, ...] = (),
+        max_frame_bytes: int = MAX_PAYLOAD, on_refusal: RefusalHandler | None = None,
+        on_renewal: Callable[[frozenset[PeerId]], None] = lambda gone: None, visitor: bool = False,
     ) -> Libp2pNetwork:  # fmt: skip
         """Start the daemon, be admitted by an initial peer, join the directory.
 
-        ``folder``: short path for the key ('identity', made if missing) and the daemon's sockets. ``protocol``: version that both
-        sides must have. A ``visitor`` comes for a question: it keeps no part of the directory. Raises AdmissionError,
-        PeerUnreachable, or NetworkError when the daemon does not start.
+        ``folder``: short path for the key ('identity', made if missing) and the daemon's sockets. ``owner``: the run owner's public
+        key, or where the owner is, the whole one. ``protocol``: version that both sides must have. A ``visitor`` comes for a
+        question: it is let in for some minutes, and keeps no part of the directory. ``on_renewal`` is told who is out by the
+        owner's word. Raises AdmissionError, PeerUnreachable, or NetworkError when the daemon does not start.
         """
         logging.getLogger("hivemind").setLevel(logging.ERROR)
         p2p, key = await _start_daemon(folder, listen, port, announce)
         self = cls(p2p, max_frame_bytes, on_refusal)
+        self._on_renewal = on_renewal
         try:
-            gate = Gate(self.peer_id, run_id, secret, protocol, self._refused)
-            await self._start(gate, Records(run_id, key), initial_peers, visitor)
+            members = Membership(run_id, owner, secret, key)
+            gate = Gate(self.peer_id, run_id, protocol, members, self._refused, self._renewed, visitor=visitor)
+            await self._start(gate, Records(run_id, key, members), initial_peers, visitor)
         except BaseException:
             await self.close()
             raise
@@ -90,10 +100,12 @@ class Libp2pNetwork:
         reached = await self._enter(initial_peers) if initial_peers else []
         self._directory = await Directory.join(self._p2p, records, reached, visitor=visitor)
         self._maddrs = [str(a) for a in await self._p2p.get_visible_maddrs(latest=True)]
+        if not visitor:
+            self._keep(asyncio.create_task(self._hear_renewals()))
 
     async def _enter(self, addresses: tuple[str, ...]) -> list[str]:
         """Be admitted by at least one of ``addresses``; the ones that did."""
-        reached, problems = [], []
+        reached, problems, no_entry = [], list[str](), list[AdmissionError]()
         by_peer: dict[str, list[str]] = {}
         for address in addresses:
             by_peer.setdefault(address.rsplit("/p2p/", 1)[-1], []).append(address)
@@ -102,6 +114,10 @@ class Libp2pNetwork:
                 reached.append("/p2p/" + await self.connect(known, timeout_s=15.0))
             except NetworkError as e:
                 problems.append(f"{', '.join(known)}: {e}")
+            except AdmissionError as e:
+                no_entry.append(e)
+        if not reached and no_entry:
+            raise no_entry[0]
         if not reached:
             raise PeerUnreachable(
                 "no member of the run could be reached; is it running, and is its port open to this machine?\n  "
@@ -133,7 +149,7 @@ class Libp2pNetwork:
         request = bytes([len(name)]) + name + payload
         await self._p2p.enter(target)
         answer = await self._p2p.exchange(target, CALL, request)
-        if answer[:1] == STRANGER:  # it was restarted and does not know us any more
+        if answer[:1] == STRANGER[:1]:  # it was restarted and does not know us any more
             self._p2p.gate.forget_entry(peer)
             await self._p2p.enter(target)
             answer = await self._p2p.exchange(target, CALL, request)
@@ -142,12 +158,13 @@ class Libp2pNetwork:
     async def _on_call(self, request: bytes, remote: PeerID) -> bytes:
         sender = remote.to_base58()
         if not self._p2p.gate.check(sender, "call"):
-            return STRANGER + b"not admitted to this run"
+            return STRANGER
         end = 1 + request[0] if request else 0
         if not 1 < end <= len(request) or len(request) - end > MAX_CALL:
             self._refused(sender, "malformed call")
             return FAILED + b"malformed call"
-        return await self._answer(sender, request[1:end].decode(errors="replace"), request[end:])
+        answer = await self._answer(sender, request[1:end].decode(errors="replace"), request[end:])
+        return answer if self._p2p.gate.admitted(sender) else STRANGER
 
     async def _answer(self, sender: PeerId, method: str, payload: bytes) -> bytes:
         handler = self._handlers.get(method)
@@ -202,6 +219,8 @@ class Libp2pNetwork:
         try:
             async with aclosing(self._incoming.frames(sender, reader, writer)) as frames:
                 async for frame in frames:
+                    if not self._p2p.gate.admitted(sender):
+                        return
                     self.counters.received[sender, frame.kind] += sum(t.nbytes for t in frame.tensors)
                     if not await self._delivery.deliver(sender, frame):
                         return
@@ -221,6 +240,31 @@ class Libp2pNetwork:
     async def _drain_own(self, queue: asyncio.Queue[Frame]) -> None:
         while True:
             await self._delivery.deliver(self.peer_id, await queue.get())
+
+    # Renewals -------------------------------------------------------------------------------------------------------
+
+    @property
+    def members(self) -> Membership:
+        return self._p2p.gate.members
+
+    async def tell_renewal(self, peer: PeerId, *, timeout_s: float) -> None:
+        """The last renewal, of which this process made or heard. Raises what ``call`` raises, and AdmissionError."""
+        await reaching(self._p2p.tell(PeerID.from_base58(peer)), timeout_s, f"telling {peer[-6:]} who stays")
+
+    def _renewed(self, gone: frozenset[PeerId]) -> None:
+        for peer in gone:
+            self._incoming.close(peer)
+        for key in [k for k in self._outgoing if k[0] in gone]:
+            self._outgoing.pop(key).close()
+        self._on_renewal(gone)
+
+    async def _hear_renewals(self) -> None:
+        while True:
+            await asyncio.sleep(SYNC_S * random.uniform(0.5, 1.5))
+            if known := self._p2p.gate.known():
+                peer = random.choice(known)
+                with suppress(MuletrainError):
+                    await reaching(self._p2p.sync(PeerID.from_base58(peer)), SYNC_TIMEOUT_S, "hearing of renewals")
 
     # Directory and addresses ----------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from muletrain.config.schema import Precision, RunConfig
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import AdmissionError, CheckpointError, MuletrainError
 from muletrain.events import EventLog, FrameRefused, JoinRefused, PeerJoined, RunFinished, RunStarted
+from muletrain.network.identity import Key
 from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.network.shaped import ShapedNetwork
 from muletrain.runs.assemble import RunFacts, build_compute, resolve_start, versions
@@ -33,7 +34,7 @@ from muletrain.runs.machine import Machine
 from muletrain.runs.reception import Reception
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.ticket import Ticket
-from muletrain.runs.worker_files import TICKET_FILE
+from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE
 from muletrain.swarm.checkpointing import Collector
 from muletrain.swarm.context import Context
 from muletrain.swarm.messages import Member
@@ -58,6 +59,7 @@ class Worker:
         self._spec = spec
         self._log = log
         self._clock = LoopClock()
+        self._owner = Key.at(Path(spec.folder) / OWNER_FILE) if spec.role == "found" else None
         self._ticket = Ticket.parse(spec.ticket)
         self._peer: Peer | None = None
         self._compute_in_use: Compute
@@ -90,8 +92,9 @@ class Worker:
     async def _run(self, sockets: Path) -> None:
         spec = self._spec
         network: Network = await Libp2pNetwork.create(
-            run_id=self._ticket.run_id, secret=self._ticket.secret, protocol=PROTOCOL, folder=sockets, listen=spec.listen,
-            port=spec.port, announce=spec.announce, initial_peers=self._ticket.addresses, on_refusal=self._refused,
+            run_id=self._ticket.run_id, secret=self._ticket.secret, owner=self._owner or self._ticket.owner, protocol=PROTOCOL,
+            folder=sockets, listen=spec.listen, port=spec.port, announce=spec.announce,
+            initial_peers=self._ticket.addresses, on_refusal=self._refused,
         )  # fmt: skip
         try:
             if spec.role == "found":
@@ -129,7 +132,7 @@ class Worker:
             part_digests=checkpoint.digests if checkpoint else [],
         )  # fmt: skip
         lobby.open()
-        ticket = Ticket(self._ticket.run_id, self._ticket.secret, tuple(network.addresses()))
+        ticket = dataclasses.replace(self._ticket, addresses=tuple(network.addresses()))
         write_secret(Path(spec.folder) / TICKET_FILE, str(ticket))
         stage = lobby.seat(network.peer_id, self._introduction(network, machine))
         compute = await self._compute(

@@ -1,0 +1,412 @@
+"""Admission without sockets: certificates, renewals, and those who try to get around them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from typing import Any
+
+import msgpack
+import pytest
+
+from muletrain.errors import AdmissionError
+from muletrain.network.gate import BURST, NOT_IN, OTHER_SECRET, Gate
+from muletrain.network.identity import Key
+from muletrain.network.membership import (
+    VISIT_S,
+    Certificate,
+    Chain,
+    Membership,
+    Renewal,
+    packed_chain,
+    packed_renewal,
+)
+
+SECRET, NEXT = b"s" * 32, b"n" * 32
+OWNER = Key.of_seed(b"o" * 32)
+
+
+class Someone:
+    """A peer with its gate; the wire is a method call. ``clock`` is shared by all."""
+
+    clock = 1000.0
+
+    def __init__(self, owner: Any = OWNER.public, secret: bytes = SECRET, *, visitor: bool = False) -> None:
+        self.key = Key.new()
+        self.id = self.key.peer_id
+        self.refusals: list[str] = []
+        self.gone: list[frozenset[str]] = []
+        self.members = Membership("run", owner, secret, self.key, now=lambda: Someone.clock)
+        self.gate = Gate(
+            self.id, "run", "1", self.members, lambda who, why: self.refusals.append(why), self.gone.append, visitor=visitor
+        )  # fmt: skip
+
+    def enter(self, other: Someone) -> None:
+        asyncio.run(self.gate.enter(other.id, self.wire(other)))
+
+    def wire(self, other: Someone) -> Any:
+        async def call(payload: bytes) -> bytes:
+            return other.gate.answer(self.id, payload)
+
+        return call
+
+    def sync(self, other: Someone) -> None:
+        asyncio.run(self.gate.sync(self.wire(other)))
+
+    def tells(self, other: Someone) -> None:
+        asyncio.run(self.gate.pass_on(other.id, self.wire(other)))
+
+    def forget(self, other: Someone) -> None:
+        """As if one of the two had been restarted."""
+        self.gate.forget_entry(other.id)
+
+    def speaks_to(self, other: Someone) -> bool:
+        return other.gate.check(self.id, "call")
+
+
+@pytest.fixture(autouse=True)
+def _clock() -> None:
+    Someone.clock = 1000.0
+
+
+@pytest.fixture
+def founder() -> Someone:
+    return Someone(OWNER)
+
+
+def guest(of: Someone, *others: Someone, **options: Any) -> Someone:
+    newcomer = Someone(**options)
+    for host in (of, *others):
+        newcomer.enter(host)
+    return newcomer
+
+
+# Coming in ----------------------------------------------------------------------------------------------------------------
+
+
+def test_one_handshake_admits_both_sides(founder: Someone) -> None:
+    newcomer = Someone()
+    assert not newcomer.speaks_to(founder)
+    assert founder.refusals == ["call before admission"]
+    newcomer.enter(founder)
+    assert newcomer.speaks_to(founder)
+    assert founder.speaks_to(newcomer)
+    assert founder.gate.entered(newcomer.id)
+    assert newcomer.gate.entered(founder.id)
+
+
+def test_members_know_each_other_by_their_certificates(founder: Someone) -> None:
+    one, other = guest(founder), guest(founder)
+    one.members.secret = other.members.secret = None  # not needed between members
+    one.enter(other)
+    assert one.speaks_to(other)
+    assert other.speaks_to(one)
+
+
+def test_a_member_lets_others_in_and_its_guests_do_not(founder: Someone) -> None:
+    member = guest(founder)
+    newcomer = guest(member)
+    newcomer.enter(founder)
+    assert newcomer.speaks_to(founder)
+    with pytest.raises(AdmissionError, match="cannot let others in"):
+        guest(newcomer)
+    newcomer.members._chain = (newcomer.members._certificate(newcomer.id, math.inf), *newcomer.members._chain[:1])
+    forged = guest_of_a_guest(newcomer)
+    with pytest.raises(AdmissionError, match="not one of this run"):
+        forged.enter(founder)
+
+
+def guest_of_a_guest(host: Someone) -> Someone:
+    """With a certificate that a peer gave which may give none."""
+    late = Someone()
+    late.members.current = lambda peer, chain: True  # type: ignore[method-assign]
+    late.members._chain = (host.members._certificate(late.id, math.inf), *host.members._chain[1:])
+    return late
+
+
+def test_who_has_not_come_in_lets_nobody_in() -> None:
+    one, other = Someone(), Someone()
+    with pytest.raises(AdmissionError, match="not in the run itself"):
+        one.enter(other)
+
+
+def test_the_wrong_secret_is_told_to_both(founder: Someone) -> None:
+    newcomer = Someone(secret=b"t" * 32)
+    with pytest.raises(AdmissionError, match=OTHER_SECRET):
+        newcomer.enter(founder)
+    assert ["does not hold this run's secret" in why for why in founder.refusals] == [True]
+
+
+def test_a_member_of_another_owner_is_not_believed(founder: Someone) -> None:
+    """It has the secret (a ticket was copied) and founds a run of the same name."""
+    impostor = Someone(Key.new())
+    newcomer = Someone()
+    with pytest.raises(AdmissionError, match="not one of this run"):
+        newcomer.enter(impostor)
+    member = guest(founder)
+    with pytest.raises(AdmissionError, match="not one of this run"):
+        member.enter(impostor)
+    with pytest.raises(AdmissionError, match="not one of this run"):
+        impostor.enter(member)
+    assert not impostor.speaks_to(member)
+    assert not member.gate.entered(impostor.id)
+
+
+def test_a_proof_is_of_no_use_to_another_peer(founder: Someone) -> None:
+    """A man in the middle relays the honest messages under his own id."""
+    newcomer, mallory = Someone(), Someone()
+
+    async def relay(payload: bytes) -> bytes:
+        return founder.gate.answer(mallory.id, payload)
+
+    with pytest.raises(AdmissionError):
+        asyncio.run(newcomer.gate.enter(mallory.id, relay))
+    assert not mallory.speaks_to(founder)
+    assert not mallory.speaks_to(newcomer)
+
+
+def test_a_certificate_is_of_no_use_to_another_peer(founder: Someone) -> None:
+    member, thief = guest(founder), Someone()
+    stolen = member.members.chain
+    thief.members.genuine = thief.members.current = lambda peer, chain: True  # type: ignore[method-assign]
+    for chain in (stolen, (dataclasses.replace(stolen[0], peer=thief.id),)):
+        thief.members._chain = chain
+        with pytest.raises(AdmissionError, match="not one of this run"):
+            thief.enter(founder)
+    assert not thief.speaks_to(founder)
+
+
+def test_a_recorded_admission_is_of_no_use_again(founder: Someone) -> None:
+    """libp2p keeps others from sending it; this is the peer itself, after it was forgotten, without the secret."""
+    newcomer, sent = Someone(), list[bytes]()
+
+    async def recorded(payload: bytes) -> bytes:
+        sent.append(payload)
+        return founder.gate.answer(newcomer.id, payload)
+
+    asyncio.run(newcomer.gate.enter(founder.id, recorded))
+    assert len(sent) == 2
+    restarted = Someone(OWNER)
+    for payload in sent:
+        asyncio.run(answered(restarted, newcomer.id, payload))
+    assert not restarted.gate.admitted(newcomer.id)
+
+
+async def raw_answer(by: Someone, to: str, payload: bytes) -> bytes:
+    return by.gate.answer(to, payload)
+
+
+async def answered(by: Someone, to: str, payload: bytes) -> Any:
+    return msgpack.unpackb(by.gate.answer(to, payload))
+
+
+def test_a_visitor_is_let_in_for_some_minutes_and_lets_nobody_in(founder: Someone) -> None:
+    visitor = guest(founder, visitor=True)
+    assert visitor.speaks_to(founder)
+    with pytest.raises(AdmissionError, match="cannot let others in"):
+        guest(visitor)
+    Someone.clock += VISIT_S + 1
+    assert not visitor.speaks_to(founder)
+    assert not founder.gate.entered(visitor.id)
+    visitor.forget(founder)
+    visitor.enter(founder)  # it still has the ticket
+    assert visitor.speaks_to(founder)
+
+
+def test_visitors_leave_no_trace(founder: Someone) -> None:
+    member = guest(founder)
+    for _ in range(20):
+        guest(founder, visitor=True)
+        Someone.clock += VISIT_S / 4
+    assert len(founder.gate._admitted) < 8
+    assert len(founder.gate._let_us_in) < 8
+    assert member.speaks_to(founder)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [b"", b"\xc1", b"\x90", b"x" * 10000, msgpack.packb(["hello", 1, 2]), msgpack.packb(["renewed", [1], b""])]
+    + [
+        msgpack.packb(["hello", "1", "run", bytes(16), 0, chain])
+        for chain in (7, [7], [[]] * 3, [["a", "", 0, 1, b""]])
+    ],
+)
+def test_malformed_admissions_are_refused(founder: Someone, payload: bytes) -> None:
+    said = asyncio.run(answered(founder, "peer", payload))
+    assert said[0] is False
+    assert "malformed" in said[1]
+    assert ["malformed" in why for why in founder.refusals] == [True]
+
+
+def test_a_flood_of_admissions_is_slowed_and_members_are_not(founder: Someone) -> None:
+    member = guest(founder)
+
+    async def flood() -> tuple[bytes, bytes]:
+        last = [founder.gate.answer(f"peer{n}", b"") for n in range(int(BURST) + 50)][-1]
+        return last, founder.gate.answer(member.id, msgpack.packb(["sync", 0]))
+
+    stranger, ours = asyncio.run(flood())
+    assert b"too many" in stranger
+    assert msgpack.unpackb(ours) == [True, None]
+
+
+# Renewals -----------------------------------------------------------------------------------------------------------------
+
+
+def kick(founder: Someone, *stay: Someone) -> None:
+    founder.gate.adopt(founder.members.renew([founder.id, *(s.id for s in stay)], NEXT), NEXT)
+
+
+def test_whoever_is_kicked_is_out_everywhere(founder: Someone) -> None:
+    stays, kicked = guest(founder), guest(founder)
+    kicked.enter(stays)
+    kick(founder, stays)
+    assert founder.gone == [{kicked.id}]
+    assert not kicked.speaks_to(founder)
+    assert not founder.gate.entered(kicked.id)
+    assert kicked.speaks_to(stays)  # it has not heard yet
+    founder.tells(stays)
+    assert not kicked.speaks_to(stays)
+    assert stays.gone == [{kicked.id}]
+    assert stays.members.secret == NEXT
+    assert stays.speaks_to(founder)
+    for host in (founder, stays):
+        kicked.forget(host)
+        with pytest.raises(AdmissionError, match=r"owner removed|not in the run any more"):
+            kicked.enter(host)
+        assert kicked.members.secret is None, "it hears that it is out, not the new secret"
+        assert not kicked.members.belongs
+
+
+def test_the_kicked_do_not_come_back_with_the_old_ticket(founder: Someone) -> None:
+    stays = guest(founder)
+    kick(founder, stays)
+    founder.tells(stays)
+    for host in (founder, stays):
+        with pytest.raises(AdmissionError, match=OTHER_SECRET):
+            guest(host)
+        assert "does not hold this run's secret" in host.refusals[-1]
+        assert guest(host, secret=NEXT).speaks_to(host), "who has the new ticket comes in"
+
+
+def test_identities_kept_in_reserve_are_out_with_the_kicked(founder: Someone) -> None:
+    """Before it is kicked, it gets certificates for others of its own, and gives some itself, also for epochs to come."""
+    stays, kicked = guest(founder), guest(founder)
+    reserve = [guest(founder), guest(kicked), guest(stays), guest(founder, visitor=True)]
+    ahead = Someone()
+    ahead.members.genuine = ahead.members.current = lambda peer, chain: True  # type: ignore[method-assign]
+    content = (ahead.id, kicked.id, 1, math.inf)
+    signature = kicked.key.sign("certificate", "run", *content)
+    ahead.members._chain = (Certificate(*content, signature), *kicked.members.chain)
+    kick(founder, stays)
+    founder.tells(stays)
+    for sleeper in (*reserve, ahead):
+        for host in (founder, stays):
+            sleeper.forget(host)
+            with pytest.raises(AdmissionError, match=r"owner removed|not in the run any more|does not hold|" + NOT_IN):
+                sleeper.enter(host)
+            assert not sleeper.speaks_to(host)
+
+
+def test_guests_of_the_kicked_may_stay(founder: Someone) -> None:
+    host = guest(founder)
+    innocent = guest(host, founder)
+    kick(founder, innocent)
+    founder.tells(innocent)
+    assert innocent.speaks_to(founder)
+    assert founder.speaks_to(innocent)
+    other = guest(innocent, secret=NEXT)  # named by the owner, it may let others in
+    other.enter(founder)
+    assert other.speaks_to(founder)
+
+
+def test_word_spreads_from_member_to_member(founder: Someone) -> None:
+    """By questions now and then, by whoever meets somebody who is behind, and to whoever comes later."""
+    one, asleep, kicked = guest(founder), guest(founder), guest(founder)
+    for other in (asleep, kicked):
+        other.enter(one)
+    kicked.enter(asleep)
+    kick(founder, one, asleep)
+    one.sync(founder)
+    assert one.members.secret == NEXT
+    asleep.forget(one)
+    asleep.enter(one)
+    assert asleep.members.secret == NEXT
+    assert asleep.gone == [{kicked.id}]
+    late = guest(founder, secret=NEXT)
+    assert late.members.epoch == 1
+    with pytest.raises(AdmissionError):
+        late.enter(kicked)
+    assert not kicked.speaks_to(late)
+
+
+def test_a_newcomer_tells_whoever_is_behind(founder: Someone) -> None:
+    behind, kicked = guest(founder), guest(founder)
+    kick(founder, behind)
+    late = guest(founder, secret=NEXT)
+    late.enter(behind)
+    assert late.speaks_to(behind)
+    assert behind.members.secret == NEXT
+    with pytest.raises(AdmissionError):
+        late.enter(kicked)
+    assert kicked.members.secret == SECRET
+    assert not late.gate.entered(kicked.id)
+
+
+def test_only_the_owner_renews(founder: Someone) -> None:
+    member = guest(founder)
+    kept, digest = (member.id,), bytes(32)
+    forged = Renewal(9, kept, digest, member.key.sign("renewal", "run", 9, kept, digest))
+    other_run = Renewal(9, kept, digest, OWNER.sign("renewal", "other", 9, kept, digest))
+    for wrong in (forged, other_run):
+        said = asyncio.run(answered(founder, member.id, msgpack.packb(["renewed", packed_renewal(wrong), b"mine"])))
+        assert said[0] is False
+    assert founder.members.epoch == 0
+
+
+def test_an_old_renewal_changes_nothing(founder: Someone) -> None:
+    """The kicked brings back the one that named it."""
+    once = guest(founder)
+    kick(founder, once)
+    first = founder.members.renewal
+    founder.gate.adopt(founder.members.renew([founder.id], b"3" * 32), b"3" * 32)
+    said = asyncio.run(answered(founder, once.id, msgpack.packb(["renewed", packed_renewal(first), NEXT])))
+    assert said == [True, None]
+    assert founder.members.epoch == 2
+    assert founder.members.secret == b"3" * 32
+    assert not once.speaks_to(founder)
+
+
+def test_a_secret_the_renewal_does_not_name_is_not_taken(founder: Someone) -> None:
+    """Anyone may bring a renewal; only the owner's new secret goes with it."""
+    member, mallory = guest(founder), guest(founder)
+    kick(founder, member)
+    for secret in (b"m" * 32, SECRET):
+        asyncio.run(
+            answered(member, mallory.id, msgpack.packb(["renewed", packed_renewal(founder.members.renewal), secret]))
+        )
+        assert member.members.epoch == 1
+        assert member.members.secret is None
+    with pytest.raises(AdmissionError, match=OTHER_SECRET):
+        guest(member, secret=b"m" * 32)
+    member.sync(founder)  # it knows that it lacks it
+    assert member.members.secret == NEXT
+
+
+def test_strangers_learn_neither_the_secret_nor_who_is_in(founder: Someone) -> None:
+    member, stranger = guest(founder), Someone()
+    kick(founder, member)
+    questions: list[Any] = [
+        ["sync", 0], ["sync", -1], ["hello", "1", "run", bytes(16), 0, []], ["proof", bytes(16), bytes(32), False],
+        ["hello", "1", "run", bytes(16), 0, packed_chain(forged_by(stranger))],
+    ]  # fmt: skip
+    for question in questions:
+        said = asyncio.run(raw_answer(founder, stranger.id, msgpack.packb(question)))
+        assert NEXT not in said
+        assert member.id.encode() not in said
+
+
+def forged_by(forger: Someone) -> Chain:
+    content = (forger.id, "", 0, math.inf)
+    return (Certificate(*content, forger.key.sign("certificate", "run", *content)),)
