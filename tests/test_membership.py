@@ -3,30 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
 import time
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hivemind.dht.routing import DHTID
-from hivemind.p2p import PeerID
+from hivemind.p2p import P2P, PeerID
+from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 
-from muletrain.network.base import Frame
+from muletrain.cli.machines import _as_member, kick_peer
+from muletrain.config.load import load_config
+from muletrain.errors import AdmissionError, MuletrainError, NetworkError
+from muletrain.events import Event, MemberRemoved, Note, StepDone
+from muletrain.network.base import Channel, Frame
 from muletrain.network.directory import MAX_TTL_S, Records
 from muletrain.network.gated import ADMIT
 from muletrain.network.identity import Key, public_half
-from muletrain.network.libp2p import CALL, Libp2pNetwork
-from muletrain.network.membership import Membership
+from muletrain.network.libp2p import CALL, STRANGER, Libp2pNetwork
+from muletrain.network.membership import Membership, chain_from
 from muletrain.network.streams import FRAMES
+from muletrain.runs.fleet import LocalFleet
+from muletrain.runs.lobby import Visitor
+from muletrain.runs.removal import Members, remove, serve_members
+from muletrain.runs.ticket import Ticket
+from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE
 from muletrain.wire.frame import pack
-from tests.test_network import SECRET, world
+from tests.fleet_run import run_fleet
+from tests.test_network import OWNER, SECRET, World, world
 
 # Strangers ----------------------------------------------------------------------------------------------------------------
 
-STRANGER = """
+PLAIN_HIVEMIND = """
 import asyncio, json, sys, time
 from hivemind.dht import DHTNode
 from hivemind.dht.routing import DHTID
@@ -81,7 +95,7 @@ def test_a_plain_hivemind_process_gets_nothing() -> None:
                 await net.announce("plans", b"attack at dawn", 60)
             hello = b"".join(pack(Frame("hello", {"channel": "pipe"})) + pack(Frame("x", {"n": 0}))).hex()
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", STRANGER, a.peer_id, a.addresses()[0], CALL, ADMIT, FRAMES, hello,
+                sys.executable, "-c", PLAIN_HIVEMIND, a.peer_id, a.addresses()[0], CALL, ADMIT, FRAMES, hello,
                 stdout=asyncio.subprocess.PIPE, env={**os.environ, "TMPDIR": str(w.folder)},
             )  # fmt: skip
             out, _ = await asyncio.wait_for(process.communicate(), 60)
@@ -181,3 +195,127 @@ def test_what_is_no_peer_id_has_no_key(peer: Any) -> None:
 def test_a_peer_id_holds_the_public_key() -> None:
     key = Key.new()
     assert public_half(key.peer_id) == key.public
+
+
+# The kicked ---------------------------------------------------------------------------------------------------------------
+
+
+async def roll(net: Libp2pNetwork, *others: Libp2pNetwork) -> None:
+    """``net`` says that these, and itself, are in the run, by the names 'a', 'b', ..."""
+    names = {n.peer_id: chr(ord("a") + k) for k, n in enumerate((net, *others))}
+    serve_members(net, lambda: names)
+    Visitor(net, net.peer_id)  # says who founded the run
+
+
+def test_a_kicked_member_gets_nothing_on_any_way() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            a = await w.open()
+            b = await w.open(a)
+            c = await w.open(a)
+            await roll(a, b, c)
+            for one, other in [(a, b), (a, c), (b, c), (c, b), (c, a)]:
+                await one.send(other.peer_id, Frame("x", {"from": one.peer_id}))
+                await w.next(other)
+            for net in (a, b, c):
+                await net.announce("peers", b"here", 60)
+            asleep = await w.open(a)  # another identity that c got while it could
+            owner = await w.open(a, owner=OWNER, visitor=True)
+            with pytest.raises(MuletrainError, match="first peer"):
+                await remove(owner, tuple(a.addresses()), "a")
+            with pytest.raises(MuletrainError, match=r"no peer of the run is called 'd'.*b \(.*c \("):
+                await remove(owner, tuple(a.addresses()), "d")
+            done = await remove(owner, tuple(a.addresses()), c.peer_id[-8:])
+            assert (done.name, done.id, done.kept, done.told) == ("c", c.peer_id, 2, 2)
+            for net in (a, b):
+                assert c.peer_id not in {sender for sender, _ in net._incoming._open}, "its streams are closed"
+            await gets_nothing(w, c, (a, b))
+            await gets_nothing(w, asleep, (a,))
+            with pytest.raises(AdmissionError, match="does not hold this ticket's secret"):
+                await w.open(a)  # a new identity, the old ticket
+            for one, other in [(a, b), (b, a)]:
+                await one.send(other.peer_id, Frame("x", {"n": 1}))
+                assert (await w.next(other))[1].header == {"n": 1}, "the others go on, on the streams they had"
+                assert await one.lookup("peers") == {n.peer_id: b"here" for n in (a, b)}
+                with pytest.raises(NetworkError):
+                    await one.call(c.peer_id, "echo", b"", timeout_s=5)
+                with pytest.raises(NetworkError):
+                    await one.send(c.peer_id, Frame("x", {}), timeout_s=5)
+            newcomer = await w.open(a, secret=done.secret)
+            await newcomer.send(b.peer_id, Frame("x", {"n": 2}))
+            assert (await w.next(b))[0] == newcomer.peer_id
+
+    asyncio.run(scenario())
+
+
+async def gets_nothing(w: World, kicked: Libp2pNetwork, members: tuple[Libp2pNetwork, ...]) -> None:
+    for member in members:
+        with pytest.raises(NetworkError):
+            await kicked.call(member.peer_id, "echo", b"hello", timeout_s=5)
+        for channel in Channel:
+            with pytest.raises(NetworkError):
+                await kicked.send(member.peer_id, Frame("x", {"late": 1}), channel=channel, timeout_s=5)
+        target = PeerID.from_base58(member.peer_id)
+        raw = await kicked._p2p.exchange(target, CALL, b"\4echohello")  # past its own gate
+        assert raw == STRANGER
+        with pytest.raises(Exception, match="not admitted"):  # nor by hivemind's own way of calling
+            await P2P._call_unary_protobuf_handler(
+                kicked._p2p, target, "DHTProtocol.rpc_find", dht_pb2.FindRequest(), dht_pb2.FindResponse
+            )
+        assert w.got[member.peer_id].empty()
+    assert not kicked.members.belongs
+    assert kicked.members.secret is None
+    with contextlib.suppress(NetworkError):
+        await kicked.announce("peers", b"still here", 60)
+    for member in members:
+        assert kicked.peer_id not in await member.lookup("peers")
+    assert not {m.peer_id for m in members} & (await kicked.lookup("fresh")).keys()
+
+
+TINY = [
+    "model.width=64", "model.heads=2", "model.context=32", "model.vocab=512", "train.batch=16", "train.microbatch=2",
+    "train.steps=100000", "checkpoint.every=0",
+]  # fmt: skip
+
+
+def test_a_fleet_goes_on_without_the_kicked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``muletrain kick`` on real processes: the kicked one ends, and says why; the others train on."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "this"
+    config = load_config(None, [*TINY, f"data.cache={tmp_path / 'cache'}"])
+    tickets: list[str] = []
+    steps = Counter[str]()
+
+    def watch(fleet: LocalFleet, event: Event) -> None:
+        if not isinstance(event, StepDone):
+            return
+        if not tickets:
+            assert (folder / OWNER_FILE).stat().st_mode & 0o777 == 0o400
+            tickets.append((folder / TICKET_FILE).read_text())
+            kick_peer("peer-3", None)
+            tickets.append((folder / TICKET_FILE).read_text())
+        elif fleet.exit_codes():
+            steps["without it"] += 1
+            if steps["without it"] == 1:
+                with pytest.raises(AdmissionError, match="does not hold this ticket's secret"):
+                    asyncio.run(_as_member(Ticket.parse(tickets[0]), members))
+                assert set(asyncio.run(_as_member(Ticket.parse(tickets[1]), members))) == {"peer-0", "peer-1", "peer-2"}
+            elif steps["without it"] == 4:
+                fleet.stop()
+
+    events = run_fleet(config, folder, watch=watch, lost=frozenset({"peer-3"}))
+    (said,) = [e.message for e in events if isinstance(e, Note) and e.level == "error"]
+    assert "owner removed this peer" in said
+    assert {e.peer for e in events if isinstance(e, MemberRemoved) and e.name == "peer-3"} == {
+        "peer-0",
+        "peer-1",
+        "peer-2",
+    }
+    assert steps["without it"] >= 4
+
+
+async def members(net: Libp2pNetwork, run_id: str) -> list[str]:
+    """Names of who is in the run by a certificate that counts."""
+    answer = Members.unpack(await net.call(sorted(net._p2p.gate.known())[0], Members.KIND, b"", timeout_s=10))
+    counting = [m for m in answer.members if net.members.current(m.id, chain_from(m.certificate))]
+    return [m.name for m in counting]

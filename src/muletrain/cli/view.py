@@ -218,6 +218,8 @@ def headline(event: ev.Event, view: RunView) -> str | None:
             return f"refused a message from {view.name_of(event.remote)}: {event.reason}"
         case ev.PeerSuspected():
             return f"{view.name_of(event.peer_id)} is left out for now: {event.reason}"
+        case ev.MemberRemoved():
+            return f"{event.name} was removed by the run's owner"
         case ev.CheckpointWritten():
             cost = f"{format_bytes(event.bytes)}, {format_duration(event.seconds)}"
             return f"checkpoint of step {event.step}: {event.path} ({cost})"

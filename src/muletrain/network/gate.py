@@ -86,6 +86,10 @@ class Gate:
         """May we speak to it?"""
         return peer in self._let_us_in and self.admitted(peer)
 
+    def certificate(self, peer: str) -> Chain:
+        """What ``peer`` showed us; empty if it did not."""
+        return self.members.chain if peer == self._own else self._admitted.get(peer, ())
+
     def known(self) -> list[str]:
         """Everyone we may speak to."""
         return [p for p in self._let_us_in if self.admitted(p)]
@@ -103,7 +107,9 @@ class Gate:
 
     def adopt(self, renewal: Renewal, secret: bytes | None) -> None:
         """Who is out by it is out from now on. Raises AdmissionError when the owner did not sign it."""
-        if not self.members.adopt(renewal, secret):
+        before = self.members.epoch, self.members.secret
+        self.members.adopt(renewal, secret)
+        if before == (self.members.epoch, self.members.secret):
             return
         gone = frozenset(p for p in self._admitted if not self.admitted(p))
         self._forget(gone)

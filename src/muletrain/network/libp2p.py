@@ -24,7 +24,7 @@ try:
     from muletrain.network.gate import Gate
     from muletrain.network.gated import GatedP2P, reaching
     from muletrain.network.identity import Key
-    from muletrain.network.membership import Membership
+    from muletrain.network.membership import Membership, chain_bytes
     from muletrain.network.streams import FRAMES, Incoming, Outgoing
 except ImportError as e:  # pragma: no cover - platforms without hivemind's wheels
     raise MuletrainError(
@@ -32,7 +32,7 @@ except ImportError as e:  # pragma: no cover - platforms without hivemind's whee
     ) from e
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
 MAX_CALL = 1 << 20
@@ -247,8 +247,16 @@ class Libp2pNetwork:
     def members(self) -> Membership:
         return self._p2p.gate.members
 
+    def certificate(self, peer: PeerId) -> bytes:
+        """What ``peer`` showed us, as ``membership.chain_from`` reads it."""
+        return chain_bytes(self._p2p.gate.certificate(peer))
+
+    def renew(self, kept: Iterable[PeerId], secret: bytes) -> None:
+        """The owner's act (where its key is): only these stay. Nobody else knows it before ``tell_renewal``."""
+        self._p2p.gate.adopt(self.members.renew(kept, secret), secret)
+
     async def tell_renewal(self, peer: PeerId, *, timeout_s: float) -> None:
-        """The last renewal, of which this process made or heard. Raises what ``call`` raises, and AdmissionError."""
+        """Bring the last renewal to a peer that it names. Raises what ``call`` raises, and AdmissionError."""
         await reaching(self._p2p.tell(PeerID.from_base58(peer)), timeout_s, f"telling {peer[-6:]} who stays")
 
     def _renewed(self, gone: frozenset[PeerId]) -> None:

@@ -14,6 +14,8 @@ import time
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgpack
+
 from muletrain.errors import AdmissionError
 from muletrain.network.identity import SIGNATURE, public_half, signed
 
@@ -152,19 +154,17 @@ class Membership:
         content = (self.epoch + 1, tuple(sorted(kept)), hashlib.sha256(secret).digest())
         return Renewal(*content, self._owner_key.sign("renewal", self._run_id, *content))
 
-    def adopt(self, renewal: Renewal, secret: bytes | None) -> bool:
-        """Take the owner's word; True when it is news. A ``secret`` that it does not name is left out. Raises AdmissionError
-        when it is not the owner's."""
+    def adopt(self, renewal: Renewal, secret: bytes | None) -> None:
+        """Take the owner's word, if it is news. A ``secret`` that it does not name is left out. Raises AdmissionError when it is
+        not the owner's."""
         content = (renewal.epoch, renewal.kept, renewal.secret)
         if not signed(self._owner, renewal.signature, "renewal", self._run_id, *content):
             raise AdmissionError("a renewal that the run's owner did not sign")
-        news = renewal.epoch > self.epoch
-        if news:
+        if renewal.epoch > self.epoch:
             self.renewal, self._kept = renewal, frozenset(renewal.kept)
         if renewal.epoch == self.epoch:
             named = (s for s in (secret, self.secret) if s is not None and hashlib.sha256(s).digest() == renewal.secret)
             self.secret = next(named, None)
-        return news
 
 
 # On the wire ----------------------------------------------------------------------------------------------------------
@@ -188,6 +188,21 @@ def _read_certificate(content: Any) -> Certificate:
         ):
             return Certificate(peer, issuer, epoch, until, signature)
     raise AdmissionError("malformed certificate")
+
+
+def chain_bytes(chain: Chain) -> bytes:
+    packed: bytes = msgpack.packb(packed_chain(chain))
+    return packed
+
+
+def chain_from(data: bytes) -> Chain:
+    """Raises AdmissionError."""
+    try:
+        return read_chain(msgpack.unpackb(data, max_ext_len=0))
+    except AdmissionError:
+        raise
+    except Exception:  # msgpack raises a dozen unrelated types on garbage
+        raise AdmissionError("malformed certificate") from None
 
 
 def packed_renewal(renewal: Renewal | None) -> list[Any] | None:

@@ -23,7 +23,7 @@ from muletrain.config.fleet import load_fleet
 from muletrain.config.schema import Precision, RunConfig
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import AdmissionError, CheckpointError, MuletrainError
-from muletrain.events import EventLog, FrameRefused, JoinRefused, PeerJoined, RunFinished, RunStarted
+from muletrain.events import EventLog, FrameRefused, JoinRefused, MemberRemoved, PeerJoined, RunFinished, RunStarted
 from muletrain.network.identity import Key
 from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.network.shaped import ShapedNetwork
@@ -32,6 +32,7 @@ from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.lobby import Join, Lobby, Visitor, find_founder
 from muletrain.runs.machine import Machine
 from muletrain.runs.reception import Reception
+from muletrain.runs.removal import serve_members
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.ticket import Ticket
 from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE
@@ -43,8 +44,10 @@ from muletrain.swarm.roster import Roster
 from muletrain.swarm.service import Service
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from muletrain.compute.base import Compute
-    from muletrain.network.base import Network
+    from muletrain.network.base import Network, PeerId
     from muletrain.swarm.record import StepRecord
 
 
@@ -63,6 +66,11 @@ class Worker:
         self._ticket = Ticket.parse(spec.ticket)
         self._peer: Peer | None = None
         self._compute_in_use: Compute
+        self._network: Libp2pNetwork | None = None
+        self._main: asyncio.Task[None] | None = None
+        self._names: Callable[[], dict[PeerId, str]] = dict
+        """Who is in the run, as far as this peer knows, by id."""
+        self._removed = False
         self._stop = asyncio.Event()
         self._steps = 0
         self._total = -1
@@ -78,7 +86,7 @@ class Worker:
     async def run(self) -> None:
         begin = self._clock.now()
         with tempfile.TemporaryDirectory(prefix="mule-") as sockets:
-            main = asyncio.create_task(self._run(Path(sockets)))
+            self._main = main = asyncio.create_task(self._run(Path(sockets)))
             early = asyncio.create_task(self._stop.wait())
             await asyncio.wait({main, early}, return_when=asyncio.FIRST_COMPLETED)
             if not main.done() and self._peer is None:
@@ -86,16 +94,21 @@ class Worker:
             early.cancel()
             with suppress(asyncio.CancelledError):
                 await main
+        if self._removed:
+            raise AdmissionError(
+                "the run's owner removed this peer, or renewed the ticket while it was joining; ask the owner for the current one"
+            )
         reason = "all steps done" if self._steps == self._total else self._reason
         self._log.emit(RunFinished(steps=self._steps, seconds=self._clock.now() - begin, reason=reason))
 
     async def _run(self, sockets: Path) -> None:
         spec = self._spec
-        network: Network = await Libp2pNetwork.create(
+        self._network = network = await Libp2pNetwork.create(
             run_id=self._ticket.run_id, secret=self._ticket.secret, owner=self._owner or self._ticket.owner, protocol=PROTOCOL,
             folder=sockets, listen=spec.listen, port=spec.port, announce=spec.announce,
-            initial_peers=self._ticket.addresses, on_refusal=self._refused,
+            initial_peers=self._ticket.addresses, on_refusal=self._refused, on_renewal=self._renewed,
         )  # fmt: skip
+        serve_members(network, lambda: self._names())
         try:
             if spec.role == "found":
                 await self._found(network)
@@ -107,6 +120,25 @@ class Worker:
     def _refused(self, remote: str, reason: str) -> None:
         kind = JoinRefused if self._peer is None else FrameRefused
         self._log.emit(kind(remote=remote, reason=reason))
+
+    def _renewed(self, gone: frozenset[PeerId]) -> None:
+        """The owner removed somebody: perhaps us."""
+        if self._network is None or self._main is None:
+            return  # it was admitted a moment ago, by whom had not heard of it
+        names, members = self._names(), self._network.members
+        for peer in gone & names.keys():
+            self._log.emit(MemberRemoved(peer_id=peer, name=names[peer]))
+        if not members.belongs:
+            self._removed = True
+            self._main.cancel()
+        elif members.secret is not None:
+            self._hand_out(dataclasses.replace(self._ticket, secret=members.secret))
+
+    def _hand_out(self, ticket: Ticket) -> None:
+        """Put the ticket where a face of this machine finds it."""
+        self._ticket = ticket
+        if self._spec.role == "found" or self._spec.keeps_ticket:
+            write_secret(Path(self._spec.folder) / TICKET_FILE, str(ticket))
 
     # The founder ----------------------------------------------------------------------------------------------------
 
@@ -132,8 +164,8 @@ class Worker:
             part_digests=checkpoint.digests if checkpoint else [],
         )  # fmt: skip
         lobby.open()
-        ticket = dataclasses.replace(self._ticket, addresses=tuple(network.addresses()))
-        write_secret(Path(spec.folder) / TICKET_FILE, str(ticket))
+        self._names = lobby.names
+        self._hand_out(dataclasses.replace(self._ticket, addresses=tuple(network.addresses())))
         stage = lobby.seat(network.peer_id, self._introduction(network, machine))
         compute = await self._compute(
             facts, stage, machine, checkpoint.parts[stage] if checkpoint is not None else None
@@ -148,9 +180,7 @@ class Worker:
 
     async def _join(self, network: Network) -> None:
         visitor = Visitor(network, await find_founder(network, self._ticket.addresses))
-        if self._spec.keeps_ticket:
-            ticket = self._ticket.passed_on(visitor.founder, network.addresses())
-            write_secret(Path(self._spec.folder) / TICKET_FILE, str(ticket))
+        self._hand_out(self._ticket.passed_on(visitor.founder, network.addresses()))
         machine = await self._machine(None)
         welcome, tokenizer = await visitor.join(self._introduction(network, machine))
         facts = RunFacts.of(RunConfig.model_validate_json(welcome.config))
@@ -259,6 +289,8 @@ class Worker:
         Reception(
             network, self._log.emit, roster, config_json, data_digest, tokenizer, facts.needs(), facts.stage_costs()
         ).open()
+        before = self._names()
+        self._names = lambda: before | {m.id: m.name for m in roster.members()}
         self._steps = genesis.first_step
         self._report_start(facts, roster)
         limit, self._total = facts.config.train.time_limit, facts.config.train.steps
