@@ -11,16 +11,18 @@ import msgpack
 import pytest
 
 from muletrain.errors import AdmissionError
+from muletrain.network import gate as gate_module
 from muletrain.network.gate import BURST, NOT_IN, OTHER_SECRET, Gate
 from muletrain.network.identity import Key
-from muletrain.network.membership import (
+from muletrain.network.trust import (
     VISIT_S,
     Certificate,
     Chain,
-    Membership,
     Renewal,
+    Trust,
     packed_chain,
     packed_renewal,
+    read_renewal,
 )
 
 SECRET, NEXT = b"s" * 32, b"n" * 32
@@ -37,9 +39,9 @@ class Someone:
         self.id = self.key.peer_id
         self.refusals: list[str] = []
         self.gone: list[frozenset[str]] = []
-        self.members = Membership("run", owner, secret, self.key, now=lambda: Someone.clock)
+        self.trust = Trust("run", owner, secret, self.key, now=lambda: Someone.clock)
         self.gate = Gate(
-            self.id, "run", "1", self.members, lambda who, why: self.refusals.append(why), self.gone.append, visitor=visitor
+            self.id, "run", "1", self.trust, lambda who, why: self.refusals.append(why), self.gone.append, visitor=visitor
         )  # fmt: skip
 
     def enter(self, other: Someone) -> None:
@@ -98,7 +100,7 @@ def test_one_handshake_admits_both_sides(founder: Someone) -> None:
 
 def test_members_know_each_other_by_their_certificates(founder: Someone) -> None:
     one, other = guest(founder), guest(founder)
-    one.members.secret = other.members.secret = None  # not needed between members
+    one.trust.secret = other.trust.secret = None  # not needed between members
     one.enter(other)
     assert one.speaks_to(other)
     assert other.speaks_to(one)
@@ -111,7 +113,7 @@ def test_a_member_lets_others_in_and_its_guests_do_not(founder: Someone) -> None
     assert newcomer.speaks_to(founder)
     with pytest.raises(AdmissionError, match="cannot let others in"):
         guest(newcomer)
-    newcomer.members._chain = (newcomer.members._certificate(newcomer.id, math.inf), *newcomer.members._chain[:1])
+    newcomer.trust._chain = (newcomer.trust._certificate(newcomer.id, math.inf), *newcomer.trust._chain[:1])
     forged = guest_of_a_guest(newcomer)
     with pytest.raises(AdmissionError, match="not one of this run"):
         forged.enter(founder)
@@ -120,8 +122,8 @@ def test_a_member_lets_others_in_and_its_guests_do_not(founder: Someone) -> None
 def guest_of_a_guest(host: Someone) -> Someone:
     """With a certificate that a peer gave which may give none."""
     late = Someone()
-    late.members.current = lambda peer, chain: True  # type: ignore[method-assign]
-    late.members._chain = (host.members._certificate(late.id, math.inf), *host.members._chain[1:])
+    late.trust.current = lambda peer, chain: True  # type: ignore[method-assign]
+    late.trust._chain = (host.trust._certificate(late.id, math.inf), *host.trust._chain[1:])
     return late
 
 
@@ -168,10 +170,10 @@ def test_a_proof_is_of_no_use_to_another_peer(founder: Someone) -> None:
 
 def test_a_certificate_is_of_no_use_to_another_peer(founder: Someone) -> None:
     member, thief = guest(founder), Someone()
-    stolen = member.members.chain
-    thief.members.genuine = thief.members.current = lambda peer, chain: True  # type: ignore[method-assign]
+    stolen = member.trust.chain
+    thief.trust.genuine = thief.trust.current = lambda peer, chain: True  # type: ignore[method-assign]
     for chain in (stolen, (dataclasses.replace(stolen[0], peer=thief.id),)):
-        thief.members._chain = chain
+        thief.trust._chain = chain
         with pytest.raises(AdmissionError, match="not one of this run"):
             thief.enter(founder)
     assert not thief.speaks_to(founder)
@@ -255,7 +257,7 @@ def test_a_flood_of_admissions_is_slowed_and_members_are_not(founder: Someone) -
 
 
 def kick(founder: Someone, *stay: Someone) -> None:
-    founder.gate.adopt(founder.members.renew([founder.id, *(s.id for s in stay)], NEXT), NEXT)
+    founder.gate.adopt(founder.trust.renew([founder.id, *(s.id for s in stay)], NEXT), NEXT)
 
 
 def test_whoever_is_kicked_is_out_everywhere(founder: Someone) -> None:
@@ -269,14 +271,14 @@ def test_whoever_is_kicked_is_out_everywhere(founder: Someone) -> None:
     founder.tells(stays)
     assert not kicked.speaks_to(stays)
     assert stays.gone == [{kicked.id}]
-    assert stays.members.secret == NEXT
+    assert stays.trust.secret == NEXT
     assert stays.speaks_to(founder)
     for host in (founder, stays):
         kicked.forget(host)
         with pytest.raises(AdmissionError, match=r"owner removed|not in the run any more"):
             kicked.enter(host)
-        assert kicked.members.secret is None, "it hears that it is out, not the new secret"
-        assert not kicked.members.belongs
+        assert kicked.trust.secret is None, "it hears that it is out, not the new secret"
+        assert not kicked.trust.belongs
 
 
 def test_the_kicked_do_not_come_back_with_the_old_ticket(founder: Someone) -> None:
@@ -295,10 +297,10 @@ def test_identities_kept_in_reserve_are_out_with_the_kicked(founder: Someone) ->
     stays, kicked = guest(founder), guest(founder)
     reserve = [guest(founder), guest(kicked), guest(stays), guest(founder, visitor=True)]
     ahead = Someone()
-    ahead.members.genuine = ahead.members.current = lambda peer, chain: True  # type: ignore[method-assign]
+    ahead.trust.genuine = ahead.trust.current = lambda peer, chain: True  # type: ignore[method-assign]
     content = (ahead.id, kicked.id, 1, math.inf)
     signature = kicked.key.sign("certificate", "run", *content)
-    ahead.members._chain = (Certificate(*content, signature), *kicked.members.chain)
+    ahead.trust._chain = (Certificate(*content, signature), *kicked.trust.chain)
     kick(founder, stays)
     founder.tells(stays)
     for sleeper in (*reserve, ahead):
@@ -329,13 +331,13 @@ def test_word_spreads_from_member_to_member(founder: Someone) -> None:
     kicked.enter(asleep)
     kick(founder, one, asleep)
     one.sync(founder)
-    assert one.members.secret == NEXT
+    assert one.trust.secret == NEXT
     asleep.forget(one)
     asleep.enter(one)
-    assert asleep.members.secret == NEXT
+    assert asleep.trust.secret == NEXT
     assert asleep.gone == [{kicked.id}]
     late = guest(founder, secret=NEXT)
-    assert late.members.epoch == 1
+    assert late.trust.epoch == 1
     with pytest.raises(AdmissionError):
         late.enter(kicked)
     assert not kicked.speaks_to(late)
@@ -347,10 +349,10 @@ def test_a_newcomer_tells_whoever_is_behind(founder: Someone) -> None:
     late = guest(founder, secret=NEXT)
     late.enter(behind)
     assert late.speaks_to(behind)
-    assert behind.members.secret == NEXT
+    assert behind.trust.secret == NEXT
     with pytest.raises(AdmissionError):
         late.enter(kicked)
-    assert kicked.members.secret == SECRET
+    assert kicked.trust.secret == SECRET
     assert not late.gate.entered(kicked.id)
 
 
@@ -362,19 +364,19 @@ def test_only_the_owner_renews(founder: Someone) -> None:
     for wrong in (forged, other_run):
         said = asyncio.run(answered(founder, member.id, msgpack.packb(["renewed", packed_renewal(wrong), b"mine"])))
         assert said[0] is False
-    assert founder.members.epoch == 0
+    assert founder.trust.epoch == 0
 
 
 def test_an_old_renewal_changes_nothing(founder: Someone) -> None:
     """The kicked brings back the one that named it."""
     once = guest(founder)
     kick(founder, once)
-    first = founder.members.renewal
-    founder.gate.adopt(founder.members.renew([founder.id], b"3" * 32), b"3" * 32)
+    first = founder.trust.renewal
+    founder.gate.adopt(founder.trust.renew([founder.id], b"3" * 32), b"3" * 32)
     said = asyncio.run(answered(founder, once.id, msgpack.packb(["renewed", packed_renewal(first), NEXT])))
     assert said == [True, None]
-    assert founder.members.epoch == 2
-    assert founder.members.secret == b"3" * 32
+    assert founder.trust.epoch == 2
+    assert founder.trust.secret == b"3" * 32
     assert not once.speaks_to(founder)
 
 
@@ -384,14 +386,14 @@ def test_a_secret_the_renewal_does_not_name_is_not_taken(founder: Someone) -> No
     kick(founder, member)
     for secret in (b"m" * 32, SECRET):
         asyncio.run(
-            answered(member, mallory.id, msgpack.packb(["renewed", packed_renewal(founder.members.renewal), secret]))
+            answered(member, mallory.id, msgpack.packb(["renewed", packed_renewal(founder.trust.renewal), secret]))
         )
-        assert member.members.epoch == 1
-        assert member.members.secret is None
+        assert member.trust.epoch == 1
+        assert member.trust.secret is None
     with pytest.raises(AdmissionError, match=OTHER_SECRET):
         guest(member, secret=b"m" * 32)
     member.sync(founder)  # it knows that it lacks it
-    assert member.members.secret == NEXT
+    assert member.trust.secret == NEXT
 
 
 def test_strangers_learn_neither_the_secret_nor_who_is_in(founder: Someone) -> None:
@@ -410,3 +412,71 @@ def test_strangers_learn_neither_the_secret_nor_who_is_in(founder: Someone) -> N
 def forged_by(forger: Someone) -> Chain:
     content = (forger.id, "", 0, math.inf)
     return (Certificate(*content, forger.key.sign("certificate", "run", *content)),)
+
+
+# Found in review: what a member or somebody kicked might try --------------------------------------------------------------
+
+
+def test_whoever_was_named_cannot_block_the_next_list(founder: Someone) -> None:
+    """It needs no certificate any more, so nobody checks the one it shows."""
+    member = guest(founder)
+    kick(founder, member)
+    founder.tells(member)
+    member.trust._chain = tuple(Certificate("x" * 60_000, "y" * 60_000, 0, 0.0, bytes(64)) for _ in range(2))
+    asyncio.run(answered(founder, member.id, hello(member)))
+    assert member.speaks_to(founder)
+    assert founder.gate.certificate(member.id) == ()
+
+
+def hello(of: Someone) -> bytes:
+    packed: bytes = msgpack.packb(["hello", "1", "run", bytes(16), of.trust.epoch, packed_chain(of.trust._chain)])
+    return packed
+
+
+def test_the_kicked_cannot_spoil_a_newcomer_with_an_old_renewal(founder: Someone) -> None:
+    """It was named in the first renewal and removed by the second; it meets a newcomer before the others do."""
+    once = guest(founder)
+    kick(founder, once)
+    first = packed_renewal(founder.trust.renewal)
+    founder.gate.adopt(founder.trust.renew([founder.id], b"3" * 32), b"3" * 32)
+    newcomer = Someone(secret=b"3" * 32)
+    said = asyncio.run(answered(newcomer, once.id, msgpack.packb(["renewed", first, None])))
+    assert said[0] is False
+
+    async def refusing(payload: bytes) -> bytes:
+        packed: bytes = msgpack.packb([False, "go away", 1, first])
+        return packed
+
+    with pytest.raises(AdmissionError, match="go away"):
+        asyncio.run(newcomer.gate.enter(once.id, refusing))
+    once.gate.adopt(read_renewal(msgpack.unpackb(msgpack.packb(first))), NEXT)
+    with pytest.raises(AdmissionError, match=OTHER_SECRET):
+        newcomer.enter(once)
+    assert newcomer.trust.secret == b"3" * 32
+    newcomer.enter(founder)
+    assert newcomer.speaks_to(founder)
+    assert not once.speaks_to(newcomer)
+
+
+def test_nobody_comes_back_by_the_next_kick(founder: Someone) -> None:
+    """Of a list of who is in, only those count that can show it: the certificates of who was kicked do not."""
+    stays, kicked = guest(founder), guest(founder)
+    shown = kicked.trust.chain
+    assert founder.trust.current(kicked.id, shown)
+    kick(founder, stays)
+    assert founder.trust.genuine(kicked.id, shown)
+    assert not founder.trust.current(kicked.id, shown)
+    assert founder.trust.current(stays.id, ())
+
+
+def test_the_number_of_those_let_in_is_bounded(founder: Someone, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member lets in one identity of its own after the other."""
+    monkeypatch.setattr(gate_module, "MAX_ADMITTED", 5)
+    host = guest(founder)
+    crowd = [guest(host, founder) for _ in range(4)]
+    with pytest.raises(AdmissionError, match="knows 5 others"):
+        guest(host, founder)
+    assert all(c.speaks_to(founder) for c in crowd)
+    crowd[0].forget(founder)
+    crowd[0].enter(founder)  # known already
+    assert len(founder.gate._admitted) == 5

@@ -348,7 +348,7 @@ def test_a_ticket_passed_on_keeps_room_for_the_founder_and_for_us() -> None:
 
 
 def test_the_peers_of_one_machine_may_write_their_tickets_at_once(tmp_path: Path) -> None:
-    write = "import sys; from pathlib import Path; from muletrain.runs.worker import write_secret\n"
+    write = "import sys; from pathlib import Path; from muletrain.runs.worker_files import write_secret\n"
     loop = "for _ in range(3000): write_secret(Path(sys.argv[1]), 'x' * 100)"
     command = [sys.executable, "-c", write + loop, str(tmp_path / "ticket")]
     writers = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]

@@ -27,8 +27,8 @@ from muletrain.network.directory import MAX_TTL_S, Records
 from muletrain.network.gated import ADMIT
 from muletrain.network.identity import Key, public_half
 from muletrain.network.libp2p import CALL, STRANGER, Libp2pNetwork
-from muletrain.network.membership import Membership, chain_from
 from muletrain.network.streams import FRAMES
+from muletrain.network.trust import Trust, chain_from
 from muletrain.runs.fleet import LocalFleet
 from muletrain.runs.lobby import Visitor
 from muletrain.runs.removal import Members, remove, serve_members
@@ -153,10 +153,10 @@ def test_only_its_peer_signs_a_record() -> None:
             def made(
                 by: Key = own, run: str = "run", key: str = "k", value: bytes = b"v", expires: float = soon
             ) -> bytes:
-                return Records(run, by, forger.members).make(key, value, expires)
+                return Records(run, by, forger.trust).make(key, value, expires)
 
             def of_nobody(by: Key) -> bytes:
-                return Records("run", by, Membership("run", Key.new(), SECRET, by)).make("k", b"v", soon)
+                return Records("run", by, Trust("run", Key.new(), SECRET, by)).make("k", b"v", soon)
 
             fine = made()
             assert await bring(a, forger, "k", forger.peer_id, fine, soon) == [True]
@@ -263,8 +263,8 @@ async def gets_nothing(w: World, kicked: Libp2pNetwork, members: tuple[Libp2pNet
                 kicked._p2p, target, "DHTProtocol.rpc_find", dht_pb2.FindRequest(), dht_pb2.FindResponse
             )
         assert w.got[member.peer_id].empty()
-    assert not kicked.members.belongs
-    assert kicked.members.secret is None
+    assert not kicked.trust.belongs
+    assert kicked.trust.secret is None
     with contextlib.suppress(NetworkError):
         await kicked.announce("peers", b"still here", 60)
     for member in members:
@@ -311,5 +311,5 @@ def test_a_fleet_goes_on_without_the_kicked(tmp_path: Path, monkeypatch: pytest.
 async def members(net: Libp2pNetwork, run_id: str) -> list[str]:
     """Names of who is in the run by a certificate that counts."""
     answer = Members.unpack(await net.call(sorted(net._p2p.gate.known())[0], Members.KIND, b"", timeout_s=10))
-    counting = [m for m in answer.members if net.members.current(m.id, chain_from(m.certificate))]
+    counting = [m for m in answer.members if net.trust.current(m.id, chain_from(m.certificate))]
     return [m.name for m in counting]

@@ -29,7 +29,7 @@ from muletrain.runs.fleet import LocalFleet
 from muletrain.runs.folder import ROOT, held, new_run_folder
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.ticket import Ticket
-from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE
+from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE, write_secret
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -277,7 +277,6 @@ def kick_peer(who: str, ticket: str | None) -> None:
     """Remove a member for good, where the run's owner is: the others go on without it, and the ticket is replaced."""
     from muletrain.network.identity import Key
     from muletrain.runs.removal import remove
-    from muletrain.runs.worker import write_secret
 
     folder, given = _owned(ticket)
     with held(folder, OWNER_FILE, "another 'muletrain kick' is at work here; try again when it is done"):

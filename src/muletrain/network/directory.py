@@ -18,12 +18,12 @@ from hivemind.utils import get_dht_time
 
 from muletrain.errors import AdmissionError, DeadlineExceeded, NetworkError, ProtocolError
 from muletrain.network.identity import SIGNATURE, public_half, signed
-from muletrain.network.membership import packed_chain, read_chain
+from muletrain.network.trust import packed_chain, read_chain
 
 if TYPE_CHECKING:
     from muletrain.network.gated import GatedP2P
     from muletrain.network.identity import Key
-    from muletrain.network.membership import Chain, Membership
+    from muletrain.network.trust import Chain, Trust
 
 MAX_VALUE = 1 << 16
 MAX_TTL_S = 120.0
@@ -38,19 +38,19 @@ TIMEOUT_S = 20.0
 class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind is untyped
     """Makes records, opens them, and refuses the others' wrong ones before hivemind takes them."""
 
-    def __init__(self, run_id: str, key: Key, members: Membership) -> None:
-        self._run_id, self._key, self._members = run_id, key, members
+    def __init__(self, run_id: str, key: Key, trust: Trust) -> None:
+        self._run_id, self._key, self._trust = run_id, key, trust
 
     def make(self, key: str, value: bytes, expires: float) -> bytes:
         bound = (self._run_id, _key_id(key), self._key.peer_id, expires, value)
         signature = self._key.sign("directory", *bound)
-        packed: bytes = msgpack.packb([value, signature, packed_chain(self._members.chain)])
+        packed: bytes = msgpack.packb([value, signature, packed_chain(self._trust.chain)])
         return packed
 
     def read(self, key: str, peer: Any, record: Any, expires: float) -> bytes | None:
         """The value, if it is from a member about itself."""
         value, chain = self._opened(_key_id(key), peer, record, expires) or (None, ())
-        return value if self._members.current(peer, chain) else None
+        return value if self._trust.current(peer, chain) else None
 
     def _opened(self, key_id: bytes, peer: Any, record: Any, expires: float) -> tuple[bytes, Chain] | None:
         """If ``peer`` itself signed the value for this key, this run and this expiry, and was ever let in."""
@@ -61,7 +61,7 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind is untyped
             match _unpacked(record):
                 case [bytes() as value, bytes() as signature, content] if len(signature) == SIGNATURE:
                     chain, bound = read_chain(content), (self._run_id, key_id, peer, expires, value)
-                    genuine = len(value) <= MAX_VALUE and self._members.genuine(peer, chain)
+                    genuine = len(value) <= MAX_VALUE and self._trust.genuine(peer, chain)
                     return (value, chain) if genuine and signed(public, signature, "directory", *bound) else None
         except AdmissionError:  # no certificate
             pass

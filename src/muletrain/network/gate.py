@@ -24,18 +24,20 @@ import msgpack
 
 from muletrain.errors import AdmissionError
 from muletrain.network.identity import NONCE, derive, proof, same
-from muletrain.network.membership import packed_chain, packed_renewal, read_chain, read_renewal
+from muletrain.network.trust import MAX_KEPT, packed_chain, packed_renewal, read_chain, read_renewal
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from muletrain.network.membership import Chain, Membership, Renewal
+    from muletrain.network.trust import Chain, Renewal, Trust
 
     Call = Callable[[bytes], Awaitable[bytes]]
 
 MAX_ADMIT = 1 << 18
 BURST, PER_S = 200.0, 50.0
 """Admissions answered at once, and per second after that."""
+MAX_ADMITTED = 2 * MAX_KEPT
+"""Members and visitors of the last minutes: more is an attack."""
 OTHER_SECRET = "the other side does not hold this ticket's secret: the ticket is of another run or was replaced; ask for the current one"
 NO_ADMISSION = "the other side's answer is no admission; is it a muletrain of this version?"
 NOT_IN = "the other side is not in this run (any more)"
@@ -62,14 +64,14 @@ class Gate:
         own: str,
         run_id: str,
         protocol: str,
-        members: Membership,
+        trust: Trust,
         refused: Callable[[str, str], None],
         renewed: Callable[[frozenset[str]], None] = lambda gone: None,
         *,
         visitor: bool = False,
     ) -> None:
         self._own, self._run_id, self._protocol, self._visitor = own, run_id, protocol, visitor
-        self.members = members
+        self.trust = trust
         self._refused, self._renewed = refused, renewed
         self._admitted: dict[str, Chain] = {}  # their certificates are genuine
         self._let_us_in: set[str] = set()
@@ -80,7 +82,7 @@ class Gate:
     def admitted(self, peer: str) -> bool:
         """May it speak to us?"""
         chain = self._admitted.get(peer)
-        return chain is not None and self.members.current(peer, chain)
+        return chain is not None and self.trust.current(peer, chain)
 
     def entered(self, peer: str) -> bool:
         """May we speak to it?"""
@@ -88,7 +90,7 @@ class Gate:
 
     def certificate(self, peer: str) -> Chain:
         """What ``peer`` showed us; empty if it did not."""
-        return self.members.chain if peer == self._own else self._admitted.get(peer, ())
+        return self.trust.chain if peer == self._own else self._admitted.get(peer, ())
 
     def known(self) -> list[str]:
         """Everyone we may speak to."""
@@ -107,17 +109,23 @@ class Gate:
 
     def adopt(self, renewal: Renewal, secret: bytes | None) -> None:
         """Who is out by it is out from now on. Raises AdmissionError when the owner did not sign it."""
-        before = self.members.epoch, self.members.secret
-        self.members.adopt(renewal, secret)
-        if before == (self.members.epoch, self.members.secret):
+        before = self.trust.epoch, self.trust.secret
+        self.trust.adopt(renewal, secret)
+        if before == (self.trust.epoch, self.trust.secret):
             return
         gone = frozenset(p for p in self._admitted if not self.admitted(p))
         self._forget(gone)
         self._renewed(gone)
 
     def _admit(self, peer: str, chain: Chain) -> None:
-        self._forget({p for p in self._admitted if not self.admitted(p)})  # visitors whose time is over
-        self._admitted[peer] = chain
+        if peer not in self._admitted:
+            self._forget({p for p in self._admitted if not self.admitted(p)})  # visitors whose time is over
+            if len(self._admitted) >= MAX_ADMITTED:
+                raise AdmissionError(f"this peer knows {MAX_ADMITTED} others already; try again in some minutes")
+        self._admitted[peer] = (
+            () if self.trust.remains(peer) else chain
+        )  # it needs none then, and nobody has checked it
+        self._let_us_in.add(peer)
 
     def _forget(self, peers: frozenset[str] | set[str]) -> None:
         self._let_us_in -= peers
@@ -138,27 +146,26 @@ class Gate:
     async def _handshake(self, peer: str, call: Call) -> None:
         mine = os.urandom(NONCE)
         epoch, chain, theirs, their_proof = _answer_to_hello(await self._hello(peer, call, mine))
-        if not self.members.belongs:
+        if not self.trust.belongs:
             await self._be_let_in(peer, call, chain, mine + theirs, their_proof)
-        elif epoch > self.members.epoch:
+        elif epoch > self.trust.epoch:
             await self.sync(call)
-        if not self.members.genuine(peer, chain) or not self.members.current(peer, chain):
+        if not self.trust.genuine(peer, chain) or not self.trust.current(peer, chain):
             raise AdmissionError(NOT_IN)
         self._admit(peer, chain)
-        self._let_us_in.add(peer)
-        if epoch < self.members.epoch:
+        if epoch < self.trust.epoch:
             await self.pass_on(peer, call)
 
     async def _hello(self, peer: str, call: Call, nonce: bytes) -> Any:
         """Twice where one of us has to hear of a renewal first."""
         for last in (False, True):
-            members, epoch = self.members, self.members.epoch
-            hello = ["hello", self._protocol, self._run_id, nonce, epoch, packed_chain(members.chain)]
+            trust, epoch = self.trust, self.trust.epoch
+            hello = ["hello", self._protocol, self._run_id, nonce, epoch, packed_chain(trust.chain)]
             try:
                 return await self._ask(call, hello)
             except _Turned as e:
-                heard = members.epoch > epoch and members.belongs
-                if not last and not heard and e.epoch < members.epoch and members.remains(peer):
+                heard = trust.epoch > epoch and trust.belongs
+                if not last and not heard and e.epoch < trust.epoch and trust.remains(peer):
                     await self.pass_on(peer, call)
                     heard = True
                 if last or not heard:
@@ -167,7 +174,7 @@ class Gate:
 
     async def _be_let_in(self, peer: str, call: Call, chain: Chain, nonces: bytes, their_proof: bytes) -> None:
         """A newcomer's part: both prove that they hold the secret, and it gets its certificate."""
-        if self.members.secret is None:
+        if self.trust.secret is None:
             raise AdmissionError("this peer is not in the run any more: its owner renewed the ticket")
         genuine = same(their_proof, self._proof("callee", self._own, peer, nonces)) and bool(chain)
         own_proof = self._proof("caller", self._own, peer, nonces)
@@ -180,24 +187,24 @@ class Gate:
             raise AdmissionError(OTHER_SECRET)
         match answer:
             case [certificate, None]:
-                self.members.welcomed(read_chain(certificate))
+                self.trust.welcomed(read_chain(certificate))
             case [certificate, renewal]:
-                self.adopt(read_renewal(renewal), self.members.secret)
-                if self.members.secret is None:
+                self.adopt(read_renewal(renewal), self.trust.secret)
+                if self.trust.secret is None:
                     raise AdmissionError(OTHER_SECRET)
-                self.members.welcomed(read_chain(certificate))
+                self.trust.welcomed(read_chain(certificate))
             case _:
                 raise AdmissionError(NO_ADMISSION)
 
     async def pass_on(self, peer: str, call: Call) -> None:
         """Tell ``peer``, which the last renewal names, what it says."""
-        if self.members.remains(peer):
-            await self._ask(call, ["renewed", packed_renewal(self.members.renewal), self.members.secret])
+        if self.trust.remains(peer):
+            await self._ask(call, ["renewed", packed_renewal(self.trust.renewal), self.trust.secret])
 
     async def sync(self, call: Call) -> None:
         """Ask a member for the last renewal. Raises AdmissionError when it does not know us (any more)."""
-        missing = self.members.secret is None
-        match await self._ask(call, ["sync", self.members.epoch - missing]):
+        missing = self.trust.secret is None
+        match await self._ask(call, ["sync", self.trust.epoch - missing]):
             case [renewal, bytes() | None as secret]:
                 self.adopt(read_renewal(renewal), secret)
 
@@ -206,7 +213,9 @@ class Gate:
             case [True, content]:
                 return content
             case [False, str() as reason, int() as epoch, renewal]:
-                if renewal is not None:
+                if (
+                    renewal is not None and self.trust.belongs
+                ):  # a newcomer hears of it with its certificate, and only there
                     self.adopt(read_renewal(renewal), None)
                 raise _Turned(reason[:500], epoch)
         raise AdmissionError(NO_ADMISSION)
@@ -219,8 +228,8 @@ class Gate:
             reply = [True, self._answer(peer, payload)]
         except AdmissionError as e:
             self._refused(peer, str(e))
-            renewal = packed_renewal(self.members.renewal) if isinstance(e, _Out) else None
-            reply = [False, str(e), self.members.epoch, renewal]
+            renewal = packed_renewal(self.trust.renewal) if isinstance(e, _Out) else None
+            reply = [False, str(e), self.trust.epoch, renewal]
         packed: bytes = msgpack.packb(reply)
         return packed
 
@@ -235,7 +244,7 @@ class Gate:
                 return self._on_hello(peer, nonce, epoch, read_chain(chain))
             case ["proof", bytes() as nonce, bytes() as given, bool() as visitor] if len(nonce) == NONCE:
                 return self._on_proof(peer, nonce, given, visitor)
-            case ["renewed", renewal, bytes() | None as secret]:
+            case ["renewed", renewal, bytes() | None as secret] if self.trust.belongs:
                 return self.adopt(read_renewal(renewal), secret)
             case ["sync", int() as epoch]:
                 return self._on_sync(peer, epoch)
@@ -252,23 +261,22 @@ class Gate:
             )
 
     def _on_hello(self, peer: str, nonce: bytes, epoch: int, chain: Chain) -> Any:
-        members = self.members
-        if not members.belongs:
+        trust = self.trust
+        if not trust.belongs:
             raise AdmissionError("this peer is not in the run itself; ask another member")
-        if chain or members.remains(peer):
+        if chain or trust.remains(peer):
             self._judge(peer, epoch, chain)
-            self._admit(peer, chain)
-            self._let_us_in.add(peer)  # what it says to our certificate, we hear when we speak to it
+            self._admit(peer, chain)  # what it says to our certificate, we hear when we speak to it
         nonces = nonce + self._own_nonce(peer, nonce)
-        own_proof = self._proof("callee", peer, self._own, nonces) if members.secret is not None else b""
-        return [members.epoch, packed_chain(members.chain), nonces[NONCE:], own_proof]
+        own_proof = self._proof("callee", peer, self._own, nonces) if trust.secret is not None else b""
+        return [trust.epoch, packed_chain(trust.chain), nonces[NONCE:], own_proof]
 
     def _judge(self, peer: str, epoch: int, chain: Chain) -> None:
-        members = self.members
-        genuine = members.genuine(peer, chain)
-        if genuine and members.current(peer, chain):
+        trust = self.trust
+        genuine = trust.genuine(peer, chain)
+        if genuine and trust.current(peer, chain):
             return
-        if epoch > members.epoch:
+        if epoch > trust.epoch:
             raise AdmissionError("this peer has not heard of the last renewal of the run's ticket")
         if genuine:
             raise _Out(
@@ -278,25 +286,24 @@ class Gate:
 
     def _on_proof(self, peer: str, nonce: bytes, given: bytes, visitor: bool) -> Any:
         nonces = nonce + self._own_nonce(peer, nonce)
-        if self.members.secret is None or not same(given, self._proof("caller", peer, self._own, nonces)):
+        if self.trust.secret is None or not same(given, self._proof("caller", peer, self._own, nonces)):
             raise AdmissionError("the newcomer does not hold this run's secret; it needs this run's current ticket")
-        chain = self.members.issue(peer, visitor=visitor)
+        chain = self.trust.issue(peer, visitor=visitor)
         self._admit(peer, chain)
-        self._let_us_in.add(peer)  # it has checked ours already
-        return [packed_chain(chain), packed_renewal(self.members.renewal)]
+        return [packed_chain(chain), packed_renewal(self.trust.renewal)]
 
     def _on_sync(self, peer: str, epoch: int) -> Any:
         if not self.admitted(peer):
             raise AdmissionError("not admitted to this run")
-        behind = epoch < self.members.epoch
-        return [packed_renewal(self.members.renewal), self.members.secret] if behind else None
+        behind = epoch < self.trust.epoch
+        return [packed_renewal(self.trust.renewal), self.trust.secret] if behind else None
 
     def _own_nonce(self, peer: str, nonce: bytes) -> bytes:
         return derive(self._nonce_key, peer.encode() + nonce)
 
     def _proof(self, role: str, caller: str, callee: str, nonces: bytes) -> bytes:
-        assert self.members.secret is not None
-        return proof(self.members.secret, role, [self._protocol, self._run_id, caller, callee], nonces)
+        assert self.trust.secret is not None
+        return proof(self.trust.secret, role, [self._protocol, self._run_id, caller, callee], nonces)
 
     def _take_token(self) -> bool:
         now = asyncio.get_running_loop().time()

@@ -24,8 +24,8 @@ try:
     from muletrain.network.gate import Gate
     from muletrain.network.gated import GatedP2P, reaching
     from muletrain.network.identity import Key
-    from muletrain.network.membership import Membership, chain_bytes
     from muletrain.network.streams import FRAMES, Incoming, Outgoing
+    from muletrain.network.trust import Trust, chain_bytes
 except ImportError as e:  # pragma: no cover - platforms without hivemind's wheels
     raise MuletrainError(
         f"the network engine (hivemind) cannot be loaded here: {e}. It runs on Linux and macOS (arm64); on Windows use WSL2"
@@ -85,9 +85,9 @@ class Libp2pNetwork:
         self = cls(p2p, max_frame_bytes, on_refusal)
         self._on_renewal = on_renewal
         try:
-            members = Membership(run_id, owner, secret, key)
-            gate = Gate(self.peer_id, run_id, protocol, members, self._refused, self._renewed, visitor=visitor)
-            await self._start(gate, Records(run_id, key, members), initial_peers, visitor)
+            trust = Trust(run_id, owner, secret, key)
+            gate = Gate(self.peer_id, run_id, protocol, trust, self._refused, self._renewed, visitor=visitor)
+            await self._start(gate, Records(run_id, key, trust), initial_peers, visitor)
         except BaseException:
             await self.close()
             raise
@@ -244,16 +244,16 @@ class Libp2pNetwork:
     # Renewals -------------------------------------------------------------------------------------------------------
 
     @property
-    def members(self) -> Membership:
-        return self._p2p.gate.members
+    def trust(self) -> Trust:
+        return self._p2p.gate.trust
 
     def certificate(self, peer: PeerId) -> bytes:
-        """What ``peer`` showed us, as ``membership.chain_from`` reads it."""
+        """What ``peer`` showed us, as ``trust.chain_from`` reads it."""
         return chain_bytes(self._p2p.gate.certificate(peer))
 
     def renew(self, kept: Iterable[PeerId], secret: bytes) -> None:
         """The owner's act (where its key is): only these stay. Nobody else knows it before ``tell_renewal``."""
-        self._p2p.gate.adopt(self.members.renew(kept, secret), secret)
+        self._p2p.gate.adopt(self.trust.renew(kept, secret), secret)
 
     async def tell_renewal(self, peer: PeerId, *, timeout_s: float) -> None:
         """Bring the last renewal to a peer that it names. Raises what ``call`` raises, and AdmissionError."""

@@ -1,6 +1,6 @@
 """Removing a member: ``muletrain kick``, where the run's owner is.
 
-The owner's word names who stays (``network/membership.py``), so the list comes first: any member that stays says who is in the run, with
+The owner's word names who stays (``network/trust.py``), so the list comes first: any member that stays says who is in the run, with
 the certificates it has seen; those are checked here again. Whoever cannot be shown to be in the run is out after it.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import Field
 
 from muletrain.errors import AdmissionError, MuletrainError, NetworkError
-from muletrain.network.membership import MAX_KEPT, chain_from
+from muletrain.network.trust import MAX_KEPT, chain_from
 from muletrain.runs.lobby import find_founder
 from muletrain.swarm.messages import Id, Message
 
@@ -113,7 +113,7 @@ def _counts(net: Libp2pNetwork, m: Listed) -> bool:
         chain = chain_from(m.certificate)
     except AdmissionError:
         return False
-    return net.members.genuine(m.id, chain) and net.members.current(m.id, chain)
+    return net.trust.genuine(m.id, chain) and net.trust.current(m.id, chain)
 
 
 async def _ask_around(net: Libp2pNetwork, ask: list[PeerId]) -> dict[PeerId, tuple[Listed, ...]]:

@@ -35,7 +35,7 @@ from muletrain.runs.reception import Reception
 from muletrain.runs.removal import serve_members
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.ticket import Ticket
-from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE
+from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE, write_secret
 from muletrain.swarm.checkpointing import Collector
 from muletrain.swarm.context import Context
 from muletrain.swarm.messages import Member
@@ -125,14 +125,14 @@ class Worker:
         """The owner removed somebody: perhaps us."""
         if self._network is None or self._main is None:
             return  # it was admitted a moment ago, by whom had not heard of it
-        names, members = self._names(), self._network.members
+        names, trust = self._names(), self._network.trust
         for peer in gone & names.keys():
             self._log.emit(MemberRemoved(peer_id=peer, name=names[peer]))
-        if not members.belongs:
+        if not trust.belongs:
             self._removed = True
             self._main.cancel()
-        elif members.secret is not None:
-            self._hand_out(dataclasses.replace(self._ticket, secret=members.secret))
+        elif trust.secret is not None:
+            self._hand_out(dataclasses.replace(self._ticket, secret=trust.secret))
 
     def _hand_out(self, ticket: Ticket) -> None:
         """Put the ticket where a face of this machine finds it."""
@@ -380,15 +380,6 @@ def _joined(member: Member, compute: Compute, device: str, precision: str, threa
         peer_id=member.id, name=member.name, stage=member.stage, device=device, precision=precision, trainer=member.trainer,
         params=compute.n_params, threads=threads,
     )  # fmt: skip
-
-
-def write_secret(path: Path, text: str) -> None:
-    """Readable by the owner only, and never half written."""
-    partial = path.with_suffix(f".{os.getpid()}.partial")  # the peers of one machine write into one folder
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(partial, path)
 
 
 async def _listen_to_parent(reader: asyncio.StreamReader, worker: Worker) -> None:

@@ -56,7 +56,7 @@ class Renewal:
     signature: bytes
 
 
-class Membership:
+class Trust:
     """What one peer knows of who belongs to the run, itself included."""
 
     def __init__(
