@@ -26,7 +26,8 @@ from muletrain.network.base import Channel, Frame
 from muletrain.network.directory import MAX_TTL_S, Records
 from muletrain.network.gated import ADMIT
 from muletrain.network.identity import Key, public_half
-from muletrain.network.libp2p import CALL, STRANGER, Libp2pNetwork
+from muletrain.network.libp2p import CALL, FAILED, STRANGER, Libp2pNetwork
+from muletrain.network.offences import LIMIT
 from muletrain.network.streams import FRAMES
 from muletrain.network.trust import Trust, chain_from
 from muletrain.runs.fleet import LocalFleet
@@ -270,6 +271,39 @@ async def gets_nothing(w: World, kicked: Libp2pNetwork, members: tuple[Libp2pNet
     for member in members:
         assert kicked.peer_id not in await member.lookup("peers")
     assert not {m.peer_id for m in members} & (await kicked.lookup("fresh")).keys()
+
+
+def test_repeat_offenders_are_banned() -> None:
+    """Whoever sends rubbish, in calls or on streams, is refused each time, and left out after some; the others go on."""
+
+    async def scenario() -> None:
+        async with world() as w:
+            banned: list[str] = []
+            a = await w.open(on_ban=banned.append)
+            b, rogue = await w.open(a), await w.open(a)
+            await rogue.send(a.peer_id, Frame("x", {}))
+            target = PeerID.from_base58(a.peer_id)
+            for n in range(LIMIT):
+                assert not banned
+                if n % 2:
+                    assert (await rogue._p2p.exchange(target, CALL, b"\xff"))[:1] == FAILED
+                else:
+                    _, reader, writer = await rogue._p2p.call_binary_stream_handler(target, FRAMES)
+                    writer.write(b"this is no frame, as anyone can see")
+                    assert await asyncio.wait_for(reader.read(), 5) == b""
+                    writer.close()
+            assert banned == [rogue.peer_id]
+            assert len([1 for who, _ in w.refusals[a.peer_id] if who == rogue.peer_id]) == LIMIT
+            assert rogue.peer_id not in {sender for sender, _ in a._incoming._open}, "its streams are closed"
+            for one, other in [(rogue, a), (a, rogue)]:
+                with pytest.raises(NetworkError):
+                    await one.call(other.peer_id, "echo", b"", timeout_s=5)
+                with pytest.raises(NetworkError):
+                    await one.send(other.peer_id, Frame("x", {}), timeout_s=5)
+            assert await b.call(a.peer_id, "echo", b"on", timeout_s=5) == b"on"
+            assert await rogue.call(b.peer_id, "echo", b"on", timeout_s=5) == b"on", "each judges for itself"
+
+    asyncio.run(scenario())
 
 
 TINY = [

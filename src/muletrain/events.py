@@ -211,6 +211,14 @@ class MemberRemoved(Event):
 
 
 @dataclass(frozen=True)
+class PeerBanned(Event):
+    """This process leaves a peer out, which sent what no correct peer sends, again and again."""
+
+    peer_id: str
+    seconds: Number
+
+
+@dataclass(frozen=True)
 class CheckpointWritten(Event):
     """A complete checkpoint is on disk."""
 

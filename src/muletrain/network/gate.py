@@ -24,6 +24,7 @@ import msgpack
 
 from muletrain.errors import AdmissionError
 from muletrain.network.identity import NONCE, derive, proof, same
+from muletrain.network.offences import Offences
 from muletrain.network.trust import MAX_KEPT, packed_chain, packed_renewal, read_chain, read_renewal
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ MAX_ADMITTED = 2 * MAX_KEPT
 """Members and visitors of the last minutes: more is an attack."""
 OTHER_SECRET = "the other side does not hold this ticket's secret: the ticket is of another run or was replaced; ask for the current one"
 NO_ADMISSION = "the other side's answer is no admission; is it a muletrain of this version?"
+BANNED = "left out for some minutes, for having sent again and again what no correct peer sends; is it the same version and undamaged?"
 NOT_IN = "the other side is not in this run (any more)"
 
 
@@ -78,11 +80,12 @@ class Gate:
         self._nonce_key = os.urandom(32)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tokens, self._refilled = BURST, 0.0
+        self.offences = Offences()
 
     def admitted(self, peer: str) -> bool:
         """May it speak to us?"""
         chain = self._admitted.get(peer)
-        return chain is not None and self.trust.current(peer, chain)
+        return chain is not None and self.trust.current(peer, chain) and not self.offences.banned(peer)
 
     def entered(self, peer: str) -> bool:
         """May we speak to it?"""
@@ -113,13 +116,15 @@ class Gate:
         self.trust.adopt(renewal, secret)
         if before == (self.trust.epoch, self.trust.secret):
             return
-        gone = frozenset(p for p in self._admitted if not self.admitted(p))
+        gone = frozenset(p for p, chain in self._admitted.items() if not self.trust.current(p, chain))
         self._forget(gone)
         self._renewed(gone)
 
     def _admit(self, peer: str, chain: Chain) -> None:
         if peer not in self._admitted:
-            self._forget({p for p in self._admitted if not self.admitted(p)})  # visitors whose time is over
+            self._forget(
+                {p for p, c in self._admitted.items() if not self.trust.current(p, c)}
+            )  # visitors whose time is over
             if len(self._admitted) >= MAX_ADMITTED:
                 raise AdmissionError(f"this peer knows {MAX_ADMITTED} others already; try again in some minutes")
         self._admitted[peer] = (
@@ -138,6 +143,8 @@ class Gate:
         """Admit ``peer``, and be admitted, unless that is done. ``call`` reaches its admit handler; its errors pass.
 
         Raises AdmissionError when it is of another run or version, or when one of us is not in the run."""
+        if self.offences.banned(peer):
+            raise AdmissionError(BANNED)
         lock = self._locks.setdefault(peer, asyncio.Lock())
         async with lock:
             if not self.entered(peer):
@@ -234,6 +241,8 @@ class Gate:
         return packed
 
     def _answer(self, peer: str, payload: bytes) -> Any:
+        if self.offences.banned(peer):
+            raise AdmissionError(BANNED)
         if not self.admitted(peer) and not self._take_token():
             raise AdmissionError("too many peers ask to be admitted; try again in some seconds")
         match _unpacked(payload) if len(payload) <= MAX_ADMIT else None:

@@ -11,7 +11,15 @@ import sys
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
-from muletrain.errors import AdmissionError, MuletrainError, NetworkError, PeerUnreachable, ProtocolError, Refused
+from muletrain.errors import (
+    AdmissionError,
+    Malformed,
+    MuletrainError,
+    NetworkError,
+    PeerUnreachable,
+    ProtocolError,
+    Refused,
+)
 from muletrain.network.base import CallHandler, Channel, Frame, FrameHandler, PeerId, RefusalHandler
 from muletrain.network.delivery import Counters, Delivery
 from muletrain.wire.frame import MAX_PAYLOAD, pack, reread, size
@@ -24,6 +32,7 @@ try:
     from muletrain.network.gate import Gate
     from muletrain.network.gated import GatedP2P, reaching
     from muletrain.network.identity import Key
+    from muletrain.network.offences import Reports
     from muletrain.network.streams import FRAMES, Incoming, Outgoing
     from muletrain.network.trust import Trust, chain_bytes
 except ImportError as e:  # pragma: no cover - platforms without hivemind's wheels
@@ -64,6 +73,8 @@ class Libp2pNetwork:
         self._directory: Directory | None = None
         self._maddrs: list[str] = []
         self._on_renewal: Callable[[frozenset[PeerId]], None] = lambda gone: None
+        self._on_ban: Callable[[PeerId], None] = lambda peer: None
+        self._delivery.offended, self._reports = self._offended, Reports()
         self._closed = False
 
     @classmethod
@@ -71,19 +82,21 @@ class Libp2pNetwork:
         cls, *, run_id: str, secret: bytes, owner: bytes | Key, protocol: str, folder: Path, listen: str = "127.0.0.1",
         port: int = 0, announce: tuple[str, ...] = (), initial_peers: tuple[str, ...] = (),
         max_frame_bytes: int = MAX_PAYLOAD, on_refusal: RefusalHandler | None = None,
-        on_renewal: Callable[[frozenset[PeerId]], None] = lambda gone: None, visitor: bool = False,
+        on_renewal: Callable[[frozenset[PeerId]], None] = lambda gone: None,
+        on_ban: Callable[[PeerId], None] = lambda peer: None, visitor: bool = False,
     ) -> Libp2pNetwork:  # fmt: skip
         """Start the daemon, be admitted by an initial peer, join the directory.
 
         ``folder``: short path for the key ('identity', made if missing) and the daemon's sockets. ``owner``: the run owner's public
         key, or where the owner is, the whole one. ``protocol``: version that both sides must have. A ``visitor`` comes for a
         question: it is let in for some minutes, and keeps no part of the directory. ``on_renewal`` is told who is out by the
-        owner's word. Raises AdmissionError, PeerUnreachable, or NetworkError when the daemon does not start.
+        owner's word, ``on_ban`` whom this process leaves out for a while (``offences.py``). Raises AdmissionError,
+        PeerUnreachable, or NetworkError when the daemon does not start.
         """
         logging.getLogger("hivemind").setLevel(logging.ERROR)
         p2p, key = await _start_daemon(folder, listen, port, announce)
         self = cls(p2p, max_frame_bytes, on_refusal)
-        self._on_renewal = on_renewal
+        self._on_renewal, self._on_ban = on_renewal, on_ban
         try:
             trust = Trust(run_id, owner, secret, key)
             gate = Gate(self.peer_id, run_id, protocol, trust, self._refused, self._renewed, visitor=visitor)
@@ -162,6 +175,7 @@ class Libp2pNetwork:
         end = 1 + request[0] if request else 0
         if not 1 < end <= len(request) or len(request) - end > MAX_CALL:
             self._refused(sender, "malformed call")
+            self._offended(sender)
             return FAILED + b"malformed call"
         answer = await self._answer(sender, request[1:end].decode(errors="replace"), request[end:])
         return answer if self._p2p.gate.admitted(sender) else STRANGER
@@ -175,6 +189,8 @@ class Libp2pNetwork:
         except MuletrainError as e:
             if isinstance(e, ProtocolError):
                 self._refused(sender, f"{method}: {e}")
+            if isinstance(e, Malformed):
+                self._offended(sender)
             return FAILED + str(e).encode()
         except Exception as e:  # a bug of ours: loud here, an answer there
             context = {"message": f"answering '{method}' failed", "exception": e}
@@ -208,7 +224,8 @@ class Libp2pNetwork:
         self._delivery.refused = handler
 
     def _refused(self, remote: str, reason: str) -> None:
-        self._delivery.refused(remote, reason)
+        if (report := self._reports.take(reason)) is not None:
+            self._delivery.refused(remote, report)
 
     async def _on_stream(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Until the stream ends or brings something wrong; a correct peer opens another."""
@@ -226,6 +243,7 @@ class Libp2pNetwork:
                         return
         except ProtocolError as e:
             self._refused(sender, str(e))
+            self._offended(sender)
         except asyncio.CancelledError:
             if not self._closed:
                 raise
@@ -261,10 +279,20 @@ class Libp2pNetwork:
 
     def _renewed(self, gone: frozenset[PeerId]) -> None:
         for peer in gone:
-            self._incoming.close(peer)
-        for key in [k for k in self._outgoing if k[0] in gone]:
-            self._outgoing.pop(key).close()
+            self._cut(peer)
         self._on_renewal(gone)
+
+    def _offended(self, peer: PeerId) -> None:
+        """It sent what no correct peer sends."""
+        if peer != self.peer_id and self._p2p.gate.offences.count(peer):
+            self._cut(peer)
+            self._on_ban(peer)
+
+    def _cut(self, peer: PeerId) -> None:
+        """Close all streams between us."""
+        self._incoming.close(peer)
+        for key in [k for k in self._outgoing if k[0] == peer]:
+            self._outgoing.pop(key).close()
 
     async def _hear_renewals(self) -> None:
         while True:

@@ -23,9 +23,19 @@ from muletrain.config.fleet import load_fleet
 from muletrain.config.schema import Precision, RunConfig
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import AdmissionError, CheckpointError, MuletrainError
-from muletrain.events import EventLog, FrameRefused, JoinRefused, MemberRemoved, PeerJoined, RunFinished, RunStarted
+from muletrain.events import (
+    EventLog,
+    FrameRefused,
+    JoinRefused,
+    MemberRemoved,
+    PeerBanned,
+    PeerJoined,
+    RunFinished,
+    RunStarted,
+)
 from muletrain.network.identity import Key
 from muletrain.network.libp2p import Libp2pNetwork
+from muletrain.network.offences import BAN_S
 from muletrain.network.shaped import ShapedNetwork
 from muletrain.runs.assemble import RunFacts, build_compute, resolve_start, versions
 from muletrain.runs.checkpoint import Checkpoint
@@ -107,6 +117,7 @@ class Worker:
             run_id=self._ticket.run_id, secret=self._ticket.secret, owner=self._owner or self._ticket.owner, protocol=PROTOCOL,
             folder=sockets, listen=spec.listen, port=spec.port, announce=spec.announce,
             initial_peers=self._ticket.addresses, on_refusal=self._refused, on_renewal=self._renewed,
+            on_ban=lambda peer: self._log.emit(PeerBanned(peer_id=peer, seconds=BAN_S)),
         )  # fmt: skip
         serve_members(network, lambda: self._names())
         try:
