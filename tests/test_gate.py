@@ -15,6 +15,7 @@ from muletrain.network import gate as gate_module
 from muletrain.network.gate import BURST, NOT_IN, OTHER_SECRET, Gate
 from muletrain.network.identity import Key
 from muletrain.network.offences import BAN_S, LIMIT, MAX_TRACKED, REPORTS, WINDOW_S, Offences, Reports
+from muletrain.network.trust import OWNER as OWNER_SIGNED
 from muletrain.network.trust import (
     VISIT_S,
     Certificate,
@@ -534,3 +535,54 @@ def test_the_banned_neither_speak_nor_are_spoken_to(founder: Someone) -> None:
             one.enter(to)
     assert other.speaks_to(founder)
     assert other.speaks_to(member)
+
+
+# Certificates, one by one -------------------------------------------------------------------------------------------------
+
+
+def certificate(by: Key, peer: str, *, run: str = "run", until: float = math.inf) -> Certificate:
+    content = (peer, OWNER_SIGNED if by is OWNER else by.peer_id, 0, until)
+    return Certificate(*content, by.sign("certificate", run, *content))
+
+
+def test_a_chain_leads_to_the_owner_in_at_most_two_steps(founder: Someone) -> None:
+    member, visitor, mallory, peer = Key.new(), Key.new(), Key.new(), Key.new().peer_id
+    let_in, visiting = certificate(OWNER, member.peer_id), certificate(OWNER, visitor.peer_id, until=2000.0)
+    genuine = founder.trust.genuine
+    assert genuine(peer, (certificate(OWNER, peer),))
+    assert genuine(peer, (certificate(member, peer), let_in))
+    for wrong in (
+        (),
+        (certificate(mallory, peer),),
+        (certificate(member, peer),),
+        (certificate(OWNER, peer, run="other"),),
+        (certificate(mallory, peer), let_in),
+        (certificate(visitor, peer), visiting),
+        (certificate(mallory, peer), certificate(member, mallory.peer_id)),
+        (let_in,),
+    ):
+        assert not genuine(peer, wrong)
+
+
+def test_who_answers_with_a_certificate_that_does_not_count_is_not_spoken_to(founder: Someone) -> None:
+    member, other, kicked = guest(founder), guest(founder), guest(founder)
+    kick(founder, member, other)
+    for host in (member, other):
+        founder.tells(host)
+    sent: list[Any] = []
+
+    for chain in (kicked.trust.chain, (certificate(kicked.key, kicked.id),), (certificate(OWNER, other.id),)):
+
+        async def lying(payload: bytes, chain: Chain = chain) -> bytes:
+            sent.append(payload)
+            packed: bytes = msgpack.packb([True, [0, packed_chain(chain), bytes(16), b""]])
+            return packed
+
+        with pytest.raises(AdmissionError, match="not in this run"):
+            asyncio.run(member.gate.enter(kicked.id, lying))
+        assert not member.gate.entered(kicked.id)
+        assert not kicked.speaks_to(member)
+    founder.tells(kicked)
+    assert kicked.trust.epoch == 0
+    assert kicked.trust.secret == SECRET
+    assert all(NEXT not in payload for payload in sent)

@@ -220,9 +220,8 @@ class Gate:
             case [True, content]:
                 return content
             case [False, str() as reason, int() as epoch, renewal]:
-                if (
-                    renewal is not None and self.trust.belongs
-                ):  # a newcomer hears of it with its certificate, and only there
+                # a newcomer hears of renewals with its certificate, and only there
+                if renewal is not None and self.trust.belongs:
                     self.adopt(read_renewal(renewal), None)
                 raise _Turned(reason[:500], epoch)
         raise AdmissionError(NO_ADMISSION)
