@@ -41,7 +41,13 @@ def sample(cls: type[ev.Event]) -> ev.Event:
     for name, kind in get_type_hints(cls).items():
         if name in {f.name for f in dataclasses.fields(cls)} - {"t", "peer"}:
             text = str(kind)
-            by_shape = {"dict[str, dict": {"p": {"state": 1}}, "dict": {"k": "v"}, "list": ["a"], "Literal": "info", "float": 0.5}
+            by_shape = {
+                "dict[str, dict": {"p": {"state": 1}},
+                "dict": {"k": "v"},
+                "list": ["a"],
+                "Literal": "info",
+                "float": 0.5,
+            }
             filled[name] = values.get(kind) or next(v for shape, v in by_shape.items() if shape in text)
     return cls(**filled, t=12.5, peer="mule-1")
 

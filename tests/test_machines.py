@@ -343,7 +343,7 @@ def test_a_newcomer_with_another_corpus_says_why_it_does_not_come(tmp_path: Path
         None, [f"data.path={tmp_path}/ours.txt", f"data.cache={tmp_path}/cache", "model.vocab=300", "fleet.peers=2"]
     )
     cache = TokenCache.build(config.data, config.model.vocab)
-    ticket = Ticket("run", bytes(32), ("/memory/p2p/founder",))
+    ticket = Ticket("run", bytes(32), bytes(32), ("/memory/p2p/founder",))
     spec = WorkerSpec(
         role="join", name="b", ticket=str(ticket), folder=str(tmp_path), data=f"{tmp_path}/theirs.txt", memory_gib=1.0,
         device="cpu", precision="fp32",
@@ -506,17 +506,17 @@ def test_any_member_says_who_founded_the_run() -> None:
 def test_a_ticket_passed_on_keeps_room_for_the_founder_and_for_us() -> None:
     founder = tuple(f"/ip4/10.0.0.{k}/tcp/1/p2p/F" for k in range(20))
     own = [f"/ip4/10.0.1.{k}/tcp/1/p2p/M" for k in range(20)]
-    ticket = Ticket("run", bytes(32), (*founder, "/ip4/10.0.2.1/tcp/1/p2p/X"))
+    ticket = Ticket("run", bytes(32), bytes(32), (*founder, "/ip4/10.0.2.1/tcp/1/p2p/X"))
     passed_on = Ticket.parse(str(ticket.passed_on("F", own)))
     assert passed_on.addresses == (*founder[:8], *own[:8])
-    few = Ticket("run", bytes(32), (founder[0], "/ip4/10.0.2.1/tcp/1/p2p/X")).passed_on("F", own[:2])
+    few = Ticket("run", bytes(32), bytes(32), (founder[0], "/ip4/10.0.2.1/tcp/1/p2p/X")).passed_on("F", own[:2])
     assert few.addresses == (founder[0], *own[:2], "/ip4/10.0.2.1/tcp/1/p2p/X")
     assert "10.0" in repr(few)
     assert "secret" not in repr(few)
 
 
 def test_the_peers_of_one_machine_may_write_their_tickets_at_once(tmp_path: Path) -> None:
-    write = "import sys; from pathlib import Path; from muletrain.runs.worker import write_secret\n"
+    write = "import sys; from pathlib import Path; from muletrain.runs.worker_files import write_secret\n"
     loop = "for _ in range(3000): write_secret(Path(sys.argv[1]), 'x' * 100)"
     command = [sys.executable, "-c", write + loop, str(tmp_path / "ticket")]
     writers = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
@@ -586,7 +586,7 @@ def test_a_name_that_could_not_name_a_file_and_data_that_are_not_there_are_refus
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    ticket = str(Ticket("run", bytes(32), ("/ip4/127.0.0.1/tcp/1/p2p/X",)))
+    ticket = str(Ticket("run", bytes(32), bytes(32), ("/ip4/127.0.0.1/tcp/1/p2p/X",)))
     with pytest.raises(MuletrainError, match=r"--data pydoc,x\.txt: no such file: '.*/x\.txt'; check the path"):
         machines_cli.join_run(
             ticket, data="pydoc,x.txt", stage=None, memory=None, device="cpu", threads=1, listen="127.0.0.1", port=0, json=True
@@ -600,4 +600,4 @@ def test_a_name_that_could_not_name_a_file_and_data_that_are_not_there_are_refus
 
 def _with_other_secret(ticket: str) -> str:
     whole = Ticket.parse(ticket)
-    return str(Ticket(whole.run_id, bytes(32), whole.addresses))
+    return str(dataclasses.replace(whole, secret=bytes(32)))

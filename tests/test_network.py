@@ -32,8 +32,8 @@ from muletrain.errors import (
     Refused,
 )
 from muletrain.network.base import Channel, Frame, Network
-from muletrain.network.gate import BURST, Gate
-from muletrain.network.libp2p import CALL, OK, Libp2pNetwork, check_socket_folder
+from muletrain.network.identity import Key
+from muletrain.network.libp2p import CALL, Libp2pNetwork, check_socket_folder
 from muletrain.network.memory import MemoryHub
 from muletrain.network.shaped import ShapedNetwork
 from muletrain.network.streams import FRAMES
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 
 SECRET = b"s" * 32
+OWNER = Key.of_seed(b"o" * 32)
 
 
 class World:
@@ -59,7 +60,8 @@ class World:
         home = self.folder / (folder or str(self._opened))
         home.mkdir()
         told: list[tuple[str, str]] = []
-        options = {"run_id": "run", "secret": SECRET, "protocol": "1", "folder": home} | changes
+        owner = OWNER.public if peers else OWNER
+        options = {"run_id": "run", "secret": SECRET, "owner": owner, "protocol": "1", "folder": home} | changes
         initial = tuple(p.addresses()[0] for p in peers)
         net = await Libp2pNetwork.create(
             initial_peers=initial, on_refusal=lambda who, why: told.append((who, why)), **options
@@ -301,41 +303,6 @@ def test_three_peers_share_a_directory_and_reach_each_other_through_it() -> None
 # Real daemons: strangers --------------------------------------------------------------------------------------------------
 
 
-def test_a_plain_hivemind_stranger_gets_nothing() -> None:
-    from hivemind.dht import DHTNode
-    from hivemind.p2p import P2P, PeerID
-
-    async def scenario() -> None:
-        async with world() as w:
-            a = await w.open()
-            await a.announce("secret", b"plan", 60)
-            plain: Any = type("Plain", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{w.folder}/x"})
-            stranger = await plain.create(initial_peers=a.addresses())
-            try:
-                member, me = PeerID.from_base58(a.peer_id), stranger.peer_id.to_base58()
-                answer = await stranger._client.call_unary_handler(member, CALL, b"\4echohello")
-                assert answer[:1] != OK
-                assert b"hello" not in answer
-                _, reader, writer = await stranger.call_binary_stream_handler(member, FRAMES)
-                for buffer in pack(Frame("hello", {"channel": "pipe"})) + pack(Frame("x", {"n": 0})):
-                    writer.write(buffer)
-                assert await asyncio.wait_for(reader.read(), 5) == b""
-                writer.close()
-                node = await DHTNode.create(p2p=stranger, initial_peers=a.addresses(), ensure_bootstrap_success=False)
-                assert await node.get("secret", latest=True) is None
-                await node.store("secret", b"mine", time.time() + 60, subkey=me)
-                await node.shutdown()
-                assert await a.lookup("secret") == {a.peer_id: b"plan"}
-                assert w.got[a.peer_id].empty()
-                reasons = {why for who, why in w.refusals[a.peer_id] if who == me}
-                assert {"call before admission", f"stream {FRAMES} before admission"} <= reasons
-                assert any("DHTProtocol" in why for why in reasons)
-            finally:
-                await stranger.shutdown()
-
-    asyncio.run(scenario())
-
-
 @pytest.mark.parametrize(
     ("changes", "callers", "callees"),
     [
@@ -425,9 +392,10 @@ def test_addresses_that_lead_nowhere() -> None:
 CHILD = """
 import asyncio, sys
 from pathlib import Path
+from muletrain.network.identity import Key
 from muletrain.network.libp2p import Libp2pNetwork
 async def main():
-    net = await Libp2pNetwork.create(run_id="run", secret=b"s" * 32, protocol="1", folder=Path(sys.argv[1]))
+    net = await Libp2pNetwork.create(run_id="run", secret=b"s" * 32, protocol="1", folder=Path(sys.argv[1]), owner=Key.of_seed(b"o" * 32))
     async def echo(sender, payload): return payload
     async def receive(sender, frame): pass
     net.serve("echo", echo)
@@ -559,61 +527,6 @@ def test_a_dead_daemon_of_ours_is_no_fault_of_others() -> None:
             assert not isinstance(caught.value, NetworkError)
 
     asyncio.run(scenario())
-
-
-# The gate alone -------------------------------------------------------------------------------------------------------------
-
-
-def handshake(one: Gate, other: Gate) -> None:
-    async def call(payload: bytes) -> bytes:
-        return other.answer("one", payload)
-
-    asyncio.run(one.enter("other", call))
-
-
-def gate(own: str, told: list[str] | None = None, secret: bytes = SECRET) -> Gate:
-    return Gate(own, "run", secret, "1", lambda who, why: None if told is None else told.append(why))
-
-
-def test_one_handshake_admits_both_sides() -> None:
-    one, other = gate("one"), gate("other")
-    assert not one.check("other", "call")
-    handshake(one, other)
-    assert one.admitted("other")
-    assert other.admitted("one")
-    assert other.entered("one")
-
-
-def test_a_proof_is_of_no_use_to_another_peer() -> None:
-    """A man in the middle relays the honest messages under his own id."""
-    one, other = gate("one"), gate("other")
-
-    async def relay(payload: bytes) -> bytes:
-        return other.answer("mallory", payload)
-
-    with pytest.raises(AdmissionError):
-        asyncio.run(one.enter("mallory", relay))
-    assert not other.admitted("mallory")
-    assert not one.admitted("mallory")
-
-
-@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x93\xa5hello\x01\x02", b"x" * 10000, b"\x90"])
-def test_malformed_admissions_are_refused(payload: bytes) -> None:
-    told: list[str] = []
-
-    async def ask() -> bytes:
-        return gate("own", told).answer("peer", payload)
-
-    assert b"malformed" in asyncio.run(ask())
-    assert told == ["malformed admission"]
-
-
-def test_a_flood_of_admissions_is_slowed() -> None:
-    async def flood() -> bytes:
-        door = gate("own")
-        return [door.answer(f"peer{n}", b"") for n in range(int(BURST) + 50)][-1]
-
-    assert b"too many" in asyncio.run(flood())
 
 
 # Shaped links, on a virtual clock ---------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import torch
 from muletrain.clock import LoopClock
 from muletrain.config.fleet import FleetPeer, Link
 from muletrain.config.schema import Codec
+from muletrain.network.identity import Key
 from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.network.shaped import ShapedNetwork
 from muletrain.swarm.averaging import Averager, Round
@@ -55,7 +56,10 @@ async def gather_addresses(folder: Path, rank: int, members: int, own: list[str]
 async def main(rank: int, members: int, folder: Path, codec: Codec, shaped: bool) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="mule-") as sockets:
-        inner = await Libp2pNetwork.create(run_id="bench", secret=b"b" * 32, protocol="bench", folder=Path(sockets))
+        secret, owner = b"b" * 32, Key.of_seed(b"b" * 32)
+        inner = await Libp2pNetwork.create(
+            run_id="bench", secret=secret, owner=owner, protocol="bench", folder=Path(sockets)
+        )
         addresses = await gather_addresses(folder, rank, members, inner.addresses())
         for address in addresses:
             if not address.endswith(inner.peer_id):

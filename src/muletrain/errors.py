@@ -45,6 +45,10 @@ class ProtocolError(NetworkError):
     """Something arrived that no correct peer would send: wrong shape, size, kind, lineage or signature."""
 
 
+class Malformed(ProtocolError):
+    """What no correct peer of this version sends, whatever state it is in: whoever keeps doing it is banned for a while."""
+
+
 class AdmissionError(MuletrainError):
     """A ticket or a peer that does not fit this run: wrong secret, other run, other version."""
 

@@ -207,6 +207,22 @@ class PeerLeft(Event):
 
 
 @dataclass(frozen=True)
+class MemberRemoved(Event):
+    """The run's owner removed a peer: nothing of it is accepted any more, and nothing is sent to it."""
+
+    peer_id: str
+    name: str
+
+
+@dataclass(frozen=True)
+class PeerBanned(Event):
+    """This process leaves a peer out, which sent what no correct peer sends, again and again."""
+
+    peer_id: str
+    seconds: Number
+
+
+@dataclass(frozen=True)
 class CheckpointWritten(Event):
     """A complete checkpoint is on disk."""
 

@@ -1,8 +1,9 @@
-"""A run on several machines: ``start``, ``join``, ``status``, ``stop``, ``ticket``."""
+"""A run on several machines: ``start``, ``join``, ``status``, ``stop``, ``kick``, ``ticket``."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json as jsonlib
 import os
 import re
@@ -25,10 +26,10 @@ from muletrain.data.corpus import Corpus, absolute
 from muletrain.errors import AdmissionError, ConfigError, DataError, MuletrainError, NetworkError
 from muletrain.events import PeerJoined
 from muletrain.runs.fleet import LocalFleet
-from muletrain.runs.folder import ROOT, new_run_folder
+from muletrain.runs.folder import ROOT, held, new_run_folder
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.ticket import Ticket
-from muletrain.runs.worker_files import TICKET_FILE
+from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE, write_secret
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
     from muletrain.network.base import Network
+    from muletrain.network.identity import Key
+    from muletrain.network.libp2p import Libp2pNetwork
+    from muletrain.runs.removal import Removal
 
 STOP_TIMEOUT_S = 10.0
 
@@ -69,7 +73,7 @@ def _start(
     with LocalFleet(folder, threads) as fleet:
         fleet.spawn(names)
         given, config = config, prepare(config, quiet=json)
-        run = Ticket.new_run()
+        run = Ticket.new_run(folder)
         checkpoint = newest_checkpoint(folder, config) if resumed else None
         if checkpoint is None and config.model.from_ is not None:
             checkpoint = first_checkpoint(folder, config, run.run_id, quiet=json)
@@ -260,6 +264,44 @@ def stop_run(ticket: str | None) -> None:
     print("the run ends after the step it is in; the checkpoint goes to the run folder of 'start'")
 
 
+def kick_peer(who: str, ticket: str | None) -> None:
+    """Remove a member for good, where the run's owner is: the others go on without it, and the ticket is replaced."""
+    from muletrain.network.identity import Key
+    from muletrain.runs.removal import remove
+
+    folder, given = _owned(ticket)
+    with held(folder, OWNER_FILE, "another 'muletrain kick' is at work here; try again when it is done"):
+        owner = Key.at(folder / OWNER_FILE)
+
+        async def act(network: Libp2pNetwork, run_id: str) -> Removal:
+            return await remove(network, given.addresses, who)
+
+        done: Removal = asyncio.run(_as_member(given, act, owner))
+        replaced = str(dataclasses.replace(given, secret=done.secret))
+        write_secret(folder / TICKET_FILE, replaced)
+    print(f"{done.name} ({done.id[-8:]}) is out: {done.told} of {done.kept} members know, the others hear it from them")
+    if done.unproven:
+        print(f"out, too, as no member that answered had met them: {', '.join(done.unproven)}; they may join again")
+    print(f"the old ticket admits nobody any more; the new one:\n\nmuletrain join {replaced}")
+
+
+def _owned(ticket: str | None) -> tuple[Path, Ticket]:
+    """The folder with the owner's key, of the run of ``ticket`` or of the newest. Raises MuletrainError."""
+    from muletrain.network.identity import Key
+
+    found = sorted(ROOT.glob(f"*/{OWNER_FILE}"), key=lambda p: p.stat().st_mtime, reverse=True)
+    for path in found:
+        own = path.parent / TICKET_FILE
+        if ticket is None and own.exists():
+            return path.parent, Ticket.parse(own.read_text(encoding="utf-8"))
+        if ticket is not None and Key.at(path).public == Ticket.parse(ticket).owner:
+            return path.parent, Ticket.parse(ticket)
+    raise MuletrainError(
+        f"no key of {'this' if ticket else 'a running'} run's owner under {ROOT.resolve()}: only where 'muletrain start' (or 'run') "
+        f"was called can a peer be removed"
+    )
+
+
 def own_ticket() -> str:
     """The newest ticket under ``runs/``. Raises MuletrainError when this machine is in no run."""
     found = sorted(ROOT.glob(f"*/{TICKET_FILE}"), key=lambda p: p.stat().st_mtime)
@@ -274,8 +316,10 @@ def _ticket(text: str | None) -> Ticket:
     return Ticket.parse(text or own_ticket())
 
 
-async def _as_member(ticket: Ticket, work: Callable[[Network, str], Awaitable[Any]]) -> Any:
-    """Enter the run's network for one question."""
+async def _as_member(
+    ticket: Ticket, work: Callable[[Libp2pNetwork, str], Awaitable[Any]], owner: Key | None = None
+) -> Any:
+    """Enter the run's network for one question. ``owner``: the run's key, where it is."""
     from muletrain.network.libp2p import Libp2pNetwork
     from muletrain.runs.worker import PROTOCOL
 
@@ -287,6 +331,7 @@ async def _as_member(ticket: Ticket, work: Callable[[Network, str], Awaitable[An
         network = await Libp2pNetwork.create(
             run_id=ticket.run_id,
             secret=ticket.secret,
+            owner=owner or ticket.owner,
             protocol=PROTOCOL,
             folder=Path(folder),
             listen="0.0.0.0",

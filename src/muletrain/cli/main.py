@@ -154,6 +154,19 @@ def stop(ticket: Ticketed = None) -> None:
 
 
 @app.command()
+def kick(
+    who: Annotated[
+        str, typer.Argument(metavar="NAME|ID", help="As 'muletrain status' shows it; of an id, its end will do.")
+    ],
+    ticket: Ticketed = None,
+) -> None:
+    """Remove a peer from the run, where it was started: it is refused from now on, and the ticket is replaced."""
+    from muletrain.cli.machines import kick_peer
+
+    kick_peer(who, ticket)
+
+
+@app.command()
 def ticket() -> None:
     """Print a ticket to the run this machine is in. Whoever has it can join: treat it as a password."""
     from muletrain.cli.machines import own_ticket

@@ -12,7 +12,7 @@ from muletrain.cli.console import JsonConsole, LiveConsole, RunView, final_repor
 from muletrain.errors import CheckpointError, MuletrainError
 from muletrain.events import CheckpointWritten, EventLog, EventTail, Note
 from muletrain.runs.folder import DiskWatch
-from muletrain.runs.worker_files import EXIT_NO_CHECKPOINT, TICKET_FILE
+from muletrain.runs.worker_files import EXIT_NO_CHECKPOINT, OWNER_FILE, TICKET_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -116,7 +116,9 @@ class Session:
         self._tell_of_ended()
         codes = self.fleet.exit_codes().values()
         if all(code not in (0, EXIT_NO_CHECKPOINT) for code in codes) and not self.interrupted:
-            raise MuletrainError(f"{self._reasons() or '; '.join(self._deaths) or 'no peer is left'}; logs: {self.folder}/*.log")
+            raise MuletrainError(
+                f"{self._reasons() or '; '.join(self._deaths) or 'no peer is left'}; logs: {self.folder}/*.log"
+            )
 
     def _reasons(self) -> str:
         return "; ".join(f"{', '.join(peers)}: {message}" for message, peers in self.errors.items())
@@ -200,8 +202,9 @@ class Session:
         return result, samples(checkpoint, model)
 
     def close(self) -> None:
-        """End every process and forget the secret."""
+        """End every process and forget the secrets."""
         self.fleet.kill()
         self._board.close()
-        with suppress(OSError):
-            (self.folder / TICKET_FILE).unlink()
+        for secret in (TICKET_FILE, OWNER_FILE):
+            with suppress(OSError):
+                (self.folder / secret).unlink()

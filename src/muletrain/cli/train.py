@@ -21,7 +21,7 @@ from muletrain.runs.fleet import LocalFleet, threads_per_peer
 from muletrain.runs.folder import ROOT, held, new_run_folder
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.ticket import Ticket
-from muletrain.runs.worker_files import TICKET_FILE
+from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -73,7 +73,8 @@ def opened(
     folder = new_run_folder(path.stem if path is not None else name) if resume is None else resume
     try:
         with held(folder), located(origins):
-            (folder / TICKET_FILE).unlink(missing_ok=True)  # of a process that was killed
+            for secret in (TICKET_FILE, OWNER_FILE):
+                (folder / secret).unlink(missing_ok=True)  # of a process that was killed
             if resume is None:
                 save_config(folder, config)
             yield folder, config
@@ -199,7 +200,7 @@ def _begin(session: Session, config: RunConfig, workers: list[WorkerSpec], check
     """Give every process its work: the first founds the run, the others join it by its ticket."""
     founder = {
         "role": "found",
-        "ticket": str(Ticket.new_run()),
+        "ticket": str(Ticket.new_run(session.folder)),
         "config": config.model_dump_json(by_alias=True),
         "port": config.network.port,
         "announce": config.network.announce,

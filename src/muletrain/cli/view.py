@@ -205,7 +205,7 @@ def printable(text: str) -> str:
 
 def is_warning(event: ev.Event) -> bool:
     """Does the event tell of something wrong?"""
-    kinds = (ev.JoinRefused, ev.FrameRefused, ev.PeerSuspected, ev.CheckpointFailed)
+    kinds = (ev.JoinRefused, ev.FrameRefused, ev.PeerSuspected, ev.PeerBanned, ev.CheckpointFailed)
     return isinstance(event, kinds) or (isinstance(event, ev.Note) and event.level != "info")
 
 
@@ -226,6 +226,10 @@ def headline(event: ev.Event, view: RunView) -> str | None:
             return f"refused a message from {view.name_of(event.remote)}: {event.reason}"
         case ev.PeerSuspected():
             return f"{view.name_of(event.peer_id)} is left out for now: {event.reason}"
+        case ev.PeerBanned():
+            return f"{view.name_of(event.peer_id)} is left out for {format_duration(event.seconds)}: it keeps sending rubbish"
+        case ev.MemberRemoved():
+            return f"{event.name} was removed by the run's owner"
         case ev.CheckpointWritten():
             cost = f"{format_bytes(event.bytes)}, {format_duration(event.seconds)}"
             return f"checkpoint of step {event.step}: {event.path} ({cost})"

@@ -7,9 +7,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from muletrain.errors import ProtocolError
+from muletrain.errors import Malformed, ProtocolError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from muletrain.network.base import Frame, FrameHandler, PeerId, RefusalHandler
 
 
@@ -26,6 +28,8 @@ class Delivery:
 
     def __init__(self, refusal: RefusalHandler | None = None) -> None:
         self.refused: RefusalHandler = refusal or (lambda remote, reason: None)
+        self.offended: Callable[[PeerId], None] = lambda remote: None
+        """Told of whoever sent what no correct peer sends, after ``refused``."""
         self._handler: FrameHandler | None = None
         self._ready = asyncio.Event()
 
@@ -41,6 +45,8 @@ class Delivery:
             await self._handler(sender, frame)
         except ProtocolError as e:
             self.refused(sender, f"{frame.kind[:40]}: {e}")
+            if isinstance(e, Malformed):
+                self.offended(sender)
             return False
         except Exception as e:  # a bug of ours: loud, but one stream only
             context = {"message": f"handling a '{frame.kind[:40]}' frame failed", "exception": e}

@@ -1,4 +1,8 @@
-"""The directory: hivemind's DHT among the members. It gives hints, never decisions."""
+"""The directory: hivemind's DHT among the members. It gives hints, never decisions.
+
+hivemind's nodes store what others bring them, and hand it on. So a record is signed by the peer it is about: the signature covers the
+run, the key, the peer, the value and the expiry, and is checked by whoever stores the record and by whoever reads it.
+"""
 
 from __future__ import annotations
 
@@ -6,41 +10,98 @@ import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import msgpack
 from hivemind.dht import DHTNode
-from hivemind.p2p import PeerID
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.utils import get_dht_time
 
-from muletrain.errors import DeadlineExceeded, NetworkError, ProtocolError
+from muletrain.errors import AdmissionError, DeadlineExceeded, NetworkError, ProtocolError
+from muletrain.network.identity import SIGNATURE, public_half, signed
+from muletrain.network.trust import packed_chain, read_chain
 
 if TYPE_CHECKING:
     from muletrain.network.gated import GatedP2P
+    from muletrain.network.identity import Key
+    from muletrain.network.trust import Chain, Trust
 
 MAX_VALUE = 1 << 16
+MAX_TTL_S = 120.0
+"""A record is believed, and kept by others, for at most this long."""
+SKEW_S = 5.0
+"""Clocks of machines that agree as hivemind wants it (3 s), and a little more."""
+MAX_KEYS = 1024
+"""Keys kept for others; those that expire first go first."""
 TIMEOUT_S = 20.0
+
+
+class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind is untyped
+    """Makes records, opens them, and refuses the others' wrong ones before hivemind takes them."""
+
+    def __init__(self, run_id: str, key: Key, trust: Trust) -> None:
+        self._run_id, self._key, self._trust = run_id, key, trust
+
+    def make(self, key: str, value: bytes, expires: float) -> bytes:
+        bound = (self._run_id, _key_id(key), self._key.peer_id, expires, value)
+        signature = self._key.sign("directory", *bound)
+        packed: bytes = msgpack.packb([value, signature, packed_chain(self._trust.chain)])
+        return packed
+
+    def read(self, key: str, peer: Any, record: Any, expires: float) -> bytes | None:
+        """The value, if it is from a member about itself."""
+        value, chain = self._opened(_key_id(key), peer, record, expires) or (None, ())
+        return value if self._trust.current(peer, chain) else None
+
+    def _opened(self, key_id: bytes, peer: Any, record: Any, expires: float) -> tuple[bytes, Chain] | None:
+        """If ``peer`` itself signed the value for this key, this run and this expiry, and was ever let in."""
+        public = public_half(peer)
+        if public is None or not isinstance(record, bytes) or not expires <= get_dht_time() + MAX_TTL_S + SKEW_S:
+            return None
+        try:
+            match _unpacked(record):
+                case [bytes() as value, bytes() as signature, content] if len(signature) == SIGNATURE:
+                    chain, bound = read_chain(content), (self._run_id, key_id, peer, expires, value)
+                    genuine = len(value) <= MAX_VALUE and self._trust.genuine(peer, chain)
+                    return (value, chain) if genuine and signed(public, signature, "directory", *bound) else None
+        except AdmissionError:  # no certificate
+            pass
+        return None
+
+    def validate(self, record: DHTRecord) -> bool:
+        """hivemind's question, before it stores a record for others and before it takes one from them.
+
+        Whoever was removed does not fail here: hivemind would refuse a whole answer for one record in it."""
+        peer, value = _unpacked(record.subkey), _unpacked(record.value)  # no subkey: hivemind's b"" is no msgpack
+        return self._opened(record.key, peer, value, record.expiration_time) is not None
 
 
 class Directory:
     """Values that members announce about themselves, each under its own peer id."""
 
-    def __init__(self, node: DHTNode, own: str) -> None:
-        self._node, self._own = node, own
+    def __init__(self, node: DHTNode, records: Records, own: str) -> None:
+        self._node, self._records, self._own = node, records, own
 
     @classmethod
-    async def join(cls, p2p: GatedP2P, known: list[str], *, visitor: bool = False) -> Directory:
+    async def join(cls, p2p: GatedP2P, records: Records, known: list[str], *, visitor: bool = False) -> Directory:
         """Through the members at the addresses ``known``; none of them: a directory of our own. A ``visitor`` stores nothing for
         others, and they do not remember it."""
         node = await DHTNode.create(
-            p2p=p2p, initial_peers=known or None, ensure_bootstrap_success=False, strict=False, client_mode=visitor
+            p2p=p2p, initial_peers=known or None, ensure_bootstrap_success=False, strict=False, client_mode=visitor,
+            record_validator=records, cache_locally=False, cache_on_store=False, cache_nearest=0,
         )  # fmt: skip
-        return cls(node, p2p.peer_id.to_base58())
+        node.protocol.storage.maxsize, node.protocol.cache.maxsize = (
+            MAX_KEYS,
+            0,
+        )  # a cached record would hide newer ones
+        return cls(node, records, p2p.peer_id.to_base58())
 
     async def announce(self, key: str, value: bytes, ttl_s: float) -> None:
-        """Raises NetworkError when nobody could store it."""
+        """For ``ttl_s`` seconds, at most MAX_TTL_S. Raises NetworkError when nobody could store it."""
         if len(value) > MAX_VALUE:
             raise ProtocolError(f"directory: {len(value)} bytes under '{key}'; at most {MAX_VALUE}")
-        stored = await _within(
-            self._node.store(key, value, get_dht_time() + ttl_s, subkey=self._own), f"storing '{key}'"
-        )
+        expires = get_dht_time() + min(ttl_s, MAX_TTL_S)
+        record = self._records.make(key, value, expires)
+        stored = await _within(self._node.store(key, record, expires, subkey=self._own), f"storing '{key}'")
         # hivemind says no, too, when the record came round through a third node first
         if not stored and (await self.lookup(key)).get(self._own) != value:
             raise NetworkError(
@@ -48,11 +109,11 @@ class Directory:
             )
 
     async def lookup(self, key: str) -> dict[str, bytes]:
-        """What is known under ``key``; anything that is no announcement is left out."""
+        """What members say about themselves under ``key``; anything else is left out."""
         found = await _within(self._node.get(key, latest=True), f"looking up '{key}'")
         entries = found.value if found is not None and isinstance(found.value, dict) else {}
-        values = {peer: getattr(entry, "value", None) for peer, entry in entries.items() if _is_peer_id(peer)}
-        return {peer: v for peer, v in values.items() if isinstance(v, bytes) and len(v) <= MAX_VALUE}
+        values = {p: self._records.read(key, p, e.value, e.expiration_time) for p, e in entries.items()}
+        return {peer: value for peer, value in values.items() if value is not None}
 
     async def close(self) -> None:
         with suppress(Exception):  # hivemind's node may be half way through a refresh
@@ -67,10 +128,13 @@ async def _within(work: Any, what: str) -> Any:
         raise DeadlineExceeded(f"directory: {what} took more than {TIMEOUT_S:.0f} s") from None
 
 
-def _is_peer_id(text: Any) -> bool:
-    if not isinstance(text, str) or len(text) > 128:
-        return False
+def _key_id(key: str) -> bytes:
+    encoded: bytes = DHTID.generate(source=key).to_bytes()
+    return encoded
+
+
+def _unpacked(data: bytes) -> Any:
     try:
-        return str(PeerID.from_base58(text).to_base58()) == text
-    except Exception:  # the parser raises several types
-        return False
+        return msgpack.unpackb(data, max_ext_len=0)
+    except Exception:  # msgpack raises a dozen unrelated types on garbage
+        return None

@@ -1,9 +1,16 @@
-"""The gate: nobody speaks to a member before both sides have proved that they hold the run's secret.
+"""The gate: nobody speaks to a member before both sides have shown that they belong to the run.
 
 libp2p encrypts, and authenticates the peer id, but lets anyone dial. Here every handler (calls, streams, the DHT's own RPCs) refuses
-a remote id that was not admitted, and every outgoing call admits the other side first. Two messages: ``hello`` (version, run, nonce;
-answer: the callee's nonce and proof), ``proof`` (the caller's). A proof is an HMAC bound to version, run, both ids and both nonces.
-The callee keeps nothing between them: its nonce is derived from the caller's id and nonce by a key of this process.
+a remote id that was not admitted, and every outgoing call admits the other side first. Messages, all on one protocol:
+
+- ``hello`` (version, run, nonce, epoch, certificate), between any two; answered in kind. Two members are done after it.
+- ``proof``, of a newcomer, which has no certificate: that it holds the ticket's secret; it gets a certificate. Proofs are HMACs bound to
+  version, run, both ids and both nonces; a member gives its own with the answer to ``hello``, so that a ticket's secret that was
+  replaced admits nobody and is believed by nobody.
+- ``renewed``, the owner's renewal and the new secret, from anyone to a member that stays: both prove themselves.
+- ``sync``, "is there a renewal I have not heard of?": members ask each other now and then.
+
+The callee keeps nothing between messages: its nonce is derived from the caller's id and nonce by a key of this process.
 """
 
 from __future__ import annotations
@@ -11,42 +18,86 @@ from __future__ import annotations
 import asyncio
 import os
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import msgpack
 
 from muletrain.errors import AdmissionError
 from muletrain.network.identity import NONCE, derive, proof, same
+from muletrain.network.offences import Offences
+from muletrain.network.trust import MAX_KEPT, packed_chain, packed_renewal, read_chain, read_renewal
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-MAX_ADMIT = 4096
+    from muletrain.network.trust import Chain, Renewal, Trust
+
+    Call = Callable[[bytes], Awaitable[bytes]]
+
+MAX_ADMIT = 1 << 18
 BURST, PER_S = 200.0, 50.0
 """Admissions answered at once, and per second after that."""
+MAX_ADMITTED = 2 * MAX_KEPT
+"""Members and visitors of the last minutes: more is an attack."""
 OTHER_SECRET = "the other side does not hold this ticket's secret: the ticket is of another run or was replaced; ask for the current one"
+NO_ADMISSION = "the other side's answer is no admission; is it a muletrain of this version?"
+BANNED = "left out for some minutes, for having sent again and again what no correct peer sends; is it the same version and undamaged?"
+NOT_IN = "the other side is not in this run (any more)"
+
+
+class _Turned(AdmissionError):
+    """We were turned away, by a peer that knows of ``epoch``."""
+
+    def __init__(self, reason: str, epoch: int) -> None:
+        super().__init__(reason)
+        self.epoch = epoch
+
+
+class _Out(AdmissionError):
+    """To a peer that was in the run once: it is shown the renewal that ended this."""
 
 
 class Gate:
-    """Who is admitted, and the handshake that admits. ``refused`` is told (remote, reason)."""
+    """Who is admitted, and the handshake that admits. ``refused`` is told (remote, reason), ``renewed``, after a renewal, the ids
+    that were admitted before it and are not any more."""
 
     def __init__(
-        self, own: str, run_id: str, secret: bytes, protocol: str, refused: Callable[[str, str], None]
+        self,
+        own: str,
+        run_id: str,
+        protocol: str,
+        trust: Trust,
+        refused: Callable[[str, str], None],
+        renewed: Callable[[frozenset[str]], None] = lambda gone: None,
+        *,
+        visitor: bool = False,
     ) -> None:
-        self._own, self._run_id, self._secret, self._protocol = own, run_id, secret, protocol
-        self._refused = refused
-        self._came_in: set[str] = set()  # proved themselves to us
-        self._let_us_in: set[str] = set()  # accepted our proof, and gave theirs
+        self._own, self._run_id, self._protocol, self._visitor = own, run_id, protocol, visitor
+        self.trust = trust
+        self._refused, self._renewed = refused, renewed
+        self._admitted: dict[str, Chain] = {}  # their certificates are genuine
+        self._let_us_in: set[str] = set()
         self._nonce_key = os.urandom(32)
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tokens, self._refilled = BURST, 0.0
+        self.offences = Offences()
 
     def admitted(self, peer: str) -> bool:
         """May it speak to us?"""
-        return peer in self._came_in or peer in self._let_us_in
+        chain = self._admitted.get(peer)
+        return chain is not None and self.trust.current(peer, chain) and not self.offences.banned(peer)
 
     def entered(self, peer: str) -> bool:
         """May we speak to it?"""
-        return peer in self._let_us_in
+        return peer in self._let_us_in and self.admitted(peer)
+
+    def certificate(self, peer: str) -> Chain:
+        """What ``peer`` showed us; empty if it did not."""
+        return self.trust.chain if peer == self._own else self._admitted.get(peer, ())
+
+    def known(self) -> list[str]:
+        """Everyone we may speak to."""
+        return [p for p in self._let_us_in if self.admitted(p)]
 
     def forget_entry(self, peer: str) -> None:
         """It says that it does not know us: it was restarted."""
@@ -59,60 +110,155 @@ class Gate:
         self._refused(peer, f"{what} before admission")
         return False
 
-    async def enter(self, peer: str, call: Callable[[bytes], Awaitable[bytes]]) -> None:
+    def adopt(self, renewal: Renewal, secret: bytes | None) -> None:
+        """Who is out by it is out from now on. Raises AdmissionError when the owner did not sign it."""
+        before = self.trust.epoch, self.trust.secret
+        self.trust.adopt(renewal, secret)
+        if before == (self.trust.epoch, self.trust.secret):
+            return
+        gone = frozenset(p for p, chain in self._admitted.items() if not self.trust.current(p, chain))
+        self._forget(gone)
+        self._renewed(gone)
+
+    def _admit(self, peer: str, chain: Chain) -> None:
+        if peer not in self._admitted:
+            self._forget(
+                {p for p, c in self._admitted.items() if not self.trust.current(p, c)}
+            )  # visitors whose time is over
+            if len(self._admitted) >= MAX_ADMITTED:
+                raise AdmissionError(f"this peer knows {MAX_ADMITTED} others already; try again in some minutes")
+        self._admitted[peer] = (
+            () if self.trust.remains(peer) else chain
+        )  # it needs none then, and nobody has checked it
+        self._let_us_in.add(peer)
+
+    def _forget(self, peers: frozenset[str] | set[str]) -> None:
+        self._let_us_in -= peers
+        for peer in peers:
+            del self._admitted[peer]
+
+    # The caller's side ----------------------------------------------------------------------------------------------
+
+    async def enter(self, peer: str, call: Call) -> None:
         """Admit ``peer``, and be admitted, unless that is done. ``call`` reaches its admit handler; its errors pass.
 
-        Raises AdmissionError when it is of another run or version or does not hold our secret."""
+        Raises AdmissionError when it is of another run or version, or when one of us is not in the run."""
+        if self.offences.banned(peer):
+            raise AdmissionError(BANNED)
         lock = self._locks.setdefault(peer, asyncio.Lock())
         async with lock:
-            if peer not in self._let_us_in:
+            if not self.entered(peer):
                 await self._handshake(peer, call)
 
-    async def _handshake(self, peer: str, call: Callable[[bytes], Awaitable[bytes]]) -> None:
+    async def _handshake(self, peer: str, call: Call) -> None:
         mine = os.urandom(NONCE)
-        theirs, their_proof = _pair_of_bytes(await self._ask(call, ["hello", self._protocol, self._run_id, mine]))
-        genuine = same(their_proof, self._proof("callee", self._own, peer, mine + theirs))
-        if genuine:
-            self._came_in.add(peer)  # before our proof is out: it may speak to us as soon as it has that
-        own_proof = self._proof("caller", self._own, peer, mine + theirs)
+        epoch, chain, theirs, their_proof = _answer_to_hello(await self._hello(peer, call, mine))
+        if not self.trust.belongs:
+            await self._be_let_in(peer, call, chain, mine + theirs, their_proof)
+        elif epoch > self.trust.epoch:
+            await self.sync(call)
+        if not self.trust.genuine(peer, chain) or not self.trust.current(peer, chain):
+            raise AdmissionError(NOT_IN)
+        self._admit(peer, chain)
+        if epoch < self.trust.epoch:
+            await self.pass_on(peer, call)
+
+    async def _hello(self, peer: str, call: Call, nonce: bytes) -> Any:
+        """Twice where one of us has to hear of a renewal first."""
+        for last in (False, True):
+            trust, epoch = self.trust, self.trust.epoch
+            hello = ["hello", self._protocol, self._run_id, nonce, epoch, packed_chain(trust.chain)]
+            try:
+                return await self._ask(call, hello)
+            except _Turned as e:
+                heard = trust.epoch > epoch and trust.belongs
+                if not last and not heard and e.epoch < trust.epoch and trust.remains(peer):
+                    await self.pass_on(peer, call)
+                    heard = True
+                if last or not heard:
+                    raise
+        raise AssertionError  # the last try returns or raises
+
+    async def _be_let_in(self, peer: str, call: Call, chain: Chain, nonces: bytes, their_proof: bytes) -> None:
+        """A newcomer's part: both prove that they hold the secret, and it gets its certificate."""
+        if self.trust.secret is None:
+            raise AdmissionError("this peer is not in the run any more: its owner renewed the ticket")
+        genuine = same(their_proof, self._proof("callee", self._own, peer, nonces)) and bool(chain)
+        own_proof = self._proof("caller", self._own, peer, nonces)
         try:
-            await self._ask(call, ["proof", mine, own_proof])  # even if theirs is wrong: so that they can report it
-        except AdmissionError:
+            answer = await self._ask(call, ["proof", nonces[:NONCE], own_proof, self._visitor])
+        except AdmissionError:  # even if theirs is wrong ours is sent: so that they can report it
             if genuine:
                 raise
         if not genuine:
             raise AdmissionError(OTHER_SECRET)
-        self._let_us_in.add(peer)
+        match answer:
+            case [certificate, None]:
+                self.trust.welcomed(read_chain(certificate))
+            case [certificate, renewal]:
+                self.adopt(read_renewal(renewal), self.trust.secret)
+                if self.trust.secret is None:
+                    raise AdmissionError(OTHER_SECRET)
+                self.trust.welcomed(read_chain(certificate))
+            case _:
+                raise AdmissionError(NO_ADMISSION)
 
-    async def _ask(self, call: Callable[[bytes], Awaitable[bytes]], message: list[Any]) -> Any:
+    async def pass_on(self, peer: str, call: Call) -> None:
+        """Tell ``peer``, which the last renewal names, what it says."""
+        if self.trust.remains(peer):
+            await self._ask(call, ["renewed", packed_renewal(self.trust.renewal), self.trust.secret])
+
+    async def sync(self, call: Call) -> None:
+        """Ask a member for the last renewal. Raises AdmissionError when it does not know us (any more)."""
+        missing = self.trust.secret is None
+        match await self._ask(call, ["sync", self.trust.epoch - missing]):
+            case [renewal, bytes() | None as secret]:
+                self.adopt(read_renewal(renewal), secret)
+
+    async def _ask(self, call: Call, message: list[Any]) -> Any:
         match _unpacked(await call(msgpack.packb(message))):
             case [True, content]:
                 return content
-            case [False, str() as reason]:
-                raise AdmissionError(reason[:500])
-        raise AdmissionError("the other side's answer is no admission; is it a muletrain of this version?")
+            case [False, str() as reason, int() as epoch, renewal]:
+                # a newcomer hears of renewals with its certificate, and only there
+                if renewal is not None and self.trust.belongs:
+                    self.adopt(read_renewal(renewal), None)
+                raise _Turned(reason[:500], epoch)
+        raise AdmissionError(NO_ADMISSION)
+
+    # The callee's side ----------------------------------------------------------------------------------------------
 
     def answer(self, peer: str, payload: bytes) -> bytes:
-        """The callee's side of both messages."""
+        """To any of the messages."""
         try:
             reply = [True, self._answer(peer, payload)]
         except AdmissionError as e:
             self._refused(peer, str(e))
-            reply = [False, str(e)]
+            renewal = packed_renewal(self.trust.renewal) if isinstance(e, _Out) else None
+            reply = [False, str(e), self.trust.epoch, renewal]
         packed: bytes = msgpack.packb(reply)
         return packed
 
     def _answer(self, peer: str, payload: bytes) -> Any:
-        if not self._take_token():
+        if self.offences.banned(peer):
+            raise AdmissionError(BANNED)
+        if not self.admitted(peer) and not self._take_token():
             raise AdmissionError("too many peers ask to be admitted; try again in some seconds")
         match _unpacked(payload) if len(payload) <= MAX_ADMIT else None:
-            case ["hello", str() as protocol, str() as run_id, bytes() as nonce] if len(nonce) == NONCE:
-                return self._on_hello(peer, protocol, run_id, nonce)
-            case ["proof", bytes() as nonce, bytes() as given] if len(nonce) == NONCE:
-                return self._on_proof(peer, nonce, given)
+            case ["hello", str() as protocol, str() as run_id, bytes() as nonce, int() as epoch, chain] if (
+                len(nonce) == NONCE
+            ):
+                self._same_run(protocol, run_id)
+                return self._on_hello(peer, nonce, epoch, read_chain(chain))
+            case ["proof", bytes() as nonce, bytes() as given, bool() as visitor] if len(nonce) == NONCE:
+                return self._on_proof(peer, nonce, given, visitor)
+            case ["renewed", renewal, bytes() | None as secret] if self.trust.belongs:
+                return self.adopt(read_renewal(renewal), secret)
+            case ["sync", int() as epoch]:
+                return self._on_sync(peer, epoch)
         raise AdmissionError("malformed admission")
 
-    def _on_hello(self, peer: str, protocol: str, run_id: str, nonce: bytes) -> Any:
+    def _same_run(self, protocol: str, run_id: str) -> None:
         if protocol != self._protocol:
             raise AdmissionError(
                 f"this run speaks {self._protocol}, the newcomer {protocol[:100]}: install the same version on both"
@@ -121,21 +267,51 @@ class Gate:
             raise AdmissionError(
                 f"this peer belongs to run {self._run_id}, the ticket to run {run_id[:100]}: use the ticket of this run"
             )
-        nonces = nonce + self._own_nonce(peer, nonce)
-        return [nonces[NONCE:], self._proof("callee", peer, self._own, nonces)]
 
-    def _on_proof(self, peer: str, nonce: bytes, given: bytes) -> Any:
-        if not same(given, self._proof("caller", peer, self._own, nonce + self._own_nonce(peer, nonce))):
+    def _on_hello(self, peer: str, nonce: bytes, epoch: int, chain: Chain) -> Any:
+        trust = self.trust
+        if not trust.belongs:
+            raise AdmissionError("this peer is not in the run itself; ask another member")
+        if chain or trust.remains(peer):
+            self._judge(peer, epoch, chain)
+            self._admit(peer, chain)  # what it says to our certificate, we hear when we speak to it
+        nonces = nonce + self._own_nonce(peer, nonce)
+        own_proof = self._proof("callee", peer, self._own, nonces) if trust.secret is not None else b""
+        return [trust.epoch, packed_chain(trust.chain), nonces[NONCE:], own_proof]
+
+    def _judge(self, peer: str, epoch: int, chain: Chain) -> None:
+        trust = self.trust
+        genuine = trust.genuine(peer, chain)
+        if genuine and trust.current(peer, chain):
+            return
+        if epoch > trust.epoch:
+            raise AdmissionError("this peer has not heard of the last renewal of the run's ticket")
+        if genuine:
+            raise _Out(
+                "the run's owner removed the newcomer, or renewed the ticket before it began; ask for the current one"
+            )
+        raise AdmissionError("the newcomer's certificate is not one of this run")
+
+    def _on_proof(self, peer: str, nonce: bytes, given: bytes, visitor: bool) -> Any:
+        nonces = nonce + self._own_nonce(peer, nonce)
+        if self.trust.secret is None or not same(given, self._proof("caller", peer, self._own, nonces)):
             raise AdmissionError("the newcomer does not hold this run's secret; it needs this run's current ticket")
-        self._came_in.add(peer)
-        self._let_us_in.add(peer)  # it has checked ours already
-        return []
+        chain = self.trust.issue(peer, visitor=visitor)
+        self._admit(peer, chain)
+        return [packed_chain(chain), packed_renewal(self.trust.renewal)]
+
+    def _on_sync(self, peer: str, epoch: int) -> Any:
+        if not self.admitted(peer):
+            raise AdmissionError("not admitted to this run")
+        behind = epoch < self.trust.epoch
+        return [packed_renewal(self.trust.renewal), self.trust.secret] if behind else None
 
     def _own_nonce(self, peer: str, nonce: bytes) -> bytes:
         return derive(self._nonce_key, peer.encode() + nonce)
 
     def _proof(self, role: str, caller: str, callee: str, nonces: bytes) -> bytes:
-        return proof(self._secret, role, [self._protocol, self._run_id, caller, callee], nonces)
+        assert self.trust.secret is not None
+        return proof(self.trust.secret, role, [self._protocol, self._run_id, caller, callee], nonces)
 
     def _take_token(self) -> bool:
         now = asyncio.get_running_loop().time()
@@ -154,8 +330,8 @@ def _unpacked(payload: bytes) -> Any:
         return None
 
 
-def _pair_of_bytes(content: Any) -> tuple[bytes, bytes]:
+def _answer_to_hello(content: Any) -> tuple[int, Chain, bytes, bytes]:
     match content:
-        case [bytes() as nonce, bytes() as given] if len(nonce) == NONCE:
-            return nonce, given
-    raise AdmissionError("the other side's answer is no admission; is it a muletrain of this version?")
+        case [int() as epoch, chain, bytes() as nonce, bytes() as given] if len(nonce) == NONCE:
+            return epoch, read_chain(chain), nonce, given
+    raise AdmissionError(NO_ADMISSION)

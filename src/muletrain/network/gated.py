@@ -9,10 +9,10 @@ from uuid import uuid4
 from hivemind.p2p import P2P, PeerID
 from hivemind.proto import p2pd_pb2
 
-from muletrain.errors import DeadlineExceeded, MuletrainError, PeerUnreachable
+from muletrain.errors import AdmissionError, DeadlineExceeded, MuletrainError, PeerUnreachable
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
+    from collections.abc import Awaitable, Callable
 
     from muletrain.network.gate import Gate
 
@@ -38,14 +38,28 @@ class GatedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
 
     async def enter(self, peer: PeerID) -> None:
         """The handshake with ``peer``, unless it is done already. Raises AdmissionError, and what ``exchange`` raises."""
+        name = peer.to_base58()
+        if not self.gate.entered(name):
+            await self.gate.enter(name, self._admission(peer))
 
+    async def sync(self, peer: PeerID) -> None:
+        """Hear of renewals from ``peer``. Raises what ``enter`` raises."""
+        try:
+            await self.gate.sync(self._admission(peer))
+        except AdmissionError:  # it was restarted, or has heard of one that leaves us out: then it says so
+            self.gate.forget_entry(peer.to_base58())
+            await self.enter(peer)
+
+    async def tell(self, peer: PeerID) -> None:
+        """The last renewal, to a peer that it names. Raises AdmissionError when that does not take it."""
+        await self.gate.pass_on(peer.to_base58(), self._admission(peer))
+
+    def _admission(self, peer: PeerID) -> Callable[[bytes], Awaitable[bytes]]:
         async def call(payload: bytes) -> bytes:
             async with asyncio.timeout(ADMIT_TIMEOUT_S):
                 return await self.exchange(peer, ADMIT, payload)
 
-        name = peer.to_base58()
-        if not self.gate.entered(name):
-            await self.gate.enter(name, call)
+        return call
 
     async def exchange(self, peer: PeerID, name: str, payload: bytes) -> bytes:
         """One unary call, admitted or not. hivemind's own version loses every later answer of the process when an answer

@@ -1,13 +1,16 @@
-"""Who a peer is (an Ed25519 key) and how it proves that it holds the run's secret (HMAC challenge and response)."""
+"""Who a peer is (an Ed25519 key), what it signs, and how it proves that it holds the run's secret (HMAC challenge and response)."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+import base58
+import msgpack
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from hivemind.proto import crypto_pb2
 
 if TYPE_CHECKING:
@@ -15,16 +18,75 @@ if TYPE_CHECKING:
 
 NONCE = 16
 """Bytes of a challenge."""
+SIGNATURE = 64
+_ID_PREFIX = bytes.fromhex("002408011220")
+"""Of the peer id of an Ed25519 key: the id holds the whole public key (libp2p, specs/peer-ids)."""
+_MAX_ID = 64
 
 
-def write_identity(path: Path) -> None:
-    """A new key in the form the libp2p daemon reads (key type, then private and public halves); mode 0400. Raises FileExistsError."""
-    key = Ed25519PrivateKey.generate()
-    data = key.private_bytes_raw() + key.public_key().public_bytes_raw()
-    encoded = crypto_pb2.PrivateKey(key_type=crypto_pb2.KeyType.Ed25519, data=data).SerializeToString()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o400)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(encoded)
+class Key:
+    """An Ed25519 private key: a peer's (``peer_id`` is its name) or a run owner's."""
+
+    def __init__(self, private: Ed25519PrivateKey) -> None:
+        self._private = private
+        self.public = private.public_key().public_bytes_raw()
+        self.peer_id = base58.b58encode(_ID_PREFIX + self.public).decode()
+
+    @classmethod
+    def new(cls) -> Key:
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def of_seed(cls, seed: bytes) -> Key:
+        """The same key for the same 32 bytes: for tests and benchmarks."""
+        return cls(Ed25519PrivateKey.from_private_bytes(seed))
+
+    @classmethod
+    def at(cls, path: Path) -> Key:
+        """The key in the file ``path``; a new one, readable by the owner only, if there is no such file.
+
+        In the form the libp2p daemon reads: key type, then private and public halves."""
+        if path.exists():
+            return cls(
+                Ed25519PrivateKey.from_private_bytes(crypto_pb2.PrivateKey.FromString(path.read_bytes()).data[:32])
+            )
+        key = cls.new()
+        data = key._private.private_bytes_raw() + key.public
+        encoded = crypto_pb2.PrivateKey(key_type=crypto_pb2.KeyType.Ed25519, data=data).SerializeToString()
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o400)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(encoded)
+        return key
+
+    def sign(self, what: str, *content: Any) -> bytes:
+        """``what`` keeps a signature of one kind from being taken for one of another."""
+        return self._private.sign(_said(what, content))
+
+
+def signed(by: bytes, signature: bytes, what: str, *content: Any) -> bool:
+    """Did the holder of the key with public half ``by`` sign exactly this?"""
+    try:
+        Ed25519PublicKey.from_public_bytes(by).verify(signature, _said(what, content))
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def public_half(peer: Any) -> bytes | None:
+    """The public key in a peer id; None for what is no id of an Ed25519 key in its one spelling."""
+    if not isinstance(peer, str) or len(peer) > _MAX_ID:
+        return None
+    try:
+        decoded = base58.b58decode(peer)
+    except ValueError:
+        return None
+    whole = decoded.startswith(_ID_PREFIX) and len(decoded) == len(_ID_PREFIX) + 32
+    return decoded[len(_ID_PREFIX) :] if whole and base58.b58encode(decoded).decode() == peer else None
+
+
+def _said(what: str, content: tuple[Any, ...]) -> bytes:
+    packed: bytes = msgpack.packb(["muletrain", what, *content])
+    return packed
 
 
 def proof(secret: bytes, role: str, bound_to: list[str], nonces: bytes) -> bytes:

@@ -7,12 +7,21 @@ import errno
 import ipaddress
 import logging
 import os
+import random
 import socket
 import sys
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
-from muletrain.errors import AdmissionError, MuletrainError, NetworkError, PeerUnreachable, ProtocolError, Refused
+from muletrain.errors import (
+    AdmissionError,
+    Malformed,
+    MuletrainError,
+    NetworkError,
+    PeerUnreachable,
+    ProtocolError,
+    Refused,
+)
 from muletrain.network.base import CallHandler, Channel, Frame, FrameHandler, PeerId, RefusalHandler
 from muletrain.network.delivery import Counters, Delivery
 from muletrain.wire.frame import MAX_PAYLOAD, pack, reread, size
@@ -21,26 +30,31 @@ try:
     from hivemind.p2p import PeerID
     from hivemind.utils.multiaddr import Multiaddr
 
-    from muletrain.network.directory import Directory
+    from muletrain.network.directory import Directory, Records
     from muletrain.network.gate import Gate
     from muletrain.network.gated import GatedP2P, reaching
-    from muletrain.network.identity import write_identity
+    from muletrain.network.identity import Key
+    from muletrain.network.offences import Reports
     from muletrain.network.streams import FRAMES, Incoming, Outgoing
+    from muletrain.network.trust import Trust, chain_bytes
 except ImportError as e:  # pragma: no cover - platforms without hivemind's wheels
     raise MuletrainError(
         f"the network engine (hivemind) cannot be loaded here: {e}. It runs on Linux and macOS (arm64); on Windows use WSL2"
     ) from e
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
 MAX_CALL = 1 << 20
 CALL = "muletrain/call"
-OK, FAILED, STRANGER = b"\0", b"\1", b"\2"
+OK, FAILED, STRANGER = b"\0", b"\1", b"\2not admitted to this run"
 MAX_SOCKET_PATH = {"darwin": 103}
 """Bytes of a unix socket's path by platform (``sun_path`` without its final zero); 107 elsewhere."""
 SOCKET = "p2pclient-12345678901.sock"
 """The longest name that hivemind gives one."""
+SYNC_S, SYNC_TIMEOUT_S = 10.0, 30.0
+"""Between questions for renewals, each to one member drawn by chance: all know of one after about log2(members) of them."""
 SELF_QUEUE = 1024
 """Frames to ourselves waiting for the handler."""
 
@@ -60,41 +74,53 @@ class Libp2pNetwork:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._directory: Directory | None = None
         self._maddrs: list[str] = []
+        self._on_renewal: Callable[[frozenset[PeerId]], None] = lambda gone: None
+        self._on_ban: Callable[[PeerId], None] = lambda peer: None
+        self._delivery.offended, self._reports = self._offended, Reports()
         self._closed = False
 
     @classmethod
     async def create(
-        cls, *, run_id: str, secret: bytes, protocol: str, folder: Path, listen: str = "127.0.0.1", port: int = 0,
-        announce: tuple[str, ...] = (), initial_peers: tuple[str, ...] = (), max_frame_bytes: int = MAX_PAYLOAD,
-        on_refusal: RefusalHandler | None = None, visitor: bool = False,
+        cls, *, run_id: str, secret: bytes, owner: bytes | Key, protocol: str, folder: Path, listen: str = "127.0.0.1",
+        port: int = 0, announce: tuple[str, ...] = (), initial_peers: tuple[str, ...] = (),
+        max_frame_bytes: int = MAX_PAYLOAD, on_refusal: RefusalHandler | None = None,
+        on_renewal: Callable[[frozenset[PeerId]], None] = lambda gone: None,
+        on_ban: Callable[[PeerId], None] = lambda peer: None, visitor: bool = False,
     ) -> Libp2pNetwork:  # fmt: skip
         """Start the daemon, be admitted by an initial peer, join the directory.
 
-        ``folder``: short path for the key ('identity', made if missing) and the daemon's sockets. ``protocol``: version that both
-        sides must have. A ``visitor`` comes for a question: it keeps no part of the directory. Raises AdmissionError,
+        ``folder``: short path for the key ('identity', made if missing) and the daemon's sockets. ``owner``: the run owner's public
+        key, or where the owner is, the whole one. ``protocol``: version that both sides must have. A ``visitor`` comes for a
+        question: it is let in for some minutes, and keeps no part of the directory. ``on_renewal`` is told who is out by the
+        owner's word, ``on_ban`` whom this process leaves out for a while (``offences.py``). Raises AdmissionError,
         PeerUnreachable, or NetworkError when the daemon does not start.
         """
         logging.getLogger("hivemind").setLevel(logging.ERROR)
-        p2p = await _start_daemon(folder, listen, port, announce)
+        p2p, key = await _start_daemon(folder, listen, port, announce)
         self = cls(p2p, max_frame_bytes, on_refusal)
+        self._on_renewal, self._on_ban = on_renewal, on_ban
         try:
-            await self._start(Gate(self.peer_id, run_id, secret, protocol, self._refused), initial_peers, visitor)
+            trust = Trust(run_id, owner, secret, key)
+            gate = Gate(self.peer_id, run_id, protocol, trust, self._refused, self._renewed, visitor=visitor)
+            await self._start(gate, Records(run_id, key, trust), initial_peers, visitor)
         except BaseException:
             await self.close()
             raise
         return self
 
-    async def _start(self, gate: Gate, initial_peers: tuple[str, ...], visitor: bool) -> None:
+    async def _start(self, gate: Gate, records: Records, initial_peers: tuple[str, ...], visitor: bool) -> None:
         await self._p2p.open_gate(gate)
         await self._p2p._client.add_unary_handler(CALL, self._on_call)
         await self._p2p.add_binary_stream_handler(FRAMES, self._on_stream)
         reached = await self._enter(initial_peers) if initial_peers else []
-        self._directory = await Directory.join(self._p2p, reached, visitor=visitor)
+        self._directory = await Directory.join(self._p2p, records, reached, visitor=visitor)
         self._maddrs = [str(a) for a in await self._p2p.get_visible_maddrs(latest=True)]
+        if not visitor:
+            self._keep(asyncio.create_task(self._hear_renewals()))
 
     async def _enter(self, addresses: tuple[str, ...]) -> list[str]:
         """Be admitted by at least one of ``addresses``; the ones that did."""
-        reached, problems = [], []
+        reached, problems, no_entry = [], list[str](), list[AdmissionError]()
         by_peer: dict[str, list[str]] = {}
         for address in addresses:
             by_peer.setdefault(address.rsplit("/p2p/", 1)[-1], []).append(address)
@@ -103,6 +129,10 @@ class Libp2pNetwork:
                 reached.append("/p2p/" + await self.connect(known, timeout_s=15.0))
             except NetworkError as e:
                 problems.append(f"{', '.join(known)}: {e}")
+            except AdmissionError as e:
+                no_entry.append(e)
+        if not reached and no_entry:
+            raise no_entry[0]
         if not reached:
             raise PeerUnreachable(
                 "no member of the run could be reached; is it running, and is its port open to this machine?\n  "
@@ -134,7 +164,7 @@ class Libp2pNetwork:
         request = bytes([len(name)]) + name + payload
         await self._p2p.enter(target)
         answer = await self._p2p.exchange(target, CALL, request)
-        if answer[:1] == STRANGER:  # it was restarted and does not know us any more
+        if answer[:1] == STRANGER[:1]:  # it was restarted and does not know us any more
             self._p2p.gate.forget_entry(peer)
             await self._p2p.enter(target)
             answer = await self._p2p.exchange(target, CALL, request)
@@ -143,12 +173,14 @@ class Libp2pNetwork:
     async def _on_call(self, request: bytes, remote: PeerID) -> bytes:
         sender = remote.to_base58()
         if not self._p2p.gate.check(sender, "call"):
-            return STRANGER + b"not admitted to this run"
+            return STRANGER
         end = 1 + request[0] if request else 0
         if not 1 < end <= len(request) or len(request) - end > MAX_CALL:
             self._refused(sender, "malformed call")
+            self._offended(sender)
             return FAILED + b"malformed call"
-        return await self._answer(sender, request[1:end].decode(errors="replace"), request[end:])
+        answer = await self._answer(sender, request[1:end].decode(errors="replace"), request[end:])
+        return answer if self._p2p.gate.admitted(sender) else STRANGER
 
     async def _answer(self, sender: PeerId, method: str, payload: bytes) -> bytes:
         handler = self._handlers.get(method)
@@ -159,6 +191,8 @@ class Libp2pNetwork:
         except MuletrainError as e:
             if isinstance(e, ProtocolError):
                 self._refused(sender, f"{method}: {e}")
+            if isinstance(e, Malformed):
+                self._offended(sender)
             return FAILED + str(e).encode()
         except Exception as e:  # a bug of ours: loud here, an answer there
             context = {"message": f"answering '{method}' failed", "exception": e}
@@ -192,7 +226,8 @@ class Libp2pNetwork:
         self._delivery.refused = handler
 
     def _refused(self, remote: str, reason: str) -> None:
-        self._delivery.refused(remote, reason)
+        if (report := self._reports.take(reason)) is not None:
+            self._delivery.refused(remote, report)
 
     async def _on_stream(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Until the stream ends or brings something wrong; a correct peer opens another."""
@@ -203,11 +238,14 @@ class Libp2pNetwork:
         try:
             async with aclosing(self._incoming.frames(sender, reader, writer)) as frames:
                 async for frame in frames:
+                    if not self._p2p.gate.admitted(sender):
+                        return
                     self.counters.received[sender, frame.kind] += sum(t.nbytes for t in frame.tensors)
                     if not await self._delivery.deliver(sender, frame):
                         return
         except ProtocolError as e:
             self._refused(sender, str(e))
+            self._offended(sender)
         except asyncio.CancelledError:
             if not self._closed:
                 raise
@@ -222,6 +260,49 @@ class Libp2pNetwork:
     async def _drain_own(self, queue: asyncio.Queue[Frame]) -> None:
         while True:
             await self._delivery.deliver(self.peer_id, await queue.get())
+
+    # Renewals -------------------------------------------------------------------------------------------------------
+
+    @property
+    def trust(self) -> Trust:
+        return self._p2p.gate.trust
+
+    def certificate(self, peer: PeerId) -> bytes:
+        """What ``peer`` showed us, as ``trust.chain_from`` reads it."""
+        return chain_bytes(self._p2p.gate.certificate(peer))
+
+    def renew(self, kept: Iterable[PeerId], secret: bytes) -> None:
+        """The owner's act (where its key is): only these stay. Nobody else knows it before ``tell_renewal``."""
+        self._p2p.gate.adopt(self.trust.renew(kept, secret), secret)
+
+    async def tell_renewal(self, peer: PeerId, *, timeout_s: float) -> None:
+        """Bring the last renewal to a peer that it names. Raises what ``call`` raises, and AdmissionError."""
+        await reaching(self._p2p.tell(PeerID.from_base58(peer)), timeout_s, f"telling {peer[-6:]} who stays")
+
+    def _renewed(self, gone: frozenset[PeerId]) -> None:
+        for peer in gone:
+            self._cut(peer)
+        self._on_renewal(gone)
+
+    def _offended(self, peer: PeerId) -> None:
+        """It sent what no correct peer sends."""
+        if peer != self.peer_id and self._p2p.gate.offences.count(peer):
+            self._cut(peer)
+            self._on_ban(peer)
+
+    def _cut(self, peer: PeerId) -> None:
+        """Close all streams between us."""
+        self._incoming.close(peer)
+        for key in [k for k in self._outgoing if k[0] == peer]:
+            self._outgoing.pop(key).close()
+
+    async def _hear_renewals(self) -> None:
+        while True:
+            await asyncio.sleep(SYNC_S * random.uniform(0.5, 1.5))
+            if known := self._p2p.gate.known():
+                peer = random.choice(known)
+                with suppress(MuletrainError):
+                    await reaching(self._p2p.sync(PeerID.from_base58(peer)), SYNC_TIMEOUT_S, "hearing of renewals")
 
     # Directory and addresses ----------------------------------------------------------------------------------------
 
@@ -272,12 +353,11 @@ class Libp2pNetwork:
         task.add_done_callback(self._tasks.discard)
 
 
-async def _start_daemon(folder: Path, listen: str, port: int, announce: tuple[str, ...]) -> GatedP2P:
+async def _start_daemon(folder: Path, listen: str, port: int, announce: tuple[str, ...]) -> tuple[GatedP2P, Key]:
     check_socket_folder(folder, sys.platform)
     _check_port_free(listen, port)
     identity = folder / "identity"
-    if not identity.exists():
-        write_identity(identity)
+    key = Key.at(identity)
     local = listen.startswith("127.")
     prefixed: Any = type("LocalP2P", (GatedP2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
     try:
@@ -290,7 +370,7 @@ async def _start_daemon(folder: Path, listen: str, port: int, announce: tuple[st
         raise NetworkError(
             f"the network daemon did not start on {listen}:{port}: {' '.join(str(e).split())[:500]}"
         ) from e
-    return p2p
+    return p2p, key
 
 
 def check_socket_folder(folder: Path, platform: str) -> None:

@@ -122,6 +122,12 @@ class Incoming:
     max_payload: int
     _open: dict[tuple[str, str], tuple[asyncio.StreamWriter, asyncio.Event]] = field(default_factory=dict)
 
+    def close(self, sender: str) -> None:
+        """All streams of ``sender``."""
+        for (whose, _), (writer, _) in self._open.items():
+            if whose == sender:
+                writer.close()
+
     async def frames(
         self, sender: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> AsyncGenerator[Frame, None]:

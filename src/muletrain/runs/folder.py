@@ -39,14 +39,16 @@ def new_run_folder(name: str, root: Path = ROOT) -> Path:
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Nobody else writes into this run folder meanwhile; the lock goes with the process, however it ends. Raises MuletrainError."""
-    file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+def held(folder: Path, name: str = "lock", otherwise: str = "") -> Iterator[None]:
+    """Nobody else writes into this run folder (or does what the file ``name`` stands for) meanwhile; the lock goes with the
+    process, however it ends. Raises MuletrainError, saying ``otherwise``."""
+    file = os.open(folder / name, os.O_RDONLY | os.O_CREAT, 0o600)
     try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise MuletrainError(f"{folder}: this run is going on in another process; stop it first") from None
+            problem = otherwise or "this run is going on in another process; stop it first"
+            raise MuletrainError(f"{folder}: {problem}") from None
         yield
     finally:
         os.close(file)

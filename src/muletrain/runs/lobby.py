@@ -199,6 +199,10 @@ class Lobby:
             self._guests[peer].trainer = trainer
             self._changed.set()
 
+    def names(self) -> dict[PeerId, str]:
+        """Everyone with a seat."""
+        return {p: g.join.name for p, g in self._guests.items()}
+
     def missing(self) -> list[str]:
         """What the run still waits for, in words."""
         ready = [g for g in self._guests.values() if g.trainer is not None]

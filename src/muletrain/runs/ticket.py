@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import base64
 import binascii
+import dataclasses
 import hashlib
 import secrets
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgpack
 
 from muletrain.errors import AdmissionError
+from muletrain.runs.worker_files import OWNER_FILE
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 PREFIX = "mule1-"
 MAX_ADDRESSES = 16
@@ -20,26 +26,30 @@ _MAX_CHARACTERS = 8192
 
 @dataclass(frozen=True)
 class Ticket:
-    """Addresses of members (any; together they need not name the founder), the run's identity, the secret that admits a peer."""
+    """Addresses of members (any; together they need not name the founder), the run's identity, the secret that admits a peer,
+    and the public key of the run's owner, by which the newcomer knows members."""
 
     run_id: str
     secret: bytes
+    owner: bytes
     addresses: tuple[str, ...]
 
     @staticmethod
-    def new_run() -> Ticket:
-        """A fresh identity and secret; nobody to dial yet."""
-        return Ticket(secrets.token_hex(8), secrets.token_bytes(32), ())
+    def new_run(folder: Path) -> Ticket:
+        """A fresh identity and secret, and nobody to dial yet. The owner's key is in ``folder``, where the founder finds it."""
+        from muletrain.network.identity import Key  # hivemind takes its time
+
+        return Ticket(secrets.token_hex(8), secrets.token_bytes(32), Key.at(folder / OWNER_FILE).public, ())
 
     def passed_on(self, founder: str, own: list[str]) -> Ticket:
         """The ticket a member gives to others: the founder's addresses and its own, half of the room each if they need it."""
         known = [a for a in self.addresses if a.endswith(f"/p2p/{founder}")]
         room = max(MAX_ADDRESSES // 2, MAX_ADDRESSES - len(own))
         addresses = dict.fromkeys((*known[:room], *own, *self.addresses))
-        return Ticket(self.run_id, self.secret, tuple(addresses)[:MAX_ADDRESSES])
+        return dataclasses.replace(self, addresses=tuple(addresses)[:MAX_ADDRESSES])
 
     def __str__(self) -> str:
-        body = msgpack.packb([self.run_id, self.secret, list(self.addresses)])
+        body = msgpack.packb([self.run_id, self.secret, self.owner, list(self.addresses)])
         return PREFIX + base64.urlsafe_b64encode(body + _check(body)).decode().rstrip("=")
 
     def __repr__(self) -> str:  # a ticket must not end up in a log by accident
@@ -59,9 +69,10 @@ class Ticket:
             body, check = data[:-4], data[-4:]
             if check != _check(body):
                 raise ValueError
-            run_id, secret, addresses = msgpack.unpackb(body, max_ext_len=0)
+            run_id, secret, owner, addresses = msgpack.unpackb(body, max_ext_len=0)
             well_formed = (
                 isinstance(run_id, str) and isinstance(secret, bytes) and len(secret) == 32
+                and isinstance(owner, bytes) and len(owner) == 32
                 and isinstance(addresses, list) and all(isinstance(a, str) for a in addresses)
             )  # fmt: skip
             if not well_formed:
@@ -70,7 +81,7 @@ class Ticket:
             raise AdmissionError(
                 "the ticket is damaged (a part is missing or mistyped); copy it again, whole"
             ) from None
-        return cls(run_id, secret, tuple(addresses))
+        return cls(run_id, secret, owner, tuple(addresses))
 
 
 def _check(body: bytes) -> bytes:

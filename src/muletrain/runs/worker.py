@@ -24,17 +24,30 @@ from muletrain.config.fleet import load_fleet
 from muletrain.config.schema import Precision, RunConfig
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import AdmissionError, CheckpointError, MuletrainError, no_room
-from muletrain.events import EventLog, FrameRefused, JoinRefused, PeerJoined, RunFinished, RunStarted, Waiting
+from muletrain.events import (
+    EventLog,
+    FrameRefused,
+    JoinRefused,
+    MemberRemoved,
+    PeerBanned,
+    PeerJoined,
+    RunFinished,
+    RunStarted,
+    Waiting,
+)
+from muletrain.network.identity import Key
 from muletrain.network.libp2p import Libp2pNetwork
+from muletrain.network.offences import BAN_S
 from muletrain.network.shaped import ShapedNetwork
 from muletrain.runs.assemble import RunFacts, build_compute, resolve_start, versions
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.lobby import Join, Lobby, Visitor, find_founder
 from muletrain.runs.machine import Machine
 from muletrain.runs.reception import Reception
+from muletrain.runs.removal import serve_members
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.ticket import Ticket
-from muletrain.runs.worker_files import EXIT_ERROR, EXIT_NO_CHECKPOINT, SCRATCH, TICKET_FILE
+from muletrain.runs.worker_files import EXIT_ERROR, EXIT_NO_CHECKPOINT, OWNER_FILE, SCRATCH, TICKET_FILE, write_secret
 from muletrain.swarm.checkpointing import Collector
 from muletrain.swarm.context import Context
 from muletrain.swarm.messages import Member
@@ -43,8 +56,10 @@ from muletrain.swarm.roster import Roster
 from muletrain.swarm.service import Service
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from muletrain.compute.base import Compute
-    from muletrain.network.base import Network
+    from muletrain.network.base import Network, PeerId
     from muletrain.swarm.record import StepRecord
 
 
@@ -58,9 +73,15 @@ class Worker:
         self._spec = spec
         self._log = log
         self._clock = LoopClock()
+        self._owner = Key.at(Path(spec.folder) / OWNER_FILE) if spec.role == "found" else None
         self._ticket = Ticket.parse(spec.ticket)
         self._peer: Peer | None = None
         self._compute_in_use: Compute
+        self._network: Libp2pNetwork | None = None
+        self._main: asyncio.Task[None] | None = None
+        self._names: Callable[[], dict[PeerId, str]] = dict
+        """Who is in the run, as far as this peer knows, by id."""
+        self._removed = False
         self._stop = asyncio.Event()
         self._missing: list[str] = []
         self._steps = 0
@@ -79,7 +100,7 @@ class Worker:
         """To the end; the process' exit code."""
         begin = self._clock.now()
         with tempfile.TemporaryDirectory(prefix="mule-") as sockets:
-            main = asyncio.create_task(self._run(Path(sockets)))
+            self._main = main = asyncio.create_task(self._run(Path(sockets)))
             early = asyncio.create_task(self._stop.wait())
             await asyncio.wait({main, early}, return_when=asyncio.FIRST_COMPLETED)
             if not main.done() and self._peer is None:
@@ -87,16 +108,23 @@ class Worker:
             early.cancel()
             with suppress(asyncio.CancelledError):
                 await main
+        if self._removed:
+            raise AdmissionError(
+                "the run's owner removed this peer, or renewed the ticket while it was joining; ask the owner for the current one"
+            )
         reason = "all steps done" if self._steps == self._total else self._reason
         self._log.emit(RunFinished(steps=self._steps, seconds=self._clock.now() - begin, reason=reason))
         return self._code
 
     async def _run(self, sockets: Path) -> None:
         spec = self._spec
-        network: Network = await Libp2pNetwork.create(
-            run_id=self._ticket.run_id, secret=self._ticket.secret, protocol=PROTOCOL, folder=sockets, listen=spec.listen,
-            port=spec.port, announce=spec.announce, initial_peers=self._ticket.addresses, on_refusal=self._refused,
+        self._network = network = await Libp2pNetwork.create(
+            run_id=self._ticket.run_id, secret=self._ticket.secret, owner=self._owner or self._ticket.owner, protocol=PROTOCOL,
+            folder=sockets, listen=spec.listen, port=spec.port, announce=spec.announce,
+            initial_peers=self._ticket.addresses, on_refusal=self._refused, on_renewal=self._renewed,
+            on_ban=lambda peer: self._log.emit(PeerBanned(peer_id=peer, seconds=BAN_S)),
         )  # fmt: skip
+        serve_members(network, lambda: self._names())
         try:
             if spec.role == "found":
                 await self._found(network)
@@ -108,6 +136,25 @@ class Worker:
     def _refused(self, remote: str, reason: str) -> None:
         kind = JoinRefused if self._peer is None else FrameRefused
         self._log.emit(kind(remote=remote, reason=reason))
+
+    def _renewed(self, gone: frozenset[PeerId]) -> None:
+        """The owner removed somebody: perhaps us."""
+        if self._network is None or self._main is None:
+            return  # it was admitted a moment ago, by whom had not heard of it
+        names, trust = self._names(), self._network.trust
+        for peer in gone & names.keys():
+            self._log.emit(MemberRemoved(peer_id=peer, name=names[peer]))
+        if not trust.belongs:
+            self._removed = True
+            self._main.cancel()
+        elif trust.secret is not None:
+            self._hand_out(dataclasses.replace(self._ticket, secret=trust.secret))
+
+    def _hand_out(self, ticket: Ticket) -> None:
+        """Put the ticket where a face of this machine finds it."""
+        self._ticket = ticket
+        if self._spec.role == "found" or self._spec.keeps_ticket:
+            write_secret(Path(self._spec.folder) / TICKET_FILE, str(ticket))
 
     # The founder ----------------------------------------------------------------------------------------------------
 
@@ -133,8 +180,8 @@ class Worker:
             part_digests=checkpoint.digests if checkpoint else [],
         )  # fmt: skip
         lobby.open()
-        ticket = Ticket(self._ticket.run_id, self._ticket.secret, tuple(network.addresses()))
-        write_secret(Path(spec.folder) / TICKET_FILE, str(ticket))
+        self._names = lobby.names
+        self._hand_out(dataclasses.replace(self._ticket, addresses=tuple(network.addresses())))
         stage = lobby.seat(network.peer_id, self._introduction(network, machine))
         compute = await self._compute(
             facts, stage, machine, checkpoint.parts[stage] if checkpoint is not None else None
@@ -149,9 +196,7 @@ class Worker:
 
     async def _join(self, network: Network) -> None:
         visitor = Visitor(network, await find_founder(network, self._ticket.addresses), self._waiting)
-        if self._spec.keeps_ticket:
-            ticket = self._ticket.passed_on(visitor.founder, network.addresses())
-            write_secret(Path(self._spec.folder) / TICKET_FILE, str(ticket))
+        self._hand_out(self._ticket.passed_on(visitor.founder, network.addresses()))
         machine = await self._machine(None)
         welcome, tokenizer = await visitor.join(self._introduction(network, machine))
         facts = RunFacts.of(RunConfig.model_validate_json(welcome.config))
@@ -272,6 +317,8 @@ class Worker:
         Reception(
             network, self._log.emit, roster, config_json, data_digest, tokenizer, facts.needs(), facts.stage_costs()
         ).open()
+        before = self._names()
+        self._names = lambda: before | {m.id: m.name for m in roster.members()}
         self._steps = genesis.first_step
         self._report_start(facts, roster)
         limit, self._total = facts.config.train.time_limit, facts.config.train.steps
@@ -363,15 +410,6 @@ def _joined(member: Member, compute: Compute, device: str, precision: str, threa
         peer_id=member.id, name=member.name, stage=member.stage, device=device, precision=precision, trainer=member.trainer,
         params=compute.n_params, threads=threads,
     )  # fmt: skip
-
-
-def write_secret(path: Path, text: str) -> None:
-    """Readable by the owner only, and never half written."""
-    partial = path.with_suffix(f".{os.getpid()}.partial")  # the peers of one machine write into one folder
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(partial, path)
 
 
 async def _listen_to_parent(reader: asyncio.StreamReader, worker: Worker) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from muletrain.errors import ProtocolError
+from muletrain.errors import Malformed
 from muletrain.network.base import Channel, Frame
 
 Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
@@ -42,7 +42,7 @@ class Message(BaseModel):
     def parse(cls: type[M], frame: Frame) -> M:
         """Raises ProtocolError when the header or the number of tensors is not what this message has."""
         if len(frame.tensors) != cls.TENSORS:
-            raise ProtocolError(f"{frame.kind}: {len(frame.tensors)} tensors instead of {cls.TENSORS}")
+            raise Malformed(f"{frame.kind}: {len(frame.tensors)} tensors instead of {cls.TENSORS}")
         return cls.validated(frame.header)
 
     @classmethod
@@ -52,7 +52,7 @@ class Message(BaseModel):
         except ValidationError as e:
             first = e.errors()[0]
             where = ".".join(map(str, first["loc"]))[:100]  # a field's name may be anything
-            raise ProtocolError(f"{cls.__name__}: {where!r}: {first['msg'][:200]}") from None
+            raise Malformed(f"{cls.__name__}: {where!r}: {first['msg'][:200]}") from None
 
     def pack(self) -> bytes:
         """As the payload of a call."""
@@ -64,7 +64,7 @@ class Message(BaseModel):
         try:
             header = msgpack.unpackb(payload, use_list=True, strict_map_key=True, max_ext_len=0)
         except Exception as e:  # msgpack raises a dozen unrelated types on garbage
-            raise ProtocolError(f"{cls.__name__}: not msgpack ({type(e).__name__})") from None
+            raise Malformed(f"{cls.__name__}: not msgpack ({type(e).__name__})") from None
         return cls.validated(header)
 
 

@@ -8,7 +8,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from muletrain.errors import DeadlineExceeded, NetworkError, ProtocolError
+from muletrain.errors import DeadlineExceeded, Malformed, NetworkError, ProtocolError
 from muletrain.events import Event, EventError, Note, PeerJoined, PeerLeft, StepApplied, StepDone
 from muletrain.swarm.checkpointing import Collector, send_part
 from muletrain.swarm.context import StepStats
@@ -398,7 +398,7 @@ class Peer:
         elif frame.kind in STEP_KINDS:
             await self._on_step_frame(sender, STEP_KINDS[frame.kind].parse(frame), frame)
         else:
-            raise ProtocolError(f"frame of unknown kind {frame.kind!r}")
+            raise Malformed(f"frame of unknown kind {frame.kind!r}")
 
     async def _on_step_frame(self, sender: PeerId, message: Message, frame: Frame) -> None:
         step = message.step  # type: ignore[attr-defined]  # all STEP_KINDS have one
