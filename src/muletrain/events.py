@@ -232,6 +232,21 @@ class Evaluated(Event):
 
 
 @dataclass(frozen=True)
+class FaultInjected(Event):
+    """``--chaos`` did this to peers of a local fleet."""
+
+    what: Literal["kill", "freeze", "corrupt", "partition", "join"]
+    who: list[str]
+    """Names."""
+    for_s: Number
+    """How long it lasts; 0 where that means nothing."""
+    planned: str
+    """As the plan says it."""
+    step: int
+    """Steps done by then."""
+
+
+@dataclass(frozen=True)
 class Note(Event):
     """Anything else a person should read."""
 

@@ -30,7 +30,10 @@ except ImportError as e:  # pragma: no cover - platforms without hivemind's whee
     ) from e
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    from muletrain.wire.frame import Buffer
 
 MAX_CALL = 1 << 20
 CALL = "muletrain/call"
@@ -59,6 +62,8 @@ class Libp2pNetwork:
         self._directory: Directory | None = None
         self._maddrs: list[str] = []
         self._closed = False
+        self.damage: Callable[[list[Buffer]], list[Buffer]] = lambda buffers: buffers
+        """What becomes of a frame on its way: for injected faults."""
 
     @classmethod
     async def create(
@@ -172,7 +177,7 @@ class Libp2pNetwork:
         if peer == self.peer_id:
             await reaching(self._own_queue(channel).put(reread(frame)), timeout_s, f"{frame.kind} to ourselves")
             return 0
-        buffers = pack(frame)
+        buffers = self.damage(pack(frame))
         outgoing = self._outgoing.get((peer, channel))
         if outgoing is None:
             outgoing = self._outgoing[peer, channel] = Outgoing(self._p2p, peer, channel)
