@@ -205,11 +205,14 @@ class Limits:
         return f"{self._pause_file} is there" if self.paused else None
 
     def wait_until_free(self) -> bool:
-        """Until no pause file is there; False when the time is over."""
+        """Until no pause file is there; False when the time is over, or on Ctrl-C."""
         if self.paused:
             make_console(sys.stderr).print(f"paused: joins when {self._pause_file} is gone", soft_wrap=True)
-        while self.paused and (self._end is None or time.monotonic() < self._end):
-            time.sleep(POLL_S)
+        try:
+            while self.paused and (self._end is None or time.monotonic() < self._end):
+                time.sleep(POLL_S)
+        except KeyboardInterrupt:
+            return False
         return self.exceeded() is None
 
 
