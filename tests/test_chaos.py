@@ -23,7 +23,6 @@ from muletrain.events import (
     read_events,
 )
 from muletrain.network.libp2p import Libp2pNetwork
-from muletrain.policy import chaos
 from muletrain.policy.chaos import Bounds, Fault, draw, parse, readable
 from muletrain.runs.chaos import Injector, damage_next
 from muletrain.runs.spec import WorkerSpec
@@ -36,13 +35,15 @@ BOUNDS = Bounds(NAMES, stages=2, steps=100)
 
 
 def test_the_grammar() -> None:
-    text = "kill stage1@step5; freeze any @ 20s for 1m30s;partition 2|1 | 1@250ms for 15s ; corrupt trainer@50 ; kill peer-3@1h;"
+    text = "kill stage1@step5; freeze any @ 20s for 1m30s;partition 2|1 | 1@250ms for 15s ; corrupt trainer@50 ;"
+    text += "kill peer-3@1h; join@step7;"
     assert parse(text, BOUNDS) == (
         Fault("kill", step=5, target="stage1"),
         Fault("freeze", at_s=20, target="any", for_s=90),
         Fault("partition", at_s=0.25, sides=(2, 1, 1), for_s=15),
         Fault("corrupt", at_s=50, target="trainer"),
         Fault("kill", at_s=3600, target="peer-3"),
+        Fault("join", step=7),
     )
 
 
@@ -54,6 +55,7 @@ def test_the_grammar() -> None:
         ("kill stage2@5s", "unknown target 'stage2'; did you mean", "     ^^^^^^"),
         ("kill nobody@5s", "known are any, trainer, stage0, stage1, peer-0", "     ^^^^^^"),
         ("kill", "expected a target", "    ^"),
+        ("join any@5s", "expected '@' and a time", "     ^"),
         ("kill any", "expected '@' and a time", "        ^"),
         ("kill any@soon", "expected a time: '@step5' (once step 5 is done) or '@20s'", "         ^"),
         ("kill any@step", "the number of a step", "         ^"),
@@ -84,18 +86,13 @@ def test_a_plan_of_nothing_is_refused(text: str) -> None:
         parse(text, BOUNDS)
 
 
-def test_what_this_version_cannot_do_is_said_at_once() -> None:
-    for word in chaos.NOT_YET:
-        with pytest.raises(ConfigError, match="not possible yet"):
-            parse(f"{word}@5s", BOUNDS)
-
-
 WHEN = st.one_of(
     st.integers(1, 99).map(lambda n: {"step": n}), st.integers(0, 10**7).map(lambda ms: {"at_s": ms / 1000})
 )
 LASTS = st.integers(1, 10**7).map(lambda ms: ms / 1000)
 TARGETS = st.sampled_from(["any", "trainer", "stage0", "stage1", *NAMES])
 FAULTS = st.one_of(
+    WHEN.map(lambda w: Fault("join", **w)),
     st.builds(lambda k, t, w: Fault(k, target=t, **w), st.sampled_from(["kill", "corrupt"]), TARGETS, WHEN),
     st.builds(lambda t, w, s: Fault("freeze", target=t, for_s=s, **w), TARGETS, WHEN, LASTS),
     st.builds(

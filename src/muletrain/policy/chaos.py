@@ -25,13 +25,11 @@ if TYPE_CHECKING:
 Kind = Literal["kill", "freeze", "corrupt", "partition", "join"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 LASTING = ("freeze", "partition")
-NOT_YET: dict[str, str] = {"join": "a peer cannot join a run that has begun in this version"}
-"""Words of the grammar that this version does not obey, and why."""
 LONGEST_S = 864_000.0
 HELP = (
-    "Faults to inject, e.g. 'kill stage1@step5; freeze any@20s for 10s; partition 3|1@40s for 15s; corrupt any@50s'. Targets: any (never "
-    "a stage's last sound peer, nor the one that collects checkpoints), trainer, stage0, peer-1. '@step5': once step 5 is done; "
-    "'@20s': that long after training began. 'random' draws a plan by --seed."
+    "Faults to inject, e.g. 'kill stage1@step5; freeze any@20s for 10s; join@30s; partition 3|1@40s for 15s; corrupt any@50s'. "
+    "Targets: any (never a stage's last sound peer, nor the one that collects checkpoints), trainer, stage0, peer-1. '@step5': once "
+    "step 5 is done; '@20s': that long after training began. 'random' draws a plan by --seed."
 )
 
 
@@ -86,13 +84,14 @@ def draw(seed: int, bounds: Bounds) -> tuple[Fault, ...]:
     rng = random.Random(f"chaos/{seed}")
     spare = len(bounds.names) - bounds.stages
     kinds: list[Kind] = ["kill"] * rng.randint(min(1, spare), max(0, min(2, spare)))
-    gentle: list[Kind] = ["freeze", "corrupt", "partition"] if len(bounds.names) > 1 else ["freeze", "corrupt"]
-    kinds += [rng.choice(gentle) for _ in range(rng.randint(2, 4))]
+    gentle: list[Kind] = ["freeze", "corrupt", "join", "partition"]
+    kinds += [rng.choice(gentle[: 4 if len(bounds.names) > 1 else 3]) for _ in range(rng.randint(2, 4))]
     faults = []
     for kind in rng.sample(kinds, len(kinds)):
-        fault = Fault(kind, step=rng.randint(1, max(1, bounds.steps * 4 // 5)), target="any")
+        target = "any" if kind in ("kill", "freeze", "corrupt") else ""
+        fault = Fault(kind, step=rng.randint(1, max(1, bounds.steps * 4 // 5)), target=target)
         if kind == "partition":
-            fault = replace(fault, target="", sides=(len(bounds.names) - 1, 1))
+            fault = replace(fault, sides=(len(bounds.names) - 1, 1))
         if kind in LASTING:
             fault = replace(fault, for_s=float(rng.randint(2, 10)))
         faults.append(fault)
@@ -110,8 +109,6 @@ class _Reader:
         word = self._take(r"[^\s@;]+", "a fault")
         if word not in KINDS:
             self._wrong(f"unknown fault '{word}'", sorted(KINDS), word)
-        if word in NOT_YET:
-            self._wrong(f"'{word}' is not possible yet: {NOT_YET[word]}")
         target = ""
         sides: tuple[int, ...] = ()
         if word == "partition":
