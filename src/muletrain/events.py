@@ -235,7 +235,8 @@ class Evaluated(Event):
 class FaultInjected(Event):
     """``--chaos`` did this to peers of a local fleet."""
 
-    what: Literal["kill", "freeze", "corrupt", "partition", "join"]
+    what: str
+    """'kill', 'freeze', 'corrupt', 'partition' or 'join'."""
     who: list[str]
     """Names."""
     for_s: Number
