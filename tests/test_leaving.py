@@ -117,6 +117,14 @@ def test_who_would_leave_nobody_with_its_state_comes_back(monkeypatch: pytest.Mo
     assert asked == [1, 2]
 
 
+def test_who_leaves_stays_until_the_other_replica_has_the_step() -> None:
+    """The leaver's last chunk of the gradient is lost: the other replica needs its state."""
+    faults = (Fault(0.3, "leave", ("peer-1b",)), Fault(1.04, "damage", ("peer-1b",), 0.1))
+    outcome = play(Scenario(5, (2, 2), 2, 3, 6, 0.1, faults))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert outcome.ends["peer-1b"] == LEFT
+
+
 def test_nobody_says_that_another_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     def lie(self: Departure) -> str | None:
         return "peer-1b" if self._ctx.net.peer_id == "peer-1a" else None
