@@ -69,7 +69,7 @@ def test_a_plan_that_makes_no_sense_leaves_nothing_behind(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="unknown target 'stage7'"):
         run_local(None, [], json=True, chaos="kill stage7@step3")
-    with pytest.raises(ConfigError, match="give --chaos"):
+    with pytest.raises(ConfigError, match="--seed draws the faults of --chaos"):
         run_local(None, [], json=True, seed=3)
     assert not list(tmp_path.iterdir())
 
