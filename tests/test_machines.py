@@ -598,6 +598,23 @@ def test_a_name_that_could_not_name_a_file_and_data_that_are_not_there_are_refus
     assert not list(tmp_path.iterdir())
 
 
+def test_an_owners_limits(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    limits = machines_cli.Limits(hours=1 / 3600, bandwidth_mbps=80, pause_file=mine)
+    assert limits.bandwidth_bytes_per_s == 10e6
+    assert limits.exceeded() is None
+    assert limits.wait_until_free()
+    mine.touch()
+    assert limits.exceeded() == f"{mine} is there"
+    begin = time.monotonic()
+    assert not limits.wait_until_free(), "the time is over before the file is gone"
+    assert time.monotonic() - begin < 5
+    mine.unlink()
+    assert "hours are over" in str(limits.exceeded())
+    assert not machines_cli.Limits(hours=0).wait_until_free()
+    assert machines_cli.Limits().wait_until_free()
+
+
 def _with_other_secret(ticket: str) -> str:
     whole = Ticket.parse(ticket)
     return str(dataclasses.replace(whole, secret=bytes(32)))

@@ -672,8 +672,13 @@ def test_a_partition_swallows_frames_and_calls_until_it_ends() -> None:
         with pytest.raises(DeadlineExceeded):
             await s.nets["a"].call("b", "ask", b"", timeout_s=3)
         assert s.time() == pytest.approx(3)
+        waiting = asyncio.create_task(s.nets["a"].call("b", "ask", b"", timeout_s=1000))
+        await asyncio.sleep(5)
         for net in s.nets.values():
             net.set_partition(frozenset())
+        with pytest.raises(PeerUnreachable, match="was cut off"):  # nothing of the partition outlasts it
+            await waiting
+        assert s.time() == pytest.approx(8)
         assert await s.nets["a"].call("b", "ask", b"", timeout_s=3) == b"on"
         await s.nets["a"].send("b", megabyte(1))
         assert list(await s.finish()) == [1]

@@ -257,6 +257,22 @@ class Evaluated(Event):
 
 
 @dataclass(frozen=True)
+class FaultInjected(Event):
+    """``--chaos`` did this to peers of a local fleet."""
+
+    what: str
+    """'kill', 'freeze', 'corrupt', 'partition' or 'join'."""
+    who: list[str]
+    """Names."""
+    for_s: Number
+    """How long it lasts; 0 where that means nothing."""
+    planned: str
+    """As the plan says it."""
+    step: int
+    """Steps done by then."""
+
+
+@dataclass(frozen=True)
 class Note(Event):
     """Anything else a person should read."""
 

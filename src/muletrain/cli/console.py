@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["JsonConsole", "LiveConsole", "PeerView", "Quality", "RunView", "final_report", "make_console", "status"]
 
 PLAIN_WIDTH = 120  # a pipe or a file has no width of its own
-STYLES = {"training": "green", "ready": "cyan", "suspected": "bold yellow", "finished": "dim"}
+STYLES = {"training": "green", "ready": "cyan", "suspected": "bold yellow", "left": "dim", "finished": "dim"}
 
 
 def make_console(file: TextIO | None = None) -> Console:

@@ -8,23 +8,22 @@ import json as jsonlib
 import os
 import re
 import secrets
-import signal
 import socket
+import sys
 import tempfile
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muletrain.cli.console import make_console
-from muletrain.cli.session import Session
+from muletrain.cli.session import POLL_S, Session
 from muletrain.cli.status import Announced, status_of
 from muletrain.cli.train import first_checkpoint, newest_checkpoint, opened, prepare, save_config
 from muletrain.cli.view import printable
 from muletrain.config.schema import DataConfig
 from muletrain.data.corpus import Corpus, absolute
 from muletrain.errors import AdmissionError, ConfigError, DataError, MuletrainError, NetworkError
-from muletrain.events import PeerJoined
+from muletrain.events import PeerJoined, PeerLeft
 from muletrain.runs.fleet import LocalFleet
 from muletrain.runs.folder import ROOT, held, new_run_folder
 from muletrain.runs.spec import WorkerSpec
@@ -32,8 +31,7 @@ from muletrain.runs.ticket import Ticket
 from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE, write_secret
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
-    from types import FrameType
+    from collections.abc import Awaitable, Callable, Sequence
 
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
@@ -104,7 +102,7 @@ def _start(
             "resume": None if checkpoint is None else str(checkpoint),
         }
         try:
-            with session.interruptible("the run"), session.console:
+            with session.interruptible(), session.console:
                 fleet.begin(founder.model_copy(update=first))
                 ticket = session.wait_for_ticket(founder.name)
                 for other in others:
@@ -131,8 +129,9 @@ def join_run(
     json: bool,
     name: str | None = None,
     announce: tuple[str, ...] = (),
+    limits: Limits | None = None,
 ) -> None:
-    """Serve until the run ends. Raises MuletrainError with the reason when the run does not take us."""
+    """Serve until the run ends, or as long as ``limits`` allow. Raises MuletrainError with the reason when the run does not take us."""
     from muletrain.runs.machine import free_memory_of_machine, own_devices
 
     Ticket.parse(ticket)
@@ -140,41 +139,83 @@ def join_run(
         raise MuletrainError(f"--name {name!r}: up to 64 letters, digits, '.', '_' and '-', as it names files, too")
     where = "none" if data is None else _own_data(data)
     devices = own_devices(device)
-    folder = new_run_folder("join")
+    limits = limits or Limits()
     names = _names(name or f"{_host()}-{secrets.token_hex(2)}", devices)  # two machines may have one name
     host_memory = free_memory_of_machine(len(devices))
     threads = threads or max(1, (os.cpu_count() or 1) // len(devices))
-    with LocalFleet(folder, threads) as fleet:
-        fleet.spawn(names)
-        session = JoinSession(folder, fleet, json=json)
+    specs = [
+        WorkerSpec(
+            role="join",
+            name=name,
+            ticket=ticket,
+            folder="",
+            threads=threads,
+            data=where,
+            device=own,
+            stage=stage,
+            memory_gib=memory,
+            bandwidth_bytes_per_s=limits.bandwidth_bytes_per_s,
+            host_memory=host_memory,
+            listen=listen,
+            port=_port(port, k),
+            announce=_announced(announce, k),
+            keeps_ticket=True,
+        )
+        for k, (name, own) in enumerate(zip(names, devices, strict=True))
+    ]
+    while limits.wait_until_free() and _serve(specs, limits, json=json):
+        pass
+
+
+def _serve(specs: list[WorkerSpec], limits: Limits, *, json: bool) -> bool:
+    """Until the run ends or we leave it. True: for a pause, so that we are to come back."""
+    folder = new_run_folder("join")
+    with LocalFleet(folder, specs[0].threads) as fleet:
+        fleet.spawn([spec.name for spec in specs])
+        session = JoinSession(folder, fleet, limits, json=json)
         try:
-            with session.interruptible("the run", orderly=False), session.leaving_before_the_start(), session.console:
-                for k, (name, own) in enumerate(zip(names, devices, strict=True)):
-                    fleet.begin(
-                        WorkerSpec(
-                            role="join",
-                            name=name,
-                            ticket=ticket,
-                            folder=str(folder),
-                            threads=threads,
-                            data=where,
-                            device=own,
-                            stage=stage,
-                            memory_gib=memory,
-                            host_memory=host_memory,
-                            listen=listen,
-                            port=_port(port, k),
-                            announce=_announced(announce, k),
-                            keeps_ticket=True,
-                        )
-                    )
+            with session.interruptible(), session.console:
+                for spec in specs:
+                    fleet.begin(spec.model_copy(update={"folder": str(folder)}))
                 session.watch()
-            if not session.training and session.left:
-                session.say("left before the run began")
+            session.say(session.ended())
         except KeyboardInterrupt:
-            session.say("left the run")
+            session.say("ended at once: the others take this machine for one that died")
         finally:
             session.close()
+    return session.comes_back
+
+
+class Limits:
+    """What a machine's owner allows."""
+
+    def __init__(
+        self, hours: float | None = None, bandwidth_mbps: float | None = None, pause_file: Path | None = None
+    ) -> None:
+        self.bandwidth_bytes_per_s = None if bandwidth_mbps is None else bandwidth_mbps * 1e6 / 8
+        self._end = None if hours is None else time.monotonic() + hours * 3600
+        self._hours, self._pause_file = hours, pause_file
+
+    @property
+    def paused(self) -> bool:
+        return self._pause_file is not None and self._pause_file.exists()
+
+    def exceeded(self) -> str | None:
+        """Why this machine should not train now."""
+        if self._end is not None and time.monotonic() >= self._end:
+            return f"the {self._hours:g} hours are over"
+        return f"{self._pause_file} is there" if self.paused else None
+
+    def wait_until_free(self) -> bool:
+        """Until no pause file is there; False when the time is over, or on Ctrl-C."""
+        if self.paused:
+            make_console(sys.stderr).print(f"paused: joins when {self._pause_file} is gone", soft_wrap=True)
+        try:
+            while self.paused and (self._end is None or time.monotonic() < self._end):
+                time.sleep(POLL_S)
+        except KeyboardInterrupt:
+            return False
+        return self.exceeded() is None
 
 
 def _own_data(path: str) -> str:
@@ -187,39 +228,49 @@ def _own_data(path: str) -> str:
 
 
 class JoinSession(Session):
-    """Ends with the run, or by leaving it."""
+    """Ends with the run, or by leaving it in order: on Ctrl-C, or when the owner's limits say so."""
 
     hears_all = False
-    training = False
-    left = False
+
+    def __init__(self, folder: Path, fleet: LocalFleet, limits: Limits, *, json: bool) -> None:
+        super().__init__(folder, fleet, json=json)
+        self.paused = False
+        """It leaves because of the pause file."""
+        self._limits = limits
+        self._training = self._leaving = False
+        self._left: int | None = None
 
     def show(self, event: Event) -> None:
         super().show(event)
         if isinstance(event, PeerJoined):  # the first event of a peer that trains
-            self.training = True
-            if self.left and self._asked is not None:
-                self._asked = None
-                self.say(
-                    "the run began at that very moment: leaving it now counts as a machine that died; once more to leave"
-                )
+            self._training, self._asked = True, None  # a step takes the time it takes
+            self._left = None  # it may have left one stage for another
+        if isinstance(event, PeerLeft):
+            self._left = event.step
 
-    @contextmanager
-    def leaving_before_the_start(self) -> Iterator[None]:
-        """Until training begins, Ctrl-C (or SIGTERM) gives our seat back; inside ``interruptible``, which knows what comes later."""
-        later = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    def poll(self) -> None:
+        super().poll()
+        if not self._leaving and (reason := self._limits.exceeded()) is not None:
+            self.paused = self._limits.paused
+            self.end_in_order(f"{reason}: ")
 
-        def interrupt(number: int, frame: FrameType | None) -> None:
-            handler = later[signal.Signals(number)]
-            if self._interrupts == 0 and not self.training:
-                self._interrupts, self.left, self._asked = 1, True, time.monotonic()
-                self.say("\nleaving before the run begins; once more to end at once")
-                self.fleet.stop()
-            elif callable(handler):
-                handler(number, frame)
+    def end_in_order(self, why: str = "\n") -> None:
+        self._leaving = True
+        self._asked = None if self._training else time.monotonic()
+        self.say(
+            f"{why}leaving {'after this step' if self._training else 'before the run begins'}; Ctrl-C ends at once"
+        )
+        self.fleet.stop()
 
-        for number in later:
-            signal.signal(number, interrupt)
-        yield  # interruptible puts everything back
+    @property
+    def comes_back(self) -> bool:
+        """It left for a pause: the run may go on without it meanwhile."""
+        return self.paused and not self.interrupted and (self._left is not None or not self._training)
+
+    def ended(self) -> str:
+        if self._left is not None:
+            return f"left the run in order after step {self._left}"
+        return "left before the run began" if self._leaving and not self._training else "the run has ended"
 
 
 def show_status(ticket: str | None, *, json: bool) -> None:

@@ -11,6 +11,7 @@ import typer
 
 from muletrain import __version__
 from muletrain.errors import DataError, MuletrainError, no_room
+from muletrain.policy.chaos import HELP as CHAOS_HELP
 
 app = typer.Typer(
     help="Train large transformer models on whatever machines you can get.\n\nBegin with [bold]muletrain run[/bold]: a small model, "
@@ -62,11 +63,18 @@ def _main(
 
 
 @app.command()
-def run(config: ConfigFile = None, overrides: Overrides = None, resume: Resume = None, json: Json = False) -> None:
+def run(
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    resume: Resume = None,
+    chaos: Annotated[str | None, typer.Option(metavar="PLAN", help=CHAOS_HELP)] = None,
+    seed: Annotated[int | None, typer.Option(help="Draws the plan of '--chaos random', and who 'any' is.")] = None,
+    json: Json = False,
+) -> None:
     """Train with a local fleet: all peers are processes on this machine. Ctrl-C ends it in order, with a checkpoint."""
     from muletrain.cli.train import run_local
 
-    run_local(config, overrides or [], json=json, resume=resume)
+    run_local(config, overrides or [], json=json, resume=resume, chaos=chaos, seed=seed)
 
 
 @app.command()
@@ -108,6 +116,17 @@ def join(
         int | None, typer.Option(min=0, help="Serve this stage; default: the one that needs a peer most.")
     ] = None,
     memory: Annotated[float | None, typer.Option(help="Memory this peer may use [GiB]; default: what is free.")] = None,
+    hours: Annotated[
+        float | None, typer.Option(min=0.001, help="Leave in order after so many hours; default: with the run's end.")
+    ] = None,
+    bandwidth: Annotated[
+        float | None,
+        typer.Option(min=0.01, help="What training may send, and take in, at most [Mbit/s]; default: all there is."),
+    ] = None,
+    pause_file: Annotated[
+        Path | None,
+        typer.Option(help="While this file is there, the machine is yours: leave in order, join again after."),
+    ] = None,
     device: Annotated[str, typer.Option(help="'auto' (every GPU, or the CPU), 'cpu', 'cuda:1'")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: all cores.")] = None,
     name: Annotated[str | None, typer.Option(help="What others see of this machine; default: its host name.")] = None,
@@ -119,8 +138,8 @@ def join(
     announce: Announce = None,
     json: Json = False,
 ) -> None:
-    """Add this machine to a run: one peer for every GPU, or one for the CPU."""
-    from muletrain.cli.machines import join_run
+    """Add this machine to a run: one peer for every GPU, or one for the CPU. Ctrl-C leaves in order, between two steps."""
+    from muletrain.cli.machines import Limits, join_run
 
     join_run(
         ticket,
@@ -134,6 +153,7 @@ def join(
         json=json,
         name=name,
         announce=tuple(announce or ()),
+        limits=Limits(hours=hours, bandwidth_mbps=bandwidth, pause_file=pause_file),
     )
 
 

@@ -34,6 +34,8 @@ def final_report(
         parts.append(_section("The model writes", _texts(samples)))
     if view.peers:
         parts += [_work(view), _links(view)]
+    if len(view.faults):
+        parts.append(_faults(view))
     parts.append(_places(paths))
     return Group(*(Padding(part, (1, 0, 0, 0), expand=False) for part in parts))
 
@@ -105,6 +107,13 @@ def _links(view: RunView) -> RenderableType:
         last = sender
     sums = [sum(p.sent_bytes(c) for p in view.peers.values()) for c in TRAFFIC_CLASSES]
     table.add_row("all", "", *(format_bytes(n) for n in (*sums, sum(sums))), style="bold")
+    return table
+
+
+def _faults(view: RunView) -> RenderableType:
+    table = _table(f"Injected faults: {len(view.faults)}", ["after step", "fault", "hit", "noticed"], [])
+    for row in view.faults.rows():
+        table.add_row(*map(escape, row))
     return table
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from muletrain.events import Event
+    from muletrain.runs.chaos import Injector
     from muletrain.runs.fleet import LocalFleet
     from muletrain.runs.quality import Quality
     from muletrain.runs.ticket import Ticket
@@ -51,11 +52,16 @@ class Session:
         self._disk = DiskWatch(folder)
         self._interrupts = 0
         self._asked: float | None = None
+        self.chaos: Injector | None = None
 
     def poll(self) -> None:
         """Take in what the processes said since the last time."""
         for event in self._tail.poll():
             self.show(event)
+            if self.chaos is not None:
+                self.chaos.see(event)
+        if self.chaos is not None:
+            self.chaos.tick()
         if (news := self._disk.news()) is not None:
             self.show(Note(level="warning", message=news, t=time.time(), peer="disk"))
 
@@ -72,22 +78,14 @@ class Session:
             make_console().print(text, soft_wrap=True)
 
     @contextmanager
-    def interruptible(self, what: str, *, orderly: bool = True) -> Iterator[None]:
-        """Ctrl-C (or SIGTERM) asks for an orderly end, a second one ends at once. ``what`` says what is being ended.
-
-        Not ``orderly``: the others go on without us, so the first only asks whether that is meant.
-        """
+    def interruptible(self) -> Iterator[None]:
+        """Ctrl-C (or SIGTERM) asks for an orderly end, a second one ends at once."""
 
         def interrupt(number: int, frame: FrameType | None) -> None:
             self._interrupts += 1
             if self._interrupts > 1:
                 raise KeyboardInterrupt
-            if not orderly:
-                self.say(f"\nleaving {what} now counts as a machine that died: the others go on; once more to leave")
-                return
-            self._asked = time.monotonic()
-            self.say(f"\nending {what} in order, with a checkpoint; once more to end it at once")
-            self.fleet.stop()
+            self.end_in_order()
 
         before = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -95,6 +93,12 @@ class Session:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def end_in_order(self) -> None:
+        """What the first Ctrl-C does."""
+        self._asked = time.monotonic()
+        self.say("\nending the run in order, with a checkpoint; once more to end it at once")
+        self.fleet.stop()
 
     @property
     def interrupted(self) -> bool:
@@ -112,6 +116,8 @@ class Session:
                 self._ended.update(self.fleet.alive())  # nobody wonders who killed these
                 self.fleet.kill()
             time.sleep(POLL_S)
+        if self.chaos is not None:
+            self.chaos.close()
         self.poll()
         self._tell_of_ended()
         codes = self.fleet.exit_codes().values()

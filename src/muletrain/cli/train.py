@@ -17,6 +17,8 @@ from muletrain.config.fleet import load_fleet
 from muletrain.config.load import load_located, located
 from muletrain.data.corpus import absolute
 from muletrain.errors import ConfigError, MuletrainError
+from muletrain.policy.chaos import Bounds, draw, parse
+from muletrain.runs.chaos import Injector
 from muletrain.runs.fleet import LocalFleet, threads_per_peer
 from muletrain.runs.folder import ROOT, held, new_run_folder
 from muletrain.runs.spec import WorkerSpec
@@ -28,18 +30,42 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from muletrain.config.schema import RunConfig, Section
+    from muletrain.policy.chaos import Fault
 
 
-def run_local(path: Path | None, overrides: Sequence[str], *, json: bool, resume: Path | None = None) -> None:
-    """Raises MuletrainError for what cannot run, before anything is started."""
+def run_local(
+    path: Path | None,
+    overrides: Sequence[str],
+    *,
+    json: bool,
+    resume: Path | None = None,
+    chaos: str | None = None,
+    seed: int | None = None,
+) -> None:
+    """``chaos``: faults to inject (``policy/chaos.py``). Raises MuletrainError for what cannot run, before anything is started."""
+    if chaos is None and seed is not None:
+        raise ConfigError("--seed draws the faults of --chaos; for the run's own seed use --set train.seed=N")
     with opened(path, overrides, "run", resume) as (folder, config):
-        _run_local(folder, config.local(), json=json, resumed=resume is not None)
+        config = config.local()
+        plan = _chaos_plan(chaos, seed or 0, config) if chaos is not None else ()
+        _run_local(folder, config, json=json, resumed=resume is not None, plan=plan, seed=seed or 0)
 
 
-def _run_local(folder: Path, config: RunConfig, *, json: bool, resumed: bool) -> None:
+def _chaos_plan(chaos: str, seed: int, config: RunConfig) -> tuple[Fault, ...]:
+    bounds = Bounds(tuple(_names(config)), config.fleet.stages, config.train.steps)
+    return draw(seed, bounds) if chaos.strip() == "random" else parse(chaos, bounds)
+
+
+def _names(config: RunConfig) -> list[str]:
+    return [f"peer-{i}" for i in range(config.fleet.local_peers)]
+
+
+def _run_local(
+    folder: Path, config: RunConfig, *, json: bool, resumed: bool, plan: tuple[Fault, ...], seed: int
+) -> None:
     from muletrain.runs.checkpoint import Checkpoint
 
-    names = [f"peer-{i}" for i in range(config.fleet.local_peers)]
+    names = _names(config)
     threads = threads_per_peer(config.compute.threads, len(names))
     with LocalFleet(folder, threads) as fleet:
         fleet.spawn(names)  # they import while we tokenise
@@ -50,8 +76,9 @@ def _run_local(folder: Path, config: RunConfig, *, json: bool, resumed: bool) ->
             config = Checkpoint.open(checkpoint).same_precision(config)
         save_config(folder, given)
         session = Session(folder, fleet, json=json)
+        session.chaos = Injector(plan, seed, fleet, folder, names) if plan else None
         try:
-            with session.interruptible("the run"), session.console:
+            with session.interruptible(), session.console:
                 _begin(session, config, workers, checkpoint)
                 session.watch(whole=True)
             session.report()
@@ -206,7 +233,11 @@ def _begin(session: Session, config: RunConfig, workers: list[WorkerSpec], check
         "announce": config.network.announce,
         "resume": None if checkpoint is None else str(checkpoint),
     }
+    if session.chaos is not None:
+        workers = [worker.model_copy(update={"faults": True}) for worker in workers]
     session.fleet.begin(workers[0].model_copy(update=founder))
     ticket = str(session.wait_for_ticket(workers[0].name))
     for worker in workers[1:]:
         session.fleet.begin(worker.model_copy(update={"ticket": ticket}))
+    if session.chaos is not None:
+        session.chaos.newcomer = workers[-1].model_copy(update={"ticket": ticket})

@@ -7,6 +7,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from muletrain import events as ev
+from muletrain.cli.faults import FaultsView
 from muletrain.units import format_bytes, format_count, format_duration
 
 SMOOTHING = 0.9  # weight of the past in the shown loss: about the last ten steps
@@ -65,6 +66,7 @@ class RunView:
         self.missing: list[str] = []
         self.warnings: Counter[str] = Counter()
         self.rerouted = 0
+        self.faults = FaultsView(self.name_of)
         self.step = 0
         self.tokens = 0
         self.seconds = 0.0
@@ -119,6 +121,7 @@ class RunView:
 
     def fold(self, event: ev.Event) -> bool:
         """Take one event in. False if it says nothing new: a warning that was given before, a step told twice."""
+        self.faults.fold(event)
         match event:
             case ev.RunStarted():
                 news, self.started = self.started is None, self.started or event
@@ -137,6 +140,8 @@ class RunView:
                 self._suspect(event)
             case ev.MicrobatchRerouted():
                 self.rerouted += 1
+            case ev.PeerLeft() if event.name in self.peers:
+                self.peers[event.name].state = "left"
             case ev.CheckpointWritten():
                 self.checkpoint = event
             case ev.Evaluated():
@@ -230,6 +235,10 @@ def headline(event: ev.Event, view: RunView) -> str | None:
             return f"{view.name_of(event.peer_id)} is left out for {format_duration(event.seconds)}: it keeps sending rubbish"
         case ev.MemberRemoved():
             return f"{event.name} was removed by the run's owner"
+        case ev.PeerLeft():
+            return f"{event.name} left in order after step {event.step}"
+        case ev.FaultInjected():
+            return f"chaos: {event.planned} hits {', '.join(event.who)} after step {event.step}"
         case ev.CheckpointWritten():
             cost = f"{format_bytes(event.bytes)}, {format_duration(event.seconds)}"
             return f"checkpoint of step {event.step}: {event.path} ({cost})"

@@ -65,6 +65,14 @@ class FleetPeer:
     stall: Stall | None
 
 
+def limited_peer(bytes_per_s: float) -> FleetPeer:
+    """A machine of which only the bandwidth is known, and that in both directions."""
+    return FleetPeer(
+        index=0, name="", region="", device=None, speed=1.0, flops=None, memory_bytes=None, reliable=True,
+        up_bytes_per_s=bytes_per_s, down_bytes_per_s=bytes_per_s, forward_s=None, backward_s=None, stall=None,
+    )  # fmt: skip
+
+
 class Machine(Section):
     """A kind of machine, as often as count says."""
 

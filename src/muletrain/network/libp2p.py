@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
+    from muletrain.wire.frame import Buffer
+
 MAX_CALL = 1 << 20
 CALL = "muletrain/call"
 OK, FAILED, STRANGER = b"\0", b"\1", b"\2not admitted to this run"
@@ -78,6 +80,8 @@ class Libp2pNetwork:
         self._on_ban: Callable[[PeerId], None] = lambda peer: None
         self._delivery.offended, self._reports = self._offended, Reports()
         self._closed = False
+        self.damage: Callable[[list[Buffer]], list[Buffer]] = lambda buffers: buffers
+        """What becomes of a frame on its way: for injected faults."""
 
     @classmethod
     async def create(
@@ -208,7 +212,7 @@ class Libp2pNetwork:
         if peer == self.peer_id:
             await reaching(self._own_queue(channel).put(reread(frame)), timeout_s, f"{frame.kind} to ourselves")
             return 0
-        buffers = pack(frame)
+        buffers = self.damage(pack(frame))
         outgoing = self._outgoing.get((peer, channel))
         if outgoing is None:
             outgoing = self._outgoing[peer, channel] = Outgoing(self._p2p, peer, channel)

@@ -74,10 +74,13 @@ class ShapedNetwork:
         self._broken: dict[tuple[PeerId, Channel], MuletrainError] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._cut: frozenset[PeerId] = frozenset()
+        self._cut_changed = asyncio.Event()
 
     def set_partition(self, unreachable: frozenset[PeerId]) -> None:
         """Nothing reaches these peers, or arrives from them in frames, until the next call (the other side must be told, too)."""
         self._cut = unreachable
+        self._cut_changed.set()
+        self._cut_changed = asyncio.Event()
 
     async def call(self, peer: PeerId, method: str, payload: bytes, *, timeout_s: float) -> bytes:
         async def shaped() -> bytes:
@@ -99,13 +102,14 @@ class ShapedNetwork:
         self._inner.serve(method, shaped)
 
     async def _travel(self, peer: PeerId, nbytes: int) -> None:
-        """The time until the last of ``nbytes`` is with ``peer``; for ever when it is cut off."""
+        """The time until the last of ``nbytes`` is with ``peer``. When it is cut off: until that changes, then PeerUnreachable."""
         if peer == self.peer_id:
             return
         link = self._links(peer)
         await self._sleep_until(self._book(peer, link, nbytes) + link.delay_s)
         if peer in self._cut:
-            await asyncio.Event().wait()  # lost: the caller's deadline ends this
+            await self._cut_changed.wait()  # lost: the caller's deadline ends this before
+            raise PeerUnreachable(f"{peer[-6:]} was cut off")
 
     async def send(
         self, peer: PeerId, frame: Frame, *, channel: Channel = Channel.PIPE, timeout_s: float = 60.0

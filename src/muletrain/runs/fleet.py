@@ -64,7 +64,7 @@ class LocalFleet:
 
     def begin(self, spec: WorkerSpec) -> None:
         """Tell the process of that name what it is."""
-        self._write(spec.name, spec.model_dump_json() + "\n")
+        self.tell(spec.name, spec.model_dump_json())
 
     def wait_for_ticket(self, founder: str, tick: Callable[[], None]) -> Ticket:
         """The founder writes it once it listens. Raises MuletrainError if it ends or takes too long."""
@@ -89,7 +89,7 @@ class LocalFleet:
     def stop(self) -> None:
         """Ask for an orderly end."""
         for name in self.alive():
-            self._write(name, "stop\n")
+            self.tell(name, "stop")
 
     def kill(self) -> None:
         """End every process and what it started, now."""
@@ -101,11 +101,17 @@ class LocalFleet:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    def _write(self, name: str, text: str) -> None:
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """To the peer of that name and all it started, its daemon too."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._running[name].pid, number)
+
+    def tell(self, name: str, line: str) -> None:
+        """A line on its standard input (see ``worker.py``)."""
         stdin = self._running[name].stdin
         with suppress(OSError):  # it has gone; its exit code says more
             assert stdin is not None
-            stdin.write(text.encode())
+            stdin.write(f"{line}\n".encode())
             stdin.flush()
 
 

@@ -38,5 +38,9 @@ class WorkerSpec(BaseModel):
     """Addresses that others should dial instead of those it listens on."""
     keeps_ticket: bool = False
     """A joiner on a machine of its own writes a ticket it can pass on."""
+    bandwidth_bytes_per_s: float | None = None
+    """What this peer may send, and take in, for the training."""
+    faults: bool = False
+    """Faults will be injected: this peer can be cut off from others."""
     fleet_index: int | None = None
     """Which peer of the configuration's fleet profile this process emulates."""

@@ -1,13 +1,15 @@
 """The process of one peer: ``python -m muletrain.runs.worker`` with a ``WorkerSpec`` on standard input.
 
-Afterwards the line ``stop`` on standard input asks for an orderly end; end of file means that whoever started us is gone, and the
-process leaves at once. Everything it has to say goes into its event log.
+Afterwards the line ``stop`` on standard input asks for an orderly end (of the run; of a joiner on a machine of its own: to leave it);
+``cut NAME NAME`` drops all traffic with these peers, ``cut`` alone with none; ``corrupt`` damages the next frame. End of file means that
+whoever started us is gone, and the process leaves at once. Everything it has to say goes into its event log.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import os
 import shutil
 import sys
@@ -20,7 +22,7 @@ import safetensors.torch
 
 import muletrain
 from muletrain.clock import LoopClock
-from muletrain.config.fleet import load_fleet
+from muletrain.config.fleet import Link, limited_peer, load_fleet
 from muletrain.config.schema import Precision, RunConfig
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import AdmissionError, CheckpointError, MuletrainError, no_room
@@ -40,6 +42,7 @@ from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.network.offences import BAN_S
 from muletrain.network.shaped import ShapedNetwork
 from muletrain.runs.assemble import RunFacts, build_compute, resolve_start, versions
+from muletrain.runs.chaos import damage_next
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.lobby import Join, Lobby, Visitor, find_founder
 from muletrain.runs.machine import Machine
@@ -88,13 +91,33 @@ class Worker:
         self._total = -1
         self._reason = "ended on request"
         self._code = 0
+        self._shaped: ShapedNetwork | None = None
+        self._roster: Roster | None = None
 
     def stop(self) -> None:
-        """End in order: after the current step, or at once if training has not begun. A joiner on a machine of its own leaves
-        only in the second case: the run is not its own to end."""
+        """End in order: after the current step, or at once if training has not begun. A joiner on a machine of its own leaves: the
+        run is not its own to end."""
         self._stop.set()
-        if self._peer is not None and not self._spec.keeps_ticket:
-            self._peer.stop()
+        if self._peer is not None:
+            self._end_in_order(self._peer)
+
+    def _end_in_order(self, peer: Peer) -> None:
+        if self._spec.keeps_ticket:
+            peer.leave()
+        else:
+            peer.stop()
+
+    def obey(self, line: str) -> None:
+        """A line from whoever started us."""
+        match line.split():
+            case ["stop"]:
+                self.stop()
+            case ["cut", *names] if self._shaped is not None and self._roster is not None:
+                self._shaped.set_partition(frozenset(m.id for m in self._roster.members() if m.name in names))
+            case ["corrupt"] if self._network is not None:
+                damage_next(self._network)
+            case _:
+                self._log.note(f"not obeyed: {line.strip()[:100]!r}", "warning")
 
     async def run(self) -> int:
         """To the end; the process' exit code."""
@@ -323,7 +346,7 @@ class Worker:
         self._report_start(facts, roster)
         limit, self._total = facts.config.train.time_limit, facts.config.train.steps
         begin = self._clock.now()
-        shaped = self._shaped(facts, roster, network)
+        links = self._links(facts, roster, network)
         ready: Compute | None = compute
 
         def on_step(record: StepRecord) -> bool:
@@ -342,7 +365,7 @@ class Worker:
                 own = await self._compute(facts.drawn(), roster.own.stage, machine, None)
             self._compute_in_use = own
             ctx = Context(
-                net=shaped, clock=self._clock, compute=own, roster=roster, plan=facts.plan(), emit=self._log.emit
+                net=links, clock=self._clock, compute=own, roster=roster, plan=facts.plan(), emit=self._log.emit
             )
             peer = self._peer = Peer(
                 ctx, source=facts.source(cache) if cache is not None and roster.own.trainer else None,
@@ -351,7 +374,7 @@ class Worker:
             )  # fmt: skip
             peer.report(_joined(roster.own, own, str(machine.device), machine.precision.value, self._spec.threads))
             if self._stop.is_set():
-                peer.stop()
+                self._end_in_order(peer)
             return peer
 
         try:
@@ -360,6 +383,8 @@ class Worker:
                 self._code = EXIT_NO_CHECKPOINT
         finally:
             self._compute_in_use.close()
+        if self._peer is not None and self._peer.left:
+            self._reason = "left in order"
 
     def _collector(self, ctx: Context, facts: RunFacts, machine: Machine, cache: TokenCache | None) -> Collector | None:
         genesis = ctx.roster.genesis
@@ -373,19 +398,24 @@ class Worker:
             {"tokenizer.json": cache.tokenizer_json},
         )
 
-    def _shaped(self, facts: RunFacts, roster: Roster, network: Network) -> Network:
-        """Links of the fleet profile, if there is one: peer i of the profile is the i-th name of the local fleet."""
-        index, profile = self._spec.fleet_index, facts.config.fleet.profile
-        if profile is None or index is None:
-            return network
-        fleet = load_fleet(profile, peers=facts.config.fleet.local_peers)
+    def _links(self, facts: RunFacts, roster: Roster, network: Network) -> Network:
+        """Links of the fleet profile, if there is one (peer i of the profile is the i-th name of the local fleet), or as wide as this
+        machine's owner allows."""
+        index, profile, spec = self._spec.fleet_index, facts.config.fleet.profile, self._spec
+        self._roster = roster
+        if profile is not None and index is not None:
+            fleet = load_fleet(profile, peers=facts.config.fleet.local_peers)
+            count = len(fleet.peers())
 
-        def number(peer: str) -> int:
-            return int(roster.member(peer).name.rsplit("-", 1)[-1]) % len(
-                fleet.peers()
-            )  # a newcomer's links are another's
+            def link(peer: PeerId) -> Link:
+                number = int(roster.member(peer).name.rsplit("-", 1)[-1])
+                return fleet.link(index, number % count)  # a newcomer's links are another's
 
-        return ShapedNetwork(network, lambda peer: fleet.link(index, number(peer)), fleet.peers()[index], self._clock)
+            self._shaped = ShapedNetwork(network, link, fleet.peers()[index], self._clock)
+        elif spec.faults or spec.bandwidth_bytes_per_s is not None:
+            own = limited_peer(spec.bandwidth_bytes_per_s or math.inf)
+            self._shaped = ShapedNetwork(network, lambda peer: Link(0.0, math.inf), own, self._clock)
+        return self._shaped or network
 
     def _report_start(self, facts: RunFacts, roster: Roster) -> None:
         config = facts.config
@@ -415,8 +445,7 @@ def _joined(member: Member, compute: Compute, device: str, precision: str, threa
 async def _listen_to_parent(reader: asyncio.StreamReader, worker: Worker) -> None:
     """Lines on standard input; its end means that nobody looks after us any more."""
     while line := await reader.readline():
-        if line.strip() == b"stop":
-            worker.stop()
+        worker.obey(line.decode(errors="replace"))
     _tidy_up()
     os._exit(EXIT_ERROR)  # the daemon goes with us; a killed parent leaves nobody to report to
 

@@ -272,6 +272,7 @@ class _World:
     ) -> dict[str, Tensor] | None:
         member = Member(id=name, name=name, stage=_stage(name), trainer=True, addresses=())
         roster = Roster(genesis, member if joining else name)
+        network.on_refusal(lambda remote, reason: self._note(name, FrameRefused(remote=remote, reason=reason)))
 
         async def make(joins: bool) -> Peer:
             compute = PacedCompute(_compute(self._facts, roster.own.stage), self._clock, FORWARD_S, BACKWARD_S)

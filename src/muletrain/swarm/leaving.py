@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from muletrain.network.base import PeerId
     from muletrain.swarm.context import Context
 
-TRIES, PAUSE_S = 10, 0.05
-"""Times the other replicas are asked whether they have the step; the pause between doubles, to 50 s in all."""
+TRIES, PAUSE_S, PAUSE_MAX_S = 60, 0.05, 2.0
+"""Times the other replicas are asked whether they have the step; the pause between doubles. Two minutes in all: one that lost a chunk of
+the gradient waits for its deadlines before it takes our state."""
 
 
 class Departure:
@@ -40,15 +41,15 @@ class Departure:
         return self._ctx.net.peer_id if reason is None else None
 
     async def taken_over(self, lineage: bytes, step: int) -> bool:
-        """Wait until every live replica of our stage has come to ``step``; False if in the end none has, so that ours is the last state."""
+        """Wait until every replica of our stage that answers has come to ``step``; False if in the end none has, so that ours is the
+        last state. Those believed dead are asked, too: a link that healed says nothing by itself."""
         ctx = self._ctx
         there = False
         for attempt in range(TRIES):
-            replicas = [p for p in ctx.roster.replicas() if ctx.roster.is_alive(p)]
-            answers = await asyncio.gather(*(ctx.probe(p, lineage, step) for p in replicas))
+            answers = await asyncio.gather(*(ctx.probe(p, lineage, step) for p in ctx.roster.replicas()))
             answered = [held.step >= step for held in answers if held is not None]
             there = any(answered)
             if there and all(answered):
                 break
-            await ctx.clock.sleep(PAUSE_S * 2.0**attempt)
+            await ctx.clock.sleep(min(PAUSE_MAX_S, PAUSE_S * 2.0**attempt))
         return there

@@ -199,13 +199,14 @@ class Peer:
 
     def _without(self, record: StepRecord) -> tuple[PeerId, ...]:
         """Nobody counts on those that leave after ``record`` any more. Their ids."""
-        ctx = self._ctx
-        leavers = record.leavers(lambda peer: ctx.roster.member(peer).trainer)
+        ctx, me = self._ctx, self._ctx.net.peer_id
+        known = {m.id: m for m in ctx.roster.members()}
+        leavers = record.leavers(lambda peer: peer in known and known[peer].trainer)
         for peer in leavers:
-            if peer != ctx.net.peer_id:
+            if peer in known and (self._collector is not None or peer == me):
+                ctx.emit(PeerLeft(peer_id=peer, name=known[peer].name, step=record.step + 1))
+            if peer != me:
                 ctx.roster.left(peer)
-            if self._collector is not None or peer == ctx.net.peer_id:
-                ctx.emit(PeerLeft(peer_id=peer, name=ctx.roster.member(peer).name, step=record.step + 1))
         return leavers
 
     async def _leave(self) -> bool:

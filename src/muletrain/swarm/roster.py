@@ -85,8 +85,8 @@ class Roster:
         self._members[self._own_id] = self.own.model_copy(update={"stage": stage, "since": since})
 
     def members(self) -> tuple[Member, ...]:
-        """Everyone, ourselves included, by id."""
-        return tuple(m for _, m in sorted(self._members.items()))
+        """Everyone that has not left, ourselves included, by id."""
+        return tuple(m for p, m in sorted(self._members.items()) if p not in self._left)
 
     def knows(self, peer: str) -> bool:
         return peer in self._members

@@ -431,8 +431,6 @@ class Stepper:
         try:
             answer = await self._ctx.net.call(peer, AskEntries.KIND, ask, timeout_s=self._ctx.probe_deadline.seconds(1))
             for entry in Entries.unpack(answer).entries:
-                if entry.leaves is not None:
-                    self._ctx.roster.member(entry.leaves)
                 self._builder.add(entry)
         except NetworkError as e:
             self._ctx.suspect(peer, str(e))

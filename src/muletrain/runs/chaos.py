@@ -1,0 +1,186 @@
+"""Injects the faults of a chaos plan (``policy/chaos.py``) into a local fleet: signals to its processes, lines to its workers.
+
+Every injection is a ``FaultInjected`` event in the run folder, so that what was injected can be compared with what was noticed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import signal
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from muletrain.events import EventLog, FaultInjected, PeerJoined, RunStarted, StepApplied, StepDone
+from muletrain.policy.chaos import readable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from muletrain.events import Event
+    from muletrain.network.libp2p import Libp2pNetwork
+    from muletrain.policy.chaos import Fault
+    from muletrain.runs.fleet import LocalFleet
+    from muletrain.runs.spec import WorkerSpec
+    from muletrain.wire.frame import Buffer
+
+
+@dataclass(frozen=True)
+class _Lasting:
+    """A fault in effect."""
+
+    fault: Fault
+    who: tuple[str, ...]
+    until: float
+
+
+class Injector:
+    """``see`` every event of the run, ``tick`` often. A fault whose target is not there (yet) waits for it."""
+
+    def __init__(
+        self,
+        plan: Sequence[Fault],
+        seed: int,
+        fleet: LocalFleet,
+        folder: Path,
+        names: Sequence[str],
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``names``: the fleet's peers, in the order that a partition's sides count them. ``seed`` decides who 'any' is."""
+        self._waiting = list(plan)
+        self._fleet, self._names, self._now = fleet, list(names), now
+        self._rng = random.Random(f"targets/{seed}")
+        self._log = EventLog(folder / "chaos.jsonl", "chaos")
+        self._log.note(f"chaos plan: {readable(plan)}")
+        self._peers: dict[str, PeerJoined] = {}
+        self._collector = ""
+        self._began: float | None = None
+        self._step = 0
+        self._lasting: list[_Lasting] = []
+        self._away: set[str] = set()
+        """Frozen or cut off, and not seen to take a step since: they may be behind."""
+        self.newcomer: WorkerSpec | None = None
+        """What a peer that joins later is told, but its name."""
+
+    def see(self, event: Event) -> None:
+        match event:
+            case PeerJoined():
+                self._peers[event.name] = event
+            case RunStarted():
+                self._began, self._collector, self._step = self._now(), event.peer, event.first_step
+            case StepDone():
+                self._step = max(self._step, event.step)
+            case StepApplied() if not any(event.peer in lasting.who for lasting in self._lasting):
+                self._away.discard(event.peer)
+            case _:
+                pass
+
+    def tick(self) -> None:
+        """Inject what is due, end what is over."""
+        running = set(self._fleet.alive())
+        for lasting in list(self._lasting):
+            if self._now() >= lasting.until:
+                self._end(lasting)
+            elif lasting.fault.kind == "freeze" and running <= set(lasting.who):
+                self._log.note(f"chaos: the run ended while {lasting.who[0]} was frozen", "warning")
+                self._fleet.signal(lasting.who[0], signal.SIGKILL)
+                self._lasting.remove(lasting)
+        if self._began is None or not running:
+            return
+        for fault in list(self._waiting):
+            if self._is_due(fault, self._began) and (who := self._targets(fault)):
+                self._waiting.remove(fault)
+                self._inject(fault, who)
+
+    def close(self) -> None:
+        """Say what could not be injected."""
+        if self._waiting:
+            self._log.note(
+                f"chaos: not injected, for want of time or of a target: {readable(self._waiting)}", "warning"
+            )
+        self._log.close()
+
+    def _is_due(self, fault: Fault, began: float) -> bool:
+        if fault.at_s is not None:
+            return self._now() >= began + fault.at_s
+        return fault.step is not None and self._step >= fault.step
+
+    # Who ------------------------------------------------------------------------------------------------------------
+
+    def _targets(self, fault: Fault) -> tuple[str, ...]:
+        """Empty: nobody now."""
+        if fault.kind == "join":
+            return (f"peer-{len(self._names)}",)
+        running = [name for name in self._names if name in self._fleet.alive() and name in self._peers]
+        affected = {name for lasting in self._lasting for name in lasting.who}
+        if fault.kind == "partition":
+            return () if any(x.fault.kind == "partition" for x in self._lasting) else tuple(self._names)
+        meant = [name for name in running if self._is_meant(name, fault.target) and name not in affected]
+        if fault.kind == "kill":
+            spared = [name for name in meant if name != self._collector and self._is_spared(name, running)]
+            meant = spared if spared or fault.target == "any" else meant
+        return (self._rng.choice(meant),) if meant else ()
+
+    def _is_meant(self, name: str, target: str) -> bool:
+        peer = self._peers[name]
+        return target in ("any", name, f"stage{peer.stage}") or (target == "trainer" and peer.trainer)
+
+    def _is_spared(self, name: str, running: list[str]) -> bool:
+        """Its stage has another peer, which is not behind."""
+        stage = self._peers[name].stage
+        return any(other not in {name, *self._away} and self._peers[other].stage == stage for other in running)
+
+    # What -----------------------------------------------------------------------------------------------------------
+
+    def _inject(self, fault: Fault, who: tuple[str, ...]) -> None:
+        match fault.kind:
+            case "kill":
+                self._fleet.signal(who[0], signal.SIGKILL)
+            case "freeze":
+                self._fleet.signal(who[0], signal.SIGSTOP)
+            case "corrupt":
+                self._fleet.tell(who[0], "corrupt")
+            case "partition":
+                for side in self._sides(fault.sides):
+                    for name in side:
+                        self._fleet.tell(name, " ".join(["cut", *(n for n in self._names if n not in side)]))
+            case "join":
+                assert self.newcomer is not None  # the run has begun, so there is a ticket
+                self._names.append(who[0])
+                self._fleet.spawn([who[0]])
+                self._fleet.begin(self.newcomer.model_copy(update={"name": who[0]}))
+        if fault.for_s:
+            self._lasting.append(_Lasting(fault, who, self._now() + fault.for_s))
+            self._away.update(who)
+        self._log.emit(
+            FaultInjected(what=fault.kind, who=list(who), for_s=fault.for_s, planned=str(fault), step=self._step)
+        )
+
+    def _end(self, lasting: _Lasting) -> None:
+        self._lasting.remove(lasting)
+        for name in lasting.who:
+            if lasting.fault.kind == "freeze":
+                self._fleet.signal(name, signal.SIGCONT)
+            else:
+                self._fleet.tell(name, "cut")
+        self._log.note(f"chaos: over: {lasting.fault.kind} {', '.join(lasting.who)}")
+
+    def _sides(self, sizes: tuple[int, ...]) -> list[list[str]]:
+        """Who joined since is on the last side."""
+        ends = [sum(sizes[:k]) for k in range(len(sizes))] + [len(self._names)]
+        return [self._names[a:b] for a, b in itertools.pairwise(ends)]
+
+
+def damage_next(network: Libp2pNetwork) -> None:
+    """The next frame that ``network`` sends gets a flipped bit in its prefix, as where the transport's own check fails."""
+    intact = network.damage
+
+    def damage(buffers: list[Buffer]) -> list[Buffer]:
+        network.damage = intact
+        first = bytes(buffers[0])
+        return [bytes([first[0] ^ 1]) + first[1:], *buffers[1:]]
+
+    network.damage = damage

@@ -1,0 +1,301 @@
+"""``--chaos``: the plan's grammar, plans from seeds, and whom the faults hit."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muletrain.cli.faults import FaultsView
+from muletrain.errors import ConfigError
+from muletrain.events import (
+    FaultInjected,
+    FrameRefused,
+    Note,
+    PeerJoined,
+    PeerSuspected,
+    RunStarted,
+    StepApplied,
+    StepDone,
+    read_events,
+)
+from muletrain.network.libp2p import Libp2pNetwork
+from muletrain.policy.chaos import Bounds, Fault, draw, parse, readable
+from muletrain.runs.chaos import Injector, damage_next
+from muletrain.runs.spec import WorkerSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NAMES = ("peer-0", "peer-1", "peer-2", "peer-3")
+BOUNDS = Bounds(NAMES, stages=2, steps=100)
+
+
+def test_the_grammar() -> None:
+    text = "kill stage1@step5; freeze any @ 20s for 1m30s;partition 2|1 | 1@250ms for 15s ; corrupt trainer@50 ;"
+    text += "kill peer-3@1h; join@step7;"
+    assert parse(text, BOUNDS) == (
+        Fault("kill", step=5, target="stage1"),
+        Fault("freeze", at_s=20, target="any", for_s=90),
+        Fault("partition", at_s=0.25, sides=(2, 1, 1), for_s=15),
+        Fault("corrupt", at_s=50, target="trainer"),
+        Fault("kill", at_s=3600, target="peer-3"),
+        Fault("join", step=7),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "problem", "place"),
+    [
+        ("kil any@step5", "unknown fault 'kil'; did you mean 'kill'? known are corrupt, freeze", "^^^          "),
+        ("kill any@5s; frieze any@9s", "did you mean 'freeze'?", "             ^^^^^^"),
+        ("kill stage2@5s", "unknown target 'stage2'; did you mean", "     ^^^^^^"),
+        ("kill nobody@5s", "known are any, trainer, stage0, stage1, peer-0", "     ^^^^^^"),
+        ("kill", "expected a target", "    ^"),
+        ("join any@5s", "expected '@' and a time", "     ^"),
+        ("kill any", "expected '@' and a time", "        ^"),
+        ("kill any@soon", "expected a time: '@step5' (once step 5 is done) or '@20s'", "         ^"),
+        ("kill any@step", "the number of a step", "         ^"),
+        ("kill any@step100", "after steps 1 to 99", "         ^^^^^^^"),
+        ("kill any@5 weeks", "expected a duration", "         ^^^^^^^"),
+        ("kill any@99999h", "more than ten days", "         ^^^^^^"),
+        ("kill any@5s for 3s", "the fault ends before this; faults are separated by ';'", "            ^^^^^^"),
+        ("freeze any@5s", "expected 'for' and how long", "             ^"),
+        ("freeze any@5s\tfor", "how long it lasts", "                 ^"),
+        ("partition any@5s for 1s", "the sizes of the sides", "          ^"),
+        ("partition 2|3@5s for 1s", "add up to the fleet's 4 peers", "          ^^^"),
+        ("partition 4@5s for 1s", "two or more", "          ^"),
+        ("partition 4|0@5s for 1s", "none empty", "          ^^^"),
+    ],
+)
+def test_an_error_shows_where(text: str, problem: str, place: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse(text, BOUNDS)
+    message, shown, carets = str(error.value).split("\n")
+    assert problem in message
+    assert shown.removeprefix("  ") == text.replace("\t", " ")
+    assert carets.removeprefix("  ") == place.rstrip()
+
+
+@pytest.mark.parametrize("text", ["", " ; ;"])
+def test_a_plan_of_nothing_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="no fault"):
+        parse(text, BOUNDS)
+
+
+WHEN = st.one_of(
+    st.integers(1, 99).map(lambda n: {"step": n}), st.integers(0, 10**7).map(lambda ms: {"at_s": ms / 1000})
+)
+LASTS = st.integers(1, 10**7).map(lambda ms: ms / 1000)
+TARGETS = st.sampled_from(["any", "trainer", "stage0", "stage1", *NAMES])
+FAULTS = st.one_of(
+    WHEN.map(lambda w: Fault("join", **w)),
+    st.builds(lambda k, t, w: Fault(k, target=t, **w), st.sampled_from(["kill", "corrupt"]), TARGETS, WHEN),
+    st.builds(lambda t, w, s: Fault("freeze", target=t, for_s=s, **w), TARGETS, WHEN, LASTS),
+    st.builds(
+        lambda x, w, s: Fault("partition", sides=x, for_s=s, **w),
+        st.sampled_from([(2, 2), (3, 1), (1, 1, 2)]),
+        WHEN,
+        LASTS,
+    ),
+)
+
+
+@given(st.lists(FAULTS, min_size=1, max_size=5).map(tuple))
+def test_a_plan_reads_back_as_it_is_printed(plan: tuple[Fault, ...]) -> None:
+    assert parse(readable(plan), BOUNDS) == plan
+
+
+@given(st.text() | st.text("kilfrezpatonyug@|; 0123456789.sm"))
+def test_whatever_is_typed_is_a_plan_or_an_error_that_says_so(text: str) -> None:
+    try:
+        plan = parse(text, BOUNDS)
+    except ConfigError:
+        return
+    assert parse(readable(plan), BOUNDS) == plan
+
+
+@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(0, 5), st.integers(2, 500))
+def test_a_drawn_plan_is_valid_and_leaves_every_stage_a_peer(seed: int, stages: int, more: int, steps: int) -> None:
+    bounds = Bounds(tuple(f"peer-{k}" for k in range(stages + more)), stages, steps)
+    plan = draw(seed, bounds)
+    assert plan == draw(seed, bounds)
+    assert parse(readable(plan), bounds) == plan
+    assert sum(f.kind == "kill" for f in plan) <= more
+
+
+def test_seeds_draw_different_plans() -> None:
+    assert len({draw(seed, BOUNDS) for seed in range(50)}) > 40
+
+
+# Whom they hit ----------------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """A fleet that notes what is done to it; nothing runs."""
+
+    def __init__(self) -> None:
+        self.running = list(NAMES)
+        self.done: list[tuple[Any, ...]] = []
+
+    def alive(self) -> list[str]:
+        return self.running
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        self.done.append((number.name, name))
+        if number == signal.SIGKILL:
+            self.running.remove(name)
+
+    def tell(self, name: str, line: str) -> None:
+        self.done.append((name, line))
+
+    def spawn(self, names: list[str]) -> None:
+        self.done.append(("spawn", *names))
+
+    def begin(self, spec: WorkerSpec) -> None:
+        self.done.append(("begin", spec.name, spec.ticket))
+
+
+class World:
+    """peer-0 (collects checkpoints) and peer-2 serve stage 0, the others stage 1; time is ``now``."""
+
+    def __init__(self, folder: Path, *plan: Fault, seed: int = 0) -> None:
+        self.fleet, self.now, self.folder = Recorder(), 100.0, folder
+        fleet: Any = self.fleet
+        self.injector = Injector(plan, seed, fleet, folder, NAMES, now=lambda: self.now)
+        for k, name in enumerate(NAMES):
+            joined = PeerJoined(
+                peer_id=f"id-{k}", name=name, stage=k % 2, device="cpu", precision="fp32", trainer=name != "peer-3", params=1,
+                threads=1, peer=name,
+            )  # fmt: skip
+            self.injector.see(joined)
+
+    def begins(self) -> None:
+        started = RunStarted(
+            run_id="r", config_digest="", versions={}, steps=100, stages=2, peers=4, microbatches=1, tokens_per_step=1,
+            peer="peer-0",
+        )  # fmt: skip
+        self.injector.see(started)
+
+    def step(self, number: int, *peers: str) -> list[tuple[Any, ...]]:
+        """``peers`` applied it; what was done to the fleet then."""
+        for peer in peers or self.fleet.running:
+            applied = StepApplied(
+                step=number, stage=0, lineage="", skipped=False, microbatches=1, recomputed=0, forward_s=0.0, backward_s=0.0,
+                averaging_s=0.0, apply_s=0.0, wait_s=0.0, sent={}, peer=peer,
+            )  # fmt: skip
+            self.injector.see(applied)
+        self.injector.see(StepDone(step=number, loss=1.0, grad_norm=1.0, lr=0.1, tokens=1, duration_s=1.0, lineage=""))
+        return self.tick()
+
+    def tick(self, seconds: float = 0.0) -> list[tuple[Any, ...]]:
+        self.now += seconds
+        self.fleet.done.clear()
+        self.injector.tick()
+        return list(self.fleet.done)
+
+    def injected(self) -> list[FaultInjected]:
+        return [e for e in read_events(self.folder / "chaos.jsonl") if isinstance(e, FaultInjected)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_spares_the_collector_and_a_stages_last_peer(tmp_path: Path, seed: int) -> None:
+    world = World(tmp_path, *(Fault("kill", step=k, target="any") for k in (1, 2, 3)), seed=seed)
+    world.begins()
+    assert world.tick() == []
+    killed = [world.step(k) for k in (1, 2, 3)]
+    assert {name for ((_, name),) in killed[:2]} in ({"peer-2", "peer-1"}, {"peer-2", "peer-3"})
+    assert killed[2] == [], "nobody is left that may go"
+    world.injector.close()
+    (note,) = [e for e in read_events(tmp_path / "chaos.jsonl") if isinstance(e, Note) and e.level == "warning"]
+    assert "not injected, for want of time or of a target: kill any@step3" in note.message
+    assert [e.planned for e in world.injected()] == ["kill any@step1", "kill any@step2"]
+
+
+def test_nobody_is_killed_whose_replica_may_be_behind(tmp_path: Path) -> None:
+    freezes = [Fault("freeze", step=1, target=name, for_s=for_s) for name, for_s in (("peer-0", 4), ("peer-1", 10))]
+    world = World(tmp_path, *freezes, Fault("kill", at_s=3, target="any"))
+    world.begins()
+    assert world.step(1) == [("SIGSTOP", "peer-0"), ("SIGSTOP", "peer-1")]
+    assert world.tick(5) == [("SIGCONT", "peer-0")]
+    assert world.step(2, "peer-2", "peer-3") == [], "neither of those that were away has taken a step"
+    assert world.step(3, "peer-0", "peer-2", "peer-3") == [("SIGKILL", "peer-2")]
+    assert world.tick(6) == [("SIGCONT", "peer-1")]
+
+
+def test_what_is_asked_for_by_name_or_stage_is_done(tmp_path: Path) -> None:
+    wanted = [Fault("kill", step=2, target="stage1"), Fault("kill", step=3, target="peer-0")]
+    world = World(tmp_path, Fault("freeze", step=1, target="peer-1", for_s=10), *wanted)
+    world.begins()
+    assert world.step(1) == [("SIGSTOP", "peer-1")]
+    assert world.step(2) == [("SIGKILL", "peer-3")]
+    assert world.step(3) == [("SIGKILL", "peer-0")]
+
+
+def test_time_counts_from_the_beginning_of_training(tmp_path: Path) -> None:
+    world = World(tmp_path, Fault("corrupt", at_s=20, target="peer-3"))
+    assert world.tick(50) == []
+    world.begins()
+    assert world.tick(19) == []
+    assert world.tick(2) == [("peer-3", "corrupt")]
+    assert [(e.what, e.who, e.planned) for e in world.injected()] == [("corrupt", ["peer-3"], "corrupt peer-3@20s")]
+
+
+def test_a_partition_is_told_to_both_sides_and_mended(tmp_path: Path) -> None:
+    world = World(tmp_path, Fault("partition", step=1, sides=(3, 1), for_s=5))
+    world.begins()
+    assert world.step(1) == [*((f"peer-{k}", "cut peer-3") for k in range(3)), ("peer-3", "cut peer-0 peer-1 peer-2")]
+    assert world.tick(4) == []
+    assert world.tick(1) == [(name, "cut") for name in NAMES]
+
+
+def test_a_frozen_peer_does_not_outlast_the_run(tmp_path: Path) -> None:
+    world = World(tmp_path, Fault("freeze", step=1, target="peer-3", for_s=1000))
+    world.begins()
+    world.step(1)
+    world.fleet.running = ["peer-3"]
+    assert world.tick() == [("SIGKILL", "peer-3")]
+
+
+def test_a_newcomer_is_started_and_can_be_hit(tmp_path: Path) -> None:
+    world = World(tmp_path, Fault("join", step=1), Fault("partition", step=2, sides=(2, 2), for_s=5))
+    world.injector.newcomer = WorkerSpec(role="join", name="", folder="f", ticket="secret")
+    world.begins()
+    assert world.step(1) == [("spawn", "peer-4"), ("begin", "peer-4", "secret")]
+    told = dict(world.step(2))
+    assert told["peer-0"] == "cut peer-2 peer-3 peer-4"
+    assert told["peer-4"] == "cut peer-0 peer-1"
+
+
+def test_a_damaged_frame_is_damaged_once() -> None:
+    network = Libp2pNetwork.__new__(Libp2pNetwork)
+    network.damage = lambda buffers: buffers
+    damage_next(network)
+    assert network.damage([b"MTxy", b"payload"]) == [b"LTxy", b"payload"]
+    assert network.damage([b"MTxy", b"payload"]) == [b"MTxy", b"payload"]
+
+
+def test_the_report_sets_faults_beside_what_was_noticed() -> None:
+    view = FaultsView({"id-1": "peer-1", "id-2": "peer-2"}.__getitem__)
+
+    def injected(what: Any, who: str, t: float) -> FaultInjected:
+        return FaultInjected(what=what, who=[who], for_s=0.0, planned=f"{what} any@1s", step=7, t=t)
+
+    for event in (
+        PeerSuspected(peer_id="id-1", reason="before", t=1.0, peer="peer-0"),
+        injected("kill", "peer-1", 10.0),
+        injected("freeze", "peer-2", 11.0),
+        injected("corrupt", "peer-2", 12.0),
+        PeerSuspected(peer_id="id-1", reason="gone", t=12.5, peer="peer-3"),
+        PeerSuspected(peer_id="id-1", reason="gone", t=13.0, peer="peer-0"),
+        FrameRefused(remote="id-2", reason="damaged", t=12.01, peer="peer-0"),
+    ):
+        view.fold(event)
+    assert list(view.rows()) == [
+        ("7", "kill any@1s", "peer-1", "after 2.5 s by peer-0, peer-3"),
+        ("7", "freeze any@1s", "peer-2", "not noticed"),
+        ("7", "corrupt any@1s", "peer-2", "after 10 ms by peer-0"),
+    ]

@@ -1,0 +1,134 @@
+"""Leaving in order: who goes is agreed on by the step record, nobody waits for it, and no number changes."""
+
+from __future__ import annotations
+
+import pytest
+
+from muletrain.sim.world import LEFT, Fault, Outcome, Scenario, play, readable
+from muletrain.swarm.leaving import Departure
+from muletrain.swarm.messages import ShardEntry
+from muletrain.swarm.record import StageEntry, StepRecord
+from muletrain.swarm.roster import Genesis, Member, Roster
+
+pytestmark = pytest.mark.timeout(200)
+
+
+def record(*stages: list[str | None]) -> StepRecord:
+    """Of each stage: what its members' entries say of leaving."""
+    entries = [
+        [
+            ShardEntry(
+                lineage=bytes(32), step=3, stage=s, round=bytes(32), shard=k, shards=len(leaves), content=bytes(32),
+                square_norm=1.0, finite=True, stop=False, leaves=who,
+            )
+            for k, who in enumerate(leaves)
+        ]
+        for s, leaves in enumerate(stages)
+    ]  # fmt: skip
+    return StepRecord(3, bytes(32), tuple(StageEntry(bytes(32), tuple(e)) for e in entries))
+
+
+def test_of_a_stage_one_goes_at_a_time_and_never_the_only_one() -> None:
+    def nobody_trains(peer: str) -> bool:
+        return False
+
+    assert record([None, None], [None]).leavers(nobody_trains) == ()
+    assert record([None, "b"], [None]).leavers(nobody_trains) == ("b",)
+    assert record(["a", "b"], ["c", None, "e"]).leavers(nobody_trains) == ("a", "c")
+    assert record(["a"], [None]).leavers(nobody_trains) == ()
+
+
+def test_of_the_trainers_one_goes_at_a_time() -> None:
+    assert record(["a", None], ["b", None]).leavers({"a", "b"}.__contains__) == ("a",)
+    assert record(["a", None], ["b", "c"]).leavers({"a", "b"}.__contains__) == ("a", "c")
+
+
+def test_who_leaves_is_part_of_what_all_agree_on() -> None:
+    assert record([None, "b"]).hash != record([None, None]).hash
+
+
+def said(outcome: Outcome, what: str) -> list[str]:
+    return [text for _, text in outcome.timeline if what in text]
+
+
+@pytest.mark.parametrize("leaver", ["peer-1b", "peer-0b"])
+def test_leaving_is_no_fault(leaver: str) -> None:
+    """A replica, and one that is a trainer, too: nobody suspects it, nothing runs twice, and it is gone before the end."""
+    outcome = play(Scenario(1, (2, 2), 2, 4, 8, 0.01, (Fault(0.35, "leave", (leaver,)),)))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert outcome.ends[leaver] == LEFT
+    assert said(outcome, f"peer-0a peer_left peer_id={leaver} name={leaver} step=1")
+    assert not said(outcome, "peer_suspected")
+    assert not said(outcome, "rerouted")
+    assert all("recomputed=0" in text for text in said(outcome, "step_applied"))
+    assert len(said(outcome, f"{leaver} step_applied")) == 1
+
+
+def test_all_of_a_stage_want_to_go_and_the_last_stays_and_says_so() -> None:
+    wishes = tuple(Fault(0.5, "leave", (f"peer-1{k}",)) for k in "abc")
+    outcome = play(Scenario(3, (2, 3), 2, 4, 8, 0.05, wishes))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert sorted(outcome.ends[f"peer-1{k}"] for k in "abc") == ["finished", LEFT, LEFT]
+    assert len(said(outcome, "no other peer serves stage 1: it stays")) == 1
+    assert not said(outcome, "peer_suspected")
+
+
+def test_who_collects_checkpoints_stays() -> None:
+    outcome = play(Scenario(1, (2, 2), 2, 3, 8, 0.01, (Fault(0.3, "leave", ("peer-0a",)),)))
+    assert outcome.violations == []
+    assert outcome.ends["peer-0a"] == "finished"
+    assert said(outcome, "it collects the checkpoints")
+
+
+def test_the_last_trainer_stays() -> None:
+    members = tuple(
+        Member(id=p, name=p, stage=int(p[1]), trainer=p in ("s0a", "s1b"), addresses=())
+        for p in ("s0a", "s0b", "s1a", "s1b")
+    )
+    genesis = Genesis(
+        run_id="r", config=bytes(32), data=bytes(32), stages=2, members=members, collector="s0a", first_step=0
+    )
+    roster = Roster(genesis, "s1b")
+    assert roster.needs_us() is None
+    roster.dead("s0a")
+    assert roster.needs_us() == "no other peer has the data"
+    roster.alive("s0a")
+    roster.left("s1a")
+    assert roster.needs_us() == "no other peer serves stage 1"
+    assert "s1a" not in roster.everyone()
+    roster.alive("s1a")
+    assert roster.needs_us() is None
+
+
+def test_who_would_leave_nobody_with_its_state_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the other replica freezes at the moment of leaving: the leaver counts itself in again, and the numbers hold."""
+    asked = []
+    right = Departure.taken_over
+
+    async def nobody_has_it_at_first(self: Departure, lineage: bytes, step: int) -> bool:
+        asked.append(step)
+        return False if len(asked) == 1 else await right(self, lineage, step)
+
+    monkeypatch.setattr(Departure, "taken_over", nobody_has_it_at_first)
+    outcome = play(Scenario(1, (2, 2), 2, 4, 8, 0.01, (Fault(0.35, "leave", ("peer-1b",)),)))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert said(outcome, "this one is back")
+    assert outcome.ends["peer-1b"] == LEFT, "it asks again"
+    assert asked == [1, 2]
+
+
+def test_who_leaves_stays_until_the_other_replica_has_the_step() -> None:
+    """The leaver's last chunk of the gradient is lost: the other replica needs its state."""
+    faults = (Fault(0.3, "leave", ("peer-1b",)), Fault(1.04, "damage", ("peer-1b",), 0.1))
+    outcome = play(Scenario(5, (2, 2), 2, 3, 6, 0.1, faults))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert outcome.ends["peer-1b"] == LEFT
+
+
+def test_nobody_says_that_another_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lie(self: Departure) -> str | None:
+        return "peer-1b" if self._ctx.net.peer_id == "peer-1a" else None
+
+    monkeypatch.setattr(Departure, "announced", lie)
+    outcome = play(Scenario(1, (2, 2), 2, 1, 8, 0.01, ()))
+    assert len(said(outcome, "says of another member that it leaves")) == 3, "each of the others refuses it"
