@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 SAMPLES = 20
 """Of the queue, in a period."""
+KEPT_PERIODS, COMING_PERIODS, KEPT_MAX_S = 1.5, 5.0, 110.0
+"""For so long an announcement holds; that of a peer on its way longer, as it says nothing while it gets ready for its new stage
+(the directory keeps nothing for more than two minutes)."""
 HORIZON_PERIODS = 10
 """A move must have paid for itself after so many: by then the fleet will have changed."""
 
@@ -86,8 +89,9 @@ class Rebalancer:
             stage=stage, queue=queue, speed=self._speed, coming=not self.settled or stage != ctx.roster.own.stage,
             targets=own.targets,
         )  # fmt: skip
+        kept_s = min(KEPT_MAX_S, (COMING_PERIODS if value.coming else KEPT_PERIODS) * ctx.plan.rebalance_s)
         try:
-            await ctx.net.announce(self._key, value.model_dump_json().encode(), 1.5 * ctx.plan.rebalance_s)
+            await ctx.net.announce(self._key, value.model_dump_json().encode(), kept_s)
         except NetworkError as e:
             ctx.emit(Note(level="info", message=f"the directory was not told of this peer's load: {e}"))
 
