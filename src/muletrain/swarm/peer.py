@@ -535,6 +535,8 @@ class Peer:
         Finished.unpack(payload)
         if sender != self._ctx.roster.genesis.collector:
             raise ProtocolError("finished: only the collecting peer ends the run")
+        if not self._over:  # it goes next
+            await self.stepper.find_out(sender)
         self._finished.set()
         return b""
 

@@ -185,9 +185,15 @@ class Stepper:
 
     async def _find_out(self, sender: PeerId, step: int) -> None:
         await self._ctx.clock.sleep(GRACE_S)
-        if self.step != step or self.away:
+        if self.step == step:
+            self._overtaken = False
+            await self.find_out(sender)
+
+    async def find_out(self, sender: PeerId) -> None:
+        """What we still wait for, ``sender`` may know."""
+        step = self.step
+        if self.away:
             return
-        self._overtaken = False
         try:
             await self._ask(sender)
         except Behind as e:
