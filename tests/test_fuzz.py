@@ -13,7 +13,7 @@ from muletrain.compute.torch_compute import TorchCompute
 from muletrain.errors import NetworkError
 from muletrain.sim.loop import Hang, VirtualLoop, run_virtually
 from muletrain.sim.world import Fault, Scenario, play, readable
-from muletrain.swarm import stepper
+from muletrain.swarm import sealing
 from muletrain.swarm.averaging import Averager, RoundFailed
 from muletrain.swarm.ledger import Ledger
 from muletrain.swarm.messages import ShardFacts
@@ -103,7 +103,7 @@ def _lost_trainer(patch: pytest.MonkeyPatch) -> None:
 
 
 def _reused_round(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(stepper, "round_id", lambda lineage, stage, step, *rest: bytes([stage, step]) * 16)
+    patch.setattr(sealing, "round_id", lambda lineage, stage, step, *rest: bytes([stage, step]) * 16)
 
 
 def _accumulator_kept(patch: pytest.MonkeyPatch) -> None:
@@ -118,13 +118,13 @@ def _accumulator_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def _gaps_ignored(patch: pytest.MonkeyPatch) -> None:
-    right = stepper.resolve
+    right = sealing.resolve
 
     def resolve(sealed: Any, microbatches: int) -> Any:
         cover = right(sealed, microbatches)
         return type(cover)(cover.chosen, cover.dropped, ())
 
-    patch.setattr(stepper, "resolve", resolve)
+    patch.setattr(sealing, "resolve", resolve)
 
 
 def _one_holder_is_enough(patch: pytest.MonkeyPatch) -> None:

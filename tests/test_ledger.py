@@ -103,6 +103,7 @@ def test_record_is_the_same_whatever_the_order_of_arrival_and_whoever_was_given_
         {"shard": {"square_norm": 5.0}},
         {"shard": {"finite": False}},
         {"stop": True},
+        {"leaves": ("a",)},
         {"round": b"r" * 32},
     ],
 )
@@ -160,6 +161,19 @@ def test_one_non_finite_shard_makes_everyone_skip() -> None:
     assert r is not None
     assert not r.skip
     assert math.isfinite(r.gradient_norm)
+
+
+def test_who_leaves_after_a_step_follows_from_its_record() -> None:
+    pair = ("a", "b")
+    both = record(entry(0, "a", pair, leaves=pair, without=("b",)), entry(1, "c", ("c",), leaves=("c",)))
+    assert both is not None
+    assert both.leavers(lambda peer: False) == ("a",), "another stays in its stage; the last one of a stage never goes"
+    trainers = record(
+        entry(0, "a", pair, leaves=("a",), without=("b",)), entry(1, "c", ("c", "d"), leaves=("c",), without=("d",))
+    )
+    assert trainers is not None
+    assert trainers.leavers(lambda peer: True) == ("a",), "one trainer at a time"
+    assert trainers.leavers(lambda peer: peer == "a") == ("a", "c")
 
 
 def test_rounds_differ_when_members_disagree_on_anything() -> None:

@@ -11,6 +11,7 @@ from muletrain.errors import DeadlineExceeded, NetworkError, ProtocolError
 from muletrain.events import Event, EventError, Note, PeerJoined, PeerLeft, StepApplied, StepDone
 from muletrain.swarm.checkpointing import Collector, send_part
 from muletrain.swarm.context import StepStats
+from muletrain.swarm.knowledge import Behind
 from muletrain.swarm.membership import Membership
 from muletrain.swarm.messages import (
     AskEntries,
@@ -42,7 +43,7 @@ from muletrain.swarm.pipeline import Pipeline
 from muletrain.swarm.rebalancing import Rebalancer
 from muletrain.swarm.router import Router
 from muletrain.swarm.snapshot import Receiver, Snapshots
-from muletrain.swarm.stepper import Behind, Stepper
+from muletrain.swarm.stepper import Stepper
 from muletrain.swarm.trainer import Trainer
 
 if TYPE_CHECKING:
