@@ -131,6 +131,8 @@ def test_record_refuses_contradictions() -> None:
         builder.add(entry(1).model_copy(update={"members": ("a", "b")}))
     with pytest.raises(ProtocolError, match="out of order"):
         builder.add(entry(1, "a", ("b", "a")))
+    with pytest.raises(ProtocolError, match="others than its members"):
+        builder.add(entry(1, leaves=("b",)))
     with pytest.raises(ProtocolError, match="all given up"):
         builder.add(entry(1, "x", ("a",), without=("a",)))
     assert [e.holder for e in builder.entries()] == ["a"]

@@ -142,15 +142,13 @@ class Knowledge:
             self._seals[sender] = message
             self.touched()
             if not self._all_through():
-                self.overtaken(sender)
+                self.overtaken(sender, self._all_through)
             if self._attested is not None:  # no other attempt is needed: what we hold is for everyone
                 self._ctx.spawn(self._ctx.tell((sender,), self._attested), "entry again")
 
     def on_entry(self, sender: PeerId, entry: RoundEntry) -> None:
         if sender != entry.holder or self._ctx.roster.member(sender).stage != entry.stage:
             raise ProtocolError("round entry in another's name, or for a stage that its sender does not serve")
-        if not set(entry.leaves) <= set(entry.members):
-            raise ProtocolError("round entry that says of others than its members that they leave")
         self._builder.add(entry)
         self.touched()
         if entry.stage == self._ctx.roster.own.stage:
@@ -168,17 +166,22 @@ class Knowledge:
             views=tuple(v for m, v in self._meeting.items() if roster.member(m).stage == stage and roster.is_alive(m))
         )
 
-    def overtaken(self, sender: PeerId) -> None:
-        """``sender`` is done with what we still wait for. Usually we are about to be; if not, a notice was lost, or we were."""
-        if not self._overtaken and not self.away:
-            self._overtaken = True
-            self._ctx.spawn(self._find_out(sender, self.step), "overtaken")
+    def on_later(self, sender: PeerId) -> None:
+        """A frame of a later step came from ``sender``."""
+        self.overtaken(sender, lambda: self._builder.record() is not None)
 
-    async def _find_out(self, sender: PeerId, step: int) -> None:
+    def overtaken(self, sender: PeerId, done: Callable[[], bool]) -> None:
+        """``sender`` is done with what we still wait for. Usually we soon are, too; if not, a notice was lost, or we were."""
+        if not (self._overtaken or self.away or done()):
+            self._overtaken = True
+            self._ctx.spawn(self._find_out(sender, self.step, done), "overtaken")
+
+    async def _find_out(self, sender: PeerId, step: int, done: Callable[[], bool]) -> None:
         await self._ctx.clock.sleep(GRACE_S)
         if self.step == step:
             self._overtaken = False
-            await self.find_out(sender)
+            if not done():
+                await self.find_out(sender)
 
     async def find_out(self, sender: PeerId) -> None:
         """What we still wait for, ``sender`` may know."""

@@ -208,8 +208,9 @@ class Peer:
     def _without(self, record: StepRecord) -> tuple[PeerId, ...]:
         """Nobody counts on those that leave after ``record`` any more. Their ids."""
         ctx = self._ctx
-        leavers = record.leavers(lambda peer: ctx.roster.member(peer).trainer)
-        for peer in leavers:
+        known = ctx.roster.knows
+        leavers = record.leavers(lambda peer: known(peer) and ctx.roster.member(peer).trainer)
+        for peer in filter(known, leavers):
             if peer != ctx.net.peer_id:
                 ctx.roster.left(peer)
             if self._collector is not None or peer == ctx.net.peer_id:
@@ -414,7 +415,7 @@ class Peer:
             raise ProtocolError(f"{frame.kind} of step {step} from another lineage")
         self._ctx.roster.alive(sender)
         if step > self.stepper.step:
-            self.stepper.overtaken(sender)
+            self.stepper.on_later(sender)
             if (
                 step == self.stepper.step + 1 and len(self._early) < EARLY_LIMIT
             ):  # else we are far behind, and find that out

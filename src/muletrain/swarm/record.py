@@ -143,6 +143,8 @@ class RecordBuilder:
             raise ProtocolError(f"entry of stage {entry.stage}/{self.stages} with {len(entry.shards)} shards")
         if list(entry.members) != sorted(set(entry.members)) or not set(entry.without) < set(entry.members):
             raise ProtocolError(f"entry of stage {entry.stage}: members out of order, or all given up")
+        if not set(entry.leaves) <= set(entry.members):
+            raise ProtocolError(f"entry of stage {entry.stage}: others than its members leave")
         key = (entry.stage, entry.round)
         if key not in self._rounds and sum(s == entry.stage for s, _ in self._rounds) >= self.MAX_ROUNDS:
             raise ProtocolError(f"stage {entry.stage}: more than {self.MAX_ROUNDS} rounds in one step")
