@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from muletrain.errors import MuletrainError, NetworkError, ProtocolError
@@ -95,6 +96,7 @@ class Knowledge:
         self._overtaken = False
         self._attested: RoundEntry | None = None
         self._differing: set[PeerId] = set()
+        self._lost: Counter[PeerId] = Counter()
         self._builder = RecordBuilder(step, lineage, self._ctx.plan.stages)
 
     def _look_around(self) -> None:

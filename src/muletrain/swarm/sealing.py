@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError, PeerUnreachable
 from muletrain.events import Note
 from muletrain.policy.cover import Cover, resolve
+from muletrain.policy.deadline import Deadline
 from muletrain.policy.views import View, company, yields
 from muletrain.swarm.averaging import Round
 from muletrain.swarm.knowledge import Behind, Knowledge
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 MEETING_POINTS = 2
 """Peers of other stages that are asked about replicas we do not reach; the first ones, so that those replicas ask the same."""
+MAX_LOST = 2
+"""Times that a replica is lost while it is counted on, before it is left out of the step: some links carry messages one way only."""
 PAUSE_S, PAUSE_MAX_S = 0.05, 2.0
 """Before the next question; doubles."""
 
@@ -63,7 +66,9 @@ class Sealing(Knowledge):
         ctx, me, stage = self._ctx, self._ctx.net.peer_id, self._ctx.roster.own.stage
         await self._nothing_running()
         held = self.ledger.seal()
-        replicas = [m for m in ctx.roster.stage(stage) if m != me and m not in self._differing]
+        replicas = [
+            m for m in ctx.roster.stage(stage) if m != me and m not in self._differing and self._lost[m] < MAX_LOST
+        ]
         view = company(me, replicas, self._views())
         self.announced = seal = Seal(
             lineage=self.lineage, step=self.step, stage=stage, attempt=attempt, indices=tuple(sorted(held)), members=view,
@@ -82,6 +87,7 @@ class Sealing(Knowledge):
         )
         if yields(me, view, self._views()):
             raise LeftOut
+        self._lost.update(m for m in view if not ctx.roster.is_alive(m))
         if lost() or self._latest_attempt(view) > attempt:  # sets of different attempts say nothing together
             return None
         seals = {m: seal if m == me else self._seals[m] for m in view}
@@ -146,7 +152,7 @@ class Sealing(Knowledge):
                 await self._meet()
 
         await self._waits.until(
-            lambda: not yields(me, own, self._views()), self._seal_deadline, "those that go on without this peer", ask
+            lambda: not yields(me, own, self._views()), Deadline(5.0, 5.0), "those that go on without this peer", ask
         )
         self.ledger.reopen(keep=False)
 
