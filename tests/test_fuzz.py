@@ -13,14 +13,16 @@ import torch
 
 from muletrain.compute import scaling
 from muletrain.compute.torch_compute import TorchCompute
+from muletrain.errors import NetworkError
 from muletrain.sim import world
 from muletrain.sim.loop import Hang, VirtualLoop, run_virtually
 from muletrain.sim.world import Fault, Scenario, play, readable
-from muletrain.swarm import stepper
+from muletrain.swarm import sealing
+from muletrain.swarm.averaging import Averager, RoundFailed
 from muletrain.swarm.ledger import Ledger
-from muletrain.swarm.messages import Busy
+from muletrain.swarm.messages import Busy, ShardFacts
 from muletrain.swarm.pipeline import Pipeline
-from muletrain.swarm.record import StepRecord
+from muletrain.swarm.record import StepRecord, _Known
 from muletrain.swarm.stepper import Stepper
 from muletrain.swarm.trainer import Trainer
 
@@ -30,13 +32,23 @@ if TYPE_CHECKING:
 torch.set_num_threads(1)
 pytestmark = pytest.mark.timeout(400)
 
+# fmt: off
 SCENARIOS = [
     Scenario(1, (2, 2), 2, 4, 8, 0.01, (Fault(0.35, "kill", ("peer-1b",)),)),
     Scenario(2, (2, 2), 2, 4, 8, 0.01, (Fault(0.4, "kill", ("peer-0b",)),)),
     Scenario(3, (2, 3), 2, 4, 8, 0.05, (Fault(0.5, "freeze", ("peer-1b",), 30.0),)),
     Scenario(4, (2, 2, 2), 2, 3, 6, 0.02, (Fault(0.6, "cut", ("peer-1b",), 15.0), Fault(1.0, "kill", ("peer-2b",)))),
-    Scenario(5, (1, 3), 1, 3, 9, 0.1, (Fault(2.08, "kill", ("peer-1b",)),)),  # between its announcement and its chunk
+    Scenario(5, (1, 3), 1, 3, 9, 0.1, (Fault(1.5, "kill", ("peer-1b",), on="shard"),)),  # after its announcement
+    Scenario(6, (1, 3, 1), 1, 3, 9, 0.1, (Fault(3.0, "kill", ("peer-1a",), on="shard"),)),  # others' chunks have arrived
 ]
+AGREEMENT = [  # at exact points of the agreement on a step
+    Scenario(21, (2, 3), 2, 3, 8, 0.01, (  # the only holder of the whole gradient, while it says so
+        Fault(0.0, "kill", ("peer-1c",), on="reduced", nth=2), Fault(0.0, "kill", ("peer-1a",), on="round_entry", nth=3),
+    )),
+    Scenario(7, (2, 2), 2, 3, 8, 0.01, (Fault(0.0, "damage", ("peer-1b",), on="reduced"),)),
+    Scenario(8, (2, 2), 2, 3, 8, 0.01, (Fault(0.0, "kill", ("peer-1b",), on="round_entry", nth=2),)),
+]
+# fmt: on
 
 
 def test_fifty_seeds_keep_every_promise() -> None:
@@ -55,7 +67,7 @@ def test_a_seed_replays_its_run_exactly() -> None:
     assert first == second
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+@pytest.mark.parametrize("scenario", [*SCENARIOS, *AGREEMENT], ids=str)
 def test_the_scenarios_are_survived(scenario: Scenario) -> None:
     outcome = play(scenario)
     assert outcome.violations == [], "\n".join(readable(outcome))
@@ -183,7 +195,7 @@ def _lost_trainer(patch: pytest.MonkeyPatch) -> None:
 
 
 def _reused_round(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(stepper, "round_id", lambda lineage, stage, step, attempt, sealed, chosen: bytes([stage, step]) * 16)
+    patch.setattr(sealing, "round_id", lambda lineage, stage, step, *rest: bytes([stage, step]) * 16)
 
 
 def _accumulator_kept(patch: pytest.MonkeyPatch) -> None:
@@ -198,13 +210,46 @@ def _accumulator_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def _gaps_ignored(patch: pytest.MonkeyPatch) -> None:
-    right = stepper.resolve
+    right = sealing.resolve
 
     def resolve(sealed: Any, microbatches: int) -> Any:
         cover = right(sealed, microbatches)
         return type(cover)(cover.chosen, cover.dropped, ())
 
-    patch.setattr(stepper, "resolve", resolve)
+    patch.setattr(sealing, "resolve", resolve)
+
+
+def _one_holder_is_enough(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_Known, "complete", property(lambda self: bool(self.holders)))
+
+
+def _attests_before_it_holds(patch: pytest.MonkeyPatch) -> None:
+    """What did not come is taken for what it was in the scratch."""
+    right = Averager._collect
+
+    async def collect(self: Averager, plan: Any, owner: str, result: Any) -> Any:
+        try:
+            return await right(self, plan, owner, result)
+        except (NetworkError, RoundFailed):
+            result.nan_to_num_(0.0)
+            return ShardFacts(content=bytes(32), square_norm=0.0, finite=True)
+
+    patch.setattr(Averager, "_collect", collect)
+
+
+def _gives_up_members_that_live(patch: pytest.MonkeyPatch) -> None:
+    def attest(self: Stepper, entry: Any) -> None:
+        if self._attested is None:
+            others = tuple(m for m in entry.members if m != self._ctx.net.peer_id)
+            self._attested = entry.model_copy(update={"without": others})
+            self._builder.add(self._attested)
+            self._ctx.spawn(self._ctx.tell(self._ctx.roster.everyone(), self._attested), "entry")
+
+    patch.setattr(Stepper, "_attest", attest)
+
+
+def _holders_are_not_asked(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Stepper, "_held_by_replicas", lambda self: [])
 
 
 @pytest.mark.parametrize(
@@ -222,6 +267,16 @@ def _gaps_ignored(patch: pytest.MonkeyPatch) -> None:
 def test_a_planted_bug_is_caught(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     assert any(play(scenario).violations for scenario in SCENARIOS)
+
+
+@pytest.mark.parametrize(
+    "plant", [_one_holder_is_enough, _attests_before_it_holds, _gives_up_members_that_live, _holders_are_not_asked]
+)
+def test_a_planted_bug_in_the_agreement_is_caught(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    assert any(play(scenario).violations for scenario in AGREEMENT)
 
 
 def test_time_jumps_and_waiting_for_nothing_is_a_hang() -> None:

@@ -43,9 +43,9 @@ from muletrain.swarm.messages import (
     Part,
     Reduced,
     Report,
+    RoundEntry,
     Seal,
     Shard,
-    ShardEntry,
     TrainerDone,
 )
 from muletrain.swarm.peer import OTHER_KINDS, STEP_KINDS, Peer
@@ -92,11 +92,21 @@ def frames(stage: int, index: int) -> list[Frame]:
     answer = {"loss": 5.0, "away_s": 0.1}
     chunk, few = encode(torch.randn(4096, generator=generator), Codec.FP32), (index, (index + 1) % (MICROBATCHES - 1))
     digest = bytes([index]) * 32
+    facts = {"content": digest, "square_norm": 1.0, "finite": True}
     entry = {
-        **at, "stage": stage, "round": digest, "shard": 0, "shards": 2, "content": digest, "square_norm": 1.0, "finite": True,
-        "stop": False,
+        **at, "stage": stage, "round": digest, "members": ("first", "second"), "shards": (facts, facts), "stop": False,
+        "holder": "second",
     }  # fmt: skip
-    seal = {**at, "stage": stage, "attempt": 0, "indices": few, "members": ("first", "second"), "weights": digest}
+    seal = {
+        **at,
+        "stage": stage,
+        "attempt": 0,
+        "indices": few,
+        "members": ("first", "second"),
+        "weights": digest,
+        "stop": False,
+        "leaves": False,
+    }
     return [
         Forward(**request, stage=stage, accumulate=(0, 1), deadline_s=deadline_s).frame([inputs, targets]),
         Backward(**request, stage=1, **answer).frame([encode(hidden, Codec.FP32)]),
@@ -107,8 +117,8 @@ def frames(stage: int, index: int) -> list[Frame]:
         Gap(**at, stage=stage, attempt=0, indices=few).frame(),
         Seal(**seal).frame(),
         Shard(round=digest, step=0, chunk=index).frame([chunk]),
-        Reduced(round=digest, step=0, chunk=index).frame([chunk]),
-        ShardEntry(**entry).frame(),
+        Reduced(round=digest, step=0, chunk=index, square_norm=1.0, finite=True).frame([chunk]),
+        RoundEntry(**entry).frame(),
         Back(**at).frame(),
         Part(**at, stage=stage, offset=0, size=1 << 20, digest=digest).frame([encode_raw(digest)]),
         Block(digest=digest, block=index).frame([encode_raw(digest)]),

@@ -6,7 +6,7 @@ import pytest
 
 from muletrain.sim.world import LEFT, Fault, Outcome, Scenario, play, readable
 from muletrain.swarm.leaving import Departure
-from muletrain.swarm.messages import ShardEntry
+from muletrain.swarm.messages import ShardFacts
 from muletrain.swarm.record import StageEntry, StepRecord
 from muletrain.swarm.roster import Genesis, Member, Roster
 
@@ -14,18 +14,15 @@ pytestmark = pytest.mark.timeout(200)
 
 
 def record(*stages: list[str | None]) -> StepRecord:
-    """Of each stage: what its members' entries say of leaving."""
+    """Of each stage: which of its members want to go."""
+    facts = ShardFacts(content=bytes(32), square_norm=1.0, finite=True)
     entries = [
-        [
-            ShardEntry(
-                lineage=bytes(32), step=3, stage=s, round=bytes(32), shard=k, shards=len(leaves), content=bytes(32),
-                square_norm=1.0, finite=True, stop=False, leaves=who,
-            )
-            for k, who in enumerate(leaves)
-        ]
-        for s, leaves in enumerate(stages)
-    ]  # fmt: skip
-    return StepRecord(3, bytes(32), tuple(StageEntry(bytes(32), tuple(e)) for e in entries))
+        StageEntry(
+            bytes(32), (facts,) * len(leaves), stop=False, leaves=tuple(sorted(w for w in leaves if w is not None))
+        )
+        for leaves in stages
+    ]
+    return StepRecord(3, bytes(32), tuple(entries))
 
 
 def test_of_a_stage_one_goes_at_a_time_and_never_the_only_one() -> None:
@@ -123,12 +120,3 @@ def test_who_leaves_stays_until_the_other_replica_has_the_step() -> None:
     outcome = play(Scenario(5, (2, 2), 2, 3, 6, 0.1, faults))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert outcome.ends["peer-1b"] == LEFT
-
-
-def test_nobody_says_that_another_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lie(self: Departure) -> str | None:
-        return "peer-1b" if self._ctx.net.peer_id == "peer-1a" else None
-
-    monkeypatch.setattr(Departure, "announced", lie)
-    outcome = play(Scenario(1, (2, 2), 2, 1, 8, 0.01, ()))
-    assert len(said(outcome, "says of another member that it leaves")) == 3, "each of the others refuses it"

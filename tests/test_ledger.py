@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
 from muletrain.errors import ProtocolError
 from muletrain.swarm.ledger import Ledger
-from muletrain.swarm.messages import ShardEntry
+from muletrain.swarm.messages import RoundEntry
 from muletrain.swarm.record import RecordBuilder, StepRecord, round_id
 
 LINEAGE = b"L" * 32
 
 
-def entry(stage: int, shard: int = 0, shards: int = 1, **changes: object) -> ShardEntry:
+def entry(
+    stage: int,
+    holder: str = "a",
+    members: tuple[str, ...] = ("a",),
+    *,
+    without: tuple[str, ...] = (),
+    shard: dict[str, object] | None = None,
+    **changes: object,
+) -> RoundEntry:
+    """What ``holder`` says of a round of ``members``; ``shard`` changes the facts of the last one's shard."""
+    facts: dict[str, object] = {"content": b"c" * 32, "square_norm": 4.0, "finite": True}
     fields: dict[str, object] = {
-        "lineage": LINEAGE, "step": 4, "stage": stage, "round": bytes([stage]) * 32, "shard": shard, "shards": shards,
-        "content": b"c" * 32, "square_norm": 4.0, "finite": True, "stop": False,
+        "lineage": LINEAGE, "step": 4, "stage": stage, "round": bytes([stage]) * 32, "members": members, "holder": holder,
+        "shards": [*[facts] * (len(members) - 1), {**facts, **(shard or {})}], "stop": False, "without": without,
     }  # fmt: skip
-    return ShardEntry.model_validate({**fields, **changes})
+    return RoundEntry.model_validate({**fields, **changes})
 
 
-def record(*entries: ShardEntry, stages: int = 2) -> StepRecord | None:
+def record(*entries: RoundEntry, stages: int = 2) -> StepRecord | None:
     builder = RecordBuilder(4, LINEAGE, stages)
     for e in entries:
         builder.add(e)
@@ -56,24 +67,47 @@ def test_ledger_refuses_indices_the_step_does_not_have() -> None:
         Ledger(LINEAGE, 0, 4).begin(4)
 
 
-def test_record_needs_every_stage_and_every_shard() -> None:
-    assert record(entry(0)) is None
-    assert record(entry(0), entry(1, 0, 2)) is None
-    assert record(entry(0), entry(1, 0, 2), entry(1, 1, 2)) is not None
+def test_a_round_is_complete_when_every_member_holds_it_or_is_given_up_by_one_that_does() -> None:
+    pair = ("a", "b")
+    assert record(entry(0)) is None, "no word of stage 1"
+    assert record(entry(0), entry(1, "a", pair)) is None, "b does not hold it yet"
+    assert record(entry(0), entry(1, "a", pair), entry(1, "b", pair)) is not None
+    assert record(entry(0), entry(1, "a", pair, without=("b",))) is not None
+    three = ("a", "b", "c")
+    assert record(entry(0), entry(1, "a", three, without=("b",))) is None
+    later = entry(1, "c", three, without=("a",))
+    assert record(entry(0), entry(1, "a", three, without=("b",)), later) is not None, "taken together"
+    repeated = [entry(1, "a", three, without=("b",)), entry(1, "a", three), entry(1, "c", three)]
+    assert record(entry(0), *repeated) is not None, "who was given up stays given up"
 
 
-def test_record_is_the_same_whatever_the_order_of_arrival() -> None:
-    entries = [entry(0), entry(1, 0, 2), entry(1, 1, 2, content=b"d" * 32)]
+def test_who_took_the_gradient_from_a_holder_does_not_stand_for_a_member() -> None:
+    assert record(entry(0), entry(1, "x", ("a",))) is None
+    assert record(entry(0), entry(1, "x", ("a",)), entry(1, "a", ("a",))) is not None
+
+
+def test_record_is_the_same_whatever_the_order_of_arrival_and_whoever_was_given_up() -> None:
+    entries = [entry(0), entry(1, "a", ("a", "b")), entry(1, "b", ("a", "b"))]
     a, b = record(*entries), record(*reversed(entries))
+    c = record(entry(0), entry(1, "b", ("a", "b"), without=("a",)))
     assert a is not None
     assert b is not None
-    assert a.hash == b.hash
+    assert c is not None
+    assert a.hash == b.hash == c.hash
 
 
 @pytest.mark.parametrize(
-    "change", [{"content": b"x" * 32}, {"square_norm": 5.0}, {"finite": False}, {"stop": True}, {"round": b"r" * 32}]
+    "change",
+    [
+        {"shard": {"content": b"x" * 32}},
+        {"shard": {"square_norm": 5.0}},
+        {"shard": {"finite": False}},
+        {"stop": True},
+        {"leaves": ("a",)},
+        {"round": b"r" * 32},
+    ],
 )
-def test_record_hash_covers_everything(change: dict[str, object]) -> None:
+def test_record_hash_covers_everything(change: dict[str, Any]) -> None:
     a, b = record(entry(0), entry(1)), record(entry(0), entry(1, **change))
     assert a is not None
     assert b is not None
@@ -82,14 +116,26 @@ def test_record_hash_covers_everything(change: dict[str, object]) -> None:
 
 def test_record_refuses_contradictions() -> None:
     builder = RecordBuilder(4, LINEAGE, 2)
-    builder.add(entry(0))
-    builder.add(entry(0))  # a repeated notice is fine
-    with pytest.raises(ProtocolError, match="two different"):
-        builder.add(entry(0, square_norm=9.0))
+    builder.add(entry(0, "a", ("a", "b")))
+    builder.add(entry(0, "a", ("a", "b")))  # a repeated notice is fine
+    for wrong in ({"shard": {"square_norm": 9.0}}, {"shard": {"content": b"d" * 32}}, {"stop": True}):
+        with pytest.raises(ProtocolError, match="contradicts"):
+            builder.add(entry(0, "b", ("a", "b"), **wrong))  # type: ignore[arg-type]
+    with pytest.raises(ProtocolError, match="contradicts"):
+        builder.add(entry(0, "b", ("a", "c")))
     with pytest.raises(ProtocolError, match="step 5"):
         builder.add(entry(0, step=5))
     with pytest.raises(ProtocolError, match="stage 2/2"):
         builder.add(entry(2))
+    with pytest.raises(ProtocolError, match="with 1 shards"):
+        builder.add(entry(1).model_copy(update={"members": ("a", "b")}))
+    with pytest.raises(ProtocolError, match="out of order"):
+        builder.add(entry(1, "a", ("b", "a")))
+    with pytest.raises(ProtocolError, match="others than its members"):
+        builder.add(entry(1, leaves=("b",)))
+    with pytest.raises(ProtocolError, match="all given up"):
+        builder.add(entry(1, "x", ("a",), without=("a",)))
+    assert [e.holder for e in builder.entries()] == ["a"]
 
 
 def test_record_bounds_the_rounds_of_a_step() -> None:
@@ -101,7 +147,7 @@ def test_record_bounds_the_rounds_of_a_step() -> None:
 
 
 def test_clip_is_by_the_global_norm() -> None:
-    r = record(entry(0, square_norm=9.0), entry(1, square_norm=16.0))
+    r = record(entry(0, shard={"square_norm": 9.0}), entry(1, shard={"square_norm": 16.0}))
     assert r is not None
     assert r.gradient_norm == 5.0
     assert r.clip_scale(1.0) == pytest.approx(0.2, rel=1e-6)
@@ -110,22 +156,36 @@ def test_clip_is_by_the_global_norm() -> None:
 
 
 def test_one_non_finite_shard_makes_everyone_skip() -> None:
-    r = record(entry(0), entry(1, finite=False))
+    r = record(entry(0), entry(1, shard={"finite": False}))
     assert r is not None
     assert r.skip
-    r = record(entry(0, square_norm=1e308), entry(1, square_norm=1e308 / 2))
+    r = record(entry(0, shard={"square_norm": 1e308}), entry(1, shard={"square_norm": 1e308 / 2}))
     assert r is not None
     assert not r.skip
     assert math.isfinite(r.gradient_norm)
 
 
+def test_who_leaves_after_a_step_follows_from_its_record() -> None:
+    pair = ("a", "b")
+    both = record(entry(0, "a", pair, leaves=pair, without=("b",)), entry(1, "c", ("c",), leaves=("c",)))
+    assert both is not None
+    assert both.leavers(lambda peer: False) == ("a",), "another stays in its stage; the last one of a stage never goes"
+    trainers = record(
+        entry(0, "a", pair, leaves=("a",), without=("b",)), entry(1, "c", ("c", "d"), leaves=("c",), without=("d",))
+    )
+    assert trainers is not None
+    assert trainers.leavers(lambda peer: True) == ("a",), "one trainer at a time"
+    assert trainers.leavers(lambda peer: peer == "a") == ("a", "c")
+
+
 def test_rounds_differ_when_members_disagree_on_anything() -> None:
     sealed = {"a": frozenset({0}), "b": frozenset({1})}
-    base = round_id(LINEAGE, 0, 1, 0, sealed, ("a", "b"))
-    assert base == round_id(LINEAGE, 0, 1, 0, dict(reversed(sealed.items())), ("a", "b"))
+    base = round_id(LINEAGE, 0, 1, 0, sealed, ("a", "b"), False)
+    assert base == round_id(LINEAGE, 0, 1, 0, dict(reversed(sealed.items())), ("a", "b"), False)
     others = [
-        round_id(b"M" * 32, 0, 1, 0, sealed, ("a", "b")), round_id(LINEAGE, 1, 1, 0, sealed, ("a", "b")),
-        round_id(LINEAGE, 0, 2, 0, sealed, ("a", "b")), round_id(LINEAGE, 0, 1, 1, sealed, ("a", "b")),
-        round_id(LINEAGE, 0, 1, 0, {"a": frozenset({0})}, ("a",)), round_id(LINEAGE, 0, 1, 0, sealed, ("a",)),
+        round_id(b"M" * 32, 0, 1, 0, sealed, ("a", "b"), False), round_id(LINEAGE, 1, 1, 0, sealed, ("a", "b"), False),
+        round_id(LINEAGE, 0, 2, 0, sealed, ("a", "b"), False), round_id(LINEAGE, 0, 1, 1, sealed, ("a", "b"), False),
+        round_id(LINEAGE, 0, 1, 0, {"a": frozenset({0})}, ("a",), False), round_id(LINEAGE, 0, 1, 0, sealed, ("a",), False),
+        round_id(LINEAGE, 0, 1, 0, sealed, ("a", "b"), True),
     ]  # fmt: skip
-    assert len({base, *others}) == 7
+    assert len({base, *others}) == 8

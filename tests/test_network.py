@@ -735,7 +735,7 @@ def test_in_memory_a_frozen_peer_times_out_and_a_dead_one_is_unreachable() -> No
         hub.cut("a", "b")
         with pytest.raises(PeerUnreachable):
             await a.send("b", Frame("x", {"n": 0}))
-        hub.mend()
+        hub.mend("a", "b")
         call = asyncio.create_task(a.call("b", "echo", b"x", timeout_s=9))
         await asyncio.sleep(0.5)
         hub.kill("b")

@@ -25,7 +25,7 @@ from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.network.shaped import ShapedNetwork
 from muletrain.swarm.averaging import Averager, Round
 from muletrain.swarm.context import Context, Plan
-from muletrain.swarm.messages import Member, Reduced, Shard, ShardEntry
+from muletrain.swarm.messages import Member, Reduced, RoundEntry, Shard
 from muletrain.swarm.roster import Genesis, Roster
 
 SIZE = 25_000_000
@@ -86,16 +86,11 @@ async def main(rank: int, members: int, folder: Path, codec: Codec, shaped: bool
         entries: dict[int, set[str]] = {}
         changed = asyncio.Event()
 
-        async def publish(entry: ShardEntry) -> None:
-            entries.setdefault(entry.step, set()).add(network.peer_id)
-            await ctx.tell(ctx.roster.others(), entry)
-            changed.set()
-
-        averager = Averager(ctx, publish)
+        averager = Averager(ctx)
 
         async def on_frame(sender: str, frame: Any) -> None:
-            if frame.kind == ShardEntry.KIND:
-                entries.setdefault(ShardEntry.parse(frame).step, set()).add(sender)
+            if frame.kind == RoundEntry.KIND:
+                entries.setdefault(RoundEntry.parse(frame).step, set()).add(sender)
                 changed.set()
             else:
                 kind = Shard if frame.kind == Shard.KIND else Reduced
@@ -107,7 +102,13 @@ async def main(rank: int, members: int, folder: Path, codec: Codec, shaped: bool
         for step in range(ROUNDS + WARM_UP):
             round_ = Round(step.to_bytes(32), bytes(32), step, 0, tuple(ids), tuple(ids), members, SIZE, False)
             begin = time.perf_counter()
-            result, _ = await averager.reduce(round_, vector)
+            result, shards = await averager.reduce(round_, vector)
+            entry = RoundEntry(
+                lineage=bytes(32), step=step, stage=0, round=round_.id, members=round_.members, shards=shards, stop=False,
+                holder=network.peer_id,
+            )  # fmt: skip
+            entries.setdefault(step, set()).add(network.peer_id)
+            await ctx.tell(ctx.roster.others(), entry)
             while len(entries.get(step, ())) < members:  # all have finished: nobody's next round overlaps this one
                 changed.clear()
                 await asyncio.wait_for(changed.wait(), 120)

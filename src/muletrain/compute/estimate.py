@@ -56,7 +56,7 @@ class StageMemory:
     """fp32 masters and, with 16-bit arithmetic, the working copy."""
     moments: int
     gradient: int
-    """The accumulator, one microbatch's gradient, and the reduced gradient."""
+    """The accumulator, one microbatch's gradient, the reduced gradient, and that of the step before, for peers that missed it."""
     activations: int
     """The graphs that must be there at once; more is stashed only where memory allows."""
     copies: int
@@ -102,17 +102,17 @@ def stage_memory(
     params = spec.stage_params(cut, stage)
     size = 4 if precision is Precision.FP32 else 2
     copy = 0 if precision is Precision.FP32 else params * size
-    masters, moments, accumulator, reduced = 4 * params, 8 * params, 4 * params, 4 * params
+    masters, moments, accumulator, reduced, kept = 4 * params, 8 * params, 4 * params, 4 * params, 4 * params
     activations = graphs * stash_bytes(spec, cut, stage, tokens, precision)
     copies = COPIES * (masters + moments)
     computing = accumulator + params * size + activations
     if state_on_cpu:
         on_device = params * size + computing
-        on_host = masters + moments + 2 * reduced + copies  # as it came, and scaled
+        on_host = masters + moments + 2 * reduced + kept + copies  # as it came, and scaled
     else:
         on_device = masters + copy + moments + computing
-        on_host = accumulator + reduced + copies
+        on_host = accumulator + reduced + kept + copies
     return StageMemory(
-        weights=masters + copy, moments=moments, gradient=accumulator + params * size + reduced,
+        weights=masters + copy, moments=moments, gradient=accumulator + params * size + reduced + kept,
         activations=activations, copies=copies, on_device=on_device, on_host=on_host,
     )  # fmt: skip

@@ -34,6 +34,8 @@ class MemoryHub:
         """How long the next message takes; order within a stream holds whatever it says."""
         self.damage: Callable[[PeerId, PeerId, bytes], bytes] = lambda sender, receiver, packed: packed
         """What becomes of a frame on its way."""
+        self.sending: Callable[[PeerId, str], None] = lambda sender, kind: None
+        """Told of every frame before it is sent to another peer; it may kill the sender."""
         self._cut: set[frozenset[PeerId]] = set()
 
     def join(self, peer_id: PeerId) -> MemoryNetwork:
@@ -56,8 +58,8 @@ class MemoryHub:
         """Neither reaches the other until ``mend``."""
         self._cut.add(frozenset((a, b)))
 
-    def mend(self) -> None:
-        self._cut.clear()
+    def mend(self, a: PeerId, b: PeerId) -> None:
+        self._cut.discard(frozenset((a, b)))
 
     def reach(self, sender: PeerId, receiver: PeerId) -> MemoryNetwork:
         """Raises PeerUnreachable."""
@@ -124,6 +126,9 @@ class MemoryNetwork:
         await self._hub.awake(self.peer_id)
         target = self._hub.reach(self.peer_id, peer)
         own = peer == self.peer_id
+        if not own:
+            self._hub.sending(self.peer_id, frame.kind)
+            self._hub.reach(peer, self.peer_id)  # perhaps we were killed by that
         packed: bytes | Frame = reread(frame) if own else self._hub.damage(self.peer_id, peer, b"".join(pack(frame)))
         arrives = 0.0 if own else asyncio.get_running_loop().time() + self._hub.delay_s(self.peer_id, peer)
         try:

@@ -11,6 +11,7 @@ import functools
 import math
 import random
 import tempfile
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -54,24 +55,30 @@ LIMIT_S = 6000.0
 """Virtual time after which a run counts as hung: several of the longest waits of the protocol one after the other."""
 TOLERANCE = 1e-5
 """Norm of the difference over norm, per tensor (DESIGN, invariant 1)."""
+POINTS = ("forward", "backward", "seal", "shard", "reduced", "round_entry")
+"""Frames at which a peer may be killed exactly: between any two of them the protocol must be able to lose it."""
 SHOWN = (Note, PeerLeft, PeerSuspected, MicrobatchRerouted, FrameRefused, StepApplied)
 LEFT = "left in order"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """At ``at_s``: 'kill', 'freeze', 'cut' (``who`` from everyone else), 'slow' or 'damage' (the next frames of) ``who``, for ``for_s``;
-    'join': a newcomer, whose name says its stage; or ``who`` wants to 'leave' in order, or to
-    'move' to the next stage."""
+    """At ``at_s``: 'kill', 'freeze', 'cut' (one from everyone else, or two from each other), 'slow' or 'damage' (the next frame of)
+    ``who``, for ``for_s``; 'join': a newcomer, whose name says its stage; or ``who`` wants to 'leave' in order, or to 'move' to the
+    next stage. A kill or damage with ``on`` waits, from ``at_s`` on, for the ``nth`` frame of that kind that ``who`` would send: it
+    dies instead, or that frame is damaged."""
 
     at_s: float
     kind: str
     who: tuple[str, ...]
     for_s: float = 0.0
+    on: str = ""
+    nth: int = 1
 
     def __str__(self) -> str:
         lasting = f" for {self.for_s:.1f} s" if self.for_s else ""
-        return f"{self.kind} {', '.join(self.who)}{lasting}"
+        exactly = f" at {self.on} {self.nth}" if self.on else ""
+        return f"{self.kind} {', '.join(self.who)}{lasting}{exactly}"
 
 
 @dataclass(frozen=True)
@@ -135,12 +142,16 @@ class Scenario:
                     victim = rng.choice(victims)
                     (joined if victim in joined else mortal[_stage(victim)]).remove(victim)
                     killed |= {_stage(victim)} if kind == "kill" else set()
-                    faults.append(Fault(at_s, kind, (victim,)))
+                    on = rng.choice(["", *POINTS]) if kind == "kill" else ""
+                    faults.append(Fault(at_s, kind, (victim,), on=on, nth=rng.randint(1, 6)))
                 continue
-            who = rng.choice([*(p for p, _ in base.members), *joined])
-            if kind == "slow" or _stage(who) not in killed:
-                faults.append(Fault(at_s, kind, (who,), lasting))
-                away |= {_stage(who)} if kind != "slow" else set()
+            peers = [*(p for p, _ in base.members), *joined]
+            who, other = rng.choice(peers), rng.choice(peers)
+            pair = kind == "cut" and other != who and rng.random() < 0.5
+            cut_off = {_stage(who), _stage(other)} if pair else {_stage(who)}
+            if kind == "slow" or not cut_off & killed:
+                faults.append(Fault(at_s, kind, (who, other) if pair else (who,), lasting))
+                away |= cut_off if kind != "slow" else set()
         return cls(**{**base.__dict__, "faults": tuple(sorted(faults, key=lambda f: f.at_s))})
 
 
@@ -236,7 +247,9 @@ class _World:
         self._hub = MemoryHub()
         self._hub.delay_s = lambda sender, receiver: self._rng.uniform(0.3, 1.0) * scenario.delay_s
         self._hub.damage = self._damaged
+        self._hub.sending = self._sending
         self._damaging: set[str] = set()
+        self._doomed: list[tuple[Fault, Counter[tuple[str, str]]]] = []
         self._clock = LoopClock()
         self._computes: dict[str, PacedCompute] = {}
         self._facts = _facts(scenario)
@@ -310,10 +323,12 @@ class _World:
             return
         if name not in self._tasks or self._tasks[name].done():  # has not come yet, or is gone
             return
+        if fault.on:
+            self._doomed.append((fault, Counter()))
+            return
         self._say(f"FAULT {fault}")
         if fault.kind == "kill":
-            self._hub.kill(name)
-            self._tasks[name].cancel()
+            self._kill(name)
             return
         if fault.kind == "move":
             self._peers[name].move((_stage(name) + 1) % len(self._scenario.stages))
@@ -321,9 +336,10 @@ class _World:
         if fault.kind == "leave":
             self._peers[name].leave()
             return
+        pairs = [(name, other) for other in (fault.who[1:] or networks) if other != name]
         switches: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
             "freeze": (lambda: self._hub.freeze(name), lambda: self._hub.thaw(name)),
-            "cut": (lambda: self._cut(name, networks), self._hub.mend),
+            "cut": (lambda: self._each(self._hub.cut, pairs), lambda: self._each(self._hub.mend, pairs)),
             "slow": (lambda: self._slow(name, 5.0), lambda: self._slow(name, 0.2)),
             "damage": (lambda: self._damaging.add(name), lambda: self._damaging.discard(name)),
         }
@@ -335,10 +351,23 @@ class _World:
             end()
             self._say(f"over: {fault}")
 
-    def _cut(self, name: str, networks: dict[str, MemoryNetwork]) -> None:
-        for other in networks:
-            if other != name:
-                self._hub.cut(name, other)
+    def _kill(self, name: str) -> None:
+        self._hub.kill(name)
+        self._tasks[name].cancel()
+
+    def _sending(self, sender: str, kind: str) -> None:
+        """A peer has an appointment at its nth frame of some kind."""
+        for fault, sent in self._doomed:
+            if fault.who[0] == sender and not self._tasks[sender].cancelling():
+                sent[sender, kind] += 1
+                if sent[sender, fault.on] == fault.nth and kind == fault.on:
+                    self._say(f"FAULT {fault}")
+                    self._kill(sender) if fault.kind == "kill" else self._damaging.add(sender)
+
+    @staticmethod
+    def _each(switch: Callable[[str, str], None], pairs: list[tuple[str, str]]) -> None:
+        for a, b in pairs:
+            switch(a, b)
 
     def _slow(self, name: str, factor: float) -> None:
         compute = self._computes[name]
@@ -367,7 +396,7 @@ def _facts(scenario: Scenario) -> _Facts:
     config = load_config(
         None,
             [
-                "model.width=16", "model.heads=2", f"model.layers={len(scenario.stages)}", "model.context=4", "model.vocab=32",
+                "model.width=16", "model.heads=2", f"model.layers={len(scenario.stages)}", "model.context=4", "model.vocab=640",
                 "model.dropout=0.1", "train.microbatch=1", f"train.batch={scenario.microbatches}", f"train.steps={scenario.steps}",
                 f"train.seed={scenario.seed}", f"fleet.stages={len(scenario.stages)}", f"fleet.peers={sum(scenario.stages)}",
                 "optimizer.warmup=1", "optimizer.eps=1e-5", "optimizer.clip=0.5",

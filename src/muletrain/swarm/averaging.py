@@ -2,12 +2,14 @@
 
 Groups are deterministic: every member derives the same ``Round`` from the same announced sets, so there is no matchmaking.
 Everything is reduced into scratch; nothing touches weights before the step's record is whole. All members, the reducing one
-included, use the shard *as it was sent*, so that replicas stay identical under fp16 and 8-bit averaging too.
+included, use the shard *as it was sent*, so that replicas stay identical under fp16 and 8-bit averaging too; its content is the
+hash of the decoded values, so that whoever holds them all can prove and serve them, whatever the codec was.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,11 +21,11 @@ from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError, Pro
 from muletrain.optim.norms import square_norm
 from muletrain.policy.deadline import Deadline
 from muletrain.policy.shards import CHUNK, chunk_ranges, shard_ranges
-from muletrain.swarm.messages import Reduced, Shard, ShardEntry
+from muletrain.swarm.messages import Reduced, Shard, ShardFacts
 from muletrain.wire.codec import decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable
     from typing import Any
 
     from torch import Tensor
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from muletrain.swarm.context import Context
     from muletrain.wire.codec import Encoded
 
+NORM_TOLERANCE = 1e-3
+"""Between the norm that a shard's owner states and our own: devices sum in different orders."""
 MAX_PROBES = 4
 """A member that answers probes but sends nothing for this many (doubling) deadlines is in another round: start a new one."""
 
@@ -53,7 +57,7 @@ class Round:
     microbatches: int
     n_params: int
     stop: bool
-    leaves: PeerId | None = None
+    leaves: tuple[PeerId, ...] = ()
 
     def chunks(self, owner: PeerId) -> list[tuple[int, tuple[int, int]]]:
         """(chunk number, element range) of the shard that ``owner`` reduces; numbers are unique within the round."""
@@ -63,30 +67,35 @@ class Round:
         return list(enumerate(shards[k], start=first))
 
 
+_Key = tuple[bytes, str, str, int]
+"""(round, kind, sender, chunk number)"""
+_Chunk = tuple["Shard | Reduced", "Encoded"]
+
+
 @dataclass
 class _Inbox:
     """Chunks that arrived, perhaps before we knew the round; bounded by what a stage's members may send in one step."""
 
-    arrived: dict[tuple[bytes, str, PeerId, int], Encoded] = field(default_factory=dict)
-    waiting: dict[tuple[bytes, str, PeerId, int], asyncio.Future[Encoded]] = field(default_factory=dict)
+    arrived: dict[_Key, _Chunk] = field(default_factory=dict)
+    waiting: dict[_Key, asyncio.Future[_Chunk]] = field(default_factory=dict)
     size: int = 0
 
-    def put(self, key: tuple[bytes, str, PeerId, int], tensor: Encoded, limit: int) -> None:
+    def put(self, key: _Key, chunk: _Chunk, limit: int) -> None:
         waiter = self.waiting.pop(key, None)
         if waiter is not None and not waiter.done():
-            waiter.set_result(tensor)
+            waiter.set_result(chunk)
             return
-        if key in self.arrived or self.size + tensor.nbytes > limit:
+        if key in self.arrived or self.size + chunk[1].nbytes > limit:
             raise ProtocolError(f"averaging: chunk {key[3]} twice, or more than {limit} bytes waiting")
-        self.arrived[key] = tensor
-        self.size += tensor.nbytes
+        self.arrived[key] = chunk
+        self.size += chunk[1].nbytes
 
-    def get(self, key: tuple[bytes, str, PeerId, int]) -> asyncio.Future[Encoded]:
-        future: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
+    def get(self, key: _Key) -> asyncio.Future[_Chunk]:
+        future: asyncio.Future[_Chunk] = asyncio.get_running_loop().create_future()
         if key in self.arrived:
-            tensor = self.arrived.pop(key)
-            self.size -= tensor.nbytes
-            future.set_result(tensor)
+            chunk = self.arrived.pop(key)
+            self.size -= chunk[1].nbytes
+            future.set_result(chunk)
         else:
             self.waiting[key] = future
         return future
@@ -95,9 +104,10 @@ class _Inbox:
 class Averager:
     """Reduces rounds, one at a time, and answers for the shard this peer owns."""
 
-    def __init__(self, ctx: Context, publish: Callable[[ShardEntry], Coroutine[Any, Any, None]]) -> None:
+    def __init__(self, ctx: Context, held_elsewhere: Callable[[], bool] = lambda: False) -> None:
+        """``held_elsewhere``: a replica holds a round of this step; what does not arrive in time is better taken from it."""
         self._ctx = ctx
-        self._publish = publish
+        self._held_elsewhere = held_elsewhere
         self._inbox = _Inbox()
         self._chunk_deadline = Deadline(floor_s=5.0)
 
@@ -110,7 +120,7 @@ class Averager:
             raise ProtocolError(f"averaging: {tensor.codec} {tensor.shape} is no chunk of a gradient")
         members = len(self._ctx.roster.members())
         limit = 8 * self._ctx.compute.n_params * max(2, members) + (1 << 20)
-        self._inbox.put((message.round, message.KIND, sender, message.chunk), tensor, limit)
+        self._inbox.put((message.round, message.KIND, sender, message.chunk), (message, tensor), limit)
 
     def forget(self) -> None:
         """The step is over: drop what failed attempts left behind."""
@@ -118,8 +128,8 @@ class Averager:
             waiter.cancel()
         self._inbox = _Inbox()
 
-    async def reduce(self, plan: Round, gradient: Tensor) -> tuple[Tensor, tuple[bytes, ...]]:
-        """The stage's mean gradient, flat fp32 [P], and the content hash of each member's shard as received.
+    async def reduce(self, plan: Round, gradient: Tensor) -> tuple[Tensor, tuple[ShardFacts, ...]]:
+        """The stage's mean gradient, flat fp32 [P], and what the record needs to know of each member's shard.
 
         ``gradient``: this peer's accumulator, flat fp32 [P], a sum. Raises RoundFailed.
         """
@@ -150,43 +160,38 @@ class Averager:
             chunk = await self._ctx.compute.offload(encode, gradient[a:b], self._ctx.plan.gradients)
             await self._ctx.send(member, Shard(round=plan.id, step=plan.step, chunk=number), [chunk])
 
-    async def _own(self, plan: Round, gradient: Tensor, result: Tensor) -> bytes:
-        """Reduce our shard, return it to everyone, and publish its entry."""
+    async def _own(self, plan: Round, gradient: Tensor, result: Tensor) -> ShardFacts:
+        """Reduce our shard, and return it to everyone."""
         me = self._ctx.net.peer_id
         others = [m for m in plan.members if m != me]
-        content, square_norm, finite = blake3(), 0.0, True
+        facts = []
         for number, (a, b) in plan.chunks(me):
             parts: list[Tensor | Encoded] = []
             for member in plan.contributors:  # sorted: every run sums in the same order
-                parts.append(gradient[a:b] if member == me else await self._chunk(plan, Shard.KIND, member, number))
-            reduced = await self._ctx.compute.offload(
+                parts.append(gradient[a:b] if member == me else (await self._chunk(plan, Shard, member, number))[1])
+            sent, chunk = await self._ctx.compute.offload(
                 _reduce_chunk, parts, b - a, plan.microbatches, self._ctx.plan.gradients, result[a:b], len(others) > 0
             )
-            content.update(reduced.hash)
-            square_norm += reduced.square_norm
-            finite &= reduced.finite
-            if reduced.sent is not None:
-                message = Reduced(round=plan.id, step=plan.step, chunk=number)
-                await asyncio.gather(*(self._ctx.send(m, message, [reduced.sent]) for m in others))
-        entry = ShardEntry(
-            lineage=plan.lineage, step=plan.step, stage=plan.stage, round=plan.id, shard=plan.members.index(me),
-            shards=len(plan.members), content=content.digest(), square_norm=square_norm if finite else 0.0,
-            finite=finite, stop=plan.stop, leaves=plan.leaves,
-        )  # fmt: skip
-        await self._publish(entry)
-        return entry.content
+            facts.append(chunk)
+            if sent is not None:
+                message = Reduced(
+                    round=plan.id, step=plan.step, chunk=number, square_norm=chunk.square_norm, finite=chunk.finite
+                )
+                await asyncio.gather(*(self._ctx.send(m, message, [sent]) for m in others))
+        return _of_shard(facts)
 
-    async def _collect(self, plan: Round, owner: PeerId, result: Tensor) -> bytes:
+    async def _collect(self, plan: Round, owner: PeerId, result: Tensor) -> ShardFacts:
         """Receive the shard that ``owner`` reduced."""
-        content = blake3()
+        facts = []
         for number, (a, b) in plan.chunks(owner):
-            chunk = await self._chunk(plan, Reduced.KIND, owner, number)
-            content.update(await self._ctx.compute.offload(_store_chunk, chunk, result[a:b]))
-        return content.digest()
+            message, chunk = await self._chunk(plan, Reduced, owner, number)
+            assert isinstance(message, Reduced)  # by its key
+            facts.append(await self._ctx.compute.offload(_store_chunk, message, chunk, result[a:b]))
+        return _of_shard(facts)
 
-    async def _chunk(self, plan: Round, kind: str, sender: PeerId, number: int) -> Encoded:
+    async def _chunk(self, plan: Round, kind: type[Shard | Reduced], sender: PeerId, number: int) -> _Chunk:
         """The next chunk from ``sender``, with a deadline from measured waits; a silent member is probed."""
-        arrival = self._inbox.get((plan.id, kind, sender, number))
+        arrival = self._inbox.get((plan.id, kind.KIND, sender, number))
         begin = self._ctx.clock.now()
         for attempt in range(MAX_PROBES):
             what = f"averaging step {plan.step}: chunk {number} from {sender[-6:]}"
@@ -195,6 +200,8 @@ class Averager:
                     asyncio.shield(arrival), self._chunk_deadline.seconds(attempt), what
                 )
             except DeadlineExceeded:
+                if self._held_elsewhere():
+                    raise RoundFailed(f"{what} did not come, but a replica holds the whole gradient") from None
                 held = await self._ctx.probe(sender, plan.lineage, plan.step, attempt)
                 if held is None:
                     raise
@@ -212,17 +219,9 @@ def _reasons(error: BaseException) -> list[str]:
     return [str(error)]
 
 
-@dataclass
-class _ReducedChunk:
-    sent: Encoded | None
-    hash: bytes
-    square_norm: float
-    finite: bool
-
-
 def _reduce_chunk(
     parts: list[Tensor | Encoded], size: int, microbatches: int, codec: Any, out: Tensor, shared: bool
-) -> _ReducedChunk:
+) -> tuple[Encoded | None, ShardFacts]:
     """Mean of one chunk into ``out`` [size]; as the others will see it when it is ``shared``."""
     tensors = [part if isinstance(part, torch.Tensor) else _decoded(part, size) for part in parts]
     if len(tensors) == 1:
@@ -235,7 +234,17 @@ def _reduce_chunk(
     sent = encode(out, codec) if shared else None
     if sent is not None and codec is not Codec.FP32:
         out.copy_(decode(sent, copy=False))
-    return _ReducedChunk(sent, _hash(sent, out), square_norm(out), bool(torch.isfinite(out.sum())))
+    return sent, _of_chunk(out)
+
+
+def _store_chunk(message: Reduced, chunk: Encoded, out: Tensor) -> ShardFacts:
+    """Into ``out``. Its norm is the one that its owner states, if it is near ours: all must mean the same number to the last bit."""
+    out.copy_(_decoded(chunk, out.numel()))
+    ours = _of_chunk(out)
+    apart = abs(ours.square_norm - message.square_norm)
+    if ours.finite != message.finite or apart > NORM_TOLERANCE * ours.square_norm:
+        raise ProtocolError(f"averaging: chunk {message.chunk} does not have the norm that its sender states")
+    return ours.model_copy(update={"square_norm": message.square_norm})
 
 
 def _decoded(chunk: Encoded, size: int) -> Tensor:
@@ -245,14 +254,27 @@ def _decoded(chunk: Encoded, size: int) -> Tensor:
     return tensor
 
 
-def _store_chunk(chunk: Encoded, out: Tensor) -> bytes:
-    out.copy_(_decoded(chunk, out.numel()))
-    return _hash(chunk, out)
+def _of_chunk(values: Tensor) -> ShardFacts:
+    """A step that is not finite is skipped: what exactly is wrong in it must not keep replicas from agreeing."""
+    finite = bool(torch.isfinite(values.sum()))
+    content = blake3(values.numpy().data.cast("B") if finite else b"not finite").digest()
+    norm = square_norm(values) if finite else 0.0
+    if not math.isfinite(norm):
+        return ShardFacts(content=blake3(b"not finite").digest(), square_norm=0.0, finite=False)
+    return ShardFacts(content=content, square_norm=norm, finite=finite)
 
 
-def _hash(sent: Encoded | None, values: Tensor) -> bytes:
-    """Of the bytes as sent; of the values where nothing was sent (a stage with one replica)."""
-    digest = blake3()
-    for buffer in sent.buffers if sent is not None else [values.numpy().data.cast("B")]:
-        digest.update(buffer)
-    return digest.digest()
+def _of_shard(chunks: list[ShardFacts]) -> ShardFacts:
+    finite = all(c.finite for c in chunks)
+    return ShardFacts(
+        content=blake3(b"".join(c.content for c in chunks)).digest(),
+        square_norm=math.fsum(c.square_norm for c in chunks) if finite else 0.0, finite=finite,
+    )  # fmt: skip
+
+
+def contents(gradient: Tensor, members: int) -> tuple[bytes, ...]:
+    """The content of each of the ``members`` shards of a whole mean gradient, flat fp32 [P]."""
+    return tuple(
+        _of_shard([_of_chunk(gradient[i:j]) for i, j in chunk_ranges(a, b)]).content
+        for a, b in shard_ranges(gradient.numel(), members)
+    )

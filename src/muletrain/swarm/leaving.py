@@ -1,6 +1,6 @@
 """Leaving in order: between two steps, and never as the last replica of a stage (DESIGN "Joining, moving, leaving").
 
-Whoever wants to go says so in its entry of the step record, as the request to stop travels. Who goes is a pure function of the record
+Whoever wants to go says so in its seal, as the request to stop travels. Who goes is a pure function of the record
 (``StepRecord.leavers``), so that all members count without it from the same step on: nothing waits for it, nothing is sent to it, and
 no number changes. It stays until its stage's other replicas have that step, since they may still lack something of its.
 """
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from muletrain.events import Note
 
 if TYPE_CHECKING:
-    from muletrain.network.base import PeerId
     from muletrain.swarm.context import Context
 
 TRIES, PAUSE_S, PAUSE_MAX_S = 60, 0.05, 2.0
@@ -29,16 +28,16 @@ class Departure:
         self.wanted = False
         self._told: str | None = None
 
-    def announced(self) -> PeerId | None:
-        """What our entry of the record says: our id, if we want to go and are not needed. Says why we stay, when that changes."""
+    def announced(self) -> bool:
+        """What our seal says: whether we want to go and are not needed. Says why we stay, when that changes."""
         if not self.wanted:
-            return None
+            return False
         reason = self._ctx.roster.needs_us()
         if reason is not None and reason != self._told:
             message = f"{self._ctx.roster.own.name} wants to leave, but {reason}: it stays until that changes"
             self._ctx.emit(Note(level="warning", message=message))
         self._told = reason
-        return self._ctx.net.peer_id if reason is None else None
+        return reason is None
 
     async def taken_over(self, lineage: bytes, step: int) -> bool:
         """Wait until every replica of our stage that answers has come to ``step``; False if in the end none has, so that ours is the

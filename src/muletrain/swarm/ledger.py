@@ -32,6 +32,10 @@ class Ledger:
         self._running.add(index)
         return True
 
+    def takes(self, index: int) -> bool:
+        """False when ``index`` is not in the accumulator and cannot come in now: another replica may still be open for it."""
+        return not self._sealed or index in self._held
+
     def commit(self, index: int) -> None:
         """The gradient of ``index`` is now in the accumulator."""
         self._running.remove(index)

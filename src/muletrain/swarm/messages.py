@@ -166,7 +166,8 @@ class Gap(Message):
 
 
 class Seal(Message):
-    """A member announces what its accumulator holds, and the digest of the weights it was computed with."""
+    """A member announces what its accumulator holds, and the digest of the weights it was computed with. ``members``: the replicas it
+    counts on, itself included. ``stop``: it asks for an orderly end after this step; ``leaves``: for its own."""
 
     KIND: ClassVar[str] = "seal"
     CHANNEL: ClassVar[Channel] = Channel.AVERAGE
@@ -175,8 +176,10 @@ class Seal(Message):
     stage: Natural
     attempt: Natural
     indices: Indices
-    members: Annotated[tuple[Id, ...], Field(max_length=4096)]
+    members: Annotated[tuple[Id, ...], Field(min_length=1, max_length=4096)]
     weights: Digest
+    stop: bool
+    leaves: bool
 
 
 class Shard(Message):
@@ -191,7 +194,7 @@ class Shard(Message):
 
 
 class Reduced(Message):
-    """A chunk of the mean gradient, from the member that reduced it."""
+    """A chunk of the mean gradient, from the member that reduced it, with its squared norm as that member computed it."""
 
     KIND: ClassVar[str] = "reduced"
     CHANNEL: ClassVar[Channel] = Channel.AVERAGE
@@ -199,28 +202,40 @@ class Reduced(Message):
     round: Digest
     step: Natural
     chunk: Natural
+    square_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    finite: bool
 
 
-class ShardEntry(Message):
-    """What the record needs to know of one reduced shard: the hash of its bytes as sent, its squared norm, whether it is finite."""
+class ShardFacts(BaseModel):
+    """What the record needs to know of one reduced shard: the hash of its values (fp32, decoded), their squared norm (0 where they are
+    not finite)."""
 
-    KIND: ClassVar[str] = "shard_entry"
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    content: Digest
+    square_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    finite: bool
+
+
+class RoundEntry(Message):
+    """``holder`` attests that it holds the whole mean gradient of this round. ``members`` are sorted, ``shards`` in their order.
+    ``without``: members that the holder believes dead; everything but these two is the same from every holder."""
+
+    KIND: ClassVar[str] = "round_entry"
     lineage: Digest
     step: Natural
     stage: Natural
     round: Digest
-    shard: Natural
-    shards: Natural
-    content: Digest
-    square_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    finite: bool
+    members: Annotated[tuple[Id, ...], Field(min_length=1, max_length=4096)]
+    shards: Annotated[tuple[ShardFacts, ...], Field(min_length=1, max_length=4096)]
     stop: bool
-    leaves: Id | None = None
-    """The reducing member's own id, if it wants to go after this step."""
+    leaves: Annotated[tuple[Id, ...], Field(max_length=4096)] = ()
+    """Members that want to go after this step, sorted."""
+    holder: Id
+    without: Annotated[tuple[Id, ...], Field(max_length=4096)] = ()
 
 
 class AskEntries(Message):
-    """Call: which shard entries of this step do you know?"""
+    """Call: which round entries of this step, or of the one you applied last, do you know?"""
 
     KIND: ClassVar[str] = "ask_entries"
     lineage: Digest
@@ -229,7 +244,16 @@ class AskEntries(Message):
 
 class Entries(Message):
     KIND: ClassVar[str] = "entries"
-    entries: Annotated[tuple[ShardEntry, ...], Field(max_length=1 << 16)]
+    entries: Annotated[tuple[RoundEntry, ...], Field(max_length=1 << 16)]
+
+
+class AskGradient(Message):
+    """Call: the mean gradient of this round, fp32, from byte ``offset``, as much as fits into an answer. Of the current step, or of the one
+    applied last."""
+
+    KIND: ClassVar[str] = "ask_gradient"
+    round: Digest
+    offset: Natural
 
 
 class AskHeld(Message):
@@ -260,6 +284,29 @@ class AskSeal(Message):
     KIND: ClassVar[str] = "ask_seal"
     lineage: Digest
     step: Natural
+
+
+class MemberView(BaseModel):
+    """Whom ``member`` counts on in its stage, itself included."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    member: Id
+    attempt: Natural
+    members: Annotated[tuple[Id, ...], Field(min_length=1, max_length=4096)]
+
+
+class AskViews(Message):
+    """Call to a peer of another stage, where replicas that do not reach each other meet: here is my view of my stage, whose do you know?"""
+
+    KIND: ClassVar[str] = "ask_views"
+    lineage: Digest
+    step: Natural
+    view: MemberView
+
+
+class Views(Message):
+    KIND: ClassVar[str] = "views"
+    views: Annotated[tuple[MemberView, ...], Field(max_length=4096)]
 
 
 class Back(Message):

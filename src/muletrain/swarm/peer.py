@@ -12,17 +12,19 @@ from muletrain.errors import DeadlineExceeded, Malformed, NetworkError, Protocol
 from muletrain.events import Event, EventError, Note, PeerJoined, PeerLeft, StepApplied, StepDone
 from muletrain.swarm.checkpointing import Collector, send_part
 from muletrain.swarm.context import StepStats
+from muletrain.swarm.knowledge import Behind
 from muletrain.swarm.membership import Membership
 from muletrain.swarm.messages import (
     AskEntries,
+    AskGradient,
     AskHeld,
     AskSeal,
+    AskViews,
     Back,
     Backward,
     Block,
     Busy,
     Done,
-    Entries,
     Finished,
     Forward,
     Gap,
@@ -31,9 +33,9 @@ from muletrain.swarm.messages import (
     Part,
     Reduced,
     Report,
+    RoundEntry,
     Seal,
     Shard,
-    ShardEntry,
     StopRun,
     TrainerDone,
 )
@@ -41,7 +43,7 @@ from muletrain.swarm.pipeline import Pipeline
 from muletrain.swarm.rebalancing import Rebalancer
 from muletrain.swarm.router import Router
 from muletrain.swarm.snapshot import Receiver, Snapshots
-from muletrain.swarm.stepper import Behind, Differs, Stepper
+from muletrain.swarm.stepper import Stepper
 from muletrain.swarm.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -68,7 +70,7 @@ LAST_CHECKPOINT_S = 600.0
 """How long members wait for the collector to have the last checkpoint."""
 
 STEP_KINDS: dict[str, type[Message]] = {
-    m.KIND: m for m in (Forward, Backward, Done, Busy, Lost, TrainerDone, Gap, Seal, Shard, Reduced, ShardEntry, Back)
+    m.KIND: m for m in (Forward, Backward, Done, Busy, Lost, TrainerDone, Gap, Seal, Shard, Reduced, RoundEntry, Back)
 }
 OTHER_KINDS: dict[str, type[Message]] = {m.KIND: m for m in (Part, Report, Block)}
 
@@ -103,10 +105,10 @@ class Peer:
         self._pipeline = Pipeline(ctx, lambda: self.stepper.ledger, onwards)
         genesis = ctx.roster.genesis
         self.stepper = Stepper(ctx, genesis.first_step, genesis.lineage, self._pipeline.running, self._adopt)
-        self.stepper.settled = not joining
+        self.stepper.settled, self.stepper.away = not joining, joining
         self._trainer = None
         if source is not None and ctx.roster.own.trainer:
-            self._trainer = Trainer(ctx, source, lambda: _window(ctx), lambda: self.stepper.ledger.held)
+            self._trainer = Trainer(ctx, source, lambda: _window(ctx), lambda: self.stepper.covered())
         self._snapshots = Snapshots(ctx, self.stepper)
         self._receiver = Receiver(ctx)
         self._membership = Membership(ctx)
@@ -125,7 +127,9 @@ class Peer:
         ctx.net.receive(self._on_frame)
         ctx.net.serve(AskHeld.KIND, self._answer_held)
         ctx.net.serve(AskEntries.KIND, self._answer_entries)
+        ctx.net.serve(AskGradient.KIND, self._answer_gradient)
         ctx.net.serve(AskSeal.KIND, self._answer_seal)
+        ctx.net.serve(AskViews.KIND, self._answer_views)
         ctx.net.serve(StopRun.KIND, self._answer_stop)
         ctx.net.serve(Finished.KIND, self._answer_finished)
 
@@ -168,16 +172,20 @@ class Peer:
             self._begin_step(step, lineage, returned=returned)
             await self._redeliver()
             try:
-                record = await self.stepper.run()
+                record = await self.stepper.run(returned=returned)
+                returned = False
             except Behind as e:
                 self._end_step_tasks()
                 returned = True
-                if await self._catch_up(str(e), self.stepper.step - isinstance(e, Differs)):
-                    written = await self._finish(self.stepper.step - 1)
-                    break
-                continue
+                replayed = await self.stepper.replay() if e.weights_hold else None
+                if replayed is None:
+                    if await self._catch_up(str(e), self.stepper.step - (not e.weights_hold)):
+                        written = await self._finish(self.stepper.step - 1)
+                        break
+                    continue
+                ctx.emit(Note(level="warning", message=f"{e}: took it from a replica and applied it"))
+                record = replayed
             self._end_step_tasks()
-            returned = False
             self._report(record)
             last = record.stop or step + 1 == plan.steps
             gone = () if last else self._without(record)
@@ -194,6 +202,8 @@ class Peer:
             self.stepper.advance(record)
             if ctx.net.peer_id in gone and await self._leave():
                 break
+            if returned:
+                self._say_back()
         announcing.cancel()
         return written
 
@@ -240,7 +250,7 @@ class Peer:
                 return True
             self._early = [(s, f) for s, f in self._early if f.header.get("step", 0) >= snapshot.step]
             ctx.stats = StepStats(started=ctx.clock.now())
-            await ctx.tell(ctx.roster.everyone(), Back(lineage=snapshot.lineage, step=snapshot.step))
+            self._say_back()
             own_step = snapshot.step
             held = await asyncio.gather(
                 *(ctx.probe(p, snapshot.lineage, own_step) for p in ctx.roster.replicas() if ctx.roster.is_alive(p))
@@ -248,6 +258,10 @@ class Peer:
             if not any(h is not None and h.step > own_step for h in held):
                 break  # nobody has gone on meanwhile
         return False
+
+    def _say_back(self) -> None:
+        back = Back(lineage=self.stepper.lineage, step=self.stepper.step)
+        self._ctx.spawn(self._ctx.tell(self._ctx.roster.everyone(), back), "back")
 
     def _refresh_routes(self) -> None:
         if self._pipeline.router is not None:
@@ -409,11 +423,12 @@ class Peer:
             raise ProtocolError(f"{frame.kind} of step {step} from another lineage")
         self._ctx.roster.alive(sender)
         if step > self.stepper.step:
+            self.stepper.on_later(sender)
             kept = sum(t.nbytes for _, f in self._early for t in f.tensors)
             if step == self.stepper.step + 1 and len(self._early) < EARLY_LIMIT and kept < EARLY_BYTES:
                 self._early.append((sender, frame))  # else we are far behind, and find that out
             return
-        if isinstance(message, Seal | ShardEntry):
+        if isinstance(message, Seal | RoundEntry):
             await self._membership.acquaint(sender, message.stage)
         await self._dispatch(sender, message, frame)
         self.stepper.touched()
@@ -436,7 +451,7 @@ class Peer:
                 self.stepper.on_seal(sender, message)
             case Shard() | Reduced():
                 self.stepper.averager.on_chunk(sender, message, frame.tensors[0])
-            case ShardEntry():
+            case RoundEntry():
                 self.stepper.on_entry(sender, message)
             case Back():
                 self._refresh_routes()
@@ -496,19 +511,29 @@ class Peer:
 
     async def _answer_held(self, sender: PeerId, payload: bytes) -> bytes:
         ask = AskHeld.unpack(payload)
-        if (ask.step, ask.lineage) == (self.stepper.step, self.stepper.lineage) and not self.left:
+        if (ask.step, ask.lineage) == (self.stepper.step, self.stepper.lineage) and not (
+            self.left or self.stepper.away
+        ):
             return self.stepper.held().pack()
         return Held(current=False, step=self.stepper.step, stage=self._ctx.roster.own.stage).pack()
 
     async def _answer_entries(self, sender: PeerId, payload: bytes) -> bytes:
         ask = AskEntries.unpack(payload)
-        if (ask.step, ask.lineage) == (self.stepper.step, self.stepper.lineage):
-            return self.stepper.entries().pack()
-        return Entries(entries=self.stepper.previous_entries(ask.step, ask.lineage)).pack()
+        return self.stepper.entries(ask.step, ask.lineage).pack()
+
+    async def _answer_gradient(self, sender: PeerId, payload: bytes) -> bytes:
+        """Raises ProtocolError for a peer of another stage, and for a round that is not held here."""
+        ask = AskGradient.unpack(payload)
+        if self._ctx.roster.member(sender).stage != self._ctx.roster.own.stage:
+            raise ProtocolError("a gradient is for replicas of its stage")
+        return self.stepper.gradient_piece(ask.round, ask.offset)
 
     async def _answer_seal(self, sender: PeerId, payload: bytes) -> bytes:
         ask, seal = AskSeal.unpack(payload), self.stepper.announced
         return seal.pack() if seal is not None and (seal.step, seal.lineage) == (ask.step, ask.lineage) else b""
+
+    async def _answer_views(self, sender: PeerId, payload: bytes) -> bytes:
+        return self.stepper.on_view(sender, AskViews.unpack(payload)).pack()
 
     async def _answer_stop(self, sender: PeerId, payload: bytes) -> bytes:
         StopRun.unpack(payload)
@@ -519,6 +544,8 @@ class Peer:
         Finished.unpack(payload)
         if sender != self._ctx.roster.genesis.collector:
             raise ProtocolError("finished: only the collecting peer ends the run")
+        if not self._over:  # it goes next
+            await self.stepper.find_out(sender)
         self._finished.set()
         return b""
 

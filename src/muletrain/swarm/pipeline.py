@@ -71,12 +71,17 @@ class Pipeline:
         return len(self._held)
 
     async def on_forward(self, sender: PeerId, message: Forward, frame: Frame) -> None:
-        """Admit, or say that the queue is full. A microbatch that this peer works on already is not begun twice."""
+        """Admit, or say that the queue is full, or that another replica must accumulate it. A microbatch that this peer works on
+        already is not begun twice."""
         self._check(message, *frame.tensors)
         key = (message.step, message.index)
         if key in self._held or len(self._held) >= self.ctx.plan.capacity:
             busy = Busy(**message.identity(), stage=message.stage)
             self.ctx.spawn(self._reply(sender, busy, []), "busy")
+            return
+        if message.stage in message.accumulate and not self.ledger().takes(message.index):
+            lost = Lost(**message.identity(), stage=message.stage, reason="its accumulator is sealed")
+            self.ctx.spawn(self._reply(sender, lost, []), "lost")
             return
         held = self._held[key] = _Held(sender, message, self.ctx.clock.now())
         self.ctx.spawn(self._serve(held, frame.tensors), f"serve {key}")

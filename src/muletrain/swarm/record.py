@@ -19,23 +19,35 @@ from muletrain.errors import ProtocolError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from muletrain.swarm.messages import ShardEntry
+    from muletrain.swarm.messages import RoundEntry, ShardFacts
 
 
 def round_id(
-    lineage: bytes, stage: int, step: int, attempt: int, sealed: dict[str, frozenset[int]], chosen: tuple[str, ...]
+    lineage: bytes,
+    stage: int,
+    step: int,
+    attempt: int,
+    sealed: dict[str, frozenset[int]],
+    chosen: tuple[str, ...],
+    stop: bool,
+    leaves: tuple[str, ...] = (),
 ) -> bytes:
     """Identity of one attempt at reducing one stage: members that disagree on anything have different rounds, and fail loudly."""
     sets = [(m, sorted(sealed[m])) for m in sorted(sealed)]
-    return hashlib.sha256(msgpack.packb(["round", lineage, stage, step, attempt, sets, list(chosen)])).digest()
+    return hashlib.sha256(
+        msgpack.packb(["round", lineage, stage, step, attempt, sets, list(chosen), stop, list(leaves)])
+    ).digest()
 
 
 @dataclass(frozen=True)
 class StageEntry:
-    """One stage's part of the record: the shards of one complete round, in order."""
+    """One stage's part of the record: its complete round. ``stop``: some member of it asked for an orderly end. ``leaves``: those that
+    want to go after this step."""
 
     round: bytes
-    shards: tuple[ShardEntry, ...]
+    shards: tuple[ShardFacts, ...]
+    stop: bool
+    leaves: tuple[str, ...] = ()
 
     @property
     def square_norm(self) -> float:
@@ -59,7 +71,8 @@ class StepRecord:
     def hash(self) -> bytes:
         """The lineage of step t + 1."""
         content = [
-            [e.round, [[s.content, s.square_norm, s.finite, s.stop, s.leaves] for s in e.shards]] for e in self.stages
+            [e.round, [[s.content, s.square_norm, s.finite] for s in e.shards], e.stop, list(e.leaves)]
+            for e in self.stages
         ]
         return hashlib.sha256(msgpack.packb(["record", self.step, self.lineage, content])).digest()
 
@@ -75,15 +88,14 @@ class StepRecord:
     @property
     def stop(self) -> bool:
         """Some member asked for an orderly end: everyone that applies this record stops after it."""
-        return any(s.stop for e in self.stages for s in e.shards)
+        return any(e.stop for e in self.stages)
 
     def leavers(self, trains: Callable[[str], bool]) -> tuple[str, ...]:
         """Who goes after this step, the same for everyone: of the members of a stage's round at most one, and only if another stays; of
         the trainers (``trains``) at most one. The others that asked stay, and ask again."""
         chosen: list[str] = []
         for entry in self.stages:
-            asked = sorted(s.leaves for s in entry.shards if s.leaves is not None)
-            free = [p for p in asked if not (trains(p) and any(map(trains, chosen)))]
+            free = [p for p in entry.leaves if not (trains(p) and any(map(trains, chosen)))]
             chosen += free[:1] if len(entry.shards) > 1 else []
         return tuple(chosen)
 
@@ -93,48 +105,83 @@ class StepRecord:
 
 
 @dataclass
+class _Known:
+    """A round of which entries arrived: what all of them say, and what each holder says."""
+
+    facts: RoundEntry
+    holders: dict[str, RoundEntry] = field(default_factory=dict)
+
+    def add(self, entry: RoundEntry) -> None:
+        before = self.holders.get(entry.holder, entry).without
+        without = tuple(sorted({*entry.without, *before}))
+        self.holders[entry.holder] = entry.model_copy(update={"without": without})
+
+    @property
+    def complete(self) -> bool:
+        """Every member holds the gradient, or is given up by one that does: an applied gradient can be had from somebody."""
+        given_up = {m for e in self.holders.values() for m in e.without}
+        return self.holders.keys() | given_up >= set(self.facts.members)
+
+
+@dataclass
 class RecordBuilder:
-    """Collects shard entries of one step until every stage has a complete round."""
+    """Collects round entries of one step until every stage has a complete round."""
 
     step: int
     lineage: bytes
     stages: int
-    _entries: dict[tuple[int, bytes], dict[int, ShardEntry]] = field(default_factory=dict)
+    _rounds: dict[tuple[int, bytes], _Known] = field(default_factory=dict)
+    _record: StepRecord | None = None
 
     MAX_ROUNDS = 64  # a stage retries a handful of times; more is an attack on memory
 
-    def add(self, entry: ShardEntry) -> None:
+    def add(self, entry: RoundEntry) -> None:
         """Raises ProtocolError for an entry that contradicts the step, itself, or an earlier one."""
         if (entry.step, entry.lineage) != (self.step, self.lineage):
             raise ProtocolError(f"entry of step {entry.step} for the record of step {self.step}, or of another lineage")
-        if entry.stage >= self.stages or not entry.shard < entry.shards <= 4096:
-            raise ProtocolError(f"entry for shard {entry.shard}/{entry.shards} of stage {entry.stage}/{self.stages}")
+        if entry.stage >= self.stages or len(entry.shards) != len(entry.members):
+            raise ProtocolError(f"entry of stage {entry.stage}/{self.stages} with {len(entry.shards)} shards")
+        if list(entry.members) != sorted(set(entry.members)) or not set(entry.without) < set(entry.members):
+            raise ProtocolError(f"entry of stage {entry.stage}: members out of order, or all given up")
+        if not set(entry.leaves) <= set(entry.members):
+            raise ProtocolError(f"entry of stage {entry.stage}: others than its members leave")
         key = (entry.stage, entry.round)
-        if key not in self._entries and sum(s == entry.stage for s, _ in self._entries) >= self.MAX_ROUNDS:
+        if key not in self._rounds and sum(s == entry.stage for s, _ in self._rounds) >= self.MAX_ROUNDS:
             raise ProtocolError(f"stage {entry.stage}: more than {self.MAX_ROUNDS} rounds in one step")
-        known = self._entries.setdefault(key, {})
-        if any(e.shards != entry.shards for e in known.values()) or known.get(entry.shard, entry) != entry:
-            raise ProtocolError(f"stage {entry.stage} shard {entry.shard}: two different entries for one round")
-        known[entry.shard] = entry
+        known = self._rounds.setdefault(key, _Known(facts_of(entry)))
+        if facts_of(entry) != known.facts:
+            raise ProtocolError(f"stage {entry.stage}: {entry.holder[-6:]} contradicts what others hold of one round")
+        known.add(entry)
+        self._record = self._built()
 
-    def entries(self) -> tuple[ShardEntry, ...]:
-        return tuple(e for known in self._entries.values() for e in known.values())
+    def entries(self) -> tuple[RoundEntry, ...]:
+        return tuple(e for known in self._rounds.values() for e in known.holders.values())
+
+    def held(self, stage: int) -> list[RoundEntry]:
+        """Entries of ``stage``, those of the rounds that most hold first."""
+        rounds = [k for (s, _), k in sorted(self._rounds.items(), key=lambda item: item[0]) if s == stage]
+        rounds.sort(key=lambda k: -len(k.holders))
+        return [e for known in rounds for _, e in sorted(known.holders.items())]
+
+    def holders(self, stage: int, round_: bytes) -> frozenset[str]:
+        known = self._rounds.get((stage, round_))
+        return frozenset(known.holders) if known is not None else frozenset()
 
     def record(self) -> StepRecord | None:
         """``R_t`` once every stage has a complete round (the lowest round id, should there be two), else None."""
+        return self._record
+
+    def _built(self) -> StepRecord | None:
         complete = []
         for stage in range(self.stages):
-            rounds = sorted(r for s, r in self._entries if s == stage and self._is_complete(s, r))
+            rounds = sorted(r for (s, r), known in self._rounds.items() if s == stage and known.complete)
             if not rounds:
                 return None
-            known = self._entries[stage, rounds[0]]
-            complete.append(StageEntry(rounds[0], tuple(known[k] for k in range(len(known)))))
+            facts = self._rounds[stage, rounds[0]].facts
+            complete.append(StageEntry(rounds[0], facts.shards, facts.stop, facts.leaves))
         return StepRecord(self.step, self.lineage, tuple(complete))
 
-    def missing(self) -> list[int]:
-        """Stages without a complete round."""
-        return [s for s in range(self.stages) if not any(k == s and self._is_complete(k, r) for k, r in self._entries)]
 
-    def _is_complete(self, stage: int, round_: bytes) -> bool:
-        known = self._entries[stage, round_]
-        return len(known) == next(iter(known.values())).shards
+def facts_of(entry: RoundEntry) -> RoundEntry:
+    """What every holder of the round says alike."""
+    return entry.model_copy(update={"holder": "", "without": ()})

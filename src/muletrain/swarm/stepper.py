@@ -1,50 +1,39 @@
 """One step's agreement: seal, reduce, record, apply (DESIGN "How a step goes", points 5-8).
 
-The stepper owns what is true of the current step: its ledger, the hints about what is through, the announced sets, and the
-record being assembled.
+Whoever holds the whole mean gradient of its stage says so and keeps it; whoever does not takes it from one that does. A peer applies
+the step with the record that follows from what the holders of all stages say.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from muletrain.compute.base import Update
-from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError, ProtocolError
+from muletrain.errors import MuletrainError, NetworkError
 from muletrain.events import Note
-from muletrain.policy.cover import Cover, resolve
-from muletrain.policy.deadline import Deadline
 from muletrain.swarm.averaging import Averager, Round, RoundFailed
-from muletrain.swarm.leaving import Departure
-from muletrain.swarm.ledger import Ledger
-from muletrain.swarm.messages import AskEntries, AskSeal, Entries, Gap, Held, Seal, ShardEntry, TrainerDone
-from muletrain.swarm.record import RecordBuilder, StepRecord, round_id
+from muletrain.swarm.holding import Holding, fetch_gradient
+from muletrain.swarm.knowledge import MAX_ATTEMPTS, Behind
+from muletrain.swarm.messages import RoundEntry
+from muletrain.swarm.sealing import PAUSE_MAX_S, PAUSE_S, LeftOut, Sealing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
     from torch import Tensor
 
-    from muletrain.network.base import PeerId
     from muletrain.swarm.context import Context
+    from muletrain.swarm.record import StepRecord
 
-MAX_ATTEMPTS = 20
-"""Rounds tried for one step before the peer gives up with an error instead of trying for ever."""
-MAX_SILENCE = 6
-"""Doubling deadlines without any news before a wait is declared hopeless."""
+T = TypeVar("T")
 
 
-class Behind(MuletrainError):
-    """The others have gone on without us: what this step needs is gone, so the state must come from a replica."""
+class _HeldElsewhere(Exception):
+    """A replica holds a round of this step."""
 
 
-class Differs(Behind):
-    """This replica's weights are not the others': the state must come from one of them, although it is of the same step."""
-
-
-class Stepper:
+class Stepper(Sealing):
     """Takes the run from one lineage to the next."""
 
     def __init__(
@@ -55,260 +44,172 @@ class Stepper:
         running: Callable[[], list[int]],
         orphaned: Callable[[frozenset[int]], None],
     ) -> None:
-        """``running``: microbatches this peer works on. ``orphaned`` is told what is not through after a missed deadline."""
-        self._ctx = ctx
-        self._running = running
-        self._orphaned = orphaned
-        self.averager = Averager(ctx, self._publish)
-        self._step_deadline = Deadline()
-        self._seal_deadline = Deadline(floor_s=5.0)
-        self._record_deadline = Deadline(unmeasured_s=10.0, floor_s=5.0)
-        self.stop_requested = False
-        self.departure = Departure(ctx)
-        self.settled = True
-        """The weights are those before ``step``: false while an update is being applied."""
-        self.over = False
-        """The run has ended before ``step``."""
-        self._weights: bytes = b"\0" * 32
-        self._differed: int | None = None
-        """The last step at which our weights were not the others'."""
-        ctx.changed = self.touched
-        self._enter(step, lineage)
-
-        self._previous = self._builder
-
-    def _enter(self, step: int, lineage: bytes) -> None:
-        self.step, self.lineage = step, lineage
-        self._drop_ledger()
-        self.losses: dict[int, float] = {}
-        self._seals: dict[PeerId, Seal] = {}
-        self._builder = RecordBuilder(step, lineage, self._ctx.plan.stages)
-        self._changed = asyncio.Event()
-
-    def _drop_ledger(self) -> None:
-        """Nothing is in our accumulator."""
-        self.ledger = Ledger(self.lineage, self.step, self._ctx.plan.microbatches)
-        self.announced: Seal | None = None
-        self._reduced = False
-
-    # What arrives ---------------------------------------------------------------------------------------------------
-
-    def on_trainer_done(self, message: TrainerDone) -> None:
-        if len(message.indices) != len(message.losses) or any(
-            i >= self._ctx.plan.microbatches for i in message.indices
-        ):
-            raise ProtocolError("trainer_done: indices outside the step, or not one loss for each")
-        self.losses.update(zip(message.indices, message.losses, strict=True))
-        self._changed.set()
-
-    def on_seal(self, sender: PeerId, message: Seal) -> None:
-        stage = self._ctx.roster.own.stage
-        if (message.step, message.lineage) != (self.step, self.lineage):
-            raise ProtocolError("seal of another step or lineage")
-        if message.stage != stage or self._ctx.roster.member(sender).stage != stage:
-            raise ProtocolError("seal from a peer of another stage")
-        if any(i >= self._ctx.plan.microbatches for i in message.indices) or message.attempt >= MAX_ATTEMPTS:
-            raise ProtocolError("seal with indices outside the step, or of an attempt that nobody makes")
-        known = self._seals.get(sender)
-        if known is None or known.attempt < message.attempt:
-            self._seals[sender] = message
-            self._changed.set()
-
-    def on_entry(self, sender: PeerId, entry: ShardEntry) -> None:
-        if self._ctx.roster.member(sender).stage != entry.stage:
-            raise ProtocolError("shard entry for a stage that its sender does not serve")
-        if entry.leaves not in (None, sender):
-            raise ProtocolError("shard entry that says of another member that it leaves")
-        self._builder.add(entry)
-        self._changed.set()
-
-    def entries(self) -> Entries:
-        return Entries(entries=self._builder.entries())
-
-    def previous_entries(self, step: int, lineage: bytes) -> tuple[ShardEntry, ...]:
-        """Of the step before, for a member that missed a notice; empty for any other."""
-        known = self._previous
-        return known.entries() if (known.step, known.lineage) == (step, lineage) else ()
-
-    def held(self) -> Held:
-        return Held(
-            current=True,
-            stage=self._ctx.roster.own.stage,
-            step=self.step,
-            held=tuple(sorted(self.ledger.held)),
-            running=tuple(self._running()),
-            through=tuple(self.losses),
-            losses=tuple(self.losses.values()),
-        )
-
-    # The step -------------------------------------------------------------------------------------------------------
+        """See ``Knowledge``."""
+        super().__init__(ctx, step, lineage, running, orphaned)
+        self.averager = Averager(ctx, lambda: bool(self._held_by_replicas()))
 
     async def open(self) -> None:
         """Replicas must begin with the same weights, too."""
         self._weights = await self._ctx.compute.digest()
 
-    async def run(self) -> StepRecord:
-        """From the first microbatch to the applied update. Raises MuletrainError when the step cannot be completed."""
-        ctx = self._ctx
-        await self._until(self._all_through, self._step_deadline, "microbatches to go through", self._ask_progress)
-        begin = ctx.clock.now()
-        gradient, contents, round_ = await self._reduce()
-        self._reduced = True
-        await self._until(
-            lambda: self._builder.record() is not None, self._record_deadline, "the step record", self._ask_entries
-        )
+    async def run(self, *, returned: bool = False) -> StepRecord:
+        """From the first microbatch to the applied update. ``returned``: we were away, and may be behind still. Raises Behind, and
+        MuletrainError when the step cannot be completed."""
+        if returned:
+            await self._ask_holders()
+        holding = self._holding = await self._hold()
+        begin = self._ctx.clock.now()
+        await self._waits.until(
+            lambda: self._builder.record() is not None, self._record_deadline, f"the record of step {self.step}", self._ask_entries
+        )  # fmt: skip
         record = self._builder.record()
-        assert record is not None  # _until returned
-        ctx.stats.averaging_s += ctx.clock.now() - begin
-        self._verify(record, round_, contents)
-        await self._apply(record, gradient)
+        assert record is not None  # until returned
+        self._ctx.stats.averaging_s += self._ctx.clock.now() - begin
+        await self._apply(record, holding.gradient)
         return record
 
-    def _all_through(self) -> bool:
-        return len(self.losses) == self._ctx.plan.microbatches
+    async def replay(self) -> StepRecord | None:
+        """The others finished this step without us, but keep what it takes until they apply the next: apply it. None where nobody has it
+        (any more)."""
+        await self._quiesce()
+        roster = self._ctx.roster
+        for peer in sorted(roster.everyone(), key=lambda p: not roster.is_alive(p)):
+            if self._builder.record() is not None or await self._entries_from(peer):
+                break
+        record = self._builder.record()
+        if record is None:
+            return None
+        round_ = record.stages[roster.own.stage].round
+        if self._holding is None or self._holding.entry.round != round_:
+            self._holding = await self._taken(round_)
+        if self._holding is None:
+            return None
+        await self._apply(record, self._holding.gradient)
+        return record
 
-    async def _reduce(self) -> tuple[Tensor, tuple[bytes, ...], Round]:
-        attempt = -1
-        while (attempt := max(attempt + 1, self._latest_attempt())) < MAX_ATTEMPTS:
-            round_ = await self._agree(attempt)
-            if round_ is None:
-                continue
+    # Holding the stage's gradient -------------------------------------------------------------------------------------
+
+    def _look_around(self) -> None:
+        """During every wait. Whoever holds a round never tries another: it says so, and whom it goes on without. Whoever holds none takes
+        it from one that does. Raises _HeldElsewhere; RoundFailed when a member of the round being reduced tries another; Behind when
+        the run agreed on what we do not hold."""
+        if self.away:
+            return
+        if self._behind is not None:
+            raise self._behind
+        if self._reducing is not None and self._latest_attempt(self._reducing.members) > self._reducing.attempt:
+            raise RoundFailed(f"averaging step {self.step}: another attempt has begun")
+        record, own = self._builder.record(), self._ctx.roster.own.stage
+        if self._holding is not None:
+            self._attest(self._holding.entry)
+            record = self._builder.record()
+        if record is not None and (self._holding is None or self._holding.entry.round != record.stages[own].round):
+            raise Behind(f"step {self.step}: the run agreed on a gradient of stage {own} that this peer does not hold")
+        if self._holding is None and self._held_by_replicas():
+            lost = self._reducing is not None and not all(map(self._ctx.roster.is_alive, self._reducing.members))
+            if lost or not self._gathering:
+                raise _HeldElsewhere
+
+    def _attest(self, entry: RoundEntry) -> None:
+        """Tell everyone that we hold the round; again when another of its members is believed dead. A member that is alive all the same
+        applies what we hold, as soon as it hears of the record."""
+        me, alive = self._ctx.net.peer_id, self._ctx.roster.is_alive
+        known = self._builder.holders(entry.stage, entry.round)
+        without = {m for m in entry.members if m != me and m not in known and not alive(m)}
+        if self._attested is not None:
+            if without <= set(self._attested.without):
+                return
+            without |= set(self._attested.without)
+        self._attested = entry.model_copy(update={"holder": me, "without": tuple(sorted(without))})
+        self._builder.add(self._attested)
+        everyone = self._ctx.roster.everyone()
+        self._ctx.spawn(self._ctx.tell(everyone, self._attested), "entry")  # a frozen peer must not hold us up
+
+    async def _hold(self) -> Holding:
+        """This stage's mean gradient: reduced with the other replicas, or taken from one that holds it."""
+        for tries in itertools.count():
             try:
-                gradient, contents = await self.averager.reduce(round_, self._ctx.compute.gradient())
+                await self._waits.until(
+                    self._all_through, self._step_deadline, "microbatches to go through", self._ask_progress
+                )
+                return await self._reduce()
+            except _HeldElsewhere:
+                holding = await self._gathered(self._taken(None))
+                if holding is not None:
+                    return holding
+                await self._ctx.clock.sleep(min(PAUSE_MAX_S, PAUSE_S * 2.0**tries))
+        raise AssertionError  # itertools.count does not end
+
+    async def _taken(self, round_: bytes | None) -> Holding | None:
+        """The gradient of ``round_`` (None: of any that a live replica holds), from whoever has it."""
+        ctx = self._ctx
+        alive, stage = ctx.roster.is_alive, ctx.roster.own.stage
+        if round_ is None:
+            known = [(e.holder, e) for e in self._held_by_replicas()]
+        else:
+            entry = next(e for e in self._builder.held(stage) if e.round == round_)
+            holders = self._builder.holders(stage, round_)
+            peers = sorted(ctx.roster.replicas(), key=lambda p: (not alive(p), p not in holders))
+            known = [(p, entry) for p in peers]
+        for peer, entry in known:
+            try:
+                holding = await fetch_gradient(ctx, peer, entry)
+            except NetworkError as e:
+                ctx.suspect(peer, f"gave no gradient of step {self.step}: {e}")
+                continue
+            if ctx.net.peer_id not in entry.members:  # what we accumulated is not in it
+                ctx.stats.microbatches -= len(self.ledger.held)
+                ctx.stats.recomputed += len(self.ledger.held)
+            return holding
+        return None
+
+    async def _reduce(self) -> Holding:
+        """Attempts, until one succeeds or somebody else's did (_HeldElsewhere)."""
+        while (attempt := self._next_attempt()) < MAX_ATTEMPTS:
+            try:
+                round_ = await self._agree(attempt)
+                if round_ is None:
+                    continue
+                return await self._averaged(round_)
             except RoundFailed as e:
                 self._ctx.emit(Note(level="warning", message=f"averaging step {self.step}, attempt {attempt}: {e}"))
                 self.ledger.reopen(keep=True)
-                continue
-            return gradient, contents, round_
+                await self._ask_holders()
+            except LeftOut:
+                await self._look_on()
         raise MuletrainError(
             f"step {self.step}: {MAX_ATTEMPTS} attempts to average the stage failed; see the events for why"
         )
 
-    async def _agree(self, attempt: int) -> Round | None:
-        """Announce what we hold and hear what the others hold. None when gaps had to be run again first."""
-        stage = self._ctx.roster.own.stage
-        sealed = await self._announce(attempt)
-        if self._latest_attempt() > attempt:  # sets of different attempts say nothing together: join the others'
-            self.ledger.reopen(keep=True)
-            return None
-        cover = resolve(sealed, self._ctx.plan.microbatches)
-        if cover.gaps or cover.dropped:
-            await self._refill(cover, attempt)
-            return None
-        ident = round_id(self.lineage, stage, self.step, attempt, sealed, cover.chosen)
-        return Round(
-            id=ident, lineage=self.lineage, step=self.step, stage=stage, members=tuple(sorted(sealed)),
-            contributors=tuple(m for m in cover.chosen if sealed[m]), microbatches=self._ctx.plan.microbatches,
-            n_params=self._ctx.compute.n_params, stop=self.stop_requested, leaves=self.departure.announced(),
+    async def _averaged(self, round_: Round) -> Holding:
+        """Raises RoundFailed."""
+        begin = self._ctx.clock.now()
+        self._reducing = self.announced
+        try:
+            gradient, shards = await self._gathered(self.averager.reduce(round_, self._ctx.compute.gradient()))
+        finally:
+            self._reducing = None
+        self._ctx.stats.averaging_s += self._ctx.clock.now() - begin
+        entry = RoundEntry(
+            lineage=self.lineage, step=self.step, stage=round_.stage, round=round_.id, members=round_.members, shards=shards,
+            stop=round_.stop, leaves=round_.leaves, holder=self._ctx.net.peer_id,
         )  # fmt: skip
+        return Holding(entry, gradient)
 
-    def _latest_attempt(self) -> int:
-        """The highest that a live replica announced in this step."""
-        return max((s.attempt for m, s in self._seals.items() if self._ctx.roster.is_alive(m)), default=0)
+    async def _gathered(self, work: Coroutine[Any, Any, T]) -> T:
+        """While a gradient is on its way to us, that others have it already is no reason to stop."""
+        self._gathering = True
+        try:
+            return await self._waits.watched(work)
+        finally:
+            self._gathering = False
 
-    async def _announce(self, attempt: int) -> dict[PeerId, frozenset[int]]:
-        """Seal, and collect every live replica's seal of this attempt."""
-        ctx, me = self._ctx, self._ctx.net.peer_id
-        await self._until(
-            lambda: not self.ledger.running, self._seal_deadline, "running microbatches", self._no_question
-        )
-        held = self.ledger.seal()
-        replicas = tuple(m for m in ctx.roster.stage(ctx.roster.own.stage) if m != me)
-        seal = Seal(
-            lineage=self.lineage, step=self.step, stage=ctx.roster.own.stage, attempt=attempt, indices=tuple(sorted(held)),
-            members=(*replicas, me), weights=self._weights,
-        )  # fmt: skip
-        self.announced = seal
-        ctx.spawn(ctx.tell(replicas, seal), "seal")
-
-        def complete() -> bool:
-            alive = [m for m in ctx.roster.stage(ctx.roster.own.stage) if m != me]
-            return all(m in self._seals and self._seals[m].attempt >= attempt for m in alive)
-
-        await self._until(complete, self._seal_deadline, "the stage's replicas to seal", self._ask_replicas)
-        seals = {m: s for m, s in self._seals.items() if s.attempt == attempt and ctx.roster.is_alive(m)}
-        return {me: held, **{m: frozenset(s.indices) for m, s in seals.items() if self._agrees(m, seals)}}
-
-    def _agrees(self, member: PeerId, seals: dict[PeerId, Seal]) -> bool:
-        """Has ``member`` our weights? Kernels of other devices may differ in the last bit (DESIGN "Replicas"). The weights that most
-        replicas have go on, of as many the lowest id's; who has others copies them: what it computed counts for nothing.
-
-        Raises Differs when that is us, and MuletrainError when it was us at the step before, too."""
-        if seals[member].weights == self._weights:
-            return True
-        ctx = self._ctx
-        weights = {ctx.net.peer_id: self._weights} | {m: s.weights for m, s in seals.items()}
-        votes = Counter(weights.values())
-        if weights[min(weights, key=lambda m: (-votes[weights[m]], m))] == self._weights:
-            del self._seals[member]
-            ctx.suspect(member, "its weights are not those of the other replicas")
-            return False
-        if self._differed == self.step - 1:
-            raise MuletrainError(
-                f"step {self.step}: this peer's weights differ from its replicas' step after step, so it leaves. Replicas must agree "
-                f"to the last bit: use devices of one kind in a stage, or optimizer.state_device = 'cpu' for the run"
-            )
-        self._differed = self.step
-        raise Differs(f"step {self.step}: the weights here are not those of the other replicas")
-
-    async def _refill(self, cover: Cover, attempt: int) -> None:
-        """Microbatches are in no accumulator, or twice: keep the chosen sets, run the gaps again for this stage alone."""
-        ctx = self._ctx
-        keep = ctx.net.peer_id in cover.chosen
-        if not keep:  # what this peer did counts as done twice
-            ctx.compute.clear()
-            ctx.stats.microbatches -= len(self.ledger.held)
-            ctx.stats.recomputed += len(self.ledger.held)
-        self.ledger.reopen(keep=keep)
-        gaps = frozenset(cover.gaps)
-        message = f"step {self.step}: stage {ctx.roster.own.stage} runs {len(gaps)} microbatches again"
-        ctx.emit(Note(level="warning", message=message))
-
-        async def refilled() -> None:
-            """Gaps are filled when no replica misses them; its own ledger is each one's truth."""
-            for pause in itertools.count():
-                union = set(self.ledger.held)
-                for peer in ctx.roster.replicas():
-                    held = await ctx.probe(peer, self.lineage, self.step)
-                    if held is not None and held.step > self.step:
-                        raise Behind(f"step {self.step}: {ctx.roster.member(peer).name} is at step {held.step}")
-                    union |= set(held.held) if held is not None and held.current else set()
-                if gaps <= union:
-                    return
-                await ctx.clock.sleep(min(2.0, 0.05 * 2**pause))
-
-        limit = self._step_deadline
-        for patience in range(MAX_SILENCE):
-            gap = Gap(
-                lineage=self.lineage, step=self.step, stage=ctx.roster.own.stage, attempt=attempt,
-                indices=tuple(sorted(gaps - self.ledger.held)),
-            )  # fmt: skip
-            await ctx.tell(ctx.roster.trainers(), gap)
-            try:
-                await ctx.clock.deadline(refilled(), limit.seconds(patience), "missing microbatches")
-            except DeadlineExceeded:
-                await self._ask_everyone()
-            else:
-                return
-        raise MuletrainError(f"step {self.step}: {len(gaps)} missing microbatches were not run again; {self._view()}")
-
-    async def _publish(self, entry: ShardEntry) -> None:
-        self._builder.add(entry)
-        self._changed.set()
-        self._ctx.spawn(
-            self._ctx.tell(self._ctx.roster.everyone(), entry), "entry"
-        )  # a frozen peer must not hold us up
-
-    def _verify(self, record: StepRecord, round_: Round, contents: tuple[bytes, ...]) -> None:
-        """The bytes we hold must be those the record speaks of."""
-        entry = record.stages[round_.stage]
-        if entry.round != round_.id or tuple(s.content for s in entry.shards) != contents:
-            raise Behind(
-                f"step {self.step}: the run agreed on another gradient of stage {round_.stage} than this peer holds"
-            )
+    # Applying it ------------------------------------------------------------------------------------------------------
 
     async def _apply(self, record: StepRecord, gradient: Tensor) -> None:
         ctx = self._ctx
+        await self._nothing_running()
+        self.ledger.seal()
         begin = ctx.clock.now()
         self.settled = False
         async with ctx.device(0):
@@ -319,121 +220,30 @@ class Stepper:
     def advance(self, record: StepRecord) -> None:
         """Begin the next step: the record's hash is its lineage."""
         self.averager.forget()
-        self._previous = self._builder
+        assert self._holding is not None  # it was applied
+        self._previous = self._builder, self._holding
         self._enter(self.step + 1, record.hash)
         self.settled = True
 
     async def let_go(self) -> None:
-        """Nothing that still runs may end in an accumulator of another step, and no donor may take what comes for this step's state."""
-        await self._until(
-            lambda: not self.ledger.running, self._seal_deadline, "running microbatches", self._no_question
-        )
-        self._drop_ledger()
-        self.ledger.seal()
+        """No donor may take what comes now for this step's state."""
+        await self._quiesce()
         self.settled = False
+
+    async def _quiesce(self) -> None:
+        """What we accumulated is of no use any more, and nothing that still runs may end in an accumulator of another step."""
+        self.away = True
+        await self._nothing_running()
+        self._ctx.compute.clear()
+        self.ledger.reopen(keep=False)
+        self.ledger.seal()
 
     async def rejoin(self, step: int, lineage: bytes) -> None:
         """Go on at ``step``, whose state was loaded; what we did for another step is forgotten."""
         self.averager.forget()
         self._ctx.compute.clear()
-        if (step, lineage) == (self.step, self.lineage):  # what the others said of it still holds
-            self._drop_ledger()
-        else:
-            self._enter(step, lineage)
+        seals = self._seals if (step, lineage) == (self.step, self.lineage) else {}
+        self._enter(step, lineage)
+        self._seals = seals  # what the others said of this step still holds
         self.settled = True
         await self.open()
-
-    # Waiting --------------------------------------------------------------------------------------------------------
-
-    async def _until(
-        self, condition: Callable[[], bool], deadline: Deadline, what: str, ask: Callable[[], object]
-    ) -> None:
-        """Wait for ``condition``; on each missed deadline ask those we wait for. Raises MuletrainError after MAX_SILENCE."""
-        clock = self._ctx.clock
-        begin = clock.now()
-        attempt, due = 0, begin + deadline.seconds()
-        while not condition():
-            self._changed.clear()
-            try:  # what else happens does not put the question off
-                await clock.deadline(self._changed.wait(), max(0.0, due - clock.now()), what)
-            except DeadlineExceeded:
-                attempt += 1
-                due = clock.now() + deadline.seconds(attempt)
-                if attempt >= MAX_SILENCE:
-                    raise MuletrainError(f"step {self.step}: gave up waiting for {what}; {self._view()}") from None
-                question = ask()
-                if asyncio.iscoroutine(question):
-                    await question
-        deadline.measured(clock.now() - begin)
-
-    def _view(self) -> str:
-        """Who is there, in words."""
-        roster = self._ctx.roster
-        lost = [s for s in range(self._ctx.plan.stages) if not roster.stage(s)]
-        gone = f"no peer of stages {lost} can be reached" if lost else "every stage can be reached"
-        return gone if roster.trainers() else f"{gone}, no trainer can"
-
-    def touched(self) -> None:
-        """Something a wait may depend on changed (a microbatch finished, a peer died)."""
-        self._changed.set()
-
-    def _no_question(self) -> None:
-        return None
-
-    async def _ask_progress(self) -> None:
-        """Nothing moved for long: find out who is there, and what is through. A dead trainer's microbatches fall to the others."""
-        await self._ask_everyone()
-        self._orphaned(frozenset(range(self._ctx.plan.microbatches)) - self.losses.keys())
-
-    async def _ask_replicas(self) -> None:
-        """A lost announcement must not stop the stage: whoever made it can say it again."""
-        ask = AskSeal(lineage=self.lineage, step=self.step).pack()
-        for peer in self._ctx.roster.replicas():
-            await self._ask(peer)
-            if not self._ctx.roster.is_alive(peer):
-                continue
-            try:
-                answer = await self._ctx.net.call(
-                    peer, AskSeal.KIND, ask, timeout_s=self._ctx.probe_deadline.seconds(1)
-                )
-                if answer:
-                    self.on_seal(peer, Seal.unpack(answer))
-            except NetworkError as e:
-                self._ctx.suspect(peer, str(e))
-
-    async def _ask_everyone(self) -> None:
-        """Those believed dead, too: a link that healed says nothing by itself."""
-        await asyncio.gather(*(self._ask(peer) for peer in self._ctx.roster.everyone()))
-
-    async def _ask(self, peer: PeerId) -> None:
-        """Learn what ``peer`` knows of this step; leave it out while it is at an earlier one. Raises Behind if it is at a later one."""
-        held = await self._ctx.probe(peer, self.lineage, self.step)
-        if held is None:
-            return
-        if held.step > self.step:
-            if self._reduced and await self._entries_from(peer):  # all that we lacked was word of the others
-                return
-            raise Behind(f"step {self.step}: {self._ctx.roster.member(peer).name} is at step {held.step}")
-        if not held.current:
-            self._ctx.suspect(peer, f"it is still at step {held.step}")
-        elif len(held.through) == len(held.losses) and all(i < self._ctx.plan.microbatches for i in held.through):
-            self.losses.update(zip(held.through, held.losses, strict=True))
-            self._changed.set()
-
-    async def _ask_entries(self) -> None:
-        """A lost notice must not stop the run: any peer may know the entries we miss."""
-        if not any(await asyncio.gather(*(self._entries_from(peer) for peer in self._ctx.roster.everyone()))):
-            await self._ask_everyone()
-
-    async def _entries_from(self, peer: PeerId) -> bool:
-        """Learn the entries that ``peer`` knows of this step. True if the record is whole now."""
-        ask = AskEntries(lineage=self.lineage, step=self.step).pack()
-        try:
-            answer = await self._ctx.net.call(peer, AskEntries.KIND, ask, timeout_s=self._ctx.probe_deadline.seconds(1))
-            for entry in Entries.unpack(answer).entries:
-                self._builder.add(entry)
-        except NetworkError as e:
-            self._ctx.suspect(peer, str(e))
-        except ProtocolError as e:
-            self._ctx.refused(peer, str(e))
-        return self._builder.record() is not None

@@ -1,0 +1,40 @@
+"""Which replicas of a stage reduce together when not all of them reach each other.
+
+Every member announces whom it counts on (its view); a round needs members whose views are the same. Views of a first attempt are
+guesses, for a death may not have got around; from the second on they say who does not reach whom. Then everyone keeps to itself
+and, in the order of ids, those that all reach each other as far as it knows: members that know the same choose the same. Who is in
+no such company yields to one that has a lower first member: the order of first members is total, so that somebody always goes on,
+and of two sides that both could, one does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+
+class View(NamedTuple):
+    """Whom a member counts on, itself included, in its attempt number ``attempt`` (from 0)."""
+
+    attempt: int
+    members: tuple[str, ...]
+
+
+def company(me: str, reached: Iterable[str], views: Mapping[str, View]) -> tuple[str, ...]:
+    """Whom ``me``, who reaches ``reached``, counts on next; sorted."""
+
+    def counts_on(a: str, b: str) -> bool:
+        return a == me or a not in views or views[a].attempt == 0 or b in views[a].members
+
+    chosen = [me]
+    for peer in sorted(set(reached) - {me}):
+        if all(counts_on(peer, other) and counts_on(other, peer) for other in chosen):
+            chosen.append(peer)
+    return tuple(sorted(chosen))
+
+
+def yields(me: str, own: tuple[str, ...], views: Mapping[str, View]) -> bool:
+    """Whether ``me``, in company ``own``, leaves the step to others that go on without it."""
+    return any(v.attempt > 0 and me not in v.members and min(v.members) < min(own) for v in views.values())

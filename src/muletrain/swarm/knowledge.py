@@ -1,0 +1,310 @@
+"""What a peer knows of the current step: what arrives of it, what it answers, and whom it asks for what it missed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from muletrain.errors import MuletrainError, NetworkError, ProtocolError
+from muletrain.policy.deadline import Deadline
+from muletrain.swarm.leaving import Departure
+from muletrain.swarm.ledger import Ledger
+from muletrain.swarm.messages import (
+    AskEntries,
+    AskSeal,
+    AskViews,
+    Entries,
+    Held,
+    MemberView,
+    RoundEntry,
+    Seal,
+    TrainerDone,
+    Views,
+)
+from muletrain.swarm.record import RecordBuilder
+from muletrain.swarm.waiting import Waits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from muletrain.network.base import PeerId
+    from muletrain.policy.views import View
+    from muletrain.swarm.context import Context
+    from muletrain.swarm.holding import Holding
+
+MAX_ATTEMPTS = 20
+"""Rounds tried for one step before the peer gives up with an error instead of trying for ever."""
+GRACE_S = 0.25
+"""Between the first sign that others are beyond what we wait for, and the question whether we missed it."""
+
+
+class Behind(MuletrainError):
+    """The others have gone on without us. ``weights_hold``: ours are still those before this step, so that applying what the others
+    agreed on is enough; else the state must come from a replica."""
+
+    def __init__(self, message: str, *, weights_hold: bool = True) -> None:
+        super().__init__(message)
+        self.weights_hold = weights_hold
+
+
+class Knowledge:
+    """Of the current step; ``_look_around`` says what it means for those that wait."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        step: int,
+        lineage: bytes,
+        running: Callable[[], list[int]],
+        orphaned: Callable[[frozenset[int]], None],
+    ) -> None:
+        """``running``: microbatches this peer works on. ``orphaned`` is told what is not through after a missed deadline."""
+        self._ctx = ctx
+        self._running = running
+        self._orphaned = orphaned
+        self._waits = Waits(ctx.clock, self._look_around, self._view)
+        self.touched = self._waits.touched
+        self._step_deadline = Deadline()
+        self._seal_deadline = Deadline(floor_s=5.0)
+        self._record_deadline = Deadline(unmeasured_s=10.0, floor_s=5.0)
+        self.stop_requested = False
+        self.departure = Departure(ctx)
+        self.settled = True
+        """The weights are those before ``step``: false while an update is being applied."""
+        self.over = False
+        """The run has ended before ``step``."""
+        self._weights: bytes = b"\0" * 32
+        self._differed: int | None = None
+        """The last step at which our weights were not the others'."""
+        self._previous: tuple[RecordBuilder, Holding] | None = None
+        ctx.changed = self.touched
+        self._enter(step, lineage)
+
+    def _enter(self, step: int, lineage: bytes) -> None:
+        self.step, self.lineage = step, lineage
+        self.ledger = Ledger(lineage, step, self._ctx.plan.microbatches)
+        self.losses: dict[int, float] = {}
+        self._seals: dict[PeerId, Seal] = {}
+        self.announced: Seal | None = None
+        self.away = False
+        """The others go on without us: what we do for this step is of no use to them."""
+        self._holding: Holding | None = None
+        self._gathering = False
+        self._reducing: Seal | None = None
+        self._hearsay: dict[PeerId, View] = {}
+        self._meeting: dict[PeerId, MemberView] = {}
+        self._behind: Behind | None = None
+        self._overtaken = False
+        self._attested: RoundEntry | None = None
+        self._differing: set[PeerId] = set()
+        self._lost: Counter[PeerId] = Counter()
+        self._builder = RecordBuilder(step, lineage, self._ctx.plan.stages)
+
+    def _look_around(self) -> None:
+        """During every wait; what it raises ends the wait."""
+        raise NotImplementedError
+
+    def _all_through(self) -> bool:
+        return len(self.losses) == self._ctx.plan.microbatches
+
+    def _held_by_replicas(self) -> list[RoundEntry]:
+        """What live replicas attest that they hold of this step."""
+        alive = self._ctx.roster.is_alive
+        return [e for e in self._builder.held(self._ctx.roster.own.stage) if alive(e.holder)]
+
+    def _latest_attempt(self, members: Collection[PeerId] | None = None) -> int:
+        """The highest that a live replica (of ``members``) announced in this step."""
+        alive = self._ctx.roster.is_alive
+        known = (s.attempt for m, s in self._seals.items() if alive(m) and (members is None or m in members))
+        return max(known, default=0)
+
+    # What arrives -----------------------------------------------------------------------------------------------------
+
+    def on_trainer_done(self, message: TrainerDone) -> None:
+        if len(message.indices) != len(message.losses) or any(
+            i >= self._ctx.plan.microbatches for i in message.indices
+        ):
+            raise ProtocolError("trainer_done: indices outside the step, or not one loss for each")
+        self.losses.update(zip(message.indices, message.losses, strict=True))
+        self.touched()
+
+    def on_seal(self, sender: PeerId, message: Seal) -> None:
+        stage = self._ctx.roster.own.stage
+        if (message.step, message.lineage) != (self.step, self.lineage):
+            raise ProtocolError("seal of another step or lineage")
+        if message.stage != stage or self._ctx.roster.member(sender).stage != stage:
+            raise ProtocolError("seal from a peer of another stage")
+        if (
+            sender not in message.members
+            or any(i >= self._ctx.plan.microbatches for i in message.indices)
+            or message.attempt >= MAX_ATTEMPTS
+        ):
+            raise ProtocolError("seal with indices outside the step, or of an attempt that nobody makes")
+        known = self._seals.get(sender)
+        if known is None or known.attempt < message.attempt:
+            self._seals[sender] = message
+            self.touched()
+            if not self._all_through():
+                self.overtaken(sender, self._all_through)
+            if self._attested is not None:  # no other attempt is needed: what we hold is for everyone
+                self._ctx.spawn(self._ctx.tell((sender,), self._attested), "entry again")
+
+    def on_entry(self, sender: PeerId, entry: RoundEntry) -> None:
+        if sender != entry.holder or self._ctx.roster.member(sender).stage != entry.stage:
+            raise ProtocolError("round entry in another's name, or for a stage that its sender does not serve")
+        self._builder.add(entry)
+        self.touched()
+        if entry.stage == self._ctx.roster.own.stage:
+            for member in filter(self._ctx.roster.is_alive, entry.without):
+                self._ctx.spawn(self._ctx.probe(member, self.lineage, self.step), "doubt")
+
+    def on_view(self, sender: PeerId, ask: AskViews) -> Views:
+        """Members of another stage that do not reach each other learn of each other here: views of those that we reach. Raises
+        ProtocolError."""
+        if (ask.step, ask.lineage) != (self.step, self.lineage) or ask.view.member != sender:
+            raise ProtocolError("view of another step or lineage, or of another peer")
+        self._meeting[sender] = ask.view
+        stage, roster = self._ctx.roster.member(sender).stage, self._ctx.roster
+        return Views(
+            views=tuple(v for m, v in self._meeting.items() if roster.member(m).stage == stage and roster.is_alive(m))
+        )
+
+    def on_later(self, sender: PeerId) -> None:
+        """A frame of a later step came from ``sender``."""
+        self.overtaken(sender, lambda: self._builder.record() is not None)
+
+    def overtaken(self, sender: PeerId, done: Callable[[], bool]) -> None:
+        """``sender`` is done with what we still wait for. Usually we soon are, too; if not, a notice was lost, or we were."""
+        if not (self._overtaken or self.away or done()):
+            self._overtaken = True
+            self._ctx.spawn(self._find_out(sender, self.step, done), "overtaken")
+
+    async def _find_out(self, sender: PeerId, step: int, done: Callable[[], bool]) -> None:
+        await self._ctx.clock.sleep(GRACE_S)
+        if self.step == step:
+            self._overtaken = False
+            if not done():
+                await self.find_out(sender)
+
+    async def find_out(self, sender: PeerId) -> None:
+        """What we still wait for, ``sender`` may know."""
+        step = self.step
+        if self.away:
+            return
+        try:
+            await self._ask(sender)
+        except Behind as e:
+            self._behind = e if self.step == step else None
+        self.touched()
+
+    def entries(self, step: int, lineage: bytes) -> Entries:
+        """Of this step or the one before; none for any other."""
+        builders = [self._builder] if self._previous is None else [self._builder, self._previous[0]]
+        known = [b.entries() for b in builders if (b.step, b.lineage) == (step, lineage)]
+        return Entries(entries=known[0] if known else ())
+
+    def gradient_piece(self, round_: bytes, offset: int) -> bytes:
+        """Of a round that we hold. Raises ProtocolError for any other."""
+        for holding in (self._holding, self._previous[1] if self._previous is not None else None):
+            if holding is not None and holding.entry.round == round_:
+                return holding.piece(offset)
+        raise ProtocolError("the gradient of this round is not held here (not yet, or not any more)")
+
+    def covered(self) -> frozenset[int]:
+        """Microbatches that are not to be accumulated again: ours; all of them once we hold the stage's mean gradient."""
+        return self.ledger.held if self._holding is None else frozenset(range(self._ctx.plan.microbatches))
+
+    def held(self) -> Held:
+        return Held(
+            current=True,
+            stage=self._ctx.roster.own.stage,
+            step=self.step,
+            held=tuple(sorted(self.covered())),
+            running=tuple(self._running()),
+            through=tuple(self.losses),
+            losses=tuple(self.losses.values()),
+        )
+
+    # What we ask ------------------------------------------------------------------------------------------------------
+
+    async def _nothing_running(self) -> None:
+        await self._waits.until(lambda: not self.ledger.running, self._seal_deadline, "running microbatches")
+
+    def _view(self) -> str:
+        """Who is there, in words."""
+        roster = self._ctx.roster
+        lost = [s for s in range(self._ctx.plan.stages) if not roster.stage(s)]
+        gone = f"no peer of stages {lost} can be reached" if lost else "every stage can be reached"
+        return gone if roster.trainers() else f"{gone}, no trainer can"
+
+    async def _ask_progress(self) -> None:
+        """Nothing moved for long: find out who is there, and what is through. A dead trainer's microbatches fall to the others."""
+        await self._ask_everyone()
+        self._orphaned(frozenset(range(self._ctx.plan.microbatches)) - self.losses.keys())
+
+    async def _ask_replicas(self) -> None:
+        """A lost announcement must not stop the stage: whoever made it can say it again."""
+        ask = AskSeal(lineage=self.lineage, step=self.step).pack()
+        for peer in self._ctx.roster.replicas():
+            await self._ask(peer)
+            if not self._ctx.roster.is_alive(peer):
+                continue
+            try:
+                answer = await self._ctx.net.call(
+                    peer, AskSeal.KIND, ask, timeout_s=self._ctx.probe_deadline.seconds(1)
+                )
+                if answer:
+                    self.on_seal(peer, Seal.unpack(answer))
+            except NetworkError as e:
+                self._ctx.suspect(peer, str(e))
+            else:
+                await self._entries_from(peer)
+
+    async def _ask_holders(self) -> None:
+        """A notice that a replica holds this step's gradient, or is beyond it, may have been lost."""
+
+        async def ask(peer: PeerId) -> None:
+            await self._ask(peer)
+            await self._entries_from(peer)
+
+        await asyncio.gather(*(ask(p) for p in self._ctx.roster.replicas() if self._ctx.roster.is_alive(p)))
+
+    async def _ask_everyone(self) -> None:
+        """Those believed dead, too: a link that healed says nothing by itself."""
+        await asyncio.gather(*(self._ask(peer) for peer in self._ctx.roster.everyone()))
+
+    async def _ask(self, peer: PeerId) -> None:
+        """Learn what ``peer`` knows of this step; leave it out while it is at an earlier one. Raises Behind if it is at a later one."""
+        held = await self._ctx.probe(peer, self.lineage, self.step)
+        if held is None:
+            return
+        if held.step > self.step:
+            if (
+                await self._entries_from(peer) and self._holding is not None
+            ):  # all that we lacked was word of the others
+                return
+            raise Behind(f"step {self.step}: {self._ctx.roster.member(peer).name} is at step {held.step}")
+        if not held.current:
+            self._ctx.suspect(peer, f"it is still at step {held.step}")
+        elif len(held.through) == len(held.losses) and all(i < self._ctx.plan.microbatches for i in held.through):
+            self.losses.update(zip(held.through, held.losses, strict=True))
+            self.touched()
+
+    async def _ask_entries(self) -> None:
+        """A lost notice must not stop the run: any peer may know the entries we miss."""
+        if not any(await asyncio.gather(*(self._entries_from(peer) for peer in self._ctx.roster.everyone()))):
+            await self._ask_everyone()
+
+    async def _entries_from(self, peer: PeerId) -> bool:
+        """Learn the entries that ``peer`` knows of this step. True if the record is whole now."""
+        ask = AskEntries(lineage=self.lineage, step=self.step).pack()
+        try:
+            answer = await self._ctx.net.call(peer, AskEntries.KIND, ask, timeout_s=self._ctx.probe_deadline.seconds(1))
+            for entry in Entries.unpack(answer).entries:
+                self._builder.add(entry)
+        except NetworkError as e:
+            self._ctx.suspect(peer, str(e))
+        except ProtocolError as e:
+            self._ctx.refused(peer, str(e))
+        return self._builder.record() is not None

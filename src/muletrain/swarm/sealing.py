@@ -1,0 +1,218 @@
+"""Which replicas of a stage reduce what: they seal their accumulators and announce them until all that count on each other say so,
+and their sets cover the step (DESIGN "How a step goes", 5)."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError, PeerUnreachable
+from muletrain.events import Note
+from muletrain.policy.cover import Cover, resolve
+from muletrain.policy.deadline import Deadline
+from muletrain.policy.views import View, company, yields
+from muletrain.swarm.averaging import Round
+from muletrain.swarm.knowledge import Behind, Knowledge
+from muletrain.swarm.messages import AskViews, Gap, MemberView, Seal, Views
+from muletrain.swarm.record import round_id
+from muletrain.swarm.waiting import MAX_SILENCE
+
+if TYPE_CHECKING:
+    from muletrain.network.base import PeerId
+
+MEETING_POINTS = 2
+"""Peers of other stages that are asked about replicas we do not reach; the first ones, so that those replicas ask the same."""
+MAX_LOST = 2
+"""Times that a replica is lost while it is counted on, before it is left out of the step: some links carry messages one way only."""
+PAUSE_S, PAUSE_MAX_S = 0.05, 2.0
+"""Before the next question; doubles."""
+
+
+class LeftOut(Exception):
+    """Replicas that do not count on us go on, and we do not (``policy.views``)."""
+
+
+class Sealing(Knowledge):
+    """Agrees on rounds."""
+
+    async def _agree(self, attempt: int) -> Round | None:
+        """Announce what we hold and hear what the others hold. None when another attempt must follow: gaps had to be run again first, or
+        members do not count on the same ones yet. Raises LeftOut."""
+        stage = self._ctx.roster.own.stage
+        seals = await self._announce(attempt)
+        if seals is None:
+            self.ledger.reopen(keep=True)
+            return None
+        sealed = {m: frozenset(s.indices) for m, s in seals.items()}
+        cover = resolve(sealed, self._ctx.plan.microbatches)
+        if cover.gaps or cover.dropped:
+            await self._refill(cover, attempt)
+            return None
+        stop, leaves = any(s.stop for s in seals.values()), tuple(sorted(m for m, s in seals.items() if s.leaves))
+        ident = round_id(self.lineage, stage, self.step, attempt, sealed, cover.chosen, stop, leaves)
+        return Round(
+            id=ident, lineage=self.lineage, step=self.step, stage=stage, members=tuple(sorted(sealed)),
+            contributors=tuple(m for m in cover.chosen if sealed[m]), microbatches=self._ctx.plan.microbatches,
+            n_params=self._ctx.compute.n_params, stop=stop, leaves=leaves,
+        )  # fmt: skip
+
+    def _next_attempt(self) -> int:
+        """After ours, but not before what others try already."""
+        return max(0 if self.announced is None else self.announced.attempt + 1, self._latest_attempt())
+
+    async def _announce(self, attempt: int) -> dict[PeerId, Seal] | None:
+        """Seal, and collect the seals of those we count on; None unless all of them count on the same ones."""
+        ctx, me, stage = self._ctx, self._ctx.net.peer_id, self._ctx.roster.own.stage
+        await self._nothing_running()
+        held = self.ledger.seal()
+        replicas = [
+            m for m in ctx.roster.stage(stage) if m != me and m not in self._differing and self._lost[m] < MAX_LOST
+        ]
+        view = company(me, replicas, self._views())
+        self.announced = seal = Seal(
+            lineage=self.lineage, step=self.step, stage=stage, attempt=attempt, indices=tuple(sorted(held)), members=view,
+            weights=self._weights, stop=self.stop_requested, leaves=self.departure.announced(),
+        )  # fmt: skip
+        ctx.spawn(ctx.tell(tuple(replicas), seal), "seal")  # those we do not count on hear of it, too
+
+        def missing() -> bool:
+            return any(m not in self._seals or self._seals[m].attempt < attempt for m in view if m != me)
+
+        def lost() -> bool:
+            return not all(map(ctx.roster.is_alive, view))
+
+        await self._waits.until(
+            lambda: lost() or not missing(), self._seal_deadline, "the stage's replicas to seal", self._ask_replicas
+        )
+        if yields(me, view, self._views()):
+            raise LeftOut
+        self._lost.update(m for m in view if not ctx.roster.is_alive(m))
+        if lost() or self._latest_attempt(view) > attempt:  # sets of different attempts say nothing together
+            return None
+        seals = {m: seal if m == me else self._seals[m] for m in view}
+        self._compare(seals)
+        return seals if all(s.members == view and m not in self._differing for m, s in seals.items()) else None
+
+    def _compare(self, seals: dict[PeerId, Seal]) -> None:
+        """Replicas begin a step with the same weights; devices that differ in the last bit, or a donor that lied, break that (DESIGN
+        "Replicas"). Then the weights that most have count, of as many the lowest id's; what the others accumulated does not.
+
+        Raises Behind on those, and MuletrainError on who was among them at the step before, too."""
+        me, votes = self._ctx.net.peer_id, Counter(s.weights for s in seals.values())
+        right = seals[min(seals, key=lambda m: (-votes[seals[m].weights], m))].weights
+        differing = {m for m, s in seals.items() if s.weights != right}
+        if me in differing and self._differed == self.step - 1:
+            raise MuletrainError(
+                f"step {self.step}: this peer's weights differ from its replicas' step after step, so it leaves. Replicas must agree "
+                f"to the last bit: use devices of one kind in a stage, or optimizer.state_device = 'cpu' for the run"
+            )
+        if me in differing:
+            self._differed = self.step
+            message = f"step {self.step}: the weights here are not those of the other replicas"
+            raise Behind(message, weights_hold=False)
+        for member in sorted(differing):
+            name = self._ctx.roster.member(member).name
+            note = f"step {self.step}: {name} has other weights than the other replicas, and takes theirs"
+            self._ctx.emit(Note(level="warning", message=note))
+        self._differing |= differing
+
+    def _views(self) -> dict[PeerId, View]:
+        """Whom replicas count on: those we reach say it themselves, of others we hear."""
+        alive = self._ctx.roster.is_alive
+        known = {m: View(s.attempt, s.members) for m, s in self._seals.items() if alive(m)}
+        told = {m: v for m, v in self._hearsay.items() if not alive(m)}
+        return {m: v for m, v in {**told, **known}.items() if m not in self._differing}
+
+    async def _meet(self) -> None:
+        """Replicas that we do not reach may be alive: peers of other stages tell us what they told them. Raises LeftOut."""
+        ctx, roster, me = self._ctx, self._ctx.roster, self._ctx.net.peer_id
+        if self.announced is None or all(roster.is_alive(p) for p in roster.replicas()):
+            return
+        view = MemberView(member=me, attempt=self.announced.attempt, members=self.announced.members)
+        ask = AskViews(lineage=self.lineage, step=self.step, view=view).pack()
+        heard: dict[PeerId, View] = {}
+        for peer in [p for p in roster.others() if roster.member(p).stage != roster.own.stage][:MEETING_POINTS]:
+            try:
+                answer = await ctx.net.call(peer, AskViews.KIND, ask, timeout_s=ctx.probe_deadline.seconds(1))
+                heard |= {v.member: View(v.attempt, v.members) for v in Views.unpack(answer).views if v.member != me}
+            except (PeerUnreachable, DeadlineExceeded) as e:
+                ctx.suspect(peer, str(e))
+            except NetworkError:  # it is at another step: others will say so
+                continue
+        self._hearsay = heard
+        if yields(me, self.announced.members, self._views()):
+            raise LeftOut
+
+    async def _look_on(self) -> None:
+        """Others run our part again, and we take what they reduce (_HeldElsewhere, Behind), unless they are lost, too."""
+        ctx, me = self._ctx, self._ctx.net.peer_id
+        message = f"step {self.step}: replicas that do not reach this peer go on without it"
+        ctx.emit(Note(level="warning", message=message))
+        await self._nothing_running()
+        self._drop()
+        self.ledger.seal()  # nothing comes in before it is announced
+        assert self.announced is not None  # what left us out
+        own = self.announced.members
+
+        async def ask() -> None:
+            await self._ask_everyone()
+            await self._ask_replicas()
+            with contextlib.suppress(LeftOut):
+                await self._meet()
+
+        await self._waits.until(
+            lambda: not yields(me, own, self._views()), Deadline(5.0, 5.0), "those that go on without this peer", ask
+        )
+        self.ledger.reopen(keep=False)
+
+    async def _refill(self, cover: Cover, attempt: int) -> None:
+        """Microbatches are in no accumulator, or twice: keep the chosen sets, run the gaps again for this stage alone."""
+        ctx = self._ctx
+        if ctx.net.peer_id in cover.chosen:
+            self.ledger.reopen(keep=True)
+        else:
+            self._drop()
+        gaps = frozenset(cover.gaps)
+        message = f"step {self.step}: stage {ctx.roster.own.stage} runs {len(gaps)} microbatches again"
+        ctx.emit(Note(level="warning", message=message))
+
+        async def refilled() -> None:
+            """Gaps are filled when no replica misses them; its own ledger is each one's truth."""
+            for pause in itertools.count():
+                union = set(self.ledger.held)
+                for peer in ctx.roster.replicas():
+                    held = await ctx.probe(peer, self.lineage, self.step)
+                    if held is not None and held.step > self.step:
+                        raise Behind(f"step {self.step}: {ctx.roster.member(peer).name} is at step {held.step}")
+                    counts = held is not None and held.current and peer not in self._differing
+                    union |= set(held.held) if held is not None and counts else set()
+                if gaps <= union:
+                    return
+                await self._meet()
+                await ctx.clock.sleep(min(PAUSE_MAX_S, PAUSE_S * 2.0**pause))
+
+        limit = self._step_deadline
+        for patience in range(MAX_SILENCE):
+            gap = Gap(
+                lineage=self.lineage, step=self.step, stage=ctx.roster.own.stage, attempt=attempt,
+                indices=tuple(sorted(gaps - self.ledger.held)),
+            )  # fmt: skip
+            await ctx.tell(ctx.roster.trainers(), gap)
+            try:
+                await ctx.clock.deadline(
+                    self._waits.watched(refilled()), limit.seconds(patience), "missing microbatches"
+                )
+            except DeadlineExceeded:
+                await self._ask_everyone()
+            else:
+                return
+        raise MuletrainError(f"step {self.step}: {len(gaps)} missing microbatches were not run again; {self._view()}")
+
+    def _drop(self) -> None:
+        """What we accumulated counts as done twice."""
+        self._ctx.compute.clear()
+        self._ctx.stats.microbatches -= len(self.ledger.held)
+        self._ctx.stats.recomputed += len(self.ledger.held)
+        self.ledger.reopen(keep=False)

@@ -1,0 +1,69 @@
+"""Waiting for what others do: with deadlines, questions to those we wait for, and an eye on what happens meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from muletrain.errors import DeadlineExceeded, MuletrainError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from muletrain.clock import Clock
+    from muletrain.policy.deadline import Deadline
+
+T = TypeVar("T")
+MAX_SILENCE = 6
+"""Doubling deadlines without any news before a wait is declared hopeless."""
+
+
+class Waits:
+    """One actor's waits. ``look_around`` is called whenever something changed: what it raises ends the wait."""
+
+    def __init__(self, clock: Clock, look_around: Callable[[], None], view: Callable[[], str]) -> None:
+        """``view``: who is there, in words, for the error of a wait that is given up."""
+        self._clock, self._look_around, self._view = clock, look_around, view
+        self._changed = asyncio.Event()
+
+    def touched(self) -> None:
+        """Something a wait may depend on changed (a message, a microbatch finished, a peer died)."""
+        self._changed.set()
+
+    async def until(
+        self, condition: Callable[[], bool], deadline: Deadline, what: str, ask: Callable[[], object] = lambda: None
+    ) -> None:
+        """Wait for ``condition``; on each missed deadline ask those we wait for. Raises MuletrainError after MAX_SILENCE."""
+        begin = self._clock.now()
+        attempt, due = 0, begin + deadline.seconds()
+        while True:
+            self._changed.clear()
+            self._look_around()
+            if condition():
+                break
+            try:  # what else happens does not put the question off
+                await self._clock.deadline(self._changed.wait(), max(0.0, due - self._clock.now()), what)
+            except DeadlineExceeded:
+                attempt += 1
+                due = self._clock.now() + deadline.seconds(attempt)
+                if attempt >= MAX_SILENCE:
+                    raise MuletrainError(f"gave up waiting for {what}; {self._view()}") from None
+                question = ask()
+                if asyncio.iscoroutine(question):
+                    await question
+        deadline.measured(self._clock.now() - begin)
+
+    async def watched(self, work: Coroutine[Any, Any, T]) -> T:
+        """``work``, cancelled when something happens meanwhile that makes it pointless."""
+        task = asyncio.create_task(work)
+        task.add_done_callback(lambda _: self.touched())
+        try:
+            while not task.done():
+                self._changed.clear()
+                self._look_around()
+                await self._changed.wait()
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+            _ = task.cancelled() or task.exception()  # retrieved, even where something else is raised
+        return task.result()

@@ -1,0 +1,125 @@
+"""All-reduce and what is held of it: every member states the same facts, and serves what they say, under every codec."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from muletrain.clock import LoopClock
+from muletrain.config.schema import Codec
+from muletrain.errors import ProtocolError
+from muletrain.network.memory import MemoryHub
+from muletrain.sim.loop import run_virtually
+from muletrain.swarm import averaging
+from muletrain.swarm.averaging import Averager, Round, RoundFailed, contents
+from muletrain.swarm.context import Context, Plan
+from muletrain.swarm.holding import Holding, fetch_gradient
+from muletrain.swarm.messages import AskGradient, Member, Reduced, RoundEntry, Shard
+from muletrain.swarm.roster import Genesis, Roster
+
+SIZE = 3 * 4096 + 100
+IDS = ("a", "b", "c")
+ROUND = Round(bytes(32), bytes(32), 0, 0, IDS, IDS, 3, SIZE, False)
+
+
+class Vector:
+    """What averaging asks of a ``Compute``."""
+
+    n_params = SIZE
+
+    async def offload(self, fn: Any, *args: Any) -> Any:
+        return fn(*args)
+
+
+def members(hub: MemoryHub, codec: Codec) -> dict[str, tuple[Context, Averager]]:
+    founders = tuple(Member(id=p, name=p, stage=0, trainer=True, addresses=()) for p in IDS)
+    genesis = Genesis(
+        run_id="r", config=bytes(32), data=bytes(32), stages=1, members=founders, collector="a", first_step=0
+    )
+    plan = Plan(1, 1, 3, 1, 1, 2, lambda s: 1, Codec.INT8, codec, None, lambda s: 0.0, 0, 8)
+    found = {}
+    for p in IDS:
+        net = hub.join(p)
+        ctx = Context(net, LoopClock(), Vector(), Roster(genesis, p), plan, emit=lambda event: None)  # type: ignore[arg-type]
+        averager = Averager(ctx)
+
+        async def on_frame(sender: str, frame: Any, averager: Averager = averager) -> None:
+            kind = Shard if frame.kind == Shard.KIND else Reduced
+            averager.on_chunk(sender, kind.parse(frame), frame.tensors[0])
+
+        net.receive(on_frame)
+        found[p] = ctx, averager
+    return found
+
+
+def gradients() -> dict[str, torch.Tensor]:
+    return {p: torch.randn(SIZE, generator=torch.Generator().manual_seed(k)) for k, p in enumerate(IDS)}
+
+
+def virtually(work: Any) -> Any:
+    problems: list[str] = []
+    result = run_virtually(work, 600, problems)
+    assert problems == []
+    return result
+
+
+@pytest.mark.parametrize("codec", [Codec.FP32, Codec.FP16, Codec.INT8])
+def test_every_member_states_the_same_and_serves_what_it_states(codec: Codec) -> None:
+    async def scenario() -> None:
+        group, own = members(MemoryHub(), codec), gradients()
+        results = await asyncio.gather(*(averager.reduce(ROUND, own[p]) for p, (_, averager) in group.items()))
+        (gradient, facts), *others = results
+        assert all(torch.equal(gradient, g) and facts == f for g, f in others)
+        assert (gradient - sum(own.values()) / 3).norm() < 0.02 * gradient.norm()
+        assert sum(f.square_norm for f in facts) == pytest.approx(float(gradient.norm()) ** 2, rel=1e-5)
+        assert contents(gradient, 3) == tuple(f.content for f in facts)
+        entry = RoundEntry(
+            lineage=bytes(32), step=0, stage=0, round=ROUND.id, members=IDS, shards=facts, stop=False, holder="a",
+        )  # fmt: skip
+        holding = Holding(entry, gradient)
+
+        async def serve(sender: str, payload: bytes) -> bytes:
+            return holding.piece(AskGradient.unpack(payload).offset)
+
+        group["a"][0].net.serve(AskGradient.KIND, serve)
+        taken = await fetch_gradient(group["b"][0], "a", entry)
+        assert torch.equal(taken.gradient, gradient)
+        gradient[5] += 1e-3
+        with pytest.raises(ProtocolError, match="not what its holders attest"):
+            await fetch_gradient(group["b"][0], "a", entry)
+
+    virtually(scenario())
+
+
+def test_a_norm_that_is_not_that_of_its_chunk_fails_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = averaging._reduce_chunk
+
+    def lies(*args: Any) -> Any:
+        sent, facts = right(*args)
+        return sent, facts.model_copy(update={"square_norm": facts.square_norm * 1.01})
+
+    monkeypatch.setattr(averaging, "_reduce_chunk", lies)
+
+    async def scenario() -> None:
+        group, own = members(MemoryHub(), Codec.FP32), gradients()
+        work = (averager.reduce(ROUND, own[p]) for p, (_, averager) in group.items())
+        results = await asyncio.gather(*work, return_exceptions=True)
+        assert all(isinstance(r, RoundFailed) for r in results)
+        assert any("norm" in str(r) for r in results)
+
+    virtually(scenario())
+
+
+def test_what_is_not_finite_is_agreed_on_whatever_it_is() -> None:
+    async def scenario() -> None:
+        group, own = members(MemoryHub(), Codec.FP16), gradients()
+        own["b"][4200] = float("nan")
+        results = await asyncio.gather(*(averager.reduce(ROUND, own[p]) for p, (_, averager) in group.items()))
+        facts = {r[1] for r in results}
+        assert len(facts) == 1
+        assert [f.finite for f in results[0][1]] == [True, False, True]
+
+    virtually(scenario())

@@ -1,0 +1,165 @@
+"""Rounds at exact points of the protocol: whoever is lost, late or cut off there, the others go on, and lose no more than they must."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from muletrain.compute.torch_compute import TorchCompute
+from muletrain.policy.views import View, company, yields
+from muletrain.sim.world import Fault, Outcome, Scenario, play, readable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def played(stages: tuple[int, ...], *faults: Fault, microbatches: int = 8) -> Outcome:
+    outcome = play(Scenario(21, stages, 2, 3, microbatches, 0.01, faults))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    return outcome
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """More than one would only spin: the tensors are tiny."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def said(outcome: Outcome, text: str, within: tuple[float, float] = (0.0, 1e9)) -> list[float]:
+    """When somebody said ``text`` [virtual s]."""
+    return [t for t, line in outcome.timeline if text in line and within[0] <= t <= within[1]]
+
+
+def first(times: Iterable[float]) -> float:
+    return next(iter(times))
+
+
+def applied(outcome: Outcome, peer: str, step: int) -> float:
+    return first(said(outcome, f"{peer} step_applied step={step} "))
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_replica_that_dies_before_its_word_is_heard_costs_no_rerun_of_that_step(nth: int) -> None:
+    """It had returned its last chunk, so that the other one holds everything, and says that it goes on alone."""
+    outcome = played((2, 2), Fault(0.0, "kill", ("peer-1b",), on="round_entry", nth=nth))
+    fault = first(said(outcome, "FAULT"))
+    assert applied(outcome, "peer-1a", 1) < fault + 0.2
+    assert not said(outcome, "again"), "what it had accumulated is in the gradient"
+
+
+def test_a_replica_that_dies_while_it_returns_chunks_does_not_hold_up_those_that_lack_one() -> None:
+    outcome = played((2, 3), Fault(0.0, "kill", ("peer-1c",), on="reduced", nth=2))
+    fault = first(said(outcome, "FAULT"))
+    assert all(applied(outcome, f"peer-1{k}", 1) < fault + 2.0 for k in "ab")
+
+
+def test_the_first_holder_dies_before_all_know_of_it() -> None:
+    """Only one replica got the last chunk of the one that died; then it dies, too, in the middle of telling the others."""
+    for holder in ("peer-1a", "peer-1b"):
+        second = Fault(0.0, "kill", (holder,), on="round_entry", nth=3)
+        outcome = played((2, 3), Fault(0.0, "kill", ("peer-1c",), on="reduced", nth=2), second)
+        assert len(said(outcome, "FAULT")) == 2
+        assert outcome.virtual_s < 45, "one wait for a chunk, unmeasured yet"
+
+
+def test_who_missed_a_chunk_takes_the_gradient_from_a_holder() -> None:
+    outcome = played((2, 3), Fault(0.0, "damage", ("peer-1c",), on="reduced", nth=1))
+    lacking = first(said(outcome, "a replica holds the whole gradient"))
+    assert max(applied(outcome, f"peer-1{k}", 1) for k in "abc") < lacking + 0.2
+    assert not said(outcome, "again")
+
+
+def test_who_was_left_out_applies_the_step_late_instead_of_copying_a_state() -> None:
+    outcome = played((2, 3), Fault(0.55, "freeze", ("peer-1b",), 11.6))
+    assert said(outcome, "took it from a replica and applied it")
+    assert not said(outcome, "takes a replica's state")
+    assert outcome.left_behind == []
+
+
+def test_who_was_cut_off_learns_of_it_from_the_first_frame_of_a_later_step() -> None:
+    outcome = play(Scenario(15, (2, 2), 2, 8, 8, 0.01, (Fault(0.79, "cut", ("peer-1b",), 1.0),)))
+    assert outcome.violations == []
+    assert outcome.left_behind == []
+    missed = [applied(outcome, "peer-0a", step) for step in range(1, 9)]
+    noticed = first(said(outcome, "peer-1b note"))
+    heard = first(t for t in missed if t > first(said(outcome, "over: cut")))
+    assert noticed < heard + 0.5, "not after a deadline"
+    assert applied(outcome, "peer-1b", 8) < missed[-1] + 0.5
+
+
+def test_three_replicas_of_which_two_do_not_reach_each_other_keep_their_pace() -> None:
+    outcome = played((2, 3), Fault(0.1, "cut", ("peer-1a", "peer-1b"), 1e4))
+    assert said(outcome, "replicas that do not reach this peer go on without it")
+    for step in (1, 2):  # at the end the others leave: it may miss what it has not taken by then
+        assert max(applied(outcome, f"peer-1{k}", step) for k in "abc") < applied(outcome, "peer-0a", step) + 0.2
+    assert applied(outcome, "peer-0a", 3) < 10
+
+
+def test_of_two_replicas_that_do_not_reach_each_other_the_first_goes_on() -> None:
+    outcome = played((2, 2), Fault(0.1, "cut", ("peer-1a", "peer-1b"), 1e4))
+    assert outcome.left_behind == ["peer-1b"]
+    assert applied(outcome, "peer-1a", 3) < 30
+
+
+def test_replicas_that_lose_sight_of_each_other_for_a_while_both_come_to_the_end() -> None:
+    outcome = played((2, 2), Fault(0.1, "cut", ("peer-1a", "peer-1b"), 6.0), microbatches=12)
+    assert set(outcome.ends.values()) == {"finished"}
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_replicas_whose_weights_differ_go_on_with_the_first_one_s(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that differs in the last bit after step 0: the later one of the two takes the state of the first."""
+    right, seen = TorchCompute._apply, []
+
+    def apply(self: TorchCompute, gradient: Any, update: Any) -> None:
+        right(self, gradient, update)
+        if self.stage == 1 and update.step == 0:
+            seen.append(self)
+            if len(seen) == 2 + wrong:  # the first is the reference's
+                self._weights.masters[0] = torch.nextafter(self._weights.masters[0], torch.tensor(2.0))
+
+    monkeypatch.setattr(TorchCompute, "_apply", apply)
+    outcome = played((2, 2), microbatches=6)
+    assert len(seen) == 3
+    assert said(outcome, "peer-1b has other weights than the other replicas")
+    assert set(outcome.ends.values()) == {"finished"}
+
+
+# Who reduces with whom: pure --------------------------------------------------------------------------------------------
+
+
+def test_a_first_view_is_a_guess_and_leaves_nobody_out() -> None:
+    views = {"b": View(0, ("b", "c")), "c": View(0, ("a", "b", "c"))}
+    assert company("a", ["b", "c"], views) == ("a", "b", "c")
+    assert not yields("a", ("a", "b", "c"), views)
+
+
+def test_members_that_know_the_same_choose_the_same() -> None:
+    views = {"a": View(1, ("a", "c")), "b": View(1, ("b", "c"))}
+    assert company("c", ["a", "b"], views) == ("a", "c")
+    assert company("a", ["c"], {"c": View(1, ("a", "c"))}) == ("a", "c")
+    assert yields("b", ("b", "c"), {"c": View(1, ("a", "c"))})
+    assert not yields("a", ("a", "c"), {"b": View(1, ("b", "c"))}), "the lower one stays"
+
+
+def test_somebody_always_goes_on() -> None:
+    """A chain a-b-c-d in which only neighbours reach each other: rounds of announcements until nobody changes its mind."""
+    reach = {"a": ["b"], "b": ["a", "c"], "c": ["b", "d"], "d": ["c"]}
+    views: dict[str, View] = {}
+    looking_on: set[str] = set()
+    for attempt in range(6):
+        for m, neighbours in reach.items():
+            if m not in looking_on:
+                views[m] = View(attempt, company(m, neighbours, {k: v for k, v in views.items() if k in neighbours}))
+        known = {m: {k: v for k, v in views.items() if k in reach[m]} for m in reach}
+        looking_on = {m for m in reach if yields(m, views[m].members, known[m])}
+    assert views["a"].members == views["b"].members == ("a", "b")
+    assert looking_on == {"c"}
+    assert views["d"].members == ("c", "d"), "it waits for c, which will have what b has"
