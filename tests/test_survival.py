@@ -148,6 +148,8 @@ def test_owners_get_their_machines_back(tmp_path: Path) -> None:
     seconds = {e["step"] for e in applied if e["peer"] == "second"}
     assert set(range(1, left["step"] + 1)) <= seconds, "it took part up to the step it announced"
     assert left["step"] + 1 not in seconds
-    suspected = {e["peer_id"] for c in started for e in c.said if e["kind"] == "peer_suspected" and e["t"] < gone["t"]}
-    assert not suspected & {left["peer_id"], gone["peer_id"]}
+    suspected = {
+        e["peer_id"] for c in (first, third) for e in c.said if e["kind"] == "peer_suspected" and e["t"] < gone["t"]
+    }
+    assert not suspected & {left["peer_id"], gone["peer_id"]}, "by those that were there when it left"
     assert list((tmp_path / "a").glob("runs/*/checkpoints/step-*"))
