@@ -222,7 +222,7 @@ def play(scenario: Scenario) -> Outcome:
         if name in gone or name in states or (name not in outcome.ends and name in scenario.joining):
             continue
         if (
-            states and "can be reached" in outcome.ends.get(name, "")
+            states and "no peer of stages" in outcome.ends.get(name, "")
         ) or "gives this peer the stage's state" in outcome.ends.get(name, ""):
             outcome.left_behind.append(name)
         else:
