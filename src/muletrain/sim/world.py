@@ -215,7 +215,7 @@ def play(scenario: Scenario) -> Outcome:
             outcome.violations.append(
                 f"{name} ended with other weights than a single process: relative difference {worst:.1e}"
             )
-    outcome.violations += _unlike_replicas(scenario, states)
+    outcome.violations += _unlike_replicas(states)
     gone = {p for f in scenario.faults if f.kind == "kill" for p in f.who}
     gone |= {p for p, end in outcome.ends.items() if end == LEFT}
     for name in [*(p for p, _ in scenario.members), *scenario.joining]:
@@ -230,14 +230,13 @@ def play(scenario: Scenario) -> Outcome:
     return outcome
 
 
-def _unlike_replicas(scenario: Scenario, states: dict[str, dict[str, Tensor]]) -> Iterator[str]:
-    """Peers that ended with other bits than the first of their stage (during the run their seals would tell)."""
-    firsts: dict[int, str] = {}
-    for name, stage in scenario.members:
-        if name in states:
-            first = firsts.setdefault(stage, name)
-            if not all(torch.equal(value, states[first][key]) for key, value in states[name].items()):
-                yield f"{name} and {first}, replicas of one stage, ended with other states"
+def _unlike_replicas(states: dict[str, dict[str, Tensor]]) -> Iterator[str]:
+    """Peers that ended with other bits than the first of their last stage (during the run their seals would tell)."""
+    firsts: dict[frozenset[str], str] = {}
+    for name in sorted(states):
+        first = firsts.setdefault(frozenset(states[name]), name)  # a stage is known by the names of its tensors
+        if not all(torch.equal(value, states[first][key]) for key, value in states[name].items()):
+            yield f"{name} and {first}, replicas of one stage, ended with other states"
 
 
 class _World:
