@@ -79,7 +79,7 @@ class Worker:
         self._owner = Key.at(Path(spec.folder) / OWNER_FILE) if spec.role == "found" else None
         self._ticket = Ticket.parse(spec.ticket)
         self._peer: Peer | None = None
-        self._compute_in_use: Compute
+        self._compute_in_use: Compute | None = None
         self._network: Libp2pNetwork | None = None
         self._main: asyncio.Task[None] | None = None
         self._names: Callable[[], dict[PeerId, str]] = dict
@@ -361,7 +361,7 @@ class Worker:
             nonlocal ready
             own, ready = ready, None
             if own is None:
-                self._compute_in_use.close()
+                self._close_compute()
                 own = await self._compute(facts.drawn(), roster.own.stage, machine, None)
             self._compute_in_use = own
             ctx = Context(
@@ -382,9 +382,13 @@ class Worker:
             if written is None and roster.genesis.collector == network.peer_id:
                 self._code = EXIT_NO_CHECKPOINT
         finally:
-            self._compute_in_use.close()
+            self._close_compute()
         if self._peer is not None and self._peer.left:
             self._reason = "left in order"
+
+    def _close_compute(self) -> None:
+        if self._compute_in_use is not None:
+            self._compute_in_use.close()
 
     def _collector(self, ctx: Context, facts: RunFacts, machine: Machine, cache: TokenCache | None) -> Collector | None:
         genesis = ctx.roster.genesis
