@@ -33,6 +33,15 @@ if TYPE_CHECKING:
     from muletrain.swarm.roster import Roster
 
 
+@dataclass(frozen=True)
+class Papers:
+    """What a newcomer is told of the run. ``config``: the configuration as JSON; ``data``: the corpus' digest; ``tokenizer``: its JSON."""
+
+    config: str
+    data: bytes
+    tokenizer: bytes
+
+
 @dataclass
 class Reception:
     """One member's. ``needs`` and ``stage_costs``: each stage's memory and compute cost."""
@@ -40,9 +49,7 @@ class Reception:
     net: Network
     emit: Callable[[Event], None]
     roster: Roster
-    config_json: str
-    data_digest: bytes
-    tokenizer: bytes
+    papers: Papers
     needs: list[StageMemory]
     stage_costs: list[float]
 
@@ -71,7 +78,7 @@ class Reception:
             self.emit(Note(level="warning", message=mixing(stage, mixed, join.device)))
         self.emit(Admitted(peer_id=sender))
         return Welcome(
-            config=self.config_json, stage=stage, data=self.data_digest, tokenizer_size=len(self.tokenizer), running=True,
+            config=self.papers.config, stage=stage, data=self.papers.data, tokenizer_size=len(self.papers.tokenizer), running=True,
             name=self._unique(join.name),
         ).pack()  # fmt: skip
 
@@ -81,7 +88,7 @@ class Reception:
 
     async def _on_tokenizer(self, sender: PeerId, payload: bytes) -> bytes:
         offset = AskTokenizer.unpack(payload).offset
-        return self.tokenizer[offset : offset + PIECE]
+        return self.papers.tokenizer[offset : offset + PIECE]
 
     async def _on_declined(self, sender: PeerId, payload: bytes) -> bytes:
         self.emit(JoinRefused(remote=sender, reason=Declined.unpack(payload).reason))

@@ -46,7 +46,7 @@ from muletrain.runs.chaos import damage_next
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.lobby import Join, Lobby, Visitor, find_founder
 from muletrain.runs.machine import Machine
-from muletrain.runs.reception import Reception
+from muletrain.runs.reception import Papers, Reception
 from muletrain.runs.removal import serve_members
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.ticket import Ticket
@@ -211,9 +211,8 @@ class Worker:
         )
         lobby.ready(network.peer_id, trainer=True)
         roster = Roster(await lobby.gather(), network.peer_id)
-        await self._train(
-            facts, roster, network, compute, machine, cache, lobby.config_json, lobby.tokenizer, lobby.data_digest
-        )
+        papers = Papers(lobby.config_json, lobby.data_digest, lobby.tokenizer)
+        await self._train(facts, roster, network, compute, machine, cache, papers)
 
     # A newcomer -----------------------------------------------------------------------------------------------------
 
@@ -260,18 +259,8 @@ class Worker:
             roster = Roster(genesis, network.peer_id)
         if genesis.config != facts.config_digest:
             raise AdmissionError("the run began with another configuration than was sent; start it again")
-        await self._train(
-            facts,
-            roster,
-            network,
-            compute,
-            machine,
-            cache,
-            welcome.config,
-            tokenizer,
-            welcome.data,
-            joining=welcome.running,
-        )
+        papers = Papers(welcome.config, welcome.data, tokenizer)
+        await self._train(facts, roster, network, compute, machine, cache, papers, joining=welcome.running)
 
     def _waiting(self, missing: tuple[str, ...]) -> None:
         """On a machine of its own a joiner says what the run waits for; otherwise the founder does so beside it."""
@@ -330,16 +319,12 @@ class Worker:
         compute: Compute,
         machine: Machine,
         cache: TokenCache | None,
-        config_json: str,
-        tokenizer: bytes,
-        data_digest: bytes,
+        papers: Papers,
         *,
         joining: bool = False,
     ) -> None:
         genesis = roster.genesis
-        Reception(
-            network, self._log.emit, roster, config_json, data_digest, tokenizer, facts.needs(), facts.stage_costs()
-        ).open()
+        Reception(network, self._log.emit, roster, papers, facts.needs(), facts.stage_costs()).open()
         before = self._names()
         self._names = lambda: before | {m.id: m.name for m in roster.members()}
         self._steps = genesis.first_step
