@@ -303,8 +303,8 @@ class Knowledge:
             answer = await self._ctx.net.call(peer, AskEntries.KIND, ask, timeout_s=self._ctx.probe_deadline.seconds(1))
             for entry in Entries.unpack(answer).entries:
                 self._builder.add(entry)
-        except NetworkError as e:
-            self._ctx.suspect(peer, str(e))
         except ProtocolError as e:
             self._ctx.refused(peer, str(e))
+        except NetworkError as e:
+            self._ctx.suspect(peer, str(e))
         return self._builder.record() is not None

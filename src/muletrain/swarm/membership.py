@@ -46,10 +46,10 @@ class Membership:
             for member in Acquaintances.unpack(answer).members:
                 ctx.roster.admit(member)
             ctx.roster.alive(peer)
-        except NetworkError as e:
-            ctx.suspect(peer, str(e))
         except ProtocolError as e:
             ctx.refused(peer, str(e))
+        except NetworkError as e:
+            ctx.suspect(peer, str(e))
 
     async def acquaint(self, peer: PeerId, stage: int | None = None) -> None:
         """``peer`` speaks to us, and we do not know it, or not as serving ``stage``: it came, or moved, while we were away. Raises
@@ -70,10 +70,10 @@ class Membership:
         try:
             answer = await self._ctx.net.call(peer, WhoAreYou.KIND, WhoAreYou().pack(), timeout_s=CALL_S)
             self._admit(peer, Member.unpack(answer))
-        except NetworkError as e:
-            self._ctx.emit(Note(level="info", message=f"{peer[-6:]} speaks to us, and does not say who it is: {e}"))
         except ProtocolError as e:
             self._ctx.refused(peer, str(e))
+        except NetworkError as e:
+            self._ctx.emit(Note(level="info", message=f"{peer[-6:]} speaks to us, and does not say who it is: {e}"))
 
     def _admit(self, sender: PeerId, member: Member) -> None:
         if member.id != sender:

@@ -177,10 +177,10 @@ class Receiver:
                     raise ProtocolError("a manifest of another digest than it offered")
                 manifest = Manifest.unpack(packed)
                 manifest.check(limit=16 * ctx.compute.n_params + (1 << 16))  # weights, two moments, the loss scale
-            except NetworkError as e:
-                ctx.suspect(donor, str(e))
             except ProtocolError as e:
                 ctx.refused(donor, str(e))
+            except NetworkError as e:
+                ctx.suspect(donor, str(e))
             else:
                 return manifest
         raise PeerUnreachable("no donor gave the manifest of what it offered")

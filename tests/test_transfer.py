@@ -1,0 +1,237 @@
+"""A stage's state from several donors: block by block, checked against a manifest; damaged blocks, liars and breaks cost nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from muletrain.clock import LoopClock
+from muletrain.config.schema import Codec
+from muletrain.errors import MuletrainError, ProtocolError
+from muletrain.events import Event, FrameRefused, Note
+from muletrain.network.memory import MemoryHub, MemoryNetwork
+from muletrain.swarm import snapshot, transfer
+from muletrain.swarm.context import Context, Plan
+from muletrain.swarm.messages import Block, Member
+from muletrain.swarm.roster import Genesis, Roster
+from muletrain.swarm.snapshot import Receiver, Snapshots
+from muletrain.swarm.transfer import Copy, Manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from torch import Tensor
+
+SIZES = {"loss_scale": 2, "model/a": 700, "model/empty": 0, "model/b": 1301, "moment1/a": 700}
+
+
+class State:
+    """What a transfer asks of a ``Compute``."""
+
+    n_params = 2001
+
+    def __init__(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.tensors = {n: torch.randn(size, generator=generator) for n, size in SIZES.items()}
+        self.tensors["loss_scale"] = self.tensors["loss_scale"].double()
+        self.loaded: dict[str, Tensor] | None = None
+
+    async def state(self) -> dict[str, Tensor]:
+        return {n: t.clone() for n, t in self.tensors.items()}
+
+    async def load_state(self, state: dict[str, Tensor]) -> None:
+        self.loaded = {n: t.clone() for n, t in state.items()}
+
+    async def offload(self, fn: Any, *args: Any) -> Any:
+        return fn(*args)
+
+
+class Stage:
+    """Donors 'a', 'b', 'c' and the taker 't'."""
+
+    def __init__(self, donors: str = "abc", stages: dict[str, int] | None = None) -> None:
+        self.hub, self.said = MemoryHub(), list[Event]()
+        names = (*donors, "t")
+        members = tuple(Member(id=n, name=n, stage=0, trainer=True, addresses=()) for n in names)
+        genesis = Genesis(
+            run_id="r", config=bytes(32), data=bytes(32), stages=1, collector=names[0], first_step=0, members=members
+        )
+        plan = Plan(1, 1, 1, 1, 1, 2, lambda s: 1, Codec.FP32, Codec.FP32, None, lambda s: 0.0, 0, 8)
+        self.networks: dict[str, MemoryNetwork] = {n: self.hub.join(n) for n in names}
+        self.states: dict[str, Any] = {n: State(2 if n == "t" else 1) for n in names}
+        self.at = {n: SimpleNamespace(step=3, lineage=bytes(32), settled=True, over=False) for n in names}
+        self.contexts = {
+            n: Context(self.networks[n], LoopClock(), self.states[n], Roster(genesis, n), plan, emit=self.said.append)
+            for n in names
+        }
+        for n in donors:
+            stepper: Any = self.at[n]
+            Snapshots(self.contexts[n], stepper)
+            self.networks[n].receive(self._nothing)
+        self.receiver = Receiver(self.contexts["t"])
+        self.networks["t"].receive(self._block)
+
+    async def _nothing(self, sender: str, frame: Any) -> None:
+        raise AssertionError
+
+    async def _block(self, sender: str, frame: Any) -> None:
+        self.receiver.taker.on_block(sender, Block.parse(frame), frame.tensors[0])
+
+    def check(self) -> None:
+        """What was loaded is the donors' state."""
+        loaded, right = self.states["t"].loaded, self.states["a"].tensors
+        assert loaded is not None
+        assert loaded.keys() == right.keys()
+        assert all(torch.equal(loaded[n], right[n]) for n in right)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "BLOCK", 100)  # not a whole number of elements, and blocks that span tensors
+    monkeypatch.setattr(snapshot, "PAUSE_S", 0.01)
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def refused(stage: Stage) -> list[str]:
+    return [e.remote for e in stage.said if isinstance(e, FrameRefused)]
+
+
+@pytest.mark.parametrize("donors", ["a", "ab", "abc"])
+def test_the_state_comes_from_all_donors(donors: str) -> None:
+    async def scenario() -> None:
+        stage = Stage(donors)
+        taken = await stage.receiver.fetch(-1)
+        assert taken.step == 3
+        stage.check()
+        came = {n: stage.networks["t"].counters.received[n, Block.KIND] for n in donors}
+        assert all(came.values()), "each sent some"
+        assert sum(came.values()) == sum(t.nbytes for t in stage.states["a"].tensors.values()), "no block came twice"
+
+    run(scenario)
+
+
+def test_a_damaged_block_is_noticed_and_comes_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, damaged = Copy.views, []
+
+    def views(self: Copy, block: int) -> list[memoryview]:
+        found = right(self, block)
+        if self.manifest and not damaged:  # named already: what is read now goes out
+            damaged.append(block)
+            return [memoryview(bytes([found[0][0] ^ 1]) + bytes(found[0][1:])), *found[1:]]
+        return found
+
+    async def scenario() -> None:
+        stage = Stage("ab")
+        monkeypatch.setattr(Copy, "views", views)
+        await stage.receiver.fetch(-1)
+        stage.check()
+        assert len(refused(stage)) == 1
+        assert damaged
+
+    run(scenario)
+
+
+def test_a_donor_with_another_state_is_outvoted_and_one_that_is_behind_is_not_waited_for() -> None:
+    async def scenario() -> None:
+        stage = Stage("abcd")
+        stage.states["c"].tensors["model/a"][0] += 1
+        stage.at["d"].step = 2
+        await stage.receiver.fetch(-1)
+        stage.check()
+        assert not stage.networks["c"].counters.sent["t", Block.KIND]
+
+    run(scenario)
+
+
+def test_a_manifest_that_is_not_what_was_offered_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Snapshots._on_manifest
+
+    async def lie(self: Snapshots, sender: str, payload: bytes) -> bytes:
+        honest = await right(self, sender, payload)
+        return honest if self._ctx.net.peer_id != "a" else honest[:-1] + bytes([honest[-1] ^ 1])
+
+    async def scenario() -> None:
+        monkeypatch.setattr(Snapshots, "_on_manifest", lie)
+        stage = Stage("ab")
+        await stage.receiver.fetch(-1)
+        stage.check()
+        assert refused(stage) == ["a"]
+
+    run(scenario)
+
+
+def test_what_came_before_a_break_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both donors go away in the middle; the one that comes back sends what is missing, and no more."""
+    right, sent, broken = Copy.send, list[int](), list[bool]()
+
+    async def send(self: Copy, ctx: Context, taker: str, blocks: tuple[int, ...]) -> None:
+        if not broken and len(sent) >= 40:
+            broken.append(True)
+            for donor in "ab":
+                stage.hub.cut(donor, "t")
+                asyncio.get_running_loop().call_later(0.3, stage.hub.mend, donor, "t")
+            return
+        if stage.hub.connected(ctx.net.peer_id, taker):
+            sent.extend(blocks)
+        await right(self, ctx, taker, blocks)
+
+    stage: Stage
+
+    async def scenario() -> None:
+        nonlocal stage
+        stage = Stage("ab")
+        monkeypatch.setattr(Copy, "send", send)
+        monkeypatch.setattr(transfer, "CALL_S", 0.2)
+        stage.receiver.taker._deadline._floor_s = stage.receiver.taker._deadline._unmeasured_s = 0.2
+        await stage.receiver.fetch(-1)
+        stage.check()
+        blocks = -(-sum(t.nbytes for t in stage.states["a"].tensors.values()) // 100)
+        assert set(sent) == set(range(blocks))
+        assert len(sent) <= blocks + 2 * 2 * transfer.RUN, "only what was under way came again"
+        assert any(isinstance(e, Note) and "did not come whole" in e.message for e in stage.said)
+
+    run(scenario)
+
+
+def test_nobody_takes_what_is_absurd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manifest of more bytes than the stage has, or of blocks that do not fit."""
+    good = Manifest(tensors=(("a", "float32", (100,)),), block=100, digests=bytes(32 * 4))
+    good.check(limit=400)
+    for bad in (
+        good.model_copy(update={"tensors": (("a", "float32", (1 << 40,)),)}),
+        good.model_copy(update={"digests": bytes(32 * 3)}),
+        good.model_copy(update={"digests": bytes(32 * 4 + 1)}),
+        good.model_copy(update={"tensors": (("a", "int8", (400,)),)}),
+    ):
+        with pytest.raises(ProtocolError):
+            bad.check(limit=400)
+
+    async def scenario() -> None:
+        monkeypatch.setattr(snapshot, "ROUNDS", 2)
+        stage = Stage("ab")
+        for name in "ab":
+            stage.at[name].settled = False
+        monkeypatch.setattr(snapshot, "SETTLE_TRIES", 2)
+        with pytest.raises(MuletrainError, match="no replica of stage 0 gives"):
+            await stage.receiver.fetch(-1)
+
+    run(scenario)
+
+
+def test_copies_are_dropped_when_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr(snapshot, "KEPT_S", 0.1)
+        stage = Stage("a")
+        await stage.receiver.fetch(-1)
+        assert any(t.get_name() == "copies" for t in stage.contexts["a"]._tasks)
+        await asyncio.sleep(0.4)
+        assert not stage.contexts["a"]._tasks, "the copy went, and whoever looked after it"
+
+    run(scenario)
