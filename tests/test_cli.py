@@ -176,6 +176,7 @@ def test_a_killed_command_leaves_no_process_and_no_temporary_file(tmp_path: Path
         assert list(Path(scratch).iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_checkpoint_not_the_training(tmp_path: Path) -> None:
     """The checkpoint folder is a file: writing fails as on a full disk, and the run goes on to its end."""
     process = start("run", *SMALL, "--set", "train.steps=30", "--set", "checkpoint.every=10", cwd=tmp_path)

@@ -312,6 +312,7 @@ TINY = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_fleet_goes_on_without_the_kicked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``muletrain kick`` on real processes: the kicked one ends, and says why; the others train on."""
     monkeypatch.chdir(tmp_path)

@@ -167,6 +167,7 @@ def test_killed_before_the_first_checkpoint_it_begins_again(run: Run) -> None:
     assert_undisturbed(run)
 
 
+@pytest.mark.slow
 def test_a_run_on_several_machines_goes_on_with_start(tmp_path: Path) -> None:
     """One machine is enough where there is one stage."""
     run, alone = Run(tmp_path / "here", "start"), ["fleet.stages=1", "fleet.peers=1"]

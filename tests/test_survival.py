@@ -112,6 +112,7 @@ class Command:
         return errors
 
 
+@pytest.mark.slow
 def test_owners_get_their_machines_back(tmp_path: Path) -> None:
     """Two replicas of a stage: one leaves in order when its pause file appears; the other, asked by Ctrl-C, stays, for it is the last,
     until the first is back because its file is gone. Nobody takes anybody for dead."""
