@@ -226,7 +226,7 @@ def test_a_hugging_face_folder_is_read_by_the_library_itself(folder: Path, monke
     pq.write_table(pa.table({"text": words(0, 500)}), folder / "table" / "train.parquet", row_group_size=100)
     assert texts("hf:rows", "body") == ["Of JSON.\n\n", "Second.\n\n", "Third.\n\n"]
     assert texts(f"hf:{folder / 'table'}") == [f"{text}\n\n" for text in words(0, 500)]
-    with pytest.raises(DataError, match=r"hf:rows row 0 has no 'text'; set data\.field to one of: body"):
+    with pytest.raises(DataError, match=r"hf:rows: row 0: no 'text'; set data\.field to one of: body"):
         texts("hf:rows")
     with pytest.raises(DataError, match=r"cannot read Hugging Face dataset 'no/such'"):
         texts("hf:no/such")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 from pathlib import Path
@@ -33,7 +34,12 @@ def trained(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Checkpoint,
     spec = ModelSpec.from_config(config.model)
     cache = TokenCache.build(config.data, spec.vocab)
     (tmp_path / "tokenizer.json").write_bytes(cache.tokenizer_json)
-    return Checkpoint(tmp_path, {"step": 1, "parts": []}, spec, config), build_full(spec, seed=0), cache
+    tokenizer = {"file": "tokenizer.json", "sha256": hashlib.sha256(cache.tokenizer_json).hexdigest()}
+    return (
+        Checkpoint(tmp_path, {"step": 1, "parts": [], "files": [tokenizer]}, spec, config),
+        build_full(spec, seed=0),
+        cache,
+    )
 
 
 @pytest.mark.parametrize("trained", [600], indirect=True)
@@ -114,7 +120,7 @@ def test_a_killed_process_is_told_of_with_its_log(tmp_path: Path, capsys: pytest
         session = Session(tmp_path, fleet, json=False)
         fleet.spawn(["peer-0"])
         os.kill(fleet.pid("peer-0"), signal.SIGKILL)
-        with pytest.raises(MuletrainError, match=r"no peer is left; logs: .*\*\.log"):
+        with pytest.raises(MuletrainError, match=r"peer-0 was killed by signal 9 .*peer-0\.log; logs: .*\*\.log"):
             session.watch()
         session.close()
     assert f"killed by signal 9 (Killed): out of memory?; its log is {tmp_path}/peer-0.log" in capsys.readouterr().out
