@@ -21,6 +21,7 @@ import torch
 
 from muletrain.clock import LoopClock
 from muletrain.config.schema import Codec
+from muletrain.network.identity import Key
 from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.swarm.context import Context, Plan
 from muletrain.swarm.messages import Block, Member
@@ -73,7 +74,10 @@ async def gather_addresses(folder: Path, rank: int, members: int, own: list[str]
 async def main(rank: int, donors: int, folder: Path) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="mule-") as sockets:
-        network = await Libp2pNetwork.create(run_id="bench", secret=b"b" * 32, protocol="bench", folder=Path(sockets))
+        secret, owner = b"b" * 32, Key.of_seed(b"b" * 32)
+        network = await Libp2pNetwork.create(
+            run_id="bench", secret=secret, owner=owner, protocol="bench", folder=Path(sockets)
+        )
         addresses = await gather_addresses(folder, rank, donors + 1, network.addresses())
         for address in addresses:
             if not address.endswith(network.peer_id):
