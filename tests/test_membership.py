@@ -104,7 +104,10 @@ def test_a_plain_hivemind_process_gets_nothing() -> None:
             me = said.pop("me")
             assert "not admitted" in said["call"]
             assert "malformed admission" in said["admit"]
-            assert said["stream"] == "b''", "not even its hello was acknowledged"
+            closed = said["stream"].startswith(
+                ("error: BrokenPipe", "error: ConnectionReset")
+            )  # before its hello was out
+            assert closed or said["stream"] == "b''", "not even its hello was acknowledged"
             for rpc in ("ping", "find", "store"):
                 assert "error: P2PHandlerError" in said[rpc]
                 assert "not admitted" in said[rpc]

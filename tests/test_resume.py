@@ -158,6 +158,7 @@ def test_what_would_be_another_run_is_refused_and_so_is_a_folder_in_use(run: Run
     assert "no config.toml" in other.wait(code=2)
 
 
+@pytest.mark.slow
 def test_killed_before_the_first_checkpoint_it_begins_again(run: Run) -> None:
     run.start(*settings(), "--set", "checkpoint.every=0")
     run.until(lambda: 2 in run.steps())
