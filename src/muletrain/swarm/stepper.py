@@ -23,7 +23,8 @@ from muletrain.swarm.messages import AskEntries, AskSeal, Entries, Gap, Held, Se
 from muletrain.swarm.record import RecordBuilder, StepRecord, round_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
+    from typing import Any
 
     from torch import Tensor
 
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
 MAX_ATTEMPTS = 20
 """Rounds tried for one step before the peer gives up with an error instead of trying for ever."""
 MAX_SILENCE = 6
-"""Doubling deadlines without any news before a wait is declared hopeless."""
+"""Doubling deadlines without any news before a wait is declared hopeless,"""
+PATIENCE_S = 300.0
+"""but not before this time."""
 
 
 class Behind(MuletrainError):
@@ -61,8 +64,8 @@ class Stepper:
         self._orphaned = orphaned
         self.averager = Averager(ctx, self._publish)
         self._step_deadline = Deadline()
-        self._seal_deadline = Deadline(floor_s=5.0)
-        self._record_deadline = Deadline(unmeasured_s=10.0, floor_s=5.0)
+        self._seal_deadline = Deadline(floor_s=0.5, deviations=1.0)
+        self._record_deadline = Deadline(unmeasured_s=10.0, floor_s=0.5)
         self.stop_requested = False
         self.departure = Departure(ctx)
         self.settled = True
@@ -72,7 +75,8 @@ class Stepper:
         self._weights: bytes = b"\0" * 32
         self._differed: int | None = None
         """The last step at which our weights were not the others'."""
-        ctx.changed = self.touched
+        self._hurried = False
+        ctx.changed = self.hurry
         self._enter(step, lineage)
 
         self._previous = self._builder
@@ -268,11 +272,10 @@ class Stepper:
             """Gaps are filled when no replica misses them; its own ledger is each one's truth."""
             for pause in itertools.count():
                 union = set(self.ledger.held)
-                for peer in ctx.roster.replicas():
-                    held = await ctx.probe(peer, self.lineage, self.step)
-                    if held is not None and held.step > self.step:
+                for peer, held in (await ctx.ask_held(ctx.roster.replicas(), self.lineage, self.step)).items():
+                    if held.step > self.step:
                         raise Behind(f"step {self.step}: {ctx.roster.member(peer).name} is at step {held.step}")
-                    union |= set(held.held) if held is not None and held.current else set()
+                    union |= set(held.held) if held.current else set()
                 if gaps <= union:
                     return
                 await ctx.clock.sleep(min(2.0, 0.05 * 2**pause))
@@ -290,7 +293,9 @@ class Stepper:
                 await self._ask_everyone()
             else:
                 return
-        raise MuletrainError(f"step {self.step}: {len(gaps)} missing microbatches were not run again; {self._view()}")
+        raise MuletrainError(
+            f"step {self.step}: {len(gaps)} missing microbatches were not run again; {self._ctx.who_is_there()}"
+        )
 
     async def _publish(self, entry: ShardEntry) -> None:
         self._builder.add(entry)
@@ -346,38 +351,52 @@ class Stepper:
     # Waiting --------------------------------------------------------------------------------------------------------
 
     async def _until(
-        self, condition: Callable[[], bool], deadline: Deadline, what: str, ask: Callable[[], object]
+        self, condition: Callable[[], bool], deadline: Deadline, what: str, ask: Callable[[], Coroutine[Any, Any, None]]
     ) -> None:
-        """Wait for ``condition``; on each missed deadline ask those we wait for. Raises MuletrainError after MAX_SILENCE."""
+        """Wait for ``condition``; on each missed deadline, and when somebody dies, ask those we wait for, and wait on meanwhile. Raises
+        MuletrainError after MAX_SILENCE, and what ``ask`` raises."""
         clock = self._ctx.clock
         begin = clock.now()
         attempt, due = 0, begin + deadline.seconds()
-        while not condition():
-            self._changed.clear()
-            try:  # what else happens does not put the question off
-                await clock.deadline(self._changed.wait(), max(0.0, due - clock.now()), what)
-            except DeadlineExceeded:
-                attempt += 1
-                due = clock.now() + deadline.seconds(attempt)
-                if attempt >= MAX_SILENCE:
-                    raise MuletrainError(f"step {self.step}: gave up waiting for {what}; {self._view()}") from None
-                question = ask()
-                if asyncio.iscoroutine(question):
-                    await question
+        self._hurried = False
+        asking: asyncio.Task[None] | None = None
+        try:
+            while not condition():
+                self._changed.clear()
+                if asking is not None and asking.done():
+                    asking.result()
+                    asking = None
+                try:  # what else happens does not put the question off
+                    await clock.deadline(self._changed.wait(), max(0.0, due - clock.now()), what)
+                except DeadlineExceeded:
+                    attempt += 1
+                    due = clock.now() + deadline.seconds(attempt)
+                    if attempt >= MAX_SILENCE and clock.now() - begin > PATIENCE_S:
+                        why = self._ctx.who_is_there()
+                        raise MuletrainError(f"step {self.step}: gave up waiting for {what}; {why}") from None
+                else:
+                    if not self._hurried:
+                        continue
+                if asking is None:
+                    self._hurried = False
+                    asking = asyncio.create_task(ask())
+                    asking.add_done_callback(lambda _: self._changed.set())
+        finally:
+            if asking is not None and not asking.done():
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
         deadline.measured(clock.now() - begin)
 
-    def _view(self) -> str:
-        """Who is there, in words."""
-        roster = self._ctx.roster
-        lost = [s for s in range(self._ctx.plan.stages) if not roster.stage(s)]
-        gone = f"no peer of stages {lost} can be reached" if lost else "every stage can be reached"
-        return gone if roster.trainers() else f"{gone}, no trainer can"
-
     def touched(self) -> None:
-        """Something a wait may depend on changed (a microbatch finished, a peer died)."""
+        """Something a wait may depend on changed (a microbatch finished)."""
         self._changed.set()
 
-    def _no_question(self) -> None:
+    def hurry(self) -> None:
+        """Somebody died: what we wait for may have been theirs, so ask now, not at the deadline."""
+        self._hurried = True
+        self._changed.set()
+
+    async def _no_question(self) -> None:
         return None
 
     async def _ask_progress(self) -> None:
@@ -388,18 +407,18 @@ class Stepper:
     async def _ask_replicas(self) -> None:
         """A lost announcement must not stop the stage: whoever made it can say it again."""
         ask = AskSeal(lineage=self.lineage, step=self.step).pack()
-        for peer in self._ctx.roster.replicas():
-            await self._ask(peer)
-            if not self._ctx.roster.is_alive(peer):
-                continue
-            try:
-                answer = await self._ctx.net.call(
-                    peer, AskSeal.KIND, ask, timeout_s=self._ctx.probe_deadline.seconds(1)
-                )
-                if answer:
-                    self.on_seal(peer, Seal.unpack(answer))
-            except NetworkError as e:
-                self._ctx.suspect(peer, str(e))
+        await asyncio.gather(*(self._ask_seal(peer, ask) for peer in self._ctx.roster.replicas()))
+
+    async def _ask_seal(self, peer: PeerId, ask: bytes) -> None:
+        await self._ask(peer)
+        if not self._ctx.roster.is_alive(peer):
+            return
+        try:
+            answer = await self._ctx.net.call(peer, AskSeal.KIND, ask, timeout_s=self._ctx.probe_deadline.seconds(1))
+            if answer:
+                self.on_seal(peer, Seal.unpack(answer))
+        except NetworkError as e:
+            self._ctx.suspect(peer, str(e))
 
     async def _ask_everyone(self) -> None:
         """Those believed dead, too: a link that healed says nothing by itself."""
@@ -407,7 +426,9 @@ class Stepper:
 
     async def _ask(self, peer: PeerId) -> None:
         """Learn what ``peer`` knows of this step; leave it out while it is at an earlier one. Raises Behind if it is at a later one."""
-        held = await self._ctx.probe(peer, self.lineage, self.step)
+        held = await self._ctx.probe(
+            peer, self.lineage, self.step, attempt=1
+        )  # patiently: it would be left out of the round
         if held is None:
             return
         if held.step > self.step:
