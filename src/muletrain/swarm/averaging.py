@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from muletrain.swarm.context import Context
     from muletrain.wire.codec import Encoded
 
-MAX_PROBES = 4
+MAX_PROBES = 6
 """A member that answers probes but sends nothing for this many (doubling) deadlines is in another round: start a new one."""
 
 
@@ -99,7 +99,7 @@ class Averager:
         self._ctx = ctx
         self._publish = publish
         self._inbox = _Inbox()
-        self._chunk_deadline = Deadline(floor_s=5.0)
+        self._chunk_deadline = Deadline(floor_s=1.0)
 
     def on_chunk(self, sender: PeerId, message: Shard | Reduced, tensor: Encoded) -> None:
         """Raises ProtocolError for a sender of another stage and for more than a round can need."""
@@ -187,6 +187,10 @@ class Averager:
     async def _chunk(self, plan: Round, kind: str, sender: PeerId, number: int) -> Encoded:
         """The next chunk from ``sender``, with a deadline from measured waits; a silent member is probed."""
         arrival = self._inbox.get((plan.id, kind, sender, number))
+        with self._ctx.awaiting(sender, arrival):
+            return await self._arrived(plan, arrival, sender, number)
+
+    async def _arrived(self, plan: Round, arrival: asyncio.Future[Encoded], sender: PeerId, number: int) -> Encoded:
         begin = self._ctx.clock.now()
         for attempt in range(MAX_PROBES):
             what = f"averaging step {plan.step}: chunk {number} from {sender[-6:]}"
