@@ -7,7 +7,7 @@ import heapq
 import itertools
 from collections import Counter, defaultdict
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -219,20 +219,29 @@ class Context:
 
     async def probe(self, peer: PeerId, lineage: bytes, step: int, attempt: int = 0) -> Held | None:
         """Ask a silent peer what it holds. None, and the peer is believed dead, if it does not answer in time."""
-        ask = AskHeld(lineage=lineage, step=step)
-        begin = self.clock.now()
         try:
-            answer = await self.net.call(peer, AskHeld.KIND, ask.pack(), timeout_s=self.probe_deadline.seconds(attempt))
-            held = Held.unpack(answer)
+            held = await self._ask_held(peer, lineage, step, attempt)
         except (PeerUnreachable, DeadlineExceeded) as e:
             self.suspect(peer, str(e))
             return None
         except NetworkError as e:
             self.suspect(peer, f"answered a probe with: {e}")
             return None
-        self.probe_deadline.measured(self.clock.now() - begin)
         if held.current:  # at another step it is of no use to this one, however well it may be
             self.roster.alive(peer)
+        return held
+
+    async def measure(self, peer: PeerId, lineage: bytes, step: int) -> None:
+        """How long the answer to a probe takes, before one is missed. Whoever does not answer yet is not believed dead for it."""
+        with suppress(NetworkError):
+            await self._ask_held(peer, lineage, step, attempt=0)
+
+    async def _ask_held(self, peer: PeerId, lineage: bytes, step: int, attempt: int) -> Held:
+        ask = AskHeld(lineage=lineage, step=step)
+        begin = self.clock.now()
+        answer = await self.net.call(peer, AskHeld.KIND, ask.pack(), timeout_s=self.probe_deadline.seconds(attempt))
+        held = Held.unpack(answer)
+        self.probe_deadline.measured(self.clock.now() - begin)
         return held
 
     async def still_missing(self, lineage: bytes, step: int, index: int, stages: tuple[int, ...]) -> tuple[int, ...]:

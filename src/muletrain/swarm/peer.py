@@ -164,7 +164,7 @@ class Peer:
         else:
             await self.stepper.open()
         for peer in ctx.roster.others():  # how long an answer takes, before one is missed
-            ctx.spawn(ctx.probe(peer, self.stepper.lineage, self.stepper.step), "measure")
+            ctx.spawn(ctx.measure(peer, self.stepper.lineage, self.stepper.step), "measure")
         ctx.stats.started = ctx.clock.now()
         while True:
             step, lineage = self.stepper.step, self.stepper.lineage
