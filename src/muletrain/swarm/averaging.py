@@ -199,7 +199,7 @@ class Averager:
                     asyncio.shield(arrival), self._chunk_deadline.seconds(attempt), what
                 )
             except DeadlineExceeded:
-                held = await self._ctx.probe(sender, plan.lineage, plan.step, attempt)
+                held = await self._ctx.probe(sender, plan.lineage, plan.step, attempt + 1)
                 if held is None:
                     raise
                 if not held.current:

@@ -192,20 +192,22 @@ class Router:
             self._ctx.spawn(self._listen(peer), f"listen to {peer[-6:]}")
 
     async def _listen(self, peer: PeerId) -> None:
-        """A peer that owes us answers gives one every so often. When it is silent for longer, ask whether it is there: the deadline
-        of a request, which may wait in a queue, would find out much later that it froze."""
-        clock, attempt, asked = self._ctx.clock, 0, 0.0
+        """A peer that owes us answers gives one every so often. When it is silent for longer, and somebody else could do its work, ask
+        whether it is there: the deadline of a request, which may wait in a queue, would find out much later that it froze."""
+        ctx, attempt, asked = self._ctx, 0, 0.0
         try:
             while (owed := next((p for p in self._pending.values() if p.peer == peer), None)) is not None:
                 heard = self._heard[peer]
                 attempt = attempt if asked > heard else 0
-                wait = max(asked, heard) + self._silence.seconds(attempt) - clock.now()
+                wait = max(asked, heard) + self._silence.seconds(attempt) - ctx.clock.now()
                 if wait > 0:
-                    await clock.sleep(min(wait, SILENCE_FLOOR_S))  # what is measured meanwhile counts
+                    await ctx.clock.sleep(min(wait, SILENCE_FLOOR_S))  # what is measured meanwhile counts
                     continue
-                attempt, asked = attempt + 1, clock.now()
-                if await self._ctx.probe(peer, owed.request.lineage, owed.request.step) is None:
-                    self._ctx.give_up(peer, "it is silent, and answers no probe")
+                attempt, asked = attempt + 1, ctx.clock.now()
+                if ctx.roster.stage(self._stage) == (peer,):
+                    continue  # a stage's last peer is not given up for being slow
+                if await ctx.probe(peer, owed.request.lineage, owed.request.step) is None:
+                    ctx.give_up(peer, "it is silent, and answers no probe")
         finally:
             self._listening.discard(peer)
 
@@ -219,7 +221,7 @@ class Router:
                     asyncio.shield(pending.reply), self._deadline.seconds(attempt), what
                 )
             except DeadlineExceeded:
-                held = await self._ctx.probe(peer, request.lineage, request.step, attempt)
+                held = await self._ctx.probe(peer, request.lineage, request.step, attempt + 1)
                 if pending.reply.done():
                     return pending.reply.result()
                 if held is None:
