@@ -187,7 +187,7 @@ def test_peers_that_see_different_parts_of_the_fleet_leave_no_stage_empty(fleet:
 
 def test_the_strongest_stays_though_it_would_be_the_best_to_go() -> None:
     """Each of the two weak ones, who do not know of each other, goes and counts on it."""
-    fleet = view({"s": 10.0, "weak": 1.0, "poor": 1.0}, {"t": 0.5})
+    fleet = view({"s": 4.0, "weak": 1.0, "poor": 1.0}, {"t": 0.5})
     for peer, unknown in (("s", None), ("weak", "poor"), ("poor", "weak")):
         part = {p: load for p, load in fleet.loads.items() if p != unknown}
         moves = by_throughput(replace(fleet, loads=part), HORIZON_S)

@@ -39,7 +39,7 @@ SMALL = [
     "compute.precision=fp32", "checkpoint.every=0", "fleet.trace=true",
 ]  # fmt: skip
 REPLICAS = 5
-WARM = 6
+WARM = 14
 """Steps before the first fault: deadlines are to follow measurements."""
 FROZEN_S = 8.0
 
@@ -96,7 +96,7 @@ def idle_case(stage: int, kind: signal.Signals, keep: Path | None) -> list[dict[
     faults = Faults(stage, kind)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        config = fleet_config(folder, len(stages), 1, 36 if kind == signal.SIGKILL else 60, 1)
+        config = fleet_config(folder, len(stages), 1, 44 if kind == signal.SIGKILL else 68, 1)
         events = run(config, keep or folder / "run", stages, faults)
     served = [e for e in events if isinstance(e, MicrobatchServed) and e.stage == stage]
     usual = service_times(events, stage, before=faults.times[0][0])
@@ -114,15 +114,15 @@ def run(config: Any, folder: Path, stages: tuple[int, ...], faults: Faults | Dea
 
 
 def service_times(events: list[Event], stage: int, before: float) -> list[float]:
-    """From taken to served, at any peer of ``stage`` [s]; the first steps, in which everything is done for the first time, apart."""
+    """From taken to served, at any peer of ``stage`` [s]; each one's first, in which everything is done for the first time, apart."""
     taken: dict[tuple[str, int, int], float] = {}
-    times = []
+    times: dict[str, list[float]] = defaultdict(list)
     for e in sorted(events, key=lambda e: e.t):
-        if isinstance(e, MicrobatchTaken) and e.stage == stage and e.step > 1:
+        if isinstance(e, MicrobatchTaken) and e.stage == stage:
             taken[e.peer, e.step, e.index] = e.t
         elif isinstance(e, MicrobatchServed) and (e.peer, e.step, e.index) in taken and e.t < before:
-            times.append(e.t - taken[e.peer, e.step, e.index])
-    return times
+            times[e.peer].append(e.t - taken[e.peer, e.step, e.index])
+    return [t for own in times.values() for t in own[1:]]
 
 
 def p95(values: list[float]) -> float:
