@@ -39,9 +39,8 @@ SMALL = [
     "compute.precision=fp32", "checkpoint.every=0", "fleet.trace=true",
 ]  # fmt: skip
 REPLICAS = 5
-WARM = 14
+STEPS, WARM = 44, 14
 """Steps before the first fault: deadlines are to follow measurements."""
-FROZEN_S = 8.0
 
 
 @dataclass
@@ -55,20 +54,18 @@ class Faults:
     victims: set[str] = field(default_factory=set)
     _taken: tuple[float, MicrobatchTaken] | None = None
     _rest_until: int = WARM
-    _frozen: dict[str, float] = field(default_factory=dict)
 
     def watch(self, fleet: LocalFleet, event: Event) -> None:
         if isinstance(event, MicrobatchTaken) and event.stage == self.stage and event.step >= self._rest_until:
             self._taken = event.t, event
         elif isinstance(event, MicrobatchServed) and event.stage == self.stage:
             self._taken = None
+        elif isinstance(event, StepDone) and event.step == STEPS:
+            for victim in self.victims:  # the frozen ones: nothing is left to come back for
+                os.killpg(fleet.pid(victim), signal.SIGKILL)
 
     def tick(self, fleet: LocalFleet) -> None:
         now = time.time()
-        for name, since in list(self._frozen.items()):
-            if now - since > FROZEN_S:
-                os.killpg(fleet.pid(name), signal.SIGCONT)
-                del self._frozen[name]
         if self._taken is None or now < self._taken[0] + MIDDLE_S:
             return
         event, self._taken = self._taken[1], None
@@ -77,8 +74,6 @@ class Faults:
         self.victims.add(event.peer)
         os.killpg(fleet.pid(event.peer), self.signal)
         self.times.append((time.time(), event.peer))
-        if self.signal == signal.SIGSTOP:
-            self._frozen[event.peer] = time.time()
         self._rest_until = event.step + 4
 
 
@@ -96,7 +91,7 @@ def idle_case(stage: int, kind: signal.Signals, keep: Path | None) -> list[dict[
     faults = Faults(stage, kind)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        config = fleet_config(folder, len(stages), 1, 44 if kind == signal.SIGKILL else 68, 1)
+        config = fleet_config(folder, len(stages), 1, STEPS, 1)
         events = run(config, keep or folder / "run", stages, faults)
     served = [e for e in events if isinstance(e, MicrobatchServed) and e.stage == stage]
     usual = service_times(events, stage, before=faults.times[0][0])
@@ -156,7 +151,7 @@ def busy_case(keep: Path | None) -> dict[str, Any]:
     deaths = Deaths(["peer-4", "peer-1", "peer-5", "peer-2"], every_s=13.0)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        batch, steps = 96, 8
+        batch, steps = 48, 14
         config = fleet_config(folder, 6, batch, steps, 2)
         events = run(config, keep or folder / "run", stages, deaths)
     done = {e.step: e.t for e in events if isinstance(e, StepDone)}
