@@ -206,7 +206,10 @@ class Averager:
             except DeadlineExceeded:
                 if self._held_elsewhere():
                     raise RoundFailed(f"{what} did not come, but a replica holds the whole gradient") from None
-                held = await self._ctx.probe(sender, plan.lineage, plan.step, attempt + 1)
+                probe = self._ctx.probe(sender, plan.lineage, plan.step, attempt + 1)
+                held = await self._ctx.unless_done(arrival, probe)
+                if arrival.done():
+                    continue
                 if held is None:
                     raise
                 if not held.current:

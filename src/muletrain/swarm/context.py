@@ -206,6 +206,15 @@ class Context:
         finally:
             self._awaited[peer].discard(answer)
 
+    async def unless_done(self, answer: asyncio.Future[Any], work: Coroutine[Any, Any, R]) -> R | None:
+        """``work``, or None: it is cancelled when ``answer`` comes, or is given up, before it ends."""
+        task = asyncio.create_task(work)
+        try:
+            await asyncio.wait({task, answer}, return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            task.cancel()
+
     def give_up(self, peer: PeerId, reason: str) -> None:
         """Nothing will come from ``peer`` any more."""
         for answer in self._awaited.pop(peer, set()):

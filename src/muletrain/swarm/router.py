@@ -11,7 +11,7 @@ import itertools
 import random
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from muletrain.errors import DeadlineExceeded, MuletrainError, PeerUnreachable, ProtocolError
 from muletrain.events import MicrobatchRerouted
@@ -163,7 +163,8 @@ class Router:
         begin = clock.now()
         try:
             with self._ctx.awaiting(peer, pending.reply):
-                await self._hand_over(pending, message, tensors)
+                # a frozen receiver takes only what its buffers hold
+                await self._ctx.unless_done(pending.reply, self._ctx.send(peer, message, list(tensors)))
                 reply, answer = await self._await(peer, request, pending)
         finally:
             del self._pending[request.key]
@@ -172,17 +173,6 @@ class Router:
             self._deadline.measured(took)
             self._wiring.measured(peer, max(took - reply.away_s, 1e-6))
         return reply, answer
-
-    async def _hand_over(self, pending: _Pending, message: Forward, tensors: list[Encoded]) -> None:
-        """Send, unless the receiver is given up before it took everything: a frozen one takes what its buffers hold."""
-        sending = asyncio.create_task(self._ctx.send(pending.peer, message, list(tensors)))
-        try:
-            either: set[asyncio.Future[Any]] = {sending, pending.reply}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()
-        finally:
-            sending.cancel()
 
     def _listen_to(self, peer: PeerId) -> None:
         if not any(p.peer == peer for p in self._pending.values()):
@@ -221,7 +211,8 @@ class Router:
                     asyncio.shield(pending.reply), self._deadline.seconds(attempt), what
                 )
             except DeadlineExceeded:
-                held = await self._ctx.probe(peer, request.lineage, request.step, attempt + 1)
+                probe = self._ctx.probe(peer, request.lineage, request.step, attempt + 1)
+                held = await self._ctx.unless_done(pending.reply, probe)
                 if pending.reply.done():
                     return pending.reply.result()
                 if held is None:
