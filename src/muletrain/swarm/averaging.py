@@ -17,7 +17,7 @@ import torch
 from blake3 import blake3
 
 from muletrain.config.schema import Codec
-from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError, ProtocolError
+from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError, PeerUnreachable, ProtocolError
 from muletrain.optim.norms import square_norm
 from muletrain.policy.deadline import Deadline
 from muletrain.policy.shards import CHUNK, chunk_ranges, shard_ranges
@@ -38,6 +38,8 @@ NORM_TOLERANCE = 1e-3
 """Between the norm that a shard's owner states and our own: devices sum in different orders."""
 MAX_PROBES = 6
 """A member that answers probes but sends nothing for this many (doubling) deadlines is in another round: start a new one."""
+LINGER_S = 0.1
+"""What a peer sent before it died may be read after its end is known."""
 
 
 class RoundFailed(MuletrainError):
@@ -191,9 +193,17 @@ class Averager:
 
     async def _chunk(self, plan: Round, kind: type[Shard | Reduced], sender: PeerId, number: int) -> _Chunk:
         """The next chunk from ``sender``, with a deadline from measured waits; a silent member is probed."""
-        arrival = self._inbox.get((plan.id, kind.KIND, sender, number))
-        with self._ctx.awaiting(sender, arrival):
-            return await self._arrived(plan, arrival, sender, number)
+        key = (plan.id, kind.KIND, sender, number)
+        arrival = self._inbox.get(key)
+        try:
+            with self._ctx.awaiting(sender, arrival):
+                return await self._arrived(plan, arrival, sender, number)
+        except PeerUnreachable:
+            await self._ctx.clock.sleep(LINGER_S)
+            late = self._inbox.get(key)
+            if not late.done():
+                raise
+            return late.result()
 
     async def _arrived(self, plan: Round, arrival: asyncio.Future[_Chunk], sender: PeerId, number: int) -> _Chunk:
         begin = self._ctx.clock.now()
@@ -206,7 +216,7 @@ class Averager:
             except DeadlineExceeded:
                 if self._held_elsewhere():
                     raise RoundFailed(f"{what} did not come, but a replica holds the whole gradient") from None
-                probe = self._ctx.probe(sender, plan.lineage, plan.step, attempt + 1)
+                probe = self._ctx.probe(sender, plan.lineage, plan.step, attempt)
                 held = await self._ctx.unless_done(arrival, probe)
                 if arrival.done():
                     continue

@@ -268,14 +268,16 @@ class Knowledge:
         await asyncio.gather(*(ask(p) for p in self._ctx.roster.replicas() if self._ctx.roster.is_alive(p)))
 
     async def _ask_everyone(self) -> None:
-        """Those believed dead, too: a link that healed says nothing by itself."""
-        await asyncio.gather(*(self._ask(peer) for peer in self._ctx.roster.everyone()))
+        """Those believed dead, too: a link that healed says nothing by itself. But nobody waits for them."""
+        roster = self._ctx.roster
+        living = roster.others()
+        for peer in sorted(set(roster.everyone()) - set(living)):
+            self._ctx.spawn(self.find_out(peer), "ask after the dead")
+        await asyncio.gather(*(self._ask(peer) for peer in living))
 
     async def _ask(self, peer: PeerId) -> None:
         """Learn what ``peer`` knows of this step; leave it out when it stays at an earlier one. Raises Behind if it is at a later one."""
-        held = await self._ctx.probe(
-            peer, self.lineage, self.step, attempt=1
-        )  # patiently: it would be left out of rounds
+        held = await self._ctx.probe(peer, self.lineage, self.step)
         if held is None:
             return
         if held.step > self.step:

@@ -211,7 +211,7 @@ class Router:
                     asyncio.shield(pending.reply), self._deadline.seconds(attempt), what
                 )
             except DeadlineExceeded:
-                probe = self._ctx.probe(peer, request.lineage, request.step, attempt + 1)
+                probe = self._ctx.probe(peer, request.lineage, request.step, attempt)
                 held = await self._ctx.unless_done(pending.reply, probe)
                 if pending.reply.done():
                     return pending.reply.result()
