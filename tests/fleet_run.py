@@ -15,7 +15,7 @@ from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.ticket import Ticket
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
     from pathlib import Path
 
     import torch
@@ -26,15 +26,14 @@ if TYPE_CHECKING:
 
 def run_fleet(
     config: RunConfig, folder: Path, *, threads: int = 1, timeout_s: float = 300.0,
-    watch: Callable[[LocalFleet, Event], None] = lambda fleet, event: None, lost: frozenset[str] = frozenset(),
-    stages: tuple[int, ...] | None = None,
+    watch: Callable[[LocalFleet, Event], None] = lambda fleet, event: None, lost: Collection[str] = (),
+    tick: Callable[[LocalFleet], None] = lambda fleet: None, stages: tuple[int, ...] | None = None,
     wrap: Callable[[str], list[str]] = lambda name: [],
 ) -> list[Event]:  # fmt: skip
     """All events. Raises AssertionError when a peer failed or the run took longer than ``timeout_s``.
 
-    ``lost``: peers that ``watch`` kills or removes.
-    ``stages``: which stage each peer serves, in order of their names; default: as the lobby says.
-    ``wrap``: see ``LocalFleet``.
+    ``watch`` sees every event, ``tick`` is called some 50 times a second. ``lost``: peers that they kill or remove.
+    ``stages``: which stage each peer serves, in order of their names; default: as the lobby says. ``wrap``: see ``LocalFleet``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = config.local()
@@ -46,6 +45,7 @@ def run_fleet(
         for event in tail.poll():
             events.append(event)
             watch(fleet, event)
+        tick(fleet)
         assert time.monotonic() < deadline, f"not finished after {timeout_s} s"
 
     with LocalFleet(folder, threads, wrap) as fleet:
@@ -76,7 +76,7 @@ def run_fleet(
             fleet.begin(WorkerSpec(role="join", name=name, ticket=ticket, fleet_index=index, stage=stage, **common))
         while fleet.alive():
             poll()
-            time.sleep(0.05)
+            time.sleep(0.02)
         poll()
         failed = failures([e for e in events if e.peer not in lost])
         assert not failed, failed

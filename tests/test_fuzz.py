@@ -43,7 +43,7 @@ SCENARIOS = [
 ]
 AGREEMENT = [  # at exact points of the agreement on a step
     Scenario(21, (2, 3), 2, 3, 8, 0.01, (  # the only holder of the whole gradient, while it says so
-        Fault(0.0, "kill", ("peer-1c",), on="reduced", nth=2), Fault(0.0, "kill", ("peer-1a",), on="round_entry", nth=3),
+        Fault(0.0, "kill", ("peer-1c",), on="reduced", nth=2), Fault(0.0, "kill", ("peer-1a",), on="round_entry", nth=7),
     )),
     Scenario(7, (2, 2), 2, 3, 8, 0.01, (Fault(0.0, "damage", ("peer-1b",), on="reduced"),)),
     Scenario(8, (2, 2), 2, 3, 8, 0.01, (Fault(0.0, "kill", ("peer-1b",), on="round_entry", nth=2),)),

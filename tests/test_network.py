@@ -450,8 +450,12 @@ def test_a_killed_peer_is_unreachable_quickly_and_can_come_back() -> None:
                 peer = await a.connect([address], timeout_s=10)
                 await a.send(peer, Frame("x", {}))
                 assert await a.call(peer, "echo", b"1", timeout_s=10) == b"1"
+                lost: list[str] = []
+                a.on_lost(lost.append)
                 process.kill()
                 begin = time.monotonic()
+                await poll(lambda: lost)  # before anything is sent to it
+                assert lost == [peer]
                 await poll(lambda: not runs(daemon))  # nothing of it is left behind
                 for attempt in (
                     lambda: a.send(peer, Frame("x", {}), timeout_s=10),
@@ -738,9 +742,12 @@ def test_in_memory_a_frozen_peer_times_out_and_a_dead_one_is_unreachable() -> No
         hub.mend("a", "b")
         call = asyncio.create_task(a.call("b", "echo", b"x", timeout_s=9))
         await asyncio.sleep(0.5)
+        lost: list[str] = []
+        a.on_lost(lost.append)
         hub.kill("b")
         with pytest.raises(PeerUnreachable):
             await call
+        assert lost == ["b"]
         with pytest.raises(PeerUnreachable):
             await a.send("b", Frame("x", {"n": 0}))
         await a.announce("k", b"v", 5)

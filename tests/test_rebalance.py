@@ -185,6 +185,15 @@ def test_peers_that_see_different_parts_of_the_fleet_leave_no_stage_empty(fleet:
         assert leaving[stage] < len(peers) or not peers
 
 
+def test_the_strongest_stays_though_it_would_be_the_best_to_go() -> None:
+    """Each of the two weak ones, who do not know of each other, goes and counts on it."""
+    fleet = view({"s": 4.0, "weak": 1.0, "poor": 1.0}, {"t": 0.5})
+    for peer, unknown in (("s", None), ("weak", "poor"), ("poor", "weak")):
+        part = {p: load for p, load in fleet.loads.items() if p != unknown}
+        moves = by_throughput(replace(fleet, loads=part), HORIZON_S)
+        assert any(m.peer == peer for m in moves) == (peer != "s")
+
+
 @given(st.lists(st.floats(0.5, 2.0), min_size=3, max_size=7))
 def test_two_stages_end_near_the_best_placement(speeds: list[float]) -> None:
     """Found by trying all; greedy stays within a peer of it."""

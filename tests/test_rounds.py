@@ -77,7 +77,7 @@ def test_who_missed_a_chunk_takes_the_gradient_from_a_holder() -> None:
 
 
 def test_who_was_left_out_applies_the_step_late_instead_of_copying_a_state() -> None:
-    outcome = played((2, 3), Fault(0.55, "freeze", ("peer-1b",), 11.6))
+    outcome = played((2, 3), Fault(0.55, "freeze", ("peer-1b",), 5.7))
     assert said(outcome, "took it from a replica and applied it")
     assert not said(outcome, "takes a replica's state")
     assert outcome.left_behind == []

@@ -171,6 +171,26 @@ class StepDone(Event):
 
 
 @dataclass(frozen=True)
+class MicrobatchTaken(Event):
+    """A peer admitted a microbatch (with ``fleet.trace``)."""
+
+    step: int
+    index: int
+    stage: int
+
+
+@dataclass(frozen=True)
+class MicrobatchServed(Event):
+    """Its backward is through (with ``fleet.trace``)."""
+
+    step: int
+    index: int
+    stage: int
+    busy_s: Number
+    """This peer's own work on it."""
+
+
+@dataclass(frozen=True)
 class MicrobatchRerouted(Event):
     """A microbatch went to another peer of ``stage`` than the one first chosen."""
 

@@ -67,7 +67,9 @@ class PacedCompute:
             begin = self._clock.now()
             yield
             took_s = self._clock.now() - begin
-            self._real_s[kind] = usual_s + _SMOOTHING * (took_s - usual_s) if usual_s else took_s
+            # the first call is a cold one, and says nothing of the others
+            known = kind in self._real_s
+            self._real_s[kind] = min(took_s, usual_s + _SMOOTHING * (took_s - usual_s)) if known else 0.0
             self.overruns += took_s > service_s
 
     async def apply(self, gradient: Tensor, update: Update) -> None:

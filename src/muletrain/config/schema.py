@@ -210,6 +210,10 @@ class FleetConfig(Section):
         description="at most so many peers build microbatches; default: 2 of a local fleet, else all that have the data [peers]",
         examples=[2],
     )
+    trace: bool = Field(
+        default=False,
+        description="write events when a peer takes a microbatch and has served it: timelines, benchmarks",
+    )
     profile: str | None = Field(
         default=None,
         description="fleet TOML with machines and links to emulate ('muletrain config --fleet' prints one)",

@@ -39,6 +39,7 @@ class Frame:
 CallHandler = Callable[[PeerId, bytes], Awaitable[bytes]]
 FrameHandler = Callable[[PeerId, Frame], Awaitable[None]]
 RefusalHandler = Callable[[PeerId, str], None]
+LossHandler = Callable[[PeerId], None]
 
 
 class Network(Protocol):
@@ -67,6 +68,10 @@ class Network(Protocol):
 
     def on_refusal(self, handler: RefusalHandler) -> None:
         """Told (remote id or address, reason) whenever something wrong arrived and was refused."""
+        ...
+
+    def on_lost(self, handler: LossHandler) -> None:
+        """Told of a peer that ended a stream with us: it may be gone, or only begin another."""
         ...
 
     async def announce(self, key: str, value: bytes, ttl_s: float) -> None:

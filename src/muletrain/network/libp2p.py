@@ -22,7 +22,7 @@ from muletrain.errors import (
     ProtocolError,
     Refused,
 )
-from muletrain.network.base import CallHandler, Channel, Frame, FrameHandler, PeerId, RefusalHandler
+from muletrain.network.base import CallHandler, Channel, Frame, FrameHandler, LossHandler, PeerId, RefusalHandler
 from muletrain.network.delivery import Counters, Delivery
 from muletrain.wire.frame import MAX_PAYLOAD, pack, reread, size
 
@@ -69,6 +69,7 @@ class Libp2pNetwork:
         self.peer_id: PeerId = p2p.peer_id.to_base58()
         self.counters = Counters()
         self._delivery = Delivery(on_refusal)
+        self._lost: LossHandler = lambda peer: None
         self._incoming = Incoming(max_frame_bytes)
         self._outgoing: dict[tuple[PeerId, Channel], Outgoing] = {}
         self._own: dict[Channel, asyncio.Queue[Frame]] = {}
@@ -215,7 +216,7 @@ class Libp2pNetwork:
         buffers = self.damage(pack(frame))
         outgoing = self._outgoing.get((peer, channel))
         if outgoing is None:
-            outgoing = self._outgoing[peer, channel] = Outgoing(self._p2p, peer, channel)
+            outgoing = self._outgoing[peer, channel] = Outgoing(self._p2p, peer, channel, self._ended)
         try:
             await outgoing.send(buffers, timeout_s)
         except AdmissionError as e:
@@ -228,6 +229,13 @@ class Libp2pNetwork:
 
     def on_refusal(self, handler: RefusalHandler) -> None:
         self._delivery.refused = handler
+
+    def on_lost(self, handler: LossHandler) -> None:
+        self._lost = handler
+
+    def _ended(self, peer: PeerId) -> None:
+        if not self._closed:
+            self._lost(peer)
 
     def _refused(self, remote: str, reason: str) -> None:
         if (report := self._reports.take(reason)) is not None:
@@ -247,6 +255,7 @@ class Libp2pNetwork:
                     self.counters.received[sender, frame.kind] += sum(t.nbytes for t in frame.tensors)
                     if not await self._delivery.deliver(sender, frame):
                         return
+            self._ended(sender)
         except ProtocolError as e:
             self._refused(sender, str(e))
             self._offended(sender)

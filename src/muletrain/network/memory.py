@@ -10,7 +10,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import DeadlineExceeded, MuletrainError, PeerUnreachable, ProtocolError, Refused
-from muletrain.network.base import CallHandler, Channel, Frame, FrameHandler, PeerId, RefusalHandler
+from muletrain.network.base import CallHandler, Channel, Frame, FrameHandler, LossHandler, PeerId, RefusalHandler
 from muletrain.network.delivery import Counters, Delivery
 from muletrain.wire.frame import pack, read_frame, reread
 
@@ -44,7 +44,16 @@ class MemoryHub:
     def kill(self, peer: PeerId) -> None:
         """It stops at once; others find it unreachable."""
         if peer in self.peers:
-            self.peers.pop(peer)._stop()
+            gone = self.peers.pop(peer)
+            gone._stop()
+            self.ended(gone)
+
+    def ended(self, gone: MemoryNetwork) -> None:
+        """Those who had streams with ``gone`` see them end."""
+        for other in self.peers.values():
+            met = gone.has_stream_of(other.peer_id) or other.has_stream_of(gone.peer_id)
+            if met and self.connected(gone.peer_id, other.peer_id):
+                other._spawn(other._lose(gone.peer_id))
 
     def freeze(self, peer: PeerId) -> None:
         """Like SIGSTOP, as others see it: nothing is refused and nothing is answered."""
@@ -84,6 +93,7 @@ class MemoryNetwork:
         self._delivery = Delivery()
         self._handlers: dict[str, CallHandler] = {}
         self._inbox: dict[tuple[PeerId, Channel], asyncio.Queue[tuple[float, bytes | Frame]]] = {}
+        self._lost: LossHandler = lambda peer: None
         self._tasks: set[asyncio.Task[Any]] = set()
         hub.peers[peer_id] = self
 
@@ -162,6 +172,17 @@ class MemoryNetwork:
             self.counters.received[sender, frame.kind] += sum(t.nbytes for t in frame.tensors)
             await self._delivery.deliver(sender, frame)
 
+    def has_stream_of(self, sender: PeerId) -> bool:
+        return any(peer == sender for peer, _ in self._inbox)
+
+    def on_lost(self, handler: LossHandler) -> None:
+        self._lost = handler
+
+    async def _lose(self, peer: PeerId) -> None:
+        await asyncio.sleep(self._hub.delay_s(peer, self.peer_id))
+        await self._hub.awake(self.peer_id)
+        self._lost(peer)
+
     def receive(self, handler: FrameHandler) -> None:
         self._delivery.receive(handler)
 
@@ -187,6 +208,7 @@ class MemoryNetwork:
     async def close(self) -> None:
         if self._hub.peers.get(self.peer_id) is self:
             del self._hub.peers[self.peer_id]
+            self._hub.ended(self)
         self._stop()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 

@@ -12,7 +12,16 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError, PeerUnreachable
-from muletrain.network.base import CallHandler, Channel, Frame, FrameHandler, Network, PeerId, RefusalHandler
+from muletrain.network.base import (
+    CallHandler,
+    Channel,
+    Frame,
+    FrameHandler,
+    LossHandler,
+    Network,
+    PeerId,
+    RefusalHandler,
+)
 from muletrain.wire.frame import pack, size
 
 if TYPE_CHECKING:
@@ -189,6 +198,9 @@ class ShapedNetwork:
 
     def on_refusal(self, handler: RefusalHandler) -> None:
         self._inner.on_refusal(handler)
+
+    def on_lost(self, handler: LossHandler) -> None:
+        self._inner.on_lost(handler)
 
     async def announce(self, key: str, value: bytes, ttl_s: float) -> None:
         await self._inner.announce(key, value, ttl_s)

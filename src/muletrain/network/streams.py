@@ -23,6 +23,8 @@ from muletrain.wire.frame import pack, read_frame
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
+    from muletrain.network.base import LossHandler
+
 FRAMES = "muletrain/frames"
 HELLO, ACCEPTED = "hello", b"\1"
 HELLO_TIMEOUT_S = 30.0
@@ -33,8 +35,9 @@ CHUNK = 1 << 18
 class Outgoing:
     """Our stream to one peer on one channel."""
 
-    def __init__(self, p2p: GatedP2P, peer: str, channel: Channel) -> None:
-        self._p2p, self._peer, self._channel = p2p, peer, channel
+    def __init__(self, p2p: GatedP2P, peer: str, channel: Channel, lost: LossHandler) -> None:
+        """``lost`` is told when the receiver ends the stream."""
+        self._p2p, self._peer, self._channel, self._lost = p2p, peer, channel, lost
         self._lock = asyncio.Lock()
         self._writer: asyncio.StreamWriter | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -86,7 +89,7 @@ class Outgoing:
             writer.close()
             return False
         self._writer = writer
-        self._watch = asyncio.create_task(_close_at_end(reader, writer))
+        self._watch = asyncio.create_task(self._close_at_end(reader, writer))
         return True
 
     async def _write(self, writer: asyncio.StreamWriter, buffers: Sequence[Any]) -> None:
@@ -107,11 +110,11 @@ class Outgoing:
         if watch is not None:
             watch.cancel()
 
-
-async def _close_at_end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with suppress(OSError):
-        await reader.read(1)
-    writer.close()
+    async def _close_at_end(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            await reader.read(1)
+        writer.close()
+        self._lost(self._peer)
 
 
 @dataclass

@@ -12,11 +12,12 @@ CEILING_S = 600.0
 class Deadline:
     """How long to wait for one kind of answer."""
 
-    def __init__(self, unmeasured_s: float = UNMEASURED_S, floor_s: float = FLOOR_S) -> None:
+    def __init__(self, unmeasured_s: float = UNMEASURED_S, floor_s: float = FLOOR_S, deviations: float = 4.0) -> None:
         self._mean_s: float | None = None
         self._deviation_s = 0.0
         self._unmeasured_s = unmeasured_s
         self._floor_s = floor_s
+        self._deviations = deviations
 
     def measured(self, seconds: float) -> None:
         """An answer took ``seconds``."""
@@ -28,5 +29,5 @@ class Deadline:
 
     def seconds(self, attempt: int = 0) -> float:
         """The deadline of the ``attempt``-th try, from 0."""
-        base = self._unmeasured_s if self._mean_s is None else self._mean_s + 4 * self._deviation_s
+        base = self._unmeasured_s if self._mean_s is None else self._mean_s + self._deviations * self._deviation_s
         return min(CEILING_S, max(self._floor_s, base) * 2.0 ** min(attempt, 10))

@@ -17,7 +17,7 @@ import torch
 from blake3 import blake3
 
 from muletrain.config.schema import Codec
-from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError, ProtocolError
+from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError, PeerUnreachable, ProtocolError
 from muletrain.optim.norms import square_norm
 from muletrain.policy.deadline import Deadline
 from muletrain.policy.shards import CHUNK, chunk_ranges, shard_ranges
@@ -36,8 +36,10 @@ if TYPE_CHECKING:
 
 NORM_TOLERANCE = 1e-3
 """Between the norm that a shard's owner states and our own: devices sum in different orders."""
-MAX_PROBES = 4
+MAX_PROBES = 6
 """A member that answers probes but sends nothing for this many (doubling) deadlines is in another round: start a new one."""
+LINGER_S = 0.1
+"""What a peer sent before it died may be read after its end is known."""
 
 
 class RoundFailed(MuletrainError):
@@ -109,7 +111,7 @@ class Averager:
         self._ctx = ctx
         self._held_elsewhere = held_elsewhere
         self._inbox = _Inbox()
-        self._chunk_deadline = Deadline(floor_s=5.0)
+        self._chunk_deadline = Deadline(floor_s=1.0)
 
     def on_chunk(self, sender: PeerId, message: Shard | Reduced, tensor: Encoded) -> None:
         """Raises ProtocolError for a sender of another stage and for more than a round can need."""
@@ -191,7 +193,19 @@ class Averager:
 
     async def _chunk(self, plan: Round, kind: type[Shard | Reduced], sender: PeerId, number: int) -> _Chunk:
         """The next chunk from ``sender``, with a deadline from measured waits; a silent member is probed."""
-        arrival = self._inbox.get((plan.id, kind.KIND, sender, number))
+        key = (plan.id, kind.KIND, sender, number)
+        arrival = self._inbox.get(key)
+        try:
+            with self._ctx.awaiting(sender, arrival):
+                return await self._arrived(plan, arrival, sender, number)
+        except PeerUnreachable:
+            await self._ctx.clock.sleep(LINGER_S)
+            late = self._inbox.get(key)
+            if not late.done():
+                raise
+            return late.result()
+
+    async def _arrived(self, plan: Round, arrival: asyncio.Future[_Chunk], sender: PeerId, number: int) -> _Chunk:
         begin = self._ctx.clock.now()
         for attempt in range(MAX_PROBES):
             what = f"averaging step {plan.step}: chunk {number} from {sender[-6:]}"
@@ -202,7 +216,10 @@ class Averager:
             except DeadlineExceeded:
                 if self._held_elsewhere():
                     raise RoundFailed(f"{what} did not come, but a replica holds the whole gradient") from None
-                held = await self._ctx.probe(sender, plan.lineage, plan.step, attempt)
+                probe = self._ctx.probe(sender, plan.lineage, plan.step, attempt)
+                held = await self._ctx.unless_done(arrival, probe)
+                if arrival.done():
+                    continue
                 if held is None:
                     raise
                 if not held.current:

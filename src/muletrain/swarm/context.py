@@ -7,7 +7,7 @@ import heapq
 import itertools
 from collections import Counter, defaultdict
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -17,7 +17,7 @@ from muletrain.policy.deadline import Deadline
 from muletrain.swarm.messages import AskHeld, Held, Message
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 
     from torch import Tensor
 
@@ -37,8 +37,9 @@ TRAFFIC: dict[str, TrafficClass] = {
     "part": "state",
 }
 """Class of traffic of a frame kind, for the byte counts; everything else is control."""
-MAX_PAUSES = 12
-"""Waits, doubling, for a peer that says it still works on a microbatch."""
+MAX_PAUSES = 30
+"""Waits for a peer that says it still works on a microbatch: doubling up to the longest, 15 s in all."""
+PAUSE_S, PAUSE_MAX_S = 0.05, 0.5
 SEND_TIMEOUT_S = 120.0
 """Handing one frame to the transport: a bound for a dead transport, not for a slow link (frames are a few MB)."""
 
@@ -70,6 +71,8 @@ class Plan:
     """Compute cost of a microbatch at each stage, any unit."""
     state_bytes: tuple[int, ...] = ()
     """What a newcomer to each stage copies."""
+    trace: bool = False
+    """Emit an event for every microbatch taken and served."""
 
 
 @dataclass
@@ -133,13 +136,15 @@ class Context:
     stats: StepStats = field(default_factory=StepStats)
     device: PriorityLock = field(default_factory=PriorityLock)
     """The compute slot: backward before forward when both wait."""
-    probe_deadline: Deadline = field(default_factory=lambda: Deadline(unmeasured_s=10.0, floor_s=5.0))
+    probe_deadline: Deadline = field(default_factory=lambda: Deadline(unmeasured_s=10.0, floor_s=1.5))
+    """On a starved machine a living peer's event loop stalls for a second at times (imports, garbage collection)."""
     background: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="background"))
     """For work that may take seconds (hashing, the disk): neither the event loop nor ``Compute.offload`` waits for it."""
     changed: Callable[[], None] = lambda: None
     """To be called when something happened that a wait may depend on."""
     closed: bool = False
     """The peer has left its stage (calls may still come)."""
+    _awaited: defaultdict[PeerId, set[asyncio.Future[Any]]] = field(default_factory=lambda: defaultdict(set))
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     failure: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -188,24 +193,65 @@ class Context:
         """Believe ``peer`` dead until it is heard of again. Changes routing and rounds only."""
         if self.roster.dead(peer):
             self.emit(PeerSuspected(peer_id=peer, reason=reason))
+            self.give_up(peer, reason)
             self.changed()
+
+    @contextmanager
+    def awaiting(self, peer: PeerId, answer: asyncio.Future[Any]) -> Iterator[None]:
+        """``answer`` fails with PeerUnreachable as soon as ``peer``, who owes it, is believed dead."""
+        answer.add_done_callback(lambda f: f.cancelled() or f.exception())  # whoever waits may have given up already
+        self._awaited[peer].add(answer)
+        try:
+            yield
+        finally:
+            self._awaited[peer].discard(answer)
+
+    async def unless_done(self, answer: asyncio.Future[Any], work: Coroutine[Any, Any, R]) -> R | None:
+        """``work``, or None: it is cancelled when ``answer`` comes, or is given up, before it ends."""
+        task = asyncio.create_task(work)
+        try:
+            await asyncio.wait({task, answer}, return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            task.cancel()
+
+    def give_up(self, peer: PeerId, reason: str) -> None:
+        """Nothing will come from ``peer`` any more."""
+        for answer in self._awaited.pop(peer, set()):
+            if not answer.done():
+                answer.set_exception(PeerUnreachable(f"{peer[-6:]}: {reason}"))
+
+    def who_is_there(self) -> str:
+        """In words, for errors."""
+        lost = [s for s in range(self.plan.stages) if not self.roster.stage(s)]
+        gone = f"no peer of stages {lost} can be reached" if lost else "every stage can be reached"
+        return gone if self.roster.trainers() else f"{gone}, no trainer can"
 
     async def probe(self, peer: PeerId, lineage: bytes, step: int, attempt: int = 0) -> Held | None:
         """Ask a silent peer what it holds. None, and the peer is believed dead, if it does not answer in time."""
-        ask = AskHeld(lineage=lineage, step=step)
-        begin = self.clock.now()
         try:
-            answer = await self.net.call(peer, AskHeld.KIND, ask.pack(), timeout_s=self.probe_deadline.seconds(attempt))
-            held = Held.unpack(answer)
+            held = await self._ask_held(peer, lineage, step, attempt)
         except (PeerUnreachable, DeadlineExceeded) as e:
             self.suspect(peer, str(e))
             return None
         except NetworkError as e:
             self.suspect(peer, f"answered a probe with: {e}")
             return None
-        self.probe_deadline.measured(self.clock.now() - begin)
         if held.current:  # at another step it is of no use to this one, however well it may be
             self.roster.alive(peer)
+        return held
+
+    async def measure(self, peer: PeerId, lineage: bytes, step: int) -> None:
+        """How long the answer to a probe takes, before one is missed. Whoever does not answer yet is not believed dead for it."""
+        with suppress(NetworkError):
+            await self._ask_held(peer, lineage, step, attempt=0)
+
+    async def _ask_held(self, peer: PeerId, lineage: bytes, step: int, attempt: int) -> Held:
+        ask = AskHeld(lineage=lineage, step=step)
+        begin = self.clock.now()
+        answer = await self.net.call(peer, AskHeld.KIND, ask.pack(), timeout_s=self.probe_deadline.seconds(attempt))
+        held = Held.unpack(answer)
+        self.probe_deadline.measured(self.clock.now() - begin)
         return held
 
     async def still_missing(self, lineage: bytes, step: int, index: int, stages: tuple[int, ...]) -> tuple[int, ...]:
@@ -214,18 +260,31 @@ class Context:
         if not stages:
             return ()
         for pause in range(MAX_PAUSES):
-            everyone = self.roster.everyone()  # those believed dead, too: they may be back, and hold it
-            answers = await asyncio.gather(*(self.probe(p, lineage, step) for p in everyone))
-            current = [held for held in answers if held is not None and held.current]
+            answers = await self.ask_held(self.roster.everyone(), lineage, step)
+            current = [held for held in answers.values() if held.current]
             if not any(index in held.running and held.stage in stages for held in current):
                 break
-            await self.clock.sleep(min(2.0, 0.05 * 2.0**pause))
+            await self.clock.sleep(min(PAUSE_MAX_S, PAUSE_S * 2.0**pause))
         have = {held.stage for held in current if index in held.held}
         return tuple(s for s in stages if s not in have)
 
     async def aside(self, fn: Callable[..., R], *args: Any) -> R:
         """Run ``fn`` in the background thread, after what was given to it before."""
         return await asyncio.get_running_loop().run_in_executor(self.background, fn, *args)
+
+    async def ask_held(self, peers: tuple[PeerId, ...], lineage: bytes, step: int) -> dict[PeerId, Held]:
+        """What those of ``peers`` that answer hold. Those believed dead are asked, too, for they may be back; but nobody waits for
+        them while others live."""
+        asked = {p: asyncio.create_task(self.probe(p, lineage, step)) for p in peers}
+        living = [task for p, task in asked.items() if self.roster.is_alive(p)]
+        try:
+            if asked:
+                await asyncio.wait(living or asked.values())
+        finally:
+            for task in asked.values():
+                task.cancel()
+        await asyncio.gather(*asked.values(), return_exceptions=True)
+        return {p: held for p, t in asked.items() if not t.cancelled() and (held := t.result()) is not None}
 
     async def offload(self, fn: Callable[..., Tensor], *args: Any) -> Tensor:
         return await self.compute.offload(fn, *args)

@@ -37,6 +37,8 @@ MAX_ATTEMPTS = 20
 """Rounds tried for one step before the peer gives up with an error instead of trying for ever."""
 GRACE_S = 0.25
 """Between the first sign that others are beyond what we wait for, and the question whether we missed it."""
+LATE_S = 3.0
+"""After we first ask it, a peer that is still at an earlier step is left out."""
 
 
 class Behind(MuletrainError):
@@ -63,11 +65,11 @@ class Knowledge:
         self._ctx = ctx
         self._running = running
         self._orphaned = orphaned
-        self._waits = Waits(ctx.clock, self._look_around, self._view)
+        self._waits = Waits(ctx.clock, self._look_around, ctx.who_is_there)
         self.touched = self._waits.touched
         self._step_deadline = Deadline()
-        self._seal_deadline = Deadline(floor_s=5.0)
-        self._record_deadline = Deadline(unmeasured_s=10.0, floor_s=5.0)
+        self._seal_deadline = Deadline(floor_s=0.5, deviations=1.0)
+        self._record_deadline = Deadline(unmeasured_s=10.0, floor_s=0.5)
         self.stop_requested = False
         self.departure = Departure(ctx)
         self.settled = True
@@ -78,7 +80,7 @@ class Knowledge:
         self._differed: int | None = None
         """The last step at which our weights were not the others'."""
         self._previous: tuple[RecordBuilder, Holding] | None = None
-        ctx.changed = self.touched
+        ctx.changed = self._waits.hurry
         self._enter(step, lineage)
 
     def _enter(self, step: int, lineage: bytes) -> None:
@@ -98,6 +100,8 @@ class Knowledge:
         self._overtaken = False
         self._attested: RoundEntry | None = None
         self._differing: set[PeerId] = set()
+        self._late: dict[PeerId, float] = {}
+        """When we first heard that a peer was at an earlier step still."""
         self._lost: Counter[PeerId] = Counter()
         self._builder = RecordBuilder(step, lineage, self._ctx.plan.stages)
 
@@ -231,13 +235,6 @@ class Knowledge:
     async def _nothing_running(self) -> None:
         await self._waits.until(lambda: not self.ledger.running, self._seal_deadline, "running microbatches")
 
-    def _view(self) -> str:
-        """Who is there, in words."""
-        roster = self._ctx.roster
-        lost = [s for s in range(self._ctx.plan.stages) if not roster.stage(s)]
-        gone = f"no peer of stages {lost} can be reached" if lost else "every stage can be reached"
-        return gone if roster.trainers() else f"{gone}, no trainer can"
-
     async def _ask_progress(self) -> None:
         """Nothing moved for long: find out who is there, and what is through. A dead trainer's microbatches fall to the others."""
         await self._ask_everyone()
@@ -245,21 +242,21 @@ class Knowledge:
 
     async def _ask_replicas(self) -> None:
         """A lost announcement must not stop the stage: whoever made it can say it again."""
+        await asyncio.gather(*(self._ask_seal(peer) for peer in self._ctx.roster.replicas()))
+
+    async def _ask_seal(self, peer: PeerId) -> None:
+        await self._ask(peer)
+        if not self._ctx.roster.is_alive(peer):
+            return
         ask = AskSeal(lineage=self.lineage, step=self.step).pack()
-        for peer in self._ctx.roster.replicas():
-            await self._ask(peer)
-            if not self._ctx.roster.is_alive(peer):
-                continue
-            try:
-                answer = await self._ctx.net.call(
-                    peer, AskSeal.KIND, ask, timeout_s=self._ctx.probe_deadline.seconds(1)
-                )
-                if answer:
-                    self.on_seal(peer, Seal.unpack(answer))
-            except NetworkError as e:
-                self._ctx.suspect(peer, str(e))
-            else:
-                await self._entries_from(peer)
+        try:
+            answer = await self._ctx.net.call(peer, AskSeal.KIND, ask, timeout_s=self._ctx.probe_deadline.seconds(1))
+            if answer:
+                self.on_seal(peer, Seal.unpack(answer))
+        except NetworkError as e:
+            self._ctx.suspect(peer, str(e))
+        else:
+            await self._entries_from(peer)
 
     async def _ask_holders(self) -> None:
         """A notice that a replica holds this step's gradient, or is beyond it, may have been lost."""
@@ -271,11 +268,15 @@ class Knowledge:
         await asyncio.gather(*(ask(p) for p in self._ctx.roster.replicas() if self._ctx.roster.is_alive(p)))
 
     async def _ask_everyone(self) -> None:
-        """Those believed dead, too: a link that healed says nothing by itself."""
-        await asyncio.gather(*(self._ask(peer) for peer in self._ctx.roster.everyone()))
+        """Those believed dead, too: a link that healed says nothing by itself. But nobody waits for them."""
+        roster = self._ctx.roster
+        living = roster.others()
+        for peer in sorted(set(roster.everyone()) - set(living)):
+            self._ctx.spawn(self.find_out(peer), "ask after the dead")
+        await asyncio.gather(*(self._ask(peer) for peer in living))
 
     async def _ask(self, peer: PeerId) -> None:
-        """Learn what ``peer`` knows of this step; leave it out while it is at an earlier one. Raises Behind if it is at a later one."""
+        """Learn what ``peer`` knows of this step; leave it out when it stays at an earlier one. Raises Behind if it is at a later one."""
         held = await self._ctx.probe(peer, self.lineage, self.step)
         if held is None:
             return
@@ -286,7 +287,9 @@ class Knowledge:
                 return
             raise Behind(f"step {self.step}: {self._ctx.roster.member(peer).name} is at step {held.step}")
         if not held.current:
-            self._ctx.suspect(peer, f"it is still at step {held.step}")
+            now = self._ctx.clock.now()
+            if now - self._late.setdefault(peer, now) >= LATE_S:
+                self._ctx.suspect(peer, f"it is still at step {held.step}")
         elif len(held.through) == len(held.losses) and all(i < self._ctx.plan.microbatches for i in held.through):
             self.losses.update(zip(held.through, held.losses, strict=True))
             self.touched()

@@ -408,6 +408,6 @@ class StopRun(Message):
 
 
 class Finished(Message):
-    """Call: the collecting peer has (or gave up on) the last checkpoint: the member may go."""
+    """Call: the collecting peer has (or gave up on) the last checkpoint: the member may go, after it has told the others."""
 
     KIND: ClassVar[str] = "finished"

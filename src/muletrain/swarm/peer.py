@@ -125,6 +125,7 @@ class Peer:
         """The stage it goes to; None: it leaves the run."""
         self.rebalancer = Rebalancer(ctx, self._pipeline.load, fits, self.move)
         ctx.net.receive(self._on_frame)
+        ctx.net.on_lost(self._on_lost)
         ctx.net.serve(AskHeld.KIND, self._answer_held)
         ctx.net.serve(AskEntries.KIND, self._answer_entries)
         ctx.net.serve(AskGradient.KIND, self._answer_gradient)
@@ -166,6 +167,8 @@ class Peer:
             returned = self.rebalancer.settled = True
         else:
             await self.stepper.open()
+        for peer in ctx.roster.others():  # how long an answer takes, before one is missed
+            ctx.spawn(ctx.measure(peer, self.stepper.lineage, self.stepper.step), "measure")
         ctx.stats.started = ctx.clock.now()
         while True:
             step, lineage = self.stepper.step, self.stepper.lineage
@@ -354,8 +357,10 @@ class Peer:
         ctx = self._ctx
         if self._collector is None:
             await ctx.clock.deadline(self._dismissed(), LAST_CHECKPOINT_S, "the collector to finish")
-            return None
-        written = await self._collector.wait(step, LAST_CHECKPOINT_S)
+            written = None
+        else:
+            written = await self._collector.wait(step, LAST_CHECKPOINT_S)
+        # everyone passes it on: the collector may not reach them all, and has no time to try again
         await asyncio.gather(*(self._dismiss(peer) for peer in ctx.roster.everyone()))
         return written
 
@@ -421,7 +426,8 @@ class Peer:
             return  # late: that step is agreed already
         if step == self.stepper.step and getattr(message, "lineage", self.stepper.lineage) != self.stepper.lineage:
             raise ProtocolError(f"{frame.kind} of step {step} from another lineage")
-        self._ctx.roster.alive(sender)
+        if self._ctx.roster.alive(sender):
+            self._refresh_routes()
         if step > self.stepper.step:
             self.stepper.on_later(sender)
             kept = sum(t.nbytes for _, f in self._early for t in f.tensors)
@@ -507,6 +513,11 @@ class Peer:
             except ProtocolError as e:
                 self._ctx.refused(sender, str(e))
 
+    def _on_lost(self, peer: PeerId) -> None:
+        """A stream ended: whoever is gone with it is found out about now, and not when something is missed."""
+        if not self._over and self._ctx.roster.is_alive(peer):
+            self._ctx.spawn(self._ctx.probe(peer, self.stepper.lineage, self.stepper.step), f"look after {peer[-6:]}")
+
     # Calls ----------------------------------------------------------------------------------------------------------
 
     async def _answer_held(self, sender: PeerId, payload: bytes) -> bytes:
@@ -542,8 +553,6 @@ class Peer:
 
     async def _answer_finished(self, sender: PeerId, payload: bytes) -> bytes:
         Finished.unpack(payload)
-        if sender != self._ctx.roster.genesis.collector:
-            raise ProtocolError("finished: only the collecting peer ends the run")
         if not self._over:  # it goes next
             await self.stepper.find_out(sender)
         self._finished.set()

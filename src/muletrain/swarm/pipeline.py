@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from muletrain.compute.base import Microbatch
 from muletrain.compute.checks import check_token_values
 from muletrain.errors import MuletrainError, NetworkError, ProtocolError
+from muletrain.events import MicrobatchServed, MicrobatchTaken
 from muletrain.swarm.messages import Backward, Busy, Done, Forward, Lost, Request
 from muletrain.wire.codec import IDS, decode, encode
 
@@ -84,6 +85,8 @@ class Pipeline:
             self.ctx.spawn(self._reply(sender, lost, []), "lost")
             return
         held = self._held[key] = _Held(sender, message, self.ctx.clock.now())
+        if self.ctx.plan.trace:
+            self.ctx.emit(MicrobatchTaken(step=message.step, index=message.index, stage=message.stage))
         self.ctx.spawn(self._serve(held, frame.tensors), f"serve {key}")
 
     async def _serve(self, held: _Held, tensors: list[Encoded]) -> None:
@@ -187,6 +190,9 @@ class Pipeline:
     async def _answer(self, held: _Held, loss: float, gradient: Encoded | None) -> None:
         away = max(0.0, self.ctx.clock.now() - held.admitted - held.busy_s)
         identity = held.message.identity()
+        if self.ctx.plan.trace:
+            step, index, stage = held.message.step, held.message.index, held.message.stage
+            self.ctx.emit(MicrobatchServed(step=step, index=index, stage=stage, busy_s=held.busy_s))
         if held.message.stage == 0:
             await self._reply(held.sender, Done(**identity, loss=loss, away_s=away), [])
         elif gradient is not None:

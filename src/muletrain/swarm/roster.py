@@ -107,10 +107,12 @@ class Roster:
         self._dead.add(peer)
         return True
 
-    def alive(self, peer: str) -> None:
-        """``peer`` was heard of (one that left, too: it was needed after all)."""
+    def alive(self, peer: str) -> bool:
+        """``peer`` was heard of (one that left, too: it was needed after all). True when it was not counted on."""
+        news = peer in self._dead or peer in self._left
         self._dead.discard(peer)
         self._left.discard(peer)
+        return news
 
     def left(self, peer: str) -> None:
         """``peer`` has gone in order: nobody asks it any more."""

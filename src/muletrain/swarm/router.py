@@ -29,6 +29,10 @@ BUSY_PAUSE_S = 0.005
 BUSY_PAUSE_MAX_S = 0.5
 
 
+SILENCE_FLOOR_S = 0.3
+"""Silences are asked about from here on. A question costs little: only one that is not answered, either, has consequences."""
+
+
 class _Gone(MuletrainError):
     """The peer lives, but nothing will come of the request."""
 
@@ -50,6 +54,7 @@ class _Pending:
     peer: PeerId
     shape: tuple[int, ...]
     """Of what was sent, and so of its gradient."""
+    request: Request
     reply: asyncio.Future[tuple[Backward | Done | Busy | Lost, list[Encoded]]]
 
 
@@ -62,6 +67,10 @@ class Router:
         self._wiring = Wiring(random.Random(f"{ctx.net.peer_id}/{stage}"))
         self._deadline = Deadline()
         self._pending: dict[tuple[int, int, int, str], _Pending] = {}
+        self._silence = Deadline(unmeasured_s=10.0, floor_s=SILENCE_FLOOR_S, deviations=1.0)
+        """Between two answers of a peer that owes us some; to ask once too often is better than to wait."""
+        self._heard: dict[PeerId, float] = {}
+        self._listening: set[PeerId] = set()
 
     def refresh(self) -> None:
         """Take the roster's view of who serves the stage."""
@@ -79,6 +88,9 @@ class Router:
             return
         if any((t.shape, t.codec) != (pending.shape, self._ctx.plan.activations) for t in tensors):
             raise ProtocolError(f"a gradient that is not {self._ctx.plan.activations} {pending.shape}")
+        now = self._ctx.clock.now()
+        self._silence.measured(now - self._heard[sender])
+        self._heard[sender] = now
         pending.reply.set_result((reply, tensors))
 
     async def request(self, request: Request, accumulate: tuple[int, ...], tensors: list[Encoded]) -> Answer:
@@ -86,7 +98,8 @@ class Router:
         failed: set[PeerId] = set()
         full: set[PeerId] = set()
         for tries in itertools.count():
-            peer = self._wiring.choose(failed | full, Counter(p.peer for p in self._pending.values()))
+            dead = {p for p in self._wiring.peers() if not self._ctx.roster.is_alive(p)}
+            peer = self._wiring.choose(failed | full | dead, Counter(p.peer for p in self._pending.values()))
             if peer is None and full:
                 await self._ctx.clock.sleep(min(BUSY_PAUSE_S * 2.0 ** min(tries, 10), BUSY_PAUSE_MAX_S))
                 full.clear()
@@ -141,15 +154,18 @@ class Router:
             raise ProtocolError(
                 f"microbatch {request.step}/{request.index} attempt {request.attempt} is already under way"
             )
-        pending = _Pending(peer, tuple(tensors[0].shape), asyncio.get_running_loop().create_future())
+        pending = _Pending(peer, tuple(tensors[0].shape), request, asyncio.get_running_loop().create_future())
+        self._listen_to(peer)
         self._pending[request.key] = pending
         message = Forward(
             **request.identity(), stage=self._stage, accumulate=accumulate, deadline_s=self._deadline.seconds(),
         )  # fmt: skip
         begin = clock.now()
         try:
-            await self._ctx.send(peer, message, list(tensors))
-            reply, answer = await self._await(peer, request, pending)
+            with self._ctx.awaiting(peer, pending.reply):
+                # a frozen receiver takes only what its buffers hold
+                await self._ctx.unless_done(pending.reply, self._ctx.send(peer, message, list(tensors)))
+                reply, answer = await self._await(peer, request, pending)
         finally:
             del self._pending[request.key]
         if isinstance(reply, Backward | Done):
@@ -157,6 +173,33 @@ class Router:
             self._deadline.measured(took)
             self._wiring.measured(peer, max(took - reply.away_s, 1e-6))
         return reply, answer
+
+    def _listen_to(self, peer: PeerId) -> None:
+        if not any(p.peer == peer for p in self._pending.values()):
+            self._heard[peer] = self._ctx.clock.now()
+        if peer not in self._listening:
+            self._listening.add(peer)
+            self._ctx.spawn(self._listen(peer), f"listen to {peer[-6:]}")
+
+    async def _listen(self, peer: PeerId) -> None:
+        """A peer that owes us answers gives one every so often. When it is silent for longer, and somebody else could do its work, ask
+        whether it is there: the deadline of a request, which may wait in a queue, would find out much later that it froze."""
+        ctx, attempt, asked = self._ctx, 0, 0.0
+        try:
+            while (owed := next((p for p in self._pending.values() if p.peer == peer), None)) is not None:
+                heard = self._heard[peer]
+                attempt = attempt if asked > heard else 0
+                wait = max(asked, heard) + self._silence.seconds(attempt) - ctx.clock.now()
+                if wait > 0:
+                    await ctx.clock.sleep(min(wait, SILENCE_FLOOR_S))  # what is measured meanwhile counts
+                    continue
+                attempt, asked = attempt + 1, ctx.clock.now()
+                if ctx.roster.stage(self._stage) == (peer,):
+                    continue  # a stage's last peer is not given up for being slow
+                if await ctx.probe(peer, owed.request.lineage, owed.request.step) is None:
+                    ctx.give_up(peer, "it is silent, and answers no probe")
+        finally:
+            self._listening.discard(peer)
 
     async def _await(
         self, peer: PeerId, request: Request, pending: _Pending
@@ -168,7 +211,8 @@ class Router:
                     asyncio.shield(pending.reply), self._deadline.seconds(attempt), what
                 )
             except DeadlineExceeded:
-                held = await self._ctx.probe(peer, request.lineage, request.step, attempt)
+                probe = self._ctx.probe(peer, request.lineage, request.step, attempt)
+                held = await self._ctx.unless_done(pending.reply, probe)
                 if pending.reply.done():
                     return pending.reply.result()
                 if held is None:

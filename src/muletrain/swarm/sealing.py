@@ -182,12 +182,10 @@ class Sealing(Knowledge):
             """Gaps are filled when no replica misses them; its own ledger is each one's truth."""
             for pause in itertools.count():
                 union = set(self.ledger.held)
-                for peer in ctx.roster.replicas():
-                    held = await ctx.probe(peer, self.lineage, self.step)
-                    if held is not None and held.step > self.step:
+                for peer, held in (await ctx.ask_held(ctx.roster.replicas(), self.lineage, self.step)).items():
+                    if held.step > self.step:
                         raise Behind(f"step {self.step}: {ctx.roster.member(peer).name} is at step {held.step}")
-                    counts = held is not None and held.current and peer not in self._differing
-                    union |= set(held.held) if held is not None and counts else set()
+                    union |= set(held.held) if held.current and peer not in self._differing else set()
                 if gaps <= union:
                     return
                 await self._meet()
@@ -208,7 +206,9 @@ class Sealing(Knowledge):
                 await self._ask_everyone()
             else:
                 return
-        raise MuletrainError(f"step {self.step}: {len(gaps)} missing microbatches were not run again; {self._view()}")
+        raise MuletrainError(
+            f"step {self.step}: {len(gaps)} missing microbatches were not run again; {ctx.who_is_there()}"
+        )
 
     def _drop(self) -> None:
         """What we accumulated counts as done twice."""

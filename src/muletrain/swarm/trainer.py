@@ -123,7 +123,9 @@ class Trainer:
                     await self._ctx.clock.sleep(min(PAUSE_MAX_S, PAUSE_S * 2.0**tries))
                     accumulate = await self._still_missing(index, accumulate)
                     self.router.refresh()
-        raise MuletrainError(f"step {self._step}: microbatch {index} could not be finished in {MAX_TRIES} tries")
+        raise MuletrainError(
+            f"step {self._step}: microbatch {index} could not be finished in {MAX_TRIES} tries; {self._ctx.who_is_there()}"
+        )
 
     async def _still_missing(self, index: int, stages: tuple[int, ...]) -> tuple[int, ...]:
         missing = await self._ctx.still_missing(self._lineage, self._step, index, stages)

@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MAX_SILENCE = 6
-"""Doubling deadlines without any news before a wait is declared hopeless."""
+"""Doubling deadlines without any news before a wait is declared hopeless,"""
+PATIENCE_S = 300.0
+"""but not before this time."""
+
+
+async def _nothing() -> None:
+    pass
 
 
 class Waits:
@@ -25,32 +31,55 @@ class Waits:
         """``view``: who is there, in words, for the error of a wait that is given up."""
         self._clock, self._look_around, self._view = clock, look_around, view
         self._changed = asyncio.Event()
+        self._hurried = False
 
     def touched(self) -> None:
-        """Something a wait may depend on changed (a message, a microbatch finished, a peer died)."""
+        """Something a wait may depend on changed (a message, a microbatch finished)."""
+        self._changed.set()
+
+    def hurry(self) -> None:
+        """Somebody died: what we wait for may have been theirs, so ask now, not at the deadline."""
+        self._hurried = True
         self._changed.set()
 
     async def until(
-        self, condition: Callable[[], bool], deadline: Deadline, what: str, ask: Callable[[], object] = lambda: None
+        self,
+        condition: Callable[[], bool],
+        deadline: Deadline,
+        what: str,
+        ask: Callable[[], Coroutine[Any, Any, None]] = _nothing,
     ) -> None:
-        """Wait for ``condition``; on each missed deadline ask those we wait for. Raises MuletrainError after MAX_SILENCE."""
+        """Wait for ``condition``; on each missed deadline, and when somebody dies, ask those we wait for, and wait on meanwhile. Raises
+        MuletrainError after MAX_SILENCE, and what ``ask`` raises."""
         begin = self._clock.now()
         attempt, due = 0, begin + deadline.seconds()
-        while True:
-            self._changed.clear()
-            self._look_around()
-            if condition():
-                break
-            try:  # what else happens does not put the question off
-                await self._clock.deadline(self._changed.wait(), max(0.0, due - self._clock.now()), what)
-            except DeadlineExceeded:
-                attempt += 1
-                due = self._clock.now() + deadline.seconds(attempt)
-                if attempt >= MAX_SILENCE:
-                    raise MuletrainError(f"gave up waiting for {what}; {self._view()}") from None
-                question = ask()
-                if asyncio.iscoroutine(question):
-                    await question
+        self._hurried = False
+        asking: asyncio.Task[None] | None = None
+        try:
+            while True:
+                self._changed.clear()
+                if asking is not None and asking.done():
+                    asking.result()
+                    asking = None
+                self._look_around()
+                if condition():
+                    break
+                if self._hurried and asking is None:
+                    self._hurried = False
+                    asking = asyncio.create_task(ask())
+                    asking.add_done_callback(lambda _: self.touched())
+                try:  # what else happens does not put the question off
+                    await self._clock.deadline(self._changed.wait(), max(0.0, due - self._clock.now()), what)
+                except DeadlineExceeded:
+                    attempt += 1
+                    due = self._clock.now() + deadline.seconds(attempt)
+                    if attempt >= MAX_SILENCE and self._clock.now() - begin > PATIENCE_S:
+                        raise MuletrainError(f"gave up waiting for {what}; {self._view()}") from None
+                    self._hurried = True
+        finally:
+            if asking is not None:
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
         deadline.measured(self._clock.now() - begin)
 
     async def watched(self, work: Coroutine[Any, Any, T]) -> T:

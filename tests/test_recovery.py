@@ -1,0 +1,50 @@
+"""How soon the protocol goes on after a fault: whole runs on a virtual clock. benchmarks/recovery measures real processes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from muletrain.sim.world import BACKWARD_S, FORWARD_S, Fault, Scenario, play, readable
+
+SERVICE_S = FORWARD_S + BACKWARD_S
+STEPS, MICROBATCHES, DELAY_S = 8, 8, 0.01
+
+
+def timeline(*faults: Fault, stages: tuple[int, ...] = (2, 2)) -> list[tuple[float, str]]:
+    outcome = play(Scenario(1, stages, 1, STEPS, MICROBATCHES, DELAY_S, faults))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    return outcome.timeline
+
+
+def first(what: str, happened: list[tuple[float, str]], after: float = 0.0) -> float:
+    return next((t for t, text in happened if t >= after and re.search(what, text)), float("inf"))
+
+
+@pytest.mark.parametrize("victim", ["peer-0b", "peer-1b"])
+def test_the_work_of_a_dead_peer_is_given_out_again_at_once(victim: str) -> None:
+    """Its streams end with it: nobody waits for a deadline."""
+    at_s = 2.0  # in the middle of the third step
+    happened = timeline(Fault(at_s, "kill", (victim,)))
+    assert first("microbatch_rerouted", happened) - at_s < 5 * DELAY_S
+
+
+@pytest.mark.parametrize("victim", ["peer-0b", "peer-1b"])
+def test_a_frozen_peer_is_found_out_by_its_silence(victim: str) -> None:
+    """It owes answers, and gives none to a probe: about as long as answers usually take, and a probe's 1.5 s."""
+    at_s = 2.0  # in the middle of the third step
+    happened = timeline(Fault(at_s, "freeze", (victim,), 60.0))
+    assert first("microbatch_rerouted", happened) - at_s < 3 * SERVICE_S + 1.5
+
+
+@pytest.mark.parametrize(("kind", "limit_s"), [("kill", 2.0), ("freeze", 6.0)])
+def test_no_moment_is_a_bad_one_to_go(kind: str, limit_s: float) -> None:
+    """Wherever in a step a replica goes (between its announcement and its part of the sum, too), the run loses seconds."""
+    stages = (3, 3)
+    end = f"peer-0a step_applied step={STEPS} "
+    undisturbed_s = first(end, timeline(stages=stages))
+    for k in range(3):
+        at_s = (4 + k / 3) * undisturbed_s / STEPS
+        took_s = first(end, timeline(Fault(at_s, kind, ("peer-1b",), 0.0 if kind == "kill" else 100.0), stages=stages))
+        assert took_s - undisturbed_s < limit_s
