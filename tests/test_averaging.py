@@ -123,3 +123,31 @@ def test_what_is_not_finite_is_agreed_on_whatever_it_is() -> None:
         assert [f.finite for f in results[0][1]] == [True, False, True]
 
     virtually(scenario())
+
+
+@pytest.mark.parametrize("already_waiting", [True, False])
+def test_chunks_that_were_lost_with_their_stream_fail_the_round_at_once(already_waiting: bool) -> None:
+    """Neither side would find out by itself: the sender believes that they came, and answers probes."""
+
+    async def scenario() -> None:
+        hub = MemoryHub()
+        group, own = members(hub, Codec.FP32), gradients()
+        for ctx, averager in group.values():
+            ctx.net.on_lost(averager.broken)
+        hub.delay_s = lambda sender, receiver: 1.0 if {sender, receiver} == {"a", "b"} else 0.1
+        names = IDS if already_waiting else IDS[1:]
+        work = [asyncio.create_task(group[p][1].reduce(ROUND, own[p])) for p in names]
+        await asyncio.sleep(0.5)
+        hub.cut("a", "b")
+        await asyncio.sleep(2.0)
+        hub.mend("a", "b")
+        if not already_waiting:
+            await asyncio.sleep(2.0)
+            work.append(asyncio.create_task(group["a"][1].reduce(ROUND, own["a"])))
+        done, pending = await asyncio.wait(work, timeout=10.0)
+        assert {type(t.exception()) for t in done} == {RoundFailed}
+        for task in pending:
+            task.cancel()
+        assert (work[0] if already_waiting else work[-1]) in done
+
+    virtually(scenario())

@@ -51,9 +51,12 @@ class MemoryHub:
     def ended(self, gone: MemoryNetwork) -> None:
         """Those who had streams with ``gone`` see them end."""
         for other in self.peers.values():
-            met = gone.has_stream_of(other.peer_id) or other.has_stream_of(gone.peer_id)
-            if met and self.connected(gone.peer_id, other.peer_id):
-                other._spawn(other._lose(gone.peer_id))
+            if self.connected(gone.peer_id, other.peer_id):
+                self._ended_for(other, gone)
+
+    def _ended_for(self, peer: MemoryNetwork, other: MemoryNetwork) -> None:
+        if peer.has_stream_of(other.peer_id) or other.has_stream_of(peer.peer_id):
+            peer._spawn(peer._lose(other.peer_id))
 
     def freeze(self, peer: PeerId) -> None:
         """Like SIGSTOP, as others see it: nothing is refused and nothing is answered."""
@@ -68,7 +71,11 @@ class MemoryHub:
         self._cut.add(frozenset((a, b)))
 
     def mend(self, a: PeerId, b: PeerId) -> None:
+        """What was under way is lost; that their streams ended, both hear now."""
         self._cut.discard(frozenset((a, b)))
+        if a in self.peers and b in self.peers:
+            self._ended_for(self.peers[a], self.peers[b])
+            self._ended_for(self.peers[b], self.peers[a])
 
     def reach(self, sender: PeerId, receiver: PeerId) -> MemoryNetwork:
         """Raises PeerUnreachable."""

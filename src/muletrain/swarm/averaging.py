@@ -112,6 +112,7 @@ class Averager:
         self._held_elsewhere = held_elsewhere
         self._inbox = _Inbox()
         self._chunk_deadline = Deadline(floor_s=1.0)
+        self._broken: set[PeerId] = set()
 
     def on_chunk(self, sender: PeerId, message: Shard | Reduced, tensor: Encoded) -> None:
         """Raises ProtocolError for a sender of another stage and for more than a round can need."""
@@ -123,6 +124,17 @@ class Averager:
         members = len(self._ctx.roster.members())
         limit = 8 * self._ctx.compute.n_params * max(2, members) + (1 << 20)
         self._inbox.put((message.round, message.KIND, sender, message.chunk), (message, tensor), limit)
+
+    def begin(self) -> None:
+        """An attempt begins: nobody has sent anything of it yet."""
+        self._broken.clear()
+
+    def broken(self, member: PeerId) -> None:
+        """A stream from ``member`` ended: it may live, but what it had sent and we did not get is lost, and it does not know."""
+        self._broken.add(member)
+        for (_, _, sender, _), waiter in self._inbox.waiting.items():
+            if sender == member and not waiter.done():
+                waiter.set_exception(_broke(member))
 
     def forget(self) -> None:
         """The step is over: drop what failed attempts left behind."""
@@ -195,6 +207,8 @@ class Averager:
         """The next chunk from ``sender``, with a deadline from measured waits; a silent member is probed."""
         key = (plan.id, kind.KIND, sender, number)
         arrival = self._inbox.get(key)
+        if sender in self._broken and not arrival.done():
+            arrival.set_exception(_broke(sender))
         try:
             with self._ctx.awaiting(sender, arrival):
                 return await self._arrived(plan, arrival, sender, number)
@@ -228,6 +242,10 @@ class Averager:
                 self._chunk_deadline.measured(self._ctx.clock.now() - begin)
                 return chunk
         raise RoundFailed(f"averaging step {plan.step}: {sender[-6:]} is alive but not in this round")
+
+
+def _broke(member: PeerId) -> PeerUnreachable:
+    return PeerUnreachable(f"averaging: the stream from {member[-6:]} ended before all had come")
 
 
 def _reasons(error: BaseException) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import math
@@ -380,12 +381,10 @@ class Peer:
 
     async def _dismiss(self, peer: PeerId) -> None:
         """Tell ``peer`` that it may go: as a call, since we go next and a frame could still be on its way."""
-        try:
+        with contextlib.suppress(NetworkError):  # it is gone, or others tell it
             await self._ctx.net.call(
                 peer, Finished.KIND, Finished().pack(), timeout_s=self._ctx.probe_deadline.seconds(1)
             )
-        except NetworkError as e:
-            self._ctx.suspect(peer, str(e))
 
     async def _announce(self) -> None:
         """Tell the directory that we are here: a hint for status, and for those who banned us."""
@@ -515,6 +514,7 @@ class Peer:
 
     def _on_lost(self, peer: PeerId) -> None:
         """A stream ended: whoever is gone with it is found out about now, and not when something is missed."""
+        self.stepper.averager.broken(peer)
         if not self._over and self._ctx.roster.is_alive(peer):
             self._ctx.spawn(self._ctx.probe(peer, self.stepper.lineage, self.stepper.step), f"look after {peer[-6:]}")
 

@@ -166,6 +166,7 @@ class Stepper(Sealing):
     async def _reduce(self) -> Holding:
         """Attempts, until one succeeds or somebody else's did (_HeldElsewhere)."""
         while (attempt := self._next_attempt()) < MAX_ATTEMPTS:
+            self.averager.begin()
             try:
                 round_ = await self._agree(attempt)
                 if round_ is None:
