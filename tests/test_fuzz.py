@@ -14,9 +14,11 @@ import torch
 from muletrain.compute import scaling
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.errors import NetworkError
-from muletrain.sim import world
+from muletrain.sim import reference
 from muletrain.sim.loop import Hang, VirtualLoop, run_virtually
-from muletrain.sim.world import Fault, Scenario, play, readable
+from muletrain.sim.scenario import Fault, Scenario
+from muletrain.sim.verdict import readable
+from muletrain.sim.world import play
 from muletrain.swarm import sealing
 from muletrain.swarm.averaging import Averager, RoundFailed
 from muletrain.swarm.ledger import Ledger
@@ -76,7 +78,7 @@ def test_the_scenarios_are_survived(scenario: Scenario) -> None:
 
 def _another_device(patch: pytest.MonkeyPatch, steps: range) -> None:
     """The last replica of stage 1 rounds otherwise in the updates of ``steps``."""
-    right, made = world._compute, []
+    right, made = reference.stage_compute, []
 
     def compute(facts: Any, stage: int) -> TorchCompute:
         own = right(facts, stage)
@@ -92,7 +94,7 @@ def _another_device(patch: pytest.MonkeyPatch, steps: range) -> None:
             patch.setattr(own, "_apply", differently)
         return own
 
-    patch.setattr(world, "_compute", compute)
+    patch.setattr(reference, "stage_compute", compute)
 
 
 @pytest.mark.parametrize("stages", [(2, 2), (1, 2)], ids=str)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from muletrain.sim.world import LEFT, Fault, Outcome, Scenario, play, readable
+from muletrain.sim.scenario import Fault, Scenario
+from muletrain.sim.verdict import LEFT, Outcome, readable
+from muletrain.sim.world import play
 from muletrain.swarm.leaving import Departure
 from muletrain.swarm.messages import ShardFacts
 from muletrain.swarm.record import StageEntry, StepRecord

@@ -12,7 +12,9 @@ import pytest
 
 from muletrain.config.load import load_config
 from muletrain.events import Event, MemberAdmitted, PeerSuspected, StepDone
-from muletrain.sim.world import Fault, Scenario, play, readable
+from muletrain.sim.scenario import Fault, Scenario
+from muletrain.sim.verdict import readable
+from muletrain.sim.world import play
 
 from .fleet_run import run_fleet
 

@@ -6,7 +6,9 @@ import re
 
 import pytest
 
-from muletrain.sim.world import BACKWARD_S, FORWARD_S, Fault, Scenario, play, readable
+from muletrain.sim.scenario import BACKWARD_S, FORWARD_S, Fault, Scenario
+from muletrain.sim.verdict import readable
+from muletrain.sim.world import play
 
 SERVICE_S = FORWARD_S + BACKWARD_S
 STEPS, MICROBATCHES, DELAY_S = 8, 8, 0.01

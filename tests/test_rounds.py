@@ -9,7 +9,9 @@ import torch
 
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.policy.views import View, company, yields
-from muletrain.sim.world import Fault, Outcome, Scenario, play, readable
+from muletrain.sim.scenario import Fault, Scenario
+from muletrain.sim.verdict import Outcome, readable
+from muletrain.sim.world import play
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -68,7 +68,9 @@ def _processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def _play(seed: int) -> dict[str, Any]:
-    from muletrain.sim.world import Scenario, play, readable
+    from muletrain.sim.scenario import Scenario
+    from muletrain.sim.verdict import readable
+    from muletrain.sim.world import play
 
     outcome = play(Scenario.draw(seed))
     return {

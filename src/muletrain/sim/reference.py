@@ -1,0 +1,121 @@
+"""What is trained in a virtual world, and the single process that every world is compared with."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from muletrain.compute.base import Microbatch, Update
+from muletrain.compute.torch_compute import StageSetup, TorchCompute
+from muletrain.config.load import load_config
+from muletrain.data.microbatch import sequence_length
+from muletrain.model.spec import ModelSpec
+from muletrain.optim.schedule import learning_rate
+from muletrain.sim.loop import run_virtually
+from muletrain.swarm.context import Plan
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from muletrain.config.schema import RunConfig
+    from muletrain.policy.partition import Cut
+    from muletrain.sim.scenario import Scenario
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of one scenario."""
+
+    config: RunConfig
+    spec: ModelSpec
+    cut: Cut
+    plan: Plan
+
+
+class Tokens:
+    """Microbatches as pure functions of (seed, step, index)."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._sequences, self._length = facts.config.train.microbatch, facts.plan.sequence_length
+        self._seed, self._vocab = facts.config.train.seed, facts.spec.vocab
+
+    def microbatch(self, step: int, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        shape = (2, self._sequences, self._length(step))
+        drawn = np.random.default_rng((self._seed, step, index)).integers(0, self._vocab, shape)
+        return drawn[0], drawn[1]
+
+
+def facts_of(scenario: Scenario) -> Facts:
+    """A tiny decoder, a layer a stage, and the plan for it."""
+    config = load_config(
+        None,
+            [
+                "model.width=16", "model.heads=2", f"model.layers={len(scenario.stages)}", "model.context=4", "model.vocab=640",
+                "model.dropout=0.1", "train.microbatch=1", f"train.batch={scenario.microbatches}", f"train.steps={scenario.steps}",
+                f"train.seed={scenario.seed}", f"fleet.stages={len(scenario.stages)}", f"fleet.peers={sum(scenario.stages)}",
+                "optimizer.warmup=1", "optimizer.eps=1e-5", "optimizer.clip=0.5",
+                "wire.activations=fp32", "wire.gradients=fp32", "compute.precision=fp32", "checkpoint.every=0",
+                *scenario.overrides,
+            ],
+    )  # fmt: skip
+    spec = ModelSpec.from_config(config.model)
+    plan = Plan(
+        stages=len(scenario.stages), steps=scenario.steps, microbatches=scenario.microbatches, sequences=1, width=spec.width,
+        vocab=spec.vocab,
+        sequence_length=functools.partial(
+            sequence_length, context=spec.context, start=config.train.sequence_start, warmup=config.train.sequence_warmup
+        ),
+        activations=config.wire.activations,
+        gradients=config.wire.gradients, clip=config.optimizer.clip,
+        lr=lambda step: learning_rate(config.optimizer, step, scenario.steps), checkpoint_every=0, capacity=scenario.capacity,
+        rebalance=scenario.rebalance, rebalance_s=scenario.rebalance_s, work=(1.0,) * len(scenario.stages),
+        state_bytes=(0,) * len(scenario.stages),
+    )  # fmt: skip
+    return Facts(config, spec, spec.cut(len(scenario.stages)), plan)
+
+
+def stage_compute(facts: Facts, stage: int) -> TorchCompute:
+    """What trains ``stage``: as in production, without threads."""
+    config = facts.config
+    setup = StageSetup(
+        optimizer=config.optimizer, total_steps=config.train.steps, seed=config.train.seed,
+        sequences=config.train.microbatch, precision=config.compute.precision, inline=True,
+    )  # fmt: skip
+    return TorchCompute(facts.spec, facts.cut, stage, setup)
+
+
+def reference(scenario: Scenario) -> dict[str, Tensor]:
+    """The state of a single process after the same steps: the stages in turn, no network, no protocol, no faults."""
+
+    async def train() -> dict[str, Tensor]:
+        facts = facts_of(scenario)
+        tokens = Tokens(facts)
+        stages = [stage_compute(facts, s) for s in range(len(scenario.stages))]
+        for step in range(scenario.steps):
+            for index in range(scenario.microbatches):
+                mb = Microbatch(step, index)
+                inputs, targets = (torch.from_numpy(a) for a in tokens.microbatch(step, index))
+                hidden = inputs
+                for compute in stages[:-1]:
+                    hidden = await compute.forward(mb, hidden)
+                _, gradient = await stages[-1].loss_backward(mb, hidden, targets, accumulate=True)
+                for compute in reversed(stages[:-1]):
+                    assert gradient is not None
+                    gradient = await compute.backward(mb, gradient, accumulate=True)
+            means = [compute.gradient().clone() / scenario.microbatches for compute in stages]
+            norm = float(torch.cat(means).double().norm())
+            clip = facts.config.optimizer.clip
+            scale = min(1.0, clip / (norm + 1e-6)) if clip is not None else 1.0
+            for compute, mean in zip(stages, means, strict=True):
+                await compute.apply(mean, Update(step, scale, skip=not math.isfinite(norm)))
+        states = [await compute.state() for compute in stages]
+        return {name: tensor for state in states for name, tensor in state.items()}
+
+    problems: list[str] = []
+    return run_virtually(train(), math.inf, problems)

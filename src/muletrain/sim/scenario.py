@@ -1,0 +1,113 @@
+"""What may happen in a virtual world: the fleet, its work, and the faults that a seed draws."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+FORWARD_S, BACKWARD_S = 0.05, 0.1
+"""Service times of a peer of speed 1."""
+TOLERANCE = 1e-5
+"""Norm of the difference over norm, per tensor (DESIGN, invariant 1)."""
+POINTS = ("forward", "backward", "seal", "shard", "reduced", "round_entry")
+"""Frames at which a peer may be killed exactly: between any two of them the protocol must be able to lose it."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """At ``at_s``: 'kill', 'freeze', 'cut' (one from everyone else, or two from each other), 'slow' or 'damage' (the next frame of)
+    ``who``, for ``for_s``; 'join': a newcomer, whose name says its stage; or ``who`` wants to 'leave' in order, or to 'move' to the
+    next stage. A kill or damage with ``on`` waits, from ``at_s`` on, for the ``nth`` frame of that kind that ``who`` would send: it
+    dies instead, or that frame is damaged."""
+
+    at_s: float
+    kind: str
+    who: tuple[str, ...]
+    for_s: float = 0.0
+    on: str = ""
+    nth: int = 1
+
+    def __str__(self) -> str:
+        lasting = f" for {self.for_s:.1f} s" if self.for_s else ""
+        exactly = f" at {self.on} {self.nth}" if self.on else ""
+        return f"{self.kind} {', '.join(self.who)}{lasting}{exactly}"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A run to be: ``stages[k]`` replicas of stage k, the first ``trainers`` peers train, ``delay_s`` the longest one-way delay."""
+
+    seed: int
+    stages: tuple[int, ...]
+    trainers: int
+    steps: int
+    microbatches: int
+    delay_s: float
+    faults: tuple[Fault, ...]
+    rebalance: Literal["off", "paper", "throughput"] = "off"
+    rebalance_s: float = 60.0
+    capacity: int = 8
+    """Requests a peer holds at once."""
+    overrides: tuple[str, ...] = ()
+    """Other settings of the run."""
+    tolerance: float = TOLERANCE
+    """Norm of the difference over norm, per tensor, that the weights may have from those of a single process."""
+
+    @property
+    def members(self) -> list[tuple[str, int]]:
+        """(id, stage), stage by stage."""
+        return [(f"peer-{s}{chr(97 + k)}", s) for s, replicas in enumerate(self.stages) for k in range(replicas)]
+
+    @property
+    def joining(self) -> list[str]:
+        return [p for f in self.faults if f.kind == "join" for p in f.who]
+
+    @classmethod
+    def draw(cls, seed: int) -> Scenario:
+        """Two or three stages of one to three replicas; up to four faults. No stage is killed off, nor left to a replica that may be
+        behind, and the collector lives: stepping back to a checkpoint, and a collector's death, are not survived yet."""
+        rng = random.Random(f"scenario/{seed}")
+        stages = tuple(rng.randint(1, 3) for _ in range(rng.randint(2, 3)))
+        base = cls(
+            seed, stages, min(2, stages[0]), rng.randint(3, 5), rng.randint(4, 9), rng.choice([0.0, 0.01, 0.1]), ()
+        )
+        span = base.steps * base.microbatches * (FORWARD_S + BACKWARD_S) / min(stages)
+        mortal = {s: [p for p, stage in base.members[1:] if stage == s][: n - 1] for s, n in enumerate(stages)}
+        away: set[int] = (
+            set()
+        )  # stages in which somebody may be behind: killing the others there would lose the newest state
+        faults: list[Fault] = []
+        killed: set[int] = set()
+        joined: list[str] = []
+        for _ in range(rng.randint(0, 4)):
+            at_s, lasting = rng.uniform(0.0, span), rng.uniform(0.2, 20.0)
+            kind = rng.choice(["kill", "kill", "freeze", "cut", "slow", "damage", "leave", "move", "join", "join"])
+            if kind == "join":
+                joined.append(f"peer-{rng.randrange(len(stages))}j{len(joined)}")
+                faults.append(Fault(at_s, kind, (joined[-1],)))
+                continue
+            if kind in ("kill", "leave", "move"):
+                mortals = [p for s, peers in mortal.items() for p in peers] + joined
+                # who leaves makes sure that another has its state
+                victims = [p for p in mortals if stage_of(p) not in away or kind != "kill"]
+                if victims:
+                    victim = rng.choice(victims)
+                    (joined if victim in joined else mortal[stage_of(victim)]).remove(victim)
+                    killed |= {stage_of(victim)} if kind == "kill" else set()
+                    on = rng.choice(["", *POINTS]) if kind == "kill" else ""
+                    faults.append(Fault(at_s, kind, (victim,), on=on, nth=rng.randint(1, 6)))
+                continue
+            peers = [*(p for p, _ in base.members), *joined]
+            who, other = rng.choice(peers), rng.choice(peers)
+            pair = kind == "cut" and other != who and rng.random() < 0.5
+            cut_off = {stage_of(who), stage_of(other)} if pair else {stage_of(who)}
+            if kind == "slow" or not cut_off & killed:
+                faults.append(Fault(at_s, kind, (who, other) if pair else (who,), lasting))
+                away |= cut_off if kind != "slow" else set()
+        return cls(**{**base.__dict__, "faults": tuple(sorted(faults, key=lambda f: f.at_s))})
+
+
+def stage_of(name: str) -> int:
+    """Names of virtual peers say which stage they begin with: peer-1b."""
+    return int(name.split("-")[1][0])

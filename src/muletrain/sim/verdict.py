@@ -1,0 +1,83 @@
+"""What came of a virtual world: what happened, and which promises were broken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from muletrain.sim.scenario import Scenario
+
+LEFT = "left in order"
+
+
+@dataclass
+class Outcome:
+    """``violations``: broken promises, empty if all held. ``ends``: how each peer ended. ``timeline``: (virtual s, what)."""
+
+    scenario: Scenario
+    violations: list[str] = field(default_factory=list)
+    ends: dict[str, str] = field(default_factory=dict)
+    timeline: list[tuple[float, str]] = field(default_factory=list)
+    left_behind: list[str] = field(default_factory=list)
+    """Peers that came back when the others had finished and were gone: no number is lost by that, but a machine's work was."""
+    virtual_s: float = 0.0
+    difference: float = 0.0
+    """The largest of a tensor from a single process's: norm of the difference over norm."""
+
+
+def judge(outcome: Outcome, states: dict[str, dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
+    """Compare the ``states`` of those that came to the end with a single process's, and see who did not come so far."""
+    for name, state in states.items():
+        worst = max(
+            float((state[k] - expected[k]).norm() / expected[k].norm()) for k in state if k.startswith("model/")
+        )
+        outcome.difference = max(outcome.difference, worst)
+        if not worst <= outcome.scenario.tolerance:
+            outcome.violations.append(
+                f"{name} ended with other weights than a single process: relative difference {worst:.1e}"
+            )
+    outcome.violations += _unlike_replicas(states)
+    _survival(outcome, states)
+
+
+def _unlike_replicas(states: dict[str, dict[str, Tensor]]) -> Iterator[str]:
+    """Peers that ended with other bits than the first of their last stage (during the run their seals would tell)."""
+    firsts: dict[frozenset[str], str] = {}
+    for name in sorted(states):
+        first = firsts.setdefault(frozenset(states[name]), name)  # a stage is known by the names of its tensors
+        if not all(torch.equal(value, states[first][key]) for key, value in states[name].items()):
+            yield f"{name} and {first}, replicas of one stage, ended with other states"
+
+
+def _survival(outcome: Outcome, states: dict[str, dict[str, Tensor]]) -> None:
+    """Everyone that was not killed comes to the end, or leaves in order, or finds the others gone."""
+    scenario = outcome.scenario
+    gone = {p for f in scenario.faults if f.kind == "kill" for p in f.who}
+    gone |= {p for p, end in outcome.ends.items() if end == LEFT}
+    for name in [*(p for p, _ in scenario.members), *scenario.joining]:
+        if name in gone or name in states or (name not in outcome.ends and name in scenario.joining):
+            continue
+        if (
+            states and "no peer of stages" in outcome.ends.get(name, "")
+        ) or "gives this peer the stage's state" in outcome.ends.get(name, ""):
+            outcome.left_behind.append(name)
+        else:
+            outcome.violations.append(f"{name} did not survive: {outcome.ends.get(name, 'no end')}")
+
+
+def readable(outcome: Outcome) -> Iterator[str]:
+    """Lines for people: what the scenario was, what happened, what was broken."""
+    s = outcome.scenario
+    yield (
+        f"seed {s.seed}: stages of {', '.join(map(str, s.stages))} replicas, {s.trainers} trainers, {s.steps} steps of "
+        f"{s.microbatches} microbatches, delays up to {1000 * s.delay_s:.0f} ms"
+    )
+    yield from (f"{t:9.3f} s  {text}" for t, text in outcome.timeline)
+    yield from (f"VIOLATION  {v}" for v in outcome.violations)
