@@ -400,7 +400,7 @@ async def _still_computes_right(target: Target, stage: int) -> None:
         ({"tensors": (1, encode_ids(torch.full(TOKENS, VOCAB)))}, f"expected 0..{VOCAB - 1}"),
         ({"tensors": (1, encode_raw(b"12345678"))}, "forward with fp32"),
     ],
-    ids=str,
+    ids=["index", "stage", "lineage", "shape", "codec", "nan", "token", "tokens"],
 )
 def test_who_sends_a_wrong_forward_is_named_by_its_receiver(change: dict[str, Any], said: str, tmp_path: Path) -> None:
     async def scenario() -> None:
