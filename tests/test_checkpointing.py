@@ -128,6 +128,7 @@ def test_checkpoints_are_written_and_the_oldest_go(tmp_path: Path) -> None:
     play(scenario)
 
 
+@pytest.mark.alone
 def test_neither_the_loop_nor_anyone_else_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_s, sync, digest = 0.7, os.fsync, checkpointing._sha256
     slow = iter([slow_s, slow_s])

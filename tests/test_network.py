@@ -43,6 +43,7 @@ from muletrain.wire.frame import pack, size
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 
+pytestmark = pytest.mark.alone
 SECRET = b"s" * 32
 OWNER = Key.of_seed(b"o" * 32)
 

@@ -6,6 +6,8 @@ import random
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import pytest
+
 from muletrain.config.load import load_config
 from muletrain.events import StepApplied
 from muletrain.policy.wiring import Wiring
@@ -27,6 +29,7 @@ SMALL = [
 ]  # fmt: skip
 
 
+@pytest.mark.alone
 def test_peer_at_a_third_of_the_speed_gets_a_quarter_of_the_work(tmp_path: Path) -> None:
     """With room for a busy machine; benchmarks/unequal_peers measures the share, and the throughput."""
     profile = tmp_path / "fleet.toml"

@@ -18,6 +18,7 @@ from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage
 
 
+@pytest.mark.alone
 def test_precision_is_what_was_measured_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = time.perf_counter()
     assert probe.choose_precision(torch.device("cpu")) in (Precision.FP32, Precision.BF16)
