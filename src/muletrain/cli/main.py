@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from muletrain import __version__
+from muletrain.cli.simulate import app as simulate_app
 from muletrain.errors import DataError, MuletrainError, no_room
 from muletrain.policy.chaos import HELP as CHAOS_HELP
 
@@ -20,6 +21,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(simulate_app, name="simulate")
 
 ConfigFile = Annotated[
     Path | None, typer.Argument(metavar="CONFIG.toml", help="Configuration; without one, the defaults.")

@@ -1,0 +1,88 @@
+"""``muletrain simulate``: what would happen, from the production rules and code in the virtual world."""
+
+from __future__ import annotations
+
+import dataclasses
+import json as jsonlib
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+TRACE_A = Path(__file__).parents[1] / "sim" / "traces" / "a.csv"
+
+app = typer.Typer(
+    help="What would happen: the production rules in a virtual world.", no_args_is_help=True, rich_markup_mode="rich"
+)
+
+
+class Policy(StrEnum):
+    """Who rebalances."""
+
+    NONE = "none"
+    SWARM = "swarm"
+    MULETRAIN = "muletrain"
+
+
+@app.callback()
+def _group() -> None:
+    pass
+
+
+@app.command()
+def rebalance(
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.csv",
+            help="Columns time_s (seconds) and change (peers that come, or, below 0, go). Default: one fitted to SWARM's table 5.",
+        ),
+    ] = None,
+    peers: Annotated[int, typer.Option(min=1, help="At the start, spread evenly.")] = 340,
+    stages: Annotated[int, typer.Option(min=1, help="Pipeline stages, all of the same work.")] = 4,
+    policy: Annotated[
+        list[Policy] | None,
+        typer.Option(help="'none', 'swarm' (its algorithm 2) or 'muletrain' (by marginal throughput). Default: all."),
+    ] = None,
+    period: Annotated[float, typer.Option(min=1.0, help="Seconds between two decisions.")] = 60.0,
+    downtime: Annotated[float, typer.Option(min=0.0, help="Seconds a peer that moves serves nobody.")] = 0.0,
+    runs: Annotated[int, typer.Option(min=1, help="They differ in the stages of those that come and go.")] = 100,
+    seed: Annotated[int, typer.Option(help="Draws them; the same seed gives the same figures.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object a policy, a line each.")] = False,
+) -> None:
+    """How much of the best possible throughput is kept over 32 hours while peers come and go.
+
+    Throughput is that of the smallest stage; the optimum is all peers spread evenly. Figures are means over the runs."""
+    from rich.progress import track
+    from rich.table import Table
+
+    from muletrain.cli.console import make_console
+    from muletrain.sim.churn import read_trace, simulate
+
+    changes = read_trace(trace or TRACE_A)
+    console, results = make_console(), {}
+    for rule in track(policy or list(Policy), "simulating", console=console, transient=True, disable=json):
+        results[rule.value] = simulate(
+            changes,
+            peers=peers,
+            stages=stages,
+            rule=rule.value,
+            period_s=period,
+            downtime_s=downtime,
+            runs=runs,
+            seed=seed,
+        )
+    if json:
+        for name, result in results.items():
+            print(jsonlib.dumps({"policy": name, **dataclasses.asdict(result)}))
+        return
+    table = Table(
+        "policy", title=f"share of the optimum: {peers} peers, {stages} stages, {runs} runs", title_justify="left"
+    )
+    for heading in ("32 hours", "first hour", "last hour", "moves an hour"):
+        table.add_column(heading, justify="right")
+    for name, r in results.items():
+        shares = (f"{share:.1f} %" for share in (r.overall, r.first_hour, r.last_hour))
+        table.add_row(name, *shares, f"{r.moves_per_hour:.1f}")
+    console.print(table)

@@ -1,0 +1,213 @@
+"""Rebalancing on a trace of peers that come and go: the production rules (``policy.rebalance``) on rates instead of messages.
+
+Peers are equal, a stage does what its peers do, the pipeline what its smallest stage does, and the best that could be is all peers
+spread evenly (SWARM 4.4, app. D, I). A departure takes a peer of a stage drawn at random; an arrival goes to a stage drawn at random
+where nothing rebalances, else to the smallest.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from heapq import heappop, heappush
+from statistics import fmean
+from typing import TYPE_CHECKING, Literal
+
+from muletrain.errors import DataError
+from muletrain.policy.rebalance import Load, View, by_queue, by_throughput
+from muletrain.swarm.rebalancing import HORIZON_PERIODS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+_Decision = Callable[[tuple[int, ...]], tuple[tuple[int, int], ...]]
+"""Peers by stage (those on their way there included) -> moves (source, target)."""
+Rule = Literal["none", "swarm", "muletrain"]
+HORIZON_S = 32 * 3600.0
+"""SWARM's trace lasts 32 hours."""
+HOUR_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Change:
+    """At ``time_s``, ``peers`` come (> 0) or go (< 0)."""
+
+    time_s: float
+    peers: int
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """What the pipeline did, in % of all its peers spread evenly over the stages; moves of peers an hour. Means over runs."""
+
+    overall: float
+    first_hour: float
+    last_hour: float
+    moves_per_hour: float
+
+
+def read_trace(path: Path) -> tuple[Change, ...]:
+    """A CSV file with the columns ``time_s`` [s since the start] and ``change`` [peers]; sorted by time. Raises DataError with the line."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = csv.DictReader(file)
+            if rows.fieldnames is None or not {"time_s", "change"} <= set(rows.fieldnames):
+                raise DataError(
+                    f"{path}: line 1: a churn trace has the columns time_s,change; here are {rows.fieldnames}"
+                )
+            changes = [_change(row, f"{path}: line {rows.line_num}") for row in rows]
+    except (OSError, UnicodeDecodeError, csv.Error) as e:
+        raise DataError(f"{path}: cannot be read as a churn trace: {e}") from None
+    return tuple(sorted(changes, key=lambda c: c.time_s))
+
+
+def _change(row: dict[str, str | None], where: str) -> Change:
+    try:
+        time_s, peers = float(row["time_s"] or ""), int(row["change"] or "")
+    except ValueError:
+        raise DataError(
+            f"{where}: expected seconds and a whole number of peers, got {row['time_s']!r}, {row['change']!r}"
+        ) from None
+    if not (math.isfinite(time_s) and time_s >= 0):
+        raise DataError(f"{where}: the time is {time_s} s; it counts from the start of the run, 0 or later")
+    return Change(time_s, peers)
+
+
+def simulate(
+    trace: Sequence[Change],
+    *,
+    peers: int,
+    stages: int,
+    rule: Rule,
+    period_s: float = 60.0,
+    downtime_s: float = 0.0,
+    runs: int = 100,
+    seed: int = 0,
+) -> Throughput:
+    """Mean over ``runs`` that draw other stages for those that come and go. ``downtime_s``: a peer that moves serves nobody for so long.
+
+    Raises DataError where the trace takes more peers than there are.
+    """
+    present = peers
+    for change in trace:
+        present += change.peers
+        if change.time_s <= HORIZON_S and present < 0:
+            raise DataError(
+                f"the trace takes the last peer at {change.time_s:.0f} s: it needs more than {peers} at the start"
+            )
+    decide = _rule(rule, stages, period_s, downtime_s)
+    results = [_Run(trace, peers, stages, rule != "none", period_s, downtime_s, random.Random(f"{seed}/{k}")).play(decide)
+               for k in range(runs)]  # fmt: skip
+    return Throughput(*(fmean(getattr(r, name) for r in results) for name in Throughput.__dataclass_fields__))
+
+
+def _rule(rule: Rule, stages: int, period_s: float, downtime_s: float) -> _Decision:
+    """The production rule over a view of equal peers; what it says depends on the counts alone, and most of them come again."""
+    work, state = (1.0,) * stages, (downtime_s,) * stages
+
+    @cache
+    def decide(counts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        loads = {
+            f"{s:04}.{k:06}": Load(
+                s, 1 / count**2, {s: 1.0}, bytes_per_s=1.0
+            )  # requests wait where there are few to serve them
+            for s, count in enumerate(counts)
+            for k in range(count)
+        }
+        view = View(loads, work, state)
+        moves = by_queue(view) if rule == "swarm" else by_throughput(view, HORIZON_PERIODS * period_s)
+        return tuple((m.source, m.target) for m in moves)
+
+    return decide if rule != "none" else lambda counts: ()
+
+
+class _Run:
+    """One run: peers by stage, and those on their way from one to another."""
+
+    def __init__(
+        self,
+        trace: Iterable[Change],
+        peers: int,
+        stages: int,
+        balanced: bool,
+        period_s: float,
+        downtime_s: float,
+        draw: random.Random,
+    ) -> None:
+        self._trace, self._balanced, self._period_s, self._downtime_s = trace, balanced, period_s, downtime_s
+        self._draw = draw
+        self._serving = [peers // stages + (s < peers % stages) for s in range(stages)]
+        self._moving = [0] * stages
+        """On their way, by destination."""
+        self._now = 0.0
+        self._moves = 0
+        self._arrivals: list[tuple[float, int]] = []
+        """Heap: (time, stage)."""
+        self._windows = {
+            "overall": (0.0, HORIZON_S),
+            "first_hour": (0.0, HOUR_S),
+            "last_hour": (HORIZON_S - HOUR_S, HORIZON_S),
+        }
+        self._done = dict.fromkeys(self._windows, 0.0)
+        self._optimum = dict.fromkeys(self._windows, 0.0)
+
+    def play(self, decide: _Decision) -> Throughput:
+        changes = [c for c in self._trace if c.time_s < HORIZON_S]
+        upcoming, tick = 0, 1
+        while True:
+            change_s = changes[upcoming].time_s if upcoming < len(changes) else math.inf
+            tick_s = tick * self._period_s
+            arrival_s = self._arrivals[0][0] if self._arrivals else math.inf
+            self._until(min(change_s, tick_s, arrival_s, HORIZON_S))
+            if self._now >= HORIZON_S:
+                break
+            if arrival_s == self._now:
+                stage = heappop(self._arrivals)[1]
+                self._moving[stage] -= 1
+                self._serving[stage] += 1
+            elif change_s == self._now:
+                self._change(changes[upcoming].peers)
+                upcoming += 1
+            else:
+                tick += 1
+                for source, target in decide(tuple(a + b for a, b in zip(self._serving, self._moving, strict=True))):
+                    if self._serving[source] == 0:
+                        continue  # all of them are on their way here
+                    self._moves += 1
+                    self._serving[source] -= 1
+                    if self._downtime_s > 0:
+                        self._moving[target] += 1
+                        heappush(self._arrivals, (self._now + self._downtime_s, target))
+                    else:
+                        self._serving[target] += 1
+        share = {
+            name: 100 * self._done[name] / self._optimum[name] if self._optimum[name] else 100.0
+            for name in self._windows
+        }
+        return Throughput(**share, moves_per_hour=self._moves / (HORIZON_S / HOUR_S))
+
+    def _until(self, time_s: float) -> None:
+        slowest, best = min(self._serving), (sum(self._serving) + sum(self._moving)) / len(self._serving)
+        for name, (begin, end) in self._windows.items():
+            seconds = min(time_s, end) - max(self._now, begin)
+            if seconds > 0:
+                self._done[name] += slowest * seconds
+                self._optimum[name] += best * seconds
+        self._now = time_s
+
+    def _change(self, peers: int) -> None:
+        for _ in range(-peers):
+            if stages := [s for s, n in enumerate(self._serving) if n]:
+                self._serving[self._draw.choice(stages)] -= 1
+            else:  # all that are left are on their way
+                _, stage = self._arrivals.pop()
+                self._moving[stage] -= 1
+        for _ in range(peers):
+            counts = [a + b for a, b in zip(self._serving, self._moving, strict=True)]
+            stage = counts.index(min(counts)) if self._balanced else self._draw.randrange(len(counts))
+            self._serving[stage] += 1
