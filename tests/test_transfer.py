@@ -19,6 +19,7 @@ from muletrain.swarm.context import Context, Plan
 from muletrain.swarm.messages import Block, Member
 from muletrain.swarm.roster import Genesis, Roster
 from muletrain.swarm.snapshot import Receiver, Snapshots
+from muletrain.swarm.trail import Trail
 from muletrain.swarm.transfer import Copy, Manifest
 
 if TYPE_CHECKING:
@@ -63,9 +64,12 @@ class Stage:
         plan = Plan(1, 1, 1, 1, 1, 2, lambda s: 1, Codec.FP32, Codec.FP32, None, lambda s: 0.0, 0, 8)
         self.networks: dict[str, MemoryNetwork] = {n: self.hub.join(n) for n in names}
         self.states: dict[str, Any] = {n: State(2 if n == "t" else 1) for n in names}
-        self.at = {n: SimpleNamespace(step=3, lineage=bytes(32), settled=True, over=False) for n in names}
         self.contexts = {
             n: Context(self.networks[n], LoopClock(), self.states[n], Roster(genesis, n), plan, emit=self.said.append)
+            for n in names
+        }
+        self.at = {
+            n: SimpleNamespace(step=3, lineage=bytes(32), settled=True, over=False, trail=Trail(self.contexts[n], 0))
             for n in names
         }
         for n in donors:

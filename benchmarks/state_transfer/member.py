@@ -27,6 +27,7 @@ from muletrain.swarm.context import Context, Plan
 from muletrain.swarm.messages import Block, Member
 from muletrain.swarm.roster import Genesis, Roster
 from muletrain.swarm.snapshot import Receiver, Snapshots
+from muletrain.swarm.trail import Trail
 
 PARAMS = 25_000_000
 TENSORS = 50
@@ -90,7 +91,7 @@ async def main(rank: int, donors: int, folder: Path) -> None:
         plan = Plan(1, 1, 1, 1, 1, 2, lambda s: 1, Codec.INT8, Codec.FP32, None, lambda s: 0.0, 0, 8)
         compute: Any = State()
         ctx = Context(network, LoopClock(), compute, Roster(genesis, network.peer_id), plan, emit=lambda event: None)
-        now: Any = SimpleNamespace(step=0, lineage=bytes(32), settled=True, over=False)
+        now: Any = SimpleNamespace(step=0, lineage=bytes(32), settled=True, over=False, trail=Trail(ctx, 0))
         Snapshots(ctx, now)
         receiver = Receiver(ctx)
 

@@ -142,6 +142,8 @@ class Context:
     """For work that may take seconds (hashing, the disk): neither the event loop nor ``Compute.offload`` waits for it."""
     changed: Callable[[], None] = lambda: None
     """To be called when something happened that a wait may depend on."""
+    trail_bytes: int = 1 << 28
+    """What may be kept of gradients for those that catch up (``swarm.trail``)."""
     closed: bool = False
     """The peer has left its stage (calls may still come)."""
     _awaited: defaultdict[PeerId, set[asyncio.Future[Any]]] = field(default_factory=lambda: defaultdict(set))

@@ -1,4 +1,7 @@
-"""The mean gradient of a round, kept by those that hold all of it, for those that miss it (DESIGN "How a step goes", 6)."""
+"""The mean gradient of a round, kept by those that hold all of it, for those that miss it (DESIGN "How a step goes", 6).
+
+It travels in the codec of the averaging: what several members reduced are decoded values, and to encode those again gives the same bits.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from muletrain.config.schema import Codec
 from muletrain.errors import ProtocolError
+from muletrain.policy.shards import BLOCK
 from muletrain.swarm.averaging import contents
 from muletrain.swarm.messages import AskGradient
+from muletrain.wire.codec import Encoded, decode, encode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,8 +25,8 @@ if TYPE_CHECKING:
     from muletrain.swarm.context import Context
     from muletrain.swarm.messages import RoundEntry
 
-PIECE = 512 * 1024
-"""Bytes in one answer; calls carry at most 1 MiB."""
+PIECE = 32 * BLOCK
+"""Elements in one answer: calls carry at most 1 MiB. Whole quantisation blocks."""
 AHEAD = 4
 """Pieces asked for at once."""
 CALL_S = 60.0
@@ -34,24 +40,29 @@ class Holding:
     entry: RoundEntry
     gradient: Tensor
 
-    def piece(self, offset: int) -> bytes:
-        return bytes(self.gradient.numpy().data.cast("B")[offset : offset + PIECE])
+    def piece(self, offset: int, codec: Codec) -> bytes:
+        """From element ``offset`` on; ``codec``: the run's, for averaging."""
+        return b"".join(encode(self.gradient[offset : offset + PIECE], travels_as(self.entry, codec)).buffers)
+
+
+def travels_as(entry: RoundEntry, codec: Codec) -> Codec:
+    """The only member of a round sends nothing, so that what it computed was never rounded."""
+    return codec if len(entry.members) > 1 else Codec.FP32
 
 
 async def fetch_gradient(ctx: Context, holder: PeerId, entry: RoundEntry) -> Holding:
     """The gradient of ``entry``'s round from ``holder``, checked against the contents of its shards. Raises NetworkError."""
     gradient = torch.empty(ctx.compute.n_params)
-    memory = gradient.numpy().data.cast("B")
+    codec = travels_as(entry, ctx.plan.gradients)
 
     async def piece(offset: int) -> None:
         ask = AskGradient(round=entry.round, offset=offset).pack()
         answer = await ctx.net.call(holder, AskGradient.KIND, ask, timeout_s=CALL_S)
-        if len(answer) != min(PIECE, len(memory) - offset):
-            raise ProtocolError("the gradient's pieces do not add up to its size")
-        memory[offset : offset + len(answer)] = answer
+        into = gradient[offset : offset + PIECE]
+        into.copy_(decode(Encoded(codec.value, tuple(into.shape), [answer]), copy=False))
 
-    for begin in range(0, len(memory), AHEAD * PIECE):
-        await asyncio.gather(*map(piece, range(begin, min(len(memory), begin + AHEAD * PIECE), PIECE)))
+    for begin in range(0, len(gradient), AHEAD * PIECE):
+        await asyncio.gather(*map(piece, range(begin, min(len(gradient), begin + AHEAD * PIECE), PIECE)))
     if await ctx.compute.offload(contents, gradient, len(entry.members)) != tuple(s.content for s in entry.shards):
         raise ProtocolError("the gradient's content is not what its holders attest")
     return Holding(entry, gradient)

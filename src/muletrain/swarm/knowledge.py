@@ -23,6 +23,7 @@ from muletrain.swarm.messages import (
     Views,
 )
 from muletrain.swarm.record import RecordBuilder
+from muletrain.swarm.trail import Trail
 from muletrain.swarm.waiting import Waits
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class Knowledge:
         self._weights: bytes = b"\0" * 32
         self._differed: int | None = None
         """The last step at which our weights were not the others'."""
-        self._previous: tuple[RecordBuilder, Holding] | None = None
+        self.trail = Trail(ctx, ctx.trail_bytes)
         ctx.changed = self._waits.hurry
         self._enter(step, lineage)
 
@@ -145,6 +146,7 @@ class Knowledge:
             or message.attempt >= MAX_ATTEMPTS
         ):
             raise ProtocolError("seal with indices outside the step, or of an attempt that nobody makes")
+        self.trail.arrived(sender)
         known = self._seals.get(sender)
         if known is None or known.attempt < message.attempt:
             self._seals[sender] = message
@@ -202,18 +204,17 @@ class Knowledge:
             self._behind = e if self.step == step else None
         self.touched()
 
-    def entries(self, step: int, lineage: bytes) -> Entries:
-        """Of this step or the one before; none for any other."""
-        builders = [self._builder] if self._previous is None else [self._builder, self._previous[0]]
-        known = [b.entries() for b in builders if (b.step, b.lineage) == (step, lineage)]
-        return Entries(entries=known[0] if known else ())
+    def entries(self, sender: PeerId, step: int, lineage: bytes) -> Entries:
+        """Of this step or an earlier one that is kept; none for any other."""
+        if (step, lineage) == (self.step, self.lineage):
+            return Entries(entries=self._builder.entries())
+        return Entries(entries=self.trail.entries(sender, step, lineage))
 
-    def gradient_piece(self, round_: bytes, offset: int) -> bytes:
+    def gradient_piece(self, sender: PeerId, round_: bytes, offset: int) -> bytes:
         """Of a round that we hold. Raises ProtocolError for any other."""
-        for holding in (self._holding, self._previous[1] if self._previous is not None else None):
-            if holding is not None and holding.entry.round == round_:
-                return holding.piece(offset)
-        raise ProtocolError("the gradient of this round is not held here (not yet, or not any more)")
+        if self._holding is not None and self._holding.entry.round == round_:
+            return self._holding.piece(offset, self._ctx.plan.gradients)
+        return self.trail.piece(sender, round_, offset)
 
     def covered(self) -> frozenset[int]:
         """Microbatches that are not to be accumulated again: ours; all of them once we hold the stage's mean gradient."""

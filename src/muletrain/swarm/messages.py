@@ -248,8 +248,8 @@ class Entries(Message):
 
 
 class AskGradient(Message):
-    """Call: the mean gradient of this round, fp32, from byte ``offset``, as much as fits into an answer. Of the current step, or of the one
-    applied last."""
+    """Call: the mean gradient of this round as it travels, from element ``offset``, as much as fits into an answer. Of the current step, or
+    of one that is kept."""
 
     KIND: ClassVar[str] = "ask_gradient"
     round: Digest

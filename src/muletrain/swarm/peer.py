@@ -9,7 +9,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from muletrain.errors import DeadlineExceeded, Malformed, NetworkError, ProtocolError
+from muletrain.errors import DeadlineExceeded, Malformed, MuletrainError, NetworkError, ProtocolError
 from muletrain.events import Event, EventError, Note, PeerJoined, PeerLeft, StepApplied, StepDone
 from muletrain.swarm.checkpointing import Collector, send_part
 from muletrain.swarm.context import StepStats
@@ -65,8 +65,8 @@ EARLY_BYTES = 1 << 30
 ANNOUNCE_S = 10.0
 """Between announcements in the directory; a record lives three times as long."""
 RESEND_S = 20.0
-MAX_PURSUITS = 5
-"""Times a newcomer takes a state of which the others are gone when it has it, before it takes part where it is and sees."""
+MAX_PURSUITS = 10
+"""States that a peer takes one after the other, each too old to be of use when it has come, before it gives up."""
 LAST_CHECKPOINT_S = 600.0
 """How long members wait for the collector to have the last checkpoint."""
 
@@ -120,6 +120,7 @@ class Peer:
         self._last_step: StepDone | None = None
         self._over = False
         self._leaves = False
+        self._pursuits = 0
         self.left = False
         """This peer has gone in order, before the run's end."""
         self.destination: int | None = None
@@ -156,7 +157,7 @@ class Peer:
     async def _train(self) -> Path | None:
         ctx, plan = self._ctx, self._ctx.plan
         announcing = ctx.spawn(self._announce(), "announce")
-        written, returned = None, False
+        written, returned, followed = None, False, 0
         self.rebalancer.settled = not self._joining
         if plan.rebalance != "off":
             ctx.spawn(self.rebalancer.run(), "rebalancing")
@@ -173,21 +174,26 @@ class Peer:
         ctx.stats.started = ctx.clock.now()
         while True:
             step, lineage = self.stepper.step, self.stepper.lineage
-            self._begin_step(step, lineage, returned=returned)
-            await self._redeliver()
             try:
-                record = await self.stepper.run(returned=returned)
-                returned = False
+                if returned:
+                    await self.stepper.meet()
+                self._begin_step(step, lineage, returned=returned)
+                await self._redeliver()
+                record = await self.stepper.run()
+                returned, followed, self._pursuits = False, 0, 0
             except Behind as e:
                 self._end_step_tasks()
                 returned = True
                 replayed = await self.stepper.replay() if e.weights_hold else None
                 if replayed is None:
+                    followed = 0
                     if await self._catch_up(str(e), self.stepper.step - (not e.weights_hold)):
                         written = await self._finish(self.stepper.step - 1)
                         break
                     continue
-                ctx.emit(Note(level="warning", message=f"{e}: took it from a replica and applied it"))
+                followed += 1
+                message = f"{e}: took it from a replica and applied it"
+                ctx.emit(Note(level="warning" if followed == 1 else "info", message=message))
                 record = replayed
             self._end_step_tasks()
             self._report(record)
@@ -245,22 +251,22 @@ class Peer:
         return await self._take_state(own_step)
 
     async def _take_state(self, own_step: int) -> bool:
+        """What was agreed on meanwhile is applied step by step from there (``Stepper.replay``)."""
         ctx = self._ctx
-        for _ in range(MAX_PURSUITS):
-            snapshot = await self._receiver.fetch(own_step)
-            await self.stepper.rejoin(snapshot.step, snapshot.lineage)
-            if snapshot.over:
-                self._over = self.stepper.over = True
-                return True
-            self._early = [(s, f) for s, f in self._early if f.header.get("step", 0) >= snapshot.step]
-            ctx.stats = StepStats(started=ctx.clock.now())
-            self._say_back()
-            own_step = snapshot.step
-            held = await asyncio.gather(
-                *(ctx.probe(p, snapshot.lineage, own_step) for p in ctx.roster.replicas() if ctx.roster.is_alive(p))
+        self._pursuits += 1
+        if self._pursuits > MAX_PURSUITS:
+            raise MuletrainError(
+                f"{MAX_PURSUITS} states of stage {ctx.roster.own.stage} were too old to be of use when they had come: this peer's link, or "
+                f"its replicas', is too slow for the stage's gradients; join with more bandwidth, or cut the model into more stages"
             )
-            if not any(h is not None and h.step > own_step for h in held):
-                break  # nobody has gone on meanwhile
+        snapshot = await self._receiver.fetch(own_step)
+        await self.stepper.rejoin(snapshot.step, snapshot.lineage)
+        if snapshot.over:
+            self._over = self.stepper.over = True
+            return True
+        self._early = [(s, f) for s, f in self._early if f.header.get("step", 0) >= snapshot.step]
+        ctx.stats = StepStats(started=ctx.clock.now())
+        self._say_back()
         return False
 
     def _say_back(self) -> None:
@@ -530,14 +536,14 @@ class Peer:
 
     async def _answer_entries(self, sender: PeerId, payload: bytes) -> bytes:
         ask = AskEntries.unpack(payload)
-        return self.stepper.entries(ask.step, ask.lineage).pack()
+        return self.stepper.entries(sender, ask.step, ask.lineage).pack()
 
     async def _answer_gradient(self, sender: PeerId, payload: bytes) -> bytes:
         """Raises ProtocolError for a peer of another stage, and for a round that is not held here."""
         ask = AskGradient.unpack(payload)
         if self._ctx.roster.member(sender).stage != self._ctx.roster.own.stage:
             raise ProtocolError("a gradient is for replicas of its stage")
-        return self.stepper.gradient_piece(ask.round, ask.offset)
+        return self.stepper.gradient_piece(sender, ask.round, ask.offset)
 
     async def _answer_seal(self, sender: PeerId, payload: bytes) -> bytes:
         ask, seal = AskSeal.unpack(payload), self.stepper.announced

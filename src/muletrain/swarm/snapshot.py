@@ -7,6 +7,7 @@ copies: a donor whose copy has another digest than the others' is left out.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -67,11 +68,14 @@ class Snapshots:
         async with self._making:
             for kept in self._kept.values():
                 if (kept.offer.step, kept.offer.lineage) == (self._stepper.step, self._stepper.lineage):
-                    kept.asked = self._ctx.clock.now()
-                    return kept.offer.pack()
-            return (await self._make()).pack()
+                    break
+            else:
+                kept = await self._make()
+            kept.asked = self._ctx.clock.now()
+            self._stepper.trail.follow(sender, kept.offer.step)
+            return kept.offer.pack()
 
-    async def _make(self) -> Snapshot:
+    async def _make(self) -> _Kept:
         stepper, ctx = self._stepper, self._ctx
         for _ in range(SETTLE_TRIES):
             label, over = (stepper.step, stepper.lineage), stepper.over
@@ -80,8 +84,9 @@ class Snapshots:
                 if stepper.settled and label == (stepper.step, stepper.lineage):
                     await copy.name(ctx)
                     offer = Snapshot(step=label[0], lineage=label[1], digest=copy.digest, over=over)
-                    self._keep(_Kept(offer, copy, ctx.clock.now()))
-                    return offer
+                    kept = _Kept(offer, copy, ctx.clock.now())
+                    self._keep(kept)
+                    return kept
             await ctx.clock.sleep(SETTLE_S)  # an update is being applied
         raise ProtocolError("no settled state here now: this peer is catching up, too")
 
@@ -98,30 +103,36 @@ class Snapshots:
             now = self._ctx.clock.now()
             self._kept = {d: k for d, k in self._kept.items() if now - k.asked < KEPT_S}
 
-    def _asked(self, digest: bytes) -> Copy:
+    def _asked(self, digest: bytes, taker: PeerId) -> Copy:
         """Raises MuletrainError when it is not kept (any more)."""
         kept = self._kept.get(digest)
         if kept is None or self._ctx.closed:
             raise MuletrainError("this copy is not kept any more; ask for another")
         kept.asked = self._ctx.clock.now()
+        self._stepper.trail.follow(taker, kept.offer.step)
         return kept.copy
 
     async def _on_manifest(self, sender: PeerId, payload: bytes) -> bytes:
-        return self._asked(AskManifest.unpack(payload).digest).manifest
+        return self._asked(AskManifest.unpack(payload).digest, sender).manifest
 
     async def _on_blocks(self, sender: PeerId, payload: bytes) -> bytes:
         ask = AskBlocks.unpack(payload)
-        copy = self._asked(ask.digest)
+        copy = self._asked(ask.digest, sender)
         if any(k * copy.block >= copy.size for k in ask.blocks):
             raise ProtocolError("blocks that the copy does not have")
         if self._runs >= MAX_RUNS:
             raise MuletrainError("this donor has enough to send")
         self._runs += 1
-        self._ctx.spawn(copy.send(self._ctx, sender, ask.blocks), "blocks").add_done_callback(self._sent)
+        self._ctx.spawn(self._send(copy, sender, ask.blocks), "blocks")
         return b""
 
-    def _sent(self, task: asyncio.Task[None]) -> None:
-        self._runs -= 1
+    async def _send(self, copy: Copy, taker: PeerId, blocks: tuple[int, ...]) -> None:
+        try:
+            await copy.send(self._ctx, taker, blocks)
+        finally:
+            self._runs -= 1
+        with contextlib.suppress(MuletrainError):  # on a slow link that took its time
+            self._asked(copy.digest, taker)
 
 
 class Receiver:

@@ -10,7 +10,7 @@ import itertools
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from muletrain.compute.base import Update
-from muletrain.errors import MuletrainError, NetworkError
+from muletrain.errors import MuletrainError, NetworkError, Refused
 from muletrain.events import Note
 from muletrain.swarm.averaging import Averager, Round, RoundFailed
 from muletrain.swarm.holding import Holding, fetch_gradient
@@ -52,11 +52,12 @@ class Stepper(Sealing):
         """Replicas must begin with the same weights, too."""
         self._weights = await self._ctx.compute.digest()
 
-    async def run(self, *, returned: bool = False) -> StepRecord:
-        """From the first microbatch to the applied update. ``returned``: we were away, and may be behind still. Raises Behind, and
-        MuletrainError when the step cannot be completed."""
-        if returned:
-            await self._ask_holders()
+    async def meet(self) -> None:
+        """We were away: learn what replicas hold of this step. Raises Behind where they have gone on."""
+        await self._ask_holders()
+
+    async def run(self) -> StepRecord:
+        """From the first microbatch to the applied update. Raises Behind, and MuletrainError when the step cannot be completed."""
         holding = self._holding = await self._hold()
         begin = self._ctx.clock.now()
         await self._waits.until(
@@ -69,8 +70,7 @@ class Stepper(Sealing):
         return record
 
     async def replay(self) -> StepRecord | None:
-        """The others finished this step without us, but keep what it takes until they apply the next: apply it. None where nobody has it
-        (any more)."""
+        """The others finished this step without us, but keep what it takes: apply it. None where nobody has it (any more)."""
         await self._quiesce()
         roster = self._ctx.roster
         for peer in sorted(roster.everyone(), key=lambda p: not roster.is_alive(p)):
@@ -154,6 +154,8 @@ class Stepper(Sealing):
         for peer, entry in known:
             try:
                 holding = await fetch_gradient(ctx, peer, entry)
+            except Refused:  # it has none, and is well
+                continue
             except NetworkError as e:
                 ctx.suspect(peer, f"gave no gradient of step {self.step}: {e}")
                 continue
@@ -222,7 +224,7 @@ class Stepper(Sealing):
         """Begin the next step: the record's hash is its lineage."""
         self.averager.forget()
         assert self._holding is not None  # it was applied
-        self._previous = self._builder, self._holding
+        self.trail.add(self._builder, self._holding)
         self._enter(self.step + 1, record.hash)
         self.settled = True
 
