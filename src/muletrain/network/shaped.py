@@ -94,7 +94,10 @@ class ShapedNetwork:
     async def call(self, peer: PeerId, method: str, payload: bytes, *, timeout_s: float) -> bytes:
         async def shaped() -> bytes:
             await self._travel(peer, len(payload) + CALL_OVERHEAD)
-            return await self._inner.call(peer, method, payload, timeout_s=timeout_s)
+            answer = await self._inner.call(peer, method, payload, timeout_s=timeout_s)
+            if peer != self.peer_id:
+                await self._take(len(answer) + CALL_OVERHEAD)
+            return answer
 
         return await self._clock.deadline(shaped(), timeout_s, f"{method} to {peer[-6:]}")
 

@@ -51,6 +51,8 @@ class Scenario:
     """Requests a peer holds at once."""
     overrides: tuple[str, ...] = ()
     """Other settings of the run."""
+    narrow: tuple[tuple[str, float], ...] = ()
+    """Peers, and the bytes/s that their links carry each way; those of all others are wide."""
     tolerance: float = TOLERANCE
     """Norm of the difference over norm, per tensor, that the weights may have from those of a single process."""
 
@@ -105,7 +107,10 @@ class Scenario:
             if kind == "slow" or not cut_off & killed:
                 faults.append(Fault(at_s, kind, (who, other) if pair else (who,), lasting))
                 away |= cut_off if kind != "slow" else set()
-        return cls(**{**base.__dict__, "faults": tuple(sorted(faults, key=lambda f: f.at_s))})
+        thin = random.Random(f"narrow/{seed}")
+        newcomers = [p for f in faults if f.kind == "join" for p in f.who]
+        narrow = tuple((p, 10 ** thin.uniform(4.5, 7.0)) for p in newcomers if thin.random() < 0.3)
+        return cls(**{**base.__dict__, "faults": tuple(sorted(faults, key=lambda f: f.at_s)), "narrow": narrow})
 
 
 def stage_of(name: str) -> int:

@@ -7,6 +7,7 @@ seed of the interpreter) alone, so a failing seed is replayed exactly.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import tempfile
 from pathlib import Path
@@ -15,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 from muletrain.clock import LoopClock
 from muletrain.compute.executor import InlineExecutor
 from muletrain.compute.paced import PacedCompute
+from muletrain.config.fleet import Link, limited_peer
 from muletrain.errors import MuletrainError
 from muletrain.events import FrameRefused, MicrobatchRerouted, Note, PeerLeft, PeerSuspected, StepApplied
 from muletrain.network.memory import MemoryHub
+from muletrain.network.shaped import ShapedNetwork
 from muletrain.sim import reference
 from muletrain.sim.faults import Faults
 from muletrain.sim.loop import Hang, run_virtually
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from muletrain.events import Event
+    from muletrain.network.base import Network
     from muletrain.network.memory import MemoryNetwork
     from muletrain.sim.scenario import Scenario
 
@@ -112,7 +116,7 @@ class World:
 
     async def _peer(self, name: str, *, joining: bool = False) -> dict[str, Tensor] | None:
         """A peer's life. Its state at the end of the run, if it came so far."""
-        network = self.networks[name]
+        network = self._linked(name)
         member = Member(id=name, name=name, stage=stage_of(name), trainer=True, addresses=())
         roster = Roster(self._genesis, member if joining else name)
         network.on_refusal(lambda remote, reason: self._note(name, FrameRefused(remote=remote, reason=reason)))
@@ -143,6 +147,13 @@ class World:
         left = self.peers[name].left
         self._outcome.ends[name] = LEFT if left else "finished"
         return None if left else state
+
+    def _linked(self, name: str) -> Network:
+        """What the peer sends and receives through."""
+        network, rate = self.networks[name], dict(self.scenario.narrow).get(name)
+        if rate is None:
+            return network
+        return ShapedNetwork(network, lambda peer: Link(0.0, math.inf), limited_peer(rate), self.clock)
 
     def _note(self, name: str, event: Event) -> None:
         if isinstance(event, SHOWN):

@@ -259,14 +259,16 @@ class Knowledge:
         else:
             await self._entries_from(peer)
 
-    async def _ask_holders(self) -> None:
-        """A notice that a replica holds this step's gradient, or is beyond it, may have been lost."""
+    async def _ask_holders(self) -> list[Held]:
+        """A notice that a replica holds this step's gradient, or is beyond it, may have been lost. What those that answer hold."""
 
-        async def ask(peer: PeerId) -> None:
-            await self._ask(peer)
+        async def ask(peer: PeerId) -> Held | None:
+            held = await self._ask(peer)
             await self._entries_from(peer)
+            return held
 
-        await asyncio.gather(*(ask(p) for p in self._ctx.roster.replicas() if self._ctx.roster.is_alive(p)))
+        asked = [ask(p) for p in self._ctx.roster.replicas() if self._ctx.roster.is_alive(p)]
+        return [held for held in await asyncio.gather(*asked) if held is not None]
 
     async def _ask_everyone(self) -> None:
         """Those believed dead, too: a link that healed says nothing by itself. But nobody waits for them."""
@@ -276,16 +278,17 @@ class Knowledge:
             self._ctx.spawn(self.find_out(peer), "ask after the dead")
         await asyncio.gather(*(self._ask(peer) for peer in living))
 
-    async def _ask(self, peer: PeerId) -> None:
-        """Learn what ``peer`` knows of this step; leave it out when it stays at an earlier one. Raises Behind if it is at a later one."""
+    async def _ask(self, peer: PeerId) -> Held | None:
+        """Learn what ``peer`` knows of this step (and return it); leave it out when it stays at an earlier one. Raises Behind if it is at a
+        later one."""
         held = await self._ctx.probe(peer, self.lineage, self.step)
         if held is None:
-            return
+            return None
         if held.step > self.step:
             if (
                 await self._entries_from(peer) and self._holding is not None
             ):  # all that we lacked was word of the others
-                return
+                return held
             raise Behind(f"step {self.step}: {self._ctx.roster.member(peer).name} is at step {held.step}")
         if not held.current:
             now = self._ctx.clock.now()
@@ -294,6 +297,7 @@ class Knowledge:
         elif len(held.through) == len(held.losses) and all(i < self._ctx.plan.microbatches for i in held.through):
             self.losses.update(zip(held.through, held.losses, strict=True))
             self.touched()
+        return held
 
     async def _ask_entries(self) -> None:
         """A lost notice must not stop the run: any peer may know the entries we miss."""

@@ -265,13 +265,14 @@ class AskHeld(Message):
 
 
 class Held(Message):
-    """``current``: the answerer is at that lineage and step; otherwise ``step`` is where it is. ``running``: requests it still works on;
-    ``through``: microbatches it knows to be through, with their ``losses`` [nats/token]."""
+    """``current``: the answerer is at that lineage and step; otherwise it is at ``step`` and ``lineage``. ``running``: requests it still
+    works on; ``through``: microbatches it knows to be through, with their ``losses`` [nats/token]."""
 
     KIND: ClassVar[str] = "held"
     current: bool
     step: Natural
     stage: Natural
+    lineage: Annotated[bytes, Field(max_length=32)] = b""
     held: Indices = ()
     running: Indices = ()
     through: Indices = ()

@@ -528,11 +528,12 @@ class Peer:
 
     async def _answer_held(self, sender: PeerId, payload: bytes) -> bytes:
         ask = AskHeld.unpack(payload)
-        if (ask.step, ask.lineage) == (self.stepper.step, self.stepper.lineage) and not (
-            self.left or self.stepper.away
-        ):
+        aside = self.left or self.stepper.away
+        if (ask.step, ask.lineage) == (self.stepper.step, self.stepper.lineage) and not aside:
             return self.stepper.held().pack()
-        return Held(current=False, step=self.stepper.step, stage=self._ctx.roster.own.stage).pack()
+        return Held(
+            current=False, step=self.stepper.step, stage=self._ctx.roster.own.stage, lineage=b"" if aside else self.stepper.lineage
+        ).pack()  # fmt: skip
 
     async def _answer_entries(self, sender: PeerId, payload: bytes) -> bytes:
         ask = AskEntries.unpack(payload)

@@ -53,8 +53,12 @@ class Stepper(Sealing):
         self._weights = await self._ctx.compute.digest()
 
     async def meet(self) -> None:
-        """We were away: learn what replicas hold of this step. Raises Behind where they have gone on."""
-        await self._ask_holders()
+        """We were away: learn what replicas hold of this step. Raises Behind where they have gone on, or most came here another way: who
+        told us of the steps before lied then."""
+        held = await self._ask_holders()
+        others = [h for h in held if h.step == self.step and h.lineage not in (b"", self.lineage)]
+        if len(others) > sum(h.current for h in held):
+            raise Behind(f"step {self.step}: the replicas have another history", weights_hold=False)
 
     async def run(self) -> StepRecord:
         """From the first microbatch to the applied update. Raises Behind, and MuletrainError when the step cannot be completed."""
