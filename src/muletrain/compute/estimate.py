@@ -78,6 +78,10 @@ class StageMemory:
     def fits(self, offer: Offer) -> bool:
         return self.of_device(offer) <= offer.device and (offer.host is None or self.on_host <= offer.host)
 
+    def spare(self, offer: Offer) -> int:
+        """What of the machine's memory it leaves."""
+        return max(0, offer.device - self.total if offer.host is None else offer.host - self.on_host)
+
     def need(self, offer: Offer | None = None) -> str:
         """In words, for a peer that makes such an offer."""
         if offer is None or offer.host is None:

@@ -350,8 +350,9 @@ class Worker:
                 own = await self._compute(facts.drawn(), roster.own.stage, machine, None)
             self._compute_in_use = own
             ctx = Context(
-                net=links, clock=self._clock, compute=own, roster=roster, plan=facts.plan(), emit=self._log.emit
-            )
+                net=links, clock=self._clock, compute=own, roster=roster, plan=facts.plan(), emit=self._log.emit,
+                trail_bytes=facts.needs()[roster.own.stage].spare(machine.offer),
+            )  # fmt: skip
             peer = self._peer = Peer(
                 ctx, source=facts.source(cache) if cache is not None and roster.own.trainer else None,
                 collector=self._collector(ctx, facts, machine, cache), on_step=on_step, on_report=self._log.emit,

@@ -18,7 +18,7 @@ import torch
 from blake3 import blake3
 from pydantic import Field
 
-from muletrain.errors import NetworkError, PeerUnreachable, ProtocolError
+from muletrain.errors import DeadlineExceeded, NetworkError, PeerUnreachable, ProtocolError
 from muletrain.policy.deadline import Deadline
 from muletrain.swarm.messages import AskBlocks, Block, Message, Natural, Text
 from muletrain.wire.codec import RAW, Encoded, decode_raw
@@ -165,12 +165,17 @@ class Taker:
 
     ctx: Context
     _waiting: dict[tuple[PeerId, bytes, int], asyncio.Future[memoryview]] = field(default_factory=dict)
-    _deadline: Deadline = field(default_factory=lambda: Deadline(floor_s=5.0))
+    _deadline: Deadline = field(default_factory=lambda: Deadline(unmeasured_s=60.0, floor_s=5.0))
+    """Between two blocks, whoever sends them: they share our link."""
+    _breaks: int = 0
+    _came: float = float("-inf")
+    """When the last block did."""
 
     def on_block(self, sender: PeerId, message: Block, tensor: Encoded) -> None:
         """A block that nobody waits for (any more) is dropped."""
         waiter = self._waiting.pop((sender, message.digest, message.block), None)
         if waiter is not None and not waiter.done():
+            self._came = self.ctx.clock.now()
             waiter.set_result(decode_raw(tensor))
 
     async def fetch(self, partial: Partial, donors: list[PeerId]) -> None:
@@ -193,6 +198,7 @@ class Taker:
 
         while partial.missing and good:
             await asyncio.gather(*(lane(donor) for donor in list(good) for _ in range(LANES)))
+        self._breaks = self._breaks + 1 if partial.missing else 0
         if partial.missing:
             raise PeerUnreachable(
                 f"{len(partial.missing)} of {partial.manifest.blocks} blocks did not come from any donor"
@@ -200,20 +206,32 @@ class Taker:
 
     async def _run(self, partial: Partial, donor: PeerId, run: list[int]) -> None:
         """One call's blocks, each checked as it comes."""
-        ctx, clock = self.ctx, self.ctx.clock
+        ctx = self.ctx
         waiters = {k: asyncio.get_running_loop().create_future() for k in run}
         self._waiting |= {(donor, partial.digest, k): w for k, w in waiters.items()}
         try:
             ask = AskBlocks(digest=partial.digest, blocks=tuple(run))
             await ctx.net.call(donor, AskBlocks.KIND, ask.pack(), timeout_s=CALL_S)
             for k in run:
-                begin = clock.now()
-                data = await clock.deadline(waiters[k], self._deadline.seconds(), f"block {k} from {donor[-6:]}")
-                self._deadline.measured(clock.now() - begin)
-                await self._store(partial, k, data)
+                await self._store(partial, k, await self._block(waiters[k], f"block {k} from {donor[-6:]}"))
         finally:
             for k in run:
                 self._waiting.pop((donor, partial.digest, k), None)
+
+    async def _block(self, waiter: asyncio.Future[memoryview], what: str) -> memoryview:
+        """A slow link is no reason to give up, as long as something comes. Raises DeadlineExceeded."""
+        clock, begin = self.ctx.clock, self.ctx.clock.now()
+        while True:
+            since = max(begin, self._came)
+            wait_s = since + self._deadline.seconds(self._breaks) - clock.now()
+            try:
+                data = await clock.deadline(asyncio.shield(waiter), max(0.0, wait_s), what)
+            except DeadlineExceeded:
+                if self._came <= since:
+                    raise
+            else:
+                self._deadline.measured(clock.now() - since)
+                return data
 
     async def _store(self, partial: Partial, block: int, data: memoryview) -> None:
         a, b = partial.manifest.span(block)

@@ -1,0 +1,187 @@
+"""Newcomers on slow links: one state, then what was agreed on meanwhile, step by step, while the others train on."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from muletrain.clock import LoopClock
+from muletrain.config.schema import Codec
+from muletrain.errors import ProtocolError
+from muletrain.network.memory import MemoryHub
+from muletrain.sim.loop import run_virtually
+from muletrain.sim.scenario import Fault, Scenario
+from muletrain.sim.verdict import Outcome, readable
+from muletrain.sim.world import play
+from muletrain.swarm import peer, trail, transfer
+from muletrain.swarm.context import Context, Plan
+from muletrain.swarm.holding import PIECE, Holding
+from muletrain.swarm.messages import Member, RoundEntry, ShardFacts
+from muletrain.swarm.record import RecordBuilder
+from muletrain.swarm.roster import Genesis, Roster
+from muletrain.swarm.stepper import Stepper
+from muletrain.swarm.trail import Trail
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.timeout(200)
+NEWCOMER = "peer-0j0"
+
+
+def slow_link(rate: float, steps: int) -> Scenario:
+    """A newcomer whose link carries ``rate`` bytes/s: its stage's state are 110 kB, a gradient 9 kB as it travels, a step takes
+    0.8 s."""
+    small = ("wire.gradients=int8", "optimizer.eps=0.1", "model.vocab=300", "model.dropout=0.0")
+    return Scenario(
+        1, (2, 1), 1, steps, 4, 0.01, (Fault(1.0, "join", (NEWCOMER,)),), overrides=small, narrow=((NEWCOMER, rate),), tolerance=5e-3
+    )  # fmt: skip
+
+
+def applied(outcome: Outcome, name: str) -> list[tuple[float, int, int]]:
+    """(virtual s, steps, microbatches of the last of them) of each step."""
+    found = []
+    for t, text in outcome.timeline:
+        if text.startswith(f"{name} step_applied"):
+            fields = dict(word.split("=") for word in text.split()[2:])
+            found.append((t, int(fields["step"]), int(fields["microbatches"])))
+    return found
+
+
+def test_over_a_slow_link_one_state_and_the_later_gradients_lead_to_serving_and_nobody_pauses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transfer, "BLOCK", 4096)
+    outcome = play(slow_link(26e3, 26))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    others, own = applied(outcome, "peer-1a"), applied(outcome, NEWCOMER)
+    assert [n for _, n, _ in own] == list(range(own[0][1], 27)), "one state, and every step from there on"
+    serves = next(t for t, _, microbatches in own if microbatches)
+    assert sum(1.0 < t < serves for t, _, _ in others) >= 10, "it was on its way for as many steps"
+    took = [b[0] - a[0] for a, b in pairwise(t for t in others if t[0] < serves - 1.6)]
+    assert max(took[1:]) < 1.1 * min(took[1:]), "the others take their time as before"
+
+
+def test_where_nothing_is_kept_it_takes_state_after_state_and_says_why_it_gives_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transfer, "BLOCK", 4096)
+    monkeypatch.setattr(peer, "MAX_PURSUITS", 2)
+    monkeypatch.setattr(Trail, "_excess", lambda self: True)
+    outcome = play(slow_link(30e3, 24))
+    assert "2 states of stage 0 were too old to be of use when they had come" in outcome.ends.pop(NEWCOMER)
+    assert set(outcome.ends.values()) == {"finished"}
+
+
+# What is kept -----------------------------------------------------------------------------------------------------------
+
+
+class Vector:
+    """What keeping a gradient asks of a ``Compute``."""
+
+    n_params = 2 * PIECE + 100
+
+    async def offload(self, fn: Any, *args: Any) -> Any:
+        return fn(*args)
+
+
+def context(codec: Codec = Codec.FP16) -> Context:
+    founders = tuple(Member(id=p, name=p, stage=0, trainer=True, addresses=()) for p in "ab")
+    genesis = Genesis(run_id="r", config=bytes(32), data=bytes(32), stages=1, members=founders, collector="a", first_step=0)  # fmt: skip
+    plan = Plan(1, 1, 1, 1, 1, 2, lambda s: 1, Codec.INT8, codec, None, lambda s: 0.0, 0, 8)
+    return Context(MemoryHub().join("a"), LoopClock(), Vector(), Roster(genesis, "a"), plan, emit=lambda event: None)  # type: ignore[arg-type]
+
+
+def step_of(step: int) -> tuple[RecordBuilder, Holding]:
+    facts = ShardFacts(content=bytes(32), square_norm=1.0, finite=True)
+    entry = RoundEntry(
+        lineage=bytes(32), step=step, stage=0, round=bytes([step] * 32), members=("a", "b"), shards=(facts, facts), stop=False, holder="a",
+    )  # fmt: skip
+    builder = RecordBuilder(step, bytes(32), 1)
+    builder.add(entry)
+    gradient = torch.randn(Vector.n_params, generator=torch.Generator().manual_seed(step)).half().float()
+    return builder, Holding(entry, gradient)
+
+
+def kept(own: Trail) -> list[int]:
+    return [s for s in range(20) if own.entries("nobody", s, bytes(32))]
+
+
+def virtually(work: Any) -> None:
+    problems: list[str] = []
+    run_virtually(work, 600, problems)
+    assert problems == []
+
+
+def test_steps_are_kept_for_those_on_their_way_and_no_longer() -> None:
+    async def scenario() -> None:
+        own = Trail(context(), 1 << 30)
+        for step in range(3):
+            own.add(*step_of(step))
+        assert kept(own) == [2]
+        own.follow("n", 3)
+        own.follow("m", 5)
+        for step in range(3, 8):
+            own.add(*step_of(step))
+        assert kept(own) == [3, 4, 5, 6, 7]
+        assert own.entries("n", 6, bytes(32))  # it has come so far
+        own.add(*step_of(8))
+        assert kept(own) == [5, 6, 7, 8]
+        own.arrived("m")
+        own.add(*step_of(9))
+        assert kept(own) == [6, 7, 8, 9]
+        await asyncio.sleep(trail.KEPT_S)  # nothing is heard of 'n' any more
+        own.add(*step_of(10))
+        assert kept(own) == [10]
+
+    virtually(scenario())
+
+
+@pytest.mark.parametrize(("codec", "size"), [(Codec.FP16, 2), (Codec.FP32, 4)])
+def test_what_is_kept_is_as_small_as_it_travels_and_bounded(codec: Codec, size: int) -> None:
+    async def scenario() -> None:
+        own = Trail(context(codec), 5 * size * Vector.n_params)
+        own.follow("n", 0)
+        before = step_of(0)[1]
+        for step in range(4):
+            own.add(*step_of(step))
+            await asyncio.sleep(1)
+        for offset in range(0, Vector.n_params, PIECE):
+            assert own.piece("n", bytes(32), offset) == before.piece(offset, codec)
+        for step in range(4, 12):
+            own.add(*step_of(step))
+            await asyncio.sleep(1)
+        assert len(kept(own)) <= 6
+        assert kept(own)[-1] == 11
+        with pytest.raises(ProtocolError, match="not held here"):
+            own.piece("n", bytes(32), 0)
+
+    virtually(scenario())
+
+
+def test_what_one_member_computed_alone_is_not_rounded() -> None:
+    _, holding = step_of(1)
+    alone = Holding(holding.entry.model_copy(update={"members": ("a",)}), holding.gradient + 1e-6)
+    assert alone.piece(0, Codec.INT8) == bytes(alone.gradient[:PIECE].numpy().data.cast("B"))
+
+
+def test_who_was_told_another_history_takes_its_replicas_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A donor's copy is right, and what it tells of the next step is not: the newcomer arrives where nobody else is."""
+    right, lied = Stepper.advance, list[bool]()
+
+    def advance(self: Stepper, record: Any) -> None:
+        lie = self._ctx.net.peer_id == NEWCOMER and not lied
+        lied.extend([True] if lie else [])
+        right(self, record)
+        self.lineage = bytes(31) + b"1" if lie else self.lineage
+        self._builder.lineage = self.lineage
+
+    monkeypatch.setattr(Stepper, "advance", advance)
+    # a link on which the state takes about as long as a step
+    outcome = play(Scenario(1, (2, 1), 1, 10, 4, 0.01, (Fault(1.0, "join", (NEWCOMER,)),), narrow=((NEWCOMER, 250e3),)))
+    assert lied
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert any("another history" in text for _, text in outcome.timeline)
+    assert any(microbatches for _, _, microbatches in applied(outcome, NEWCOMER))
