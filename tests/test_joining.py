@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from itertools import pairwise
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from muletrain.sim.scenario import Fault, Scenario
 from muletrain.sim.verdict import Outcome, readable
 from muletrain.sim.world import play
 from muletrain.swarm import peer, trail, transfer
+from muletrain.swarm import uplink as uplink_module
 from muletrain.swarm.context import Context, Plan
 from muletrain.swarm.holding import PIECE, Holding
 from muletrain.swarm.messages import Member, RoundEntry, ShardFacts
@@ -25,6 +28,7 @@ from muletrain.swarm.record import RecordBuilder
 from muletrain.swarm.roster import Genesis, Roster
 from muletrain.swarm.stepper import Stepper
 from muletrain.swarm.trail import Trail
+from muletrain.swarm.uplink import Uplink
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.timeout(200)
@@ -185,3 +189,54 @@ def test_who_was_told_another_history_takes_its_replicas_state(monkeypatch: pyte
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert any("another history" in text for _, text in outcome.timeline)
     assert any(microbatches for _, _, microbatches in applied(outcome, NEWCOMER))
+
+
+# Beside training ----------------------------------------------------------------------------------------------------------
+
+
+def test_frames_of_a_step_go_before_state_and_state_comes_through_all_the_same() -> None:
+    async def scenario() -> None:
+        clock = LoopClock()
+        uplink, sent = Uplink(clock), list[tuple[str, float]]()
+
+        async def send(name: str, seconds: float, *, state: bool) -> None:
+            async with uplink.spare() if state else uplink.urgent():
+                await asyncio.sleep(seconds)
+                sent.append((name, clock.now()))
+
+        async def state(name: str) -> float:
+            begin = clock.now()
+            await send(name, 1.0, state=True)
+            return clock.now() - begin
+
+        assert await state("nobody trains") == 1.0
+        assert await state("nor now") == 1.0
+        step = asyncio.create_task(send("step", 2.5, state=False))
+        await asyncio.sleep(0)
+        first, second = await asyncio.gather(state("a"), state("b"))
+        await step
+        assert [name for name, _ in sent][2:] == ["step", "a", "b"], "one after the other, in the gaps"
+        assert first == 3.5
+        assert second == 3.5 + 1.0 + 1.0, "and no more than half of the time"
+        endless = asyncio.create_task(send("endless", 1000.0, state=False))
+        await asyncio.sleep(0)
+        assert await state("in a long frame") == 1.0 + uplink_module.PATIENCE + 1.0
+        endless.cancel()
+        await asyncio.sleep(uplink_module.TRAINING_S)
+        assert await state("at rest again") == 1.0
+
+    virtually(scenario())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rate", [40e3, 80e3])
+def test_state_over_narrow_uplinks_leaves_the_others_nine_tenths(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "BLOCK", 4096)
+    donors = (("peer-0a", rate), ("peer-0b", rate))
+    outcome = play(replace(slow_link(0, 16), narrow=donors, faults=(Fault(4.0, "join", (NEWCOMER,)),)))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    others, came = applied(outcome, "peer-1a"), applied(outcome, NEWCOMER)[0][0]
+    took = [(a[0], b[0] - a[0]) for a, b in pairwise(others)]
+    before = mean(seconds for begin, seconds in took if begin < 3.0)
+    meanwhile = mean(seconds for begin, seconds in took if 3.0 < begin < came)
+    assert before > 0.9 * meanwhile

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from muletrain.errors import DeadlineExceeded, NetworkError, PeerUnreachable
 from muletrain.events import FrameRefused, PeerSuspected
+from muletrain.network.base import Channel
 from muletrain.policy.deadline import Deadline
 from muletrain.swarm.messages import AskHeld, Held, Message
+from muletrain.swarm.uplink import Uplink
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -146,9 +148,13 @@ class Context:
     """What may be kept of gradients for those that catch up (``swarm.trail``)."""
     closed: bool = False
     """The peer has left its stage (calls may still come)."""
+    uplink: Uplink = field(init=False)
     _awaited: defaultdict[PeerId, set[asyncio.Future[Any]]] = field(default_factory=lambda: defaultdict(set))
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     failure: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def __post_init__(self) -> None:
+        self.uplink = Uplink(self.clock)
 
     def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         """A background task whose unexpected failure ends the peer, loudly, instead of being swallowed."""
@@ -174,7 +180,8 @@ class Context:
 
     async def send(self, peer: PeerId, message: Message, tensors: list[Any] | None = None) -> None:
         """Send a frame and count it. Raises PeerUnreachable or DeadlineExceeded."""
-        sent = await self.net.send(peer, message.frame(tensors), channel=message.CHANNEL, timeout_s=SEND_TIMEOUT_S)
+        async with self.uplink.spare() if message.CHANNEL is Channel.BULK else self.uplink.urgent():
+            sent = await self.net.send(peer, message.frame(tensors), channel=message.CHANNEL, timeout_s=SEND_TIMEOUT_S)
         if sent:
             self.stats.sent[peer][TRAFFIC.get(message.KIND, "control")] += sent
 
