@@ -23,7 +23,7 @@ from muletrain.events import (
     read_events,
 )
 from muletrain.network.libp2p import Libp2pNetwork
-from muletrain.policy.chaos import Bounds, Fault, draw, parse, readable
+from muletrain.policy.chaos import PHASES, Bounds, Fault, draw, parse, readable
 from muletrain.runs.chaos import Injector, damage_next
 from muletrain.runs.spec import WorkerSpec
 
@@ -53,7 +53,7 @@ def test_the_grammar() -> None:
         ("kil any@step5", "unknown fault 'kil'; did you mean 'kill'? known are corrupt, freeze", "^^^          "),
         ("kill any@5s; frieze any@9s", "did you mean 'freeze'?", "             ^^^^^^"),
         ("kill stage2@5s", "unknown target 'stage2'; did you mean", "     ^^^^^^"),
-        ("kill nobody@5s", "known are any, trainer, stage0, stage1, peer-0", "     ^^^^^^"),
+        ("kill nobody@5s", "known are any, trainer, newcomer, stage0, stage1, peer-0", "     ^^^^^^"),
         ("kill", "expected a target", "    ^"),
         ("join any@5s", "expected '@' and a time", "     ^"),
         ("kill any", "expected '@' and a time", "        ^"),
@@ -65,6 +65,15 @@ def test_the_grammar() -> None:
         ("kill any@5s for 3s", "the fault ends before this; faults are separated by ';'", "            ^^^^^^"),
         ("freeze any@5s", "expected 'for' and how long", "             ^"),
         ("freeze any@5s\tfor", "how long it lasts", "                 ^"),
+        ("move any@5s", "expected 'to' and a stage", "        ^"),
+        ("move any to stag1@5s", "unknown stage 'stag1'; did you mean 'stage1'?", "            ^^^^^"),
+        (
+            "kill any@step5:avaraging",
+            "unknown point 'avaraging'; did you mean 'averaging'?",
+            "               ^^^^^^^^^",
+        ),
+        ("kill any@5s:averaging", "the fault ends before this", "           ^^^^^^^^^^"),
+        ("join@step5:averaging", "the fault ends before this", "          ^^^^^^^^^^"),
         ("partition any@5s for 1s", "the sizes of the sides", "          ^"),
         ("partition 2|3@5s for 1s", "add up to the fleet's 4 peers", "          ^^^"),
         ("partition 4@5s for 1s", "two or more", "          ^"),
@@ -90,10 +99,14 @@ WHEN = st.one_of(
     st.integers(1, 99).map(lambda n: {"step": n}), st.integers(0, 10**7).map(lambda ms: {"at_s": ms / 1000})
 )
 LASTS = st.integers(1, 10**7).map(lambda ms: ms / 1000)
-TARGETS = st.sampled_from(["any", "trainer", "stage0", "stage1", *NAMES])
+TARGETS = st.sampled_from(["any", "trainer", "newcomer", "stage0", "stage1", *NAMES])
 FAULTS = st.one_of(
     WHEN.map(lambda w: Fault("join", **w)),
     st.builds(lambda k, t, w: Fault(k, target=t, **w), st.sampled_from(["kill", "corrupt"]), TARGETS, WHEN),
+    st.builds(
+        lambda t, n, p: Fault("kill", target=t, step=n, phase=p), TARGETS, st.integers(1, 99), st.sampled_from(PHASES)
+    ),
+    st.builds(lambda t, w, k: Fault("move", target=t, stage=k, **w), TARGETS, WHEN, st.integers(0, 1)),
     st.builds(lambda t, w, s: Fault("freeze", target=t, for_s=s, **w), TARGETS, WHEN, LASTS),
     st.builds(
         lambda x, w, s: Fault("partition", sides=x, for_s=s, **w),

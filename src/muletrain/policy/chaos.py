@@ -1,10 +1,15 @@
 """The plan of ``muletrain run --chaos``: text to faults and back, or drawn from a seed. Pure: who is hit is decided when it happens.
 
 plan      = fault { ";" fault }
-fault     = ("kill" | "corrupt") target when | "freeze" target when "for" time | "join" when
-          | "partition" count { "|" count } when "for" time
-target    = "any" | "trainer" | "stage" number | the name of a peer
+fault     = ("kill" | "corrupt") target exactly | "freeze" target exactly "for" time | "join" when
+          | "move" target "to" "stage" number when | "partition" count { "|" count } when "for" time
+target    = "any" | "trainer" | "newcomer" | "stage" number | the name of a peer
 when      = "@step" number | "@" time           once that step is done, or that long after training began
+exactly   = when | "@step" number ":" phase     ... or when the target comes to that point of its part of that step (or of a later one)
+phase     = "forward" | "backward"              about to compute a microbatch
+          | "sealing"                           its accumulator is closed, and nobody knows what is in it
+          | "averaging"                         others have the part of the gradient that it reduced; it may lack theirs
+          | "applying"                          the step's record is whole, the weights are still those before
 time      = "10s", "1m30s", "250ms"
 """
 
@@ -22,14 +27,18 @@ from muletrain.units import parse_duration
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-Kind = Literal["kill", "freeze", "corrupt", "partition", "join"]
+Kind = Literal["kill", "freeze", "corrupt", "partition", "join", "move"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+Phase = Literal["forward", "backward", "sealing", "averaging", "applying"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+EXACT = ("kill", "freeze", "corrupt")
 LASTING = ("freeze", "partition")
 LONGEST_S = 864_000.0
 HELP = (
-    "Faults to inject, e.g. 'kill stage1@step5; freeze any@20s for 10s; join@30s; partition 3|1@40s for 15s; corrupt any@50s'. "
-    "Targets: any (never a stage's last sound peer, nor the one that collects checkpoints), trainer, stage0, peer-1. '@step5': once "
-    "step 5 is done; '@20s': that long after training began. 'random' draws a plan by --seed."
+    "Faults to inject, e.g. 'kill stage1@step5; freeze any@20s for 10s; join@30s; partition 3|1@40s for 15s; corrupt any@50s; "
+    "move any to stage1@step9'. Targets: any (never a stage's last sound peer, nor the one that collects checkpoints), newcomer (any "
+    "that joined since), trainer, stage0, peer-1. '@step5': once step 5 is done; '@step5:averaging': in the middle of it (also forward, "
+    "backward, sealing, applying); '@20s': that long after training began. 'random' draws a plan by --seed."
 )
 
 
@@ -41,14 +50,20 @@ class Fault:
     step: int | None = None
     at_s: float | None = None
     target: str = ""
-    """'any', 'trainer', 'stageK' or a peer's name, for kill, freeze and corrupt."""
+    """'any', 'trainer', 'newcomer', 'stageK' or a peer's name; of all but join and partition."""
+    phase: Phase | None = None
+    """In the middle of ``step``, where its target comes to this point of it."""
+    stage: int | None = None
+    """Where a move goes."""
     sides: tuple[int, ...] = ()
     """Of a partition: how many peers (in the order of their names) are on each side."""
     for_s: float = 0.0
 
     def __str__(self) -> str:
         what = "|".join(map(str, self.sides)) or self.target
+        what += f" to stage{self.stage}" if self.stage is not None else ""
         when = f"step{self.step}" if self.at_s is None else _time(self.at_s)
+        when += f":{self.phase}" if self.phase is not None else ""
         lasting = f" for {_time(self.for_s)}" if self.kind in LASTING else ""
         return f"{self.kind}{' ' if what else ''}{what}@{when}{lasting}"
 
@@ -115,8 +130,10 @@ class _Reader:
             sides = self._sides()
         elif word != "join":
             target = self._target()
+        stage = self._destination() if word == "move" else None
         self._take("@", "'@' and a time ('@step5' or '@20s')")
         step, at_s = self._when()
+        phase = self._phase() if step is not None and word in EXACT and re.match(r"\s*:", self._rest()) else None
         for_s = 0.0
         if word in LASTING:
             self._take(r"for\b", "'for' and how long (e.g. 'for 10s')")
@@ -124,15 +141,30 @@ class _Reader:
         if self._rest().strip():
             self._take(r"\S.*", "")
             self._wrong("the fault ends before this; faults are separated by ';'")
-        return Fault(word, step=step, at_s=at_s, target=target, sides=sides, for_s=for_s)
+        return Fault(word, step=step, at_s=at_s, target=target, phase=phase, stage=stage, sides=sides, for_s=for_s)
 
     def _target(self) -> str:
         target = self._take(r"[^\s@;]+", "a target")
         stages = [f"stage{k}" for k in range(self._bounds.stages)]
-        known = ["any", "trainer", *stages, *self._bounds.names]
+        known = ["any", "trainer", "newcomer", *stages, *self._bounds.names]
         if target not in known:
             self._wrong(f"unknown target '{target}'", known, target)
         return target
+
+    def _destination(self) -> int:
+        self._take(r"to\b", "'to' and a stage, e.g. 'to stage1'")
+        word = self._take(r"[^\s@;]+", "a stage, e.g. 'stage1'")
+        stages = [f"stage{k}" for k in range(self._bounds.stages)]
+        if word not in stages:
+            self._wrong(f"unknown stage '{word}'", stages, word)
+        return stages.index(word)
+
+    def _phase(self) -> Phase:
+        self._take(":", "':'")
+        word = self._take(r"[^\s@;]+", "a point of the step, e.g. ':averaging'")
+        if word not in PHASES:
+            self._wrong(f"unknown point '{word}'", PHASES, word)
+        return word
 
     def _sides(self) -> tuple[int, ...]:
         text = self._take(r"\d{1,9}(?:\s*\|\s*\d{1,9})*", "the sizes of the sides, e.g. '2|2'")

@@ -1,19 +1,24 @@
 """Injects the faults of a chaos plan (``policy/chaos.py``) into a local fleet: signals to its processes, lines to its workers.
 
-Every injection is a ``FaultInjected`` event in the run folder, so that what was injected can be compared with what was noticed.
+Every injection is a ``FaultInjected`` event in the run folder, so that what was injected can be compared with what was noticed. A fault
+at an exact point of a step is the target's own act (``Points``), two steps after it was told: by then nobody could hit that point from
+outside.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import os
 import random
 import signal
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from muletrain.errors import MuletrainError
 from muletrain.events import EventLog, FaultInjected, PeerJoined, RunStarted, StepApplied, StepDone
-from muletrain.policy.chaos import readable
+from muletrain.policy.chaos import PHASES, readable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,10 +26,14 @@ if TYPE_CHECKING:
 
     from muletrain.events import Event
     from muletrain.network.libp2p import Libp2pNetwork
-    from muletrain.policy.chaos import Fault
+    from muletrain.policy.chaos import Fault, Phase
     from muletrain.runs.fleet import LocalFleet
     from muletrain.runs.spec import WorkerSpec
     from muletrain.wire.frame import Buffer
+
+
+AHEAD = 2
+"""Steps before an exact point at which its victim is chosen and told."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,7 @@ class Injector:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """``names``: the fleet's peers, in the order that a partition's sides count them. ``seed`` decides who 'any' is."""
-        self._waiting = list(plan)
+        self._waiting, self._founding = list(plan), frozenset(names)
         self._fleet, self._names, self._now = fleet, list(names), now
         self._rng = random.Random(f"targets/{seed}")
         self._log = EventLog(folder / "chaos.jsonl", "chaos")
@@ -61,7 +70,11 @@ class Injector:
         self._step = 0
         self._lasting: list[_Lasting] = []
         self._away: set[str] = set()
-        """Frozen or cut off, and not seen to take a step since: they may be behind."""
+        """Frozen, cut off or new to their stage, and not seen to take a step since: they may be behind."""
+        self._moving: set[str] = set()
+        """Asked to serve another stage, and not there yet."""
+        self._told: dict[str, Fault] = {}
+        """Peers on their way to an exact point, where they do it themselves."""
         self.newcomer: WorkerSpec | None = None
         """What a peer that joins later is told, but its name."""
 
@@ -69,6 +82,11 @@ class Injector:
         match event:
             case PeerJoined():
                 self._peers[event.name] = event
+                self._moving.discard(event.name)
+                if self._began is not None:
+                    self._away.add(event.name)
+            case FaultInjected() if event.peer != "chaos":
+                self._happened(event)
             case RunStarted():
                 self._began, self._collector, self._step = self._now(), event.peer, event.first_step
             case StepDone():
@@ -81,6 +99,8 @@ class Injector:
     def tick(self) -> None:
         """Inject what is due, end what is over."""
         running = set(self._fleet.alive())
+        for name in self._told.keys() - running:  # gone otherwise, before it came there
+            self._waiting.append(self._told.pop(name))
         for lasting in list(self._lasting):
             if self._now() >= lasting.until:
                 self._end(lasting)
@@ -97,16 +117,15 @@ class Injector:
 
     def close(self) -> None:
         """Say what could not be injected."""
-        if self._waiting:
-            self._log.note(
-                f"chaos: not injected, for want of time or of a target: {readable(self._waiting)}", "warning"
-            )
+        if missed := [*self._waiting, *self._told.values()]:
+            self._log.note(f"chaos: not injected, for want of time or of a target: {readable(missed)}", "warning")
         self._log.close()
 
     def _is_due(self, fault: Fault, began: float) -> bool:
         if fault.at_s is not None:
             return self._now() >= began + fault.at_s
-        return fault.step is not None and self._step >= fault.step
+        ahead = AHEAD if fault.phase is not None else 0
+        return fault.step is not None and self._step >= fault.step - ahead
 
     # Who ------------------------------------------------------------------------------------------------------------
 
@@ -115,27 +134,36 @@ class Injector:
         if fault.kind == "join":
             return (f"peer-{len(self._names)}",)
         running = [name for name in self._names if name in self._fleet.alive() and name in self._peers]
-        affected = {name for lasting in self._lasting for name in lasting.who}
+        affected = {name for lasting in self._lasting for name in lasting.who} | self._told.keys()
         if fault.kind == "partition":
             return () if any(x.fault.kind == "partition" for x in self._lasting) else tuple(self._names)
         meant = [name for name in running if self._is_meant(name, fault.target) and name not in affected]
+        if fault.kind == "move":
+            free = [n for n in meant if n not in {self._collector, *self._away, *self._moving}]
+            meant = [n for n in free if self._peers[n].stage != fault.stage and self._is_spared(n, running)]
         if fault.kind == "kill":
             spared = [name for name in meant if name != self._collector and self._is_spared(name, running)]
-            meant = spared if spared or fault.target == "any" else meant
+            meant = spared if spared or fault.target in ("any", "newcomer") else meant
         return (self._rng.choice(meant),) if meant else ()
 
     def _is_meant(self, name: str, target: str) -> bool:
         peer = self._peers[name]
-        return target in ("any", name, f"stage{peer.stage}") or (target == "trainer" and peer.trainer)
+        roles = {"trainer": peer.trainer, "newcomer": name not in self._founding}
+        return target in ("any", name, f"stage{peer.stage}") or roles.get(target, False)
 
     def _is_spared(self, name: str, running: list[str]) -> bool:
-        """Its stage has another peer, which is not behind."""
-        stage = self._peers[name].stage
-        return any(other not in {name, *self._away} and self._peers[other].stage == stage for other in running)
+        """Its stage has another peer, which is not behind, and not about to go."""
+        stage, unsure = self._peers[name].stage, {name, *self._away, *self._moving, *self._told}
+        return any(other not in unsure and self._peers[other].stage == stage for other in running)
 
     # What -----------------------------------------------------------------------------------------------------------
 
     def _inject(self, fault: Fault, who: tuple[str, ...]) -> None:
+        event = FaultInjected(what=fault.kind, who=list(who), for_s=fault.for_s, planned=str(fault), step=self._step)
+        if fault.phase is not None:
+            self._told[who[0]] = fault
+            self._fleet.tell(who[0], f"at {fault.step} {fault.phase} {event.to_json()}")
+            return
         match fault.kind:
             case "kill":
                 self._fleet.signal(who[0], signal.SIGKILL)
@@ -143,6 +171,9 @@ class Injector:
                 self._fleet.signal(who[0], signal.SIGSTOP)
             case "corrupt":
                 self._fleet.tell(who[0], "corrupt")
+            case "move":
+                self._moving.add(who[0])
+                self._fleet.tell(who[0], f"move {fault.stage}")
             case "partition":
                 for side in self._sides(fault.sides):
                     for name in side:
@@ -152,12 +183,18 @@ class Injector:
                 self._names.append(who[0])
                 self._fleet.spawn([who[0]])
                 self._fleet.begin(self.newcomer.model_copy(update={"name": who[0]}))
+        self._lasts(fault, who)
+        self._log.emit(event)
+
+    def _lasts(self, fault: Fault, who: tuple[str, ...]) -> None:
         if fault.for_s:
             self._lasting.append(_Lasting(fault, who, self._now() + fault.for_s))
             self._away.update(who)
-        self._log.emit(
-            FaultInjected(what=fault.kind, who=list(who), for_s=fault.for_s, planned=str(fault), step=self._step)
-        )
+
+    def _happened(self, event: FaultInjected) -> None:
+        """A peer did to itself what it was told to do at an exact point."""
+        if (fault := self._told.pop(event.peer, None)) is not None:
+            self._lasts(fault, (event.peer,))
 
     def _end(self, lasting: _Lasting) -> None:
         self._lasting.remove(lasting)
@@ -172,6 +209,34 @@ class Injector:
         """Who joined since is on the last side."""
         ends = [sum(sizes[:k]) for k in range(len(sizes))] + [len(self._names)]
         return [self._names[a:b] for a, b in itertools.pairwise(ends)]
+
+
+class Points:
+    """In a peer's process: the faults it is to do to itself, each when it comes to that point of that step."""
+
+    def __init__(self, log: EventLog) -> None:
+        self._log = log
+        self._waiting: list[tuple[int, str, FaultInjected]] = []
+        self._network: Libp2pNetwork | None = None
+
+    def add(self, network: Libp2pNetwork, step: str, phase: str, event: str) -> None:
+        """As the injector's line says it. Raises MuletrainError for one that is none of its."""
+        if not step.isdecimal() or phase not in PHASES:
+            raise MuletrainError(f"step {step!r}, {phase!r}: no such point")
+        self._network = network
+        self._waiting.append((int(step), phase, FaultInjected.from_json(event)))
+
+    def reached(self, phase: Phase, step: int) -> None:
+        """The peer is at ``phase`` of the step that leads to state ``step``."""
+        for waiting in [w for w in self._waiting if w[1] == phase and w[0] <= step]:
+            self._waiting.remove(waiting)
+            event = dataclasses.replace(waiting[2], step=step - 1)
+            self._log.emit(event)  # on the disk before we are gone
+            if event.what == "corrupt":
+                assert self._network is not None
+                damage_next(self._network)
+            else:
+                os.killpg(0, signal.SIGKILL if event.what == "kill" else signal.SIGSTOP)
 
 
 def damage_next(network: Libp2pNetwork) -> None:

@@ -1,7 +1,8 @@
 """The process of one peer: ``python -m muletrain.runs.worker`` with a ``WorkerSpec`` on standard input.
 
 Afterwards the line ``stop`` on standard input asks for an orderly end (of the run; of a joiner on a machine of its own: to leave it);
-``cut NAME NAME`` drops all traffic with these peers, ``cut`` alone with none; ``corrupt`` damages the next frame. End of file means that
+``cut NAME NAME`` drops all traffic with these peers, ``cut`` alone with none; ``corrupt`` damages the next frame; ``move STAGE`` asks
+to serve another stage; ``at STEP PHASE EVENT`` is a fault to do to itself there (``runs/chaos.py``). End of file means that
 whoever started us is gone, and the process leaves at once. Everything it has to say goes into its event log.
 """
 
@@ -42,7 +43,7 @@ from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.network.offences import BAN_S
 from muletrain.network.shaped import ShapedNetwork
 from muletrain.runs.assemble import RunFacts, build_compute, resolve_start, versions
-from muletrain.runs.chaos import damage_next
+from muletrain.runs.chaos import Points, damage_next
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.lobby import Join, Lobby, Visitor, find_founder
 from muletrain.runs.machine import Machine
@@ -93,6 +94,7 @@ class Worker:
         self._code = 0
         self._shaped: ShapedNetwork | None = None
         self._roster: Roster | None = None
+        self._points = Points(log)
 
     def stop(self) -> None:
         """End in order: after the current step, or at once if training has not begun. A joiner on a machine of its own leaves: the
@@ -116,6 +118,11 @@ class Worker:
                 self._shaped.set_partition(frozenset(m.id for m in self._roster.members() if m.name in names))
             case ["corrupt"] if self._network is not None:
                 damage_next(self._network)
+            case ["move", stage] if self._peer is not None and stage.isdecimal():
+                self._peer.rebalancer.settled = False  # it has no say in this one
+                self._peer.move(int(stage))
+            case ["at", step, phase, *_] if self._network is not None:
+                self._points.add(self._network, step, phase, line.split(maxsplit=3)[3])
             case _:
                 self._log.note(f"not obeyed: {line.strip()[:100]!r}", "warning")
 
@@ -352,6 +359,7 @@ class Worker:
             ctx = Context(
                 net=links, clock=self._clock, compute=own, roster=roster, plan=facts.plan(), emit=self._log.emit,
                 trail_bytes=facts.needs()[roster.own.stage].spare(machine.offer),
+                reached=lambda phase, step: self._points.reached(phase, step + 1),
             )  # fmt: skip
             peer = self._peer = Peer(
                 ctx, source=facts.source(cache) if cache is not None and roster.own.trainer else None,

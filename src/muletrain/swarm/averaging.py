@@ -192,6 +192,7 @@ class Averager:
                     round=plan.id, step=plan.step, chunk=number, square_norm=chunk.square_norm, finite=chunk.finite
                 )
                 await asyncio.gather(*(self._ctx.send(m, message, [sent]) for m in others))
+            self._ctx.reached("averaging", plan.step)
         return _of_shard(facts)
 
     async def _collect(self, plan: Round, owner: PeerId, result: Tensor) -> ShardFacts:

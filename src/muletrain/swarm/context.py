@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from muletrain.config.schema import Codec
     from muletrain.events import Event, TrafficClass
     from muletrain.network.base import Network, PeerId
+    from muletrain.policy.chaos import Phase
     from muletrain.swarm.roster import Roster
 
 R = TypeVar("R")
@@ -146,6 +147,8 @@ class Context:
     """To be called when something happened that a wait may depend on."""
     trail_bytes: int = 1 << 28
     """What may be kept of gradients for those that catch up (``swarm.trail``)."""
+    reached: Callable[[Phase, int], None] = lambda phase, step: None
+    """Told of each point of a step (numbered from 0) at which ``--chaos`` may hit this peer."""
     closed: bool = False
     """The peer has left its stage (calls may still come)."""
     uplink: Uplink = field(init=False)

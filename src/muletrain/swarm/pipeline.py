@@ -143,6 +143,7 @@ class Pipeline:
     async def _compute_forward(self, held: _Held, inputs: Tensor) -> Encoded:
         ctx = self.ctx
         async with ctx.device(FORWARD):
+            ctx.reached("forward", held.message.step)
             begin = ctx.clock.now()
             outputs = await ctx.compute.forward(held.microbatch, inputs)
             took = ctx.clock.now() - begin
@@ -159,6 +160,7 @@ class Pipeline:
         gradient = await ctx.offload(decode, answer.gradient)
         with _Accumulation(self.ledger(), held.message) as accumulation:
             async with ctx.device(BACKWARD):
+                ctx.reached("backward", held.message.step)
                 begin = ctx.clock.now()
                 inputs_gradient = await ctx.compute.backward(held.microbatch, gradient, accumulate=accumulation.granted)
                 self._count(held, ctx.clock.now() - begin, accumulation)
@@ -168,6 +170,8 @@ class Pipeline:
         ctx = self.ctx
         with _Accumulation(self.ledger(), held.message) as accumulation:
             async with ctx.device(FORWARD):
+                ctx.reached("forward", held.message.step)
+                ctx.reached("backward", held.message.step)
                 begin = ctx.clock.now()
                 loss, inputs_gradient = await ctx.compute.loss_backward(
                     held.microbatch, inputs, targets, accumulate=accumulation.granted

@@ -75,6 +75,7 @@ class Sealing(Knowledge):
             lineage=self.lineage, step=self.step, stage=stage, attempt=attempt, indices=tuple(sorted(held)), members=view,
             weights=self._weights, stop=self.stop_requested, leaves=self.departure.announced(),
         )  # fmt: skip
+        ctx.reached("sealing", self.step)
         ctx.spawn(ctx.tell(tuple(replicas), seal), "seal")  # those we do not count on hear of it, too
 
         def missing() -> bool:

@@ -219,6 +219,7 @@ class Stepper(Sealing):
         self.ledger.seal()
         begin = ctx.clock.now()
         self.settled = False
+        ctx.reached("applying", self.step)
         async with ctx.device(0):
             await ctx.compute.apply(gradient, Update(self.step, record.clip_scale(ctx.plan.clip), record.skip))
         self._weights = await ctx.compute.digest()
