@@ -72,7 +72,7 @@ def churn(seed: int, seconds: float) -> str:
     faults: list[tuple[float, str]] = []
     for kind, mean in BETWEEN_S.items():
         at = rng.expovariate(1 / mean)
-        while at < seconds - 20:
+        while at < seconds - 90:
             faults += one(rng, kind, at)
             at += rng.expovariate(1 / mean)
     return "; ".join(text for at, text in sorted(faults) if at < seconds - 10)
@@ -201,8 +201,9 @@ def soak(folder: Path, minutes: float, seed: int, every_s: float) -> tuple[list[
 
 
 def histories(samples: list[Sample]) -> dict[str, list[Sample]]:
-    """Of the processes that lived long enough, after they got warm."""
-    length = max(s.t_s for s in samples)
+    """Of the processes that lived long enough, after they got warm, as long as the run trained."""
+    length = max(s.t_s for s in samples if s.role == "peer-0")
+    samples = [s for s in samples if s.t_s <= length]
     lives: dict[tuple[str, int], list[Sample]] = defaultdict(list)
     for sample in samples:
         lives[sample.role, sample.pid].append(sample)
@@ -268,7 +269,7 @@ def draw(samples: list[Sample], path: Path) -> None:
     figure, axes = plt.subplots(len(LIMITS), 2, figsize=(12, 12), sharex=True, layout="constrained")
     for row, name in zip(axes, LIMITS, strict=True):
         for (role_, _), life in lives.items():
-            axis = row[role_.endswith("p2pd")]
+            axis = row[int(role_.endswith("p2pd"))]
             style = {"label": role_, "lw": 1.2} if role_ in long else {"color": "0.8", "lw": 0.6}
             axis.plot([s.t_s / 60 for s in life], [getattr(s, name) for s in life], **style)
         row[0].set_ylabel(name)

@@ -78,7 +78,17 @@ class LocalFleet:
         return Ticket.parse(path.read_text(encoding="utf-8"))
 
     def alive(self) -> list[str]:
-        return [name for name, process in self._running.items() if process.poll() is None]
+        """Names. What we held open for those that have ended is closed: a run with newcomers would run out of files."""
+        names = [name for name, process in self._running.items() if process.poll() is None]
+        for name in self._running.keys() - names:
+            self._hang_up(name)
+        return names
+
+    def _hang_up(self, name: str) -> None:
+        stdin = self._running[name].stdin
+        if stdin is not None:
+            with suppress(OSError):
+                stdin.close()
 
     def exit_codes(self) -> dict[str, int]:
         return {name: code for name, process in self._running.items() if (code := process.poll()) is not None}
@@ -93,10 +103,8 @@ class LocalFleet:
 
     def kill(self) -> None:
         """End every process and what it started, now."""
-        for process in self._running.values():
-            if process.stdin is not None:
-                with suppress(OSError):
-                    process.stdin.close()
+        for name, process in self._running.items():
+            self._hang_up(name)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -109,7 +117,7 @@ class LocalFleet:
     def tell(self, name: str, line: str) -> None:
         """A line on its standard input (see ``worker.py``)."""
         stdin = self._running[name].stdin
-        with suppress(OSError):  # it has gone; its exit code says more
+        with suppress(OSError, ValueError):  # it has gone; its exit code says more
             assert stdin is not None
             stdin.write(f"{line}\n".encode())
             stdin.flush()
