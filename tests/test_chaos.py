@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muletrain.cli.faults import FaultsView
-from muletrain.errors import ConfigError
+from muletrain.errors import ConfigError, MuletrainError
 from muletrain.events import (
+    EventLog,
     FaultInjected,
     FrameRefused,
     Note,
@@ -24,7 +26,8 @@ from muletrain.events import (
 )
 from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.policy.chaos import PHASES, Bounds, Fault, draw, parse, readable
-from muletrain.runs.chaos import Injector, damage_next
+from muletrain.runs.chaos import Injector, Points, damage_next
+from muletrain.runs.fleet import LocalFleet
 from muletrain.runs.spec import WorkerSpec
 
 if TYPE_CHECKING:
@@ -180,11 +183,13 @@ class World:
         fleet: Any = self.fleet
         self.injector = Injector(plan, seed, fleet, folder, NAMES, now=lambda: self.now)
         for k, name in enumerate(NAMES):
-            joined = PeerJoined(
-                peer_id=f"id-{k}", name=name, stage=k % 2, device="cpu", precision="fp32", trainer=name != "peer-3", params=1,
-                threads=1, peer=name,
-            )  # fmt: skip
-            self.injector.see(joined)
+            self.joins(name, k % 2)
+
+    def joins(self, name: str, stage: int) -> None:
+        joined = PeerJoined(
+            peer_id=f"id-{name}", name=name, stage=stage, device="cpu", precision="fp32", trainer=True, params=1, threads=1, peer=name
+        )  # fmt: skip
+        self.injector.see(joined)
 
     def begins(self) -> None:
         started = RunStarted(
@@ -281,6 +286,93 @@ def test_a_newcomer_is_started_and_can_be_hit(tmp_path: Path) -> None:
     told = dict(world.step(2))
     assert told["peer-0"] == "cut peer-2 peer-3 peer-4"
     assert told["peer-4"] == "cut peer-0 peer-1"
+
+
+def test_at_an_exact_point_the_target_does_it_itself(tmp_path: Path) -> None:
+    """It is told two steps ahead; a freeze ends so long after it happened; who is about to die is not counted on."""
+    freeze = Fault("freeze", step=6, phase="sealing", target="stage0", for_s=10)
+    world = World(
+        tmp_path,
+        freeze,
+        Fault("kill", step=6, phase="applying", target="peer-1"),
+        Fault("kill", step=5, target="stage1"),
+    )
+    world.begins()
+    assert world.step(3) == []
+    (frozen, line), (_, other) = world.step(4)
+    assert line.startswith("at 6 sealing {")
+    assert other.startswith("at 6 applying {")
+    assert world.step(5) == [("SIGKILL", "peer-3")], "peer-1 is about to die, but a stage that is named is hit"
+    assert world.tick(100) == []
+    happened = FaultInjected.from_json(line.split(maxsplit=3)[3])
+    world.injector.see(replace(happened, peer=frozen))
+    assert world.tick(9) == []
+    assert world.tick(1) == [("SIGCONT", frozen)]
+    world.injector.see(replace(happened, peer=frozen))
+    assert world.tick(100) == [], "once"
+
+
+def test_who_dies_on_the_way_to_an_exact_point_is_replaced(tmp_path: Path) -> None:
+    world = World(tmp_path, Fault("kill", step=3, phase="forward", target="any"))
+    world.begins()
+    ((first, _),) = world.step(1)
+    world.fleet.running.remove(first)
+    ((second, line),) = world.step(2)
+    assert second != first
+    assert line.startswith("at 3 forward {")
+    world.injector.close()
+    (note,) = [e for e in read_events(tmp_path / "chaos.jsonl") if isinstance(e, Note) and e.level == "warning"]
+    assert "not injected, for want of time or of a target: kill any@step3:forward" in note.message
+
+
+def test_a_move_leaves_no_stage_alone_and_a_newcomer_has_to_take_a_step_first(tmp_path: Path) -> None:
+    moves = [Fault("move", step=1, target="any", stage=k) for k in (1, 0, 0)]
+    world = World(tmp_path, *moves, Fault("kill", step=4, target="newcomer"))
+    world.begins()
+    (first, second) = world.step(1)
+    assert first == ("peer-2", "move 1"), "not the collector"
+    assert second in [("peer-1", "move 0"), ("peer-3", "move 0")]
+    assert world.step(2) == [], "the other one of stage 1 is all that it can count on"
+    world.joins("peer-2", stage=1)
+    assert world.step(2, "peer-0", "peer-1", "peer-3") == [], "it has not come on yet"
+    assert world.step(3) == [({"peer-1": "peer-3", "peer-3": "peer-1"}[second[0]], "move 0")]
+    assert world.step(4) == [], "nobody joined since"
+
+
+def test_points_of_a_step_are_hit_once_and_said_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    signals: list[int] = []
+    monkeypatch.setattr("os.killpg", lambda group, number: signals.append(number))
+    network = Libp2pNetwork.__new__(Libp2pNetwork)
+    with EventLog(tmp_path / "peer-1.jsonl", "peer-1") as log:
+        points = Points(log)
+        for what, phase in (("kill", "averaging"), ("freeze", "sealing")):
+            event = FaultInjected(what=what, who=["peer-1"], for_s=0.0, planned=what, step=2)
+            points.add(network, "5", phase, event.to_json())
+        for phase in ("sealing", "averaging"):
+            points.reached(phase, 4)
+        assert signals == []
+        points.reached("averaging", 6)
+        points.reached("averaging", 6)
+        assert signals == [signal.SIGKILL]
+        assert [e.step for e in read_events(tmp_path / "peer-1.jsonl") if isinstance(e, FaultInjected)] == [5]
+        points.reached("sealing", 6)
+        assert signals == [signal.SIGKILL, signal.SIGSTOP]
+        with pytest.raises(MuletrainError, match="no such point"):
+            points.add(network, "5", "sleeping", event.to_json())
+
+
+def test_nothing_is_held_open_for_peers_that_ended(tmp_path: Path) -> None:
+    with LocalFleet(tmp_path, 1) as fleet:
+        fleet.spawn(["peer-0"])
+        stdin = fleet._running["peer-0"].stdin
+        assert stdin is not None
+        assert fleet.alive() == ["peer-0"]
+        fleet.signal("peer-0", signal.SIGKILL)
+        fleet._running["peer-0"].wait()
+        assert not stdin.closed
+        assert fleet.alive() == []
+        assert stdin.closed
+        fleet.tell("peer-0", "stop")
 
 
 def test_a_damaged_frame_is_damaged_once() -> None:

@@ -122,7 +122,7 @@ class Worker:
                 self._peer.rebalancer.settled = False  # it has no say in this one
                 self._peer.move(int(stage))
             case ["at", step, phase, *_] if self._network is not None:
-                self._points.add(self._network, step, phase, line.split(maxsplit=3)[3])
+                self._points.add(self._network, step, phase, line.split(maxsplit=3)[-1])
             case _:
                 self._log.note(f"not obeyed: {line.strip()[:100]!r}", "warning")
 
