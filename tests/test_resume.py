@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,7 +25,6 @@ from tests.test_equivalence import relative_difference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -83,17 +84,33 @@ class Run:
 
     def kill(self) -> None:
         """SIGKILL to everything at once."""
+        self._kill(self._everything())
+
+    def kill_while_a_checkpoint_is_written(self, after_s: float) -> bool:
+        """So long after it was begun. Whether that is what remains of it."""
+        folder, victims = self.run_folder / "checkpoints", self._everything()
+        deadline = time.monotonic() + 120
+        while not any(folder.glob(".step-*.partial")):
+            assert time.monotonic() < deadline
+            time.sleep(0.0002)
+        time.sleep(after_s)
+        self._kill(victims)
+        return any(folder.glob(".step-*.partial"))
+
+    def _everything(self) -> list[int]:
+        """The command, its peers and their daemons."""
         assert self._process is not None
         victims = [self._process.pid]
         for pid in victims:
-            victims += [
-                int(p) for p in subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout.split()
-            ]
+            for children in Path(f"/proc/{pid}/task").glob("*/children"):
+                victims += map(int, children.read_text().split())
+        return victims
+
+    def _kill(self, victims: list[int]) -> None:
+        assert self._process is not None
         for pid in victims:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         self._process.communicate()
 
 
@@ -188,20 +205,31 @@ def test_a_run_on_several_machines_goes_on_with_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_killed_at_ten_random_moments(run: Run) -> None:
+    """While peers start and gather, in the middle of steps, and in the middle of writing checkpoints; the last three count from the
+    beginning of a resumed run."""
     rng = random.Random(7)
+    moments = rng.sample(["begun", "step", "checkpoint"] * 3 + ["checkpoint"], 10)
     run.start(*settings(), "--set", "checkpoint.every=1")
-    kills = 0
-    while kills < 10:
+    torn = 0
+    for moment in moments:
         run.until(lambda: (run.folder / "runs").is_dir() and any((run.folder / "runs").iterdir()))
-        time.sleep(rng.uniform(0, 14))
-        if run.ended():
-            break
-        run.kill()
-        kills += 1
+        done = len(run.steps())
+        if moment == "begun":
+            time.sleep(rng.uniform(0, 15))
+            run.kill()
+        else:
+            run.until(lambda before=done: len(run.steps()) > before)  # type: ignore[misc]
+            time.sleep(rng.uniform(0, 1))
+            if moment == "step":
+                run.kill()
+            else:
+                torn += run.kill_while_a_checkpoint_is_written(rng.uniform(0, 0.01))
+        assert STEPS not in run.steps(), "too fast a machine for this test: lengthen the run"
         run.resume()
     run.wait()
-    assert kills >= 3, "too fast a machine for this test: lengthen the run"
+    assert torn, "no checkpoint was torn"
     assert_undisturbed(run)
 
 
