@@ -36,8 +36,8 @@ LASTING = ("freeze", "partition")
 LONGEST_S = 864_000.0
 HELP = (
     "Faults to inject, e.g. 'kill stage1@step5; freeze any@20s for 10s; join@30s; partition 3|1@40s for 15s; corrupt any@50s; "
-    "move any to stage1@step9'. Targets: any (never a stage's last sound peer, nor the one that collects checkpoints), newcomer (any "
-    "that joined since), trainer, stage0, peer-1. '@step5': once step 5 is done; '@step5:averaging': in the middle of it (also forward, "
+    "move any to stage1@step9'. Targets: any, newcomer (that joined since) and trainer (kills spare a stage's last sound peer and the one "
+    "that collects checkpoints), stage0, peer-1. '@step5': once step 5 is done; '@step5:averaging': in the middle of it (also forward, "
     "backward, sealing, applying); '@20s': that long after training began. 'random' draws a plan by --seed."
 )
 

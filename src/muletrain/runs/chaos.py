@@ -143,7 +143,7 @@ class Injector:
             meant = [n for n in free if self._peers[n].stage != fault.stage and self._is_spared(n, running)]
         if fault.kind == "kill":
             spared = [name for name in meant if name != self._collector and self._is_spared(name, running)]
-            meant = spared if spared or fault.target in ("any", "newcomer") else meant
+            meant = spared if spared or fault.target in ("any", "newcomer", "trainer") else meant
         return (self._rng.choice(meant),) if meant else ()
 
     def _is_meant(self, name: str, target: str) -> bool:
