@@ -281,7 +281,7 @@ class Peer:
 
     def _begin_step(self, step: int, lineage: bytes, *, returned: bool) -> None:
         if self._pipeline.router is not None:
-            self._pipeline.router.refresh()
+            self._pipeline.router.begin(step, lineage)
         if self._trainer is not None:
             self._trainer.begin(step, lineage)
             self._in_step(self._trainer.run_step(retry=returned), f"trainer step {step}")

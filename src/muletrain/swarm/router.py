@@ -37,6 +37,10 @@ class _Gone(MuletrainError):
     """The peer lives, but nothing will come of the request."""
 
 
+class _Over(MuletrainError):
+    """The step of the request has ended without it."""
+
+
 class StageLost(MuletrainError):
     """No peer of the stage could take the microbatch now."""
 
@@ -71,6 +75,18 @@ class Router:
         """Between two answers of a peer that owes us some; to ask once too often is better than to wait."""
         self._heard: dict[PeerId, float] = {}
         self._listening: set[PeerId] = set()
+        self._current: tuple[int, bytes] | None = None
+
+    def begin(self, step: int, lineage: bytes) -> None:
+        """Requests of another step are given up from now on: nobody answers them any more, and nobody is to be banned for that."""
+        self._current = step, lineage
+        self.refresh()
+        for pending in self._pending.values():
+            if not self._is_current(pending.request) and not pending.reply.done():
+                pending.reply.set_exception(_Over(f"step {pending.request.step} has ended"))
+
+    def _is_current(self, request: Request) -> bool:
+        return self._current in (None, (request.step, request.lineage))
 
     def refresh(self) -> None:
         """Take the roster's view of who serves the stage."""
@@ -94,10 +110,12 @@ class Router:
         pending.reply.set_result((reply, tensors))
 
     async def request(self, request: Request, accumulate: tuple[int, ...], tensors: list[Encoded]) -> Answer:
-        """Get one microbatch through the stage and all behind it. Raises StageLost when every live peer failed it."""
+        """Get one microbatch through the stage and all behind it. Raises StageLost when every live peer failed it, or its step is over."""
         failed: set[PeerId] = set()
         full: set[PeerId] = set()
         for tries in itertools.count():
+            if not self._is_current(request):
+                raise StageLost(f"stage {self._stage}: step {request.step} has ended")
             dead = {p for p in self._wiring.peers() if not self._ctx.roster.is_alive(p)}
             peer = self._wiring.choose(failed | full | dead, Counter(p.peer for p in self._pending.values()))
             if peer is None and full:
@@ -116,6 +134,8 @@ class Router:
                 self._ctx.suspect(peer, str(e))
                 failed.add(peer)
                 accumulate = await self._missing(request, accumulate)
+                continue
+            except _Over:
                 continue
             except _Gone as e:  # alive, but it does not have the request (any more)
                 self._give_up(peer, request, str(e))
