@@ -289,7 +289,7 @@ def test_a_newcomer_is_started_and_can_be_hit(tmp_path: Path) -> None:
 
 
 def test_at_an_exact_point_the_target_does_it_itself(tmp_path: Path) -> None:
-    """It is told two steps ahead; a freeze ends so long after it happened; who is about to die is not counted on."""
+    """It is told two steps ahead; a freeze ends so long after it happened; who is about to die, or just did, is not counted on."""
     freeze = Fault("freeze", step=6, phase="sealing", target="stage0", for_s=10)
     world = World(
         tmp_path,
@@ -310,6 +310,17 @@ def test_at_an_exact_point_the_target_does_it_itself(tmp_path: Path) -> None:
     assert world.tick(1) == [("SIGCONT", frozen)]
     world.injector.see(replace(happened, peer=frozen))
     assert world.tick(100) == [], "once"
+
+
+def test_who_has_just_killed_itself_is_hit_no_more(tmp_path: Path) -> None:
+    world = World(
+        tmp_path, Fault("kill", step=3, phase="forward", target="peer-1"), Fault("corrupt", step=2, target="stage1")
+    )
+    world.begins()
+    ((name, line),) = world.step(1)
+    world.injector.see(replace(FaultInjected.from_json(line.split(maxsplit=3)[3]), peer=name))
+    assert "peer-1" in world.fleet.running
+    assert world.step(2) == [("peer-3", "corrupt")]
 
 
 def test_who_dies_on_the_way_to_an_exact_point_is_replaced(tmp_path: Path) -> None:

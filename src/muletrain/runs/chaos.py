@@ -73,6 +73,8 @@ class Injector:
         """Frozen, cut off or new to their stage, and not seen to take a step since: they may be behind."""
         self._moving: set[str] = set()
         """Asked to serve another stage, and not there yet."""
+        self._killed: set[str] = set()
+        """By us; their processes may take a moment to end."""
         self._told: dict[str, Fault] = {}
         """Peers on their way to an exact point, where they do it themselves."""
         self.newcomer: WorkerSpec | None = None
@@ -98,7 +100,7 @@ class Injector:
 
     def tick(self) -> None:
         """Inject what is due, end what is over."""
-        running = set(self._fleet.alive())
+        running = self._running()
         for name in self._told.keys() - running:  # gone otherwise, before it came there
             self._waiting.append(self._told.pop(name))
         for lasting in list(self._lasting):
@@ -127,13 +129,17 @@ class Injector:
         ahead = AHEAD if fault.phase is not None else 0
         return fault.step is not None and self._step >= fault.step - ahead
 
+    def _running(self) -> set[str]:
+        return set(self._fleet.alive()) - self._killed
+
     # Who ------------------------------------------------------------------------------------------------------------
 
     def _targets(self, fault: Fault) -> tuple[str, ...]:
         """Empty: nobody now."""
         if fault.kind == "join":
             return (f"peer-{len(self._names)}",)
-        running = [name for name in self._names if name in self._fleet.alive() and name in self._peers]
+        alive = self._running()
+        running = [name for name in self._names if name in alive and name in self._peers]
         affected = {name for lasting in self._lasting for name in lasting.who} | self._told.keys()
         if fault.kind == "partition":
             return () if any(x.fault.kind == "partition" for x in self._lasting) else tuple(self._names)
@@ -166,6 +172,7 @@ class Injector:
             return
         match fault.kind:
             case "kill":
+                self._killed.add(who[0])
                 self._fleet.signal(who[0], signal.SIGKILL)
             case "freeze":
                 self._fleet.signal(who[0], signal.SIGSTOP)
@@ -195,6 +202,8 @@ class Injector:
         """A peer did to itself what it was told to do at an exact point."""
         if (fault := self._told.pop(event.peer, None)) is not None:
             self._lasts(fault, (event.peer,))
+            if fault.kind == "kill":
+                self._killed.add(event.peer)
 
     def _end(self, lasting: _Lasting) -> None:
         self._lasting.remove(lasting)
