@@ -32,8 +32,9 @@ from muletrain.errors import (
     Refused,
 )
 from muletrain.network.base import Channel, Frame, Network
+from muletrain.network.daemon import check_socket_folder
 from muletrain.network.identity import Key
-from muletrain.network.libp2p import CALL, Libp2pNetwork, check_socket_folder
+from muletrain.network.libp2p import CALL, Libp2pNetwork
 from muletrain.network.memory import MemoryHub
 from muletrain.network.shaped import ShapedNetwork
 from muletrain.network.streams import FRAMES

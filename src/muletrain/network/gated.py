@@ -10,6 +10,7 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.proto import p2pd_pb2
 
 from muletrain.errors import AdmissionError, DeadlineExceeded, MuletrainError, PeerUnreachable
+from muletrain.network.relay import PATIENCE_S, Relay, not_dialled
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -26,6 +27,7 @@ class GatedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
     """Calls, streams and the DHT's own RPCs pass through the methods that are overridden here."""
 
     gate: Gate
+    relay: Relay | None = None
 
     async def open_gate(self, gate: Gate) -> None:
         """Must be called before anything else is served."""
@@ -61,9 +63,28 @@ class GatedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
 
         return call
 
+    async def _by_any_way(self, peer: PeerID, attempt: Callable[[], Awaitable[T]]) -> T:
+        """``attempt``, once more where it did not leave this machine, and a member leads to ``peer``."""
+        if self.relay is None:
+            return await attempt()
+        name = peer.to_base58()
+        patience = asyncio.get_running_loop().call_later(PATIENCE_S, self.relay.doubt, name)
+        try:
+            return await attempt()
+        except Exception as e:  # the daemon's errors have no common base
+            if not not_dialled(e) or not await self.relay.find(name):
+                raise
+        finally:
+            patience.cancel()
+        return await attempt()
+
     async def exchange(self, peer: PeerID, name: str, payload: bytes) -> bytes:
-        """One unary call, admitted or not. hivemind's own version loses every later answer of the process when an answer
-        arrives in the very turn of the loop in which its call is cancelled."""
+        """One unary call, admitted or not."""
+        return await self._by_any_way(peer, lambda: self.exchange_directly(peer, name, payload))
+
+    async def exchange_directly(self, peer: PeerID, name: str, payload: bytes) -> bytes:
+        """On the connection there is, or that the daemon gets. hivemind's own version loses every later answer of the process when
+        an answer arrives in the very turn of the loop in which its call is cancelled."""
         control, call_id = self._client.control, uuid4()
         call = p2pd_pb2.CallUnaryRequest(peer=peer.to_bytes(), proto=name, data=payload)
         answer = control._pending_calls[call_id] = _Answer()
@@ -86,7 +107,8 @@ class GatedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
 
     async def call_binary_stream_handler(self, peer_id: PeerID, handler_name: str) -> Any:
         await self.enter(peer_id)
-        return await super().call_binary_stream_handler(peer_id, handler_name)
+        opened = super().call_binary_stream_handler
+        return await self._by_any_way(peer_id, lambda: opened(peer_id, handler_name))
 
     async def _add_protobuf_unary_handler(self, handle_name: str, handler: Any, *args: Any, **kwargs: Any) -> None:
         async def gated(request: Any, context: Any) -> Any:

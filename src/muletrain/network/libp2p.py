@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import ipaddress
 import logging
-import os
 import random
-import socket
-import sys
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +25,12 @@ try:
     from hivemind.p2p import PeerID
     from hivemind.utils.multiaddr import Multiaddr
 
+    from muletrain.network.daemon import Daemon, end_daemon
     from muletrain.network.directory import Directory, Records
     from muletrain.network.gate import Gate
     from muletrain.network.gated import GatedP2P, reaching
-    from muletrain.network.identity import Key
     from muletrain.network.offences import Reports
+    from muletrain.network.relay import Relay
     from muletrain.network.streams import FRAMES, Incoming, Outgoing
     from muletrain.network.trust import Trust, chain_bytes
 except ImportError as e:  # pragma: no cover - platforms without hivemind's wheels
@@ -46,15 +42,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
+    from muletrain.network.identity import Key
     from muletrain.wire.frame import Buffer
 
 MAX_CALL = 1 << 20
 CALL = "muletrain/call"
 OK, FAILED, STRANGER = b"\0", b"\1", b"\2not admitted to this run"
-MAX_SOCKET_PATH = {"darwin": 103}
-"""Bytes of a unix socket's path by platform (``sun_path`` without its final zero); 107 elsewhere."""
-SOCKET = "p2pclient-12345678901.sock"
-"""The longest name that hivemind gives one."""
 SYNC_S, SYNC_TIMEOUT_S = 10.0, 30.0
 """Between questions for renewals, each to one member drawn by chance: all know of one after about log2(members) of them."""
 SELF_QUEUE = 1024
@@ -76,6 +69,7 @@ class Libp2pNetwork:
         self._handlers: dict[str, CallHandler] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._directory: Directory | None = None
+        self._relay: Relay | None = None
         self._maddrs: list[str] = []
         self._on_renewal: Callable[[frozenset[PeerId]], None] = lambda gone: None
         self._on_ban: Callable[[PeerId], None] = lambda peer: None
@@ -90,21 +84,29 @@ class Libp2pNetwork:
         port: int = 0, announce: tuple[str, ...] = (), initial_peers: tuple[str, ...] = (),
         max_frame_bytes: int = MAX_PAYLOAD, on_refusal: RefusalHandler | None = None,
         on_renewal: Callable[[frozenset[PeerId]], None] = lambda gone: None,
-        on_ban: Callable[[PeerId], None] = lambda peer: None, visitor: bool = False,
+        on_ban: Callable[[PeerId], None] = lambda peer: None,
+        on_relay: Callable[[PeerId, PeerId], None] = lambda peer, relay: None, visitor: bool = False,
+        private: bool = False, carries: bool = True,
     ) -> Libp2pNetwork:  # fmt: skip
         """Start the daemon, be admitted by an initial peer, join the directory.
 
         ``folder``: short path for the key ('identity', made if missing) and the daemon's sockets. ``owner``: the run owner's public
         key, or where the owner is, the whole one. ``protocol``: version that both sides must have. A ``visitor`` comes for a
         question: it is let in for some minutes, and keeps no part of the directory. ``on_renewal`` is told who is out by the
-        owner's word, ``on_ban`` whom this process leaves out for a while (``offences.py``). Raises AdmissionError,
+        owner's word, ``on_ban`` whom this process leaves out for a while (``offences.py``), ``on_relay`` whom it reaches by way of
+        whom. ``private``: no other machine can connect to this one. ``carries``: it relays for others. Raises AdmissionError,
         PeerUnreachable, or NetworkError when the daemon does not start.
         """
         logging.getLogger("hivemind").setLevel(logging.ERROR)
-        p2p, key = await _start_daemon(folder, listen, port, announce)
+        daemon = await Daemon.start(folder, "127.0.0.1" if private else listen, port, announce, private=private)
+        p2p, key = daemon.p2p, daemon.key
         self = cls(p2p, max_frame_bytes, on_refusal)
         self._on_renewal, self._on_ban = on_renewal, on_ban
         try:
+            self._maddrs = await daemon.addresses()
+            self._relay = Relay(
+                p2p, daemon.inside(self._maddrs), self._maddrs, carries=carries, told=on_relay, offended=self._misused
+            )
             trust = Trust(run_id, owner, secret, key)
             gate = Gate(self.peer_id, run_id, protocol, trust, self._refused, self._renewed, visitor=visitor)
             await self._start(gate, Records(run_id, key, trust), initial_peers, visitor)
@@ -117,9 +119,13 @@ class Libp2pNetwork:
         await self._p2p.open_gate(gate)
         await self._p2p._client.add_unary_handler(CALL, self._on_call)
         await self._p2p.add_binary_stream_handler(FRAMES, self._on_stream)
+        assert self._relay is not None
+        await self._relay.open()
         reached = await self._enter(initial_peers) if initial_peers else []
         self._directory = await Directory.join(self._p2p, records, reached, visitor=visitor)
-        self._maddrs = [str(a) for a in await self._p2p.get_visible_maddrs(latest=True)]
+        self._maddrs = [
+            str(a) for a in await self._p2p.get_visible_maddrs(latest=True)
+        ]  # what a router opened for us, too
         if not visitor:
             self._keep(asyncio.create_task(self._hear_renewals()))
 
@@ -303,9 +309,15 @@ class Libp2pNetwork:
             self._cut(peer)
             self._on_ban(peer)
 
+    def _misused(self, peer: PeerId, reason: str) -> None:
+        self._refused(peer, reason)
+        self._offended(peer)
+
     def _cut(self, peer: PeerId) -> None:
         """Close all streams between us."""
         self._incoming.close(peer)
+        if self._relay is not None:
+            self._relay.cut(peer)
         for key in [k for k in self._outgoing if k[0] == peer]:
             self._outgoing.pop(key).close()
 
@@ -357,66 +369,12 @@ class Libp2pNetwork:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._relay is not None:
+            await self._relay.close()
         if self._directory is not None and not self._p2p.daemon_ended:
             await self._directory.close()
-        await _end_daemon(self._p2p)
+        await end_daemon(self._p2p)
 
     def _keep(self, task: asyncio.Task[Any]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-async def _start_daemon(folder: Path, listen: str, port: int, announce: tuple[str, ...]) -> tuple[GatedP2P, Key]:
-    check_socket_folder(folder, sys.platform)
-    _check_port_free(listen, port)
-    identity = folder / "identity"
-    key = Key.at(identity)
-    local = listen.startswith("127.")
-    prefixed: Any = type("LocalP2P", (GatedP2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
-    try:
-        p2p: GatedP2P = await prefixed.create(
-            host_maddrs=[f"/{'ip6' if ':' in listen else 'ip4'}/{listen}/tcp/{port}"],
-            announce_maddrs=list(announce) or None, identity_path=str(identity), check_if_identity_free=False,
-            nat_port_map=not local, auto_nat=not local, idle_timeout=60,
-        )  # fmt: skip
-    except Exception as e:  # the daemon's errors have no common base
-        raise NetworkError(
-            f"the network daemon did not start on {listen}:{port}: {' '.join(str(e).split())[:500]}"
-        ) from e
-    return p2p, key
-
-
-def check_socket_folder(folder: Path, platform: str) -> None:
-    """Raises NetworkError where the daemon's sockets would have longer paths than ``platform`` (``sys.platform``) takes."""
-    length, limit = len(os.fsencode(folder / SOCKET)), MAX_SOCKET_PATH.get(platform, 107)
-    if length > limit:
-        raise NetworkError(
-            f"{folder}: {length - limit} bytes too long for unix sockets; set TMPDIR to a folder with a short path, e.g. TMPDIR=/tmp"
-        )
-
-
-def _check_port_free(listen: str, port: int) -> None:
-    """The daemon listens with SO_REUSEPORT: a second one on the same port would silently take half of the first one's callers."""
-    try:
-        address = ipaddress.ip_address(listen)
-        with socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((listen, port))
-    except ValueError as e:
-        raise NetworkError(
-            f"network.listen: {listen!r} is no address; write it as 192.168.1.7, or 0.0.0.0 for all"
-        ) from e
-    except OSError as e:
-        what = f"cannot listen on {listen}:{port}: {e.strerror}"
-        if e.errno in (errno.EADDRINUSE, errno.EACCES):
-            raise NetworkError(f"network.port: {what}; choose another (--port), or 0 for any free one") from e
-        raise NetworkError(f"network.listen: {what}; give an address of this machine, or 0.0.0.0 for all") from e
-
-
-async def _end_daemon(p2p: GatedP2P) -> None:
-    with suppress(Exception):
-        await asyncio.wait_for(p2p.shutdown(), 5.0)
-        return
-    with suppress(Exception):  # it does not end when asked
-        p2p._child.kill()
-        await p2p._child.wait()

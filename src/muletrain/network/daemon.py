@@ -1,0 +1,122 @@
+"""The libp2p daemon (hivemind's ``p2pd``) of one peer: a process beside ours."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import os
+import socket
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from muletrain.errors import NetworkError
+from muletrain.network.gated import GatedP2P
+from muletrain.network.identity import Key
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MAX_SOCKET_PATH = {"darwin": 103}
+"""Bytes of a unix socket's path by platform (``sun_path`` without its final zero); 107 elsewhere."""
+SOCKET = "p2pclient-12345678901.sock"
+"""The longest name that hivemind gives one."""
+
+
+@dataclass(frozen=True)
+class Daemon:
+    """A running one, and where it listens."""
+
+    p2p: GatedP2P
+    key: Key
+    listen: str
+    port: int
+
+    @classmethod
+    async def start(
+        cls, folder: Path, listen: str, port: int, announce: tuple[str, ...], *, private: bool = False
+    ) -> Daemon:
+        """``port`` 0: any free one. ``private``: no other machine can connect to it. Raises NetworkError."""
+        check_socket_folder(folder, sys.platform)
+        free = _check_port_free(listen, port)
+        if announce and port == 0:  # it would not tell which it took
+            port = free
+        identity = folder / "identity"
+        key = Key.at(identity)
+        local = listen.startswith("127.")
+        prefixed: Any = type("LocalP2P", (GatedP2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
+        try:
+            p2p: GatedP2P = await prefixed.create(
+                host_maddrs=[f"/{'ip6' if ':' in listen else 'ip4'}/{listen}/tcp/{port}"],
+                announce_maddrs=list(announce) or None, identity_path=str(identity), check_if_identity_free=False,
+                nat_port_map=not local, auto_nat=not local, idle_timeout=60, use_relay=False,
+                force_reachability="private" if private else None,
+            )  # fmt: skip
+        except Exception as e:  # the daemon's errors have no common base
+            raise NetworkError(
+                f"the network daemon did not start on {listen}:{port}: {' '.join(str(e).split())[:500]}"
+            ) from e
+        return cls(p2p, key, listen, port)
+
+    async def addresses(self) -> list[str]:
+        """Where others may dial it."""
+        return [str(a) for a in await self.p2p.get_visible_maddrs(latest=True)]
+
+    def inside(self, addresses: list[str]) -> tuple[str, int]:
+        """Where we can dial it ourselves, given ``addresses``."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.listen, self.listen)
+        told = (a.split("/") for a in addresses)
+        return host, self.port or next(int(part[4]) for part in told if part[2:4] == [host, "tcp"])
+
+
+def check_socket_folder(folder: Path, platform: str) -> None:
+    """Raises NetworkError where the daemon's sockets would have longer paths than ``platform`` (``sys.platform``) takes."""
+    length, limit = len(os.fsencode(folder / SOCKET)), MAX_SOCKET_PATH.get(platform, 107)
+    if length > limit:
+        raise NetworkError(
+            f"{folder}: {length - limit} bytes too long for unix sockets; set TMPDIR to a folder with a short path, e.g. TMPDIR=/tmp"
+        )
+
+
+def _check_port_free(listen: str, port: int) -> int:
+    """The port, or a free one for 0. The daemon listens with SO_REUSEPORT: a second one on the same port would silently take half of the
+    first one's callers."""
+    try:
+        address = ipaddress.ip_address(listen)
+        with socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((listen, port))
+            return int(probe.getsockname()[1])
+    except ValueError as e:
+        raise NetworkError(
+            f"network.listen: {listen!r} is no address; write it as 192.168.1.7, or 0.0.0.0 for all"
+        ) from e
+    except OSError as e:
+        what = f"cannot listen on {listen}:{port}: {e.strerror}"
+        if e.errno in (errno.EADDRINUSE, errno.EACCES):
+            raise NetworkError(f"network.port: {what}; choose another (--port), or 0 for any free one") from e
+        raise NetworkError(f"network.listen: {what}; give an address of this machine, or 0.0.0.0 for all") from e
+
+
+def _free_port(listen: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in listen else socket.AF_INET) as probe:
+        probe.bind((listen, 0))
+        return int(probe.getsockname()[1])
+
+
+def _daemon_address(listen: str, port: int, addresses: list[str]) -> tuple[str, int]:
+    """Where we reach our own daemon. ``port`` 0: it told which one it took."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(listen, listen)
+    told = (a.split("/") for a in addresses)
+    return host, port or next(int(parts[4]) for parts in told if parts[2] == host and parts[3] == "tcp")
+
+
+async def end_daemon(p2p: GatedP2P) -> None:
+    with suppress(Exception):
+        await asyncio.wait_for(p2p.shutdown(), 5.0)
+        return
+    with suppress(Exception):  # it does not end when asked
+        p2p._child.kill()
+        await p2p._child.wait()

@@ -1,0 +1,424 @@
+"""A way to peers that cannot be dialled: through a member that both sides reach.
+
+A machine behind a router, or one that a firewall keeps from another, opens connections and takes none. Members lend their own: the
+daemons of the two ends then speak through a pipe that the relay only carries. TLS, the peers' ids, the gate and every stream above them
+are the ends' own, so that the relay can neither read nor change anything, and nothing above the daemon knows of it.
+
+One stream for each pipe, admitted members only. It begins with a frame ``relay``: ``to``, of the end that asks, then ``for``, of the
+relay to the other end; the answer is one byte. Asked by many at once, whoever answers first is the fastest way now. Before the other end
+takes the pipe it tries the direct way, and says so if that works: a peer that is only slow is left alone, and one that can dial, but
+cannot be dialled, does so.
+
+The daemon's own circuit relay is off: it is open to strangers, uncounted, and takes a relay only if that has a public address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hivemind.p2p import P2P, PeerID
+from hivemind.utils.multiaddr import Multiaddr
+
+from muletrain.errors import MuletrainError, ProtocolError
+from muletrain.network.base import Frame
+from muletrain.wire.frame import pack, read_frame
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+
+    from muletrain.network.gated import GatedP2P
+
+    Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+RELAY, PING = "muletrain/relay", "muletrain/ping"
+ACCEPTED, WORKS, WAIT = b"\1", b"\2", b"\3"
+"""Answers: the pipe is taken; the direct way works; we are about to open one to you ourselves."""
+PATIENCE_S = 2.0
+"""After so long without an answer, whatever was asked, we see whether the peer is still there."""
+PING_S, DIAL_S, ASK_S = 3.0, 1.5, 7.0
+"""An answer on a connection that works, on a starved machine, too; a direct dial; a way by one member, the other end's trials included."""
+AGAIN_S = 5.0
+"""Between two questions to a member for a way to the same peer."""
+PAUSE_S = 0.5
+"""For the other end, whose connection with the relay may have broken, to get another: only it can."""
+RACE = 3
+"""Members asked at once."""
+MAX_PIPES = 64
+"""Carried for others, and as many to and from this peer."""
+MAX_ADDRESSES = 16
+CHUNK = 1 << 18
+NOT_DIALLED = ("failed to dial", "routing: not found", "no addresses", "no good addresses", "dial backoff")
+"""What the daemon says of a peer with which it has no connection, and gets none: nothing of the request has left this machine."""
+
+
+@dataclass
+class _Pipe:
+    """``peers``: the ends, or, at an end, the other one."""
+
+    peers: tuple[str, ...]
+    writers: tuple[asyncio.StreamWriter, ...]
+
+    def close(self) -> None:
+        for writer in self.writers:
+            writer.close()
+
+
+class Relay:
+    """Of one peer: finds ways to others, takes theirs, and carries for others."""
+
+    def __init__(
+        self,
+        p2p: GatedP2P,
+        daemon: tuple[str, int],
+        addresses: list[str],
+        *,
+        carries: bool,
+        told: Callable[[str, str], None],
+        offended: Callable[[str, str], None],
+    ) -> None:
+        """``daemon``: where our own listens, for us; ``addresses``: where others may dial it. ``carries``: for others, too. ``told``
+        is told whom we reach by way of whom, ``offended`` who asks for what no correct peer asks for, and why."""
+        self._p2p, self._daemon, self._told, self._offended = p2p, daemon, told, offended
+        self._addresses = addresses[:MAX_ADDRESSES]
+        self._carries = carries
+        self.carried: Counter[str] = Counter()
+        """Bytes carried for others, by receiver."""
+        self._pipes: list[_Pipe] = []
+        self._carrying: list[_Pipe] = []
+        self._finding: dict[str, asyncio.Task[bool]] = {}
+        self._in_vain: dict[str, dict[str, float]] = {}
+        """By peer, who was asked for a way to it and had none, and when."""
+        self._times: dict[str, float] = {}
+        self._relayed: set[str] = set()
+        """Whom we have reached by way of others."""
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    async def open(self) -> None:
+        """Answer others."""
+
+        async def ping(payload: bytes, remote: PeerID) -> bytes:
+            return b""
+
+        await self._p2p._client.add_unary_handler(PING, ping)
+        await self._p2p.add_binary_stream_handler(RELAY, self._on_stream)
+        self._p2p.relay = self
+
+    def indirect(self, peer: str) -> bool:
+        """Do we reach ``peer`` by way of another?"""
+        return any(peer in pipe.peers for pipe in self._pipes)
+
+    def cut(self, peer: str) -> None:
+        """Close the pipes to, from and for ``peer``."""
+        for pipe in [*self._pipes, *self._carrying]:
+            if peer in pipe.peers:
+                pipe.close()
+
+    async def close(self) -> None:
+        self._closed = True
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # The end that looks for a way -----------------------------------------------------------------------------------
+
+    def doubt(self, peer: str) -> None:
+        """``peer`` is silent: see, in the background, whether another way reaches it."""
+        self._begin(peer, self._look)
+
+    async def find(self, peer: str) -> bool:
+        """There is no connection to ``peer``: get one. False if no member reaches it, either."""
+        return await asyncio.shield(self._begin(peer, self._find))
+
+    def _begin(self, peer: str, search: Callable[[str], Awaitable[bool]]) -> asyncio.Task[bool]:
+        """One search for each peer at a time."""
+
+        async def bounded() -> bool:
+            with suppress(Exception):  # the daemon's errors have no common base
+                async with asyncio.timeout(2 * ASK_S):
+                    return await search(peer)
+            return False
+
+        if peer not in self._finding:
+            task = self._finding[peer] = self._spawn(bounded())
+            task.add_done_callback(lambda _: self._finding.pop(peer))
+        return self._finding[peer]
+
+    async def _look(self, peer: str) -> bool:
+        if not await self._connected(peer):
+            return await self._find(peer)
+        return await self._ping(peer) or await self._find(peer)
+
+    async def _find(self, peer: str) -> bool:
+        if await self._search(peer):
+            return True
+        if peer not in self._relayed or not self._in_vain.pop(peer, None):
+            return False
+        await asyncio.sleep(PAUSE_S)
+        return await self._search(peer)
+
+    async def _search(self, peer: str) -> bool:
+        members = await self._candidates(peer)
+        for k in range(0, len(members), RACE):
+            async with self._race(members[k : k + RACE], peer) as found:
+                match found:
+                    case (_, ends, answer) if answer in (WORKS, WAIT):
+                        ends[1].close()
+                        return answer == WORKS or await self._comes(peer)
+                    case (relay, ends, _):
+                        return await self._connect(peer, relay, ends)
+        return False
+
+    async def _candidates(self, peer: str) -> list[str]:
+        """Members with which we have a connection of our own, the fastest first."""
+        self._in_vain = {p: recent for p, asked in self._in_vain.items() if (recent := _recent(asked))}
+        connected = {p.peer_id.to_base58() for p in await self._p2p._client.list_peers()}
+        able = connected & set(self._p2p.gate.known()) - {peer} - self._in_vain.get(peer, {}).keys()
+        return sorted(
+            (m for m in able if not self.indirect(m)), key=lambda m: (self._times.get(m, 0.0), random.random())
+        )
+
+    @asynccontextmanager
+    async def _race(self, members: Iterable[str], peer: str) -> AsyncIterator[tuple[str, Ends, bytes] | None]:
+        """Ask them all; the first that has an answer, None if nobody has."""
+        asked = {asyncio.create_task(self._ask(m, peer)) for m in members}
+        pending, found = asked, None
+        try:
+            while pending and found is None:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                found = next((t.result() for t in done if t.result() is not None), None)
+            yield found
+        finally:
+            for task in asked:
+                task.cancel()
+            for late in await asyncio.gather(*asked, return_exceptions=True):
+                if isinstance(late, tuple) and late is not found:
+                    late[1][1].close()
+
+    async def _ask(self, member: str, peer: str) -> tuple[str, Ends, bytes] | None:
+        begin = _now()
+        try:
+            answered = await self._request(member, {"to": peer, "addresses": self._addresses})
+        except Exception:  # the daemon's errors have no common base
+            answered = None
+        if answered is None:
+            self._in_vain.setdefault(peer, {})[member] = _now()
+            return None
+        self._times[member] = _now() - begin
+        return member, *answered
+
+    async def _request(self, peer: str, header: dict[str, Any]) -> tuple[Ends, bytes] | None:
+        """Begin a stream; the answer. None if it was closed instead. Raises what the daemon raises, and TimeoutError."""
+        async with asyncio.timeout(ASK_S):
+            opening = asyncio.create_task(P2P.call_binary_stream_handler(self._p2p, PeerID.from_base58(peer), RELAY))
+            opening.add_done_callback(self._tasks.discard)
+            self._tasks.add(opening)
+            try:
+                _, reader, writer = await asyncio.shield(opening)
+            except asyncio.CancelledError:
+                opening.add_done_callback(_close_opened)
+                raise
+            try:
+                for buffer in pack(Frame("relay", header)):
+                    writer.write(buffer)
+                await writer.drain()
+                answer = await reader.read(1)
+            except BaseException:
+                writer.close()
+                raise
+        if not answer:
+            writer.close()
+            return None
+        return (reader, writer), answer
+
+    async def _connect(self, peer: str, relay: str, ends: Ends) -> bool:
+        """Have our daemon dial through the pipe: it gets it from a socket that takes one caller."""
+        target = PeerID.from_base58(peer)
+        came: asyncio.Future[Ends] = asyncio.get_running_loop().create_future()
+
+        def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if came.done():
+                writer.close()
+                return
+            came.set_result((reader, writer))
+            pipe = _Pipe((peer,), (ends[1], writer))
+            self._spawn(self._keep_up(relay, pipe, ends, (reader, writer)))
+
+        await self._disconnect(peer)  # or the daemon would keep what does not work
+        server = await asyncio.start_server(take, "127.0.0.1", 0)
+        try:
+            port = server.sockets[0].getsockname()[1]
+            await self._p2p._client.connect(target, [Multiaddr(f"/ip4/127.0.0.1/tcp/{port}")])
+        finally:
+            server.close()
+            if not came.done():
+                came.cancel()
+                ends[1].close()
+        self._relayed.add(peer)
+        self._told(peer, relay)
+        return True
+
+    async def _comes(self, peer: str) -> bool:
+        """Until ``peer``, which is about to, has connected to us."""
+        for _ in range(int(ASK_S / 0.1)):
+            if await self._connected(peer):
+                return True
+            await asyncio.sleep(0.1)
+        return False
+
+    # The relay, and the other end -----------------------------------------------------------------------------------
+
+    async def _on_stream(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task, sender = asyncio.current_task(), info.peer_id.to_base58()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            async with asyncio.timeout(ASK_S):
+                request = await read_frame(reader, 0)
+            await self._serve(sender, request, (reader, writer))
+        except ProtocolError as e:
+            self._offended(sender, str(e))
+        except (TimeoutError, asyncio.IncompleteReadError, OSError):
+            return  # one of the ends has gone
+        except asyncio.CancelledError:
+            if not self._closed:
+                raise
+            # asyncio's stream server complains about a cancelled callback
+
+    async def _serve(self, sender: str, request: Frame, ends: Ends) -> None:
+        match request.kind, request.header:
+            case "relay", {"to": str() as target, "addresses": list() as addresses} if _few(addresses):
+                await self._lend(sender, target, addresses, ends)
+            case "relay", {"for": str() as origin, "addresses": list() as addresses} if _few(addresses):
+                await self._accept(sender, origin, addresses, ends)
+            case _:
+                raise ProtocolError("a stream for relays must begin with whom it is for")
+
+    async def _lend(self, sender: str, target: str, addresses: list[str], ends: Ends) -> None:
+        """Carry between two members, each of which has, or gets, a connection with us."""
+        if not self._carries or len(self._carrying) >= MAX_PIPES or self.indirect(target) or self.indirect(sender):
+            return
+        if not self._p2p.gate.admitted(target):
+            return
+        try:
+            answered = await self._request(target, {"for": sender, "addresses": addresses})
+        except Exception:  # it cannot be reached from here, either
+            return
+        if answered is None:
+            return
+        others, answer = answered
+        pipe = _Pipe((sender, target), (ends[1], others[1]))
+        try:
+            ends[1].write(answer)
+            await ends[1].drain()
+            if answer == ACCEPTED:
+                await self._carry(self._carrying, pipe, ends, others)
+        finally:
+            pipe.close()
+
+    async def _accept(self, relay: str, origin: str, addresses: list[str], ends: Ends) -> None:
+        if len(self._pipes) >= MAX_PIPES:
+            return
+        if origin in self._finding and self._p2p.peer_id.to_base58() < origin:
+            ends[1].write(WAIT)
+            return await ends[1].drain()
+        if await self._reaches(origin, addresses):
+            ends[1].write(WORKS)
+            return await ends[1].drain()
+        await self._disconnect(origin)
+        reader, writer = await asyncio.open_connection(*self._daemon)
+        ends[1].write(ACCEPTED)
+        await self._keep_up(relay, _Pipe((origin,), (ends[1], writer)), ends, (reader, writer))
+        return None
+
+    async def _reaches(self, origin: str, addresses: list[str]) -> bool:
+        """Without a new pipe."""
+        try:
+            if not await self._connected(origin):
+                if not (dialled := [Multiaddr(a.rsplit("/p2p/", 1)[0]) for a in addresses]):
+                    return False
+                async with asyncio.timeout(DIAL_S):
+                    await self._p2p._client.connect(PeerID.from_base58(origin), dialled)
+        except Exception:  # the daemon's errors have no common base, nor have the parser's
+            return False
+        return await self._ping(origin)
+
+    async def _keep_up(self, relay: str, pipe: _Pipe, one: Ends, other: Ends) -> None:
+        """An end's part of a pipe. When it broke because our connection with the relay did, only we may be able to connect again."""
+        await self._carry(self._pipes, pipe, one, other)
+        await self._ping(relay)
+
+    # Common ---------------------------------------------------------------------------------------------------------
+
+    async def _carry(self, pipes: list[_Pipe], pipe: _Pipe, one: Ends, other: Ends) -> None:
+        """Until one end closes; then both are closed. Buffers are those of the sockets: whoever does not read holds the other up."""
+        pipes.append(pipe)
+        to = pipe.peers if pipes is self._carrying else ("", "")
+        ways = [self._pump(other[0], one[1], to[0]), self._pump(one[0], other[1], to[-1])]
+        pumps = [asyncio.create_task(way) for way in ways]
+        try:
+            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            pipes.remove(pipe)
+            pipe.close()
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, receiver: str) -> None:
+        while data := await reader.read(CHUNK):
+            writer.write(data)
+            await writer.drain()
+            if receiver:
+                self.carried[receiver] += len(data)
+
+    async def _connected(self, peer: str) -> bool:
+        return any(p.peer_id.to_base58() == peer for p in await self._p2p._client.list_peers())
+
+    async def _ping(self, peer: str) -> bool:
+        """Does the connection, or one that the daemon gets at once, work?"""
+        with suppress(Exception):  # whatever it is: no
+            async with asyncio.timeout(PING_S):
+                await self._p2p.exchange_directly(PeerID.from_base58(peer), PING, b"")
+                return True
+        return False
+
+    async def _disconnect(self, peer: str) -> None:
+        if await self._connected(peer):
+            with suppress(Exception):  # it has gone meanwhile
+                await self._p2p._client.disconnect(PeerID.from_base58(peer))
+
+    def _spawn(self, work: Any) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _recent(asked: dict[str, float]) -> dict[str, float]:
+    return {member: at for member, at in asked.items() if _now() < at + AGAIN_S}
+
+
+def not_dialled(error: Exception) -> bool:
+    """Nothing of the request has left this machine."""
+    return not isinstance(error, MuletrainError) and any(reason in str(error) for reason in NOT_DIALLED)
+
+
+def _few(addresses: list[Any]) -> bool:
+    return len(addresses) <= MAX_ADDRESSES and all(isinstance(a, str) and len(a) <= 256 for a in addresses)
+
+
+def _close_opened(opening: asyncio.Task[Any]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result()[2].close()
