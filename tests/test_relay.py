@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from hivemind.p2p import P2P, PeerID
 
 from muletrain.config.schema import Codec
 from muletrain.errors import DeadlineExceeded, PeerUnreachable
-from muletrain.network import relay
 from muletrain.network.base import Frame
+from muletrain.network.relay import ACCEPTED, RELAY
 from muletrain.wire.codec import encode
+from muletrain.wire.frame import pack
 from tests.test_network import World, child, number, poll, world
 
 if TYPE_CHECKING:
@@ -70,117 +72,108 @@ def test_two_peers_that_cannot_listen_speak_by_way_of_a_third() -> None:
     asyncio.run(scenario())
 
 
-def test_when_the_relay_dies_or_freezes_another_takes_over_in_seconds() -> None:
-    async def scenario(end: signal.Signals) -> float:
+@pytest.mark.parametrize(
+    ("end", "limit_s"), [(signal.SIGKILL, 10.0), pytest.param(signal.SIGSTOP, 25.0, marks=pytest.mark.slow)]
+)
+def test_when_the_relay_dies_or_freezes_another_takes_over_in_seconds(end: signal.Signals, limit_s: float) -> None:
+    async def scenario() -> None:
         async with world() as w:
-            spare = await w.open()
+            spare = await w.open(carries=False)
             with child(w.folder / "child") as (process, address, daemon):
-                relay = await spare.connect([address], timeout_s=10)
-                carries, spare._relay._carries = True, False  # type: ignore[union-attr]
+                await spare.connect([address], timeout_s=10)
                 b, c = await two_private(w, spare)
                 for net in (b, c):
                     await net.connect([address], timeout_s=10)
                 await b.send(c.peer_id, Frame("x", {"n": 0}))
                 assert (await w.next(c))[0] == b.peer_id
+                spare._relay._carries = True  # type: ignore[union-attr]
                 lost: list[str] = []
                 b.on_lost(lost.append)
-                spare._relay._carries = carries  # type: ignore[union-attr]
-                begin = time.monotonic()
                 for pid in (process.pid, daemon):
                     os.kill(pid, end)
+                begin = time.monotonic()
                 if end == signal.SIGKILL:
-                    await poll(lambda: c.peer_id in lost)  # its stream ended, before anything was sent
-                n, arrived = 1, asyncio.create_task(w.next(c))
+                    await poll(lambda: c.peer_id in lost)  # before anything was sent
+                n, arrived = 0, asyncio.create_task(w.next(c))
                 while not arrived.done():  # as the protocol does: again, until it is there
                     n += 1
                     with contextlib.suppress(PeerUnreachable, DeadlineExceeded):
                         await b.call(c.peer_id, "echo", b"", timeout_s=2)
                         await b.send(c.peer_id, Frame("x", {"n": n}), timeout_s=2)
                     await asyncio.sleep(0.01)
-                took = time.monotonic() - begin
+                assert time.monotonic() - begin < limit_s
                 assert carried(spare) > 0
-                assert relay not in spare._p2p.gate.known() or end == signal.SIGSTOP or True
-                for pid in (process.pid, daemon):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGCONT)
-                return took
 
-    print("killed", took := asyncio.run(scenario(signal.SIGKILL)))
-    assert took < 5
-    print("frozen", took := asyncio.run(scenario(signal.SIGSTOP)))
-    assert took < 20
+    asyncio.run(scenario())
 
 
-def test_a_reset_way_is_taken_again() -> None:
+def test_a_way_that_broke_is_found_again_whoever_lost_the_connection() -> None:
     async def scenario() -> None:
         async with world() as w:
             a = await w.open()
             b, c = await two_private(w, a)
-            for n in range(5):
+            lost: list[str] = []
+            b.on_lost(lost.append)
+            for n, (ends, connection) in enumerate([(b, a), (c, a), (a, b), (a, c), (b, c)]):
                 await b.send(c.peer_id, Frame("x", {"n": n}))
                 assert number((await w.next(c))[1]) == n
-                end = w.folder  # whoever it is that loses the connection
-                del end
-                ending = (b, c, a)[n % 3]
-                other = {b: a, c: a, a: c}[ending]
-                from hivemind.p2p import PeerID
-
-                lost: list[str] = []
-                b.on_lost(lost.append)
-                await ending._p2p._client.disconnect(PeerID.from_base58(other.peer_id))
+                lost.clear()
+                await ends._p2p._client.disconnect(PeerID.from_base58(connection.peer_id))
                 await poll(lambda: c.peer_id in lost)
 
     asyncio.run(scenario())
 
 
-def test_both_at_once_open_one_way() -> None:
+def test_when_both_look_for_each_other_one_way_is_made() -> None:
     async def scenario() -> None:
         async with world() as w:
-            a, other = await w.open(), None
-            other = await w.open(a)
-            b, c = await two_private(w, a, other)
-            calls = (s.call(r.peer_id, "echo", b"x", timeout_s=10) for s, r in ((b, c), (c, b)) for _ in range(10))
+            a = await w.open()
+            b, c = await two_private(w, a)
+            calls = (s.call(r.peer_id, "echo", b"x", timeout_s=20) for s, r in ((b, c), (c, b)) for _ in range(10))
             assert await asyncio.gather(*calls) == [b"x"] * 20
             assert (ways(b, c), ways(c, b)) == (1, 1)
 
     asyncio.run(scenario())
 
 
-def test_nobody_leads_there() -> None:
+def test_who_is_dead_is_unreachable_as_before() -> None:
     async def scenario() -> None:
         async with world() as w:
-            a = await w.open(carries=False)
+            a = await w.open()
             b, c = await two_private(w, a)
-            begin = time.monotonic()
-            with pytest.raises(PeerUnreachable) as e:
-                await b.call(c.peer_id, "echo", b"x", timeout_s=10)
-            print(e.value, time.monotonic() - begin)
+            await b.call(c.peer_id, "echo", b"x", timeout_s=10)
+            await c.close()
+            for _ in range(2):
+                begin = time.monotonic()
+                with pytest.raises(PeerUnreachable):
+                    await b.call(c.peer_id, "echo", b"x", timeout_s=10)
+                assert time.monotonic() - begin < 5
 
     asyncio.run(scenario())
 
 
-def test_strangers_get_nothing() -> None:
-    from hivemind.p2p import P2P, PeerID
-    from hivemind.utils.multiaddr import Multiaddr
-    from muletrain.network.relay import RELAY
-    from muletrain.wire.frame import pack
+def test_a_relay_is_for_members_between_members() -> None:
+    async def ask(p2p: Any, relay: Libp2pNetwork, **header: Any) -> bytes:
+        _, reader, writer = await P2P.call_binary_stream_handler(p2p, PeerID.from_base58(relay.peer_id), RELAY)
+        writer.write(b"".join(pack(Frame("relay", header))))
+        answer = await asyncio.wait_for(reader.read(1), 10)
+        writer.close()
+        return answer
 
     async def scenario() -> None:
         async with world() as w:
             a = await w.open()
-            b = await w.open(a, **NOWHERE)
-            stranger = await P2P.create(host_maddrs=["/ip4/127.0.0.1/tcp/0"], initial_peers=a.addresses())
+            b, c = await two_private(w, a)
+            stranger = await P2P.create(initial_peers=a.addresses())
             try:
-                with pytest.raises(Exception):
-                    await stranger._client.connect(
-                        PeerID.from_base58(b.peer_id), [Multiaddr(a.addresses()[0] + "/p2p-circuit")]
-                    )
-                _, reader, writer = await stranger.call_binary_stream_handler(PeerID.from_base58(a.peer_id), RELAY)
-                for x in pack(Frame("relay", {"to": b.peer_id, "addresses": []})):
-                    writer.write(x)
-                assert await asyncio.wait_for(reader.read(), 5) == b""
-                writer.close()
-                assert "before admission" in str(w.refusals[a.peer_id]), w.refusals
+                assert await ask(stranger, a, to=b.peer_id, addresses=[]) == b""
+                assert w.refusals[a.peer_id] == [
+                    (stranger.peer_id.to_base58(), "stream muletrain/relay before admission")
+                ]
+                assert await ask(b._p2p, a, to=stranger.peer_id.to_base58(), addresses=[]) == b"", "nor to strangers"
+                assert await ask(b._p2p, a, to=c.peer_id, addresses=[]) == ACCEPTED
+                assert await ask(b._p2p, a, to=7) == b""
+                assert w.refusals[a.peer_id][1:] == [(b.peer_id, "a stream for relays must begin with whom it is for")]
             finally:
                 await stranger.shutdown()
 
