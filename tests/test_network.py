@@ -64,10 +64,8 @@ class World:
         told: list[tuple[str, str]] = []
         owner = OWNER.public if peers else OWNER
         options = {"run_id": "run", "secret": SECRET, "owner": owner, "protocol": "1", "folder": home} | changes
-        initial = tuple(p.addresses()[0] for p in peers)
-        net = await Libp2pNetwork.create(
-            initial_peers=initial, on_refusal=lambda who, why: told.append((who, why)), **options
-        )
+        options.setdefault("initial_peers", tuple(p.addresses()[0] for p in peers))
+        net = await Libp2pNetwork.create(on_refusal=lambda who, why: told.append((who, why)), **options)
         self._networks.append(net)
         got: asyncio.Queue[tuple[str, Frame]] = asyncio.Queue()
 

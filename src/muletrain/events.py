@@ -34,8 +34,9 @@ MAX_WAITING = 4096
 
 # JSON has no NaN: a diverged loss travels as the text "NaN"
 Number = Annotated[float, BeforeValidator(lambda v: _NON_FINITE.get(v, v) if isinstance(v, str) else v)]
-TrafficClass = Literal["activation", "gradient", "averaging", "state", "control"]
-TRAFFIC_CLASSES: tuple[TrafficClass, ...] = ("activation", "gradient", "averaging", "state", "control")
+TrafficClass = Literal["activation", "gradient", "averaging", "state", "control", "relayed"]
+TRAFFIC_CLASSES: tuple[TrafficClass, ...] = ("activation", "gradient", "averaging", "state", "control", "relayed")
+"""What a peer sends of its own, and what it carries between two others."""
 
 
 class EventError(MuletrainError):

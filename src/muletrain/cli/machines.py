@@ -110,6 +110,9 @@ def _start(
                 if json:
                     print(jsonlib.dumps({"kind": "ticket", "ticket": str(ticket)}), flush=True)
                 session.say(f"on every other machine:\n\nmuletrain join {ticket}\n")
+                session.say(
+                    f"they must reach {ticket.ports()}: open that port, or forward it and say so (--announce)\n"
+                )
                 session.watch()
             session.report()
         finally:
@@ -129,6 +132,7 @@ def join_run(
     json: bool,
     name: str | None = None,
     announce: tuple[str, ...] = (),
+    private: bool = False,
     limits: Limits | None = None,
 ) -> None:
     """Serve until the run ends, or as long as ``limits`` allow. Raises MuletrainError with the reason when the run does not take us."""
@@ -137,6 +141,8 @@ def join_run(
     Ticket.parse(ticket)
     if name is not None and not re.fullmatch(r"\w[\w.-]{0,63}", name):
         raise MuletrainError(f"--name {name!r}: up to 64 letters, digits, '.', '_' and '-', as it names files, too")
+    if private and (port or announce):
+        raise ConfigError("--private: this machine opens no port then; leave --port and --announce out, or --private")
     where = "none" if data is None else _own_data(data)
     devices = own_devices(device)
     limits = limits or Limits()
@@ -159,6 +165,7 @@ def join_run(
             listen=listen,
             port=_port(port, k),
             announce=_announced(announce, k),
+            private=private,
             keeps_ticket=True,
         )
         for k, (name, own) in enumerate(zip(names, devices, strict=True))

@@ -139,6 +139,12 @@ def join(
         typer.Option(min=0, max=65535, help="TCP port; 0: any free one. Several GPUs take the ones that follow, too."),
     ] = 0,
     announce: Announce = None,
+    private: Annotated[
+        bool,
+        typer.Option(
+            "--private", help="Open no port: others lead to this machine. Without a port of its own it is so, too."
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Add this machine to a run: one peer for every GPU, or one for the CPU. Ctrl-C leaves in order, between two steps."""
@@ -156,6 +162,7 @@ def join(
         json=json,
         name=name,
         announce=tuple(announce or ()),
+        private=private,
         limits=Limits(hours=hours, bandwidth_mbps=bandwidth, pause_file=pause_file),
     )
 

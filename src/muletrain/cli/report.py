@@ -97,15 +97,16 @@ def _shares(peer: PeerView, view: RunView) -> tuple[str, ...]:
 
 
 def _links(view: RunView) -> RenderableType:
-    table = _table("Sent over the network", ["from", "to"], [*TRAFFIC_CLASSES, "total"])
+    classes = [c for c in TRAFFIC_CLASSES if c != "relayed" or any(p.sent_bytes(c) for p in view.peers.values())]
+    table = _table("Sent over the network", ["from", "to"], [*classes, "total"])
     rows = [(p.name, receiver, counts) for p in view.peers.values() for receiver, counts in p.sent.items()]
     named = sorted((sender, view.name_of(receiver), counts) for sender, receiver, counts in rows)
     last = ""
     for sender, receiver, counts in named:
-        cells = (format_bytes(n) if n else "-" for n in (*(counts[c] for c in TRAFFIC_CLASSES), sum(counts.values())))
+        cells = (format_bytes(n) if n else "-" for n in (*(counts[c] for c in classes), sum(counts.values())))
         table.add_row(escape(sender) if sender != last else "", escape(receiver), *cells)
         last = sender
-    sums = [sum(p.sent_bytes(c) for p in view.peers.values()) for c in TRAFFIC_CLASSES]
+    sums = [sum(p.sent_bytes(c) for p in view.peers.values()) for c in classes]
     table.add_row("all", "", *(format_bytes(n) for n in (*sums, sum(sums))), style="bold")
     return table
 

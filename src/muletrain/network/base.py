@@ -82,6 +82,10 @@ class Network(Protocol):
         """What members announced under ``key`` and has not expired."""
         ...
 
+    def carried(self) -> dict[PeerId, int]:
+        """Bytes carried for others since the last question, by receiver: members lead to those that cannot be reached directly."""
+        ...
+
     def addresses(self) -> list[str]:
         """Multiaddresses (ending in /p2p/ID) others can dial."""
         ...

@@ -72,8 +72,12 @@ class GatedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
         try:
             return await attempt()
         except Exception as e:  # the daemon's errors have no common base
-            if not not_dialled(e) or not await self.relay.find(name):
+            if not not_dialled(e):
                 raise
+            if not await self.relay.find(name):
+                if self.gate.entered(name) and not self.relay.relayed(name):
+                    raise
+                raise PeerUnreachable(f"{e}; {self.relay.advice()}") from e
         finally:
             patience.cancel()
         return await attempt()

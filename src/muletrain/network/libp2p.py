@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections import Counter
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,7 @@ CALL = "muletrain/call"
 OK, FAILED, STRANGER = b"\0", b"\1", b"\2not admitted to this run"
 SYNC_S, SYNC_TIMEOUT_S = 10.0, 30.0
 """Between questions for renewals, each to one member drawn by chance: all know of one after about log2(members) of them."""
+ENTER_TIMEOUT_S = 12.0
 SELF_QUEUE = 1024
 """Frames to ourselves waiting for the handler."""
 
@@ -105,7 +107,13 @@ class Libp2pNetwork:
         try:
             self._maddrs = await daemon.addresses()
             self._relay = Relay(
-                p2p, daemon.inside(self._maddrs), self._maddrs, carries=carries, told=on_relay, offended=self._misused
+                p2p,
+                daemon.inside(self._maddrs),
+                self._maddrs,
+                private=private,
+                carries=carries,
+                told=on_relay,
+                offended=self._misused,
             )
             trust = Trust(run_id, owner, secret, key)
             gate = Gate(self.peer_id, run_id, protocol, trust, self._refused, self._renewed, visitor=visitor)
@@ -135,18 +143,24 @@ class Libp2pNetwork:
         by_peer: dict[str, list[str]] = {}
         for address in addresses:
             by_peer.setdefault(address.rsplit("/p2p/", 1)[-1], []).append(address)
-        for known in by_peer.values():
-            try:
-                reached.append("/p2p/" + await self.connect(known, timeout_s=15.0))
-            except NetworkError as e:
-                problems.append(f"{', '.join(known)}: {e}")
-            except AdmissionError as e:
-                no_entry.append(e)
+        entering = (self.connect(known, timeout_s=ENTER_TIMEOUT_S) for known in by_peer.values())
+        for known, result in zip(
+            by_peer.values(), await asyncio.gather(*entering, return_exceptions=True), strict=True
+        ):
+            match result:
+                case str():
+                    reached.append("/p2p/" + result)
+                case NetworkError():
+                    problems.append(f"{', '.join(dict.fromkeys(map(_port, known)))} ({result})")
+                case AdmissionError():
+                    no_entry.append(result)
+                case BaseException():
+                    raise result
         if not reached and no_entry:
             raise no_entry[0]
         if not reached:
             raise PeerUnreachable(
-                "no member of the run could be reached; is it running, and is its port open to this machine?\n  "
+                "no member of the run could be reached from here. The run has to be there, and one of these open to this machine:\n  "
                 + "\n  ".join(problems)
             )
         return reached
@@ -339,6 +353,11 @@ class Libp2pNetwork:
         assert self._directory is not None
         return await self._directory.lookup(key)
 
+    def carried(self) -> dict[PeerId, int]:
+        assert self._relay is not None
+        carried, self._relay.carried = self._relay.carried, Counter()
+        return dict(carried)
+
     def addresses(self) -> list[str]:
         """Loopback addresses only where there is nothing else: no other machine can dial them."""
         return [a for a in self._maddrs if not a.startswith(("/ip4/127.", "/ip6/::1/"))] or self._maddrs
@@ -378,3 +397,11 @@ class Libp2pNetwork:
     def _keep(self, task: asyncio.Task[Any]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _port(address: str) -> str:
+    """What a firewall would have to let through."""
+    match address.split("/"):
+        case ["", _, host, "tcp", port, *_]:
+            return f"TCP port {port} of {host}"
+    return address

@@ -204,6 +204,9 @@ class MemoryNetwork:
         now = asyncio.get_running_loop().time()
         return {peer: value for peer, (expires, value) in self._hub.directory.get(key, {}).items() if expires > now}
 
+    def carried(self) -> dict[PeerId, int]:
+        return {}
+
     def addresses(self) -> list[str]:
         return [f"/memory/p2p/{self.peer_id}"]
 

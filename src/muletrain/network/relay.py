@@ -77,15 +77,17 @@ class Relay:
         daemon: tuple[str, int],
         addresses: list[str],
         *,
+        private: bool,
         carries: bool,
         told: Callable[[str, str], None],
         offended: Callable[[str, str], None],
     ) -> None:
-        """``daemon``: where our own listens, for us; ``addresses``: where others may dial it. ``carries``: for others, too. ``told``
+        """``daemon``: where our own listens, for us; ``addresses``: where others may dial it. ``private``: no other machine can.
+        ``carries``: for others, too. ``told``
         is told whom we reach by way of whom, ``offended`` who asks for what no correct peer asks for, and why."""
         self._p2p, self._daemon, self._told, self._offended = p2p, daemon, told, offended
         self._addresses = addresses[:MAX_ADDRESSES]
-        self._carries = carries
+        self._open, self._carries = not private, carries
         self.carried: Counter[str] = Counter()
         """Bytes carried for others, by receiver."""
         self._pipes: list[_Pipe] = []
@@ -112,6 +114,19 @@ class Relay:
     def indirect(self, peer: str) -> bool:
         """Do we reach ``peer`` by way of another?"""
         return any(peer in pipe.peers for pipe in self._pipes)
+
+    def relayed(self, peer: str) -> bool:
+        """Have we ever reached it by way of another?"""
+        return peer in self._relayed
+
+    def advice(self) -> str:
+        """Where there is no way between two peers."""
+        port = (
+            f"TCP port {self._daemon[1]} here"
+            if self._open
+            else "a TCP port here (join --port 4000, without --private)"
+        )
+        return f"no member leads there, either. One of the two machines must be open to the other: open {port}, or one there"
 
     def cut(self, peer: str) -> None:
         """Close the pipes to, from and for ``peer``."""

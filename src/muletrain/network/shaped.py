@@ -211,6 +211,9 @@ class ShapedNetwork:
     async def lookup(self, key: str) -> dict[PeerId, bytes]:
         return await self._inner.lookup(key)
 
+    def carried(self) -> dict[PeerId, int]:
+        return self._inner.carried()
+
     def addresses(self) -> list[str]:
         return self._inner.addresses()
 

@@ -36,6 +36,8 @@ class WorkerSpec(BaseModel):
     port: int = 0
     announce: tuple[str, ...] = ()
     """Addresses that others should dial instead of those it listens on."""
+    private: bool = False
+    """No other machine can connect to this one: it connects to them, and they lead others to it."""
     keeps_ticket: bool = False
     """A joiner on a machine of its own writes a ticket it can pass on."""
     bandwidth_bytes_per_s: float | None = None

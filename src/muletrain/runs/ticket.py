@@ -48,6 +48,14 @@ class Ticket:
         addresses = dict.fromkeys((*known[:room], *own, *self.addresses))
         return dataclasses.replace(self, addresses=tuple(addresses)[:MAX_ADDRESSES])
 
+    def ports(self) -> str:
+        """Where the members it names listen, for people."""
+        found: dict[str, list[str]] = {}
+        for parts in (a.split("/") for a in self.addresses):
+            if len(parts) > 4 and parts[3] == "tcp":
+                found.setdefault(parts[4], []).append(parts[2])
+        return ", ".join(f"TCP port {port} of {' or '.join(dict.fromkeys(h))}" for port, h in found.items())
+
     def __str__(self) -> str:
         body = msgpack.packb([self.run_id, self.secret, self.owner, list(self.addresses)])
         return PREFIX + base64.urlsafe_b64encode(body + _check(body)).decode().rstrip("=")

@@ -152,7 +152,8 @@ class Worker:
             run_id=self._ticket.run_id, secret=self._ticket.secret, owner=self._owner or self._ticket.owner, protocol=PROTOCOL,
             folder=sockets, listen=spec.listen, port=spec.port, announce=spec.announce,
             initial_peers=self._ticket.addresses, on_refusal=self._refused, on_renewal=self._renewed,
-            on_ban=lambda peer: self._log.emit(PeerBanned(peer_id=peer, seconds=BAN_S)),
+            on_ban=lambda peer: self._log.emit(PeerBanned(peer_id=peer, seconds=BAN_S)), on_relay=self._relayed,
+            private=spec.private, carries=spec.bandwidth_bytes_per_s is None,
         )  # fmt: skip
         serve_members(network, lambda: self._names())
         try:
@@ -166,6 +167,11 @@ class Worker:
     def _refused(self, remote: str, reason: str) -> None:
         kind = JoinRefused if self._peer is None else FrameRefused
         self._log.emit(kind(remote=remote, reason=reason))
+
+    def _relayed(self, peer: PeerId, relay: PeerId) -> None:
+        names = self._names()
+        who, whom = (names.get(p, p[-6:]) for p in (peer, relay))
+        self._log.note(f"{who} cannot be reached directly: by way of {whom}", "info")
 
     def _renewed(self, gone: frozenset[PeerId]) -> None:
         """The owner removed somebody: perhaps us."""

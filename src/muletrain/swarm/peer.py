@@ -304,6 +304,8 @@ class Peer:
         ctx = self._ctx
         stats, now = ctx.stats, ctx.clock.now()
         self.rebalancer.count(stats)
+        for receiver, nbytes in ctx.net.carried().items():
+            stats.sent[receiver]["relayed"] += nbytes
         took = now - stats.started
         busy = stats.forward_s + stats.backward_s + stats.averaging_s + stats.apply_s
         self.report(
