@@ -186,7 +186,7 @@ def test_where_nobody_leads_there_people_are_told_which_port_to_open() -> None:
             a = await w.open(carries=False)
             b, c = await two_private(w, a)
             begin = time.monotonic()
-            with pytest.raises(PeerUnreachable, match="open a TCP port here .*, or one there"):
+            with pytest.raises(PeerUnreachable, match=r"open a TCP port here .*, or one there"):
                 await b.call(c.peer_id, "echo", b"x", timeout_s=20)
             with pytest.raises(PeerUnreachable, match=f"open TCP port {a._relay._daemon[1]} here, or one there"):  # type: ignore[union-attr]
                 await a.call("12D3KooWGRUfrbLzBgGzBUyN4dRkd7TMbE3Xtz5VuwLqFzV7WAVD", "echo", b"x", timeout_s=20)

@@ -1,12 +1,15 @@
 """Networks in memory, for tests and virtual worlds: no sockets, no threads, no clock, hence deterministic.
 
 Frames are really packed and read back by ``wire.frame``. Order holds per (sender, receiver, channel); a bounded queue gives
-back-pressure. A dead peer is unreachable; a frozen one takes frames until its queue is full and answers nothing.
+back-pressure. A dead peer is unreachable; a frozen one takes frames until its queue is full and answers nothing. Where members relay
+(``MemoryHub.relays``), two that are cut off from each other speak by way of a third.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import DeadlineExceeded, MuletrainError, PeerUnreachable, ProtocolError, Refused
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 
 QUEUE = 64
 """Frames of one sender on one channel that wait for the handler."""
+DIRECT = ""
+"""The way without a relay."""
 
 
 class MemoryHub:
@@ -36,7 +41,11 @@ class MemoryHub:
         """What becomes of a frame on its way."""
         self.sending: Callable[[PeerId, str], None] = lambda sender, kind: None
         """Told of every frame before it is sent to another peer; it may kill the sender."""
+        self.relays = False
+        """Do members carry for those that are cut off from each other?"""
         self._cut: set[frozenset[PeerId]] = set()
+        self._ways: dict[frozenset[PeerId], PeerId] = {}
+        """Who carries between two that are cut off."""
 
     def join(self, peer_id: PeerId) -> MemoryNetwork:
         return MemoryNetwork(self, peer_id)
@@ -51,8 +60,10 @@ class MemoryHub:
     def ended(self, gone: MemoryNetwork) -> None:
         """Those who had streams with ``gone`` see them end."""
         for other in self.peers.values():
-            if self.connected(gone.peer_id, other.peer_id):
+            if self.way(gone.peer_id, other.peer_id) is not None:
                 self._ended_for(other, gone)
+        for pair in [sorted(p) for p, way in self._ways.items() if way == gone.peer_id]:
+            self.way(*pair)
 
     def _ended_for(self, peer: MemoryNetwork, other: MemoryNetwork) -> None:
         if peer.has_stream_of(other.peer_id) or other.has_stream_of(peer.peer_id):
@@ -69,22 +80,46 @@ class MemoryHub:
     def cut(self, a: PeerId, b: PeerId) -> None:
         """Neither reaches the other until ``mend``."""
         self._cut.add(frozenset((a, b)))
+        self.way(a, b)
 
     def mend(self, a: PeerId, b: PeerId) -> None:
         """What was under way is lost; that their streams ended, both hear now."""
         self._cut.discard(frozenset((a, b)))
+        if self._ways.pop(frozenset((a, b)), None) is not None:
+            return
         if a in self.peers and b in self.peers:
             self._ended_for(self.peers[a], self.peers[b])
             self._ended_for(self.peers[b], self.peers[a])
 
     def reach(self, sender: PeerId, receiver: PeerId) -> MemoryNetwork:
         """Raises PeerUnreachable."""
-        if receiver not in self.peers or frozenset((sender, receiver)) in self._cut:
+        if receiver not in self.peers or self.way(sender, receiver) is None:
             raise PeerUnreachable(f"{receiver[-6:]} cannot be reached")
         return self.peers[receiver]
 
-    def connected(self, a: PeerId, b: PeerId) -> bool:
-        return frozenset((a, b)) not in self._cut
+    def way(self, a: PeerId, b: PeerId) -> PeerId | None:
+        """DIRECT, or who carries between the two; None if they do not reach each other. With another relay their streams end."""
+        pair = frozenset((a, b))
+        if pair not in self._cut:
+            return DIRECT
+        if not self.relays:
+            return None
+        before = self._ways.pop(pair, None)
+        able = [r for r in sorted(self.peers) if r not in pair and self.passes(a, b, r)]
+        now = before if before in able else next(iter(able), None)
+        if now is not None:
+            self._ways[pair] = now
+        if now != before and a in self.peers and b in self.peers:
+            self._ended_for(self.peers[a], self.peers[b])
+            self._ended_for(self.peers[b], self.peers[a])
+        return now
+
+    def passes(self, a: PeerId, b: PeerId, way: PeerId) -> bool:
+        """Does what one sent the other by ``way`` arrive?"""
+        if way == DIRECT:
+            return frozenset((a, b)) not in self._cut
+        alive = way in self.peers and way not in self.frozen
+        return alive and self.passes(a, way, DIRECT) and self.passes(way, b, DIRECT)
 
     async def awake(self, peer: PeerId) -> None:
         while (event := self.frozen.get(peer)) is not None:
@@ -99,14 +134,15 @@ class MemoryNetwork:
         self.counters = Counters()
         self._delivery = Delivery()
         self._handlers: dict[str, CallHandler] = {}
-        self._inbox: dict[tuple[PeerId, Channel], asyncio.Queue[tuple[float, bytes | Frame]]] = {}
+        self._inbox: dict[tuple[PeerId, Channel], asyncio.Queue[tuple[float, PeerId, bytes | Frame]]] = {}
+        self._carried: Counter[PeerId] = Counter()
         self._lost: LossHandler = lambda peer: None
         self._tasks: set[asyncio.Task[Any]] = set()
         hub.peers[peer_id] = self
 
     async def call(self, peer: PeerId, method: str, payload: bytes, *, timeout_s: float) -> bytes:
         await self._hub.awake(self.peer_id)
-        target = self._hub.reach(self.peer_id, peer)
+        target, way = self._hub.reach(self.peer_id, peer), self._hub.way(self.peer_id, peer)
         # a task of the callee's: it goes on when the caller's patience ends, and dies with the callee
         task = target._spawn(target._answer(self.peer_id, method, bytes(payload)))
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
@@ -114,14 +150,16 @@ class MemoryNetwork:
             raise DeadlineExceeded(f"{method} to {peer[-6:]}: no answer within {timeout_s:.1f} s")
         if task.cancelled():
             raise PeerUnreachable(f"{method} to {peer[-6:]}: it went away")
-        self._hub.reach(self.peer_id, peer)  # cut meanwhile: the answer is lost
+        self._hub.reach(self.peer_id, peer)
+        if self._hub.way(self.peer_id, peer) != way:
+            raise PeerUnreachable(f"{method} to {peer[-6:]}: the answer was lost on its way")
         refused, answer = task.result()
         if refused:
             raise Refused(answer.decode())
         return bytes(answer)
 
     async def _answer(self, sender: PeerId, method: str, payload: bytes) -> tuple[bool, bytes]:
-        delay_s = 0.0 if sender == self.peer_id else self._hub.delay_s(sender, self.peer_id)
+        delay_s = self._delay_s(sender)
         if delay_s:
             await asyncio.sleep(2 * delay_s)  # there and back
         await self._hub.awake(self.peer_id)
@@ -133,6 +171,13 @@ class MemoryNetwork:
             if isinstance(e, ProtocolError):
                 self._delivery.refused(sender, f"{method}: {e}")
             return True, str(e).encode()
+
+    def _delay_s(self, sender: PeerId) -> float:
+        if sender == self.peer_id:
+            return 0.0
+        relay = self._hub.way(sender, self.peer_id)
+        stations = [sender, *([relay] if relay else []), self.peer_id]
+        return sum(self._hub.delay_s(a, b) for a, b in itertools.pairwise(stations))
 
     def serve(self, method: str, handler: CallHandler) -> None:
         self._handlers[method] = handler
@@ -147,30 +192,33 @@ class MemoryNetwork:
             self._hub.sending(self.peer_id, frame.kind)
             self._hub.reach(peer, self.peer_id)  # perhaps we were killed by that
         packed: bytes | Frame = reread(frame) if own else self._hub.damage(self.peer_id, peer, b"".join(pack(frame)))
-        arrives = 0.0 if own else asyncio.get_running_loop().time() + self._hub.delay_s(self.peer_id, peer)
+        way = self._hub.way(self.peer_id, peer) or DIRECT
+        arrives = 0.0 if own else asyncio.get_running_loop().time() + target._delay_s(self.peer_id)
         try:
             async with asyncio.timeout(timeout_s):
-                await target._queue(self.peer_id, channel).put((arrives, packed))
+                await target._queue(self.peer_id, channel).put((arrives, way, packed))
         except TimeoutError:
             raise DeadlineExceeded(f"sending to {peer[-6:]}: not taken within {timeout_s:.1f} s") from None
         sent = len(packed) if isinstance(packed, bytes) else 0
         self.counters.sent[peer, frame.kind] += sent
+        if way in self._hub.peers:
+            self._hub.peers[way]._carried[peer] += sent
         return sent
 
-    def _queue(self, sender: PeerId, channel: Channel) -> asyncio.Queue[tuple[float, bytes | Frame]]:
+    def _queue(self, sender: PeerId, channel: Channel) -> asyncio.Queue[tuple[float, PeerId, bytes | Frame]]:
         if (sender, channel) not in self._inbox:
             self._inbox[sender, channel] = asyncio.Queue(QUEUE)
             self._spawn(self._drain(sender, self._inbox[sender, channel]))
         return self._inbox[sender, channel]
 
-    async def _drain(self, sender: PeerId, queue: asyncio.Queue[tuple[float, bytes | Frame]]) -> None:
+    async def _drain(self, sender: PeerId, queue: asyncio.Queue[tuple[float, PeerId, bytes | Frame]]) -> None:
         while True:
-            arrives, item = await queue.get()
+            arrives, way, item = await queue.get()
             if (wait_s := arrives - asyncio.get_running_loop().time()) > 0:
                 await asyncio.sleep(wait_s)
             await self._hub.awake(self.peer_id)
-            if not self._hub.connected(sender, self.peer_id):
-                continue  # it was on its way when the link broke
+            if not self._hub.passes(sender, self.peer_id, way):
+                continue  # it was on its way when the link broke, or with a relay that died
             try:
                 frame = await unpack(item) if isinstance(item, bytes) else item
             except ProtocolError as e:
@@ -205,7 +253,8 @@ class MemoryNetwork:
         return {peer: value for peer, (expires, value) in self._hub.directory.get(key, {}).items() if expires > now}
 
     def carried(self) -> dict[PeerId, int]:
-        return {}
+        carried, self._carried = self._carried, Counter()
+        return dict(carried)
 
     def addresses(self) -> list[str]:
         return [f"/memory/p2p/{self.peer_id}"]

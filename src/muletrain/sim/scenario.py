@@ -10,6 +10,8 @@ FORWARD_S, BACKWARD_S = 0.05, 0.1
 """Service times of a peer of speed 1."""
 TOLERANCE = 1e-5
 """Norm of the difference over norm, per tensor (DESIGN, invariant 1)."""
+FOR_EVER_S = 1e9
+"""Two machines that cannot connect to each other."""
 POINTS = ("forward", "backward", "seal", "shard", "reduced", "round_entry")
 """Frames at which a peer may be killed exactly: between any two of them the protocol must be able to lose it."""
 
@@ -53,6 +55,8 @@ class Scenario:
     """Other settings of the run."""
     narrow: tuple[tuple[str, float], ...] = ()
     """Peers, and the bytes/s that their links carry each way; those of all others are wide."""
+    relays: bool = False
+    """Members carry for those that are cut off from each other."""
     tolerance: float = TOLERANCE
     """Norm of the difference over norm, per tensor, that the weights may have from those of a single process."""
 
@@ -110,7 +114,12 @@ class Scenario:
         thin = random.Random(f"narrow/{seed}")
         newcomers = [p for f in faults if f.kind == "join" for p in f.who]
         narrow = tuple((p, 10 ** thin.uniform(4.5, 7.0)) for p in newcomers if thin.random() < 0.3)
-        return cls(**{**base.__dict__, "faults": tuple(sorted(faults, key=lambda f: f.at_s)), "narrow": narrow})
+        chance = random.Random(f"relays/{seed}")
+        relays = chance.random() < 0.5
+        if relays and chance.random() < 0.5:
+            faults.append(Fault(0.0, "cut", tuple(chance.sample([p for p, _ in base.members], 2)), FOR_EVER_S))
+        faults.sort(key=lambda f: f.at_s)
+        return cls(**{**base.__dict__, "faults": tuple(faults), "narrow": narrow, "relays": relays})
 
 
 def stage_of(name: str) -> int:

@@ -68,6 +68,7 @@ class World:
         self.scenario, self._outcome, self._folder = scenario, outcome, folder
         self._rng = random.Random(f"world/{scenario.seed}")
         self.hub = MemoryHub()
+        self.hub.relays = scenario.relays
         self.hub.delay_s = lambda sender, receiver: self._rng.uniform(0.3, 1.0) * scenario.delay_s
         self.clock = LoopClock()
         self.networks: dict[str, MemoryNetwork] = {}
