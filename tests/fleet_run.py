@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 
@@ -28,12 +28,13 @@ def run_fleet(
     config: RunConfig, folder: Path, *, threads: int = 1, timeout_s: float = 300.0,
     watch: Callable[[LocalFleet, Event], None] = lambda fleet, event: None, lost: Collection[str] = (),
     tick: Callable[[LocalFleet], None] = lambda fleet: None, stages: tuple[int, ...] | None = None,
-    wrap: Callable[[str], list[str]] = lambda name: [],
+    wrap: Callable[[str], list[str]] = lambda name: [], each: Callable[[str], dict[str, Any]] = lambda name: {},
 ) -> list[Event]:  # fmt: skip
     """All events. Raises AssertionError when a peer failed or the run took longer than ``timeout_s``.
 
     ``watch`` sees every event, ``tick`` is called some 50 times a second. ``lost``: peers that they kill or remove.
     ``stages``: which stage each peer serves, in order of their names; default: as the lobby says. ``wrap``: see ``LocalFleet``.
+    ``each``: what else a peer's ``WorkerSpec`` says.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = config.local()
@@ -67,13 +68,14 @@ def run_fleet(
                 config=config.model_dump_json(by_alias=True),
                 fleet_index=0,
                 stage=stages[0] if stages else None,
-                **common,
+                **common | each(names[0]),
             )
         )
         ticket = str(fleet.wait_for_ticket(names[0], poll))
         for index, name in enumerate(names[1:], start=1):
             stage = stages[index] if stages else None
-            fleet.begin(WorkerSpec(role="join", name=name, ticket=ticket, fleet_index=index, stage=stage, **common))
+            spec = common | each(name)
+            fleet.begin(WorkerSpec(role="join", name=name, ticket=ticket, fleet_index=index, stage=stage, **spec))
         while fleet.alive():
             poll()
             time.sleep(0.02)

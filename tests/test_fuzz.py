@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +17,7 @@ from muletrain.compute.torch_compute import TorchCompute
 from muletrain.errors import NetworkError
 from muletrain.sim import reference
 from muletrain.sim.loop import Hang, VirtualLoop, run_virtually
-from muletrain.sim.scenario import Fault, Scenario
+from muletrain.sim.scenario import FOR_EVER_S, Fault, Scenario
 from muletrain.sim.verdict import readable
 from muletrain.sim.world import play
 from muletrain.swarm import sealing
@@ -114,6 +115,22 @@ def test_a_replica_that_differs_at_every_step_leaves_and_the_run_goes_on(monkeyp
     assert [v for v in outcome.violations if not v.startswith("peer-1b did not survive")] == []
     assert "devices of one kind in a stage" in outcome.ends.pop("peer-1b")
     assert set(outcome.ends.values()) == {"finished"}
+
+
+@pytest.mark.parametrize("relays", [True, False])
+def test_two_that_never_reach_each_other_cost_nothing_where_members_relay(relays: bool) -> None:
+    """Nor does the relay's death: the pair gets another."""
+    never = Fault(0.0, "cut", ("peer-0b", "peer-1b"), FOR_EVER_S)
+    outcome = play(Scenario(31, (2, 2), 2, 4, 8, 0.01, (never,), relays=relays))
+    assert not outcome.violations
+    troubles = [text for _, text in outcome.timeline if "rerouted" in text or "suspected" in text]
+    assert bool(troubles) != relays, "\n".join(readable(outcome))
+    if relays:
+        dying = Fault(1.0, "kill", ("peer-1a",))
+        outcome = play(
+            Scenario(32, (2, 3), 2, 4, 8, 0.01, (replace(never, who=("peer-1b", "peer-1c")), dying), relays=True)
+        )
+        assert not outcome.violations, "\n".join(readable(outcome))
 
 
 def test_a_trainer_in_every_peer_and_sequences_that_grow() -> None:

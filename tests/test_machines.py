@@ -45,6 +45,8 @@ from muletrain.runs.ticket import Ticket
 from muletrain.runs.worker import Worker
 from muletrain.swarm.roster import Genesis
 from tests.fleet_run import checkpoint_weights
+from tests.reference import train_plainly
+from tests.test_equivalence import EXACT, facts_of, relative_difference
 
 TINY = ["--set", "model.width=64", "--set", "model.heads=2", "--set", "model.context=32"]
 
@@ -56,6 +58,9 @@ namespaces = pytest.mark.skipif(
 PYTHON = "python -c"
 ONLY_TCP = "7,40 0 0 12,21 4 0 2054,21 0 2 2048,48 0 0 23,21 1 0 6,6 0 0 2,6 0 0 0"
 """Classic BPF: ethertype ARP, or IPv4 whose protocol is TCP: 0 (pass), else 2 (drop)."""
+
+NO_SYN = "10,40 0 0 12,21 0 6 2048,48 0 0 23,21 0 4 6,177 0 0 14,80 0 0 27,84 0 0 18,21 1 0 2,6 0 0 0,6 0 0 2"
+"""Classic BPF: IPv4, TCP, SYN without ACK: 2 (drop), else 0 (pass)."""
 
 
 @pytest.fixture
@@ -116,6 +121,13 @@ def only_tcp(namespace: str, device: str) -> None:
         done = subprocess.run(["tc", "-n", namespace, *command, *bytecode], capture_output=True, text=True)
         if done.returncode:
             pytest.skip(f"this kernel cannot drop what is not TCP: {done.stderr}")
+
+
+def firewall(machine: str) -> None:
+    """The switch lets nobody connect to ``machine``; what it connects to itself may answer."""
+    namespace, device = f"mule-{os.getpid()}-s", f"to-{machine}"
+    command = ["filter", "add", "dev", device, "egress", "bpf", "da", "bytecode", NO_SYN]
+    subprocess.run(["tc", "-n", namespace, *command], check=True)
 
 
 def wait_for(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
@@ -258,6 +270,56 @@ def test_who_leaves_before_the_start_is_not_counted_on_and_any_member_lets_other
     assert all(torch.equal(last[name], first[name]) for name in first), "who joined served the folder's weights"
     logs = [json.loads(line) for m in "bc" for p in tmp_path.glob(f"{m}/runs/*/*.jsonl") for line in p.open()]
     assert [e["precision"] for e in logs if e["kind"] == "peer_joined"] == ["bf16", "bf16"], "as the run says"
+
+
+@namespaces
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_machines_behind_firewalls_train_by_way_of_another(
+    machines: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """Two that nobody can connect to (one says so, the other does not know) serve adjacent stages."""
+    settings = [*EXACT, "fleet.stages=3", "fleet.trainers=1"]
+    firewall("b")
+    firewall("c")
+    founder = machines("a", "start", *(word for s in settings for word in ("--set", s)))
+    ticket = ticket_in(tmp_path / "a")
+    joiners = [
+        machines("b", "join", ticket, "--stage", "1", "--name", "b", "--private"),
+        machines("c", "join", ticket, "--stage", "2", "--name", "c"),
+    ]
+    facts, cache = facts_of(tmp_path, "fleet.stages=3")
+    torch.set_num_threads(1)
+    expected, _ = train_plainly(facts, facts.source(cache))
+    out, _ = founder.communicate(timeout=300)
+    assert founder.returncode == 0, out
+    for joiner in joiners:
+        output(joiner)
+    assert relative_difference(checkpoint_weights(next((tmp_path / "a").glob("runs/*"))), expected) <= 1e-5
+    said = [e["message"] for e in _events(tmp_path) if e["kind"] == "note"]
+    assert [m for m in said if re.search(r"^[bc] cannot be reached directly: by way of ", m)], said
+    assert "relayed" in out[out.index("Sent over the network") :]
+
+
+@namespaces
+@pytest.mark.slow
+def test_who_cannot_reach_the_founder_is_told_which_port_to_open(
+    machines: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    firewall("a")
+    founder = machines("a", "start", *TINY, "--port", "4711")
+    ticket = ticket_in(tmp_path / "a")
+    begin = time.monotonic()
+    told = output(machines("b", "join", ticket, "--private"), code=2)
+    assert time.monotonic() - begin < 60  # most of it imports
+    assert "no member of the run could be reached" in told
+    assert "TCP port 4711 of 10.99.0.1" in told
+    founder.send_signal(signal.SIGINT)
+    assert "TCP port 4711 of 10.99.0.1" in output(founder), "it says so itself"
+
+
+def _events(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for p in folder.glob("*/runs/*/*.jsonl") for line in p.open()]
 
 
 def hugging_face_folder(folder: Path) -> dict[str, torch.Tensor]:

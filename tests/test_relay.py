@@ -15,15 +15,23 @@ from hivemind.p2p import P2P, PeerID
 
 from muletrain.config.schema import Codec
 from muletrain.errors import DeadlineExceeded, PeerUnreachable
+from muletrain.events import Note, StepApplied, StepDone
 from muletrain.network.base import Frame
 from muletrain.network.relay import ACCEPTED, RELAY, WORKS
-from muletrain.wire.codec import encode
+from muletrain.wire.codec import decode, encode
 from muletrain.wire.frame import pack
+from tests.fleet_run import checkpoint_weights, run_fleet
+from tests.reference import train_plainly
+from tests.test_equivalence import facts_of, relative_difference
 from tests.test_network import OWNER, World, child, number, poll, world
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from muletrain.events import Event
     from muletrain.network.base import Network
     from muletrain.network.libp2p import Libp2pNetwork
+    from muletrain.runs.fleet import LocalFleet
 
 pytestmark = pytest.mark.timeout(120)
 NOWHERE = {"announce": ("/ip4/192.0.2.1/udp/1",), "private": True}
@@ -152,6 +160,38 @@ def test_who_is_dead_is_unreachable_as_before() -> None:
     asyncio.run(scenario())
 
 
+def test_what_a_relay_changes_is_never_taken() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            a = await w.open()
+            b, c = await two_private(w, a)
+            await b.send(c.peer_id, Frame("x", {"n": 0}))
+            await w.next(c)
+            plain, changed = asyncio.StreamWriter.write, list[int]()
+
+            def write(writer: asyncio.StreamWriter, data: Any) -> None:
+                if len(data) > 1000 and any(writer in pipe.writers for pipe in a._relay._carrying) and not changed:  # type: ignore[union-attr]
+                    changed.append(len(data))
+                    data = bytes([*data[:500], data[500] ^ 1, *data[501:]])
+                plain(writer, data)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(asyncio.StreamWriter, "write", write)
+                large = [encode(torch.zeros(1 << 18), Codec.FP32)]
+                first = b._relay._pipes[0]  # type: ignore[union-attr]
+                with contextlib.suppress(PeerUnreachable, DeadlineExceeded):
+                    await b.send(c.peer_id, Frame("x", {"n": 1}, large), timeout_s=5)
+                await poll(lambda: first not in b._relay._pipes)  # type: ignore[union-attr]
+            await b.send(c.peer_id, Frame("x", {"n": 2}, large))
+            frames = [(await w.next(c))[1]]
+            while number(frames[-1]) < 2:  # the first one may have been sent again
+                frames.append((await w.next(c))[1])
+            assert all(not decode(f.tensors[0]).any() for f in frames)
+            assert not w.refusals[c.peer_id], "nor did it get as far as a frame"
+
+    asyncio.run(scenario())
+
+
 def test_a_relay_is_for_members_between_members() -> None:
     async def ask(p2p: Any, relay: Libp2pNetwork, **header: Any) -> bytes:
         _, reader, writer = await P2P.call_binary_stream_handler(p2p, PeerID.from_base58(relay.peer_id), RELAY)
@@ -198,3 +238,36 @@ def test_where_nobody_leads_there_people_are_told_which_port_to_open() -> None:
             assert time.monotonic() - begin < 30
 
     asyncio.run(scenario())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_fleet_with_two_peers_that_cannot_listen_computes_what_one_process_computes(tmp_path: Path) -> None:
+    """They serve adjacent stages; of two members that may carry between them one is killed: the one that does."""
+    facts, cache = facts_of(tmp_path, "fleet.stages=3", "fleet.peers=5", "fleet.trainers=2")
+    torch.set_num_threads(1)
+    expected, _ = train_plainly(facts, facts.source(cache))
+    private, relays, lost, ways = ("peer-3", "peer-4"), {"peer-1", "peer-2"}, set[str](), list[str]()
+
+    def each(name: str) -> dict[str, Any]:
+        if name in private:
+            return NOWHERE
+        return {} if name in relays else {"bandwidth_bytes_per_s": 1e12}  # does not carry
+
+    def watch(fleet: LocalFleet, event: Event) -> None:
+        if isinstance(event, Note) and "cannot be reached directly: by way of" in event.message:
+            ways.append(event.message.rsplit(maxsplit=1)[-1])
+        if isinstance(event, StepDone) and event.step == 7 and not lost:
+            ids = {fleet.pid(name): name for name in relays}
+            carrier = next(r for r in reversed(ways) if r in relays)
+            os.killpg(next(pid for pid, name in ids.items() if name == carrier), signal.SIGKILL)
+            lost.add(carrier)
+            ways.clear()
+
+    events = run_fleet(
+        facts.config, tmp_path / "run", watch=watch, lost=lost, stages=(0, 0, 0, 1, 2), each=each, timeout_s=350
+    )
+    assert relative_difference(checkpoint_weights(tmp_path / "run"), expected) <= 1e-5
+    assert set(ways) & relays == relays - lost, "the other one took over"
+    applied = [e for e in events if isinstance(e, StepApplied) and e.peer in relays and e.step > 1]
+    assert sum(c.get("relayed", 0) for e in applied for c in e.sent.values()) > 20 * 16 * 32 * 64 * 4, "counted"
