@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from muletrain.policy.claims import claimant
 from muletrain.policy.cover import resolve
-from muletrain.policy.deadline import CEILING_S, FLOOR_S, Deadline
+from muletrain.policy.deadline import CEILING_S, FLOOR_S, RECENT, Deadline, Usual
 from muletrain.policy.shards import BLOCK, CHUNK, chunk_ranges, shard_ranges
 from muletrain.policy.wiring import Wiring
 
@@ -105,6 +105,18 @@ def test_cover_many_conflicts_stays_fast_and_disjoint() -> None:
 def test_cover_refuses_foreign_indices() -> None:
     with pytest.raises(ValueError, match=r"outside 0\.\.3"):
         resolve({"a": frozenset({4})}, 4)
+
+
+def test_what_is_usual_forgets_a_cold_start() -> None:
+    usual = Usual(unmeasured_s=10.0, floor_s=0.3, times=2.0)
+    assert usual.seconds() == 10.0
+    for took in [6.0, 5.0, 7.0, 1.0, 1.0, 1.0, 1.0]:
+        usual.measured(took)
+    assert usual.seconds() == pytest.approx(2.0)
+    assert usual.seconds(2) == pytest.approx(8.0)
+    for _ in range(RECENT):
+        usual.measured(0.01)
+    assert usual.seconds() == 0.3
 
 
 def test_deadline_follows_measurements_and_doubles() -> None:

@@ -34,10 +34,25 @@ def test_the_work_of_a_dead_peer_is_given_out_again_at_once(victim: str) -> None
 
 @pytest.mark.parametrize("victim", ["peer-0b", "peer-1b"])
 def test_a_frozen_peer_is_found_out_by_its_silence(victim: str) -> None:
-    """It owes answers, and gives none to a probe: about as long as answers usually take, and a probe's 1.5 s."""
+    """It owes answers and gives none: others compute what it owes. That it is dead, all find out at the same time, not one by one."""
     at_s = 2.0  # in the middle of the third step
     happened = timeline(Fault(at_s, "freeze", (victim,), 60.0))
-    assert first("microbatch_rerouted", happened) - at_s < 3 * SERVICE_S + 1.5
+    assert first(f"microbatch_rerouted .*{victim[1:]}: it is silent", happened) - at_s < 3 * SERVICE_S + 0.5
+    suspected = [t for t, text in happened if f"peer_suspected peer_id={victim}" in text]
+    assert len(suspected) == 3
+    assert suspected[0] - at_s > 1.5, "that costs a rerun, and is not believed at once"
+    assert suspected[-1] - suspected[0] < 0.5
+
+
+def test_a_false_alarm_costs_what_was_computed_twice_and_nothing_else() -> None:
+    """A peer that was silent for a second has what it owed in its accumulator, and nobody else has."""
+    happened = timeline(Fault(2.0, "freeze", ("peer-1b",), 1.0))
+    silent = sum("microbatch_rerouted" in text and "1b: it is silent" in text for _, text in happened)
+    assert silent > 0, "it was doubted"
+    assert not [text for _, text in happened if re.search("peer_suspected|microbatches again|attempt", text)]
+    applied = [re.search(r"stage=1 .*microbatches=(\d+) recomputed=(\d+)", text) for _, text in happened]
+    assert sum(int(found[1]) for found in applied if found) == STEPS * MICROBATCHES
+    assert sum(int(found[2]) for found in applied if found) <= silent
 
 
 @pytest.mark.parametrize(("kind", "limit_s"), [("kill", 2.0), ("freeze", 6.0)])

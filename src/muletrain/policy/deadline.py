@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
+
 FLOOR_S = 2.0
 """Below this a busy machine's scheduling looks like a fault."""
+RECENT = 15
+"""Measurements that ``Usual`` remembers."""
 UNMEASURED_S = 30.0
 """Before the first measurement: long enough for a first step on a cold machine."""
 CEILING_S = 600.0
@@ -30,4 +35,22 @@ class Deadline:
     def seconds(self, attempt: int = 0) -> float:
         """The deadline of the ``attempt``-th try, from 0."""
         base = self._unmeasured_s if self._mean_s is None else self._mean_s + self._deviations * self._deviation_s
+        return min(CEILING_S, max(self._floor_s, base) * 2.0 ** min(attempt, 10))
+
+
+class Usual:
+    """When to wonder, where that costs little: after a multiple of the median of what was measured of late. Other than means and
+    deviations, medians forget a cold start, or a stall, as soon as most measurements are of something else."""
+
+    def __init__(self, unmeasured_s: float, floor_s: float, times: float) -> None:
+        self._recent_s: deque[float] = deque(maxlen=RECENT)
+        self._unmeasured_s, self._floor_s, self._times = unmeasured_s, floor_s, times
+
+    def measured(self, seconds: float) -> None:
+        """An answer took ``seconds``."""
+        self._recent_s.append(seconds)
+
+    def seconds(self, attempt: int = 0) -> float:
+        """The ``attempt``-th time, from 0; doubles."""
+        base = self._times * statistics.median(self._recent_s) if self._recent_s else self._unmeasured_s
         return min(CEILING_S, max(self._floor_s, base) * 2.0 ** min(attempt, 10))

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from muletrain.errors import DeadlineExceeded, NetworkError, PeerUnreachable
 from muletrain.events import FrameRefused, PeerSuspected
 from muletrain.network.base import Channel
-from muletrain.policy.deadline import Deadline
-from muletrain.swarm.messages import AskHeld, Held, Message
+from muletrain.policy.deadline import Deadline, Usual
+from muletrain.swarm.messages import AskHeld, Doubted, Held, Message
 from muletrain.swarm.uplink import Uplink
 
 if TYPE_CHECKING:
@@ -141,6 +141,11 @@ class Context:
     """The compute slot: backward before forward when both wait."""
     probe_deadline: Deadline = field(default_factory=lambda: Deadline(unmeasured_s=10.0, floor_s=1.5))
     """On a starved machine a living peer's event loop stalls for a second at times (imports, garbage collection)."""
+    doubt_deadline: Usual = field(default_factory=lambda: Usual(unmeasured_s=10.0, floor_s=0.25, times=4.0))
+    """Of the same answers, where being wrong costs little: see ``doubt``."""
+    doubted: set[PeerId] = field(default_factory=set)
+    on_doubt: list[Callable[[PeerId], None]] = field(default_factory=list)
+    """Told of those that are doubted from now on."""
     background: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="background"))
     """For work that may take seconds (hashing, the disk): neither the event loop nor ``Compute.offload`` waits for it."""
     changed: Callable[[], None] = lambda: None
@@ -203,6 +208,7 @@ class Context:
 
     def suspect(self, peer: PeerId, reason: str) -> None:
         """Believe ``peer`` dead until it is heard of again. Changes routing and rounds only."""
+        self.doubted.discard(peer)
         if self.roster.dead(peer):
             self.emit(PeerSuspected(peer_id=peer, reason=reason))
             self.give_up(peer, reason)
@@ -239,19 +245,47 @@ class Context:
         gone = f"no peer of stages {lost} can be reached" if lost else "every stage can be reached"
         return gone if self.roster.trainers() else f"{gone}, no trainer can"
 
-    async def probe(self, peer: PeerId, lineage: bytes, step: int, attempt: int = 0) -> Held | None:
-        """Ask a silent peer what it holds. None, and the peer is believed dead, if it does not answer in time."""
+    async def probe(
+        self, peer: PeerId, lineage: bytes, step: int, attempt: int = 0, *, hearsay: bool = False
+    ) -> Held | None:
+        """Ask a silent peer what it holds. It is doubted when the answer takes longer than such answers do. None, and it is believed
+        dead, if it does not answer in time. ``hearsay``: others had doubts; they know."""
+        asking = asyncio.create_task(self._ask_held(peer, lineage, step, attempt))
+        asking.add_done_callback(lambda t: t.cancelled() or t.exception())  # whoever probes may have given up already
         try:
-            held = await self._ask_held(peer, lineage, step, attempt)
+            await asyncio.wait({asking}, timeout=self.doubt_deadline.seconds(attempt))
+            if not asking.done() and self.roster.is_alive(peer):
+                self._doubt(peer, lineage, step, hearsay=hearsay)
+            held = await asking
         except (PeerUnreachable, DeadlineExceeded) as e:
             self.suspect(peer, str(e))
             return None
         except NetworkError as e:
             self.suspect(peer, f"answered a probe with: {e}")
             return None
+        finally:
+            asking.cancel()
+            self.doubted.discard(peer)
         if held.current:  # at another step it is of no use to this one, however well it may be
             self.roster.alive(peer)
         return held
+
+    def _doubt(self, peer: PeerId, lineage: bytes, step: int, *, hearsay: bool) -> None:
+        """Route around ``peer`` until it is heard of, and let the others ask, too, so that all know at the same time whether it lives.
+        Only routes change, so doubts may be wrong."""
+        self.doubted.add(peer)
+        for told in self.on_doubt:
+            told(peer)
+        if not hearsay:
+            others = tuple(p for p in self.roster.others() if p != peer)
+            self.spawn(self.tell(others, Doubted(lineage=lineage, step=step, peer=peer)), "doubted")
+
+    def look_after(self, peer: PeerId, lineage: bytes, step: int) -> None:
+        """Others have doubts about ``peer``, or a stream with it ended: find out whether it is there, once at a time."""
+        name = f"look after {peer[-6:]}"
+        asked = peer in self.doubted or any(task.get_name() == name for task in self._tasks)
+        if self.roster.is_alive(peer) and peer != self.net.peer_id and not asked:
+            self.spawn(self.probe(peer, lineage, step, hearsay=True), name)
 
     async def measure(self, peer: PeerId, lineage: bytes, step: int) -> None:
         """How long the answer to a probe takes, before one is missed. Whoever does not answer yet is not believed dead for it."""
@@ -263,7 +297,8 @@ class Context:
         begin = self.clock.now()
         answer = await self.net.call(peer, AskHeld.KIND, ask.pack(), timeout_s=self.probe_deadline.seconds(attempt))
         held = Held.unpack(answer)
-        self.probe_deadline.measured(self.clock.now() - begin)
+        for deadline in (self.probe_deadline, self.doubt_deadline):
+            deadline.measured(self.clock.now() - begin)
         return held
 
     async def still_missing(self, lineage: bytes, step: int, index: int, stages: tuple[int, ...]) -> tuple[int, ...]:

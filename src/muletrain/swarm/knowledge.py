@@ -162,8 +162,8 @@ class Knowledge:
         self._builder.add(entry)
         self.touched()
         if entry.stage == self._ctx.roster.own.stage:
-            for member in filter(self._ctx.roster.is_alive, entry.without):
-                self._ctx.spawn(self._ctx.probe(member, self.lineage, self.step), "doubt")
+            for member in entry.without:
+                self._ctx.look_after(member, self.lineage, self.step)
 
     def on_view(self, sender: PeerId, ask: AskViews) -> Views:
         """Members of another stage that do not reach each other learn of each other here: views of those that we reach. Raises

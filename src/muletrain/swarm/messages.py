@@ -318,6 +318,16 @@ class Back(Message):
     step: Natural
 
 
+class Doubted(Message):
+    """``peer`` does not answer its sender: whoever gets this asks it, too, before they need it. Nobody is believed dead on hearsay."""
+
+    KIND: ClassVar[str] = "doubted"
+    CHANNEL: ClassVar[Channel] = Channel.AVERAGE
+    lineage: Digest
+    step: Natural
+    peer: Id
+
+
 class AskSnapshot(Message):
     """Call to a peer of ``stage``: make a copy of the stage's state as it is before the current step."""
 

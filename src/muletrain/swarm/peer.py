@@ -26,6 +26,7 @@ from muletrain.swarm.messages import (
     Block,
     Busy,
     Done,
+    Doubted,
     Finished,
     Forward,
     Gap,
@@ -71,7 +72,8 @@ LAST_CHECKPOINT_S = 600.0
 """How long members wait for the collector to have the last checkpoint."""
 
 STEP_KINDS: dict[str, type[Message]] = {
-    m.KIND: m for m in (Forward, Backward, Done, Busy, Lost, TrainerDone, Gap, Seal, Shard, Reduced, RoundEntry, Back)
+    m.KIND: m
+    for m in (Forward, Backward, Done, Busy, Lost, TrainerDone, Gap, Seal, Shard, Reduced, RoundEntry, Back, Doubted)
 }
 OTHER_KINDS: dict[str, type[Message]] = {m.KIND: m for m in (Part, Report, Block)}
 
@@ -468,6 +470,8 @@ class Peer:
                 self.stepper.on_entry(sender, message)
             case Back():
                 self._refresh_routes()
+            case Doubted():
+                self._ctx.look_after(message.peer, message.lineage, message.step)
             case _:
                 raise ProtocolError(f"{frame.kind}: not for this peer")
 
@@ -523,8 +527,8 @@ class Peer:
     def _on_lost(self, peer: PeerId) -> None:
         """A stream ended: whoever is gone with it is found out about now, and not when something is missed."""
         self.stepper.averager.broken(peer)
-        if not self._over and self._ctx.roster.is_alive(peer):
-            self._ctx.spawn(self._ctx.probe(peer, self.stepper.lineage, self.stepper.step), f"look after {peer[-6:]}")
+        if not self._over:
+            self._ctx.look_after(peer, self.stepper.lineage, self.stepper.step)
 
     # Calls ----------------------------------------------------------------------------------------------------------
 

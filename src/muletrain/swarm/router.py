@@ -11,15 +11,18 @@ import itertools
 import random
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import DeadlineExceeded, MuletrainError, PeerUnreachable, ProtocolError
 from muletrain.events import MicrobatchRerouted
 from muletrain.policy.deadline import Deadline
 from muletrain.policy.wiring import Wiring
 from muletrain.swarm.messages import Backward, Busy, Done, Forward, Lost, Request
+from muletrain.swarm.silence import Silence
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from muletrain.network.base import PeerId
     from muletrain.swarm.context import Context
     from muletrain.wire.codec import Encoded
@@ -29,16 +32,16 @@ BUSY_PAUSE_S = 0.005
 BUSY_PAUSE_MAX_S = 0.5
 
 
-SILENCE_FLOOR_S = 0.3
-"""Silences are asked about from here on. A question costs little: only one that is not answered, either, has consequences."""
-
-
 class _Gone(MuletrainError):
     """The peer lives, but nothing will come of the request."""
 
 
 class _Over(MuletrainError):
     """The step of the request has ended without it."""
+
+
+class _Full(MuletrainError):
+    """The peer has no room now."""
 
 
 class StageLost(MuletrainError):
@@ -53,13 +56,19 @@ class Answer:
     gradient: Encoded | None
 
 
+_Reply = tuple["Backward | Done | Busy | Lost", "list[Encoded]"]
+
+
 @dataclass
 class _Pending:
+    """One peer's answer to one request. ``shape``: of what was sent, and so of its gradient. ``doubted`` is set when the peer falls
+    silent (``Silence``)."""
+
     peer: PeerId
     shape: tuple[int, ...]
-    """Of what was sent, and so of its gradient."""
     request: Request
-    reply: asyncio.Future[tuple[Backward | Done | Busy | Lost, list[Encoded]]]
+    reply: asyncio.Future[_Reply]
+    doubted: asyncio.Future[None]
 
 
 class Router:
@@ -70,11 +79,9 @@ class Router:
         self._stage = stage
         self._wiring = Wiring(random.Random(f"{ctx.net.peer_id}/{stage}"))
         self._deadline = Deadline()
-        self._pending: dict[tuple[int, int, int, str], _Pending] = {}
-        self._silence = Deadline(unmeasured_s=10.0, floor_s=SILENCE_FLOOR_S, deviations=1.0)
-        """Between two answers of a peer that owes us some; to ask once too often is better than to wait."""
-        self._heard: dict[PeerId, float] = {}
-        self._listening: set[PeerId] = set()
+        self._pending: dict[tuple[PeerId, int, int, int, str], _Pending] = {}
+        self._silence = Silence(ctx, stage, self._owed)
+        ctx.on_doubt.append(self._doubt)
         self._current: tuple[int, bytes] | None = None
 
     def begin(self, step: int, lineage: bytes) -> None:
@@ -99,25 +106,25 @@ class Router:
     def on_reply(self, sender: PeerId, reply: Backward | Done | Busy | Lost, tensors: list[Encoded]) -> None:
         """Match an answer with its request; late answers to requests that were given up, or sent elsewhere since, are dropped.
         Raises ProtocolError for a gradient of another shape or codec than was sent."""
-        pending = self._pending.get(reply.key)
-        if pending is None or pending.peer != sender or pending.reply.done():
+        pending = self._pending.get((sender, *reply.key))
+        if pending is None or pending.reply.done():
             return
         if any((t.shape, t.codec) != (pending.shape, self._ctx.plan.activations) for t in tensors):
             raise ProtocolError(f"a gradient that is not {self._ctx.plan.activations} {pending.shape}")
-        now = self._ctx.clock.now()
-        self._silence.measured(now - self._heard[sender])
-        self._heard[sender] = now
+        self._silence.heard(sender)
         pending.reply.set_result((reply, tensors))
 
-    async def request(self, request: Request, accumulate: tuple[int, ...], tensors: list[Encoded]) -> Answer:
-        """Get one microbatch through the stage and all behind it. Raises StageLost when every live peer failed it, or its step is over."""
-        failed: set[PeerId] = set()
+    async def request(
+        self, request: Request, accumulate: tuple[int, ...], tensors: list[Encoded], tried: Collection[PeerId] = ()
+    ) -> Answer:
+        """Get one microbatch through the stage, without those that were ``tried``, and all behind it. Raises StageLost when every
+        live peer failed it, or its step is over."""
+        failed: set[PeerId] = set(tried)
         full: set[PeerId] = set()
         for tries in itertools.count():
             if not self._is_current(request):
                 raise StageLost(f"stage {self._stage}: step {request.step} has ended")
-            dead = {p for p in self._wiring.peers() if not self._ctx.roster.is_alive(p)}
-            peer = self._wiring.choose(failed | full | dead, Counter(p.peer for p in self._pending.values()))
+            peer = self._choose(failed, full)
             if peer is None and full:
                 await self._ctx.clock.sleep(min(BUSY_PAUSE_S * 2.0 ** min(tries, 10), BUSY_PAUSE_MAX_S))
                 full.clear()
@@ -128,29 +135,66 @@ class Router:
                     f"stage {self._stage}: no live peer could take microbatch {request.step}/{request.index}"
                 )
             try:
-                reply, answer = await self._try(peer, request, accumulate, tensors)
+                answer = await self._from(peer, request, accumulate, tensors, failed)
             except (PeerUnreachable, DeadlineExceeded) as e:
                 self._give_up(peer, request, str(e))
                 self._ctx.suspect(peer, str(e))
-                failed.add(peer)
-                accumulate = await self._missing(request, accumulate)
-                continue
-            except _Over:
-                continue
             except _Gone as e:  # alive, but it does not have the request (any more)
                 self._give_up(peer, request, str(e))
-                failed.add(peer)
-                accumulate = await self._missing(request, accumulate)
+            except _Over:
                 continue
-            if isinstance(reply, Busy):
+            except _Full:
                 full.add(peer)
-            elif isinstance(reply, Lost):
-                self._give_up(peer, request, reply.reason)
-                failed.add(peer)
-                accumulate = await self._missing(request, accumulate)
+                continue
             else:
-                return Answer(reply.loss, answer[0] if answer else None)
+                return answer
+            failed.add(peer)
+            accumulate = await self._missing(request, accumulate)
         raise AssertionError  # itertools.count does not end
+
+    def _choose(self, failed: set[PeerId], full: set[PeerId]) -> PeerId | None:
+        """Somebody else than a peer that is doubted, while there is one, be it that we have to wait for room."""
+        usable = {p for p in self._wiring.peers() if self._ctx.roster.is_alive(p)} - failed
+        trusted = (usable - self._ctx.doubted) or usable
+        out = set(self._wiring.peers()) - trusted | full
+        return self._wiring.choose(out, Counter(p.peer for p in self._pending.values()))
+
+    async def _from(
+        self, peer: PeerId, request: Request, accumulate: tuple[int, ...], tensors: list[Encoded], tried: set[PeerId]
+    ) -> Answer:
+        """The answer of ``peer``. When it is doubted, another works on the microbatch, too, but accumulates nothing, here and in the
+        stages behind: if the peer lives, the microbatch is in its accumulator; if not, that is lost whatever we do, and the stage
+        runs what it held again. So a false alarm costs this one computation, and no microbatch is ever in two accumulators."""
+        pending = self._begin(peer, request, tensors)
+        first = asyncio.create_task(self._try(pending, accumulate, tensors))
+        copy: asyncio.Task[Answer] | None = None
+        try:
+            either: set[asyncio.Future[Any]] = {first, pending.doubted}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not first.done():
+                self._rerouted(peer, request, "it is silent: another computes the same, too")
+                copy = asyncio.create_task(self.request(request, (), tensors, {*tried, peer}))
+                await asyncio.wait({first, copy}, return_when=asyncio.FIRST_COMPLETED)
+                if first.done() and first.exception() is not None:
+                    await asyncio.wait({copy})
+                if copy.done() and copy.exception() is None:
+                    return copy.result()
+            return await first
+        finally:
+            del self._pending[peer, *request.key]
+            tasks = [first] if copy is None else [first, copy]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _owed(self, peer: PeerId) -> Request | None:
+        return next((p.request for p in self._pending.values() if p.peer == peer), None)
+
+    def _doubt(self, peer: PeerId) -> None:
+        others = set(self._ctx.roster.stage(self._stage)) - self._ctx.doubted
+        for pending in self._pending.values():
+            if pending.peer == peer and others and not pending.doubted.done():
+                pending.doubted.set_result(None)
 
     async def _missing(self, request: Request, accumulate: tuple[int, ...]) -> tuple[int, ...]:
         """What failed here may have gone through there: stages from ours on that hold it already do not accumulate it again."""
@@ -165,65 +209,39 @@ class Router:
         await asyncio.gather(*(ctx.probe(p, request.lineage, request.step) for p in members))
         self.refresh()
 
-    async def _try(
-        self, peer: PeerId, request: Request, accumulate: tuple[int, ...], tensors: list[Encoded]
-    ) -> tuple[Backward | Done | Busy | Lost, list[Encoded]]:
-        """One receiver: send, then wait while it is seen to be working on it."""
-        clock = self._ctx.clock
-        if request.key in self._pending:
+    def _begin(self, peer: PeerId, request: Request, tensors: list[Encoded]) -> _Pending:
+        key = peer, *request.key
+        if key in self._pending:
             raise ProtocolError(
                 f"microbatch {request.step}/{request.index} attempt {request.attempt} is already under way"
             )
-        pending = _Pending(peer, tuple(tensors[0].shape), request, asyncio.get_running_loop().create_future())
-        self._listen_to(peer)
-        self._pending[request.key] = pending
+        self._silence.expect(peer)
+        loop = asyncio.get_running_loop()
+        pending = _Pending(peer, tuple(tensors[0].shape), request, loop.create_future(), loop.create_future())
+        self._pending[key] = pending
+        return pending
+
+    async def _try(self, pending: _Pending, accumulate: tuple[int, ...], tensors: list[Encoded]) -> Answer:
+        """One receiver: send, then wait while it is seen to be working on it. Raises _Full, _Gone, PeerUnreachable, DeadlineExceeded."""
+        clock, peer, request = self._ctx.clock, pending.peer, pending.request
         message = Forward(
             **request.identity(), stage=self._stage, accumulate=accumulate, deadline_s=self._deadline.seconds(),
         )  # fmt: skip
         begin = clock.now()
-        try:
-            with self._ctx.awaiting(peer, pending.reply):
-                # a frozen receiver takes only what its buffers hold
-                await self._ctx.unless_done(pending.reply, self._ctx.send(peer, message, list(tensors)))
-                reply, answer = await self._await(peer, request, pending)
-        finally:
-            del self._pending[request.key]
-        if isinstance(reply, Backward | Done):
-            took = clock.now() - begin
-            self._deadline.measured(took)
-            self._wiring.measured(peer, max(took - reply.away_s, 1e-6))
-        return reply, answer
+        with self._ctx.awaiting(peer, pending.reply):
+            # a frozen receiver takes only what its buffers hold
+            await self._ctx.unless_done(pending.reply, self._ctx.send(peer, message, list(tensors)))
+            reply, answer = await self._await(peer, request, pending)
+        if isinstance(reply, Busy):
+            raise _Full
+        if isinstance(reply, Lost):
+            raise _Gone(reply.reason)
+        took = clock.now() - begin
+        self._deadline.measured(took)
+        self._wiring.measured(peer, max(took - reply.away_s, 1e-6))
+        return Answer(reply.loss, answer[0] if answer else None)
 
-    def _listen_to(self, peer: PeerId) -> None:
-        if not any(p.peer == peer for p in self._pending.values()):
-            self._heard[peer] = self._ctx.clock.now()
-        if peer not in self._listening:
-            self._listening.add(peer)
-            self._ctx.spawn(self._listen(peer), f"listen to {peer[-6:]}")
-
-    async def _listen(self, peer: PeerId) -> None:
-        """A peer that owes us answers gives one every so often. When it is silent for longer, and somebody else could do its work, ask
-        whether it is there: the deadline of a request, which may wait in a queue, would find out much later that it froze."""
-        ctx, attempt, asked = self._ctx, 0, 0.0
-        try:
-            while (owed := next((p for p in self._pending.values() if p.peer == peer), None)) is not None:
-                heard = self._heard[peer]
-                attempt = attempt if asked > heard else 0
-                wait = max(asked, heard) + self._silence.seconds(attempt) - ctx.clock.now()
-                if wait > 0:
-                    await ctx.clock.sleep(min(wait, SILENCE_FLOOR_S))  # what is measured meanwhile counts
-                    continue
-                attempt, asked = attempt + 1, ctx.clock.now()
-                if ctx.roster.stage(self._stage) == (peer,):
-                    continue  # a stage's last peer is not given up for being slow
-                if await ctx.probe(peer, owed.request.lineage, owed.request.step) is None:
-                    ctx.give_up(peer, "it is silent, and answers no probe")
-        finally:
-            self._listening.discard(peer)
-
-    async def _await(
-        self, peer: PeerId, request: Request, pending: _Pending
-    ) -> tuple[Backward | Done | Busy | Lost, list[Encoded]]:
+    async def _await(self, peer: PeerId, request: Request, pending: _Pending) -> _Reply:
         for attempt in itertools.count():
             what = f"microbatch {request.step}/{request.index} at stage {self._stage}"
             try:
@@ -243,6 +261,9 @@ class Router:
 
     def _give_up(self, peer: PeerId, request: Request, reason: str) -> None:
         self._wiring.ban(peer)
+        self._rerouted(peer, request, reason)
+
+    def _rerouted(self, peer: PeerId, request: Request, reason: str) -> None:
         self._ctx.emit(
             MicrobatchRerouted(
                 step=request.step, index=request.index, stage=self._stage, reason=f"{peer[-6:]}: {reason}"

@@ -28,6 +28,8 @@ MAX_LOST = 2
 """Times that a replica is lost while it is counted on, before it is left out of the step: some links carry messages one way only."""
 PAUSE_S, PAUSE_MAX_S = 0.05, 2.0
 """Before the next question; doubles."""
+FILLED_MAX_S = 0.2
+"""Between two questions to the replicas whether the gaps are filled: they all wait for that, and for nothing else."""
 
 
 class LeftOut(Exception):
@@ -190,7 +192,7 @@ class Sealing(Knowledge):
                 if gaps <= union:
                     return
                 await self._meet()
-                await ctx.clock.sleep(min(PAUSE_MAX_S, PAUSE_S * 2.0**pause))
+                await ctx.clock.sleep(min(FILLED_MAX_S, PAUSE_S * 2.0**pause))
 
         limit = self._step_deadline
         for patience in range(MAX_SILENCE):
