@@ -20,7 +20,7 @@ from muletrain.sim.loop import Hang, VirtualLoop, run_virtually
 from muletrain.sim.scenario import FOR_EVER_S, Fault, Scenario
 from muletrain.sim.verdict import readable
 from muletrain.sim.world import play
-from muletrain.swarm import sealing
+from muletrain.swarm import lineages, sealing
 from muletrain.swarm.averaging import Averager, RoundFailed
 from muletrain.swarm.ledger import Ledger
 from muletrain.swarm.messages import Busy, ShardFacts
@@ -84,7 +84,7 @@ def _another_device(patch: pytest.MonkeyPatch, steps: range) -> None:
     def compute(facts: Any, stage: int) -> TorchCompute:
         own = right(facts, stage)
         made.append(stage)
-        if made.count(1) == 3 and stage == 1:  # after the reference's and the first replica's
+        if made.count(1) == 2 and stage == 1:  # after the first replica's
             apply = own._apply
 
             def differently(gradient: Any, update: Any) -> None:
@@ -103,7 +103,7 @@ def test_a_replica_that_differs_in_the_last_bit_copies_the_others(
     stages: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _another_device(monkeypatch, range(1, 2))
-    outcome = play(Scenario(1, stages, 1, 4, 8, 0.01, ()))
+    outcome = play(Scenario(1, stages, 1, 4, 8, 0.01, (), same_bits=False))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert outcome.ends["peer-1b"] == "finished"
     assert any("not those of the other replicas: this peer takes" in text for _, text in outcome.timeline)
@@ -111,7 +111,7 @@ def test_a_replica_that_differs_in_the_last_bit_copies_the_others(
 
 def test_a_replica_that_differs_at_every_step_leaves_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     _another_device(monkeypatch, range(100))
-    outcome = play(Scenario(1, (2, 2), 1, 5, 8, 0.01, ()))
+    outcome = play(Scenario(1, (2, 2), 1, 5, 8, 0.01, (), same_bits=False))
     assert [v for v in outcome.violations if not v.startswith("peer-1b did not survive")] == []
     assert "devices of one kind in a stage" in outcome.ends.pop("peer-1b")
     assert set(outcome.ends.values()) == {"finished"}
@@ -217,6 +217,29 @@ def _reused_round(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sealing, "round_id", lambda lineage, stage, step, *rest: bytes([stage, step]) * 16)
 
 
+def _accumulator_kept_over_a_migration(patch: pytest.MonkeyPatch) -> None:
+    """What a peer summed up for one stage is still there when it serves the next."""
+    right_apply, right_load, kept = TorchCompute._apply, TorchCompute._load_state, {}
+
+    def apply(self: TorchCompute, gradient: Any, update: Any) -> None:
+        kept[self.stage] = self._weights.accumulator.clone()
+        right_apply(self, gradient, update)
+
+    def load(self: TorchCompute, state: Any) -> None:
+        right_load(self, state)
+        before = kept[1 - self.stage]
+        size = min(len(before), self.n_params)
+        self._weights.accumulator[:size] += before[:size]
+
+    patch.setattr(TorchCompute, "_apply", apply)
+    patch.setattr(TorchCompute, "_load_state", load)
+    patch.setattr(TorchCompute, "clear", lambda self: None)
+
+
+def _sides_stay_apart(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lineages, "gives_way", lambda own, other, *, stalled: False)
+
+
 def _accumulator_kept(patch: pytest.MonkeyPatch) -> None:
     right = TorchCompute._apply
 
@@ -296,6 +319,22 @@ def test_a_planted_bug_in_the_agreement_is_caught(
 ) -> None:
     plant(monkeypatch)
     assert any(play(scenario).violations for scenario in AGREEMENT)
+
+
+@pytest.mark.parametrize(
+    ("plant", "scenario"),
+    [
+        (_accumulator_kept_over_a_migration, Scenario(10, (2, 2), 2, 4, 8, 0.01, (Fault(0.3, "move", ("peer-1b",)),))),
+        (_sides_stay_apart, Scenario(11, (2, 2), 2, 30, 4, 0.01, (Fault(1.5, "partition", ("peer-0a", "peer-1a"), 3.0),))),
+    ],
+)  # fmt: skip
+def test_a_planted_bug_is_caught_where_it_shows(
+    plant: Callable[[pytest.MonkeyPatch], None], scenario: Scenario, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = play(scenario)
+    assert right.violations == [], "\n".join(readable(right))
+    plant(monkeypatch)
+    assert play(scenario).violations
 
 
 def test_time_jumps_and_waiting_for_nothing_is_a_hang() -> None:

@@ -228,6 +228,20 @@ class PeerLeft(Event):
 
 
 @dataclass(frozen=True)
+class LineageLeft(Event):
+    """A partition healed: this peer leaves the history of its side and goes on with the other one, from the state of its replicas."""
+
+    forked_at: int
+    """The first step that the two sides did differently, from 1."""
+    step: int
+    """Steps done on this side,"""
+    lineage: str
+    """and the hash of its last record, hex."""
+    to_step: int
+    to_lineage: str
+
+
+@dataclass(frozen=True)
 class MemberRemoved(Event):
     """The run's owner removed a peer: nothing of it is accepted any more, and nothing is sent to it."""
 

@@ -237,6 +237,12 @@ def headline(event: ev.Event, view: RunView) -> str | None:
             return f"{event.name} was removed by the run's owner"
         case ev.PeerLeft():
             return f"{event.name} left in order after step {event.step}"
+        case ev.LineageLeft():
+            apart = event.step - event.forked_at + 1
+            return (
+                f"{event.peer}: a partition healed, both of whose sides had gone on from step {event.forked_at}; it gives up its own "
+                f"side's {apart} steps and takes the others' state after step {event.to_step}"
+            )
         case ev.FaultInjected():
             return f"chaos: {event.planned} hits {', '.join(event.who)} after step {event.step}"
         case ev.CheckpointWritten():

@@ -43,9 +43,10 @@ class MemoryHub:
         """Told of every frame before it is sent to another peer; it may kill the sender."""
         self.relays = False
         """Do members carry for those that are cut off from each other?"""
-        self._cut: set[frozenset[PeerId]] = set()
+        self._cut: Counter[frozenset[PeerId]] = Counter()
         self._ways: dict[frozenset[PeerId], PeerId] = {}
         """Who carries between two that are cut off."""
+        self._held_up: dict[frozenset[PeerId], asyncio.Event] = {}
 
     def join(self, peer_id: PeerId) -> MemoryNetwork:
         return MemoryNetwork(self, peer_id)
@@ -78,18 +79,30 @@ class MemoryHub:
             event.set()
 
     def cut(self, a: PeerId, b: PeerId) -> None:
-        """Neither reaches the other until ``mend``."""
-        self._cut.add(frozenset((a, b)))
+        """Neither reaches the other until ``mend``, and finds out when it tries."""
+        self._cut[frozenset((a, b))] += 1
         self.way(a, b)
 
     def mend(self, a: PeerId, b: PeerId) -> None:
         """What was under way is lost; that their streams ended, both hear now."""
-        self._cut.discard(frozenset((a, b)))
-        if self._ways.pop(frozenset((a, b)), None) is not None:
+        pair = frozenset((a, b))
+        self._cut[pair] -= 1
+        if self._cut[pair]:
+            return  # cut twice
+        del self._cut[pair]
+        if self._ways.pop(pair, None) is not None:
             return
         if a in self.peers and b in self.peers:
             self._ended_for(self.peers[a], self.peers[b])
             self._ended_for(self.peers[b], self.peers[a])
+
+    def hold_up(self, a: PeerId, b: PeerId) -> None:
+        """Nothing passes between the two until ``let_pass``, and nobody is told; then what waited arrives, as with TCP."""
+        self._held_up.setdefault(frozenset((a, b)), asyncio.Event())
+
+    def let_pass(self, a: PeerId, b: PeerId) -> None:
+        if event := self._held_up.pop(frozenset((a, b)), None):
+            event.set()
 
     def reach(self, sender: PeerId, receiver: PeerId) -> MemoryNetwork:
         """Raises PeerUnreachable."""
@@ -120,6 +133,10 @@ class MemoryHub:
             return frozenset((a, b)) not in self._cut
         alive = way in self.peers and way not in self.frozen
         return alive and self.passes(a, way, DIRECT) and self.passes(way, b, DIRECT)
+
+    async def passable(self, a: PeerId, b: PeerId) -> None:
+        while (event := self._held_up.get(frozenset((a, b)))) is not None:
+            await event.wait()
 
     async def awake(self, peer: PeerId) -> None:
         while (event := self.frozen.get(peer)) is not None:
@@ -162,6 +179,7 @@ class MemoryNetwork:
         delay_s = self._delay_s(sender)
         if delay_s:
             await asyncio.sleep(2 * delay_s)  # there and back
+        await self._hub.passable(sender, self.peer_id)
         await self._hub.awake(self.peer_id)
         if method not in self._handlers:
             return True, f"'{method}' is not served here (not yet, or not any more)".encode()
@@ -216,6 +234,7 @@ class MemoryNetwork:
             arrives, way, item = await queue.get()
             if (wait_s := arrives - asyncio.get_running_loop().time()) > 0:
                 await asyncio.sleep(wait_s)
+            await self._hub.passable(sender, self.peer_id)
             await self._hub.awake(self.peer_id)
             if not self._hub.passes(sender, self.peer_id, way):
                 continue  # it was on its way when the link broke, or with a relay that died
@@ -235,6 +254,7 @@ class MemoryNetwork:
 
     async def _lose(self, peer: PeerId) -> None:
         await asyncio.sleep(self._hub.delay_s(peer, self.peer_id))
+        await self._hub.passable(peer, self.peer_id)
         await self._hub.awake(self.peer_id)
         self._lost(peer)
 

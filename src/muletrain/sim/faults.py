@@ -32,7 +32,9 @@ class Faults:
             world.say(f"FAULT {fault}")
             world.join(name)
             return
-        if name not in world.tasks or world.tasks[name].done():  # has not come yet, or is gone
+        if len(fault.who) == 1 and (
+            name not in world.tasks or world.tasks[name].done()
+        ):  # has not come yet, or is gone
             return
         if fault.on:
             self._doomed.append((fault, Counter()))
@@ -57,9 +59,12 @@ class Faults:
         """What begins and what ends a fault that lasts."""
         world, hub, name = self._world, self._world.hub, fault.who[0]
         pairs = [(name, other) for other in (fault.who[1:] or world.networks) if other != name]
+        sides = [(a, b) for a in fault.who for b in world.scenario.names if b not in fault.who]
         switches: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
             "freeze": (lambda: hub.freeze(name), lambda: hub.thaw(name)),
             "cut": (lambda: _each(hub.cut, pairs), lambda: _each(hub.mend, pairs)),
+            "partition": (lambda: _each(hub.cut, sides), lambda: _each(hub.mend, sides)),
+            "blackhole": (lambda: _each(hub.hold_up, sides), lambda: _each(hub.let_pass, sides)),
             "slow": (lambda: self._slow(name, 5.0), lambda: self._slow(name, 0.2)),
             "damage": (lambda: self._damaging.add(name), lambda: self._damaging.discard(name)),
         }

@@ -1,4 +1,5 @@
-"""An event loop whose time is virtual: when nothing is ready, it jumps to the next timer. Nothing in it waits for the wall clock."""
+"""An event loop whose time is virtual: when nothing is ready, it jumps to the next timer. Nothing in it waits for the wall clock; clocks
+of virtual machines may run faster or slower than it."""
 
 from __future__ import annotations
 
@@ -6,10 +7,11 @@ import asyncio
 import selectors
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from muletrain.clock import LoopClock
 from muletrain.errors import MuletrainError
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Awaitable, Coroutine
 
 T = TypeVar("T")
 
@@ -50,6 +52,22 @@ class _JumpingSelector(selectors.DefaultSelector):
         if not ready and timeout != 0:
             self._jump(timeout)
         return ready
+
+
+class SkewedClock(LoopClock):
+    """A machine's own: it says ``offset_s`` + ``rate`` times the loop's time."""
+
+    def __init__(self, rate: float, offset_s: float) -> None:
+        self._rate, self._offset_s = rate, offset_s
+
+    def now(self) -> float:
+        return self._offset_s + self._rate * super().now()
+
+    async def sleep(self, seconds: float) -> None:
+        await super().sleep(seconds / self._rate)
+
+    async def deadline(self, awaitable: Awaitable[T], seconds: float, what: str) -> T:
+        return await super().deadline(awaitable, seconds / self._rate, what)
 
 
 def run_virtually(work: Coroutine[Any, Any, T], limit_s: float, problems: list[str]) -> T:

@@ -80,42 +80,48 @@ def facts_of(scenario: Scenario) -> Facts:
     return Facts(config, spec, spec.cut(len(scenario.stages)), plan)
 
 
-def stage_compute(facts: Facts, stage: int) -> TorchCompute:
-    """What trains ``stage``: as in production, without threads."""
+class VirtualCompute(TorchCompute):
+    """What trains in production, without threads, and open to a look from outside between two events."""
+
+    def weights(self) -> dict[str, Tensor]:
+        return {f"model/{name}": view for name, view in self._weights.layout.views(self._weights.masters).items()}
+
+    def weights_digest(self) -> bytes:
+        return self._weights.digest()
+
+
+def stage_compute(facts: Facts, stage: int) -> VirtualCompute:
+    """What trains ``stage``."""
+    return _compute(facts, facts.cut, stage)
+
+
+def _compute(facts: Facts, cut: Cut, stage: int) -> VirtualCompute:
     config = facts.config
     setup = StageSetup(
         optimizer=config.optimizer, total_steps=config.train.steps, seed=config.train.seed,
         sequences=config.train.microbatch, precision=config.compute.precision, inline=True,
     )  # fmt: skip
-    return TorchCompute(facts.spec, facts.cut, stage, setup)
+    return VirtualCompute(facts.spec, cut, stage, setup)
 
 
-def reference(scenario: Scenario) -> dict[str, Tensor]:
-    """The state of a single process after the same steps: the stages in turn, no network, no protocol, no faults."""
+def history(scenario: Scenario) -> list[dict[str, Tensor]]:
+    """The state of a single process after each step: the whole model, no network, no protocol, no faults."""
 
-    async def train() -> dict[str, Tensor]:
+    async def train() -> list[dict[str, Tensor]]:
         facts = facts_of(scenario)
-        tokens = Tokens(facts)
-        stages = [stage_compute(facts, s) for s in range(len(scenario.stages))]
+        tokens, compute = Tokens(facts), _compute(facts, facts.spec.cut(1), 0)
+        states = []
         for step in range(scenario.steps):
             for index in range(scenario.microbatches):
-                mb = Microbatch(step, index)
                 inputs, targets = (torch.from_numpy(a) for a in tokens.microbatch(step, index))
-                hidden = inputs
-                for compute in stages[:-1]:
-                    hidden = await compute.forward(mb, hidden)
-                _, gradient = await stages[-1].loss_backward(mb, hidden, targets, accumulate=True)
-                for compute in reversed(stages[:-1]):
-                    assert gradient is not None
-                    gradient = await compute.backward(mb, gradient, accumulate=True)
-            means = [compute.gradient().clone() / scenario.microbatches for compute in stages]
-            norm = float(torch.cat(means).double().norm())
+                await compute.loss_backward(Microbatch(step, index), inputs, targets, accumulate=True)
+            mean = compute.gradient().clone() / scenario.microbatches
+            norm = float(mean.double().norm())
             clip = facts.config.optimizer.clip
             scale = min(1.0, clip / (norm + 1e-6)) if clip is not None else 1.0
-            for compute, mean in zip(stages, means, strict=True):
-                await compute.apply(mean, Update(step, scale, skip=not math.isfinite(norm)))
-        states = [await compute.state() for compute in stages]
-        return {name: tensor for state in states for name, tensor in state.items()}
+            await compute.apply(mean, Update(step, scale, skip=not math.isfinite(norm)))
+            states.append(await compute.state())
+        return states
 
     problems: list[str] = []
     return run_virtually(train(), math.inf, problems)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 FORWARD_S, BACKWARD_S = 0.05, 0.1
@@ -12,6 +12,8 @@ TOLERANCE = 1e-5
 """Norm of the difference over norm, per tensor (DESIGN, invariant 1)."""
 FOR_EVER_S = 1e9
 """Two machines that cannot connect to each other."""
+PARTITIONED = 0.2
+"""Share of the scenarios that are about a partition."""
 POINTS = ("forward", "backward", "seal", "shard", "reduced", "round_entry")
 """Frames at which a peer may be killed exactly: between any two of them the protocol must be able to lose it."""
 
@@ -19,9 +21,9 @@ POINTS = ("forward", "backward", "seal", "shard", "reduced", "round_entry")
 @dataclass(frozen=True)
 class Fault:
     """At ``at_s``: 'kill', 'freeze', 'cut' (one from everyone else, or two from each other), 'slow' or 'damage' (the next frame of)
-    ``who``, for ``for_s``; 'join': a newcomer, whose name says its stage; or ``who`` wants to 'leave' in order, or to 'move' to the
-    next stage. A kill or damage with ``on`` waits, from ``at_s`` on, for the ``nth`` frame of that kind that ``who`` would send: it
-    dies instead, or that frame is damaged."""
+    ``who``, for ``for_s``; a 'partition' between ``who`` and all others, or a 'blackhole', of which nobody is told; 'join': a newcomer,
+    whose name says its stage; or ``who`` wants to 'leave' in order, or to 'move' to the next stage. A kill or damage with ``on`` waits,
+    from ``at_s`` on, for the ``nth`` frame of that kind that ``who`` would send: it dies instead, or that frame is damaged."""
 
     at_s: float
     kind: str
@@ -59,6 +61,10 @@ class Scenario:
     """Members carry for those that are cut off from each other."""
     tolerance: float = TOLERANCE
     """Norm of the difference over norm, per tensor, that the weights may have from those of a single process."""
+    skew: float = 0.0
+    """How much faster or slower than the others' a peer's clock may run: by a factor of e^skew; they show any time."""
+    same_bits: bool = True
+    """All peers' devices round alike."""
 
     @property
     def members(self) -> list[tuple[str, int]]:
@@ -69,10 +75,19 @@ class Scenario:
     def joining(self) -> list[str]:
         return [p for f in self.faults if f.kind == "join" for p in f.who]
 
+    @property
+    def names(self) -> list[str]:
+        """Everyone that is ever there."""
+        return [*(p for p, _ in self.members), *self.joining]
+
     @classmethod
     def draw(cls, seed: int) -> Scenario:
         """Two or three stages of one to three replicas; up to four faults. No stage is killed off, nor left to a replica that may be
         behind, and the collector lives: stepping back to a checkpoint, and a collector's death, are not survived yet."""
+        apart = random.Random(f"apart/{seed}")
+        skew = apart.choice([0.0, 0.0, 0.1, 0.5])
+        if apart.random() < PARTITIONED:
+            return replace(_partitioned(seed, apart), skew=skew)
         rng = random.Random(f"scenario/{seed}")
         stages = tuple(rng.randint(1, 3) for _ in range(rng.randint(2, 3)))
         base = cls(
@@ -90,7 +105,7 @@ class Scenario:
             at_s, lasting = rng.uniform(0.0, span), rng.uniform(0.2, 20.0)
             kind = rng.choice(["kill", "kill", "freeze", "cut", "slow", "damage", "leave", "move", "join", "join"])
             if kind == "join":
-                joined.append(f"peer-{rng.randrange(len(stages))}j{len(joined)}")
+                joined.append(f"peer-{rng.randrange(len(stages))}j{sum(f.kind == 'join' for f in faults)}")
                 faults.append(Fault(at_s, kind, (joined[-1],)))
                 continue
             if kind in ("kill", "leave", "move"):
@@ -118,8 +133,35 @@ class Scenario:
         relays = chance.random() < 0.5
         if relays and chance.random() < 0.5:
             faults.append(Fault(0.0, "cut", tuple(chance.sample([p for p, _ in base.members], 2)), FOR_EVER_S))
-        faults.sort(key=lambda f: f.at_s)
-        return cls(**{**base.__dict__, "faults": tuple(faults), "narrow": narrow, "relays": relays})
+        return replace(base, faults=_in_order(faults), narrow=narrow, relays=relays, skew=skew)
+
+
+def _partitioned(seed: int, rng: random.Random) -> Scenario:
+    """A fleet of which both sides of a partition can go on, in most cases, and up to three other faults. Nobody dies: the newest state
+    of a stage may be on one side only."""
+    stages = tuple(rng.randint(2, 3) for _ in range(rng.randint(2, 3)))
+    base = Scenario(seed, stages, 2, rng.randint(4, 9), rng.randint(4, 7), rng.choice([0.0, 0.01, 0.1]), ())
+    span = base.steps * base.microbatches * (FORWARD_S + BACKWARD_S) / 2
+    faults: list[Fault] = []
+    for k in range(rng.randint(0, 3)):
+        kind, at_s = rng.choice(["join", "join", "freeze", "slow", "damage", "leave", "move"]), rng.uniform(0.0, span)
+        names = [p for p, _ in base.members if kind not in ("leave", "move") or p not in ("peer-0a", "peer-0b")]
+        who = f"peer-{rng.randrange(len(stages))}j{k}" if kind == "join" else rng.choice(names)
+        lasting = rng.uniform(0.2, 20.0) if kind in ("freeze", "slow", "damage") else 0.0
+        faults.append(Fault(at_s, kind, (who,), lasting))
+    names = replace(base, faults=tuple(faults)).names
+    both = rng.random() < 0.75
+    side = {p for p in names if rng.random() < 0.5}
+    for s in range(len(stages)) if both else ():
+        side = (side - {f"peer-{s}b"}) | {f"peer-{s}a"}  # the first two of stage 0 train
+    if 0 < len(side) < len(names):
+        kind = rng.choice(["partition", "partition", "blackhole"])
+        faults.append(Fault(rng.uniform(0.0, 0.7 * span), kind, tuple(sorted(side)), rng.uniform(0.5, 0.7 * span)))
+    return replace(base, faults=_in_order(faults))
+
+
+def _in_order(faults: list[Fault]) -> tuple[Fault, ...]:
+    return tuple(sorted(faults, key=lambda f: f.at_s))
 
 
 def stage_of(name: str) -> int:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from muletrain.sim.witness import difference
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -27,6 +29,8 @@ class Outcome:
     timeline: list[tuple[float, str]] = field(default_factory=list)
     left_behind: list[str] = field(default_factory=list)
     """Peers that came back when the others had finished and were gone: no number is lost by that, but a machine's work was."""
+    lineages: dict[str, bytes] = field(default_factory=dict)
+    """In which history of the run each peer was in the end."""
     virtual_s: float = 0.0
     difference: float = 0.0
     """The largest of a tensor from a single process's: norm of the difference over norm."""
@@ -35,23 +39,22 @@ class Outcome:
 def judge(outcome: Outcome, states: dict[str, dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
     """Compare the ``states`` of those that came to the end with a single process's, and see who did not come so far."""
     for name, state in states.items():
-        worst = max(
-            float((state[k] - expected[k]).norm() / expected[k].norm()) for k in state if k.startswith("model/")
-        )
+        worst = difference(state, expected)
         outcome.difference = max(outcome.difference, worst)
         if not worst <= outcome.scenario.tolerance:
             outcome.violations.append(
                 f"{name} ended with other weights than a single process: relative difference {worst:.1e}"
             )
-    outcome.violations += _unlike_replicas(states)
+    outcome.violations += _unlike_replicas(states, outcome.lineages)
     _survival(outcome, states)
 
 
-def _unlike_replicas(states: dict[str, dict[str, Tensor]]) -> Iterator[str]:
-    """Peers that ended with other bits than the first of their last stage (during the run their seals would tell)."""
-    firsts: dict[frozenset[str], str] = {}
+def _unlike_replicas(states: dict[str, dict[str, Tensor]], lineages: dict[str, bytes]) -> Iterator[str]:
+    """Peers that ended with other bits, moments included, than the first of their last stage and lineage."""
+    firsts: dict[tuple[bytes, frozenset[str]], str] = {}
     for name in sorted(states):
-        first = firsts.setdefault(frozenset(states[name]), name)  # a stage is known by the names of its tensors
+        # a stage is known by the names of its tensors
+        first = firsts.setdefault((lineages[name], frozenset(states[name])), name)
         if not all(torch.equal(value, states[first][key]) for key, value in states[name].items()):
             yield f"{name} and {first}, replicas of one stage, ended with other states"
 
@@ -61,7 +64,7 @@ def _survival(outcome: Outcome, states: dict[str, dict[str, Tensor]]) -> None:
     scenario = outcome.scenario
     gone = {p for f in scenario.faults if f.kind == "kill" for p in f.who}
     gone |= {p for p, end in outcome.ends.items() if end == LEFT}
-    for name in [*(p for p, _ in scenario.members), *scenario.joining]:
+    for name in scenario.names:
         if name in gone or name in states or (name not in outcome.ends and name in scenario.joining):
             continue
         if (

@@ -18,14 +18,15 @@ from muletrain.compute.executor import InlineExecutor
 from muletrain.compute.paced import PacedCompute
 from muletrain.config.fleet import Link, limited_peer
 from muletrain.errors import MuletrainError
-from muletrain.events import FrameRefused, MicrobatchRerouted, Note, PeerLeft, PeerSuspected, StepApplied
+from muletrain.events import FrameRefused, LineageLeft, MicrobatchRerouted, Note, PeerLeft, PeerSuspected, StepApplied
 from muletrain.network.memory import MemoryHub
 from muletrain.network.shaped import ShapedNetwork
 from muletrain.sim import reference
 from muletrain.sim.faults import Faults
-from muletrain.sim.loop import Hang, run_virtually
+from muletrain.sim.loop import Hang, SkewedClock, run_virtually
 from muletrain.sim.scenario import BACKWARD_S, FORWARD_S, stage_of
 from muletrain.sim.verdict import LEFT, Outcome, judge
+from muletrain.sim.witness import Witness
 from muletrain.swarm.checkpointing import Collector
 from muletrain.swarm.context import Context
 from muletrain.swarm.messages import Member
@@ -40,32 +41,35 @@ if TYPE_CHECKING:
     from muletrain.network.base import Network
     from muletrain.network.memory import MemoryNetwork
     from muletrain.sim.scenario import Scenario
+    from muletrain.swarm.record import StepRecord
 
 LIMIT_S = 6000.0
 """Virtual time after which a run counts as hung: several of the longest waits of the protocol one after the other."""
-SHOWN = (Note, PeerLeft, PeerSuspected, MicrobatchRerouted, FrameRefused, StepApplied)
+PASSES = 20
+"""Of the event loop, for cancelled tasks to end."""
+SHOWN = (Note, LineageLeft, PeerLeft, PeerSuspected, MicrobatchRerouted, FrameRefused, StepApplied)
 
 
 def play(scenario: Scenario) -> Outcome:
     """Run the scenario to its end and check the invariants."""
     outcome = Outcome(scenario)
-    expected = reference.reference(scenario)
+    history = reference.history(scenario)
     with tempfile.TemporaryDirectory(prefix="mule-fuzz-") as folder:
-        world = World(scenario, outcome, Path(folder))
+        world = World(scenario, outcome, Path(folder), Witness(scenario, history, outcome.violations.append))
         try:
             states = run_virtually(world.run(), LIMIT_S, outcome.violations)
         except Hang as e:
             outcome.violations.append(f"hang: {e}")
             return outcome
-    judge(outcome, states, expected)
+    judge(outcome, states, history[-1])
     return outcome
 
 
 class World:
     """The peers of a scenario, by name, and what they stand on."""
 
-    def __init__(self, scenario: Scenario, outcome: Outcome, folder: Path) -> None:
-        self.scenario, self._outcome, self._folder = scenario, outcome, folder
+    def __init__(self, scenario: Scenario, outcome: Outcome, folder: Path, witness: Witness) -> None:
+        self.scenario, self._outcome, self._folder, self._witness = scenario, outcome, folder, witness
         self._rng = random.Random(f"world/{scenario.seed}")
         self.hub = MemoryHub()
         self.hub.relays = scenario.relays
@@ -89,8 +93,21 @@ class World:
             await asyncio.wait(running)
         for task in injecting:
             task.cancel()
+        await self._silence()
         self._outcome.virtual_s = self.clock.now()
+        self._witness.ended()
         return {name: t.result() for name, t in self.tasks.items() if not t.cancelled() and t.result() is not None}
+
+    async def _silence(self) -> None:
+        """Of those that are gone nothing goes on."""
+        for _ in range(PASSES):
+            await asyncio.sleep(0)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            self._outcome.violations.append(f"a task is left over: {task.get_name()} {task.get_coro()}")
+
+    def _own_clock(self, name: str) -> LoopClock:
+        rng, skew = random.Random(f"clock/{self.scenario.seed}/{name}"), self.scenario.skew
+        return SkewedClock(math.exp(rng.uniform(-skew, skew)), rng.uniform(0.0, 1e6)) if skew else self.clock
 
     def join(self, name: str) -> None:
         """A newcomer."""
@@ -117,20 +134,25 @@ class World:
 
     async def _peer(self, name: str, *, joining: bool = False) -> dict[str, Tensor] | None:
         """A peer's life. Its state at the end of the run, if it came so far."""
-        network = self._linked(name)
+        network, clock = self._linked(name), self._own_clock(name)
         member = Member(id=name, name=name, stage=stage_of(name), trainer=True, addresses=())
         roster = Roster(self._genesis, member if joining else name)
         network.on_refusal(lambda remote, reason: self._note(name, FrameRefused(remote=remote, reason=reason)))
 
         async def make(joins: bool) -> Peer:
             stage = reference.stage_compute(self._facts, roster.own.stage)
-            compute = self.computes[name] = PacedCompute(stage, self.clock, FORWARD_S, BACKWARD_S)
+            compute = self.computes[name] = PacedCompute(stage, clock, FORWARD_S, BACKWARD_S)
             ctx = Context(
-                network, self.clock, compute, roster, self._facts.plan, lambda e: self._note(name, e), background=InlineExecutor()
+                network, clock, compute, roster, self._facts.plan, lambda e: self._note(name, e), background=InlineExecutor()
             )  # fmt: skip
             collector = Collector(ctx, self._folder, 1, {}, {}) if name == self._genesis.collector else None
             source = reference.Tokens(self._facts)
-            peer = self.peers[name] = Peer(ctx, source=source, collector=collector, joining=joins)
+
+            def on_step(record: StepRecord) -> bool:
+                self._witness.applied(name, record, stage, self.clock.now())
+                return False
+
+            peer = self.peers[name] = Peer(ctx, source=source, collector=collector, on_step=on_step, joining=joins)
             return peer
 
         try:
@@ -145,6 +167,7 @@ class World:
             return None
         finally:
             await network.close()
+        self._outcome.lineages[name] = self.peers[name].stepper.lineage
         left = self.peers[name].left
         self._outcome.ends[name] = LEFT if left else "finished"
         return None if left else state
@@ -157,6 +180,8 @@ class World:
         return ShapedNetwork(network, lambda peer: Link(0.0, math.inf), limited_peer(rate), self.clock)
 
     def _note(self, name: str, event: Event) -> None:
+        if isinstance(event, StepApplied):
+            self._witness.reported(name, event)
         if isinstance(event, SHOWN):
             fields = {
                 k: v for k, v in event.__dict__.items() if k not in ("t", "peer", "sent", "lineage") and "_s" not in k

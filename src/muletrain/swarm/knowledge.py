@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from muletrain.errors import MuletrainError, NetworkError, ProtocolError
 from muletrain.policy.deadline import Deadline
+from muletrain.policy.lineages import Chain
 from muletrain.swarm.leaving import Departure
 from muletrain.swarm.ledger import Ledger
 from muletrain.swarm.messages import (
@@ -82,10 +84,11 @@ class Knowledge:
         """The last step at which our weights were not the others'."""
         self.trail = Trail(ctx, ctx.trail_bytes)
         ctx.changed = self._waits.hurry
-        self._enter(step, lineage)
+        self._enter(Chain(step, (lineage,)))
 
-    def _enter(self, step: int, lineage: bytes) -> None:
-        self.step, self.lineage = step, lineage
+    def _enter(self, chain: Chain) -> None:
+        step, lineage = self.step, self.lineage = chain.step, chain.lineages[-1]
+        self._chain, self.begun = chain, self._ctx.clock.now()
         self.ledger = Ledger(lineage, step, self._ctx.plan.microbatches)
         self.losses: dict[int, float] = {}
         self._seals: dict[PeerId, Seal] = {}
@@ -105,6 +108,16 @@ class Knowledge:
         """When we first heard that a peer was at an earlier step still."""
         self._lost: Counter[PeerId] = Counter()
         self._builder = RecordBuilder(step, lineage, self._ctx.plan.stages)
+
+    @property
+    def chain(self) -> Chain:
+        """How we came to this step."""
+        return replace(self._chain, over=self.over)
+
+    def interrupt(self, reason: Behind) -> None:
+        """End this step with ``reason``, at the next look around."""
+        self._behind = reason
+        self.touched()
 
     def _look_around(self) -> None:
         """During every wait; what it raises ends the wait."""
@@ -284,6 +297,9 @@ class Knowledge:
         held = await self._ctx.probe(peer, self.lineage, self.step)
         if held is None:
             return None
+        if held.rival:
+            self._ctx.suspect(peer, "it trains in another lineage")
+            return held
         if held.step > self.step:
             if (
                 await self._entries_from(peer) and self._holding is not None

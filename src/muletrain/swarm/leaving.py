@@ -46,7 +46,7 @@ class Departure:
         there = False
         for attempt in range(TRIES):
             answers = await asyncio.gather(*(ctx.probe(p, lineage, step) for p in ctx.roster.replicas()))
-            answered = [held.step >= step for held in answers if held is not None]
+            answered = [held.beyond(step - 1) for held in answers if held is not None]
             there = any(answered)
             if there and all(answered):
                 break

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from muletrain.errors import Malformed
 from muletrain.network.base import Channel, Frame
+from muletrain.policy.lineages import MEMORY, Chain
 
 Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
 Natural = Annotated[int, Field(ge=0, lt=2**48)]
@@ -23,6 +24,7 @@ Text = Annotated[str, Field(max_length=4096)]
 Seconds = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
 MAX_MICROBATCHES = 1 << 16
 Indices = Annotated[tuple[Natural, ...], Field(max_length=MAX_MICROBATCHES)]
+Past = Annotated[tuple[Digest, ...], Field(max_length=MEMORY)]
 
 M = TypeVar("M", bound="Message")
 
@@ -265,8 +267,9 @@ class AskHeld(Message):
 
 
 class Held(Message):
-    """``current``: the answerer is at that lineage and step; otherwise it is at ``step`` and ``lineage``. ``running``: requests it still
-    works on; ``through``: microbatches it knows to be through, with their ``losses`` [nats/token]."""
+    """``current``: the answerer is at that lineage and step; otherwise it is at ``step`` and ``lineage``, and ``rival`` that it did the
+    step asked about in another lineage. ``running``: requests it still works on; ``through``: microbatches it knows to be through, with
+    their ``losses`` [nats/token]."""
 
     KIND: ClassVar[str] = "held"
     current: bool
@@ -277,6 +280,11 @@ class Held(Message):
     running: Indices = ()
     through: Indices = ()
     losses: Annotated[tuple[float, ...], Field(max_length=MAX_MICROBATCHES)] = ()
+    rival: bool = False
+
+    def beyond(self, step: int) -> bool:
+        """It has done ``step``, in our lineage."""
+        return self.step > step and not self.rival
 
 
 class AskSeal(Message):
@@ -336,13 +344,51 @@ class AskSnapshot(Message):
 
 
 class Snapshot(Message):
-    """Weights and moments before ``step``. ``digest``: BLAKE3 of the copy's manifest. ``over``: no step follows."""
+    """Weights and moments before ``step``. ``digest``: BLAKE3 of the copy's manifest. ``over``: no step follows. ``past``: lineages of
+    the steps before, as many as are remembered."""
 
     KIND: ClassVar[str] = "snapshot"
     lineage: Digest
     step: Natural
     digest: Digest
     over: bool
+    past: Past = ()
+
+    @property
+    def chain(self) -> Chain:
+        return Chain(self.step, (*self.past, self.lineage), self.over)
+
+
+class History(Message):
+    """Call to a peer of another lineage, and its answer: how we came here. ``lineages`` end with that of ``step``."""
+
+    KIND: ClassVar[str] = "history"
+    step: Natural
+    lineages: Annotated[tuple[Digest, ...], Field(min_length=1, max_length=MEMORY)]
+    over: bool
+
+    @classmethod
+    def of(cls, chain: Chain) -> History:
+        return cls(step=chain.step, lineages=chain.lineages, over=chain.over)
+
+    @property
+    def chain(self) -> Chain:
+        return Chain(self.step, self.lineages, self.over)
+
+
+class AskStay(Message):
+    """Call: are you of the history with that lineage at that step, and will you stay in it for the moment?"""
+
+    KIND: ClassVar[str] = "ask_stay"
+    lineage: Digest
+    step: Natural
+
+
+class Stay(Message):
+    KIND: ClassVar[str] = "stay"
+    stays: bool
+    stage: Natural
+    trainer: bool
 
 
 class AskManifest(Message):

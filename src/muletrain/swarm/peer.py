@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import DeadlineExceeded, Malformed, MuletrainError, NetworkError, ProtocolError
 from muletrain.events import Event, EventError, Note, PeerJoined, PeerLeft, StepApplied, StepDone
+from muletrain.policy.lineages import forked_at, gives_way
 from muletrain.swarm.checkpointing import Collector, send_part
 from muletrain.swarm.context import StepStats
 from muletrain.swarm.knowledge import Behind
+from muletrain.swarm.lineages import GivesWay, Lineages
 from muletrain.swarm.membership import Membership
 from muletrain.swarm.messages import (
     AskEntries,
@@ -55,8 +57,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from muletrain.network.base import Frame, PeerId
+    from muletrain.policy.lineages import Chain
     from muletrain.swarm.context import Context
-    from muletrain.swarm.messages import Message
+    from muletrain.swarm.messages import Message, Snapshot
     from muletrain.swarm.record import StepRecord
     from muletrain.swarm.trainer import Source
 
@@ -114,6 +117,7 @@ class Peer:
             self._trainer = Trainer(ctx, source, lambda: _window(ctx), lambda: self.stepper.covered())
         self._snapshots = Snapshots(ctx, self.stepper)
         self._receiver = Receiver(ctx)
+        self._lineages = Lineages(ctx, self.stepper, self._receiver)
         self._membership = Membership(ctx)
         self._step_tasks: set[asyncio.Task[Any]] = set()
         self._early: list[tuple[PeerId, Frame]] = []
@@ -159,13 +163,13 @@ class Peer:
     async def _train(self) -> Path | None:
         ctx, plan = self._ctx, self._ctx.plan
         announcing = ctx.spawn(self._announce(), "announce")
-        written, returned, followed = None, False, 0
+        written, returned, sure, followed = None, False, False, 0
         self.rebalancer.settled = not self._joining
         if plan.rebalance != "off":
             ctx.spawn(self.rebalancer.run(), "rebalancing")
         if self._joining:
             await self._membership.introduce()
-            if await self._take_state(-1):
+            if await self._take_state(lambda offer: True):
                 announcing.cancel()
                 return await self._finish(self.stepper.step - 1)
             returned = self.rebalancer.settled = True
@@ -178,7 +182,7 @@ class Peer:
             step, lineage = self.stepper.step, self.stepper.lineage
             try:
                 if returned:
-                    await self.stepper.meet()
+                    await self.stepper.meet(sure=sure)
                 self._begin_step(step, lineage, returned=returned)
                 await self._redeliver()
                 record = await self.stepper.run()
@@ -186,10 +190,16 @@ class Peer:
             except Behind as e:
                 self._end_step_tasks()
                 returned = True
+                sure = isinstance(e, GivesWay)
+                if sure:
+                    if await self._go_over():
+                        written = await self._finish(self.stepper.step - 1)
+                        break
+                    continue
                 replayed = await self.stepper.replay() if e.weights_hold else None
                 if replayed is None:
                     followed = 0
-                    if await self._catch_up(str(e), self.stepper.step - (not e.weights_hold)):
+                    if await self._catch_up(e):
                         written = await self._finish(self.stepper.step - 1)
                         break
                     continue
@@ -244,15 +254,28 @@ class Peer:
         await ctx.tell(ctx.roster.everyone(), Back(lineage=stepper.lineage, step=stepper.step))
         return False
 
-    async def _catch_up(self, reason: str, own_step: int) -> bool:
-        """Take the state of a replica beyond ``own_step`` and go on where it is; True if the run has ended there. Raises
-        MuletrainError when there is none to take it from."""
-        self._ctx.emit(Note(level="warning", message=f"{reason}: this peer takes a replica's state"))
+    async def _catch_up(self, why: Behind) -> bool:
+        """Take the state of a replica that has gone on, or, where our weights are not right, of one at our step; True if the run has ended
+        there. Raises MuletrainError when there is none to take it from."""
+        self._ctx.emit(Note(level="warning", message=f"{why}: this peer takes a replica's state"))
         await self.stepper.let_go()
         await self._membership.introduce()
-        return await self._take_state(own_step)
+        own = self.stepper.chain
+        return await self._take_state(_later(own) if why.weights_hold else lambda offer: offer.step >= own.step)
 
-    async def _take_state(self, own_step: int) -> bool:
+    async def _go_over(self) -> bool:
+        """Take the state of the lineage that stays, or go on in ours where that cannot be had; True if the run has ended there."""
+        stepper = self.stepper
+        await stepper.let_go()
+        await self._membership.introduce()
+        snapshot = await self._lineages.go_over()
+        if snapshot is not None:
+            return await self._take_up(snapshot)
+        await stepper.rejoin(stepper.chain)
+        self._say_back()
+        return False
+
+    async def _take_state(self, acceptable: Callable[[Snapshot], bool]) -> bool:
         """What was agreed on meanwhile is applied step by step from there (``Stepper.replay``)."""
         ctx = self._ctx
         self._pursuits += 1
@@ -261,13 +284,17 @@ class Peer:
                 f"{MAX_PURSUITS} states of stage {ctx.roster.own.stage} were too old to be of use when they had come: this peer's link, or "
                 f"its replicas', is too slow for the stage's gradients; join with more bandwidth, or cut the model into more stages"
             )
-        snapshot = await self._receiver.fetch(own_step)
-        await self.stepper.rejoin(snapshot.step, snapshot.lineage)
+        return await self._take_up(await self._receiver.fetch(acceptable))
+
+    async def _take_up(self, snapshot: Snapshot) -> bool:
+        """Go on with the state that was loaded. True if no step follows."""
+        self._pipeline.abandon(snapshot.lineage)
+        await self.stepper.rejoin(snapshot.chain)
         if snapshot.over:
             self._over = self.stepper.over = True
             return True
         self._early = [(s, f) for s, f in self._early if f.header.get("step", 0) >= snapshot.step]
-        ctx.stats = StepStats(started=ctx.clock.now())
+        self._ctx.stats = StepStats(started=self._ctx.clock.now())
         self._say_back()
         return False
 
@@ -431,9 +458,10 @@ class Peer:
 
     async def _on_step_frame(self, sender: PeerId, message: Message, frame: Frame) -> None:
         step = message.step  # type: ignore[attr-defined]  # all STEP_KINDS have one
+        rival = hasattr(message, "lineage") and self._lineages.heard(sender, step, message.lineage)
         if self._over or step < self.stepper.step:
             return  # late: that step is agreed already
-        if step == self.stepper.step and getattr(message, "lineage", self.stepper.lineage) != self.stepper.lineage:
+        if rival:
             raise ProtocolError(f"{frame.kind} of step {step} from another lineage")
         if self._ctx.roster.alive(sender):
             self._refresh_routes()
@@ -534,11 +562,13 @@ class Peer:
 
     async def _answer_held(self, sender: PeerId, payload: bytes) -> bytes:
         ask = AskHeld.unpack(payload)
+        rival = self._lineages.heard(sender, ask.step, ask.lineage)
         aside = self.left or self.stepper.away
         if (ask.step, ask.lineage) == (self.stepper.step, self.stepper.lineage) and not aside:
             return self.stepper.held().pack()
         return Held(
-            current=False, step=self.stepper.step, stage=self._ctx.roster.own.stage, lineage=b"" if aside else self.stepper.lineage
+            current=False, step=self.stepper.step, stage=self._ctx.roster.own.stage,
+            lineage=b"" if aside else self.stepper.lineage, rival=rival,
         ).pack()  # fmt: skip
 
     async def _answer_entries(self, sender: PeerId, payload: bytes) -> bytes:
@@ -586,6 +616,16 @@ class Peer:
             return
         self.destination = stage if stage != self._ctx.roster.own.stage else None
         self.stepper.departure.wanted = self.destination is not None
+
+
+def _later(own: Chain) -> Callable[[Snapshot], bool]:
+    """States of later steps, in the lineage of ``own`` or in one that stays."""
+
+    def acceptable(offer: Snapshot) -> bool:
+        chain = offer.chain
+        return offer.step > own.step and (forked_at(own, chain) is None or gives_way(own, chain, stalled=False))
+
+    return acceptable
 
 
 def _window(ctx: Context) -> int:

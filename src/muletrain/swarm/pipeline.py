@@ -17,6 +17,7 @@ from muletrain.swarm.messages import Backward, Busy, Done, Forward, Lost, Reques
 from muletrain.wire.codec import IDS, decode, encode
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable
 
     from torch import Tensor
@@ -41,6 +42,7 @@ class _Held:
     message: Forward
     admitted: float
     busy_s: float = 0.0
+    task: asyncio.Task[None] | None = None
 
     @property
     def microbatch(self) -> Microbatch:
@@ -87,7 +89,13 @@ class Pipeline:
         held = self._held[key] = _Held(sender, message, self.ctx.clock.now())
         if self.ctx.plan.trace:
             self.ctx.emit(MicrobatchTaken(step=message.step, index=message.index, stage=message.stage))
-        self.ctx.spawn(self._serve(held, frame.tensors), f"serve {key}")
+        held.task = self.ctx.spawn(self._serve(held, frame.tensors), f"serve {key}")
+
+    def abandon(self, lineage: bytes) -> None:
+        """This peer takes up ``lineage``: what it does for another must not be taken for work of its steps."""
+        for held in self._held.values():
+            if held.task is not None and held.message.lineage != lineage:
+                held.task.cancel()
 
     async def _serve(self, held: _Held, tensors: list[Encoded]) -> None:
         try:

@@ -186,7 +186,7 @@ class Sealing(Knowledge):
             for pause in itertools.count():
                 union = set(self.ledger.held)
                 for peer, held in (await ctx.ask_held(ctx.roster.replicas(), self.lineage, self.step)).items():
-                    if held.step > self.step:
+                    if held.beyond(self.step):
                         raise Behind(f"step {self.step}: {ctx.roster.member(peer).name} is at step {held.step}")
                     union |= set(held.held) if held.current and peer not in self._differing else set()
                 if gaps <= union:

@@ -20,6 +20,8 @@ from muletrain.swarm.messages import AskBlocks, AskManifest, AskSnapshot, Snapsh
 from muletrain.swarm.transfer import Copy, Manifest, Partial, Taker
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from muletrain.network.base import PeerId
     from muletrain.swarm.context import Context
     from muletrain.swarm.stepper import Stepper
@@ -83,7 +85,8 @@ class Snapshots:
                 copy = Copy(await ctx.compute.state())
                 if stepper.settled and label == (stepper.step, stepper.lineage):
                     await copy.name(ctx)
-                    offer = Snapshot(step=label[0], lineage=label[1], digest=copy.digest, over=over)
+                    past = stepper.chain.lineages[:-1]
+                    offer = Snapshot(step=label[0], lineage=label[1], digest=copy.digest, over=over, past=past)
                     kept = _Kept(offer, copy, ctx.clock.now())
                     self._keep(kept)
                     return kept
@@ -143,17 +146,22 @@ class Receiver:
         self.taker = Taker(ctx)
         self._partial: Partial | None = None
 
-    async def fetch(self, own_step: int, donors: tuple[PeerId, ...] = ()) -> Snapshot:
-        """Load the state of replicas that are beyond ``own_step``. ``donors``: whom to ask, besides those the roster names.
-        Raises MuletrainError when none gives one."""
+    async def fetch(
+        self,
+        acceptable: Callable[[Snapshot], bool],
+        *,
+        rounds: int = ROUNDS,
+        confirm: Callable[[Snapshot], Awaitable[None]] | None = None,
+    ) -> Snapshot:
+        """Load a replica's state that is ``acceptable``. ``confirm`` is asked just before our own is given up. Raises MuletrainError when
+        there is none to be had, and what ``confirm`` raises."""
         ctx, stage = self._ctx, self._ctx.roster.own.stage
-        for round_ in range(ROUNDS):
-            known = dict.fromkeys((*ctx.roster.replicas(), *donors))
-            offers = await asyncio.gather(*(self._offer(d, stage) for d in known if d != ctx.net.peer_id))
-            snapshot, good = _best([o for o in offers if o is not None and o[1].step > own_step])
+        for round_ in range(rounds):
+            offers = await asyncio.gather(*(self._offer(d, stage) for d in ctx.roster.replicas()))
+            snapshot, good = _best([o for o in offers if o is not None and acceptable(o[1])])
             if snapshot is not None:
                 try:
-                    await self._take(snapshot, good)
+                    await self._take(snapshot, good, confirm)
                 except (NetworkError, ProtocolError, CheckpointError) as e:
                     ctx.emit(Note(level="warning", message=f"the state of stage {stage} did not come whole: {e}"))
                 else:
@@ -170,12 +178,16 @@ class Receiver:
             self._ctx.emit(Note(level="info", message=f"no state from {donor[-6:]}: {e}"))
             return None
 
-    async def _take(self, snapshot: Snapshot, donors: list[PeerId]) -> None:
+    async def _take(
+        self, snapshot: Snapshot, donors: list[PeerId], confirm: Callable[[Snapshot], Awaitable[None]] | None
+    ) -> None:
         ctx = self._ctx
         if self._partial is None or self._partial.digest != snapshot.digest:
             self._partial = None
             self._partial = Partial.of(snapshot.digest, await self._manifest(snapshot, donors))
         await self.taker.fetch(self._partial, donors)
+        if confirm is not None:
+            await confirm(snapshot)
         await ctx.compute.load_state(self._partial.state())
 
     async def _manifest(self, snapshot: Snapshot, donors: list[PeerId]) -> Manifest:

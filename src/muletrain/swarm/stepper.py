@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from muletrain.policy.lineages import Chain
     from muletrain.swarm.context import Context
     from muletrain.swarm.record import StepRecord
 
@@ -52,10 +53,12 @@ class Stepper(Sealing):
         """Replicas must begin with the same weights, too."""
         self._weights = await self._ctx.compute.digest()
 
-    async def meet(self) -> None:
-        """We were away: learn what replicas hold of this step. Raises Behind where they have gone on, or most came here another way: who
-        told us of the steps before lied then."""
+    async def meet(self, *, sure: bool) -> None:
+        """We were away: learn what replicas hold of this step. Raises Behind where they have gone on, or, unless we are ``sure`` of our
+        lineage, where most came here another way: who told us of the steps before lied then."""
         held = await self._ask_holders()
+        if sure:
+            return
         others = [h for h in held if h.step == self.step and h.lineage not in (b"", self.lineage)]
         if len(others) > sum(h.current for h in held):
             raise Behind(f"step {self.step}: the replicas have another history", weights_hold=False)
@@ -230,7 +233,7 @@ class Stepper(Sealing):
         self.averager.forget()
         assert self._holding is not None  # it was applied
         self.trail.add(self._builder, self._holding)
-        self._enter(self.step + 1, record.hash)
+        self._enter(self._chain.then(record.hash))
         self.settled = True
 
     async def let_go(self) -> None:
@@ -246,12 +249,12 @@ class Stepper(Sealing):
         self.ledger.reopen(keep=False)
         self.ledger.seal()
 
-    async def rejoin(self, step: int, lineage: bytes) -> None:
-        """Go on at ``step``, whose state was loaded; what we did for another step is forgotten."""
+    async def rejoin(self, chain: Chain) -> None:
+        """Go on at its step, whose state was loaded; what we did for another step is forgotten."""
         self.averager.forget()
         self._ctx.compute.clear()
-        seals = self._seals if (step, lineage) == (self.step, self.lineage) else {}
-        self._enter(step, lineage)
+        seals = self._seals if (chain.step, chain.lineages[-1]) == (self.step, self.lineage) else {}
+        self._enter(chain)
         self._seals = seals  # what the others said of this step still holds
         self.settled = True
         await self.open()

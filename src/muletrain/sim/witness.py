@@ -1,0 +1,74 @@
+"""Sees what every peer holds after every step, while a virtual world runs: promises that hold at the end must hold on the way, too."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from muletrain.events import StepApplied
+    from muletrain.sim.reference import VirtualCompute
+    from muletrain.sim.scenario import Scenario
+    from muletrain.swarm.record import StepRecord
+
+DISTURBING = {"kill", "freeze", "cut", "partition", "blackhole", "damage"}
+"""Faults after which not everyone that worked on a step reports it as what it came to be."""
+
+
+MERGED_S = 10.0
+"""After the last fault all peers are in one lineage."""
+
+
+def difference(state: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest of a weight from a single process's: norm of the difference over norm."""
+    return max(float((state[k] - expected[k]).norm() / expected[k].norm()) for k in state if k.startswith("model/"))
+
+
+class Witness:
+    """``history``: a single process's state after each step. ``broken`` is told what does not hold."""
+
+    def __init__(self, scenario: Scenario, history: Sequence[dict[str, Tensor]], broken: Callable[[str], None]) -> None:
+        self._scenario, self._history, self._broken = scenario, history, broken
+        self._together_s = max((f.at_s + f.for_s for f in scenario.faults), default=0.0) + MERGED_S
+        self._records: dict[int, bytes] = {}
+        self._weights: dict[tuple[int, bytes], tuple[str, bytes]] = {}
+        self._counted: Counter[tuple[int, int, str]] = Counter()
+
+    def applied(self, peer: str, record: StepRecord, compute: VirtualCompute, now: float) -> None:
+        """``peer`` has applied ``record``: its weights are a single process's after as many steps, and the same bits as its replicas'.
+        Sides of a partition have met again by then."""
+        if now > self._together_s and self._records.setdefault(record.step, record.hash) != record.hash:
+            self._broken(
+                f"{peer} did step {record.step + 1} otherwise than others, long after every fault: two lineages"
+            )
+        digest = compute.weights_digest()
+        first, known = self._weights.setdefault((compute.stage, record.hash), (peer, digest))
+        if known != digest and self._scenario.same_bits:
+            self._broken(f"{peer} and {first}, replicas of one stage, have other weights after step {record.step + 1}")
+        if first == peer or known != digest:
+            apart = difference(compute.weights(), self._history[record.step])
+            if not apart <= self._scenario.tolerance:
+                self._broken(
+                    f"{peer} has other weights after step {record.step + 1} than a single process: difference {apart:.1e}"
+                )
+
+    def reported(self, peer: str, event: StepApplied) -> None:
+        """What peers say that they did adds up."""
+        self._counted[event.step, event.stage, event.lineage] += event.microbatches
+        if min(event.microbatches, event.recomputed) < 0:
+            self._broken(
+                f"{peer} counts {event.microbatches} microbatches of step {event.step}, {event.recomputed} again"
+            )
+
+    def ended(self) -> None:
+        """Each microbatch was counted once for each stage."""
+        if any(f.kind in DISTURBING for f in self._scenario.faults):
+            return
+        whole = self._scenario.microbatches
+        for (step, stage, _), counted in self._counted.items():
+            if counted != whole:
+                self._broken(f"step {step}, stage {stage}: {counted} of {whole} microbatches were counted")

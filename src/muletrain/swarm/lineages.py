@@ -1,0 +1,167 @@
+"""Sides of a partition meet again, and end in one lineage (DESIGN "Lineage, not consensus").
+
+A side that covers every stage and has a trainer goes on alone, so that after a partition there may be two histories of the run. Whoever
+hears of another lineage tells its sender how it came here, and both judge by the same rule (``policy.lineages``). Peers of the side that
+gives way drop their accumulators and take the state of the other's replicas, one by one, as newcomers do.
+
+No stage may be lost on the way, were the rule's answer to turn round in between: a peer goes over only while every stage of the
+other side has a peer that promises to stay for the moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from muletrain.errors import MuletrainError, NetworkError, ProtocolError
+from muletrain.events import LineageLeft, Note
+from muletrain.policy.lineages import forked_at, gives_way
+from muletrain.swarm.knowledge import Behind
+from muletrain.swarm.messages import AskStay, History, Stay
+
+if TYPE_CHECKING:
+    from muletrain.network.base import PeerId
+    from muletrain.policy.lineages import Chain
+    from muletrain.swarm.context import Context
+    from muletrain.swarm.messages import Snapshot
+    from muletrain.swarm.snapshot import Receiver
+    from muletrain.swarm.stepper import Stepper
+
+AGAIN_S = 5.0
+"""Between questions to one peer."""
+CALL_S = 10.0
+STAY_S = 15.0
+"""For so long a peer that promised to stay does; more than its caller waits for all answers."""
+STALLED_S = 60.0
+"""In one step, with a stage or all trainers out of reach: then this side does not go on by itself."""
+ROUNDS = 5
+"""Times the other side's replicas are asked for their state."""
+
+
+class Stays(MuletrainError):
+    """This peer does not go over after all."""
+
+
+class GivesWay(Behind):
+    """Another lineage stays."""
+
+
+class Lineages:
+    """One peer's dealings with other lineages of its run."""
+
+    def __init__(self, ctx: Context, stepper: Stepper, receiver: Receiver) -> None:
+        self._ctx, self._stepper, self._receiver = ctx, stepper, receiver
+        self._asked: dict[PeerId, float] = {}
+        self._promised = float("-inf")
+        self._going = False
+        ctx.net.serve(History.KIND, self._on_history)
+        ctx.net.serve(AskStay.KIND, self._on_ask)
+
+    def heard(self, peer: PeerId, step: int, lineage: bytes) -> bool:
+        """``peer`` is, or was, at ``step`` with ``lineage``. True if that is not our history: then both sides get to know each other's."""
+        known = self._stepper.chain.at(step)
+        if known is None or known == lineage:
+            return False
+        now = self._ctx.clock.now()
+        if now - self._asked.get(peer, float("-inf")) >= AGAIN_S:
+            self._asked[peer] = now
+            self._ctx.spawn(self._exchange(peer), "rival")
+        return True
+
+    async def _exchange(self, peer: PeerId) -> None:
+        ask = History.of(self._stepper.chain).pack()
+        try:
+            answer = History.unpack(await self._ctx.net.call(peer, History.KIND, ask, timeout_s=CALL_S))
+        except NetworkError as e:
+            self._ctx.suspect(peer, str(e))
+        else:
+            await self._judge(peer, answer.chain)
+
+    async def _on_history(self, sender: PeerId, payload: bytes) -> bytes:
+        self._ctx.spawn(self._judge(sender, History.unpack(payload).chain), "rival")
+        return History.of(self._stepper.chain).pack()
+
+    async def _judge(self, peer: PeerId, other: Chain) -> None:
+        """If theirs stays, and every stage of it is there, this step ends here (GivesWay)."""
+        stepper, own = self._stepper, self._stepper.chain
+        fork = forked_at(own, other)
+        if fork is None or stepper.away:
+            return
+        self._ctx.suspect(peer, f"it has trained apart from this peer since step {fork}")
+        if not gives_way(own, other, stalled=self._stalled()):
+            return
+        if await self._whole(own, other) and stepper.chain == own:
+            stepper.interrupt(GivesWay(f"from step {fork} on the others have another history, and theirs stays"))
+
+    def _stalled(self) -> bool:
+        roster, stepper = self._ctx.roster, self._stepper
+        covered = all(roster.stage(s) for s in range(self._ctx.plan.stages)) and roster.trainers()
+        return not covered and self._ctx.clock.now() - stepper.begun > STALLED_S
+
+    async def _whole(self, own: Chain, other: Chain) -> bool:
+        """Every stage of ``other`` has a peer that stays, and one of them trains, or we do."""
+        ctx, fork = self._ctx, forked_at(own, other)
+        lineage = other.at(fork) if fork is not None else None
+        assert fork is not None  # they are rivals
+        assert lineage is not None
+        ask = AskStay(step=fork, lineage=lineage).pack()
+
+        async def stays(peer: PeerId) -> Stay | None:
+            try:
+                answer = Stay.unpack(await ctx.net.call(peer, AskStay.KIND, ask, timeout_s=CALL_S))
+            except ProtocolError as e:
+                ctx.refused(peer, str(e))
+            except NetworkError:
+                pass  # others may do
+            else:
+                return answer if answer.stays else None
+            return None
+
+        answers = [a for a in await asyncio.gather(*map(stays, ctx.roster.everyone())) if a is not None]
+        stages = {a.stage for a in answers}
+        return stages >= set(range(ctx.plan.stages)) and (ctx.roster.own.trainer or any(a.trainer for a in answers))
+
+    async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
+        ask, own, stepper = AskStay.unpack(payload), self._ctx.roster.own, self._stepper
+        stays = not (self._going or stepper.away or self._ctx.closed) and stepper.chain.at(ask.step) == ask.lineage
+        if stays:
+            self._promised = self._ctx.clock.now() + STAY_S
+        return Stay(stays=stays, stage=own.stage, trainer=own.trainer).pack()
+
+    async def go_over(self) -> Snapshot | None:
+        """Load the state of a replica of the other lineage. None, with our own state as it was, if that cannot be had, or something speaks
+        against it by now. To be called when nothing runs."""
+        ctx, own = self._ctx, self._stepper.chain
+        stalled = self._stalled()
+
+        def acceptable(offer: Snapshot) -> bool:
+            return gives_way(own, offer.chain, stalled=stalled)
+
+        async def confirm(offer: Snapshot) -> None:
+            """The last look before our own state is given up."""
+            self._going = True
+            whole = await self._whole(own, offer.chain)
+            if ctx.clock.now() < self._promised:
+                raise Stays("another peer counts on it")
+            if not whole:
+                raise Stays("not every stage of the others can be reached")
+
+        try:
+            snapshot = await self._receiver.fetch(acceptable, rounds=ROUNDS, confirm=confirm)
+        except MuletrainError as e:
+            ctx.emit(Note(level="warning", message=f"this peer stays with its side's history for now: {e}"))
+            return None
+        finally:
+            self._going = False
+        fork = forked_at(own, snapshot.chain)
+        assert fork is not None  # acceptable
+        ctx.emit(
+            LineageLeft(
+                forked_at=fork,
+                step=own.step,
+                lineage=own.lineages[-1].hex(),
+                to_step=snapshot.step,
+                to_lineage=snapshot.lineage.hex(),
+            )
+        )
+        return snapshot

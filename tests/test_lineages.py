@@ -1,0 +1,91 @@
+"""Partitions whose sides both go on end in one lineage."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muletrain.policy.lineages import LEAD, Chain, forked_at, gives_way
+from muletrain.sim.scenario import Fault, Scenario
+from muletrain.sim.verdict import Outcome, readable
+from muletrain.sim.world import play
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.timeout(200)
+
+
+def chain(common: int, own: str, *, over: bool = False) -> Chain:
+    """A history that shares its first ``common`` lineages with others."""
+    lineages = [b"=%d" % k for k in range(common)] + [b"%c%d" % (ord(c), k) for k, c in enumerate(own)]
+    return Chain(len(lineages) - 1, tuple(lineages), over)
+
+
+def test_histories_fork_where_they_first_differ() -> None:
+    assert forked_at(chain(3, "aa"), chain(3, "bbb")) == 3
+    assert forked_at(chain(3, ""), chain(3, "bbb")) is None, "merely behind"
+    assert forked_at(Chain(9, (b"x",)), chain(3, "bbb")) is None, "too far back to be remembered"
+
+
+def test_the_longer_one_stays_then_the_lower_hash_at_the_fork() -> None:
+    assert gives_way(chain(3, "a"), chain(3, "b" * (1 + LEAD)), stalled=False)
+    assert not gives_way(chain(3, "a"), chain(3, "bb"), stalled=False)
+    assert gives_way(chain(3, "bb"), chain(3, "a"), stalled=False)
+
+
+def test_what_has_ended_stays_and_a_side_that_stands_still_goes() -> None:
+    assert gives_way(chain(3, "a"), chain(3, "b", over=True), stalled=False)
+    assert not gives_way(chain(3, "b", over=True), chain(3, "aaaaa"), stalled=True)
+    assert gives_way(chain(3, "aaaaa"), chain(3, "b"), stalled=True)
+
+
+@given(st.integers(0, 5), st.integers(1, 6), st.integers(1, 6))
+def test_one_side_stays_and_one_goes(common: int, a: int, b: int) -> None:
+    one, other = chain(common, "a" * a), chain(common, "b" * b)
+    assert gives_way(one, other, stalled=False) != gives_way(other, one, stalled=False)
+    assert not gives_way(one, one, stalled=True)
+
+
+SLOW = (Fault(0.0, "slow", ("peer-0b",), 100.0), Fault(0.0, "slow", ("peer-1b",), 100.0))
+
+
+def partitioned(at_s: float, for_s: float, *more: Fault, steps: int = 12, kind: str = "partition") -> Outcome:
+    """Two stages of two replicas, one of each stage on either side; a trainer on either, too."""
+    faults = (Fault(at_s, kind, ("peer-0a", "peer-1a"), for_s), *more)
+    return play(Scenario(1, (2, 2), 2, steps, 4, 0.01, faults))
+
+
+def went_over(outcome: Outcome) -> dict[str, float]:
+    """Who left its side's history, and when [virtual s]."""
+    return {text.split()[0]: t for t, text in outcome.timeline if " lineage_left " in text}
+
+
+@pytest.mark.parametrize(("kind", "for_s"), [("partition", 3.0), ("blackhole", 9.0)])
+def test_both_sides_go_on_and_end_in_one_lineage(kind: str, for_s: float) -> None:
+    at_s = 1.5
+    outcome = partitioned(at_s, for_s, kind=kind)
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    apart = [t for t, text in outcome.timeline if re.search(r"peer-\da step_applied step=3 ", text)]
+    assert max(apart) < at_s + for_s, "both went on"
+    left = went_over(outcome)
+    assert set(left) in ({"peer-0a", "peer-1a"}, {"peer-0b", "peer-1b"})
+    assert max(left.values()) < at_s + for_s + 3.0
+    assert len(set(outcome.lineages.values())) == 1
+    assert set(outcome.ends.values()) == {"finished"}
+
+
+def test_the_side_that_did_more_steps_stays() -> None:
+    outcome = partitioned(1.5, 8.0, *SLOW, steps=16)
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert set(went_over(outcome)) == {"peer-0b", "peer-1b"}
+
+
+def test_a_side_that_meets_one_that_has_finished_takes_its_result() -> None:
+    """Who collects is frozen when the others are done, so that they wait for it."""
+    outcome = partitioned(0.4, 12.0, *SLOW, Fault(4.0, "freeze", ("peer-0a",), 9.0), steps=6)
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert len(set(outcome.lineages.values())) == 1
+    assert set(outcome.ends.values()) == {"finished"}
