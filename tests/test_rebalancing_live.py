@@ -50,6 +50,12 @@ def test_a_peer_killed_in_the_poorer_stage_draws_another() -> None:
     assert 6.0 < found[0][0] < 6.0 + 3 * PERIOD_S
 
 
+def test_a_peer_that_is_slow_for_a_moment_draws_nobody() -> None:
+    """As on a machine that does something else, too, for a few seconds: three of stage 1 do more than two of stage 0, one of them slow."""
+    slow = Fault(3.0, "slow", ("peer-0b",), 3.0)
+    assert moves(Scenario(4, (2, 3), 1, 14, 12, 0.01, (slow,), "throughput", PERIOD_S)) == []
+
+
 def test_the_papers_rule_moves_peers_too() -> None:
     assert "moves from stage 1 to 0" in moves(Scenario(4, (1, 3), 1, 10, 12, 0.01, (), "paper", PERIOD_S))[0][1]
 

@@ -89,6 +89,8 @@ class StepStats:
     started: float = 0.0
     microbatches: int = 0
     recomputed: int = 0
+    services: list[float] = field(default_factory=list)
+    """Forward and backward of each [s]."""
     sent: defaultdict[str, Counter[TrafficClass]] = field(default_factory=lambda: defaultdict(Counter))
 
 

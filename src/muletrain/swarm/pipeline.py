@@ -36,12 +36,13 @@ PATIENCE = 64
 
 @dataclass
 class _Held:
-    """An admitted request. ``busy_s`` is this peer's own work on it."""
+    """An admitted request. ``busy_s`` is this peer's own work on it, ``computed_s`` its forward."""
 
     sender: PeerId
     message: Forward
     admitted: float
     busy_s: float = 0.0
+    computed_s: float = 0.0
     task: asyncio.Task[None] | None = None
 
     @property
@@ -157,6 +158,7 @@ class Pipeline:
             took = ctx.clock.now() - begin
         ctx.stats.forward_s += took
         held.busy_s += took
+        held.computed_s = took
         return await ctx.compute.offload(encode, outputs, ctx.plan.activations)
 
     async def _compute_backward(
@@ -191,6 +193,7 @@ class Pipeline:
         accumulation.done = True
         held.busy_s += took
         self.ctx.stats.backward_s += took
+        self.ctx.stats.services.append(held.computed_s + took)
         self.ctx.stats.microbatches += accumulation.granted
         self.ctx.stats.recomputed += not accumulation.granted
 

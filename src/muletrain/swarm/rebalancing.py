@@ -1,5 +1,6 @@
 """Peers move to where they are needed most (SWARM sec. 3.2 "Adaptive swarm rebalancing", app. D): every period each announces its load,
-computes the moves that follow from everyone's, and carries out its own. The rules are ``policy.rebalance``'s.
+computes the moves that follow from everyone's, and carries out its own. The rules are ``policy.rebalance``'s; what ours wants, it must
+want twice in a row, for on a busy machine speeds wander.
 
 Announcements are hints: a view that misses one costs a move too many or too few, never a number, for leaving and joining keep
 their own promises.
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
+from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -28,6 +31,7 @@ SAMPLES = 20
 KEPT_PERIODS, COMING_PERIODS, KEPT_MAX_S = 1.5, 5.0, 110.0
 """For so long an announcement holds; that of a peer on its way longer, as it says nothing while it gets ready for its new stage
 (the directory keeps nothing for more than two minutes)."""
+MEASURED_PERIODS, MAX_SERVICES = 2.0, 4096
 HORIZON_PERIODS = 10
 """A move must have paid for itself after so many: by then the fleet will have changed."""
 
@@ -52,15 +56,22 @@ class Rebalancer:
         self, ctx: Context, queue: Callable[[], int], fits: Callable[[int], bool], move: Callable[[int | None], None]
     ) -> None:
         self._ctx, self._queue, self._fits, self._move = ctx, queue, fits, move
-        self._worked, self._busy_s = 0, 0.0
-        self._speed: float | None = None
+        self._services: deque[tuple[float, float]] = deque(maxlen=MAX_SERVICES)
+        self._wanted: set[tuple[int, int]] = set()
+        """(source, target) of the moves that the last period's announcements led to."""
         self.settled = True
         """False until this peer serves its stage."""
 
     def count(self, stats: StepStats) -> None:
         """A step's work."""
-        self._worked += stats.microbatches + stats.recomputed
-        self._busy_s += stats.forward_s + stats.backward_s
+        self._services.extend((self._ctx.clock.now(), seconds) for seconds in stats.services)
+
+    @property
+    def _speed(self) -> float | None:
+        """Microbatches/s, by the median of the last periods: one that a busy machine held up says nothing of the next."""
+        since = self._ctx.clock.now() - MEASURED_PERIODS * self._ctx.plan.rebalance_s
+        known = [seconds for at, seconds in self._services if at >= since] or [s for _, s in self._services]
+        return 1 / max(1e-9, median(known)) if known else None
 
     async def run(self) -> None:
         """Until cancelled. The first decision is taken a whole period after the beginning, on measured speeds."""
@@ -82,8 +93,6 @@ class Rebalancer:
 
     async def _announce(self, queue: float, stage: int) -> None:
         ctx = self._ctx
-        if self._busy_s > 0:
-            self._speed, self._worked, self._busy_s = self._worked / self._busy_s, 0, 0.0
         own = self._own(queue)
         value = Announcement(
             stage=stage, queue=queue, speed=self._speed, coming=not self.settled or stage != ctx.roster.own.stage,
@@ -123,7 +132,12 @@ class Rebalancer:
             ctx.net.peer_id: self._own(queue),
         }  # who serves counts, whether its announcement came or not
         view = View(loads, plan.work, plan.state_bytes)
-        moves = by_queue(view) if plan.rebalance == "paper" else by_throughput(view, HORIZON_PERIODS * plan.rebalance_s)
+        if plan.rebalance == "paper":
+            moves = by_queue(view)
+        else:
+            wanted = by_throughput(view, HORIZON_PERIODS * plan.rebalance_s)
+            moves = tuple(m for m in wanted if (m.source, m.target) in self._wanted)
+            self._wanted = {(m.source, m.target) for m in wanted}
         return next((m.target for m in moves if m.peer == ctx.net.peer_id), None)
 
     def _read(self, peer: PeerId, value: bytes) -> Load | None:
