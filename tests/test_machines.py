@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import io
 import json
 import math
@@ -34,7 +35,8 @@ from muletrain.events import Event, EventLog, JoinRefused, Note
 from muletrain.model.hf import export_hf
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import build_full
-from muletrain.network.base import Network
+from muletrain.network.base import Frame, Network
+from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.network.memory import MemoryHub
 from muletrain.runs import lobby, machine
 from muletrain.runs.assemble import RunFacts, build_compute
@@ -43,7 +45,9 @@ from muletrain.runs.first_weights import write_first_checkpoint
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.ticket import Ticket
 from muletrain.runs.worker import Worker
+from muletrain.sim.loop import run_virtually
 from muletrain.swarm.roster import Genesis
+from muletrain.wire.codec import encode_raw
 from tests.fleet_run import checkpoint_weights
 from tests.reference import train_plainly
 from tests.test_equivalence import EXACT, facts_of, relative_difference
@@ -675,6 +679,51 @@ def test_an_owners_limits(tmp_path: Path) -> None:
     assert "hours are over" in str(limits.exceeded())
     assert not machines_cli.Limits(hours=0).wait_until_free()
     assert machines_cli.Limits().wait_until_free()
+
+
+def test_an_owners_bandwidth_counts_from_the_first_byte_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes in the lobby (a checkpoint's part), in calls and in frames: 10 MB at 1 MB/s."""
+    data, took = bytes(5_000_000), list[float]()
+    hub = MemoryHub()
+
+    async def create(**_: object) -> Network:
+        return hub.join("n")
+
+    async def join(self: Worker, network: Network) -> None:
+        founder, clock = hub.join("f"), LoopClock()
+
+        async def part(sender: str, payload: bytes) -> bytes:
+            offset = lobby.AskPart.unpack(payload).offset
+            return data[offset : offset + lobby.PIECE]
+
+        async def blocks(sender: str, frame: Frame) -> None:
+            came.set()
+
+        came = asyncio.Event()
+        founder.serve(lobby.AskPart.KIND, part)
+        network.receive(blocks)
+        welcome = lobby.Welcome.model_construct(stage=0, part_size=len(data), part_digest=hashlib.sha256(data).digest())
+        begin = clock.now()
+        await lobby.Visitor(network, "f").part(welcome, tmp_path / "part")
+        took.append(clock.now() - begin)
+        for _ in range(5):
+            came.clear()
+            await founder.send("n", Frame("block", {}, [encode_raw(data[:1_000_000])]))
+            await came.wait()
+        took.append(clock.now() - begin)
+
+    monkeypatch.setattr(Libp2pNetwork, "create", create)
+    monkeypatch.setattr(Worker, "_join", join)
+    assert machines_cli.Limits(bandwidth_mbps=16).share(2) == 1e6, "for each of two processes"
+    spec = WorkerSpec(
+        role="join", name="n", folder=str(tmp_path), ticket=str(Ticket("run", bytes(32), bytes(32), ())), bandwidth_bytes_per_s=1e6
+    )  # fmt: skip
+    problems: list[str] = []
+    with EventLog(tmp_path / "n.jsonl", "n") as log:
+        run_virtually(Worker(spec, log).run(), 100.0, problems)
+    assert problems == []
+    assert took[0] == pytest.approx(5.0, abs=0.6)
+    assert took[1] == pytest.approx(10.0, abs=1.2)
 
 
 def _with_other_secret(ticket: str) -> str:

@@ -160,7 +160,7 @@ def join_run(
             device=own,
             stage=stage,
             memory_gib=memory,
-            bandwidth_bytes_per_s=limits.bandwidth_bytes_per_s,
+            bandwidth_bytes_per_s=limits.share(len(devices)),
             host_memory=host_memory,
             listen=listen,
             port=_port(port, k),
@@ -202,6 +202,10 @@ class Limits:
         self.bandwidth_bytes_per_s = None if bandwidth_mbps is None else bandwidth_mbps * 1e6 / 8
         self._end = None if hours is None else time.monotonic() + hours * 3600
         self._hours, self._pause_file = hours, pause_file
+
+    def share(self, processes: int) -> float | None:
+        """Of the bandwidth, for each process of this machine [bytes/s]."""
+        return None if self.bandwidth_bytes_per_s is None else self.bandwidth_bytes_per_s / processes
 
     @property
     def paused(self) -> bool:

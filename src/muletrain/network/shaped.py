@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 IN_FLIGHT = 256
 """Frames on their way to one receiver on one channel: back-pressure begins here."""
+PACKET = 1400
 CALL_OVERHEAD = 128
 """Bytes a call or an answer costs beside its payload."""
 
@@ -96,7 +97,9 @@ class ShapedNetwork:
             await self._travel(peer, len(payload) + CALL_OVERHEAD)
             answer = await self._inner.call(peer, method, payload, timeout_s=timeout_s)
             if peer != self.peer_id:
-                await self._take(len(answer) + CALL_OVERHEAD)
+                taken = self._booked(len(answer) + CALL_OVERHEAD)
+                if len(answer) > PACKET:  # what fits into a packet comes between two of another's
+                    await self._sleep_until(taken)
             return answer
 
         return await self._clock.deadline(shaped(), timeout_s, f"{method} to {peer[-6:]}")
@@ -193,9 +196,13 @@ class ShapedNetwork:
     async def _take(self, nbytes: int) -> None:
         """Until the downlink has taken a frame that is here now. Alone it came in while the sender sent it, so that this takes no
         time; several at once share the downlink."""
+        await self._sleep_until(self._booked(nbytes))
+
+    def _booked(self, nbytes: int) -> float:
+        """Occupy the downlink; when it has taken ``nbytes``."""
         duration = nbytes / self._own.down_bytes_per_s
         self._down.free = self._down.begin(self._clock.now() - duration) + duration
-        await self._sleep_until(self._down.free)
+        return self._down.free
 
     # Everything else is the inner network's -------------------------------------------------------------------------
 

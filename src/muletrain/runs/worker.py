@@ -156,11 +156,12 @@ class Worker:
             private=spec.private, carries=spec.bandwidth_bytes_per_s is None,
         )  # fmt: skip
         serve_members(network, lambda: self._names())
+        links = self._limited(network)
         try:
             if spec.role == "found":
-                await self._found(network)
+                await self._found(links)
             else:
-                await self._join(network)
+                await self._join(links)
         finally:
             await network.close()
 
@@ -416,10 +417,17 @@ class Worker:
                 return fleet.link(index, number % count)  # a newcomer's links are another's
 
             self._shaped = ShapedNetwork(network, link, fleet.peers()[index], self._clock)
-        elif spec.faults or spec.bandwidth_bytes_per_s is not None:
-            own = limited_peer(spec.bandwidth_bytes_per_s or math.inf)
-            self._shaped = ShapedNetwork(network, lambda peer: Link(0.0, math.inf), own, self._clock)
+        elif spec.faults:
+            self._shaped = self._as_wide(network, math.inf)
         return self._shaped or network
+
+    def _limited(self, network: Network) -> Network:
+        """From the first byte of the lobby on, as wide as this machine's owner allows."""
+        rate = self._spec.bandwidth_bytes_per_s
+        return network if rate is None else self._as_wide(network, rate)
+
+    def _as_wide(self, network: Network, bytes_per_s: float) -> ShapedNetwork:
+        return ShapedNetwork(network, lambda peer: Link(0.0, math.inf), limited_peer(bytes_per_s), self._clock)
 
     def _report_start(self, facts: RunFacts, roster: Roster) -> None:
         config = facts.config
