@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 SAMPLES = 20
 """Of the queue, in a period."""
-KEPT_PERIODS, COMING_PERIODS, KEPT_MAX_S = 1.5, 5.0, 110.0
-"""For so long an announcement holds; that of a peer on its way longer, as it says nothing while it gets ready for its new stage
-(the directory keeps nothing for more than two minutes)."""
+KEPT_PERIODS, KEPT_MAX_S = 5.0, 110.0
+"""For so long an announcement holds: a peer says nothing while it gets ready for a new stage. The directory keeps nothing for more than
+two minutes, and of two announcements the one that holds longer: so all hold equally long."""
 MEASURED_PERIODS, MAX_SERVICES = 2.0, 4096
 HORIZON_PERIODS = 10
 """A move must have paid for itself after so many: by then the fleet will have changed."""
@@ -98,7 +98,7 @@ class Rebalancer:
             stage=stage, queue=queue, speed=self._speed, coming=not self.settled or stage != ctx.roster.own.stage,
             targets=own.targets,
         )  # fmt: skip
-        kept_s = min(KEPT_MAX_S, (COMING_PERIODS if value.coming else KEPT_PERIODS) * ctx.plan.rebalance_s)
+        kept_s = min(KEPT_MAX_S, KEPT_PERIODS * ctx.plan.rebalance_s)
         try:
             await ctx.net.announce(self._key, value.model_dump_json().encode(), kept_s)
         except NetworkError as e:
@@ -138,7 +138,20 @@ class Rebalancer:
             wanted = by_throughput(view, HORIZON_PERIODS * plan.rebalance_s)
             moves = tuple(m for m in wanted if (m.source, m.target) in self._wanted)
             self._wanted = {(m.source, m.target) for m in wanted}
-        return next((m.target for m in moves if m.peer == ctx.net.peer_id), None)
+        target = next((m.target for m in moves if m.peer == ctx.net.peer_id), None)
+        if target is not None:
+            ctx.emit(Note(level="info", message=f"stage {target} needs this peer more: {self._seen(view)}"))
+        return target
+
+    def _seen(self, view: View) -> str:
+        """What a decision was taken on, in words."""
+        stages = []
+        for stage, peers in enumerate(view.served()):
+            speeds = [view.loads[p].speeds.get(stage, math.nan) for p in peers]
+            each = ", ".join("?" if math.isnan(v) else f"{v:.1f}" for v in speeds)
+            queued = sum(view.loads[p].queue for p in peers)
+            stages.append(f"stage {stage} does {each} microbatches/s, and {queued:.1f} wait there")
+        return "; ".join(stages)
 
     def _read(self, peer: PeerId, value: bytes) -> Load | None:
         """Of a member that serves or is on its way; None for what makes no sense."""
