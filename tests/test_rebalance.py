@@ -51,6 +51,15 @@ def throughput(view: View) -> float:
     return min(totals)
 
 
+def test_costs_that_are_wrong_promise_no_gain_again_and_again() -> None:
+    """As seen live: the model says that stage 1 costs three times as much, and the peers do about as much at either."""
+    seen = view({"a": 12.9, "b": 12.3}, {"c": 14.3, "d": 13.0, "e": 11.5}, work=(1.0, 3.0))
+    assert {(m.source, m.target) for m in by_throughput(seen, HORIZON_S)} == {(0, 1), (1, 0)}
+    assert by_throughput(seen, HORIZON_S, exchange=False) == ()
+    poor = view({"a": 12.9}, {"b": 12.3, "c": 14.3, "d": 13.0, "e": 11.5}, work=(1.0, 3.0))
+    assert [(m.source, m.target) for m in by_throughput(poor, HORIZON_S, exchange=False)] == [(1, 0)]
+
+
 def test_the_papers_rule_moves_the_idlest_peer_of_the_idlest_stage_to_the_busiest() -> None:
     moves = by_queue(queued({"a": 3, "b": 2}, {"c": 1, "d": 0, "e": 1}, {"f": 9}))
     assert moves == (Move("d", 1, 2),)

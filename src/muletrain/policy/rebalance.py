@@ -85,7 +85,7 @@ def by_queue(view: View) -> tuple[Move, ...]:
     return (Move(peer, source, target),)
 
 
-def by_throughput(view: View, horizon_s: float) -> tuple[Move, ...]:
+def by_throughput(view: View, horizon_s: float, *, exchange: bool = True) -> tuple[Move, ...]:
     """The moves after which the slowest stage does most, if they gain more within ``horizon_s`` than they cost.
 
     A stage does the sum of what its peers do, a pipeline what its slowest stage does. The plan grows move by move, each to the stage
@@ -94,13 +94,16 @@ def by_throughput(view: View, horizon_s: float) -> tuple[Move, ...]:
     the last mover has arrived; until then those on their way serve nobody, and all they would have done is the price. Every plan
     raises the throughput by a part of its movers' speed (``HYSTERESIS``), so that a constant view comes to rest.
 
+    Without ``exchange`` no stage both gives and gets: what a stage loses was measured there, but what it gains follows from the stages'
+    costs, and where these are wrong a swap that promises much gains nothing, and is promised again.
+
     The strongest peer of each stage stays, for itself in every view that it is part of: even peers that see different parts
     of the fleet leave no stage empty.
     """
     served = view.served()
     if not all(served):
         return ()
-    plan = _Plan(view, served)
+    plan = _Plan(view, served, exchange)
     best: tuple[Move, ...] = ()
     best_net = 0.0
     while (move := plan.next_move()) is not None:
@@ -114,8 +117,8 @@ def by_throughput(view: View, horizon_s: float) -> tuple[Move, ...]:
 class _Plan:
     """Moves in the order in which they were found, and what the stages would do after them [microbatches/s]."""
 
-    def __init__(self, view: View, served: list[list[str]]) -> None:
-        self._view = view
+    def __init__(self, view: View, served: list[list[str]], exchange: bool) -> None:
+        self._view, self._exchange = view, exchange
         self._speeds = _speeds(view)
         self.moves: list[Move] = []
         self._before = [sum(self._speeds[p][s] for p in peers) for s, peers in enumerate(served)]
@@ -134,7 +137,7 @@ class _Plan:
         target = self._after.index(min(self._after))
         best, best_rank = None, (self._after[target] * (1 + EPSILON), 0.0)
         for source, peers in enumerate(self._movable):
-            if source == target:
+            if source == target or not (self._exchange or self._one_way(source, target)):
                 continue
             for peer in peers:  # sorted: the first of equals
                 if not self._view.loads[peer].may_move_to(target):
@@ -145,6 +148,9 @@ class _Plan:
                 if rank > best_rank:
                     best, best_rank = Move(peer, source, target), rank
         return best
+
+    def _one_way(self, source: int, target: int) -> bool:
+        return all(m.source != target and m.target != source for m in self.moves)
 
     def take(self, move: Move) -> None:
         self.moves.append(move)

@@ -135,7 +135,7 @@ class Rebalancer:
         if plan.rebalance == "paper":
             moves = by_queue(view)
         else:
-            wanted = by_throughput(view, HORIZON_PERIODS * plan.rebalance_s)
+            wanted = by_throughput(view, HORIZON_PERIODS * plan.rebalance_s, exchange=False)
             moves = tuple(m for m in wanted if (m.source, m.target) in self._wanted)
             self._wanted = {(m.source, m.target) for m in wanted}
         target = next((m.target for m in moves if m.peer == ctx.net.peer_id), None)
