@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,15 +11,16 @@ import torch
 
 from muletrain.clock import LoopClock
 from muletrain.config.schema import Codec
-from muletrain.errors import ProtocolError
+from muletrain.errors import PeerUnreachable, ProtocolError
 from muletrain.network.memory import MemoryHub
 from muletrain.sim.loop import run_virtually
 from muletrain.swarm import averaging
 from muletrain.swarm.averaging import Averager, Round, RoundFailed, contents
 from muletrain.swarm.context import Context, Plan
 from muletrain.swarm.holding import Holding, fetch_gradient
-from muletrain.swarm.messages import AskGradient, Member, Reduced, RoundEntry, Shard
+from muletrain.swarm.messages import AskGradient, AskHeld, Held, Member, Reduced, RoundEntry, Shard, ShardFacts
 from muletrain.swarm.roster import Genesis, Roster
+from muletrain.swarm.stepper import Stepper
 
 SIZE = 3 * 4096 + 100
 IDS = ("a", "b", "c")
@@ -90,6 +92,73 @@ def test_every_member_states_the_same_and_serves_what_it_states(codec: Codec) ->
         gradient[5] += 1.0
         with pytest.raises(ProtocolError, match="not what its holders attest"):
             await fetch_gradient(group["b"][0], "a", entry)
+
+    virtually(scenario())
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_holder_that_is_frozen_is_given_up_soon_and_a_slow_one_is_not(frozen: bool) -> None:
+    async def scenario() -> None:
+        hub = MemoryHub()
+        group = members(hub, Codec.FP32)
+        ctx, holder = group["b"][0], group["a"][0].net
+        gradient = torch.zeros(SIZE)
+        facts = ShardFacts(content=contents(gradient, 1)[0], square_norm=0.0, finite=True)
+        entry = RoundEntry(
+            lineage=bytes(32), step=0, stage=0, round=ROUND.id, members=("a",), shards=(facts,), stop=False, holder="a",
+        )  # fmt: skip
+
+        async def piece(sender: str, payload: bytes) -> bytes:
+            await asyncio.sleep(40.0)
+            return Holding(entry, gradient).piece(AskGradient.unpack(payload).offset, Codec.FP32)
+
+        async def held(sender: str, payload: bytes) -> bytes:
+            return Held(current=False, step=1, stage=0).pack()
+
+        holder.serve(AskGradient.KIND, piece)
+        holder.serve(AskHeld.KIND, held)
+        await ctx.measure("a", bytes(32), 0)
+        if frozen:
+            hub.freeze("a")
+            with pytest.raises(PeerUnreachable):
+                await fetch_gradient(ctx, "a", entry)
+            assert ctx.clock.now() < 5.0
+            assert not ctx.roster.is_alive("a")
+        else:
+            assert torch.equal((await fetch_gradient(ctx, "a", entry)).gradient, gradient)
+            assert ctx.roster.is_alive("a")
+
+    virtually(scenario())
+
+
+def test_who_applies_a_step_for_long_is_waited_for_as_long_as_that_takes() -> None:
+    """Large stages: 10 s a step here, and a slower device still applies it when we ask."""
+
+    async def scenario() -> None:
+        group = members(MemoryHub(), Codec.FP32)
+        ctx, other = group["a"][0], group["b"][0].net
+        stepper = Stepper(ctx, 0, bytes(32), list, lambda missing: None)
+
+        async def held(sender: str, payload: bytes) -> bytes:
+            return Held(current=False, step=0, stage=0).pack()
+
+        async def apply(gradient: Any, update: Any) -> None:
+            await asyncio.sleep(10.0)
+
+        async def digest() -> bytes:
+            return bytes(32)
+
+        ctx.compute.apply, ctx.compute.digest = apply, digest  # type: ignore[method-assign]
+        other.serve(AskHeld.KIND, held)
+        await stepper._apply(SimpleNamespace(clip_scale=lambda clip: 1.0, skip=False), torch.zeros(SIZE))  # type: ignore[arg-type]
+        stepper._enter(1, bytes(32))
+        await stepper._ask("b")
+        await asyncio.sleep(12.0)
+        await stepper._ask("b")
+        assert ctx.roster.is_alive("b")
+        await asyncio.sleep(60.0)
+        await stepper._ask("b")
+        assert not ctx.roster.is_alive("b")
 
     virtually(scenario())
 

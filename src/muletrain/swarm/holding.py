@@ -6,13 +6,14 @@ It travels in the codec of the averaging: what several members reduced are decod
 from __future__ import annotations
 
 import asyncio
+import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from muletrain.config.schema import Codec
-from muletrain.errors import ProtocolError
+from muletrain.errors import PeerUnreachable, ProtocolError
 from muletrain.policy.shards import BLOCK
 from muletrain.swarm.averaging import contents
 from muletrain.swarm.messages import AskGradient
@@ -30,7 +31,7 @@ PIECE = 32 * BLOCK
 AHEAD = 4
 """Pieces asked for at once."""
 CALL_S = 60.0
-"""For a piece: a bound for a dead holder, not for a slow link."""
+"""For a piece: a bound for a slow link. A holder that is gone is found out about long before."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ def travels_as(entry: RoundEntry, codec: Codec) -> Codec:
 
 
 async def fetch_gradient(ctx: Context, holder: PeerId, entry: RoundEntry) -> Holding:
-    """The gradient of ``entry``'s round from ``holder``, checked against the contents of its shards. Raises NetworkError."""
+    """The gradient of ``entry``'s round from ``holder``, checked against the contents of its shards. Raises NetworkError,
+    soon when the holder is gone, however slow the link to it may be."""
     gradient = torch.empty(ctx.compute.n_params)
     codec = travels_as(entry, ctx.plan.gradients)
 
@@ -62,7 +64,23 @@ async def fetch_gradient(ctx: Context, holder: PeerId, entry: RoundEntry) -> Hol
         into.copy_(decode(Encoded(codec.value, tuple(into.shape), [answer]), copy=False))
 
     for begin in range(0, len(gradient), AHEAD * PIECE):
-        await asyncio.gather(*map(piece, range(begin, min(len(gradient), begin + AHEAD * PIECE), PIECE)))
+        pieces = asyncio.gather(*map(piece, range(begin, min(len(gradient), begin + AHEAD * PIECE), PIECE)))
+        await _while_there(ctx, holder, entry, pieces)
     if await ctx.compute.offload(contents, gradient, len(entry.members)) != tuple(s.content for s in entry.shards):
         raise ProtocolError("the gradient's content is not what its holders attest")
     return Holding(entry, gradient)
+
+
+async def _while_there(ctx: Context, holder: PeerId, entry: RoundEntry, work: asyncio.Future[Any]) -> None:
+    """Wait for ``work``, and ask ``holder``, who is to do it, now and then whether it is there. Raises PeerUnreachable if not."""
+    try:
+        for attempt in itertools.count():
+            await asyncio.wait({work}, timeout=ctx.doubt_deadline.seconds(attempt))
+            if work.done():
+                work.result()
+                return
+            if await ctx.unless_done(work, ctx.probe(holder, entry.lineage, entry.step)) is None and not work.done():
+                raise PeerUnreachable(f"{holder[-6:]} answers no probe")
+    finally:
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)

@@ -41,7 +41,7 @@ MAX_ATTEMPTS = 20
 GRACE_S = 0.25
 """Between the first sign that others are beyond what we wait for, and the question whether we missed it."""
 LATE_S = 3.0
-"""After we first ask it, a peer that is still at an earlier step is left out."""
+"""From when we first ask it, a peer may be at an earlier step for this time at least, before it is left out."""
 
 
 class Behind(MuletrainError):
@@ -73,6 +73,8 @@ class Knowledge:
         self._step_deadline = Deadline()
         self._seal_deadline = Deadline(floor_s=0.5, deviations=1.0)
         self._record_deadline = Deadline(unmeasured_s=10.0, floor_s=0.5)
+        self._late_deadline = Deadline(floor_s=LATE_S)
+        """For those at an earlier step: they apply it as long as we do, or as the latest of those that came on."""
         self.stop_requested = False
         self.departure = Departure(ctx)
         self.settled = True
@@ -308,9 +310,12 @@ class Knowledge:
             raise Behind(f"step {self.step}: {self._ctx.roster.member(peer).name} is at step {held.step}")
         if not held.current:
             now = self._ctx.clock.now()
-            if now - self._late.setdefault(peer, now) >= LATE_S:
+            if now - self._late.setdefault(peer, now) >= self._late_deadline.seconds():
                 self._ctx.suspect(peer, f"it is still at step {held.step}")
-        elif len(held.through) == len(held.losses) and all(i < self._ctx.plan.microbatches for i in held.through):
+            return held
+        if peer in self._late:
+            self._late_deadline.measured(self._ctx.clock.now() - self._late.pop(peer))
+        if len(held.through) == len(held.losses) and all(i < self._ctx.plan.microbatches for i in held.through):
             self.losses.update(zip(held.through, held.losses, strict=True))
             self.touched()
         return held

@@ -226,7 +226,9 @@ class Stepper(Sealing):
         async with ctx.device(0):
             await ctx.compute.apply(gradient, Update(self.step, record.clip_scale(ctx.plan.clip), record.skip))
         self._weights = await ctx.compute.digest()
-        ctx.stats.apply_s += ctx.clock.now() - begin
+        took = ctx.clock.now() - begin
+        ctx.stats.apply_s += took
+        self._late_deadline.measured(took)
 
     def advance(self, record: StepRecord) -> None:
         """Begin the next step: the record's hash is its lineage."""
