@@ -322,19 +322,17 @@ def test_a_planted_bug_in_the_agreement_is_caught(
 
 
 @pytest.mark.parametrize(
-    ("plant", "scenario"),
+    ("plant", "scenario", "text"),
     [
-        (_accumulator_kept_over_a_migration, Scenario(10, (2, 2), 2, 4, 8, 0.01, (Fault(0.3, "move", ("peer-1b",)),))),
-        (_sides_stay_apart, Scenario(11, (2, 2), 2, 30, 4, 0.01, (Fault(1.5, "partition", ("peer-0a", "peer-1a"), 3.0),))),
+        (_accumulator_kept_over_a_migration, Scenario(10, (2, 2), 2, 4, 8, 0.01, (Fault(0.3, "move", ("peer-1b",)),)), "other weights"),
+        (_sides_stay_apart, Scenario(11, (2, 2), 2, 30, 4, 0.01, (Fault(1.5, "partition", ("peer-0a", "peer-1a"), 3.0),)), "two lineages"),
     ],
 )  # fmt: skip
 def test_a_planted_bug_is_caught_where_it_shows(
-    plant: Callable[[pytest.MonkeyPatch], None], scenario: Scenario, monkeypatch: pytest.MonkeyPatch
+    plant: Callable[[pytest.MonkeyPatch], None], scenario: Scenario, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = play(scenario)
-    assert right.violations == [], "\n".join(readable(right))
     plant(monkeypatch)
-    assert play(scenario).violations
+    assert any(text in violation for violation in play(scenario).violations)
 
 
 def test_time_jumps_and_waiting_for_nothing_is_a_hang() -> None:

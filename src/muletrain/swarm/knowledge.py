@@ -86,6 +86,8 @@ class Knowledge:
         """The last step at which our weights were not the others'."""
         self.trail = Trail(ctx, ctx.trail_bytes)
         ctx.changed = self._waits.hurry
+        self.met: Callable[[PeerId, int], None] = lambda peer, step: None
+        """Told of a peer of another lineage, and of its step (see ``Lineages``)."""
         self._enter(Chain(step, (lineage,)))
 
     def _enter(self, chain: Chain) -> None:
@@ -300,6 +302,7 @@ class Knowledge:
         if held is None:
             return None
         if held.rival:
+            self.met(peer, held.step)
             self._ctx.suspect(peer, "it trains in another lineage")
             return held
         if held.step > self.step:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from muletrain.swarm.stepper import Stepper
 
 AGAIN_S = 5.0
-"""Between questions to one peer."""
+"""Between questions to one peer that does not come on."""
 CALL_S = 10.0
 STAY_S = 15.0
 """For so long a peer that promised to stay does; more than its caller waits for all answers."""
@@ -51,9 +51,10 @@ class Lineages:
 
     def __init__(self, ctx: Context, stepper: Stepper, receiver: Receiver) -> None:
         self._ctx, self._stepper, self._receiver = ctx, stepper, receiver
-        self._asked: dict[PeerId, float] = {}
+        self._asked: dict[PeerId, tuple[int, float]] = {}
         self._promised = float("-inf")
         self._going = False
+        stepper.met = self._met
         ctx.net.serve(History.KIND, self._on_history)
         ctx.net.serve(AskStay.KIND, self._on_ask)
 
@@ -62,11 +63,14 @@ class Lineages:
         known = self._stepper.chain.at(step)
         if known is None or known == lineage:
             return False
-        now = self._ctx.clock.now()
-        if now - self._asked.get(peer, float("-inf")) >= AGAIN_S:
-            self._asked[peer] = now
-            self._ctx.spawn(self._exchange(peer), "rival")
+        self._met(peer, step)
         return True
+
+    def _met(self, peer: PeerId, step: int) -> None:
+        now, (asked, at_s) = self._ctx.clock.now(), self._asked.get(peer, (-1, float("-inf")))
+        if step > asked or now - at_s >= AGAIN_S:
+            self._asked[peer] = step, now
+            self._ctx.spawn(self._exchange(peer), "rival")
 
     async def _exchange(self, peer: PeerId) -> None:
         ask = History.of(self._stepper.chain).pack()

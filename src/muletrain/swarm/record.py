@@ -141,8 +141,10 @@ class RecordBuilder:
             raise ProtocolError(f"entry of step {entry.step} for the record of step {self.step}, or of another lineage")
         if entry.stage >= self.stages or len(entry.shards) != len(entry.members):
             raise ProtocolError(f"entry of stage {entry.stage}/{self.stages} with {len(entry.shards)} shards")
-        if list(entry.members) != sorted(set(entry.members)) or not set(entry.without) < set(entry.members):
-            raise ProtocolError(f"entry of stage {entry.stage}: members out of order, or all given up")
+        if list(entry.members) != sorted(set(entry.members)) or not set(entry.without) <= {*entry.members} - {
+            entry.holder
+        }:
+            raise ProtocolError(f"entry of stage {entry.stage}: members out of order, or one that gives itself up")
         if not set(entry.leaves) <= set(entry.members):
             raise ProtocolError(f"entry of stage {entry.stage}: others than its members leave")
         key = (entry.stage, entry.round)
