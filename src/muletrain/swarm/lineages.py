@@ -94,7 +94,7 @@ class Lineages:
         self._ctx.suspect(peer, f"it has trained apart from this peer since step {fork}")
         if not gives_way(own, other, stalled=self._stalled()):
             return
-        if await self._whole(own, other) and stepper.chain == own:
+        if await self._whole(own, other, promise=False) and stepper.chain == own:
             stepper.interrupt(GivesWay(f"from step {fork} on the others have another history, and theirs stays"))
 
     def _stalled(self) -> bool:
@@ -102,13 +102,13 @@ class Lineages:
         covered = all(roster.stage(s) for s in range(self._ctx.plan.stages)) and roster.trainers()
         return not covered and self._ctx.clock.now() - stepper.begun > STALLED_S
 
-    async def _whole(self, own: Chain, other: Chain) -> bool:
-        """Every stage of ``other`` has a peer that stays, and one of them trains, or we do."""
+    async def _whole(self, own: Chain, other: Chain, *, promise: bool) -> bool:
+        """Every stage of ``other`` has a peer that stays, and one of them trains, or we do. Promises bind: they are asked for last."""
         ctx, fork = self._ctx, forked_at(own, other)
         lineage = other.at(fork) if fork is not None else None
         assert fork is not None  # they are rivals
         assert lineage is not None
-        ask = AskStay(step=fork, lineage=lineage).pack()
+        ask = AskStay(step=fork, lineage=lineage, promise=promise).pack()
 
         async def stays(peer: PeerId) -> Stay | None:
             try:
@@ -128,7 +128,7 @@ class Lineages:
     async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
         ask, own, stepper = AskStay.unpack(payload), self._ctx.roster.own, self._stepper
         stays = not (self._going or stepper.away or self._ctx.closed) and stepper.chain.at(ask.step) == ask.lineage
-        if stays:
+        if stays and ask.promise:
             self._promised = self._ctx.clock.now() + STAY_S
         return Stay(stays=stays, stage=own.stage, trainer=own.trainer).pack()
 
@@ -144,7 +144,7 @@ class Lineages:
         async def confirm(offer: Snapshot) -> None:
             """The last look before our own state is given up."""
             self._going = True
-            whole = await self._whole(own, offer.chain)
+            whole = await self._whole(own, offer.chain, promise=True)
             if ctx.clock.now() < self._promised:
                 raise Stays("another peer counts on it")
             if not whole:

@@ -377,11 +377,12 @@ class History(Message):
 
 
 class AskStay(Message):
-    """Call: are you of the history with that lineage at that step, and will you stay in it for the moment?"""
+    """Call: are you of the history with that lineage at that step, and, if it is to be a ``promise``, will you stay in it for the moment?"""
 
     KIND: ClassVar[str] = "ask_stay"
     lineage: Digest
     step: Natural
+    promise: bool
 
 
 class Stay(Message):
