@@ -142,7 +142,7 @@ def wait_for(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
 
 
 def ticket_in(folder: Path) -> str:
-    wait_for(lambda: list(folder.glob("runs/*/ticket")))
+    wait_for(lambda: list(folder.glob("runs/*/ticket")), 150)
     return next(folder.glob("runs/*/ticket")).read_text()
 
 
@@ -301,7 +301,7 @@ def test_machines_behind_firewalls_train_by_way_of_another(
         output(joiner)
     assert relative_difference(checkpoint_weights(next((tmp_path / "a").glob("runs/*"))), expected) <= 1e-5
     said = [e["message"] for e in _events(tmp_path) if e["kind"] == "note"]
-    assert [m for m in said if re.search(r"^[bc] cannot be reached directly: by way of ", m)], said
+    assert [m for m in said if "cannot be reached directly: by way of " in m], said
     assert "relayed" in out[out.index("Sent over the network") :]
 
 

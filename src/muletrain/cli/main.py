@@ -142,7 +142,8 @@ def join(
     private: Annotated[
         bool,
         typer.Option(
-            "--private", help="Open no port: others lead to this machine. Without a port of its own it is so, too."
+            "--private",
+            help="Listen to no other machine: members lead others to this one, as they do where a firewall is in the way.",
         ),
     ] = False,
     json: Json = False,

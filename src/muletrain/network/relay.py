@@ -40,8 +40,10 @@ ACCEPTED, WORKS, WAIT = b"\1", b"\2", b"\3"
 """Answers: the pipe is taken; the direct way works; we are about to open one to you ourselves."""
 PATIENCE_S = 2.0
 """After so long without an answer, whatever was asked, we see whether the peer is still there."""
-PING_S, DIAL_S, ASK_S = 3.0, 1.5, 7.0
+PING_S, DIAL_S, ASK_S = 3.0, 1.5, 8.0
 """An answer on a connection that works, on a starved machine, too; a direct dial; a way by one member, the other end's trials included."""
+SURE_S = 5.0
+"""A ping before a connection is given up for a pipe."""
 AGAIN_S = 5.0
 """Between two questions to a member for a way to the same peer."""
 PAUSE_S = 0.5
@@ -363,7 +365,7 @@ class Relay:
                     await self._p2p._client.connect(PeerID.from_base58(origin), dialled)
         except Exception:  # the daemon's errors have no common base, nor have the parser's
             return False
-        return await self._ping(origin)
+        return await self._ping(origin, SURE_S)
 
     async def _keep_up(self, relay: str, pipe: _Pipe, one: Ends, other: Ends) -> None:
         """An end's part of a pipe. When it broke because our connection with the relay did, only we may be able to connect again."""
@@ -397,10 +399,10 @@ class Relay:
     async def _connected(self, peer: str) -> bool:
         return any(p.peer_id.to_base58() == peer for p in await self._p2p._client.list_peers())
 
-    async def _ping(self, peer: str) -> bool:
+    async def _ping(self, peer: str, timeout_s: float = PING_S) -> bool:
         """Does the connection, or one that the daemon gets at once, work?"""
         with suppress(Exception):  # whatever it is: no
-            async with asyncio.timeout(PING_S):
+            async with asyncio.timeout(timeout_s):
                 await self._p2p.exchange_directly(PeerID.from_base58(peer), PING, b"")
                 return True
         return False
