@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import time
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from muletrain.runs.fleet import LocalFleet
 
 pytestmark = pytest.mark.timeout(120)
+NUMBERS = itertools.count(1)
 NOWHERE = {"announce": ("/ip4/192.0.2.1/udp/1",), "private": True}
 """Nobody can dial it: its daemon tells an address of no use, and nobody can guess the other."""
 
@@ -54,6 +56,23 @@ async def two_private(w: World, *members: Libp2pNetwork) -> tuple[Libp2pNetwork,
         for member in members:
             await net.call(member.peer_id, "echo", b"", timeout_s=10)
     return one, other
+
+
+async def until_it_is_there(w: World, sender: Libp2pNetwork, receiver: Libp2pNetwork) -> None:
+    """A frame is sent again and again, as the protocol does."""
+    n = next(NUMBERS)
+
+    async def come() -> None:
+        while (got := await w.next(receiver))[0] != sender.peer_id or number(got[1]) != n:
+            pass
+
+    arrived = asyncio.create_task(come())
+    while not arrived.done():
+        with contextlib.suppress(PeerUnreachable, DeadlineExceeded):
+            await sender.call(receiver.peer_id, "echo", b"", timeout_s=2)
+            await sender.send(receiver.peer_id, Frame("x", {"n": n}), timeout_s=2)
+        await asyncio.sleep(0.01)
+    await arrived
 
 
 def test_two_peers_that_cannot_listen_speak_by_way_of_a_third() -> None:
@@ -101,13 +120,7 @@ def test_when_the_relay_dies_or_freezes_another_takes_over_in_seconds(end: signa
                 begin = time.monotonic()
                 if end == signal.SIGKILL:
                     await poll(lambda: c.peer_id in lost)  # before anything was sent
-                n, arrived = 0, asyncio.create_task(w.next(c))
-                while not arrived.done():  # as the protocol does: again, until it is there
-                    n += 1
-                    with contextlib.suppress(PeerUnreachable, DeadlineExceeded):
-                        await b.call(c.peer_id, "echo", b"", timeout_s=2)
-                        await b.send(c.peer_id, Frame("x", {"n": n}), timeout_s=2)
-                    await asyncio.sleep(0.01)
+                await until_it_is_there(w, b, c)
                 assert time.monotonic() - begin < limit_s
                 assert carried(spare) > 0
 
@@ -121,9 +134,8 @@ def test_a_way_that_broke_is_found_again_whoever_lost_the_connection() -> None:
             b, c = await two_private(w, a)
             lost: list[str] = []
             b.on_lost(lost.append)
-            for n, (ends, connection) in enumerate([(b, a), (c, a), (a, b), (a, c), (b, c)]):
-                await b.send(c.peer_id, Frame("x", {"n": n}))
-                assert number((await w.next(c))[1]) == n
+            for ends, connection in [(b, a), (c, a), (a, b), (a, c), (b, c)]:
+                await until_it_is_there(w, b, c)
                 lost.clear()
                 await ends._p2p._client.disconnect(PeerID.from_base58(connection.peer_id))
                 await poll(lambda: c.peer_id in lost)
