@@ -377,7 +377,7 @@ class History(Message):
 
 
 class AskStay(Message):
-    """Call: are you of the history with that lineage at that step, and, if it is to be a ``promise``, will you stay in it for the moment?"""
+    """Call: are you of the history with that lineage at that step, and, if it is to be a ``promise``, will you stay in it for now?"""
 
     KIND: ClassVar[str] = "ask_stay"
     lineage: Digest
