@@ -55,6 +55,22 @@ def test_a_false_alarm_costs_what_was_computed_twice_and_nothing_else() -> None:
     assert sum(int(found[2]) for found in applied if found) <= silent
 
 
+def test_a_peer_that_comes_back_gets_work_again() -> None:
+    happened = timeline(Fault(2.0, "freeze", ("peer-1b",), 4.0))
+    back_s = first("over: freeze", happened)
+    assert first("peer_suspected peer_id=peer-1b", happened) < back_s
+    applied = [re.search(r"peer-1b step_applied .* microbatches=(\d+)", text) for t, text in happened if t > back_s]
+    later = [int(found[1]) for found in applied if found][1:]  # the first has what it did before
+    assert sum(later) > 0
+
+
+def test_the_last_peer_of_a_stage_is_waited_for() -> None:
+    """Nobody could do its work, so it is neither doubted nor given up: that would end in no peer at all."""
+    happened = timeline(Fault(2.0, "freeze", ("peer-1a",), 1.0), stages=(2, 1))
+    assert not [text for _, text in happened if "microbatch_rerouted" in text]
+    assert first(f"peer-0a step_applied step={STEPS} ", happened) < first("over: freeze", happened) + STEPS * 2.0
+
+
 @pytest.mark.parametrize(("kind", "limit_s"), [("kill", 2.0), ("freeze", 6.0)])
 def test_no_moment_is_a_bad_one_to_go(kind: str, limit_s: float) -> None:
     """Wherever in a step a replica goes (between its announcement and its part of the sum, too), the run loses seconds."""
