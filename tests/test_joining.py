@@ -216,11 +216,12 @@ def test_frames_of_a_step_go_before_state_and_state_comes_through_all_the_same()
         first, second = await asyncio.gather(state("a"), state("b"))
         await step
         assert [name for name, _ in sent][2:] == ["step", "a", "b"], "one after the other, in the gaps"
-        assert first == 3.5
-        assert second == 3.5 + 1.0 + 1.0, "and no more than half of the time"
+        pause = uplink_module.PAUSES * 1.0
+        assert first == max(2.5, pause) + 1.0
+        assert second == first + pause + 1.0, "and no more than a part of the time"
         endless = asyncio.create_task(send("endless", 1000.0, state=False))
         await asyncio.sleep(0)
-        assert await state("in a long frame") == 1.0 + uplink_module.PATIENCE + 1.0
+        assert await state("in a long frame") == pause + uplink_module.PATIENCE + 1.0
         endless.cancel()
         await asyncio.sleep(uplink_module.TRAINING_S)
         assert await state("at rest again") == 1.0
@@ -229,7 +230,7 @@ def test_frames_of_a_step_go_before_state_and_state_comes_through_all_the_same()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rate", [40e3, 80e3])
+@pytest.mark.parametrize("rate", [30e3, 80e3])
 def test_state_over_narrow_uplinks_leaves_the_others_nine_tenths(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "BLOCK", 4096)
     donors = (("peer-0a", rate), ("peer-0b", rate))

@@ -14,6 +14,7 @@ from muletrain.config.schema import Codec
 from muletrain.errors import MuletrainError, ProtocolError
 from muletrain.events import Event, FrameRefused, Note
 from muletrain.network.memory import MemoryHub, MemoryNetwork
+from muletrain.policy.lineages import Chain
 from muletrain.swarm import snapshot, transfer
 from muletrain.swarm.context import Context, Plan
 from muletrain.swarm.messages import Block, Member
@@ -69,7 +70,14 @@ class Stage:
             for n in names
         }
         self.at = {
-            n: SimpleNamespace(step=3, lineage=bytes(32), settled=True, over=False, trail=Trail(self.contexts[n], 0))
+            n: SimpleNamespace(
+                step=3,
+                lineage=bytes(32),
+                settled=True,
+                over=False,
+                trail=Trail(self.contexts[n], 0),
+                chain=Chain(3, (bytes(32),)),
+            )
             for n in names
         }
         for n in donors:
@@ -111,7 +119,7 @@ def refused(stage: Stage) -> list[str]:
 def test_the_state_comes_from_all_donors(donors: str) -> None:
     async def scenario() -> None:
         stage = Stage(donors)
-        taken = await stage.receiver.fetch(-1)
+        taken = await stage.receiver.fetch(lambda offer: True)
         assert taken.step == 3
         stage.check()
         came = {n: stage.networks["t"].counters.received[n, Block.KIND] for n in donors}
@@ -134,7 +142,7 @@ def test_a_damaged_block_is_noticed_and_comes_from_another(monkeypatch: pytest.M
     async def scenario() -> None:
         stage = Stage("ab")
         monkeypatch.setattr(Copy, "views", views)
-        await stage.receiver.fetch(-1)
+        await stage.receiver.fetch(lambda offer: True)
         stage.check()
         assert len(refused(stage)) == 1
         assert damaged
@@ -147,7 +155,7 @@ def test_a_donor_with_another_state_is_outvoted_and_one_that_is_behind_is_not_wa
         stage = Stage("abcd")
         stage.states["c"].tensors["model/a"][0] += 1
         stage.at["d"].step = 2
-        await stage.receiver.fetch(-1)
+        await stage.receiver.fetch(lambda offer: True)
         stage.check()
         assert not stage.networks["c"].counters.sent["t", Block.KIND]
 
@@ -164,7 +172,7 @@ def test_a_manifest_that_is_not_what_was_offered_is_refused(monkeypatch: pytest.
     async def scenario() -> None:
         monkeypatch.setattr(Snapshots, "_on_manifest", lie)
         stage = Stage("ab")
-        await stage.receiver.fetch(-1)
+        await stage.receiver.fetch(lambda offer: True)
         stage.check()
         assert refused(stage) == ["a"]
 
@@ -194,7 +202,7 @@ def test_what_came_before_a_break_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(Copy, "send", send)
         monkeypatch.setattr(transfer, "CALL_S", 0.2)
         stage.receiver.taker._deadline._floor_s = stage.receiver.taker._deadline._unmeasured_s = 0.2
-        await stage.receiver.fetch(-1)
+        await stage.receiver.fetch(lambda offer: True)
         stage.check()
         blocks = -(-sum(t.nbytes for t in stage.states["a"].tensors.values()) // 100)
         assert set(sent) == set(range(blocks))
@@ -224,7 +232,7 @@ def test_nobody_takes_what_is_absurd(monkeypatch: pytest.MonkeyPatch) -> None:
             stage.at[name].settled = False
         monkeypatch.setattr(snapshot, "SETTLE_TRIES", 2)
         with pytest.raises(MuletrainError, match="no replica of stage 0 gives"):
-            await stage.receiver.fetch(-1)
+            await stage.receiver.fetch(lambda offer: True)
 
     run(scenario)
 
@@ -233,7 +241,7 @@ def test_copies_are_dropped_when_nobody_asks(monkeypatch: pytest.MonkeyPatch) ->
     async def scenario() -> None:
         monkeypatch.setattr(snapshot, "KEPT_S", 0.1)
         stage = Stage("a")
-        await stage.receiver.fetch(-1)
+        await stage.receiver.fetch(lambda offer: True)
         assert any(t.get_name() == "copies" for t in stage.contexts["a"]._tasks)
         await asyncio.sleep(0.4)
         assert not stage.contexts["a"]._tasks, "the copy went, and whoever looked after it"

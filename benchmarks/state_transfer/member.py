@@ -23,6 +23,7 @@ from muletrain.clock import LoopClock
 from muletrain.config.schema import Codec
 from muletrain.network.identity import Key
 from muletrain.network.libp2p import Libp2pNetwork
+from muletrain.policy.lineages import Chain
 from muletrain.swarm.context import Context, Plan
 from muletrain.swarm.messages import Block, Member
 from muletrain.swarm.roster import Genesis, Roster
@@ -91,7 +92,9 @@ async def main(rank: int, donors: int, folder: Path) -> None:
         plan = Plan(1, 1, 1, 1, 1, 2, lambda s: 1, Codec.INT8, Codec.FP32, None, lambda s: 0.0, 0, 8)
         compute: Any = State()
         ctx = Context(network, LoopClock(), compute, Roster(genesis, network.peer_id), plan, emit=lambda event: None)
-        now: Any = SimpleNamespace(step=0, lineage=bytes(32), settled=True, over=False, trail=Trail(ctx, 0))
+        now: Any = SimpleNamespace(
+            step=0, lineage=bytes(32), settled=True, over=False, trail=Trail(ctx, 0), chain=Chain(0, (bytes(32),))
+        )
         Snapshots(ctx, now)
         receiver = Receiver(ctx)
 
@@ -113,7 +116,7 @@ async def take(ctx: Context, receiver: Receiver, compute: State, folder: Path) -
     for _ in range(ROUNDS + WARM_UP):
         compute.damage()
         begin = time.perf_counter()
-        await receiver.fetch(-1)
+        await receiver.fetch(lambda offer: True)
         seconds.append(time.perf_counter() - begin)
         assert compute.check() == expected
     (folder / "done").touch()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 TRAINING_S = 5.0
 """After a frame of a step, more of them are expected for so long."""
-PAUSES = 1.0
+PAUSES = 3.0
 """Between two frames of state, while a step is under way: in times that the first took, so that frames of the step rarely find one
 before them."""
 PATIENCE = 8.0
