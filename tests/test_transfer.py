@@ -190,7 +190,7 @@ def test_what_came_before_a_break_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
                 stage.hub.cut(donor, "t")
                 asyncio.get_running_loop().call_later(0.3, stage.hub.mend, donor, "t")
             return
-        if stage.hub.connected(ctx.net.peer_id, taker):
+        if stage.hub.way(ctx.net.peer_id, taker) is not None:
             sent.extend(blocks)
         await right(self, ctx, taker, blocks)
 
