@@ -226,13 +226,12 @@ def test_nobody_takes_what_is_absurd(monkeypatch: pytest.MonkeyPatch) -> None:
             bad.check(limit=400)
 
     async def scenario() -> None:
-        monkeypatch.setattr(snapshot, "ROUNDS", 2)
         stage = Stage("ab")
         for name in "ab":
             stage.at[name].settled = False
         monkeypatch.setattr(snapshot, "SETTLE_TRIES", 2)
         with pytest.raises(MuletrainError, match="no replica of stage 0 gives"):
-            await stage.receiver.fetch(lambda offer: True)
+            await stage.receiver.fetch(lambda offer: True, rounds=2)
 
     run(scenario)
 
