@@ -165,6 +165,8 @@ def test_a_slow_answer_misses_its_deadline_and_later_calls_go_on() -> None:
                 with contextlib.suppress(DeadlineExceeded):
                     await b.call(a.peer_id, "slow", b"0.005", timeout_s=random.uniform(0.004, 0.009))
             assert await b.call(a.peer_id, "slow", b"0", timeout_s=5) == b"0"
+            assert await b.call(a.peer_id, "slow", b"0", timeout_s=5) == b"0"
+            await poll(lambda: not a._p2p._client.control._handler_tasks)  # what was given up is not kept
 
     asyncio.run(scenario())
 
