@@ -13,8 +13,9 @@ import pytest
 from muletrain.config.load import load_config
 from muletrain.events import Event, MemberAdmitted, PeerSuspected, StepDone
 from muletrain.sim.scenario import Fault, Scenario
-from muletrain.sim.verdict import readable
+from muletrain.sim.verdict import LEFT, readable
 from muletrain.sim.world import play
+from muletrain.swarm.leaving import Departure
 
 from .fleet_run import run_fleet
 
@@ -37,6 +38,20 @@ def test_one_and_three_become_two_and_two_within_three_periods_and_stay_so() -> 
     found = moves(Scenario(4, (1, 3), 1, 16, 12, 0.01, (), "throughput", PERIOD_S))
     assert [text.split(" ", 1)[1] for _, text in found] == ["moves from stage 1 to 0"]
     assert found[0][0] < 3 * PERIOD_S
+
+
+def test_who_thinks_better_of_it_when_it_is_agreed_moves_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the mover waits for the other replicas to have its last step, the next decision is that it should stay."""
+    right = Departure.taken_over
+
+    async def late(self: Departure, lineage: bytes, step: int) -> bool:
+        await self._ctx.clock.sleep(3 * PERIOD_S)
+        return await right(self, lineage, step)
+
+    monkeypatch.setattr(Departure, "taken_over", late)
+    outcome = play(Scenario(4, (1, 3), 1, 16, 12, 0.01, (), "throughput", PERIOD_S))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert LEFT not in outcome.ends.values()
 
 
 def test_a_balanced_fleet_stays_as_it_is() -> None:

@@ -81,3 +81,18 @@ def test_no_moment_is_a_bad_one_to_go(kind: str, limit_s: float) -> None:
         at_s = (4 + k / 3) * undisturbed_s / STEPS
         took_s = first(end, timeline(Fault(at_s, kind, ("peer-1b",), 0.0 if kind == "kill" else 100.0), stages=stages))
         assert took_s - undisturbed_s < limit_s
+
+
+def test_requests_of_a_step_that_has_ended_are_given_up() -> None:
+    """A slow newcomer leaves some behind; peers that rightly know nothing of them any more would be banned for that."""
+    slow = Fault(0.3110971924880723, "slow", ("peer-2j0",), 10.10333803616441)
+    joins = [Fault(2.1374136161850865, "join", ("peer-2j0",)), Fault(2.4190811258556333, "join", ("peer-2j1",))]
+    outcome = play(Scenario(0, (1, 3, 1), 1, 5, 6, 0.0, (slow, *joins)))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    step: dict[str, int] = {}
+    for _, text in outcome.timeline:
+        peer, kind, *_ = text.split()
+        if kind in ("step_applied", "microbatch_rerouted"):
+            number = int(text.split(" step=")[1].split()[0])
+            assert kind == "step_applied" or number >= step.get(peer, 0), text
+            step[peer] = number if kind == "step_applied" else step.get(peer, 0)

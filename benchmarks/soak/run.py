@@ -196,8 +196,17 @@ def soak(folder: Path, minutes: float, seed: int, every_s: float) -> tuple[list[
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
-            code = process.wait(120)
+            code = ended(process)
     return samples, code
+
+
+def ended(process: subprocess.Popen[bytes], patience_s: float = 300.0) -> int:
+    """Its exit code; killed after ``patience_s``."""
+    try:
+        return process.wait(patience_s)
+    except subprocess.TimeoutExpired:
+        process.kill()  # its peers go with it
+        return process.wait()
 
 
 def histories(samples: list[Sample]) -> dict[str, list[Sample]]:

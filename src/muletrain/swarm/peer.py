@@ -612,10 +612,11 @@ class Peer:
 
     def move(self, stage: int | None) -> None:
         """Ask to serve ``stage`` instead, or, with None, to stay after all."""
-        if self._leaves or (stage is None and self.destination is None):
+        if self._leaves:
             return
-        self.destination = stage if stage != self._ctx.roster.own.stage else None
-        self.stepper.departure.wanted = self.destination is not None
+        self.stepper.departure.wanted = stage not in (None, self._ctx.roster.own.stage)
+        if self.stepper.departure.wanted:  # else it may be announced already, and then it goes where it wanted to
+            self.destination = stage
 
 
 def _later(own: Chain) -> Callable[[Snapshot], bool]:

@@ -69,10 +69,8 @@ class Sealing(Knowledge):
         ctx, me, stage = self._ctx, self._ctx.net.peer_id, self._ctx.roster.own.stage
         await self._nothing_running()
         held = self.ledger.seal()
-        replicas = [
-            m for m in ctx.roster.stage(stage) if m != me and m not in self._differing and self._lost[m] < MAX_LOST
-        ]
-        view = company(me, replicas, self._views())
+        replicas = [m for m in ctx.roster.stage(stage) if m != me]
+        view = company(me, filter(self._counts, replicas), self._views())
         self.announced = seal = Seal(
             lineage=self.lineage, step=self.step, stage=stage, attempt=attempt, indices=tuple(sorted(held)), members=view,
             weights=self._weights, stop=self.stop_requested, leaves=self.departure.announced(),
@@ -97,6 +95,10 @@ class Sealing(Knowledge):
         seals = {m: seal if m == me else self._seals[m] for m in view}
         self._compare(seals)
         return seals if all(s.members == view and m not in self._differing for m, s in seals.items()) else None
+
+    def _counts(self, peer: PeerId) -> bool:
+        """Whether what ``peer`` accumulates in this step may become part of a round of ours."""
+        return peer not in self._differing and self._lost[peer] < MAX_LOST
 
     def _compare(self, seals: dict[PeerId, Seal]) -> None:
         """Replicas begin a step with the same weights; devices that differ in the last bit, or a donor that lied, break that (DESIGN
@@ -188,10 +190,12 @@ class Sealing(Knowledge):
                 for peer, held in (await ctx.ask_held(ctx.roster.replicas(), self.lineage, self.step)).items():
                     if held.beyond(self.step):
                         raise Behind(f"step {self.step}: {ctx.roster.member(peer).name} is at step {held.step}")
-                    union |= set(held.held) if held.current and peer not in self._differing else set()
+                    union |= set(held.held) if held.current and self._counts(peer) else set()
                 if gaps <= union:
                     return
                 await self._meet()
+                if self.announced is not None and yields(ctx.net.peer_id, self.announced.members, self._views()):
+                    raise LeftOut  # what is missing may be in the hands of those that go on without us
                 await ctx.clock.sleep(min(FILLED_MAX_S, PAUSE_S * 2.0**pause))
 
         limit = self._step_deadline

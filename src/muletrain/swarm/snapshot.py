@@ -157,8 +157,10 @@ class Receiver:
         there is none to be had, and what ``confirm`` raises."""
         ctx, stage = self._ctx, self._ctx.roster.own.stage
         for round_ in range(rounds):
-            offers = await asyncio.gather(*(self._offer(d, stage) for d in ctx.roster.replicas()))
-            snapshot, good = _best([o for o in offers if o is not None and acceptable(o[1])])
+            replicas, living = ctx.roster.replicas(), [d for d in ctx.roster.replicas() if ctx.roster.is_alive(d)]
+            snapshot, good = _best(await self._offers(living, acceptable))
+            if snapshot is None:  # nobody waits for the dead while the living have it
+                snapshot, good = _best(await self._offers([d for d in replicas if d not in living], acceptable))
             if snapshot is not None:
                 try:
                     await self._take(snapshot, good, confirm)
@@ -169,6 +171,12 @@ class Receiver:
                     return snapshot
             await ctx.clock.sleep(min(PAUSE_MAX_S, PAUSE_S * 2.0**round_))
         raise MuletrainError(f"no replica of stage {stage} gives this peer the stage's state")
+
+    async def _offers(
+        self, donors: list[PeerId], acceptable: Callable[[Snapshot], bool]
+    ) -> list[tuple[PeerId, Snapshot]]:
+        offers = await asyncio.gather(*(self._offer(d, self._ctx.roster.own.stage) for d in donors))
+        return [o for o in offers if o is not None and acceptable(o[1])]
 
     async def _offer(self, donor: PeerId, stage: int) -> tuple[PeerId, Snapshot] | None:
         try:
