@@ -147,7 +147,7 @@ class GatedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
 
 class _Running(dict[Any, "asyncio.Task[None]"]):
     """Calls being answered. hivemind forgets those that it answered, but keeps for ever those that the caller gave up, with all they
-    hold: 10 to 20 MB an hour in a fleet that probes its peers."""
+    hold."""
 
     def __setitem__(self, call: Any, task: asyncio.Task[None]) -> None:
         super().__setitem__(call, task)
