@@ -14,9 +14,10 @@ from muletrain.errors import NetworkError
 from muletrain.network.base import Frame
 from muletrain.network.streams import FRAMES, HELLO
 from muletrain.runs import worker
-from muletrain.swarm.messages import AskHeld, Forward, Part, Report
+from muletrain.swarm.checkpointing import PartReady
+from muletrain.swarm.messages import AskHeld, Forward, Report
 from muletrain.swarm.peer import Peer
-from muletrain.wire.codec import encode, encode_ids, encode_raw
+from muletrain.wire.codec import encode, encode_ids
 from muletrain.wire.frame import PREFIX, pack
 
 HELLO_BYTES = b"".join(pack(Frame(HELLO, {"channel": "bulk"})))
@@ -32,8 +33,8 @@ async def misbehave(ctx: Any, peer: str, step: int, lineage: bytes) -> None:
     if step != ONCE_AT:
         return
     await _frame(ctx, peer, Frame("nonsense", {"a": 1}))
-    part = Part(step=step, lineage=lineage, stage=99, offset=0, size=8, digest=bytes(32))
-    await _frame(ctx, peer, part.frame([encode_raw(bytes(8))]))
+    part = PartReady(step=step, lineage=lineage, stage=99, size=8, digest=bytes(32))
+    await _frame(ctx, peer, part.frame())
     await _frame(ctx, peer, Report(event='{"kind": "note"}').frame())
     await _stream(ctx, peer, b"this is not a frame of any kind")
     await _stream(ctx, peer, HELLO_BYTES + PREFIX.pack(b"MT", 1, 0, 100, 1 << 40))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import safetensors.torch
@@ -22,18 +24,20 @@ from torch import Tensor
 
 from muletrain.clock import LoopClock
 from muletrain.config.load import load_config
-from muletrain.errors import CheckpointError, ProtocolError
+from muletrain.errors import CheckpointError, ConfigError, ProtocolError
 from muletrain.events import CheckpointFailed, CheckpointWritten, Event, EventLog, Note, StepDone, read_events
+from muletrain.network.base import Frame
 from muletrain.network.memory import MemoryHub
 from muletrain.runs.assemble import RunFacts
-from muletrain.runs.checkpoint import Checkpoint
+from muletrain.runs.checkpoint import Checkpoint, bring_home, bring_newest_home
 from muletrain.runs.tensorboard import TensorBoardSink
 from muletrain.swarm import checkpointing
-from muletrain.swarm.checkpointing import MAX_OPEN, PIECE, Collector, send_part
+from muletrain.swarm.checkpointing import MAX_OPEN, Book, CheckpointEnd, Checkpoints, PartReady
 from muletrain.swarm.context import Context
-from muletrain.swarm.messages import Part
+from muletrain.swarm.messages import AskHeld, Block, Held
+from muletrain.swarm.place import Folder, Key, PartFacts, open_place
 from muletrain.swarm.roster import Genesis, Member, Roster
-from muletrain.wire.codec import encode_raw
+from muletrain.swarm.snapshot import Receiver, Snapshots
 from muletrain.wire.statefile import cut, state_buffers
 
 pytestmark = pytest.mark.timeout(180)
@@ -43,47 +47,92 @@ LINEAGE = bytes(32)
 FILES = {"tokenizer.json": b"{}"}
 
 
-def state(stage: int, elements: int = PIECE // 2) -> dict[str, Tensor]:
+def state(stage: int, elements: int = 1 << 19) -> dict[str, Tensor]:
     """2 MiB: a few pieces."""
     return {f"model/{stage}": torch.randn(elements), "loss_scale": torch.tensor([1.0, 2.0], dtype=torch.float64)}
 
 
-class Stages:
-    """A collector (of stage 0) and replicas of both stages, in memory."""
+class Offloads:
+    """Nothing here computes; hashing has a thread."""
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
-        names = {"collector": 0, "one": 1, "other": 1}
-        self.hub = MemoryHub()
+    n_params = 0
+
+    async def offload(self, fn: Any, *args: Any) -> Any:
+        return await asyncio.to_thread(fn, *args)
+
+
+class Stages:
+    """Peers of some stages in memory, each with a folder of its own, but those in ``sharing``, who share the first's."""
+
+    def __init__(self, folder: Path, keep: int = 2, stages: dict[str, int] | None = None, sharing: str = "") -> None:
+        self.stages = stages or {"collector": 0, "one": 1, "other": 1}
+        self.hub, self.clock = MemoryHub(), LoopClock()
+        first = next(iter(self.stages))
+        self.folders = {
+            n: folder if n == first or n in sharing.split() else folder.with_name(f"of-{n}") for n in self.stages
+        }
+        self.places = {n: Folder(f, keep) for n, f in self.folders.items()}
         self.genesis = Genesis(
-            run_id="run", config=bytes(32), data=bytes(32), stages=2, collector="collector", first_step=0,
-            members=tuple(Member(id=n, name=n, stage=s, trainer=True, addresses=()) for n, s in names.items()),
+            run_id="run", config=bytes(32), data=bytes(32), stages=1 + max(self.stages.values()), collector=first, first_step=0,
+            members=tuple(
+                Member(id=n, name=n, stage=s, trainer=True, addresses=(), place=self.places[n].name)
+                for n, s in self.stages.items()
+            ),
         )  # fmt: skip
+        self.plan = dataclasses.replace(FACTS.plan(), stages=self.genesis.stages)
         self.events: list[Event] = []
         self.refused: list[str] = []
-        self.contexts = {name: self._context(name) for name in names}
-        self.collector = Collector(
-            self.contexts["collector"], folder, keep, FACTS.manifest("run") | {"data": "d"}, FILES
-        )
-        net: Any = self.contexts["collector"].net
+        self.contexts: dict[str, Context] = {}
+        self.checkpoints = {name: self._peer(name) for name in self.stages}
+
+    def _peer(self, name: str) -> Checkpoints:
+        compute: Any = Offloads()
+        stepper: Any = None  # nobody trains
+        net = self.hub.join(name)
+        ctx = Context(net, self.clock, compute, Roster(self.genesis, name), self.plan, self.events.append)
+        snapshots, receiver = Snapshots(ctx, stepper), Receiver(ctx)
+        about = FACTS.manifest("run") | {"data": "d"}
+        own = Checkpoints(ctx, snapshots, receiver, Book(self.places[name], about, FILES))
+        self.contexts[name] = ctx
+
+        async def on_frame(sender: str, frame: Frame) -> None:
+            match frame.kind:
+                case PartReady.KIND:
+                    own.on_ready(sender, PartReady.parse(frame))
+                case CheckpointEnd.KIND:
+                    await own.on_end(sender, CheckpointEnd.parse(frame))
+                case Block.KIND:
+                    receiver.taker.on_block(sender, Block.parse(frame), frame.tensors[0])
+
+        async def alive(sender: str, payload: bytes) -> bytes:
+            return Held(current=True, step=0, stage=self.stages[name]).pack()
+
+        net.serve(AskHeld.KIND, alive)
         net.on_refusal(lambda who, why: self.refused.append(why))
-        net.receive(lambda sender, frame: self.collector.on_part(sender, Part.parse(frame), frame.tensors[0]))
+        net.receive(on_frame)
+        return own
 
-    def _context(self, name: str) -> Context:
-        compute: Any = None  # nothing here computes
-        return Context(
-            self.hub.join(name), LoopClock(), compute, Roster(self.genesis, name), FACTS.plan(), self.events.append
-        )
+    async def write(self, step: int, *writers: str) -> None:
+        states = {s: state(s) for s in set(self.stages.values())}
+        await asyncio.gather(*(self.checkpoints[w].write(Key(step, LINEAGE), states[self.stages[w]]) for w in writers))
 
-    async def send(self, step: int, *senders: str) -> None:
-        stages = {s: self.contexts[s].roster.own.stage for s in senders}
-        await asyncio.gather(*(send_part(self.contexts[s], step, LINEAGE, state(k)) for s, k in stages.items()))
+    async def checkpoint(self, step: int, by: str = "collector") -> bool:
+        await self.write(step, *(n for n, c in self.checkpoints.items() if c.is_writer()))
+        return await asyncio.wait_for(self.checkpoints[by].ended(Key(step, LINEAGE)), 20.0)
 
-    async def checkpoint(self, step: int, *senders: str) -> Path | None:
-        await self.send(step, *(senders or ("collector", "one")))
-        return await self.collector.wait(step, 20.0)
+    def kill(self, name: str) -> None:
+        """Everyone has noticed."""
+        self.hub.kill(name)
+        del self.checkpoints[name]
+        for ctx in self.contexts.values():
+            ctx.roster.dead(name)
 
     def of(self, kind: type[Event]) -> list[Any]:
         return [e for e in self.events if isinstance(e, kind)]
+
+    async def close(self) -> None:
+        for ctx in self.contexts.values():
+            await ctx.close()
 
 
 def names(folder: Path) -> list[str]:
@@ -113,17 +162,17 @@ def test_a_state_is_a_safetensors_file_piece_by_piece() -> None:
 
 def test_checkpoints_are_written_and_the_oldest_go(tmp_path: Path) -> None:
     async def scenario() -> None:
-        stages = Stages(tmp_path, keep=2)
-        for step in (3, 7, 11):
-            written = await stages.checkpoint(step)
-            assert written == tmp_path / f"step-{step + 1:08d}"
-        assert names(tmp_path) == ["step-00000008", "step-00000012"]
-        checkpoint = Checkpoint.open(tmp_path / "step-00000012")
+        stages = Stages(tmp_path / "run", keep=2)
+        for step in (4, 8, 12):
+            assert await stages.checkpoint(step)
+        assert names(tmp_path / "run") == ["step-00000008", "step-00000012"]
+        checkpoint = Checkpoint.open(tmp_path / "run" / "step-00000012")
         assert [checkpoint.verify(p).name for p in checkpoint.manifest["parts"]] == [
             "stage-0.safetensors", "stage-1.safetensors",
         ]  # fmt: skip
         assert checkpoint.tokenizer_json == b"{}"
         assert [e.step for e in stages.of(CheckpointWritten)] == [4, 8, 12]
+        await stages.close()
 
     play(scenario)
 
@@ -145,66 +194,148 @@ def test_neither_the_loop_nor_anyone_else_waits_for_the_disk(tmp_path: Path, mon
     monkeypatch.setattr(checkpointing, "_sha256", slow_digest)
 
     async def scenario() -> None:
-        stages = Stages(tmp_path)
-        writing = asyncio.create_task(stages.checkpoint(3))
+        stages = Stages(tmp_path / "run")
+        writing = asyncio.create_task(stages.checkpoint(4))
         worst = 0.0
         while not writing.done():
             begin = time.perf_counter()
             await asyncio.sleep(0.005)
             worst = max(worst, time.perf_counter() - begin)
-        assert await writing is not None
+        assert await writing
         assert worst < slow_s / 2, f"the loop stood still for {worst:.2f} s"
+        await stages.close()
 
     play(scenario)
 
 
-def test_a_part_that_breaks_off_comes_again_and_two_replicas_may_send_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sharing", ["", "second"])
+def test_when_the_collector_dies_another_collects(
+    tmp_path: Path, sharing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it had all parts; the next one shares its folder, or begins in its own."""
+    monkeypatch.setattr(checkpointing, "LOOK_S", 0.1)
+
     async def scenario() -> None:
-        stages = Stages(tmp_path)
-        buffers = state_buffers(state(1))
-        first = b"".join(next(cut(buffers, PIECE)))
-        part = Part(step=3, lineage=LINEAGE, stage=1, offset=0, size=sum(map(len, buffers)), digest=bytes(32))
-        await stages.contexts["one"].send("collector", part, [encode_raw(first)])
-        assert await stages.checkpoint(3, "collector", "one", "other") is not None
-        checkpoint = Checkpoint.open(tmp_path / "step-00000004")
-        assert len([checkpoint.verify(p) for p in checkpoint.manifest["parts"]]) == 2
+        stages = Stages(tmp_path / "run", stages={"collector": 0, "second": 0, "one": 1, "two": 2}, sharing=sharing)
+        await stages.write(4, "second", "two")
+        stages.kill("collector")
+        await stages.write(4, "one")
+        assert await asyncio.wait_for(stages.checkpoints["second"].ended(Key(4, LINEAGE)), 20)
+        (written,) = stages.of(CheckpointWritten)
+        assert Path(written.path).parent == stages.folders[sharing or "one"]
+        checkpoint = Checkpoint.open(Path(written.path))
+        assert len([checkpoint.verify(p) for p in checkpoint.manifest["parts"]]) == 3
         assert not stages.refused
+        await stages.close()
 
     play(scenario)
 
 
-def test_what_is_no_piece_of_a_part_is_refused_and_the_next_checkpoint_is_written(tmp_path: Path) -> None:
+def test_where_the_place_is_not_shared_two_peers_of_other_stages_keep_each_part_of_the_newest(tmp_path: Path) -> None:
     async def scenario() -> None:
-        stages = Stages(tmp_path)
-
-        async def refused(complaint: str, data: bytes = b"12345678", **changes: Any) -> None:
-            fields = {"step": 3, "lineage": LINEAGE, "stage": 1, "offset": 0, "size": 8, "digest": bytes(32)} | changes
-            with pytest.raises(ProtocolError, match=complaint):
-                await stages.collector.on_part("one", Part(**fields), encode_raw(data))
-
-        await refused("not this peer's", stage=0)
-        await refused("not this peer's", stage=2)
-        await refused("not this peer's", step=1000)
-        await refused("no piece", data=b"")
-        await refused("no piece", size=7)
-        await refused("no piece", size=1 << 43)
-        await refused("no piece", data=bytes(PIECE + 1), size=1 << 30)
-        await refused("out of order", offset=8, size=16)
-        await refused("does not match its digest")
-        await refused("another lineage", lineage=b"x" * 32)
-        for step in range(4, 3 + MAX_OPEN):
-            await refused("out of order", step=step, offset=8, size=16)
-        await refused("others are not complete", step=500)
-        assert await stages.checkpoint(10) is not None
-        assert [(e.step, e.reason) for e in stages.of(CheckpointFailed)] == [
-            (s + 1, "no part of stages [0, 1] came before a later checkpoint was complete") for s in range(3, 10)
-        ]
-        assert names(tmp_path) == ["step-00000011"]
+        peers = {"collector": 0, "a": 0, "b": 1, "c": 1, "d": 2, "e": 2}
+        stages = Stages(tmp_path / "run", stages=peers)
+        for step in (4, 8):
+            assert await stages.checkpoint(step)
+        kept: dict[int, list[str]] = {0: [], 1: [], 2: []}
+        deadline = time.monotonic() + 10
+        while any(len(k) < 2 for k in kept.values()) and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+            kept = {
+                s: [n for n, p in stages.places.items() if n != "collector" and s in p.parts.get(Key(8, LINEAGE), {})]
+                for s in kept
+            }
+        for stage, names_ in kept.items():
+            assert len(names_) == 2
+            assert all(peers[n] != stage for n in names_)
+        assert all(Key(4, LINEAGE) not in p.parts for n, p in stages.places.items() if n != "collector")
+        assert all(len(names(f)) <= 1 for f in stages.folders.values() if f != tmp_path / "run")
+        assert not stages.refused
+        await stages.close()
 
     play(scenario)
 
 
-# A really full disk -----------------------------------------------------------------------------------------------------
+def test_a_part_that_changes_on_its_way_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpointing, "LOOK_S", 0.05)
+
+    async def scenario() -> None:
+        stages = Stages(tmp_path / "run")
+        liar = stages.checkpoints["one"]
+        opened = liar._opened(key := Key(4, LINEAGE))
+        assert opened is not None
+        opened.own = state(1)
+        size = sum(map(len, state_buffers(opened.own)))
+        opened.parts[1] = PartFacts(size, bytes(32))
+        await stages.write(4, "collector")
+        await liar._tell_of(key, opened, 1)
+        await asyncio.sleep(1.0)
+        assert names(tmp_path / "run")[0].startswith(".step-00000004")
+        await stages.close()
+        assert any("not what was announced" in e.message for e in stages.of(Note))
+
+    play(scenario)
+
+
+def test_a_part_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        stages = Stages(tmp_path / "run")
+        own = stages.checkpoints["collector"]
+
+        def ready(sender: str = "one", **changes: Any) -> None:
+            fields = {"step": 4, "lineage": LINEAGE, "stage": 1, "size": 8, "digest": bytes(32)} | changes
+            own.on_ready(sender, PartReady(**fields))
+
+        for wrong in ({"stage": 2}, {"step": 0}, {"step": 1001}, {"size": 0}, {"size": 1 << 43}):
+            with pytest.raises(ProtocolError, match="cannot be"):
+                ready(**wrong)
+        ready("collector")
+        assert not own._open, "a stage's own peers say first what its part is"
+        ready()
+        for sender in ("one", "other", "collector"):
+            with pytest.raises(ProtocolError, match="another part"):
+                ready(sender, digest=b"x" * 32)
+        for step in range(5, 4 + MAX_OPEN):
+            ready(step=step)
+        with pytest.raises(ProtocolError, match="others are not complete"):
+            ready(step=500)
+        assert await stages.checkpoint(12)
+        assert [(e.step, e.reason) for e in stages.of(CheckpointFailed)] == [
+            (s, "no part of stages [0] came before a later checkpoint was complete") for s in range(4, 12)
+        ]
+        await stages.close()
+
+    play(scenario)
+
+
+def test_a_store_behind_a_url_holds_the_same_checkpoints(tmp_path: Path) -> None:
+    url = f"memory://{tmp_path.name}"
+    place = open_place(url, keep=2)
+    for step in (4, 8, 12):
+        key, parts = Key(step, LINEAGE), {}
+        for stage in (0, 1):
+            buffers = state_buffers(state(stage))
+            parts[stage] = PartFacts(sum(map(len, buffers)), checkpointing._sha256(buffers))
+            place.write_part(key, stage, parts[stage], buffers)
+            assert key not in place.complete()
+        place.write_part(Key(step, b"x" * 32), 0, parts[0], buffers)  # of another history
+        where = place.publish(key, FACTS.manifest("run") | {"data": "d"}, parts, FILES)
+    assert {k.step: p for k, p in place.complete().items()} == {8: ANY, 12: parts}
+    assert place.read_part(key, 1) == b"".join(state_buffers(safetensors.torch.load(place.read_part(key, 1))))
+    bring_home(where, tmp_path / "checkpoints" / "step-00000012")
+    checkpoint = Checkpoint.open(tmp_path)
+    assert [checkpoint.verify(p).name for p in checkpoint.manifest["parts"]] == [
+        f"stage-{s}.safetensors" for s in (0, 1)
+    ]
+    bring_newest_home(url, tmp_path / "elsewhere")
+    assert Checkpoint.open(tmp_path / "elsewhere").step == 12
+    place.drop(100)
+    assert set(place.complete()) == {Key(8, LINEAGE), Key(12, LINEAGE)}
+
+
+def test_a_place_that_this_machine_cannot_use_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.place: nosuch://x cannot be used on this machine"):
+        open_place("nosuch://x", keep=1)
 
 
 @pytest.fixture
@@ -250,17 +381,18 @@ def test_on_a_full_disk_a_checkpoint_fails_and_with_room_again_the_next_is_writt
     disk = small_disk("disk", "7m")  # one checkpoint of two parts of 2 MiB fits, two don't
 
     async def scenario() -> None:
-        stages = Stages(disk / "checkpoints", keep=1)
-        assert await stages.checkpoint(3) is not None
-        assert await stages.checkpoint(7) is None
-        (failed,) = stages.of(CheckpointFailed)
+        stages = Stages(disk / "checkpoints", keep=1, sharing="one other")
+        assert await stages.checkpoint(4)
+        assert not await stages.checkpoint(8)
+        failed = stages.of(CheckpointFailed)[0]
         assert failed.step == 8
         assert "No space left on device" in failed.reason
         assert "free some space" in failed.reason
         assert names(disk / "checkpoints") == ["step-00000004"], "no half of one is left"
         assert not stages.refused
         shutil.rmtree(disk / "checkpoints" / "step-00000004")
-        assert await stages.checkpoint(11) is not None
+        assert await stages.checkpoint(12)
+        await stages.close()
 
     play(scenario)
 

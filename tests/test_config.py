@@ -50,7 +50,7 @@ def message(folder: Path, text: str | None, *overrides: str) -> str:
         ("layers = 3\n", "my.toml:1: layers: unknown section; did you mean 'model.layers'?"),
         (
             "[checkpoint]\nxyz = 1\n",
-            "my.toml:2: checkpoint.xyz: unknown key; known here: every, keep",
+            "my.toml:2: checkpoint.xyz: unknown key; known here: every, keep, place",
         ),
         ('[model]\nlayers = "12"\n', "my.toml:2: model.layers: expected a whole number, got '12'"),
         ("[model]\nlayers = 1.5\n", "my.toml:2: model.layers: expected a whole number, got 1.5"),

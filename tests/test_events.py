@@ -44,6 +44,7 @@ def sample(cls: type[ev.Event]) -> ev.Event:
             by_shape = {
                 "dict[str, dict": {"p": {"state": 1}},
                 "dict": {"k": "v"},
+                "list[int]": [7],
                 "list": ["a"],
                 "Literal": "info",
                 "float": 0.5,

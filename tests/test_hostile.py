@@ -26,7 +26,7 @@ from muletrain.network.base import Frame, PeerId
 from muletrain.network.intake import Intake
 from muletrain.network.memory import MemoryHub, unpack
 from muletrain.runs.assemble import RunFacts
-from muletrain.swarm.checkpointing import Collector
+from muletrain.swarm.checkpointing import Book, CheckpointEnd, PartReady
 from muletrain.swarm.context import Context
 from muletrain.swarm.messages import (
     AskHeld,
@@ -40,7 +40,6 @@ from muletrain.swarm.messages import (
     Held,
     Lost,
     Message,
-    Part,
     Reduced,
     Report,
     RoundEntry,
@@ -49,6 +48,7 @@ from muletrain.swarm.messages import (
     TrainerDone,
 )
 from muletrain.swarm.peer import OTHER_KINDS, STEP_KINDS, Peer
+from muletrain.swarm.place import Folder
 from muletrain.swarm.roster import Genesis, Member, Roster
 from muletrain.wire.codec import RAW, decode, encode, encode_ids, encode_raw, encoded_size
 from muletrain.wire.frame import pack, read_frame
@@ -120,7 +120,8 @@ def frames(stage: int, index: int) -> list[Frame]:
         Reduced(round=digest, step=0, chunk=index, square_norm=1.0, finite=True).frame([chunk]),
         RoundEntry(**entry).frame(),
         Back(**at).frame(),
-        Part(**at, stage=stage, offset=0, size=1 << 20, digest=digest).frame([encode_raw(digest)]),
+        PartReady(**at | {"step": 1}, stage=stage, size=1 << 20, digest=digest, place="x").frame(),
+        CheckpointEnd(**at | {"step": 1}, reason="").frame(),
         Block(digest=digest, block=index).frame([encode_raw(digest)]),
         Report(event='{"kind": "note", "level": "info", "message": "x", "t": 1.0, "peer": "p"}').frame(),
     ]
@@ -270,8 +271,7 @@ class Target:
         self.net.on_refusal(lambda who, why: self.events.append(FrameRefused(remote=who, reason=why)))
         self.compute = Checked(stage)
         ctx = Context(self.net, LoopClock(), self.compute, Roster(GENESIS, self.name), PLAN, self.events.append)
-        collector = Collector(ctx, folder, 1, {}, {}) if stage == 0 else None
-        self.peer = Peer(ctx, source=_Tokens() if stage == 0 else None, collector=collector)
+        self.peer = Peer(ctx, source=_Tokens() if stage == 0 else None, book=Book(Folder(folder, 1)))
         self.running = asyncio.create_task(self.peer.run())
 
     async def _keep(self, sender: PeerId, frame: Frame) -> None:

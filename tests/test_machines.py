@@ -350,11 +350,11 @@ def test_the_founder_does_not_begin_with_a_guest_that_left(monkeypatch: pytest.M
             nets[name] = hub.join(name)
             visitor = lobby.Visitor(nets[name], "founder")
             await visitor.join(introduction(name))
-            return asyncio.create_task(visitor.begin(trainer=False))
+            return asyncio.create_task(visitor.begin(trainer=False, place=""))
 
         nets: dict[str, Network] = {}
         own.seat("founder", introduction("founder"))
-        own.ready("founder", trainer=True)
+        own.ready("founder", trainer=True, place="")
         gathering = asyncio.create_task(own.gather())
         waiting = []
         for name in ("one", "two"):  # out of step with each other, so that one of them always speaks
@@ -392,7 +392,7 @@ def test_every_peer_with_the_data_trains_unless_fewer_are_wanted() -> None:
         own = dataclasses.replace(lobby_of(MemoryHub().join("a"), [1], expected=4), trainers=limit, emit=said.append)
         for name in "abcd":
             own.seat(name, introduction(name))
-            own.ready(name, trainer=name != "c")
+            own.ready(name, trainer=name != "c", place="")
         genesis = own._genesis()
         return [m.id for m in genesis.members if m.trainer], [e.message for e in said if isinstance(e, Note)]
 
@@ -455,7 +455,7 @@ def test_a_waiting_run_says_what_a_stage_needs_and_the_largest_offer_that_came()
         "a peer with the data (trainer)",
     ]
     own.seat("founder", introduction("founder", 5 * GIB))
-    own.ready("founder", trainer=True)
+    own.ready("founder", trainer=True, place="")
     assert own.missing() == ["stage 1 has no peer (needs 10 GiB; the largest offer so far is 5 GiB)"]
     with pytest.raises(CapacityError, match=r"needs 4 GiB \(weights .* may use 3 GiB: give it more memory"):
         own.seat("small", introduction("small", 3 * GIB))
@@ -466,7 +466,7 @@ def test_a_waiting_run_says_what_a_stage_needs_and_the_largest_offer_that_came()
         own.seat("gpu", gpu.model_copy(update={"stage": 1}))
     assert own.seat("gpu", gpu.model_copy(update={"stage": 1, "host_memory": 5 * GIB})) == 1
     for name in ("middle", "gpu"):
-        own.ready(name, trainer=False)
+        own.ready(name, trainer=False, place="")
     assert own.missing() == []
 
 

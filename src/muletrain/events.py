@@ -276,6 +276,20 @@ class CheckpointFailed(Event):
 
 
 @dataclass(frozen=True)
+class SteppedBack(Event):
+    """Stages lost all their peers: this process begins anew at the newest complete checkpoint, as all do. Steps are lost, no numbers."""
+
+    step: int
+    """Steps done by then."""
+    to: int
+    """Steps in the checkpoint; 0: the beginning."""
+    lost: list[int]
+    moves: list[str]
+    """Who serves another stage from now on."""
+    lineage: str
+
+
+@dataclass(frozen=True)
 class Evaluated(Event):
     """The model on the held-out text."""
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from muletrain.cli.console import make_console
 from muletrain.cli.session import POLL_S, Session
 from muletrain.cli.status import Announced, status_of
-from muletrain.cli.train import first_checkpoint, newest_checkpoint, opened, prepare, save_config
+from muletrain.cli.train import first_checkpoint, newest_checkpoint, opened, placed, prepare, save_config
 from muletrain.cli.view import printable
 from muletrain.config.schema import DataConfig
 from muletrain.data.corpus import Corpus, absolute
@@ -70,7 +70,7 @@ def _start(
     host_memory = free_memory_of_machine(len(devices))
     with LocalFleet(folder, threads) as fleet:
         fleet.spawn(names)
-        given, config = config, prepare(config, quiet=json)
+        given, config = config, placed(prepare(config, quiet=json), folder)
         run = Ticket.new_run(folder)
         checkpoint = newest_checkpoint(folder, config) if resumed else None
         if checkpoint is None and config.model.from_ is not None:

@@ -43,6 +43,8 @@ class Session:
         self.view = RunView(whole=self.hears_all)
         self.console = JsonConsole(self.view) if json else LiveConsole(self.view)
         self.checkpoint: Path | None = None
+        """The newest; of another place than the run folder, where it will be once it was brought home."""
+        self._written = ""
         self.errors: dict[str, list[str]] = {}
         """What processes said before they gave up, and who said so."""
         self._ended: set[str] = set()
@@ -69,7 +71,7 @@ class Session:
         self.console(event)
         self._board(event)
         if isinstance(event, CheckpointWritten):
-            self.checkpoint = self.folder / "checkpoints" / f"step-{event.step:08d}"
+            self.checkpoint, self._written = self.folder / "checkpoints" / f"step-{event.step:08d}", event.path
         if isinstance(event, Note) and event.level == "error":
             self.errors.setdefault(event.message, []).append(event.peer)
 
@@ -158,7 +160,20 @@ class Session:
                 f"{self.folder}' goes on from there (of a run on several machines: 'start --resume')"
             )
 
+    def _bring_home(self) -> None:
+        """The newest checkpoint, where it was written to another place."""
+        from muletrain.runs.checkpoint import bring_home
+
+        if self.checkpoint is None or self.checkpoint.is_dir():
+            return
+        try:
+            bring_home(self._written, self.checkpoint)
+        except CheckpointError as e:
+            self.show(Note(level="warning", message=str(e), t=time.time(), peer="result"))
+            self.checkpoint = None
+
     def _report(self) -> None:
+        self._bring_home()
         evaluation, texts = self._evaluate() if self.checkpoint is not None else (None, [])
         paths = {
             "run folder": self.folder,

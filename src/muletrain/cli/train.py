@@ -70,7 +70,7 @@ def _run_local(
     with LocalFleet(folder, threads) as fleet:
         fleet.spawn(names)  # they import while we tokenise
         workers = _workers(config, folder, names, threads)
-        given, config = config, prepare(config, quiet=json)
+        given, config = config, placed(prepare(config, quiet=json), folder)
         checkpoint = newest_checkpoint(folder, config) if resumed else None
         if checkpoint is not None:
             config = Checkpoint.open(checkpoint).same_precision(config)
@@ -123,7 +123,18 @@ def anchored(config: RunConfig) -> RunConfig:
         sections["model"] = model.model_copy(update={"from_": _absolute(model.from_)})
     if profile is not None and os.path.exists(profile):  # else a shipped one
         sections["fleet"] = config.fleet.model_copy(update={"profile": _absolute(profile)})
+    if config.checkpoint.place is not None and "://" not in config.checkpoint.place:
+        sections["checkpoint"] = config.checkpoint.model_copy(update={"place": _absolute(config.checkpoint.place)})
     return config.model_copy(update=sections)
+
+
+def placed(config: RunConfig, folder: Path) -> RunConfig:
+    """``checkpoint.place`` may be many runs' place: this one's part of it has the name of the run folder."""
+    place = config.checkpoint.place
+    if place is None:
+        return config
+    own = {"place": f"{place.rstrip('/')}/{folder.resolve().name}"}
+    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=own)})
 
 
 def _absolute(path: str) -> str:
@@ -139,9 +150,11 @@ def save_config(folder: Path, config: RunConfig) -> None:
 
 def newest_checkpoint(folder: Path, config: RunConfig) -> Path | None:
     """Where the run goes on from; None: from the beginning. Raises MuletrainError if it is over or ``config`` is another run's."""
-    from muletrain.runs.checkpoint import Checkpoint
+    from muletrain.runs.checkpoint import Checkpoint, bring_newest_home
 
     console = make_console(sys.stderr)
+    if config.checkpoint.place is not None:
+        bring_newest_home(config.checkpoint.place, folder)
     checkpoint = Checkpoint.newest_intact(folder, lambda text: console.print(text, soft_wrap=True))
     if checkpoint is None and any((folder / "checkpoints").glob("step-*")):
         raise MuletrainError(f"{folder}: none of its checkpoints can be used (see above); begin another run")

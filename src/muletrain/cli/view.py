@@ -77,6 +77,8 @@ class RunView:
         self._weight = 0.0
         self._recent: deque[ev.StepDone] = deque(maxlen=WINDOW)
         self._seen: set[tuple[int, str]] = set()
+        self._back = ""
+        """Lineage that the last step back began with."""
 
     @property
     def steps(self) -> int:
@@ -144,6 +146,9 @@ class RunView:
                 self.peers[event.name].state = "left"
             case ev.CheckpointWritten():
                 self.checkpoint = event
+            case ev.SteppedBack():
+                news, self._back = event.lineage != self._back, event.lineage
+                return news
             case ev.Evaluated():
                 self.evaluated = event
             case ev.RunFinished():
@@ -210,8 +215,15 @@ def printable(text: str) -> str:
 
 def is_warning(event: ev.Event) -> bool:
     """Does the event tell of something wrong?"""
-    kinds = (ev.JoinRefused, ev.FrameRefused, ev.PeerSuspected, ev.PeerBanned, ev.CheckpointFailed)
+    kinds = (ev.JoinRefused, ev.FrameRefused, ev.PeerSuspected, ev.PeerBanned, ev.CheckpointFailed, ev.SteppedBack)
     return isinstance(event, kinds) or (isinstance(event, ev.Note) and event.level != "info")
+
+
+def _stepped_back(event: ev.SteppedBack) -> str:
+    stages = f"stage{'s' if len(event.lost) > 1 else ''} {', '.join(map(str, event.lost))}"
+    where = f"the checkpoint of step {event.to}" if event.to else "the beginning"
+    moves = f"; {', '.join(event.moves)}" if event.moves else ""
+    return f"{stages} lost all peers: the run steps back from step {event.step} to {where}{moves}"
 
 
 def headline(event: ev.Event, view: RunView) -> str | None:
@@ -250,6 +262,8 @@ def headline(event: ev.Event, view: RunView) -> str | None:
             return f"checkpoint of step {event.step}: {event.path} ({cost})"
         case ev.CheckpointFailed():
             return f"no checkpoint of step {event.step}: {event.reason}"
+        case ev.SteppedBack():
+            return _stepped_back(event)
         case ev.Evaluated():
             return f"step {event.step}: validation loss {event.loss:.3f}, perplexity {event.perplexity:.1f}"
         case ev.Note():

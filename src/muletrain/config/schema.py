@@ -226,6 +226,10 @@ class FleetConfig(Section):
     rebalance_period: Annotated[float, Field(ge=1, le=86400)] = Field(
         default=60.0, description="between two decisions to move [s]"
     )
+    adopt_after: Annotated[float, Field(ge=1, le=86400)] = Field(
+        default=30.0,
+        description="how long a stage may be without a peer before others adopt it, from the newest checkpoint on [s]",
+    )
 
     @property
     def local_peers(self) -> int:
@@ -267,6 +271,11 @@ class CheckpointConfig(Section):
 
     every: int = Field(default=50, ge=0, description="time between checkpoints; 0: only at the end [optimizer steps]")
     keep: PositiveInt = Field(default=2, description="how many of the newest are kept [checkpoints]")
+    place: str | None = Field(
+        default=None,
+        description="a folder that all machines share, or a URL of fsspec (e.g. s3://bucket/folder), that peers write checkpoints to "
+        "themselves; default: the run folder, and parts on other machines against its loss",
+    )
 
 
 class NetworkConfig(Section):

@@ -89,7 +89,7 @@ class RunFacts:
             checkpoint_every=c.checkpoint.every, capacity=CAPACITY, rebalance=c.fleet.rebalance,
             rebalance_s=c.fleet.rebalance_period, work=tuple(self.stage_costs()),
             state_bytes=tuple(12 * self.spec.stage_params(self.cut, s) for s in range(c.fleet.stages)),
-            trace=c.fleet.trace,
+            trace=c.fleet.trace, adopt_after_s=c.fleet.adopt_after, from_seed=c.model.from_ is None,
         )  # fmt: skip
 
     def source(self, cache: TokenCache) -> MicrobatchSource:

@@ -8,6 +8,7 @@ import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import fsspec
 import safetensors
 
 from muletrain.config.schema import Precision, RunConfig
@@ -16,6 +17,7 @@ from muletrain.errors import CheckpointError, ConfigError, MuletrainError
 from muletrain.model.generate import load_model
 from muletrain.model.spec import ModelSpec
 from muletrain.runs.folder import latest_checkpoint
+from muletrain.swarm.place import open_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,18 +27,45 @@ if TYPE_CHECKING:
 
     from muletrain.model.stage import Stage
 
+COULD_NOT = "the checkpoint at {} could not be copied to the run folder ({}); 'run --resume' tries again"
 FORMAT = 2
 """Goes up when older versions could not read what newer ones write, or the other way round."""
 MAY_CHANGE = {
     "train": {"steps", "time_limit"},
     "optimizer": {"state_device"},
     "data": {"path", "cache"},  # its content is held against the checkpoint's digest
-    "fleet": {"peers", "trainers", "profile", "rebalance", "rebalance_period"},
+    "fleet": {"peers", "trainers", "profile", "rebalance", "rebalance_period", "adopt_after"},
     "checkpoint": None,
     "compute": None,
     "network": None,
 }
 """Fields that another value of does not make it another run; None: the whole section."""
+
+
+def bring_home(where: str, into: Path) -> None:
+    """Copy a complete checkpoint from the place that peers wrote it to. Raises CheckpointError."""
+    partial = into.with_name(f".{into.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        fs, path = fsspec.core.url_to_fs(where)
+        fs.get(f"{path.rstrip('/')}/", f"{partial}/", recursive=True)
+        shutil.rmtree(into, ignore_errors=True)
+        partial.replace(into)
+    except (OSError, ImportError, ValueError) as e:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(COULD_NOT.format(where, e)) from e
+
+
+def bring_newest_home(place: str, folder: Path) -> None:
+    """The newest complete checkpoint of ``place``, unless the run folder has it. Raises ConfigError or CheckpointError."""
+    try:
+        source = open_place(place, keep=1)
+        newest = max(source.complete(), default=None)
+    except OSError as e:
+        raise CheckpointError(f"checkpoint.place: {place} cannot be read: {e}") from e
+    if newest is not None and not (into := folder / "checkpoints" / f"step-{newest.step:08d}").exists():
+        bring_home(source.where(newest), into)
 
 
 @dataclass(frozen=True)

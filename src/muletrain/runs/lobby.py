@@ -88,10 +88,11 @@ class AskPart(Message):
 
 
 class Ready(Message):
-    """The stage is built. ``trainer``: this peer has the data (its digest fits)."""
+    """The stage is built. ``trainer``: this peer has the data (its digest fits). ``place``: where it can write checkpoints."""
 
     KIND: ClassVar[str] = "lobby.ready"
     trainer: bool
+    place: Annotated[str, Field(max_length=64)]
 
 
 class Declined(Message):
@@ -131,6 +132,7 @@ class _Guest:
     join: Join
     stage: int
     trainer: bool | None = None  # None: still building its stage
+    place: str = ""
 
 
 @dataclass
@@ -192,11 +194,11 @@ class Lobby:
             self.emit(Note(level="warning", message=mixing(stage, mixed, join.device)))
         return stage
 
-    def ready(self, peer: PeerId, trainer: bool) -> None:
+    def ready(self, peer: PeerId, trainer: bool, place: str) -> None:
         if peer not in self._guests:
             raise AdmissionError("'ready' from a peer that has not joined")
         if self._guests[peer].trainer != trainer:  # guests repeat themselves while they wait
-            self._guests[peer].trainer = trainer
+            self._guests[peer].trainer, self._guests[peer].place = trainer, place
             self._changed.set()
 
     def names(self) -> dict[PeerId, str]:
@@ -278,6 +280,7 @@ class Lobby:
                 trainer=p in trainers,
                 addresses=self._guests[p].join.addresses,
                 device=self._guests[p].join.device,
+                place=self._guests[p].place,
             )
             for p in ranked
         )
@@ -318,7 +321,8 @@ class Lobby:
         return await asyncio.to_thread(_read_at, self.parts[ask.stage], ask.offset)
 
     async def _on_ready(self, sender: PeerId, payload: bytes) -> bytes:
-        self.ready(sender, Ready.unpack(payload).trainer)
+        ready = Ready.unpack(payload)
+        self.ready(sender, ready.trainer, ready.place)
         return await self._on_missing(sender, b"")
 
     async def _on_missing(self, sender: PeerId, payload: bytes) -> bytes:
@@ -437,9 +441,9 @@ class Visitor:
         answer = await self.net.call(self.founder, AskGenesis.KIND, AskGenesis().pack(), timeout_s=CALL_TIMEOUT_S)
         return Begin.unpack(answer).genesis
 
-    async def begin(self, trainer: bool) -> Genesis:
+    async def begin(self, trainer: bool, place: str) -> Genesis:
         """Say that we are ready and wait for the start. Raises NetworkError when the founder goes away meanwhile."""
-        ready = Ready(trainer=trainer).pack()
+        ready = Ready(trainer=trainer, place=place).pack()
         while True:
             answer = await self.net.call(self.founder, Ready.KIND, ready, timeout_s=CALL_TIMEOUT_S)
             self.tell(Missing.unpack(answer).missing)

@@ -26,7 +26,7 @@ from muletrain.clock import LoopClock
 from muletrain.config.fleet import Link, limited_peer, load_fleet
 from muletrain.config.schema import Precision, RunConfig
 from muletrain.data.tokens import TokenCache
-from muletrain.errors import AdmissionError, CheckpointError, MuletrainError, no_room
+from muletrain.errors import AdmissionError, CheckpointError, ConfigError, MuletrainError, no_room
 from muletrain.events import (
     EventLog,
     FrameRefused,
@@ -52,10 +52,11 @@ from muletrain.runs.removal import serve_members
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.ticket import Ticket
 from muletrain.runs.worker_files import EXIT_ERROR, EXIT_NO_CHECKPOINT, OWNER_FILE, SCRATCH, TICKET_FILE, write_secret
-from muletrain.swarm.checkpointing import Collector
+from muletrain.swarm.checkpointing import Book
 from muletrain.swarm.context import Context
 from muletrain.swarm.messages import Member
 from muletrain.swarm.peer import Peer
+from muletrain.swarm.place import Folder, Place, open_place
 from muletrain.swarm.roster import Roster
 from muletrain.swarm.service import Service
 
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
 
     from muletrain.compute.base import Compute
     from muletrain.network.base import Network, PeerId
+    from muletrain.swarm.adoption import StepBack
     from muletrain.swarm.record import StepRecord
 
 
@@ -223,10 +225,11 @@ class Worker:
         compute = await self._compute(
             facts, stage, machine, checkpoint.parts[stage] if checkpoint is not None else None
         )
-        lobby.ready(network.peer_id, trainer=True)
+        place = self._place(config)
+        lobby.ready(network.peer_id, trainer=True, place=place.name)
         roster = Roster(await lobby.gather(), network.peer_id)
         papers = Papers(lobby.config_json, lobby.data_digest, lobby.tokenizer)
-        await self._train(facts, roster, network, compute, machine, cache, papers)
+        await self._train(facts, roster, network, compute, machine, cache, papers, place)
 
     # A newcomer -----------------------------------------------------------------------------------------------------
 
@@ -259,22 +262,23 @@ class Worker:
             )
         else:
             compute = await self._compute(facts, welcome.stage, machine, None)
+        place = self._place(facts.config)
         if welcome.running:
             genesis = await visitor.genesis()
             roster = Roster(
                 genesis,
                 Member(
                     id=network.peer_id, name=welcome.name, stage=welcome.stage, trainer=cache is not None,
-                    addresses=tuple(network.addresses()), device=machine.kind,
+                    addresses=tuple(network.addresses()), device=machine.kind, place=place.name,
                 ),
             )  # fmt: skip
         else:
-            genesis = await visitor.begin(trainer=cache is not None)
+            genesis = await visitor.begin(trainer=cache is not None, place=place.name)
             roster = Roster(genesis, network.peer_id)
         if genesis.config != facts.config_digest:
             raise AdmissionError("the run began with another configuration than was sent; start it again")
         papers = Papers(welcome.config, welcome.data, tokenizer)
-        await self._train(facts, roster, network, compute, machine, cache, papers, joining=welcome.running)
+        await self._train(facts, roster, network, compute, machine, cache, papers, place, joining=welcome.running)
 
     def _waiting(self, missing: tuple[str, ...]) -> None:
         """On a machine of its own a joiner says what the run waits for; otherwise the founder does so beside it."""
@@ -334,10 +338,16 @@ class Worker:
         machine: Machine,
         cache: TokenCache | None,
         papers: Papers,
+        place: Place,
         *,
         joining: bool = False,
     ) -> None:
         genesis = roster.genesis
+        book = Book(
+            place,
+            {**facts.manifest(genesis.run_id), "data": papers.data.hex(), "precision": machine.precision.value},
+            {"tokenizer.json": papers.tokenizer},
+        )
         Reception(network, self._log.emit, roster, papers, facts.needs(), facts.stage_costs()).open()
         before = self._names()
         self._names = lambda: before | {m.id: m.name for m in roster.members()}
@@ -355,7 +365,7 @@ class Worker:
                 return True
             return False
 
-        async def make(joins: bool) -> Peer:
+        async def make(joins: bool, back: StepBack | None) -> Peer:
             """Our peer at the stage that the roster names; the first one's compute is ready."""
             nonlocal ready
             own, ready = ready, None
@@ -370,8 +380,8 @@ class Worker:
             )  # fmt: skip
             peer = self._peer = Peer(
                 ctx, source=facts.source(cache) if cache is not None and roster.own.trainer else None,
-                collector=self._collector(ctx, facts, machine, cache), on_step=on_step, on_report=self._log.emit,
-                reports=self._spec.keeps_ticket, joining=joins, fits=lambda s: facts.needs()[s].fits(machine.offer),
+                book=book, on_step=on_step, on_report=self._log.emit,
+                reports=self._spec.keeps_ticket, joining=joins, back=back, fits=lambda s: facts.needs()[s].fits(machine.offer),
             )  # fmt: skip
             peer.report(_joined(roster.own, own, str(machine.device), machine.precision.value, self._spec.threads))
             if self._stop.is_set():
@@ -380,7 +390,7 @@ class Worker:
 
         try:
             written = await Service(make, joining=joining).run()
-            if written is None and roster.genesis.collector == network.peer_id:
+            if not written and not self._spec.keeps_ticket:
                 self._code = EXIT_NO_CHECKPOINT
         finally:
             self._close_compute()
@@ -391,17 +401,19 @@ class Worker:
         if self._compute_in_use is not None:
             self._compute_in_use.close()
 
-    def _collector(self, ctx: Context, facts: RunFacts, machine: Machine, cache: TokenCache | None) -> Collector | None:
-        genesis = ctx.roster.genesis
-        if genesis.collector != ctx.net.peer_id or cache is None:
-            return None
-        return Collector(
-            ctx,
-            Path(self._spec.folder) / "checkpoints",
-            facts.config.checkpoint.keep,
-            {**facts.manifest(genesis.run_id), "data": cache.digest, "precision": machine.precision.value},
-            {"tokenizer.json": cache.tokenizer_json},
-        )
+    def _place(self, config: RunConfig) -> Place:
+        """Where this peer writes checkpoints. Raises ConfigError where the founder cannot use the place that all are to share."""
+        spec, shared = self._spec, config.checkpoint.place
+        own = Folder(Path(spec.folder) / "checkpoints", config.checkpoint.keep)
+        if shared is None:
+            return own
+        try:
+            return open_place(shared, config.checkpoint.keep)
+        except ConfigError as e:
+            if spec.role == "found":
+                raise
+            self._log.note(f"{e}; others write this peer's part there", "warning")
+        return own
 
     def _links(self, facts: RunFacts, roster: Roster, network: Network) -> Network:
         """Links of the fleet profile, if there is one (peer i of the profile is the i-th name of the local fleet), or as wide as this

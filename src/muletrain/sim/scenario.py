@@ -18,6 +18,10 @@ POINTS = ("forward", "backward", "seal", "shard", "reduced", "round_entry")
 """Frames at which a peer may be killed exactly: between any two of them the protocol must be able to lose it."""
 
 
+LOSES_A_STAGE = 0.4
+"""Share of worlds in which, if that can be survived, a stage loses all its peers."""
+
+
 @dataclass(frozen=True)
 class Fault:
     """At ``at_s``: 'kill', 'freeze', 'cut' (one from everyone else, or two from each other), 'slow' or 'damage' (the next frame of)
@@ -59,6 +63,12 @@ class Scenario:
     """Peers, and the bytes/s that their links carry each way; those of all others are wide."""
     relays: bool = False
     """Members carry for those that are cut off from each other."""
+    checkpoint_every: int = 0
+    """Steps; 0: only at the end."""
+    adopt_after_s: float = 30.0
+    """``Plan.adopt_after_s``."""
+    apart: bool = False
+    """Peers write checkpoints to places of their own."""
     tolerance: float = TOLERANCE
     """Norm of the difference over norm, per tensor, that the weights may have from those of a single process."""
     skew: float = 0.0
@@ -82,19 +92,28 @@ class Scenario:
 
     @classmethod
     def draw(cls, seed: int) -> Scenario:
-        """Two or three stages of one to three replicas; up to four faults. No stage is killed off, nor left to a replica that may be
-        behind, and the collector lives: stepping back to a checkpoint, and a collector's death, are not survived yet."""
+        """Two or three stages of one to three replicas; up to four faults, of which none kills a stage off, nor leaves it to a replica
+        that may be behind; and in some worlds a stage that loses all its peers at once."""
         apart = random.Random(f"apart/{seed}")
         skew = apart.choice([0.0, 0.0, 0.1, 0.5])
         if apart.random() < PARTITIONED:
             return replace(_partitioned(seed, apart), skew=skew)
-        rng = random.Random(f"scenario/{seed}")
+        rng, places = random.Random(f"scenario/{seed}"), random.Random(f"places/{seed}")
         stages = tuple(rng.randint(1, 3) for _ in range(rng.randint(2, 3)))
         base = cls(
-            seed, stages, min(2, stages[0]), rng.randint(3, 5), rng.randint(4, 9), rng.choice([0.0, 0.01, 0.1]), ()
+            seed,
+            stages,
+            min(2, stages[0]),
+            rng.randint(3, 5),
+            rng.randint(4, 9),
+            rng.choice([0.0, 0.01, 0.1]),
+            (),
+            checkpoint_every=places.randint(0, 2),
+            apart=places.random() < 0.5,
+            adopt_after_s=places.choice([5.0, 30.0]),
         )
         span = base.steps * base.microbatches * (FORWARD_S + BACKWARD_S) / min(stages)
-        mortal = {s: [p for p, stage in base.members[1:] if stage == s][: n - 1] for s, n in enumerate(stages)}
+        mortal = {s: [p for p, stage in base.members if stage == s][: n - 1] for s, n in enumerate(stages)}
         away: set[int] = (
             set()
         )  # stages in which somebody may be behind: killing the others there would lose the newest state
@@ -133,7 +152,19 @@ class Scenario:
         relays = chance.random() < 0.5
         if relays and chance.random() < 0.5:
             faults.append(Fault(0.0, "cut", tuple(chance.sample([p for p, _ in base.members], 2)), FOR_EVER_S))
-        return replace(base, faults=_in_order(faults), narrow=narrow, relays=relays, skew=skew)
+        lost = _lost_stage(base, faults, places, span) if places.random() < LOSES_A_STAGE else ()
+        trainers = len(base.members) if lost else base.trainers
+        every = _in_order([*faults, *lost])
+        return replace(base, faults=every, trainers=trainers, narrow=narrow, relays=relays, skew=skew)
+
+
+def _lost_stage(base: Scenario, faults: list[Fault], rng: random.Random, span: float) -> tuple[Fault, ...]:
+    """All members of a stage die within a moment, if enough others stay."""
+    gone = {f.who[0] for f in faults if f.kind in ("kill", "leave")}
+    stage, at_s = rng.randrange(len(base.stages)), rng.uniform(0.2, 1.0) * span
+    if sum(s != stage and p not in gone for p, s in base.members) < len(base.stages):
+        return ()
+    return tuple(Fault(at_s + rng.random(), "kill", (p,)) for p, s in base.members if s == stage and p not in gone)
 
 
 def _partitioned(seed: int, rng: random.Random) -> Scenario:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from muletrain.swarm.branches import branch_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -34,14 +36,17 @@ class Witness:
     def __init__(self, scenario: Scenario, history: Sequence[dict[str, Tensor]], broken: Callable[[str], None]) -> None:
         self._scenario, self._history, self._broken = scenario, history, broken
         self._together_s = max((f.at_s + f.for_s for f in scenario.faults), default=0.0) + MERGED_S
-        self._records: dict[int, bytes] = {}
+        self._records: dict[tuple[int, bytes], bytes] = {}
         self._weights: dict[tuple[int, bytes], tuple[str, bytes]] = {}
         self._counted: Counter[tuple[int, int, str]] = Counter()
 
     def applied(self, peer: str, record: StepRecord, compute: VirtualCompute, now: float) -> None:
         """``peer`` has applied ``record``: its weights are a single process's after as many steps, and the same bits as its replicas'.
         Sides of a partition have met again by then."""
-        if now > self._together_s and self._records.setdefault(record.step, record.hash) != record.hash:
+        if (
+            now > self._together_s
+            and self._records.setdefault((record.step, branch_of(record.hash)), record.hash) != record.hash
+        ):
             self._broken(
                 f"{peer} did step {record.step + 1} otherwise than others, long after every fault: two lineages"
             )

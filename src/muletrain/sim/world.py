@@ -18,7 +18,17 @@ from muletrain.compute.executor import InlineExecutor
 from muletrain.compute.paced import PacedCompute
 from muletrain.config.fleet import Link, limited_peer
 from muletrain.errors import MuletrainError
-from muletrain.events import FrameRefused, LineageLeft, MicrobatchRerouted, Note, PeerLeft, PeerSuspected, StepApplied
+from muletrain.events import (
+    CheckpointWritten,
+    FrameRefused,
+    LineageLeft,
+    MicrobatchRerouted,
+    Note,
+    PeerLeft,
+    PeerSuspected,
+    StepApplied,
+    SteppedBack,
+)
 from muletrain.network.memory import MemoryHub
 from muletrain.network.shaped import ShapedNetwork
 from muletrain.sim import reference
@@ -27,10 +37,11 @@ from muletrain.sim.loop import Hang, SkewedClock, run_virtually
 from muletrain.sim.scenario import BACKWARD_S, FORWARD_S, stage_of
 from muletrain.sim.verdict import LEFT, Outcome, judge
 from muletrain.sim.witness import Witness
-from muletrain.swarm.checkpointing import Collector
+from muletrain.swarm.checkpointing import Book
 from muletrain.swarm.context import Context
 from muletrain.swarm.messages import Member
 from muletrain.swarm.peer import Peer
+from muletrain.swarm.place import Folder
 from muletrain.swarm.roster import Genesis, Roster
 from muletrain.swarm.service import Service
 
@@ -41,13 +52,16 @@ if TYPE_CHECKING:
     from muletrain.network.base import Network
     from muletrain.network.memory import MemoryNetwork
     from muletrain.sim.scenario import Scenario
+    from muletrain.swarm.adoption import StepBack
     from muletrain.swarm.record import StepRecord
 
 LIMIT_S = 6000.0
 """Virtual time after which a run counts as hung: several of the longest waits of the protocol one after the other."""
 PASSES = 20
 """Of the event loop, for cancelled tasks to end."""
-SHOWN = (Note, LineageLeft, PeerLeft, PeerSuspected, MicrobatchRerouted, FrameRefused, StepApplied)
+SHOWN = (
+    Note, LineageLeft, PeerLeft, PeerSuspected, MicrobatchRerouted, FrameRefused, StepApplied, SteppedBack, CheckpointWritten,
+)  # fmt: skip
 
 
 def play(scenario: Scenario) -> Outcome:
@@ -124,7 +138,14 @@ class World:
 
     def _first_members(self) -> Genesis:
         members = tuple(
-            Member(id=name, name=name, stage=stage, trainer=k < self.scenario.trainers, addresses=())
+            Member(
+                id=name,
+                name=name,
+                stage=stage,
+                trainer=k < self.scenario.trainers,
+                addresses=(),
+                place=self._place(name).name,
+            )
             for k, (name, stage) in enumerate(self.scenario.members)
         )
         return Genesis(
@@ -132,27 +153,31 @@ class World:
             collector=members[0].id, first_step=0,
         )  # fmt: skip
 
+    def _place(self, name: str) -> Folder:
+        """One for all, as in a fleet on one machine, or each its own."""
+        return Folder(self._folder / name if self.scenario.apart else self._folder, keep=1)
+
     async def _peer(self, name: str, *, joining: bool = False) -> dict[str, Tensor] | None:
         """A peer's life. Its state at the end of the run, if it came so far."""
-        network, clock = self._linked(name), self._own_clock(name)
-        member = Member(id=name, name=name, stage=stage_of(name), trainer=True, addresses=())
+        network, clock, place = self._linked(name), self._own_clock(name), self._place(name)
+        member = Member(id=name, name=name, stage=stage_of(name), trainer=True, addresses=(), place=place.name)
         roster = Roster(self._genesis, member if joining else name)
         network.on_refusal(lambda remote, reason: self._note(name, FrameRefused(remote=remote, reason=reason)))
 
-        async def make(joins: bool) -> Peer:
+        async def make(joins: bool, back: StepBack | None) -> Peer:
             stage = reference.stage_compute(self._facts, roster.own.stage)
             compute = self.computes[name] = PacedCompute(stage, clock, FORWARD_S, BACKWARD_S)
             ctx = Context(
                 network, clock, compute, roster, self._facts.plan, lambda e: self._note(name, e), background=InlineExecutor()
             )  # fmt: skip
-            collector = Collector(ctx, self._folder, 1, {}, {}) if name == self._genesis.collector else None
             source = reference.Tokens(self._facts)
 
             def on_step(record: StepRecord) -> bool:
                 self._witness.applied(name, record, stage, self.clock.now())
                 return False
 
-            peer = self.peers[name] = Peer(ctx, source=source, collector=collector, on_step=on_step, joining=joins)
+            book = Book(place)
+            peer = self.peers[name] = Peer(ctx, source=source, book=book, on_step=on_step, joining=joins, back=back)
             return peer
 
         try:

@@ -1,227 +1,419 @@
-"""Checkpoints: one R_t for all stages, gathered by the collecting peer while training goes on.
+"""Checkpoints: one R_t for all stages, written while training goes on (DESIGN "Checkpoints").
 
-Parts first, the manifest that names them by content last; the folder gets its name only when it is complete, so that a
-checkpoint that exists can be used. Trouble (a full disk, a lost part) ends that checkpoint, never the training. Hashing and the disk
-may take seconds: they have a thread of their own (``Context.aside``), in which jobs run in the order in which they were given.
+One replica of each stage, its writer, copies the state and tells everyone what its part is. Whoever shares the run's place writes its
+part there itself; the collector fetches the parts of the others, block by block as newcomers do, and makes the checkpoint complete.
+Who collects follows from who is alive, so that the next one takes over where the last one stopped. Where not everyone shares the
+place, two peers of other stages fetch each part, too, and keep it on their own disks: the newest, and the one in progress.
+
+Trouble (a full disk, a lost part) ends that checkpoint, never the training. Hashing and the disk may take seconds: they have a thread
+of their own (``Context.aside``), in which jobs run in the order in which they were given.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
-import os
-import shutil
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from muletrain.errors import MuletrainError, NetworkError, ProtocolError
-from muletrain.events import CheckpointFailed, CheckpointWritten
-from muletrain.swarm.messages import Part
-from muletrain.wire.codec import RAW, Encoded, decode_raw
-from muletrain.wire.statefile import cut, state_buffers
+import safetensors
+import safetensors.torch
+from pydantic import Field
+
+from muletrain.errors import CheckpointError, MuletrainError, NetworkError, ProtocolError
+from muletrain.events import CheckpointFailed, CheckpointWritten, Note
+from muletrain.network.base import Channel
+from muletrain.policy.keeping import keepers
+from muletrain.swarm.messages import Digest, Message, Natural, Text
+from muletrain.swarm.place import Key, PartFacts
+from muletrain.wire.statefile import state_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-    from pathlib import Path
 
     from torch import Tensor
 
     from muletrain.network.base import PeerId
     from muletrain.swarm.context import Context
+    from muletrain.swarm.place import Place
+    from muletrain.swarm.snapshot import Receiver, Snapshots
 
-PIECE = 1 << 20
-"""Bytes in one Part frame."""
-MAX_PART = 1 << 42
 MAX_OPEN = 8
 """Checkpoints being gathered at once."""
+MAX_PART = 1 << 42
+LOOK_S, LOOK_MAX_S = 1.0, 10.0
+"""Between looks at what is missing of a checkpoint, when nothing is heard; doubles."""
+LIMIT_S = 600.0
+"""After so long a checkpoint has failed."""
+REMEMBERED = 256
+"""Checkpoints that have ended."""
 
 
-async def send_part(ctx: Context, step: int, lineage: bytes, state: dict[str, Tensor]) -> None:
-    """Stream this stage's state (after step ``step``) to the collector. Reports failure instead of raising."""
-    stage, collector = ctx.roster.own.stage, ctx.roster.genesis.collector
-    try:
-        buffers = state_buffers(state)
-        size, digest, offset = sum(map(len, buffers)), await ctx.aside(_sha256, buffers), 0
-        for piece in cut(buffers, PIECE):
-            part = Part(step=step, lineage=lineage, stage=stage, offset=offset, size=size, digest=digest)
-            length = sum(map(len, piece))
-            await ctx.send(collector, part, [Encoded(RAW, (length,), piece)])
-            offset += length
-    except NetworkError as e:
-        ctx.emit(CheckpointFailed(step=step + 1, reason=f"stage {stage} could not send its part: {e}"))
+class PartReady(Message):
+    """The sender has stage ``stage``'s part of the checkpoint of ``step`` steps. ``digest``: SHA-256 of the file; ``place``: where it
+    wrote it, if it did."""
+
+    KIND: ClassVar[str] = "part_ready"
+    CHANNEL: ClassVar[Channel] = Channel.BULK
+    step: Natural
+    lineage: Digest
+    stage: Natural
+    size: Natural
+    digest: Digest
+    place: Annotated[str, Field(max_length=64)] = ""
+
+    @property
+    def key(self) -> Key:
+        return Key(self.step, self.lineage)
+
+    @property
+    def facts(self) -> PartFacts:
+        return PartFacts(self.size, self.digest)
 
 
-@dataclass
-class _Incoming:
-    """One stage's part on its way into a file."""
+class CheckpointEnd(Message):
+    """The checkpoint is complete or, for a ``reason``, never will be."""
 
-    path: Path
-    sender: PeerId
-    size: int
-    digest: bytes
-    received: int = 0
-    whole: bool = False
-    _hash: Any = field(default_factory=hashlib.sha256)
+    KIND: ClassVar[str] = "checkpoint_end"
+    CHANNEL: ClassVar[Channel] = Channel.BULK
+    step: Natural
+    lineage: Digest
+    reason: Text = ""
 
-    def write(self, offset: int, data: memoryview) -> None:
-        with self.path.open("ab" if offset else "wb") as file:
-            file.write(data)
-        self._hash.update(data)
+    @property
+    def key(self) -> Key:
+        return Key(self.step, self.lineage)
 
-    def finish(self) -> bool:
-        """On the disk. Is it what was promised?"""
-        with self.path.open("rb+") as file:
-            os.fsync(file.fileno())
-        return bool(self._hash.digest() == self.digest)
+
+class AskPart(Message):
+    """Call: offer a copy of this part; the answer is a Snapshot, whose manifest and blocks can be asked for."""
+
+    KIND: ClassVar[str] = "ask_part"
+    step: Natural
+    lineage: Digest
+    stage: Natural
+
+    @property
+    def key(self) -> Key:
+        return Key(self.step, self.lineage)
+
+
+@dataclass(frozen=True)
+class Book:
+    """Where this peer writes checkpoints and what makes them self-contained: the manifest's own fields, and other files."""
+
+    place: Place
+    about: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass
 class _Open:
-    """A checkpoint being gathered: each stage's part as far as it came."""
+    """A checkpoint being written, as far as this peer heard of it."""
 
-    folder: Path
-    lineage: bytes
     begin: float
-    parts: dict[int, _Incoming] = field(default_factory=dict)
+    parts: dict[int, PartFacts] = field(default_factory=dict)
+    holders: dict[int, set[PeerId]] = field(default_factory=dict)
+    here: set[int] = field(default_factory=set)
+    """Stages whose part is in our place."""
+    own: dict[str, Tensor] | None = None
+    """Our stage's, if we are its writer."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def make(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
 
+class Checkpoints:
+    """One peer's part in them."""
 
-class Collector:
-    """Gathers parts into ``folder/step-N``; keeps the newest ``keep``. ``manifest`` and ``files`` make it self-contained."""
+    def __init__(self, ctx: Context, snapshots: Snapshots, receiver: Receiver, book: Book | None) -> None:
+        self._ctx, self._snapshots, self._receiver, self._book = ctx, snapshots, receiver, book
+        self._open: dict[Key, _Open] = {}
+        self._ended: dict[Key, str] = {}
+        self._over = asyncio.Event()
+        ctx.net.serve(AskPart.KIND, self._on_ask)
 
-    def __init__(
-        self, ctx: Context, folder: Path, keep: int, manifest: Mapping[str, Any], files: Mapping[str, bytes]
-    ) -> None:
-        self._ctx = ctx
-        self._folder = folder
-        self._keep = keep
-        self._manifest = manifest
-        self._files = files
-        self._open: dict[int, _Open] = {}
-        self._ended: dict[int, Path | None] = {}
-        self._changed = asyncio.Event()
+    # The writer -------------------------------------------------------------------------------------------------------
 
-    async def on_part(self, sender: PeerId, message: Part, tensor: Encoded) -> None:
-        """Returns when the piece is written, so that the sender sends no faster than the disk takes. Raises ProtocolError for pieces
-        out of order, beyond their size, or of a stage that is not the sender's."""
-        data = decode_raw(tensor)
-        self._check(sender, message, len(data))
-        if message.step in self._ended:
+    def is_writer(self) -> bool:
+        """Of our stage's live peers one that shares the place is the best, then the first."""
+        roster, place = self._ctx.roster, self._target()
+        writers = roster.stage(roster.own.stage)
+        return min(writers, key=lambda p: (roster.member(p).place != place, p)) == self._ctx.net.peer_id
+
+    async def write(self, key: Key, state: dict[str, Tensor]) -> None:
+        """Our stage's part: into the place, if it is ours, too; then everyone is told."""
+        ctx, stage = self._ctx, self._ctx.roster.own.stage
+        if key in self._ended:
             return
+        opened = self._opened(key, at_any_rate=True)
+        assert opened is not None
+        opened.own = state
+        buffers = state_buffers(state)
+        facts = PartFacts(sum(map(len, buffers)), await ctx.aside(_sha256, buffers))
+        if self._book is not None and self._book.place.name == self._target():
+            await self._store(key, opened, stage, facts, buffers)
+        if key not in self._ended:
+            opened.parts[stage] = facts
+            opened.holders.setdefault(stage, set()).add(ctx.net.peer_id)
+            await self._tell_of(key, opened, stage)
+            opened.changed.set()
+
+    async def _tell_of(self, key: Key, opened: _Open, stage: int) -> None:
+        place = self._book.place.name if self._book is not None and stage in opened.here else ""
+        facts = opened.parts[stage]
+        ready = PartReady(
+            step=key.step, lineage=key.lineage, stage=stage, size=facts.size, digest=facts.digest, place=place
+        )
+        await self._ctx.tell(self._ctx.roster.others(), ready)
+
+    # What arrives -----------------------------------------------------------------------------------------------------
+
+    def on_ready(self, sender: PeerId, ready: PartReady) -> None:
+        """Raises ProtocolError for a part that cannot be, or that contradicts its stage's own word."""
+        plan, key = self._ctx.plan, ready.key
+        if ready.stage >= plan.stages or not 0 < ready.step <= plan.steps or not 0 < ready.size <= MAX_PART:
+            raise ProtocolError(f"checkpoint {ready.step}: stage {ready.stage} of {ready.size} bytes cannot be")
+        if key in self._ended:
+            return
+        known = self._open[key].parts.get(ready.stage) if key in self._open else None
+        if known is None and self._ctx.roster.member(sender).stage != ready.stage:
+            return  # the stage's own word counts; this one comes again
+        if known is not None and known != ready.facts:
+            raise ProtocolError(f"checkpoint {ready.step}, stage {ready.stage}: another part than its stage announced")
+        opened = self._opened(key)
+        if opened is None:
+            raise ProtocolError(f"checkpoint {ready.step}: {MAX_OPEN} others are not complete yet")
+        opened.parts[ready.stage] = ready.facts
+        opened.holders.setdefault(ready.stage, set()).add(sender)
+        if self._book is not None and ready.place == self._book.place.name:
+            opened.here.add(ready.stage)
+            self._book.place.parts.setdefault(key, {})[ready.stage] = ready.facts
+        opened.changed.set()
+
+    async def on_end(self, sender: PeerId, end: CheckpointEnd) -> None:
+        if end.step <= self._ctx.plan.steps:
+            await self._end(end.key, end.reason)
+
+    async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
+        """Raises MuletrainError when the part is not here."""
+        ask = AskPart.unpack(payload)
+        if self._ctx.closed:
+            raise MuletrainError("this peer begins anew; ask again")
+        offer, opened = self._snapshots.offered(ask.stage, *ask.key), self._open.get(ask.key)
+        if offer is not None:
+            return offer.pack()
+        if opened is not None and opened.own is not None and ask.stage == self._ctx.roster.own.stage:
+            state = opened.own
+        else:
+            try:
+                state = await self.read(ask.key, ask.stage)
+            except CheckpointError as e:
+                raise MuletrainError(str(e)) from None
+        return (await self._snapshots.offer(ask.stage, *ask.key, state, over=False)).pack()
+
+    async def read(self, key: Key, stage: int) -> dict[str, Tensor]:
+        """A part that is in our place, on memory of its own. Raises CheckpointError."""
+        if self._book is None:
+            raise CheckpointError("this peer keeps no checkpoints")
         try:
-            await self._store(sender, message, data)
+            content = await self._ctx.aside(self._book.place.read_part, key, stage)
+            state: dict[str, Tensor] = safetensors.torch.load(content)
+        except (OSError, safetensors.SafetensorError) as e:
+            raise CheckpointError(f"stage {stage}'s part of checkpoint {key.step} is not here: {e}") from e
+        return state
+
+    async def readable(self) -> dict[Key, dict[int, PartFacts]]:
+        """What of all checkpoints is in our place."""
+        if self._book is None:
+            return {}
+        place = self._book.place
+        if self._ctx.closed:
+            return dict(place.parts)
+        try:
+            complete = await self._ctx.aside(place.complete)
+        except OSError:  # a store that cannot be reached now
+            complete = {}
+        return {key: {**place.parts.get(key, {}), **complete.get(key, {})} for key in {*place.parts, *complete}}
+
+    async def base(self, key: Key, digest: bytes) -> dict[str, Tensor]:
+        """Our stage's part of a checkpoint: from our place, else from whoever has it. Raises CheckpointError, NetworkError or
+        ProtocolError."""
+        ctx, stage = self._ctx, self._ctx.roster.own.stage
+        facts = PartFacts(16 * ctx.compute.n_params, digest)
+        try:
+            state = await self.read(key, stage)
+            if await ctx.aside(_sha256, state_buffers(state)) == digest:
+                return state
+        except CheckpointError:
+            pass
+        return await self.take(key, stage, facts, list(ctx.roster.others()))
+
+    # Seeing it through ------------------------------------------------------------------------------------------------
+
+    def _target(self) -> str:
+        """The name of the place that checkpoints go to."""
+        collector = self._ctx.roster.collector()
+        return "" if collector is None else collector.place
+
+    def _opened(self, key: Key, *, at_any_rate: bool = False) -> _Open | None:
+        """None: too many are open already."""
+        if key not in self._open:
+            if len(self._open) >= MAX_OPEN and not at_any_rate:
+                return None
+            opened = self._open[key] = _Open(self._ctx.clock.now())
+            self._ctx.spawn(self._see_through(key, opened), f"checkpoint {key.step}")
+        return self._open[key]
+
+    async def _see_through(self, key: Key, opened: _Open) -> None:
+        """Until it has ended: do what falls to us, and look after the collector, since its work may fall to us next."""
+        ctx, pause = self._ctx, LOOK_S
+        while key in self._open:
+            opened.changed.clear()
+            try:
+                await self._do_ours(key, opened)
+            except (NetworkError, ProtocolError, CheckpointError) as e:
+                ctx.emit(Note(level="info", message=f"checkpoint {key.step}: {e}"))
+            if key not in self._open:
+                return
+            try:
+                await ctx.clock.deadline(opened.changed.wait(), pause, "news of a checkpoint")
+                continue
+            except MuletrainError:
+                pause = min(LOOK_MAX_S, 2 * pause)
+            if ctx.clock.now() - opened.begin > LIMIT_S:
+                lacking = sorted(set(range(ctx.plan.stages)) - opened.parts.keys())
+                await self._end(key, f"no part of stages {lacking} came" if lacking else "its parts did not come whole")
+            elif self._book is not None and await ctx.aside(_is_complete, self._book.place, key):
+                await self._end(key, "")  # whoever completed it could not say so
+            elif (collector := ctx.roster.collector()) is not None and collector.id != ctx.net.peer_id:
+                await ctx.probe(collector.id, key.lineage, key.step)
+                if opened.own is not None:  # word of it may have been lost
+                    await self._tell_of(key, opened, ctx.roster.own.stage)
+
+    async def _do_ours(self, key: Key, opened: _Open) -> None:
+        """Fetch what we are to have; as the collector, publish what is whole. Raises NetworkError, ProtocolError or CheckpointError."""
+        if self._book is None:
+            return
+        collector = self._ctx.roster.collector()
+        collects = collector is not None and collector.id == self._ctx.net.peer_id
+        for stage in sorted(opened.parts.keys() - opened.here):
+            if collects or self._keeps(stage):
+                await self._fetch(key, opened, stage)
+        if collects and len(opened.here) == self._ctx.plan.stages and key in self._open:
+            await self._publish(key, opened)
+
+    def _keeps(self, stage: int) -> bool:
+        roster = self._ctx.roster
+        members = [m for m in roster.members() if roster.is_alive(m.id)]
+        places = {m.id: (m.stage, m.place) for m in members if m.place}
+        return self._ctx.net.peer_id in keepers(places, stage, self._target())
+
+    async def _fetch(self, key: Key, opened: _Open, stage: int) -> None:
+        state = await self.take(
+            key, stage, opened.parts[stage], sorted(opened.holders[stage] - {self._ctx.net.peer_id})
+        )
+        buffers = state_buffers(state)
+        if key in self._open:
+            await self._store(key, opened, stage, opened.parts[stage], buffers)
+            if stage in opened.here:
+                await self._tell_of(key, opened, stage)
+
+    async def take(self, key: Key, stage: int, facts: PartFacts, holders: list[PeerId]) -> dict[str, Tensor]:
+        """A part from those that have it. Raises NetworkError, or ProtocolError if it is not what ``facts`` say."""
+        ask = AskPart(step=key.step, lineage=key.lineage, stage=stage)
+        state = await self._receiver.take_part(ask, *key, holders, facts.size)
+        buffers = state_buffers(state)
+        if await self._ctx.aside(_sha256, buffers) != facts.digest:
+            raise ProtocolError(f"stage {stage}'s part of checkpoint {key.step}: its content is not what was announced")
+        return state
+
+    async def _store(self, key: Key, opened: _Open, stage: int, facts: PartFacts, buffers: list[memoryview]) -> None:
+        assert self._book is not None
+        place = self._book.place
+        try:
+            await self._ctx.aside(place.write_part, key, stage, facts, buffers)
         except OSError as e:
-            reason = f"{e.strerror or e}: {self._folder} (free some space; training goes on)"
-            await self._end(message.step, None, reason)
+            if place.name != self._target():
+                self._ctx.emit(Note(level="info", message=f"a checkpoint's part is not kept here: {_why(e)}"))
+                opened.here.discard(stage)
+                return
+            await self._fail(key, f"{_why(e)}: {place.where(key)} (free some space; training goes on)")
+        else:
+            opened.here.add(stage)
+            opened.holders.setdefault(stage, set()).add(self._ctx.net.peer_id)
 
-    async def wait(self, step: int, timeout_s: float) -> Path | None:
-        """Until checkpoint ``step`` is written; None if it failed or ``timeout_s`` passed."""
-
-        async def ended() -> Path | None:
-            while step not in self._ended:
-                self._changed.clear()
-                await self._changed.wait()
-            return self._ended[step]
-
+    async def _publish(self, key: Key, opened: _Open) -> None:
+        ctx, book = self._ctx, self._book
+        assert book is not None
         try:
-            return await self._ctx.clock.deadline(ended(), timeout_s, f"checkpoint {step}")
-        except MuletrainError as e:
-            await self._end(step, None, str(e))
-            return None
-
-    def _check(self, sender: PeerId, message: Part, length: int) -> None:
-        plan = self._ctx.plan
-        if message.stage != self._ctx.roster.member(sender).stage or message.step >= plan.steps:
-            raise ProtocolError(f"checkpoint part of stage {message.stage}, step {message.step}: not this peer's")
-        if not 0 < length <= PIECE or not message.offset + length <= message.size <= MAX_PART:
-            raise ProtocolError(
-                f"checkpoint part of {message.size} bytes: {length} at {message.offset} are no piece of it"
-            )
-        opened = self._open.get(message.step)
-        if opened is not None and message.lineage != opened.lineage:
-            raise ProtocolError(f"checkpoint {message.step}: a part of another lineage")
-        if opened is None and message.step not in self._ended and len(self._open) >= MAX_OPEN:
-            raise ProtocolError(f"checkpoint {message.step}: {MAX_OPEN} others are not complete yet")
-
-    async def _store(self, sender: PeerId, message: Part, data: memoryview) -> None:
-        checkpoint, step, stage = self._open.get(message.step), message.step, message.stage
-        if checkpoint is None:
-            folder = self._folder / f".step-{step + 1:08d}.partial"
-            checkpoint = self._open[step] = _Open(folder, message.lineage, self._ctx.clock.now())
-            await self._ctx.aside(checkpoint.make)
-        part = checkpoint.parts.get(stage)
-        if part is not None and (part.whole or (message.offset and part.sender != sender)):
-            return  # a second replica sends it too
-        if message.offset == 0:  # perhaps again, after a break
-            path = checkpoint.folder / f"stage-{stage}.safetensors"
-            part = checkpoint.parts[stage] = _Incoming(path, sender, message.size, message.digest)
-        promised = (message.offset, message.size, message.digest)
-        if part is None or promised != (part.received, part.size, part.digest):
-            raise ProtocolError(f"checkpoint {step}, stage {stage}: piece at {message.offset} out of order")
-        part.received += len(data)
-        await self._ctx.aside(part.write, message.offset, data)
-        if part.received == part.size and await self._whole(checkpoint, stage, part) and step in self._open:
-            await self._complete(step, checkpoint)
-
-    async def _whole(self, checkpoint: _Open, stage: int, part: _Incoming) -> bool:
-        """The last piece of ``part`` was written. True if no stage's part is missing any more."""
-        genuine = await self._ctx.aside(part.finish)
-        if checkpoint.parts.get(stage) is not part:
-            return False  # begun again meanwhile
-        if not genuine:
-            del checkpoint.parts[stage]
-            raise ProtocolError(f"{part.path.name}: content does not match its digest")
-        part.whole = True
-        return len(checkpoint.parts) == self._ctx.plan.stages and all(p.whole for p in checkpoint.parts.values())
-
-    async def _complete(self, step: int, checkpoint: _Open) -> None:
-        final = self._folder / f"step-{step + 1:08d}"
-        await self._ctx.aside(self._publish, step, checkpoint, final)
-        seconds, size = self._ctx.clock.now() - checkpoint.begin, sum(p.size for p in checkpoint.parts.values())
-        self._ctx.emit(CheckpointWritten(step=step + 1, path=str(final), bytes=size, seconds=seconds))
-        for overtaken in [s for s in self._open if s < step]:
-            lacking = sorted(set(range(self._ctx.plan.stages)) - self._open[overtaken].parts.keys())
-            missing = f"no part of stages {lacking} came" if lacking else "its parts did not come whole"
-            await self._end(overtaken, None, f"{missing} before a later checkpoint was complete")
-        await self._end(step, final, "")
-
-    def _publish(self, step: int, checkpoint: _Open, final: Path) -> None:
-        """Make it durable, then give it its name, then remove what is older than the newest ``keep``."""
-        for name, content in self._files.items():
-            _write_durably(checkpoint.folder / name, content)
-        parts = [{"file": p.path.name, "sha256": p.digest.hex()} for _, p in sorted(checkpoint.parts.items())]
-        files = [{"file": n, "sha256": hashlib.sha256(c).hexdigest()} for n, c in self._files.items()]
-        manifest = {
-            **self._manifest,
-            "step": step + 1,
-            "lineage": checkpoint.lineage.hex(),
-            "parts": parts,
-            "files": files,
-        }
-        _write_durably(checkpoint.folder / "manifest.json", json.dumps(manifest, indent=1).encode())
-        shutil.rmtree(final, ignore_errors=True)
-        _sync_folder(checkpoint.folder)
-        os.replace(checkpoint.folder, final)
-        _sync_folder(self._folder)
-        # those of later steps are what a resumed run passed over: they must not push this one out
-        known = sorted(f for f in self._folder.glob("step-*") if f.name <= final.name)
-        for old in known[: -self._keep]:
-            shutil.rmtree(old, ignore_errors=True)
-
-    async def _end(self, step: int, path: Path | None, reason: str) -> None:
-        if step in self._ended:
+            where = await ctx.aside(book.place.publish, key, book.about, dict(opened.parts), book.files)
+        except OSError as e:
+            await self._fail(key, f"{_why(e)}: {book.place.where(key)} (free some space; training goes on)")
             return
-        self._ended[step] = path
-        checkpoint = self._open.pop(step, None)
-        if path is None:
-            if checkpoint is not None:  # first, so that there is room to tell of it
-                await self._ctx.aside(shutil.rmtree, checkpoint.folder, True)
-            self._ctx.emit(CheckpointFailed(step=step + 1, reason=reason))
-        self._changed.set()
+        if key not in self._open:
+            return
+        size, seconds = sum(f.size for f in opened.parts.values()), ctx.clock.now() - opened.begin
+        ctx.emit(CheckpointWritten(step=key.step, path=where, bytes=size, seconds=seconds))
+        for overtaken in sorted(k for k in self._open if k.step < key.step):
+            lacking = sorted(set(range(ctx.plan.stages)) - self._open[overtaken].parts.keys())
+            missing = f"no part of stages {lacking} came" if lacking else "its parts did not come whole"
+            await self._fail(overtaken, f"{missing} before a later checkpoint was complete")
+        await self._end(key, "")
+        await ctx.tell(ctx.roster.others(), CheckpointEnd(step=key.step, lineage=key.lineage))
+
+    async def _fail(self, key: Key, reason: str) -> None:
+        if key in self._open:
+            ended = CheckpointEnd(step=key.step, lineage=key.lineage, reason=reason[:4096])
+            await self._end(key, reason, say=True)
+            await self._ctx.tell(self._ctx.roster.others(), ended)
+
+    async def _end(self, key: Key, reason: str, *, say: bool = False) -> None:
+        if key in self._ended:
+            return
+        self._ended[key] = reason
+        while len(self._ended) > REMEMBERED:
+            del self._ended[next(iter(self._ended))]
+        opened = self._open.pop(key, None)
+        if opened is not None:
+            opened.changed.set()
+        if self._book is not None:
+            place = self._book.place
+            if reason:  # first, so that there is room to tell of it
+                await self._ctx.aside(place.abandon, key)
+            elif place.name != self._target():
+                await self._ctx.aside(place.drop, key.step)
+            else:  # whoever published it removed what is older
+                place.parts = {k: parts for k, parts in place.parts.items() if k.step > key.step}
+        if say:
+            self._ctx.emit(CheckpointFailed(step=key.step, reason=reason))
+        self._over.set()
+
+    async def tidy(self) -> None:
+        """The last checkpoint is complete: no part is needed any more."""
+        if self._book is not None:
+            place = self._book.place
+            with suppress(OSError):
+                await self._ctx.aside(place.drop, self._ctx.plan.steps + 1)
+
+    async def ended(self, key: Key) -> bool:
+        """Wait for the end of that checkpoint: True if it is complete."""
+        if key not in self._ended:
+            self._opened(key, at_any_rate=True)  # nobody may have announced a part of it yet
+        while key not in self._ended:
+            self._over.clear()
+            await self._over.wait()
+        return not self._ended[key]
+
+
+def _is_complete(place: Place, key: Key) -> bool:
+    try:
+        return key in place.complete()
+    except OSError:
+        return False
+
+
+def _why(error: OSError) -> str:
+    return error.strerror or str(error)
 
 
 def _sha256(buffers: Iterable[memoryview]) -> bytes:
@@ -229,19 +421,3 @@ def _sha256(buffers: Iterable[memoryview]) -> bytes:
     for buffer in buffers:
         digest.update(buffer)
     return digest.digest()
-
-
-def _write_durably(path: Path, content: bytes) -> None:
-    """On the disk, not only on its way there: the name that says 'complete' must not survive a power cut that the content does not."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

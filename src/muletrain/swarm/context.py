@@ -15,6 +15,7 @@ from muletrain.errors import DeadlineExceeded, NetworkError, PeerUnreachable
 from muletrain.events import FrameRefused, PeerSuspected
 from muletrain.network.base import Channel
 from muletrain.policy.deadline import Deadline, Usual
+from muletrain.swarm.branches import branch_of
 from muletrain.swarm.messages import AskHeld, Doubted, Held, Message
 from muletrain.swarm.uplink import Uplink
 
@@ -37,7 +38,7 @@ TRAFFIC: dict[str, TrafficClass] = {
     "backward": "gradient",
     "shard": "averaging",
     "reduced": "averaging",
-    "part": "state",
+    "block": "state",
 }
 """Class of traffic of a frame kind, for the byte counts; everything else is control."""
 MAX_PAUSES = 30
@@ -67,6 +68,10 @@ class Plan:
     checkpoint_every: int
     capacity: int
     """Requests a peer holds at once: admission's bound, with room for each one's backward."""
+    adopt_after_s: float = 30.0
+    """How long a stage may be without a peer before the run steps back and others adopt it [s]."""
+    from_seed: bool = False
+    """The first weights are drawn: any peer can make those of any stage."""
     rebalance: Literal["off", "paper", "throughput"] = "off"
     rebalance_s: float = 60.0
     """Period [s]."""
@@ -156,6 +161,10 @@ class Context:
     """What may be kept of gradients for those that catch up (``swarm.trail``)."""
     reached: Callable[[Phase, int], None] = lambda phase, step: None
     """Told of each point of a step (numbered from 0) at which ``--chaos`` may hit this peer."""
+    patience_s: float = 300.0
+    """How long a wait goes on without any news."""
+    met: Callable[[PeerId, bytes], None] = lambda peer, branch: None
+    """Told of a peer on another branch than ours."""
     closed: bool = False
     """The peer has left its stage (calls may still come)."""
     uplink: Uplink = field(init=False)
@@ -301,6 +310,9 @@ class Context:
         held = Held.unpack(answer)
         for deadline in (self.probe_deadline, self.doubt_deadline):
             deadline.measured(self.clock.now() - begin)
+        if held.branch != branch_of(lineage):
+            self.met(peer, held.branch)
+            held = held.model_copy(update={"current": False, "step": 0, "lineage": b"", "rival": False})
         return held
 
     async def still_missing(self, lineage: bytes, step: int, index: int, stages: tuple[int, ...]) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from muletrain.errors import MuletrainError, NetworkError, ProtocolError
 from muletrain.policy.deadline import Deadline
 from muletrain.policy.lineages import Chain
+from muletrain.swarm.branches import branch_of
 from muletrain.swarm.leaving import Departure
 from muletrain.swarm.ledger import Ledger
 from muletrain.swarm.messages import (
@@ -68,7 +69,7 @@ class Knowledge:
         self._ctx = ctx
         self._running = running
         self._orphaned = orphaned
-        self._waits = Waits(ctx.clock, self._look_around, ctx.who_is_there)
+        self._waits = Waits(ctx.clock, self._look_around, ctx.who_is_there, lambda: ctx.patience_s)
         self.touched = self._waits.touched
         self._step_deadline = Deadline()
         self._seal_deadline = Deadline(floor_s=0.5, deviations=1.0)
@@ -242,6 +243,7 @@ class Knowledge:
             current=True,
             stage=self._ctx.roster.own.stage,
             step=self.step,
+            branch=branch_of(self.lineage),
             held=tuple(sorted(self.covered())),
             running=tuple(self._running()),
             through=tuple(self.losses),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from muletrain.errors import MuletrainError, NetworkError, ProtocolError
 from muletrain.events import LineageLeft, Note
 from muletrain.policy.lineages import forked_at, gives_way
+from muletrain.swarm.branches import branch_of
 from muletrain.swarm.knowledge import Behind
 from muletrain.swarm.messages import AskStay, History, Stay
 
@@ -89,8 +90,8 @@ class Lineages:
         """If theirs stays, and every stage of it is there, this step ends here (GivesWay)."""
         stepper, own = self._stepper, self._stepper.chain
         fork = forked_at(own, other)
-        if fork is None or stepper.away:
-            return
+        if fork is None or stepper.away or branch_of(own.lineages[-1]) != branch_of(other.lineages[-1]):
+            return  # of branches, the later one stays (``adoption``)
         self._ctx.suspect(peer, f"it has trained apart from this peer since step {fork}")
         if not gives_way(own, other, stalled=self._stalled()):
             return

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from muletrain.errors import Malformed
 from muletrain.network.base import Channel, Frame
 from muletrain.policy.lineages import MEMORY, Chain
+from muletrain.swarm.branches import BRANCH
 
 Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
 Natural = Annotated[int, Field(ge=0, lt=2**48)]
@@ -71,7 +72,7 @@ class Message(BaseModel):
 
 
 class Member(Message):
-    """One peer of the run. ``device``: its kind. ``since``: the step from which it serves that stage; a later one replaces an earlier."""
+    """One peer of the run. ``device``: its kind. ``since``: counts up with every stage it serves; a later one replaces an earlier."""
 
     KIND: ClassVar[str] = "member"
     id: Id
@@ -81,6 +82,8 @@ class Member(Message):
     addresses: Annotated[tuple[Text, ...], Field(max_length=64)]
     device: Text = "cpu"
     since: Natural = 0
+    place: Annotated[str, Field(max_length=64)] = ""
+    """Where it can write checkpoints (``Place.name``); members with the same share it."""
 
 
 class Request(Message):
@@ -276,6 +279,8 @@ class Held(Message):
     step: Natural
     stage: Natural
     lineage: Annotated[bytes, Field(max_length=32)] = b""
+    branch: Annotated[bytes, Field(min_length=BRANCH, max_length=BRANCH)] = bytes(BRANCH)
+    """Of its lineage: steps of different branches have nothing to do with each other."""
     held: Indices = ()
     running: Indices = ()
     through: Indices = ()
@@ -417,22 +422,8 @@ class Block(Message):
     block: Natural
 
 
-class Part(Message):
-    """A piece of a checkpoint part, to the collecting peer. ``digest`` is the SHA-256 of the whole file."""
-
-    KIND: ClassVar[str] = "part"
-    CHANNEL: ClassVar[Channel] = Channel.BULK
-    TENSORS: ClassVar[int] = 1
-    step: Natural
-    lineage: Digest
-    stage: Natural
-    offset: Natural
-    size: Natural
-    digest: Digest
-
-
 class Report(Message):
-    """What a peer on another machine counted, to the collecting peer: an event as JSON, so that the run folder of 'start' has it."""
+    """What a peer on another machine counted, to the collector: an event as JSON, so that the run folder of 'start' has it."""
 
     KIND: ClassVar[str] = "report"
     CHANNEL: ClassVar[Channel] = Channel.BULK
@@ -466,6 +457,7 @@ class StopRun(Message):
 
 
 class Finished(Message):
-    """Call: the collecting peer has (or gave up on) the last checkpoint: the member may go, after it has told the others."""
+    """Call: the last checkpoint is complete (or given up): the member may go, after it has told the others."""
 
     KIND: ClassVar[str] = "finished"
+    written: bool

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from muletrain.errors import DeadlineExceeded, Malformed, MuletrainError, NetworkError, ProtocolError
+from muletrain.errors import Malformed, MuletrainError, NetworkError, ProtocolError
 from muletrain.events import Event, EventError, Note, PeerJoined, PeerLeft, StepApplied, StepDone
-from muletrain.policy.lineages import forked_at, gives_way
-from muletrain.swarm.checkpointing import Collector, send_part
+from muletrain.policy.lineages import Chain, forked_at, gives_way
+from muletrain.swarm.adoption import Adoption, StepBack
+from muletrain.swarm.branches import branch_of
+from muletrain.swarm.checkpointing import Book, CheckpointEnd, Checkpoints, PartReady
 from muletrain.swarm.context import StepStats
 from muletrain.swarm.knowledge import Behind
 from muletrain.swarm.lineages import GivesWay, Lineages
@@ -34,7 +35,6 @@ from muletrain.swarm.messages import (
     Gap,
     Held,
     Lost,
-    Part,
     Reduced,
     Report,
     RoundEntry,
@@ -44,6 +44,7 @@ from muletrain.swarm.messages import (
     TrainerDone,
 )
 from muletrain.swarm.pipeline import Pipeline
+from muletrain.swarm.place import Key
 from muletrain.swarm.rebalancing import Rebalancer
 from muletrain.swarm.router import Router
 from muletrain.swarm.snapshot import Receiver, Snapshots
@@ -52,12 +53,8 @@ from muletrain.swarm.trainer import Trainer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
-    from pathlib import Path
-
-    from torch import Tensor
 
     from muletrain.network.base import Frame, PeerId
-    from muletrain.policy.lineages import Chain
     from muletrain.swarm.context import Context
     from muletrain.swarm.messages import Message, Snapshot
     from muletrain.swarm.record import StepRecord
@@ -68,49 +65,52 @@ EARLY_BYTES = 1 << 30
 """Frames of the next step kept while this one is being applied, and the bytes of their tensors."""
 ANNOUNCE_S = 10.0
 """Between announcements in the directory; a record lives three times as long."""
-RESEND_S = 20.0
+TRIES, PAUSE_S, PAUSE_MAX_S = 12, 0.2, 10.0
+"""Times that a checkpoint's part is asked for before a peer gives up; the pause between doubles."""
 MAX_PURSUITS = 10
 """States that a peer takes one after the other, each too old to be of use when it has come, before it gives up."""
-LAST_CHECKPOINT_S = 600.0
-"""How long members wait for the collector to have the last checkpoint."""
+OFFER_S = 20.0
+"""After the end, a stage whose part of the last checkpoint did not come from its writer offers it from every replica, then again."""
 
 STEP_KINDS: dict[str, type[Message]] = {
     m.KIND: m
     for m in (Forward, Backward, Done, Busy, Lost, TrainerDone, Gap, Seal, Shard, Reduced, RoundEntry, Back, Doubted)
 }
-OTHER_KINDS: dict[str, type[Message]] = {m.KIND: m for m in (Part, Report, Block)}
+OTHER_KINDS: dict[str, type[Message]] = {m.KIND: m for m in (PartReady, CheckpointEnd, Report, Block)}
 
 
 class Peer:
-    """Serves one stage, perhaps trains, perhaps collects checkpoints."""
+    """Serves one stage, perhaps trains, and does its part of the checkpoints."""
 
     def __init__(
         self,
         ctx: Context,
         *,
         source: Source | None = None,
-        collector: Collector | None = None,
+        book: Book | None = None,
         on_step: Callable[[StepRecord], bool] = lambda _: False,
         on_report: Callable[[Event, str], None] = lambda event, name: None,
         reports: bool = False,
         joining: bool = False,
+        back: StepBack | None = None,
         fits: Callable[[int], bool] = lambda stage: True,
     ) -> None:
-        """``source``: where a trainer gets its microbatches. ``on_step`` is told of every applied step; True asks to stop.
-        ``reports``: this peer's log is not beside the collector's, so what it counts goes there, to ``on_report``. ``joining``: the
-        run goes on already; take its state from a replica first. ``fits``: the stages this machine's memory has room for."""
+        """``source``: where a trainer gets its microbatches. ``book``: where it writes checkpoints, if it can. ``on_step`` is told of every
+        applied step; True asks to stop. ``reports``: this peer's log is not beside the collector's, so what it counts goes there, to
+        ``on_report``. ``joining``: the run goes on already; take its state from a replica first, or, with ``back``, from that
+        checkpoint. ``fits``: the stages this machine's memory has room for."""
         self._ctx = ctx
         self.roster, self.emit = ctx.roster, ctx.emit
-        self._collector = collector
         self._on_step = on_step
         self._on_report = on_report
         self._reports = reports
-        self._joining = joining
+        self._joining, self._back = joining, back
         stage, plan = ctx.roster.own.stage, ctx.plan
         onwards = Router(ctx, stage + 1) if stage + 1 < plan.stages else None
         self._pipeline = Pipeline(ctx, lambda: self.stepper.ledger, onwards)
         genesis = ctx.roster.genesis
-        self.stepper = Stepper(ctx, genesis.first_step, genesis.lineage, self._pipeline.running, self._adopt)
+        begin = (genesis.first_step, genesis.lineage) if back is None else (back.step, back.lineage)
+        self.stepper = Stepper(ctx, *begin, self._pipeline.running, self._adopt)
         self.stepper.settled, self.stepper.away = not joining, joining
         self._trainer = None
         if source is not None and ctx.roster.own.trainer:
@@ -118,11 +118,12 @@ class Peer:
         self._snapshots = Snapshots(ctx, self.stepper)
         self._receiver = Receiver(ctx)
         self._lineages = Lineages(ctx, self.stepper, self._receiver)
+        self._checkpoints = Checkpoints(ctx, self._snapshots, self._receiver, book)
+        self._adoption = Adoption(ctx, self._checkpoints, self._where, fits, back)
         self._membership = Membership(ctx)
         self._step_tasks: set[asyncio.Task[Any]] = set()
         self._early: list[tuple[PeerId, Frame]] = []
-        self._finished = asyncio.Event()
-        self._last_part: tuple[StepRecord, dict[str, Tensor]] | None = None
+        self._finished: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._last_step: StepDone | None = None
         self._over = False
         self._leaves = False
@@ -144,34 +145,48 @@ class Peer:
 
     # The loop -------------------------------------------------------------------------------------------------------
 
-    async def run(self) -> Path | None:
-        """Train to the end (or until a member asks to stop), with a last checkpoint. Returns its path on the collector.
+    async def run(self) -> bool:
+        """Train to the end (or until a member asks to stop), with a last checkpoint. False if that could not be written.
 
         Raises what any actor could not recover from.
         """
         main = asyncio.create_task(self._train(), name="train")
         try:
-            waiting: set[asyncio.Future[Any]] = {main, self._ctx.failure}
+            waiting: set[asyncio.Future[Any]] = {main, self._ctx.failure, self._adoption.ordered}
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if not main.done():
+            if not main.done() and not self.begins_anew:
                 self._ctx.failure.result()
-            return await main
+            return self.begins_anew or await main
         finally:
             main.cancel()
+            await asyncio.gather(main, return_exceptions=True)
             await self._ctx.close()
 
-    async def _train(self) -> Path | None:
+    @property
+    def begins_anew(self) -> bool:
+        """The run stepped back, or we were on a branch that it gave up."""
+        return self._adoption.ordered.done() and not (self._over and self._finished.done())
+
+    @property
+    def begins_at(self) -> StepBack | None:
+        """Then: where; None: with what replicas give."""
+        return self._adoption.ordered.result()
+
+    def _where(self) -> Key:
+        return Key(self.stepper.step, self.stepper.lineage)
+
+    async def _train(self) -> bool:
         ctx, plan = self._ctx, self._ctx.plan
         announcing = ctx.spawn(self._announce(), "announce")
-        written, returned, sure, followed = None, False, False, 0
+        written, returned, sure, followed = True, False, False, 0
         self.rebalancer.settled = not self._joining
         if plan.rebalance != "off":
             ctx.spawn(self.rebalancer.run(), "rebalancing")
+        ctx.spawn(self._adoption.watch(), "adoption")
         if self._joining:
-            await self._membership.introduce()
-            if await self._take_state(lambda offer: True):
+            if await (self._begin_anew(self._back) if self._back is not None else self._begin_late()):
                 announcing.cancel()
-                return await self._finish(self.stepper.step - 1)
+                return await self._finish()
             returned = self.rebalancer.settled = True
         else:
             await self.stepper.open()
@@ -193,14 +208,14 @@ class Peer:
                 sure = isinstance(e, GivesWay)
                 if sure:
                     if await self._go_over():
-                        written = await self._finish(self.stepper.step - 1)
+                        written = await self._finish()
                         break
                     continue
                 replayed = await self.stepper.replay() if e.weights_hold else None
                 if replayed is None:
                     followed = 0
                     if await self._catch_up(e):
-                        written = await self._finish(self.stepper.step - 1)
+                        written = await self._finish()
                         break
                     continue
                 followed += 1
@@ -211,15 +226,14 @@ class Peer:
             self._report(record)
             last = record.stop or step + 1 == plan.steps
             gone = () if last else self._without(record)
-            if last or (plan.checkpoint_every and (step + 1) % plan.checkpoint_every == 0):
-                sending = await self._checkpoint(record) if ctx.net.peer_id not in gone else None
-                if last and sending is not None:
-                    await sending
-                    self._last_part = record, await self._ctx.compute.state()
+            if ctx.net.peer_id not in gone and (
+                last or (plan.checkpoint_every and (step + 1) % plan.checkpoint_every == 0)
+            ):
+                await self._checkpoint(Key(step + 1, record.hash))
             if last:
                 self._over = self.stepper.over = True
                 self.stepper.advance(record)
-                written = await self._finish(step)
+                written = await self._finish()
                 break
             self.stepper.advance(record)
             if ctx.net.peer_id in gone and await self._leave():
@@ -235,7 +249,7 @@ class Peer:
         known = {m.id: m for m in ctx.roster.members()}
         leavers = record.leavers(lambda peer: peer in known and known[peer].trainer)
         for peer in leavers:
-            if peer in known and (self._collector is not None or peer == me):
+            if peer in known and (self._speaks() or peer == me):
                 ctx.emit(PeerLeft(peer_id=peer, name=known[peer].name, step=record.step + 1))
             if peer != me:
                 ctx.roster.left(peer)
@@ -254,11 +268,46 @@ class Peer:
         await ctx.tell(ctx.roster.everyone(), Back(lineage=stepper.lineage, step=stepper.step))
         return False
 
+    async def _begin_late(self) -> bool:
+        """As a newcomer; True if the run has ended."""
+        self._adoption.state = "comes"
+        await self._membership.introduce()
+        return await self._take_state(lambda offer: True)
+
+    async def _begin_anew(self, back: StepBack) -> bool:
+        """At the run's checkpoint, or, where our part of it is not to be had any more, at what replicas made of it since. True if the
+        run has ended there. Raises MuletrainError."""
+        ctx, branch = self._ctx, branch_of(back.lineage)
+        self._adoption.state = "loads"
+        ctx.spawn(self._membership.introduce(), "introduce")
+
+        def acceptable(offer: Snapshot) -> bool:
+            return branch_of(offer.lineage) >= branch
+
+        for attempt in range(TRIES if back.parts else 0):
+            try:
+                state = await self._checkpoints.base(back.key, back.parts[ctx.roster.own.stage])
+                await ctx.compute.load_state(state)
+                break
+            except MuletrainError as e:  # those that have it may be beginning anew, too
+                if attempt % 2 and (attempt == TRIES - 1 or await self._receiver.has_donor(acceptable)):
+                    ctx.emit(Note(level="warning", message=f"{e}: this peer takes a replica's state"))
+                    return await self._take_state(acceptable)
+            await ctx.clock.sleep(min(PAUSE_MAX_S, PAUSE_S * 2.0**attempt))
+        await self.stepper.rejoin(Chain(back.step, (back.lineage,)))
+        self._adoption.state = "serves"
+        self._say_back()
+        if back.step == ctx.plan.steps:
+            self._over = self.stepper.over = True
+            await self._checkpoint(self._where())
+        return self._over
+
     async def _catch_up(self, why: Behind) -> bool:
         """Take the state of a replica that has gone on, or, where our weights are not right, of one at our step; True if the run has ended
         there. Raises MuletrainError when there is none to take it from."""
         self._ctx.emit(Note(level="warning", message=f"{why}: this peer takes a replica's state"))
         await self.stepper.let_go()
+        self._adoption.state = "lacks"
         await self._membership.introduce()
         own = self.stepper.chain
         return await self._take_state(_later(own) if why.weights_hold else lambda offer: offer.step >= own.step)
@@ -290,6 +339,7 @@ class Peer:
         """Go on with the state that was loaded. True if no step follows."""
         self._pipeline.abandon(snapshot.lineage)
         await self.stepper.rejoin(snapshot.chain)
+        self._adoption.state = "serves"
         if snapshot.over:
             self._over = self.stepper.over = True
             return True
@@ -363,11 +413,16 @@ class Peer:
             duration_s=took,
             lineage=record.hash.hex(),
         )
-        if self._collector is not None or self._reports:  # once on each machine
+        if self._speaks() or self._reports:  # once on each machine
             ctx.emit(self._last_step)
         ctx.stats = StepStats(started=now)
         if self._on_step(record):
             self.stepper.stop_requested = True
+
+    def _speaks(self) -> bool:
+        """What all see alike is for us to tell."""
+        collector = self._ctx.roster.collector()
+        return (collector.id if collector is not None else self._ctx.roster.genesis.collector) == self._ctx.net.peer_id
 
     def report(self, event: StepApplied | PeerJoined) -> None:
         """Into our log, and into the collector's if that is on another machine."""
@@ -376,51 +431,50 @@ class Peer:
             self._ctx.spawn(self._pass_on(Report(event=event.to_json())), "report")
 
     async def _pass_on(self, report: Report) -> None:
-        collector = self._ctx.roster.genesis.collector
+        collector = self._ctx.roster.collector()
+        if collector is None or collector.id == self._ctx.net.peer_id:
+            return
         try:
-            await self._ctx.send(collector, report)
+            await self._ctx.send(collector.id, report)
         except NetworkError as e:
-            self._ctx.suspect(collector, str(e))
+            self._ctx.suspect(collector.id, str(e))
 
-    async def _checkpoint(self, record: StepRecord) -> asyncio.Task[None] | None:
-        """The stage's first live replica sends its part, while training goes on."""
-        ctx = self._ctx
-        if ctx.roster.stage(ctx.roster.own.stage)[0] != ctx.net.peer_id:
-            return None
-        state = await ctx.compute.state()
-        return ctx.spawn(send_part(ctx, record.step, record.hash, state), f"checkpoint {record.step}")
+    async def _checkpoint(self, key: Key) -> None:
+        """Our part of it, while training goes on."""
+        if self._checkpoints.is_writer():
+            state = await self._ctx.compute.state()
+            self._ctx.spawn(self._checkpoints.write(key, state), f"part of checkpoint {key.step}")
 
-    async def _finish(self, step: int) -> Path | None:
-        """The last checkpoint is waited for, by everyone. Its path on the collector."""
-        ctx = self._ctx
-        if self._collector is None:
-            await ctx.clock.deadline(self._dismissed(), LAST_CHECKPOINT_S, "the collector to finish")
-            written = None
-        else:
-            written = await self._collector.wait(step, LAST_CHECKPOINT_S)
-        # everyone passes it on: the collector may not reach them all, and has no time to try again
-        await asyncio.gather(*(self._dismiss(peer) for peer in ctx.roster.everyone()))
+    async def _finish(self) -> bool:
+        """The last checkpoint is waited for, by everyone. False if it could not be written."""
+        ctx, key = self._ctx, Key(self.stepper.step, self.stepper.lineage)
+        if ctx.roster.collector() is None:
+            self._finished.set_result(True)
+        for work in (self._hear_of_end(key), self._offer_last(key)):
+            ctx.spawn(work, "last checkpoint")
+        written = await asyncio.shield(self._finished)
+        if written:
+            await self._checkpoints.tidy()
+        # everyone passes it on: whoever wrote it may not reach them all, and has no time to try again
+        await asyncio.gather(*(self._dismiss(peer, written) for peer in ctx.roster.everyone()))
         return written
 
-    async def _dismissed(self) -> None:
-        """Until the collector has everything. What did not reach it (it may have been away) is sent again, ever more patiently."""
-        for attempt in itertools.count():
-            try:
-                await self._ctx.clock.deadline(
-                    self._finished.wait(), RESEND_S * 2.0**attempt, "the collector to finish"
-                )
-            except DeadlineExceeded:
-                if self._last_part is not None:
-                    record, state = self._last_part
-                    await send_part(self._ctx, record.step, record.hash, state)
-            else:
-                return
+    async def _hear_of_end(self, key: Key) -> None:
+        written = await self._checkpoints.ended(key)
+        if not self._finished.done():
+            self._finished.set_result(written)
 
-    async def _dismiss(self, peer: PeerId) -> None:
+    async def _offer_last(self, key: Key) -> None:
+        """Our stage's writer may have died, or its word got lost."""
+        while not self._finished.done():
+            await self._ctx.clock.sleep(OFFER_S)
+            await self._checkpoints.write(key, await self._ctx.compute.state())
+
+    async def _dismiss(self, peer: PeerId, written: bool) -> None:
         """Tell ``peer`` that it may go: as a call, since we go next and a frame could still be on its way."""
         with contextlib.suppress(NetworkError):  # it is gone, or others tell it
             await self._ctx.net.call(
-                peer, Finished.KIND, Finished().pack(), timeout_s=self._ctx.probe_deadline.seconds(1)
+                peer, Finished.KIND, Finished(written=written).pack(), timeout_s=self._ctx.probe_deadline.seconds(1)
             )
 
     async def _announce(self) -> None:
@@ -458,6 +512,9 @@ class Peer:
 
     async def _on_step_frame(self, sender: PeerId, message: Message, frame: Frame) -> None:
         step = message.step  # type: ignore[attr-defined]  # all STEP_KINDS have one
+        branch = branch_of(getattr(message, "lineage", self.stepper.lineage))
+        if branch != branch_of(self.stepper.lineage):
+            return self._adoption.met(sender, branch)
         rival = hasattr(message, "lineage") and self._lineages.heard(sender, step, message.lineage)
         if self._over or step < self.stepper.step:
             return  # late: that step is agreed already
@@ -465,10 +522,12 @@ class Peer:
             raise ProtocolError(f"{frame.kind} of step {step} from another lineage")
         if self._ctx.roster.alive(sender):
             self._refresh_routes()
-        if step > self.stepper.step:
-            self.stepper.on_later(sender)
+        loads = self._adoption.state == "loads"
+        if step > self.stepper.step or loads:
+            if not loads:
+                self.stepper.on_later(sender)
             kept = sum(t.nbytes for _, f in self._early for t in f.tensors)
-            if step == self.stepper.step + 1 and len(self._early) < EARLY_LIMIT and kept < EARLY_BYTES:
+            if step <= self.stepper.step + 1 and len(self._early) < EARLY_LIMIT and kept < EARLY_BYTES:
                 self._early.append((sender, frame))  # else we are far behind, and find that out
             return
         if isinstance(message, Seal | RoundEntry):
@@ -516,14 +575,16 @@ class Peer:
 
     async def _on_other(self, sender: PeerId, message: Message, frame: Frame) -> None:
         match message:
-            case Report() if self._collector is not None:
+            case Report() if not self._reports:
                 self._on_report(self._reported(sender, message), self._ctx.roster.member(sender).name)
             case Block():
                 self._receiver.taker.on_block(sender, message, frame.tensors[0])
-            case Part() if self._collector is not None:
-                await self._collector.on_part(sender, message, frame.tensors[0])
+            case PartReady():
+                self._checkpoints.on_ready(sender, message)
+            case CheckpointEnd():
+                await self._checkpoints.on_end(sender, message)
             case _:
-                raise ProtocolError(f"{frame.kind}: this peer does not collect checkpoints or reports")
+                raise ProtocolError(f"{frame.kind}: this peer does not collect reports")
 
     def _reported(self, sender: PeerId, message: Report) -> Event:
         """An event that ``sender`` may report: about itself. Raises ProtocolError."""
@@ -561,14 +622,15 @@ class Peer:
     # Calls ----------------------------------------------------------------------------------------------------------
 
     async def _answer_held(self, sender: PeerId, payload: bytes) -> bytes:
-        ask = AskHeld.unpack(payload)
-        rival = self._lineages.heard(sender, ask.step, ask.lineage)
-        aside = self.left or self.stepper.away
-        if (ask.step, ask.lineage) == (self.stepper.step, self.stepper.lineage) and not aside:
-            return self.stepper.held().pack()
+        ask, at = AskHeld.unpack(payload), self.stepper
+        branch, aside = branch_of(at.lineage), self.left or at.away
+        self._adoption.met(sender, branch_of(ask.lineage))
+        rival = branch_of(ask.lineage) == branch and self._lineages.heard(sender, ask.step, ask.lineage)
+        if (ask.step, ask.lineage) == (at.step, at.lineage) and not aside:
+            return at.held().pack()
         return Held(
-            current=False, step=self.stepper.step, stage=self._ctx.roster.own.stage,
-            lineage=b"" if aside else self.stepper.lineage, rival=rival,
+            current=False, step=at.step, stage=self._ctx.roster.own.stage, lineage=b"" if aside else at.lineage,
+            branch=branch, rival=rival,
         ).pack()  # fmt: skip
 
     async def _answer_entries(self, sender: PeerId, payload: bytes) -> bytes:
@@ -595,10 +657,11 @@ class Peer:
         return b""
 
     async def _answer_finished(self, sender: PeerId, payload: bytes) -> bytes:
-        Finished.unpack(payload)
+        finished = Finished.unpack(payload)
         if not self._over:  # it goes next
             await self.stepper.find_out(sender)
-        self._finished.set()
+        if not self._finished.done():
+            self._finished.set_result(finished.written)
         return b""
 
     def stop(self) -> None:
@@ -624,6 +687,9 @@ def _later(own: Chain) -> Callable[[Snapshot], bool]:
 
     def acceptable(offer: Snapshot) -> bool:
         chain = offer.chain
+        ours, theirs = branch_of(own.lineages[-1]), branch_of(offer.lineage)
+        if ours != theirs:
+            return theirs > ours
         return offer.step > own.step and (forked_at(own, chain) is None or gives_way(own, chain, stalled=False))
 
     return acceptable

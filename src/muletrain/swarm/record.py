@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgpack
 
 from muletrain.errors import ProtocolError
+from muletrain.swarm.branches import branch_of, hashed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,7 +75,7 @@ class StepRecord:
             [e.round, [[s.content, s.square_norm, s.finite] for s in e.shards], e.stop, list(e.leaves)]
             for e in self.stages
         ]
-        return hashlib.sha256(msgpack.packb(["record", self.step, self.lineage, content])).digest()
+        return hashed(branch_of(self.lineage), msgpack.packb(["record", self.step, self.lineage, content]))
 
     @property
     def gradient_norm(self) -> float:

@@ -7,18 +7,18 @@ changes routing and rounds, never numbers.
 
 from __future__ import annotations
 
-import hashlib
 from typing import Annotated
 
 import msgpack
 from pydantic import Field, model_validator
 
 from muletrain.errors import ProtocolError
+from muletrain.swarm.branches import BRANCH, hashed
 from muletrain.swarm.messages import Digest, Id, Member, Message, Natural
 
 
 class Genesis(Message):
-    """Everything peers agree on before step 0. ``collector`` is the peer that gathers checkpoints (``start``'s)."""
+    """Everything peers agree on before step 0. ``collector`` is the first to collect checkpoints (``start``'s)."""
 
     run_id: Id
     config: Digest
@@ -42,7 +42,7 @@ class Genesis(Message):
     @property
     def lineage(self) -> bytes:
         """hash(R_{-1}): the lineage of the first step."""
-        return hashlib.sha256(msgpack.packb(["genesis", self.model_dump()])).digest()
+        return hashed(bytes(BRANCH), msgpack.packb(["genesis", self.model_dump()]))
 
 
 MAX_MEMBERS = 4096
@@ -80,9 +80,22 @@ class Roster:
         self._dead.add(member.id)
         return True
 
-    def move(self, stage: int, since: int) -> None:
-        """This peer serves ``stage`` from step ``since`` on."""
-        self._members[self._own_id] = self.own.model_copy(update={"stage": stage, "since": since})
+    def move(self, stage: int) -> None:
+        """This peer serves ``stage`` from now on."""
+        self._members[self._own_id] = self.own.model_copy(update={"stage": stage, "since": self.own.since + 1})
+
+    def moved(self, peer: str, stage: int) -> None:
+        """``peer`` serves ``stage`` from now on, and is about to say so."""
+        if peer in self._members:
+            known = self._members[peer]
+            self._members[peer] = known.model_copy(update={"stage": stage, "since": known.since + 1})
+
+    def collector(self) -> Member | None:
+        """Who collects checkpoints and reports, into the place that it names: the genesis' collector, after it who shares its place,
+        then whoever has one; of the live ones, by id. None: nobody has a place."""
+        first = self._members[self.genesis.collector]
+        able = [m for m in self._members.values() if m.place and (m.id == self._own_id or self.is_alive(m.id))]
+        return min(able, key=lambda m: (m.id != first.id, m.place != first.place, m.id), default=None)
 
     def members(self) -> tuple[Member, ...]:
         """Everyone that has not left, ourselves included, by id."""

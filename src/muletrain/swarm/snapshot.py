@@ -16,18 +16,24 @@ from blake3 import blake3
 
 from muletrain.errors import CheckpointError, MuletrainError, NetworkError, PeerUnreachable, ProtocolError
 from muletrain.events import Note
+from muletrain.swarm.branches import branch_of
 from muletrain.swarm.messages import AskBlocks, AskManifest, AskSnapshot, Snapshot
 from muletrain.swarm.transfer import Copy, Manifest, Partial, Taker
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from torch import Tensor
+
     from muletrain.network.base import PeerId
     from muletrain.swarm.context import Context
+    from muletrain.swarm.messages import Message
     from muletrain.swarm.stepper import Stepper
 
-MAX_COPIES = 2
-"""Kept at once: the newest, and the one that a taker may still be at."""
+MAX_COPIES = 3
+"""Kept at once: the newest, the one that a taker may still be at, and a checkpoint's part."""
+HEADERS = 1 << 16
+"""Bytes of a state beside its tensors' own."""
 KEPT_S = 60.0
 """After the last question for it, a copy is dropped."""
 MAX_RUNS = 8
@@ -42,6 +48,7 @@ PAUSE_S, PAUSE_MAX_S = 0.2, 10.0
 
 @dataclass
 class _Kept:
+    stage: int
     offer: Snapshot
     copy: Copy
     asked: float
@@ -68,28 +75,44 @@ class Snapshots:
         if ask.stage != own.stage or self._ctx.closed:
             raise MuletrainError(f"this peer does not serve stage {ask.stage} (any more)")
         async with self._making:
-            for kept in self._kept.values():
-                if (kept.offer.step, kept.offer.lineage) == (self._stepper.step, self._stepper.lineage):
-                    break
-            else:
-                kept = await self._make()
-            kept.asked = self._ctx.clock.now()
-            self._stepper.trail.follow(sender, kept.offer.step)
-            return kept.offer.pack()
+            offer = self.offered(own.stage, self._stepper.step, self._stepper.lineage) or await self._make()
+            self._stepper.trail.follow(sender, offer.step)
+            return offer.pack()
 
-    async def _make(self) -> _Kept:
+    def offered(self, stage: int, step: int, lineage: bytes) -> Snapshot | None:
+        """A copy of that state, if one is kept."""
+        for kept in self._kept.values():
+            if (kept.stage, kept.offer.step, kept.offer.lineage) == (stage, step, lineage):
+                kept.asked = self._ctx.clock.now()
+                return kept.offer
+        return None
+
+    async def offer(
+        self,
+        stage: int,
+        step: int,
+        lineage: bytes,
+        state: dict[str, Tensor],
+        *,
+        over: bool,
+        past: tuple[bytes, ...] = (),
+    ) -> Snapshot:
+        """Keep a copy for takers. ``state``: nobody changes it any more."""
+        copy = Copy(state)
+        await copy.name(self._ctx)
+        offer = Snapshot(step=step, lineage=lineage, digest=copy.digest, over=over, past=past)
+        self._keep(_Kept(stage, offer, copy, self._ctx.clock.now()))
+        return offer
+
+    async def _make(self) -> Snapshot:
         stepper, ctx = self._stepper, self._ctx
         for _ in range(SETTLE_TRIES):
             label, over = (stepper.step, stepper.lineage), stepper.over
             if stepper.settled:
-                copy = Copy(await ctx.compute.state())
+                state = await ctx.compute.state()
                 if stepper.settled and label == (stepper.step, stepper.lineage):
-                    await copy.name(ctx)
                     past = stepper.chain.lineages[:-1]
-                    offer = Snapshot(step=label[0], lineage=label[1], digest=copy.digest, over=over, past=past)
-                    kept = _Kept(offer, copy, ctx.clock.now())
-                    self._keep(kept)
-                    return kept
+                    return await self.offer(ctx.roster.own.stage, *label, state, over=over, past=past)
             await ctx.clock.sleep(SETTLE_S)  # an update is being applied
         raise ProtocolError("no settled state here now: this peer is catching up, too")
 
@@ -175,16 +198,34 @@ class Receiver:
     async def _offers(
         self, donors: list[PeerId], acceptable: Callable[[Snapshot], bool]
     ) -> list[tuple[PeerId, Snapshot]]:
-        offers = await asyncio.gather(*(self._offer(d, self._ctx.roster.own.stage) for d in donors))
+        ask = AskSnapshot(stage=self._ctx.roster.own.stage)
+        offers = await asyncio.gather(*(self._offered(d, ask) for d in donors))
         return [o for o in offers if o is not None and acceptable(o[1])]
 
-    async def _offer(self, donor: PeerId, stage: int) -> tuple[PeerId, Snapshot] | None:
+    async def _offered(self, donor: PeerId, ask: Message) -> tuple[PeerId, Snapshot] | None:
         try:
-            ask = AskSnapshot(stage=stage).pack()
-            return donor, Snapshot.unpack(await self._ctx.net.call(donor, AskSnapshot.KIND, ask, timeout_s=CALL_S))
+            return donor, Snapshot.unpack(await self._ctx.net.call(donor, ask.KIND, ask.pack(), timeout_s=CALL_S))
         except (NetworkError, ProtocolError) as e:
-            self._ctx.emit(Note(level="info", message=f"no state from {donor[-6:]}: {e}"))
+            if isinstance(ask, AskSnapshot):  # of a checkpoint's part nobody knows who has it
+                self._ctx.emit(Note(level="info", message=f"no state from {donor[-6:]}: {e}"))
             return None
+
+    async def has_donor(self, acceptable: Callable[[Snapshot], bool]) -> bool:
+        """Does a live replica offer an ``acceptable`` state?"""
+        roster = self._ctx.roster
+        return bool(await self._offers([p for p in roster.replicas() if roster.is_alive(p)], acceptable))
+
+    async def take_part(
+        self, ask: Message, step: int, lineage: bytes, holders: list[PeerId], size: int
+    ) -> dict[str, Tensor]:
+        """What ``holders`` offer when they are asked for it, of at most about ``size`` bytes. Raises NetworkError or ProtocolError."""
+        offers = await asyncio.gather(*(self._offered(h, ask) for h in holders))
+        snapshot, good = _best([o for o in offers if o is not None and (o[1].step, o[1].lineage) == (step, lineage)])
+        if snapshot is None:
+            raise PeerUnreachable(f"no peer gives this part of checkpoint {step}")
+        partial = Partial.of(snapshot.digest, await self._manifest(snapshot, good, size + HEADERS))
+        await self.taker.fetch(partial, good)
+        return partial.state()
 
     async def _take(
         self, snapshot: Snapshot, donors: list[PeerId], confirm: Callable[[Snapshot], Awaitable[None]] | None
@@ -192,14 +233,15 @@ class Receiver:
         ctx = self._ctx
         if self._partial is None or self._partial.digest != snapshot.digest:
             self._partial = None
-            self._partial = Partial.of(snapshot.digest, await self._manifest(snapshot, donors))
+            limit = 16 * ctx.compute.n_params + HEADERS  # weights, two moments, the loss scale
+            self._partial = Partial.of(snapshot.digest, await self._manifest(snapshot, donors, limit))
         await self.taker.fetch(self._partial, donors)
         if confirm is not None:
             await confirm(snapshot)
         await ctx.compute.load_state(self._partial.state())
 
-    async def _manifest(self, snapshot: Snapshot, donors: list[PeerId]) -> Manifest:
-        """From the first donor that gives it; its digest is what they all offered."""
+    async def _manifest(self, snapshot: Snapshot, donors: list[PeerId], limit: int) -> Manifest:
+        """From the first donor that gives it; its digest is what they all offered. ``limit``: bytes that the copy may have."""
         ctx, ask = self._ctx, AskManifest(digest=snapshot.digest).pack()
         for donor in donors:
             try:
@@ -207,7 +249,7 @@ class Receiver:
                 if blake3(packed).digest() != snapshot.digest:
                     raise ProtocolError("a manifest of another digest than it offered")
                 manifest = Manifest.unpack(packed)
-                manifest.check(limit=16 * ctx.compute.n_params + (1 << 16))  # weights, two moments, the loss scale
+                manifest.check(limit)
             except ProtocolError as e:
                 ctx.refused(donor, str(e))
             except NetworkError as e:
@@ -218,11 +260,13 @@ class Receiver:
 
 
 def _best(offers: list[tuple[PeerId, Snapshot]]) -> tuple[Snapshot | None, list[PeerId]]:
-    """The copy that most donors have, and who they are; among equals the newest, then the lowest donor's."""
+    """Of the latest branch, the copy that most donors have, and who they are; among equals the newest, then the lowest donor's."""
     by_copy: dict[tuple[int, bytes, bytes], list[tuple[PeerId, Snapshot]]] = defaultdict(list)
     for donor, snapshot in sorted(offers, key=lambda o: o[0]):
         by_copy[snapshot.step, snapshot.lineage, snapshot.digest].append((donor, snapshot))
     if not by_copy:
         return None, []
-    best = min(by_copy.values(), key=lambda o: (-len(o), -o[0][1].step, o[0][0]))
+    latest = max(branch_of(lineage) for _, lineage, _ in by_copy)
+    copies = [o for (_, lineage, _), o in by_copy.items() if branch_of(lineage) == latest]
+    best = min(copies, key=lambda o: (-len(o), -o[0][1].step, o[0][0]))
     return best[0][1], [donor for donor, _ in best]

@@ -92,7 +92,12 @@ class Trainer:
         """Claim ours among ``indices``, see them through, and tell everyone."""
         mine = [i for i in indices if i not in self._claimed and self._is_mine(i)]
         self._claimed.update(mine)
-        losses = await asyncio.gather(*(self._through(i, stages, retry=retry) for i in mine))
+        tasks = [asyncio.create_task(self._through(i, stages, retry=retry)) for i in mine]
+        try:
+            losses = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # one that fails ends all
+                task.cancel()
         if mine:
             ctx = self._ctx
             done = TrainerDone(lineage=self._lineage, step=self._step, indices=tuple(mine), losses=tuple(losses))

@@ -27,9 +27,15 @@ async def _nothing() -> None:
 class Waits:
     """One actor's waits. ``look_around`` is called whenever something changed: what it raises ends the wait."""
 
-    def __init__(self, clock: Clock, look_around: Callable[[], None], view: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        look_around: Callable[[], None],
+        view: Callable[[], str],
+        patience_s: Callable[[], float] = lambda: PATIENCE_S,
+    ) -> None:
         """``view``: who is there, in words, for the error of a wait that is given up."""
-        self._clock, self._look_around, self._view = clock, look_around, view
+        self._clock, self._look_around, self._view, self._patience_s = clock, look_around, view, patience_s
         self._changed = asyncio.Event()
         self._hurried = False
 
@@ -73,7 +79,7 @@ class Waits:
                 except DeadlineExceeded:
                     attempt += 1
                     due = self._clock.now() + deadline.seconds(attempt)
-                    if attempt >= MAX_SILENCE and self._clock.now() - begin > PATIENCE_S:
+                    if attempt >= MAX_SILENCE and self._clock.now() - begin > self._patience_s():
                         raise MuletrainError(f"gave up waiting for {what}; {self._view()}") from None
                     self._hurried = True
         finally:

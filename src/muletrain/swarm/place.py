@@ -1,0 +1,277 @@
+"""Where checkpoints are: a folder, or any place that fsspec can write to (s3://, gcs://, sftp://, memory:// ...).
+
+Parts first, the manifest that names them by content last: a checkpoint that has a manifest is complete. In a folder it gets its name
+only then, and everything is on the disk before; object stores show a file only when it is whole. Peers whose members name the same
+place share it: what one of them wrote there, all of them have.
+
+Nothing here waits for anyone but the disk (or the store): call it in ``Context.aside``. Everything raises OSError.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from muletrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"\.?step-(\d{8,15})(?:-([0-9a-f]{12}))?(\.partial)?$")
+
+
+class Key(NamedTuple):
+    """One checkpoint: the ``step``s that are in it, and the lineage of the next, hash(R_{step-1})."""
+
+    step: int
+    lineage: bytes
+
+    @property
+    def tail(self) -> str:
+        return self.lineage[-6:].hex()
+
+
+class PartFacts(NamedTuple):
+    """One stage's part: a safetensors file of that many bytes and that SHA-256."""
+
+    size: int
+    digest: bytes
+
+
+class Place(ABC):
+    """``name``: what peers that share it call it. ``keep``: that many of the newest complete checkpoints stay."""
+
+    def __init__(self, name: str, keep: int) -> None:
+        self.name, self.keep = hashlib.sha256(name.encode()).hexdigest()[:16], keep
+        self.parts: dict[Key, dict[int, PartFacts]] = {}
+        """Parts that this process wrote, of checkpoints that need not be complete."""
+
+    def write_part(self, key: Key, stage: int, facts: PartFacts, buffers: Sequence[memoryview]) -> None:
+        self._write(f"{self._open(key)}/{_file(stage)}", buffers)
+        self.parts.setdefault(key, {})[stage] = facts
+
+    def read_part(self, key: Key, stage: int) -> bytes:
+        """Of a complete checkpoint, or one that is being written. Not checked."""
+        try:
+            return self._read(f"{self._open(key)}/{_file(stage)}")
+        except FileNotFoundError:
+            return self._read(f"{self._complete(key)}/{_file(stage)}")
+
+    def publish(
+        self, key: Key, about: Mapping[str, Any], parts: Mapping[int, PartFacts], files: Mapping[str, bytes]
+    ) -> str:
+        """All ``parts`` are here: make the checkpoint complete, and remove what is older than the newest ``keep``. Returns where it
+        is. Two peers may do so at once."""
+        if key not in self.complete():
+            folder = self._open(key)
+            for name, content in files.items():
+                self._write(f"{folder}/{name}", [memoryview(content)])
+            listed = [{"file": _file(s), "sha256": f.digest.hex(), "size": f.size} for s, f in sorted(parts.items())]
+            named = [{"file": n, "sha256": hashlib.sha256(c).hexdigest()} for n, c in files.items()]
+            manifest = {**about, "step": key.step, "lineage": key.lineage.hex(), "parts": listed, "files": named}
+            self._write(f"{folder}/{MANIFEST}", [memoryview(json.dumps(manifest, indent=1).encode())])
+            self._finish(key)
+        self._prune(key)
+        return self.where(key)
+
+    def complete(self) -> dict[Key, dict[int, PartFacts]]:
+        """The checkpoints that are complete, whoever wrote them. What cannot be read is none."""
+        found = {}
+        for name in self._names():
+            match = _NAME.match(name)
+            if match is None or match[3]:
+                continue
+            try:
+                manifest = json.loads(self._read(f"{name}/{MANIFEST}"))
+                key = Key(int(manifest["step"]), bytes.fromhex(manifest["lineage"]))
+                parts = {
+                    s: PartFacts(int(p.get("size", 0)), bytes.fromhex(p["sha256"]))
+                    for s, p in enumerate(manifest["parts"])
+                }
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+            found[key] = parts
+        return found
+
+    def drop(self, before: int) -> None:
+        """Forget parts of checkpoints of less than ``before`` steps that are not complete."""
+        for name in self._names():
+            match = _NAME.match(name)
+            if match is not None and int(match[1]) < before and not self._is_complete(name):
+                self._remove(name)
+        self.parts = {key: parts for key, parts in self.parts.items() if key.step >= before}
+
+    def abandon(self, key: Key) -> None:
+        """Nothing will come of it."""
+        self.parts.pop(key, None)
+        self._remove(self._open(key))
+
+    def _prune(self, newest: Key) -> None:
+        self.drop(newest.step)
+        # those of later steps are what a resumed run passed over: they must not push this one out
+        known = sorted((int(m[1]), m[0]) for n in self._names() if (m := _NAME.match(n)) and not m[3])
+        for _, name in [k for k in known if k[0] <= newest.step][: -self.keep]:
+            self._remove(name)
+
+    @abstractmethod
+    def where(self, key: Key) -> str:
+        """The complete checkpoint, for people."""
+
+    @abstractmethod
+    def _open(self, key: Key) -> str:
+        """The folder of a checkpoint that is being written."""
+
+    @abstractmethod
+    def _complete(self, key: Key) -> str: ...
+
+    @abstractmethod
+    def _is_complete(self, name: str) -> bool: ...
+
+    @abstractmethod
+    def _finish(self, key: Key) -> None:
+        """The manifest was written."""
+
+    @abstractmethod
+    def _names(self) -> list[str]: ...
+
+    @abstractmethod
+    def _write(self, path: str, buffers: Sequence[memoryview]) -> None: ...
+
+    @abstractmethod
+    def _read(self, path: str) -> bytes: ...
+
+    @abstractmethod
+    def _remove(self, path: str) -> None:
+        """A folder of ours; none is fine."""
+
+
+class Folder(Place):
+    """On a disk of this machine, or one that several share. Survives power cuts: a name that says 'complete' comes last."""
+
+    def __init__(self, root: Path, keep: int, name: str | None = None) -> None:
+        """``name``: where it is the same place on all machines; default: it is this machine's."""
+        super().__init__(f"{socket.gethostname()}:{root.resolve()}" if name is None else name, keep)
+        self._root = root
+
+    def where(self, key: Key) -> str:
+        return str(self._root / self._complete(key))
+
+    def _open(self, key: Key) -> str:
+        return f".step-{key.step:08d}-{key.tail}.partial"
+
+    def _complete(self, key: Key) -> str:
+        return f"step-{key.step:08d}"
+
+    def _is_complete(self, name: str) -> bool:
+        return not name.endswith(".partial")
+
+    def _finish(self, key: Key) -> None:
+        final = self._root / self._complete(key)
+        shutil.rmtree(final, ignore_errors=True)
+        try:
+            os.replace(self._root / self._open(key), final)
+        except FileNotFoundError:  # somebody else was as fast
+            if key not in self.complete():
+                raise
+        _sync_folder(self._root)
+
+    def _names(self) -> list[str]:
+        return os.listdir(self._root) if self._root.is_dir() else []
+
+    def _write(self, path: str, buffers: Sequence[memoryview]) -> None:
+        target = self._root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.{os.getpid()}")
+        with partial.open("wb") as file:
+            for buffer in buffers:
+                file.write(buffer)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, target)
+        _sync_folder(target.parent)
+
+    def _read(self, path: str) -> bytes:
+        return (self._root / path).read_bytes()
+
+    def _remove(self, path: str) -> None:
+        shutil.rmtree(self._root / path, ignore_errors=True)
+
+
+class Store(Place):
+    """What fsspec writes to. Nothing is renamed there: a folder is complete once it has a manifest."""
+
+    def __init__(self, url: str, keep: int) -> None:
+        super().__init__(url, keep)
+        self._fs, self._root = fsspec.core.url_to_fs(url)
+        self._url = url
+
+    def where(self, key: Key) -> str:
+        return f"{self._url.rstrip('/')}/{self._complete(key)}"
+
+    def _open(self, key: Key) -> str:
+        return f"step-{key.step:08d}-{key.tail}"
+
+    _complete = _open
+
+    def _is_complete(self, name: str) -> bool:
+        return bool(self._fs.exists(f"{self._root}/{name}/{MANIFEST}"))
+
+    def _finish(self, key: Key) -> None:
+        pass
+
+    def _names(self) -> list[str]:
+        self._fs.invalidate_cache()
+        try:
+            return [path.rstrip("/").rsplit("/", 1)[-1] for path in self._fs.ls(self._root, detail=False)]
+        except FileNotFoundError:
+            return []
+
+    def _write(self, path: str, buffers: Sequence[memoryview]) -> None:
+        full = f"{self._root}/{path}"
+        self._fs.makedirs(full.rsplit("/", 1)[0], exist_ok=True)
+        with self._fs.open(full, "wb") as file:
+            for buffer in buffers:
+                file.write(buffer)
+
+    def _read(self, path: str) -> bytes:
+        content: bytes = self._fs.cat_file(f"{self._root}/{path}")
+        return content
+
+    def _remove(self, path: str) -> None:
+        full = f"{self._root}/{path}"
+        if self._fs.exists(f"{full}/{MANIFEST}"):  # first, so that half of it is not taken for a checkpoint
+            self._fs.rm_file(f"{full}/{MANIFEST}")
+        if self._fs.exists(full):
+            self._fs.rm(full, recursive=True)
+
+
+def open_place(url: str, keep: int) -> Place:
+    """The place that ``checkpoint.place`` names, the same for all peers. Raises ConfigError where this machine cannot use it."""
+    try:
+        fs, path = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError, OSError) as e:
+        raise ConfigError(f"checkpoint.place: {url} cannot be used on this machine: {e}") from e
+    return Folder(Path(path), keep, url) if isinstance(fs, LocalFileSystem) else Store(url, keep)
+
+
+def _file(stage: int) -> str:
+    return f"stage-{stage}.safetensors"
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,163 @@
+"""A stage that lost all its peers, and a collector that died: who takes over, from where, with the same numbers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from muletrain.cli.view import RunView, headline
+from muletrain.errors import ProtocolError
+from muletrain.events import SteppedBack
+from muletrain.policy.adoption import Standing, adopters, newest_complete
+from muletrain.policy.keeping import keepers
+from muletrain.sim.scenario import Fault, Scenario
+from muletrain.sim.verdict import readable
+from muletrain.sim.world import play
+from muletrain.swarm.adoption import StepBack
+from muletrain.swarm.branches import branch_of, branched, count_of, hashed
+from muletrain.swarm.checkpointing import Checkpoints
+from muletrain.swarm.place import Key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.timeout(400)
+OLD, NEW = (10, bytes(32)), (20, b"n" * 32)
+
+
+def standing(stage: int, *parts: tuple[tuple[int, bytes], int], targets: tuple[int, ...] = (0, 1, 2)) -> Standing:
+    return Standing(stage, frozenset(targets), {part: bytes([part[1]]) * 32 for part in parts})
+
+
+def test_the_newest_checkpoint_of_which_all_parts_can_be_had_is_gone_back_to() -> None:
+    both = {"a": standing(0, (OLD, 0), (OLD, 1), (NEW, 0)), "b": standing(0, (NEW, 1))}
+    assert newest_complete(both, 2, limit=30) == (NEW, (bytes(32), b"\1" * 32))
+    assert newest_complete(both, 2, limit=19) == (OLD, (bytes(32), b"\1" * 32)), "of a run that went further once"
+    assert newest_complete({"a": both["a"]}, 2, limit=30) == (OLD, (bytes(32), b"\1" * 32))
+    assert newest_complete({"b": both["b"]}, 2, limit=30) is None
+    other = {"a": standing(0, (NEW, 0)), "b": standing(0, ((20, b"o" * 32), 1))}
+    assert newest_complete(other, 2, limit=30) is None, "parts of two histories are no checkpoint"
+
+
+def test_the_stage_with_most_to_spare_gives_a_peer_and_never_its_last() -> None:
+    peers = {"a": standing(0), "b": standing(0), "c": standing(0), "d": standing(2), "e": standing(2)}
+    assert adopters(peers, (1.0, 1.0, 1.0)) == ({"a": 1}, ())
+    assert adopters(peers, (4.0, 1.0, 1.0)) == ({"d": 1}, ()), "three for four times the work are fewer"
+    peers["b"] = standing(0, (OLD, 1))
+    assert adopters(peers, (1.0, 1.0, 1.0)) == ({"b": 1}, ()), "it has the part already"
+    small = {p: standing(s.stage, targets=()) for p, s in peers.items()} | {"e": standing(2, targets=(1,))}
+    assert adopters(small, (1.0, 1.0, 1.0)) == ({"e": 1}, ())
+    assert adopters({"a": standing(0), "d": standing(2)}, (1.0, 1.0, 1.0)) == ({}, (1,))
+    two = {"a": standing(0), "b": standing(0), "c": standing(0)}
+    assert adopters(two, (1.0, 1.0, 9.0)) == ({"a": 2, "b": 1}, ()), "the stage with most work first"
+    assert adopters({"a": standing(0), "b": standing(0)}, (1.0, 1.0, 9.0)) == ({"a": 2}, (1,))
+    assert adopters({"a": standing(0), "new": standing(1)}, (1.0, 1.0)) == ({}, ())
+
+
+def test_two_of_other_stages_keep_a_part_on_places_of_their_own() -> None:
+    peers = {"a": (0, "run"), "b": (0, "b"), "c": (1, "c"), "d": (1, "d"), "e": (1, "c"), "f": (2, "f")}
+    for stage in range(3):
+        kept = keepers(peers, stage, "run")
+        assert len(kept) == 2
+        assert all(peers[p][0] != stage and peers[p][1] != "run" for p in kept)
+        assert len({peers[p][1] for p in kept}) == 2
+        without = {p: at for p, at in peers.items() if p != kept[0]}
+        assert kept[1] in keepers(without, stage, "run"), "who keeps it already goes on"
+    assert keepers({p: (s, "run") for p, (s, _) in peers.items()}, 0, "run") == ()
+
+
+def test_a_branch_is_part_of_every_lineage_on_it_and_a_step_back_is_what_its_lineage_says() -> None:
+    order = StepBack.of(1, Key(*OLD), (bytes(32), bytes(32)), {"a": 1}, (1,))
+    order.check(stages=2, steps=100)
+    assert count_of(order.lineage) == 1
+    assert branch_of(hashed(branch_of(order.lineage), b"record")) == branch_of(order.lineage) > bytes(8)
+    assert branch_of(branched(2, b"x")) > branch_of(branched(1, b"y"))
+    for wrong in ({"step": 11}, {"moves": (("b", 1),)}, {"lost": (0,)}, {"parts": ()}, {"lineage": branched(1, b"x")}):
+        with pytest.raises(ProtocolError, match="not what its lineage says"):
+            order.model_copy(update=wrong).check(stages=2, steps=100)
+    with pytest.raises(ProtocolError, match="not what its lineage says"):
+        order.check(stages=3, steps=100)
+    with pytest.raises(ProtocolError, match="stages that the run does not have"):
+        StepBack.of(1, Key(*OLD), (), {"a": 7}, (1,)).check(stages=2, steps=100)
+
+
+def test_people_are_told_once() -> None:
+    view = RunView()
+    event = SteppedBack(step=40, to=20, lost=[1], moves=["peer-3 to stage 1"], lineage="ab")
+    assert [view.fold(event), view.fold(event)] == [True, False]
+    said = "stage 1 lost all peers: the run steps back from step 40 to the checkpoint of step 20; peer-3 to stage 1"
+    assert headline(event, view) == said
+
+
+# fmt: off
+QUICK: dict[str, Any] = {"checkpoint_every": 1, "adopt_after_s": 5.0}
+LOST = [
+    Scenario(101, (2, 2), 2, 5, 6, 0.01, (Fault(1.6, "kill", ("peer-1a",)), Fault(1.7, "kill", ("peer-1b",))), **QUICK),
+    Scenario(102, (3, 1, 2), 2, 4, 6, 0.01, (Fault(2.6, "kill", ("peer-1a",)),), apart=True, **QUICK),
+    Scenario(103, (2, 1), 2, 3, 6, 0.01, (Fault(1.2, "kill", ("peer-1a",)),), adopt_after_s=5.0),  # from the beginning
+    Scenario(104, (1, 1), 1, 3, 6, 0.01, (Fault(1.5, "kill", ("peer-1a",)), Fault(30.0, "join", ("peer-1j",))), **QUICK),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("scenario", LOST, ids=["shared", "apart", "beginning", "newcomer"])
+def test_a_run_whose_stage_lost_all_peers_steps_back_and_ends_with_the_same_numbers(scenario: Scenario) -> None:
+    outcome = play(scenario)
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert set(outcome.ends.values()) == {"finished"}
+    assert any("stepped_back" in text for _, text in outcome.timeline)
+    assert any("has room: let a machine join" in text for _, text in outcome.timeline) == (scenario.seed == 104)
+
+
+def test_a_stage_that_was_only_away_joins_the_new_branch() -> None:
+    frozen = Scenario(
+        105, (2, 1), 2, 30, 6, 0.01, (Fault(2.0, "freeze", ("peer-1a",), 12.0),), checkpoint_every=1, adopt_after_s=5.0
+    )
+    outcome = play(frozen)
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert outcome.ends["peer-1a"] == "finished"
+    assert any("peer-1a stepped_back" in text for _, text in outcome.timeline)
+
+
+def test_when_the_collector_dies_the_run_ends_with_a_checkpoint() -> None:
+    for apart in (False, True):
+        outcome = play(
+            Scenario(106, (2, 1), 2, 3, 6, 0.01, (Fault(1.2, "kill", ("peer-0a",)),), checkpoint_every=1, apart=apart)
+        )
+        assert outcome.violations == [], "\n".join(readable(outcome))
+        assert outcome.virtual_s < 60
+        written = [text for _, text in outcome.timeline if "checkpoint_written step=3" in text]
+        assert written
+        assert not any("peer-0a" in text for text in written)
+
+
+def _without_moments(patch: pytest.MonkeyPatch) -> None:
+    right = Checkpoints.base
+
+    async def base(self: Checkpoints, key: Key, digest: bytes) -> dict[str, Tensor]:
+        state = await right(self, key, digest)
+        return {n: t if n.startswith("model/") else torch.zeros_like(t) for n, t in state.items()}
+
+    patch.setattr(Checkpoints, "base", base)
+
+
+def _the_beginning_is_near_enough(patch: pytest.MonkeyPatch) -> None:
+    """Peers begin with the first weights, at the checkpoint's step."""
+
+    async def base(self: Checkpoints, key: Key, digest: bytes) -> dict[str, Tensor]:
+        return await self._ctx.compute.state()
+
+    patch.setattr(Checkpoints, "base", base)
+
+
+@pytest.mark.parametrize("plant", [_without_moments, _the_beginning_is_near_enough])
+def test_a_planted_bug_in_stepping_back_is_caught(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    assert any(play(scenario).violations for scenario in LOST)
