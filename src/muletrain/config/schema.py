@@ -273,6 +273,7 @@ class CheckpointConfig(Section):
     keep: PositiveInt = Field(default=2, description="how many of the newest are kept [checkpoints]")
     place: str | None = Field(
         default=None,
+        examples=["s3://bucket/runs"],
         description="a folder that all machines share, or a URL of fsspec (e.g. s3://bucket/folder), that peers write checkpoints to "
         "themselves; default: the run folder, and parts on other machines against its loss",
     )
