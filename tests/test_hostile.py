@@ -35,6 +35,7 @@ from muletrain.swarm.messages import (
     Block,
     Busy,
     Done,
+    Doubted,
     Forward,
     Gap,
     Held,
@@ -120,6 +121,7 @@ def frames(stage: int, index: int) -> list[Frame]:
         Reduced(round=digest, step=0, chunk=index, square_norm=1.0, finite=True).frame([chunk]),
         RoundEntry(**entry).frame(),
         Back(**at).frame(),
+        Doubted(**at, peer="second").frame(),
         PartReady(**at | {"step": 1}, stage=stage, size=1 << 20, digest=digest, place="x").frame(),
         CheckpointEnd(**at | {"step": 1}, reason="").frame(),
         Block(digest=digest, block=index).frame([encode_raw(digest)]),
@@ -428,8 +430,8 @@ def test_a_gradient_or_a_chunk_of_another_kind_is_refused_at_the_door(tmp_path: 
     async def scenario() -> None:
         target = Target(0, tmp_path, answers=False)
         await until(lambda: target.peer._pipeline.router._pending)
-        key, pending = next(iter(target.peer._pipeline.router._pending.items()))
-        request = dict(zip(("step", "index", "attempt", "trainer"), key, strict=True)) | {"lineage": GENESIS.lineage}
+        pending = next(iter(target.peer._pipeline.router._pending.values()))
+        request = pending.request.identity()
         wrong = [encode(torch.zeros(*TOKENS, WIDTH - 1), Codec.FP32), encode(torch.zeros(*TOKENS, WIDTH), Codec.INT8)]
         for gradient in wrong:
             await target.send(pending.peer, Backward(**request, stage=1, loss=1.0, away_s=0.0).frame([gradient]))

@@ -199,7 +199,7 @@ class Checkpoints:
         ask = AskPart.unpack(payload)
         if self._ctx.closed:
             raise MuletrainError("this peer begins anew; ask again")
-        offer, opened = self._snapshots.offered(ask.stage, *ask.key), self._open.get(ask.key)
+        offer, opened = self._snapshots.offered(ask.stage, *ask.key, part=True), self._open.get(ask.key)
         if offer is not None:
             return offer.pack()
         if opened is not None and opened.own is not None and ask.stage == self._ctx.roster.own.stage:
@@ -209,7 +209,7 @@ class Checkpoints:
                 state = await self.read(ask.key, ask.stage)
             except CheckpointError as e:
                 raise MuletrainError(str(e)) from None
-        return (await self._snapshots.offer(ask.stage, *ask.key, state, over=False)).pack()
+        return (await self._snapshots.offer(ask.stage, *ask.key, state, part=True)).pack()
 
     async def read(self, key: Key, stage: int) -> dict[str, Tensor]:
         """A part that is in our place, on memory of its own. Raises CheckpointError."""

@@ -120,7 +120,7 @@ class Place(ABC):
     def _prune(self, newest: Key) -> None:
         self.drop(newest.step)
         # those of later steps are what a resumed run passed over: they must not push this one out
-        known = sorted((int(m[1]), m[0]) for n in self._names() if (m := _NAME.match(n)) and not m[3])
+        known = sorted((int(m[1]), m[0]) for n in self._names() if (m := _NAME.match(n)) and self._is_complete(n))
         for _, name in [k for k in known if k[0] <= newest.step][: -self.keep]:
             self._remove(name)
 

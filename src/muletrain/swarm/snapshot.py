@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from blake3 import blake3
@@ -52,6 +52,10 @@ class _Kept:
     offer: Snapshot
     copy: Copy
     asked: float
+    part: bool
+    """Of a checkpoint: who takes it goes on from somewhere else."""
+    takers: set[PeerId] = field(default_factory=set)
+    """Who goes on from this state, and will want the steps after it."""
 
 
 class Snapshots:
@@ -75,14 +79,16 @@ class Snapshots:
         if ask.stage != own.stage or self._ctx.closed:
             raise MuletrainError(f"this peer does not serve stage {ask.stage} (any more)")
         async with self._making:
-            offer = self.offered(own.stage, self._stepper.step, self._stepper.lineage) or await self._make()
+            label = own.stage, self._stepper.step, self._stepper.lineage
+            offer = self.offered(*label, part=False) or await self._make()
+            self._kept[offer.digest].takers.add(sender)
             self._stepper.trail.follow(sender, offer.step)
             return offer.pack()
 
-    def offered(self, stage: int, step: int, lineage: bytes) -> Snapshot | None:
-        """A copy of that state, if one is kept."""
+    def offered(self, stage: int, step: int, lineage: bytes, *, part: bool) -> Snapshot | None:
+        """A copy of that state, or of that ``part`` of a checkpoint, if one is kept."""
         for kept in self._kept.values():
-            if (kept.stage, kept.offer.step, kept.offer.lineage) == (stage, step, lineage):
+            if (kept.stage, kept.offer.step, kept.offer.lineage, kept.part) == (stage, step, lineage, part):
                 kept.asked = self._ctx.clock.now()
                 return kept.offer
         return None
@@ -94,14 +100,15 @@ class Snapshots:
         lineage: bytes,
         state: dict[str, Tensor],
         *,
-        over: bool,
+        part: bool,
+        over: bool = False,
         past: tuple[bytes, ...] = (),
     ) -> Snapshot:
-        """Keep a copy for takers. ``state``: nobody changes it any more."""
+        """Keep a copy for takers. ``state``: nobody changes it any more. ``part``: it is of a checkpoint."""
         copy = Copy(state)
         await copy.name(self._ctx)
         offer = Snapshot(step=step, lineage=lineage, digest=copy.digest, over=over, past=past)
-        self._keep(_Kept(stage, offer, copy, self._ctx.clock.now()))
+        self._keep(_Kept(stage, offer, copy, self._ctx.clock.now(), part))
         return offer
 
     async def _make(self) -> Snapshot:
@@ -112,7 +119,7 @@ class Snapshots:
                 state = await ctx.compute.state()
                 if stepper.settled and label == (stepper.step, stepper.lineage):
                     past = stepper.chain.lineages[:-1]
-                    return await self.offer(ctx.roster.own.stage, *label, state, over=over, past=past)
+                    return await self.offer(ctx.roster.own.stage, *label, state, part=False, over=over, past=past)
             await ctx.clock.sleep(SETTLE_S)  # an update is being applied
         raise ProtocolError("no settled state here now: this peer is catching up, too")
 
@@ -135,7 +142,8 @@ class Snapshots:
         if kept is None or self._ctx.closed:
             raise MuletrainError("this copy is not kept any more; ask for another")
         kept.asked = self._ctx.clock.now()
-        self._stepper.trail.follow(taker, kept.offer.step)
+        if taker in kept.takers:
+            self._stepper.trail.follow(taker, kept.offer.step)
         return kept.copy
 
     async def _on_manifest(self, sender: PeerId, payload: bytes) -> bytes:
