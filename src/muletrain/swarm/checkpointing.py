@@ -267,14 +267,17 @@ class Checkpoints:
     async def _see_through(self, key: Key, opened: _Open) -> None:
         """Until it has ended: do what falls to us, and look after the collector, since its work may fall to us next."""
         ctx, pause = self._ctx, LOOK_S
-        while key in self._open:
+        while not self._ended.get(key):
             opened.changed.clear()
+            ended = key not in self._open  # the parts that we keep may still be on their way
             try:
                 await self._do_ours(key, opened)
             except (NetworkError, ProtocolError, CheckpointError) as e:
                 ctx.emit(Note(level="info", message=f"checkpoint {key.step}: {e}"))
-            if key not in self._open:
+            if ended:
                 return
+            if key not in self._open:
+                continue
             try:
                 await ctx.clock.deadline(opened.changed.wait(), pause, "news of a checkpoint")
                 continue
@@ -297,7 +300,7 @@ class Checkpoints:
         collector = self._ctx.roster.collector()
         collects = collector is not None and collector.id == self._ctx.net.peer_id
         for stage in sorted(opened.parts.keys() - opened.here):
-            if collects or self._keeps(stage):
+            if (collects and key in self._open) or self._keeps(stage):
                 await self._fetch(key, opened, stage)
         if collects and len(opened.here) == self._ctx.plan.stages and key in self._open:
             await self._publish(key, opened)
@@ -313,7 +316,7 @@ class Checkpoints:
             key, stage, opened.parts[stage], sorted(opened.holders[stage] - {self._ctx.net.peer_id})
         )
         buffers = state_buffers(state)
-        if key in self._open:
+        if not self._ended.get(key):
             await self._store(key, opened, stage, opened.parts[stage], buffers)
             if stage in opened.here:
                 await self._tell_of(key, opened, stage)
