@@ -13,6 +13,7 @@ from muletrain.clock import LoopClock
 from muletrain.config.schema import Codec
 from muletrain.errors import PeerUnreachable, ProtocolError
 from muletrain.network.memory import MemoryHub
+from muletrain.policy.lineages import Chain
 from muletrain.sim.loop import run_virtually
 from muletrain.swarm import averaging
 from muletrain.swarm.averaging import Averager, Round, RoundFailed, contents
@@ -151,7 +152,7 @@ def test_who_applies_a_step_for_long_is_waited_for_as_long_as_that_takes() -> No
         ctx.compute.apply, ctx.compute.digest = apply, digest  # type: ignore[method-assign]
         other.serve(AskHeld.KIND, held)
         await stepper._apply(SimpleNamespace(clip_scale=lambda clip: 1.0, skip=False), torch.zeros(SIZE))  # type: ignore[arg-type]
-        stepper._enter(1, bytes(32))
+        stepper._enter(Chain(1, (bytes(32),)))
         await stepper._ask("b")
         await asyncio.sleep(12.0)
         await stepper._ask("b")
