@@ -109,7 +109,7 @@ def test_a_checkpoint_that_cannot_be_evaluated_does_not_cost_the_report(
     session.close()
     out = capsys.readouterr().out
     assert "the model was not evaluated: " in out
-    assert "gone: no such folder" in out
+    assert "gone: no checkpoint" in out
     assert "0 of 0 steps" in out, "the report follows"
     (note,) = read_events(tmp_path / "result.jsonl")
     assert isinstance(note, Note)
