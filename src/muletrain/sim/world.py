@@ -134,7 +134,7 @@ class World:
 
     def say(self, text: str) -> None:
         """Into the timeline."""
-        self._outcome.timeline.append((self.clock.now(), text))
+        self._outcome.timeline.append((self.clock.now(), text.replace(f"{self._folder}/", "")))
 
     def _first_members(self) -> Genesis:
         members = tuple(
@@ -155,7 +155,7 @@ class World:
 
     def _place(self, name: str) -> Folder:
         """One for all, as in a fleet on one machine, or each its own."""
-        return Folder(self._folder / name if self.scenario.apart else self._folder, keep=1)
+        return Folder(self._folder / (name if self.scenario.apart else "run"), keep=1)
 
     async def _peer(self, name: str, *, joining: bool = False) -> dict[str, Tensor] | None:
         """A peer's life. Its state at the end of the run, if it came so far."""
