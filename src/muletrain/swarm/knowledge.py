@@ -108,6 +108,8 @@ class Knowledge:
         self._behind: Behind | None = None
         self._overtaken = False
         self._attested: RoundEntry | None = None
+        self._rivals: set[bytes] = set()
+        """Other rounds of our stage that we knew of when we said so."""
         self._differing: set[PeerId] = set()
         self._late: dict[PeerId, float] = {}
         """When we first heard that a peer was at an earlier step still."""

@@ -118,15 +118,18 @@ class Stepper(Sealing):
                 raise _HeldElsewhere
 
     def _attest(self, entry: RoundEntry) -> None:
-        """Tell everyone that we hold the round; again when another of its members is believed dead. A member that is alive all the same
-        applies what we hold, as soon as it hears of the record."""
+        """Tell everyone that we hold the round; again when another of its members is believed dead, or when we hear of another round of
+        our stage: whoever knew only one of them would have another record. A member that is alive all the same applies what we hold, as
+        soon as it hears of the record."""
         me, alive = self._ctx.net.peer_id, self._ctx.roster.is_alive
         known = self._builder.holders(entry.stage, entry.round)
         without = {m for m in entry.members if m != me and m not in known and not alive(m)}
+        others = {e.round for e in self._builder.held(entry.stage)} - {entry.round}
         if self._attested is not None:
-            if without <= set(self._attested.without):
+            if without <= set(self._attested.without) and others <= self._rivals:
                 return
             without |= set(self._attested.without)
+        self._rivals = others
         self._attested = entry.model_copy(update={"holder": me, "without": tuple(sorted(without))})
         self._builder.add(self._attested)
         everyone = self._ctx.roster.everyone()
