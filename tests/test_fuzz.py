@@ -117,6 +117,21 @@ def test_a_replica_that_differs_at_every_step_leaves_and_the_run_goes_on(monkeyp
     assert set(outcome.ends.values()) == {"finished"}
 
 
+def test_sides_of_which_neither_covers_every_stage_end_in_one_lineage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stage 1 has built another record of the first step than stage 0, as when each knew another of two rounds."""
+    right = Stepper.advance
+
+    def advance(self: Stepper, record: StepRecord) -> None:
+        if record.step == 0 and self._ctx.roster.own.stage == 1:
+            record = replace(record, stages=(replace(record.stages[0], round=bytes(32)), *record.stages[1:]))
+        right(self, record)
+
+    monkeypatch.setattr(Stepper, "advance", advance)
+    outcome = play(Scenario(1, (2, 2), 2, 3, 4, 0.01, ()))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert set(outcome.ends.values()) == {"finished"}
+
+
 @pytest.mark.parametrize("relays", [True, False])
 def test_two_that_never_reach_each_other_cost_nothing_where_members_relay(relays: bool) -> None:
     """Nor does the relay's death: the pair gets another."""

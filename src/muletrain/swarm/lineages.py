@@ -5,7 +5,8 @@ hears of another lineage tells its sender how it came here, and both judge by th
 gives way drop their accumulators and take the state of the other's replicas, one by one, as newcomers do.
 
 No stage may be lost on the way, were the rule's answer to turn round in between: a peer goes over only while every stage of the
-other side has a peer that promises to stay for the moment.
+other side has a peer that promises to stay for the moment. Where neither side covers every stage, they have parted at the step in which
+both stand still. What each has for its stages is right in either history: those that give way take the name of the other's.
 """
 
 from __future__ import annotations
@@ -44,7 +45,11 @@ class Stays(MuletrainError):
 
 
 class GivesWay(Behind):
-    """Another lineage stays."""
+    """Another lineage stays. ``renamed``: with our weights as its own, for it has nobody else for our stage."""
+
+    def __init__(self, message: str, renamed: Chain | None = None) -> None:
+        super().__init__(message)
+        self.renamed = renamed
 
 
 class Lineages:
@@ -87,24 +92,40 @@ class Lineages:
         return History.of(self._stepper.chain).pack()
 
     async def _judge(self, peer: PeerId, other: Chain) -> None:
-        """If theirs stays, and every stage of it is there, this step ends here (GivesWay)."""
+        """If theirs stays, and every stage of it is there, this step ends here (GivesWay); or if neither side has all, and theirs lacks
+        our stage."""
         stepper, own = self._stepper, self._stepper.chain
         fork = forked_at(own, other)
         if fork is None or stepper.away or branch_of(own.lineages[-1]) != branch_of(other.lineages[-1]):
             return  # of branches, the later one stays (``adoption``)
         self._ctx.suspect(peer, f"it has trained apart from this peer since step {fork}")
-        if not gives_way(own, other, stalled=self._stalled()):
+        stalled = self._stalled()
+        if not gives_way(own, other, stalled=stalled):
             return
-        if await self._whole(own, other, promise=False) and stepper.chain == own:
-            stepper.interrupt(GivesWay(f"from step {fork} on the others have another history, and theirs stays"))
+        stages, trainer = await self._side(own, other, promise=False)
+        if stepper.chain != own:
+            return
+        message = f"from step {fork} on the others have another history, and theirs stays"
+        if stages >= self._all and trainer:
+            stepper.interrupt(GivesWay(message))
+            return
+        lacks_us = self._ctx.roster.own.stage not in stages
+        # of two that stand still, one takes the other's name
+        if stalled and lacks_us and own.step == other.step and gives_way(own, other, stalled=False):
+            stepper.interrupt(GivesWay(message, renamed=other))
+
+    @property
+    def _all(self) -> set[int]:
+        return set(range(self._ctx.plan.stages))
 
     def _stalled(self) -> bool:
         roster, stepper = self._ctx.roster, self._stepper
-        covered = all(roster.stage(s) for s in range(self._ctx.plan.stages)) and roster.trainers()
+        covered = all(map(roster.stage, self._all)) and roster.trainers()
         return not covered and self._ctx.clock.now() - stepper.begun > STALLED_S
 
-    async def _whole(self, own: Chain, other: Chain, *, promise: bool) -> bool:
-        """Every stage of ``other`` has a peer that stays, and one of them trains, or we do. Promises bind: they are asked for last."""
+    async def _side(self, own: Chain, other: Chain, *, promise: bool) -> tuple[set[int], bool]:
+        """Stages for which ``other`` has a peer that stays, and whether one of them trains, or we do. Promises bind: they are asked for
+        last."""
         ctx, fork = self._ctx, forked_at(own, other)
         lineage = other.at(fork) if fork is not None else None
         assert fork is not None  # they are rivals
@@ -123,8 +144,7 @@ class Lineages:
             return None
 
         answers = [a for a in await asyncio.gather(*map(stays, ctx.roster.everyone())) if a is not None]
-        stages = {a.stage for a in answers}
-        return stages >= set(range(ctx.plan.stages)) and (ctx.roster.own.trainer or any(a.trainer for a in answers))
+        return {a.stage for a in answers}, ctx.roster.own.trainer or any(a.trainer for a in answers)
 
     async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
         ask, own, stepper = AskStay.unpack(payload), self._ctx.roster.own, self._stepper
@@ -145,10 +165,10 @@ class Lineages:
         async def confirm(offer: Snapshot) -> None:
             """The last look before our own state is given up."""
             self._going = True
-            whole = await self._whole(own, offer.chain, promise=True)
+            stages, trainer = await self._side(own, offer.chain, promise=True)
             if ctx.clock.now() < self._promised:
                 raise Stays("another peer counts on it")
-            if not whole:
+            if not (stages >= self._all and trainer):
                 raise Stays("not every stage of the others can be reached")
 
         try:
@@ -158,15 +178,18 @@ class Lineages:
             return None
         finally:
             self._going = False
-        fork = forked_at(own, snapshot.chain)
-        assert fork is not None  # acceptable
-        ctx.emit(
-            LineageLeft(
-                forked_at=fork,
-                step=own.step,
-                lineage=own.lineages[-1].hex(),
-                to_step=snapshot.step,
-                to_lineage=snapshot.lineage.hex(),
-            )
-        )
+        self._left(own, snapshot.chain)
         return snapshot
+
+    async def rename(self, to: Chain) -> None:
+        """Our weights are those of ``to``, at our own step."""
+        own = self._stepper.chain
+        await self._stepper.rejoin(to)
+        self._left(own, to)
+
+    def _left(self, own: Chain, to: Chain) -> None:
+        fork = forked_at(own, to)
+        assert fork is not None  # they are rivals
+        before, after = own.lineages[-1].hex(), to.lineages[-1].hex()
+        event = LineageLeft(forked_at=fork, step=own.step, lineage=before, to_step=to.step, to_lineage=after)
+        self._ctx.emit(event)

@@ -206,8 +206,8 @@ class Peer:
                 self._end_step_tasks()
                 returned = True
                 sure = isinstance(e, GivesWay)
-                if sure:
-                    if await self._go_over():
+                if isinstance(e, GivesWay):
+                    if await self._go_over(e.renamed):
                         written = await self._finish()
                         break
                     continue
@@ -312,15 +312,20 @@ class Peer:
         own = self.stepper.chain
         return await self._take_state(_later(own) if why.weights_hold else lambda offer: offer.step >= own.step)
 
-    async def _go_over(self) -> bool:
-        """Take the state of the lineage that stays, or go on in ours where that cannot be had; True if the run has ended there."""
+    async def _go_over(self, renamed: Chain | None) -> bool:
+        """Take the state of the lineage that stays, or (``renamed``) its name alone, or go on in ours where that cannot be had; True if the
+        run has ended there."""
         stepper = self.stepper
         await stepper.let_go()
-        await self._membership.introduce()
-        snapshot = await self._lineages.go_over()
-        if snapshot is not None:
-            return await self._take_up(snapshot)
-        await stepper.rejoin(stepper.chain)
+        if renamed is not None:
+            self._pipeline.abandon(renamed.lineages[-1])
+            await self._lineages.rename(renamed)
+        else:
+            await self._membership.introduce()
+            snapshot = await self._lineages.go_over()
+            if snapshot is not None:
+                return await self._take_up(snapshot)
+            await stepper.rejoin(stepper.chain)
         self._say_back()
         return False
 
