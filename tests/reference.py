@@ -47,11 +47,13 @@ class Lamb(torch.optim.Optimizer):
 
 
 def train_plainly(facts: RunFacts, source: MicrobatchSource) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Weights by name, and the loss of each step [nats/token]."""
+    """Weights by name, and the loss of each step [nats/token]. Under delayed updates the optimizer takes the gradient of a step once that
+    of the next one was computed."""
     config, microbatches = facts.config, facts.config.microbatches
     model = build_full(facts.spec, config.train.seed, facts.cut)
     optimizer = _optimizer(model, config.optimizer)
-    losses = []
+    losses: list[float] = []
+    late: list[list[torch.Tensor]] = []
     for step in range(config.train.steps):
         model.zero_grad()
         total = 0.0
@@ -62,9 +64,13 @@ def train_plainly(facts: RunFacts, source: MicrobatchSource) -> tuple[dict[str, 
             (loss / microbatches).backward()
             total += float(loss.detach())
         losses.append(total / microbatches)
-        if config.optimizer.clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config.optimizer, step, config.train.steps)
-        optimizer.step()
+        late.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        while late and (step + 1 == config.train.steps or len(late) > config.optimizer.delayed):
+            for parameter, gradient in zip(model.parameters(), late.pop(0), strict=True):
+                parameter.grad = gradient
+            if config.optimizer.clip is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(config.optimizer, step - len(late), config.train.steps)
+            optimizer.step()
     return {name: p.detach().clone() for name, p in model.named_parameters()}, losses

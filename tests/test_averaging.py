@@ -138,7 +138,7 @@ def test_who_applies_a_step_for_long_is_waited_for_as_long_as_that_takes() -> No
     async def scenario() -> None:
         group = members(MemoryHub(), Codec.FP32)
         ctx, other = group["a"][0], group["b"][0].net
-        stepper = Stepper(ctx, 0, bytes(32), list, lambda missing: None)
+        stepper = Stepper(ctx, 0, bytes(32), lambda step: [], lambda work: None, lambda: asyncio.sleep(0))
 
         async def held(sender: str, payload: bytes) -> bytes:
             return Held(current=False, step=0, stage=0).pack()

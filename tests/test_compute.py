@@ -5,6 +5,7 @@ estimate.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from dataclasses import replace
@@ -89,7 +90,7 @@ async def train(stages: list[Any], steps: int = STEPS) -> list[float]:
     for step in range(steps):
         losses += [await through(stages, Microbatch(step, index)) for index in range(MICROBATCHES)]
         for stage in stages:
-            await stage.apply(stage.gradient() / MICROBATCHES, Update(step, 0.5, skip=False))
+            await stage.apply(stage.gradient(step) / MICROBATCHES, Update(step, 0.5, skip=False))
     return losses
 
 
@@ -165,20 +166,20 @@ def test_fp16_scales_the_loss_inside_only(fleet: Fleet) -> None:
     run(through(half, MB))
     run(through(full, MB))
     for a, b in zip(half, full, strict=True):
-        assert float((a.gradient() - b.gradient()).norm() / b.gradient().norm()) < 0.02
+        assert float((a.gradient(0) - b.gradient(0)).norm() / b.gradient(0).norm()) < 0.02
 
 
 def test_a_skipped_step_changes_nothing_but_the_accumulator(fleet: Fleet) -> None:
     (part,) = fleet(1)
     before = run(part.digest())
     run(through([part], MB))
-    assert part.gradient().norm() > 0
-    run(part.apply(part.gradient() / MICROBATCHES, Update(0, 1.0, skip=True)))
+    assert part.gradient(0).norm() > 0
+    run(part.apply(part.gradient(0) / MICROBATCHES, Update(0, 1.0, skip=True)))
     assert run(part.digest()) == before
-    assert part.gradient().norm() == 0
+    assert part.gradient(0).norm() == 0
     run(through([part], MB))
-    part.clear()
-    assert part.gradient().norm() == 0
+    part.clear(0)
+    assert part.gradient(0).norm() == 0
 
 
 def test_apply_leaves_the_gradient_it_was_given(fleet: Fleet) -> None:
@@ -248,9 +249,9 @@ def test_without_accumulating_only_the_gradient_passes_on(fleet: Fleet) -> None:
         return [g2, g1, await parts[0].backward(MB, g1, accumulate=accumulate)]
 
     dry = run(gradients(False))
-    assert [float(c.gradient().norm()) for c in parts] == [0, 0, 0]
+    assert [float(c.gradient(0).norm()) for c in parts] == [0, 0, 0]
     wet = run(gradients(True))
-    assert all(float(c.gradient().norm()) > 0 for c in parts)
+    assert all(float(c.gradient(0).norm()) > 0 for c in parts)
     assert dry[2] is None
     for a, b in zip(dry[:2], wet[:2], strict=True):
         assert torch.equal(a, b)
@@ -285,8 +286,8 @@ def test_cancelled_calls_never_reach_the_accumulator(fleet: Fleet) -> None:
         await through([first, last], MB)
 
     run(disturbed())
-    assert torch.equal(first.gradient(), undisturbed[0].gradient())
-    assert torch.equal(last.gradient(), undisturbed[1].gradient())
+    assert torch.equal(first.gradient(0), undisturbed[0].gradient(0))
+    assert torch.equal(last.gradient(0), undisturbed[1].gradient(0))
 
 
 def test_a_cancelled_forward_gives_its_budget_back(fleet: Fleet) -> None:
@@ -370,7 +371,7 @@ def test_a_diverging_stage_makes_its_gradient_non_finite(fleet: Fleet) -> None:
         await first.backward(MB, X + float("nan"), accumulate=True)
 
     run(poisoned())
-    assert not first.gradient().isfinite().all()
+    assert not first.gradient(0).isfinite().all()
 
 
 # State --------------------------------------------------------------------------------------------------------------
@@ -417,6 +418,107 @@ def test_digest_and_state_come_after_an_apply_that_still_waits(fleet: Fleet) -> 
     run(racing())
 
 
+# Delayed updates ----------------------------------------------------------------------------------------------------
+
+DELAYED = OPTIMIZER.model_copy(update={"delayed": True})
+ON_CPU = {"state_device": "cpu"}
+
+
+def delays(fleet: Fleet, **changes: Any) -> list[list[TorchCompute]]:
+    """Two stages twice: with delayed updates, and plain ones that are to be made late."""
+    optimizer = changes.pop("optimizer", {})
+    return [fleet(2, optimizer=o.model_copy(update=optimizer), **changes) for o in (DELAYED, OPTIMIZER)]
+
+
+def means(stages: list[TorchCompute], step: int) -> list[torch.Tensor]:
+    return [stage.gradient(step).clone() / MICROBATCHES for stage in stages]
+
+
+async def update(stages: list[TorchCompute], gradients: list[torch.Tensor], step: int) -> None:
+    for stage, gradient in zip(stages, gradients, strict=True):
+        await stage.apply(gradient, Update(step, 0.5, skip=step == 2))
+
+
+@pytest.mark.parametrize("checkpointing", ["always", "never"])
+@pytest.mark.parametrize(
+    ("optimizer", "precision"), [({}, Precision.FP32), ({}, Precision.BF16), (ON_CPU, Precision.FP32)], ids=str
+)
+def test_delayed_updates_equal_plain_ones_made_a_step_late(
+    fleet: Fleet, optimizer: dict[str, str], precision: Precision, checkpointing: Any
+) -> None:
+    """Bit for bit, one of them skipped, each made while a microbatch of the step after is on its way through the stages; and what is
+    run again of a step sees what it saw at first."""
+    ahead, plain = delays(fleet, optimizer=optimizer, precision=precision, checkpointing=checkpointing)
+
+    async def both() -> None:
+        late: list[torch.Tensor] = []
+        for step in range(STEPS):
+            for index in range(MICROBATCHES):
+                seen = await through(plain, Microbatch(step, index))
+                assert await through(ahead, Microbatch(step, index)) == seen
+            expected = means(plain, step)
+            for stage in plain:
+                stage.clear(step)
+            if late:
+                await update(plain, late, step - 1)
+            late = expected
+            assert all(map(torch.equal, means(ahead, step), expected))
+            first, begun = Microbatch(step + 1, 0), Microbatch(step + 1, 9)
+            for stage in (ahead[0], plain[0]):
+                hidden = await stage.forward(begun, data(begun)[0])
+            loss = await through(plain, first, accumulate=False)
+            assert await through(ahead, first, accumulate=False) == loss
+            assert await through(ahead, Microbatch(step, MICROBATCHES - 1), accumulate=False) == seen
+            await update(ahead, means(ahead, step), step)
+            for stage in (ahead[0], plain[0]):
+                await stage.backward(begun, torch.ones_like(hidden), accumulate=False)
+            assert await through(ahead, first, accumulate=False) == loss, "as before the update"
+            assert [float(stage.gradient(step).norm()) for stage in ahead] == [0, 0]
+        await update(plain, late, STEPS - 1)
+        a, b = await weights(ahead), await weights(plain)
+        assert all(torch.equal(a[name], b[name]) for name in b)
+
+    run(both())
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+def test_a_newcomer_gets_both_weights_of_delayed_updates(fleet: Fleet, steps: int, precision: Precision) -> None:
+    old, new = (fleet(2, optimizer=DELAYED, precision=precision, seed=seed) for seed in (9, 123))
+
+    async def handover() -> None:
+        await train(old, steps)
+        for a, b in zip(old, new, strict=True):
+            await b.load_state(await a.state())
+            b._setup = a._setup  # dropout follows the seed
+        for step in (steps, steps + 1):
+            for index in range(MICROBATCHES):
+                assert await through(old, Microbatch(step, index)) == await through(new, Microbatch(step, index))
+            for stages in (old, new):
+                await update(stages, means(stages, step), step)
+        assert [await c.digest() for c in old] == [await c.digest() for c in new]
+        state = await old[0].state()
+        with pytest.raises(CheckpointError, match="not a stage's state"):
+            await new[0].load_state({**state, "step": torch.tensor([math.nan])})
+
+    run(handover())
+
+
+def test_an_update_that_takes_long_does_not_hold_up_the_next_step(fleet: Fleet) -> None:
+    (part,) = fleet(1, optimizer=DELAYED)
+
+    async def overlapping() -> None:
+        busy = threading.Event()
+        part._updates.submit(busy.wait)
+        applied = asyncio.create_task(part.apply(torch.ones(part.n_params), Update(0, 1.0, skip=False)))
+        await through([part], Microbatch(1, 0))
+        assert not applied.done()
+        busy.set()
+        await applied
+
+    run(overlapping())
+
+
 def test_a_state_that_does_not_fit_changes_nothing(fleet: Fleet) -> None:
     first, last = fleet(2)
     state = run(first.state())
@@ -460,7 +562,7 @@ def test_paced_calls_take_the_declared_time_one_after_the_other(fleet: Fleet) ->
         await asyncio.gather(*(through(slow, Microbatch(0, index)) for index in range(1, 4)))
         took = clock.now() - begin
         begin = clock.now()
-        await slow[0].apply(slow[0].gradient(), Update(0, 1.0, skip=True))
+        await slow[0].apply(slow[0].gradient(0), Update(0, 1.0, skip=True))
         return took, clock.now() - begin
 
     took, apply_took = run(timed())
@@ -480,4 +582,4 @@ def test_a_cancelled_paced_call_leaves_nothing(fleet: Fleet) -> None:
         await asyncio.gather(task, return_exceptions=True)
 
     run(cancelled())
-    assert part.gradient().norm() == 0
+    assert part.gradient(0).norm() == 0

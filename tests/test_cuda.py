@@ -46,7 +46,7 @@ def test_replicas_of_one_kind_agree_to_the_last_bit(fleet: Fleet) -> None:
     (one,), (other,) = fleet(1, device=GPU), fleet(1, device=GPU, seed=10)
     run(through([one], MB))
     run(other.load_state(run(one.state())))
-    gradient = one.gradient().clone()
+    gradient = one.gradient(0).clone()
     for part in (one, other):
         run(part.apply(gradient, Update(0, 0.5, skip=False)))
     assert run(one.digest()) == run(other.digest())
@@ -57,7 +57,7 @@ def test_masks_and_recomputation_are_those_of_the_cpu(fleet: Fleet, checkpointin
     (there,), (here,) = fleet(1, device=GPU, checkpointing=checkpointing), fleet(1)
     run(through([there], MB))
     run(through([here], MB))
-    assert float((there.gradient() - here.gradient()).norm() / here.gradient().norm()) < 1e-3
+    assert float((there.gradient(0) - here.gradient(0)).norm() / here.gradient(0).norm()) < 1e-3
 
 
 def test_fp16_that_overflows_is_seen_and_a_smaller_scale_helps(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,8 +66,8 @@ def test_fp16_that_overflows_is_seen_and_a_smaller_scale_helps(fleet: Fleet, mon
     finite = []
     for step in range(12):
         run(through([part], MB))
-        finite.append(bool(part.gradient().isfinite().all()))
-        run(part.apply(part.gradient() / 1, Update(step, 1.0, skip=not finite[-1])))
+        finite.append(bool(part.gradient(0).isfinite().all()))
+        run(part.apply(part.gradient(0) / 1, Update(step, 1.0, skip=not finite[-1])))
     assert not finite[0]
     assert finite[-1]
 

@@ -56,6 +56,29 @@ def test_fleet_equals_single_process(tmp_path: Path, optimizer: str) -> None:
     assert relative_difference(runs[0], runs[-1]) <= 1e-5
 
 
+def test_delayed_updates_equal_a_single_process_that_makes_them_a_step_late(tmp_path: Path) -> None:
+    """Also with a replica killed while one step is agreed on and the next is computed."""
+    facts, cache = facts_of(tmp_path, "optimizer.delayed=true", "train.steps=12")
+    torch.set_num_threads(1)
+    expected, losses = train_plainly(facts, facts.source(cache))
+    at_once, _ = train_plainly(facts_of(tmp_path, "train.steps=12")[0], facts.source(cache))
+    assert relative_difference(at_once, expected) > 1e-2, "the delay is seen in the weights"
+    killed = []
+
+    def watch(fleet: LocalFleet, event: Event) -> None:
+        if isinstance(event, StepDone) and event.step == 5 and not killed:
+            os.killpg(fleet.pid("peer-3"), signal.SIGKILL)
+            killed.append(event)
+
+    events = run_fleet(facts.config, tmp_path / "whole")
+    assert relative_difference(checkpoint_weights(tmp_path / "whole"), expected) <= 1e-5
+    assert [e.loss for e in events if isinstance(e, StepDone)] == pytest.approx(losses, abs=1e-4)
+    check_every_microbatch_once(events, facts)
+    run_fleet(facts.config, tmp_path / "killed", watch=watch, lost=frozenset({"peer-3"}))
+    assert killed
+    assert relative_difference(checkpoint_weights(tmp_path / "killed"), expected) <= 1e-5
+
+
 def test_four_trainers_and_a_growing_sequence_under_lamb(tmp_path: Path) -> None:
     """A trainer in every peer; sequence length from 8 to 32 tokens (SWARM app. G); LAMB as the paper has it."""
     growing = ["train.sequence_start=8", "train.sequence_warmup=6", "train.steps=8", "optimizer.warmup=none"]

@@ -259,9 +259,9 @@ def _accumulator_kept(patch: pytest.MonkeyPatch) -> None:
     right = TorchCompute._apply
 
     def apply(self: TorchCompute, gradient: Any, update: Any) -> None:
-        kept = self._weights.accumulator.clone()
+        kept = self._weights.accumulator(update.step).clone()
         right(self, gradient, update)
-        self._weights.accumulator.copy_(kept)
+        self._weights.accumulator(update.step).copy_(kept)
 
     patch.setattr(TorchCompute, "_apply", apply)
 

@@ -103,7 +103,7 @@ def step_of(step: int) -> tuple[RecordBuilder, Holding]:
     entry = RoundEntry(
         lineage=bytes(32), step=step, stage=0, round=bytes([step] * 32), members=("a", "b"), shards=(facts, facts), stop=False, holder="a",
     )  # fmt: skip
-    builder = RecordBuilder(step, bytes(32), 1)
+    builder = RecordBuilder(step, bytes(32), 1, bytes(32))
     builder.add(entry)
     gradient = torch.randn(Vector.n_params, generator=torch.Generator().manual_seed(step)).half().float()
     return builder, Holding(entry, gradient)
@@ -179,8 +179,9 @@ def test_who_was_told_another_history_takes_its_replicas_state(monkeypatch: pyte
         lie = self._ctx.net.peer_id == NEWCOMER and not lied
         lied.extend([True] if lie else [])
         right(self, record)
-        self.lineage = bytes(31) + b"1" if lie else self.lineage
-        self._builder.lineage = self.lineage
+        if lie:
+            false = self.work.lineage = self._builder.lineage = bytes(31) + b"1"
+            self._chain = replace(self._chain, lineages=(*self._chain.lineages[:-1], false))
 
     monkeypatch.setattr(Stepper, "advance", advance)
     # a link on which the state takes about as long as a step

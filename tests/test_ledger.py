@@ -34,7 +34,7 @@ def entry(
 
 
 def record(*entries: RoundEntry, stages: int = 2) -> StepRecord | None:
-    builder = RecordBuilder(4, LINEAGE, stages)
+    builder = RecordBuilder(4, LINEAGE, stages, LINEAGE)
     for e in entries:
         builder.add(e)
     return builder.record()
@@ -115,7 +115,7 @@ def test_record_hash_covers_everything(change: dict[str, Any]) -> None:
 
 
 def test_record_refuses_contradictions() -> None:
-    builder = RecordBuilder(4, LINEAGE, 2)
+    builder = RecordBuilder(4, LINEAGE, 2, LINEAGE)
     builder.add(entry(0, "a", ("a", "b")))
     builder.add(entry(0, "a", ("a", "b")))  # a repeated notice is fine
     for wrong in ({"shard": {"square_norm": 9.0}}, {"shard": {"content": b"d" * 32}}, {"stop": True}):
@@ -140,7 +140,7 @@ def test_record_refuses_contradictions() -> None:
 
 
 def test_record_bounds_the_rounds_of_a_step() -> None:
-    builder = RecordBuilder(4, LINEAGE, 2)
+    builder = RecordBuilder(4, LINEAGE, 2, LINEAGE)
     for k in range(RecordBuilder.MAX_ROUNDS):
         builder.add(entry(0, round=bytes([k]) * 32))
     with pytest.raises(ProtocolError, match="rounds"):

@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 STAGES = 8
 
 
-def facts(width: int, folder: Path | None = None) -> RunFacts:
+def facts(width: int, folder: Path | None = None, *, delayed: bool = False) -> RunFacts:
     model = {"layers": STAGES, "width": width, "heads": 8, "vocab": 2048, "context": 64, "from": folder and str(folder)}
     fleet = {"stages": STAGES}
-    return RunFacts.of(RunConfig.model_validate({"model": model, "fleet": fleet, "compute": {"precision": "fp32"}}))
+    rest = {"compute": {"precision": "fp32"}, "optimizer": {"delayed": delayed}}
+    return RunFacts.of(RunConfig.model_validate({"model": model, "fleet": fleet, **rest}))
 
 
 def serve(facts: RunFacts) -> None:
@@ -44,7 +45,7 @@ def serve(facts: RunFacts) -> None:
         x = torch.randn(facts.config.train.microbatch, facts.spec.context, facts.spec.width)
         await compute.forward(Microbatch(0, 0), x)
         await compute.backward(Microbatch(0, 0), x, accumulate=True)
-        await compute.apply(compute.gradient() / 1, Update(0, 1.0, skip=False))
+        await compute.apply(compute.gradient(0) / 1, Update(0, 1.0, skip=False))
         state = await compute.state()
         assert len(safetensors.torch.save(state)) > 12 * compute.n_params
         compute.close()
@@ -86,6 +87,7 @@ def measure(folder: Path) -> dict[str, int]:
         ours = facts(64 if path == "small" else 512, folder / path)
         peaks = {
             "drawn": peak_of(lambda ours=ours: serve(facts(ours.spec.width))),
+            "delayed": peak_of(lambda ours=ours: serve(facts(ours.spec.width, delayed=True))),
             "from a folder": peak_of(lambda ours=ours: serve(ours)),
             "handed out": peak_of(lambda ours=ours, path=path: hand_out(ours, folder / f"first-{path}")),
         }
@@ -105,11 +107,14 @@ def test_a_peer_holds_its_own_stage_and_the_founder_a_tensor_of_the_others(tmp_p
     assert done.returncode == 0, done.stderr
     peaks = json.loads(done.stdout)
     ours = facts(512)
-    need = stage_memory(ours.spec, ours.cut, 1, tokens=ours.tokens, precision=Precision.FP32).total
+    need, need_delayed = (
+        stage_memory(ours.spec, ours.cut, 1, tokens=ours.tokens, precision=Precision.FP32, delayed=d).total
+        for d in (False, True)
+    )
     rest = 4 * (ours.spec.params - ours.spec.stage_params(ours.cut, 1))
     assert rest > 0.3 * need, "a peer that built the whole model would be seen"
-    for way in ("drawn", "from a folder"):
-        assert 0.7 * need < peaks[way] < 1.15 * need, (way, peaks, need)
+    for way, expected in (("drawn", need), ("from a folder", need), ("delayed", need_delayed)):
+        assert 0.7 * expected < peaks[way] < 1.15 * expected, (way, peaks, expected)
     largest = 4 * ours.spec.vocab * ours.spec.width
     assert peaks["handed out"] < 3 * largest < 4 * ours.spec.stage_params(ours.cut, 0)
 

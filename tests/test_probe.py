@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from muletrain.compute import probe
-from muletrain.compute.estimate import Offer, stage_memory, stash_bytes
+from muletrain.compute.estimate import COPIES, Offer, stage_memory, stash_bytes
 from muletrain.compute.scaling import GOOD_STEPS, LossScale
 from muletrain.config.schema import ModelConfig, Precision
 from muletrain.errors import ConfigError
@@ -56,6 +56,23 @@ def test_what_a_stage_needs_and_where_it_lies() -> None:
     assert kept.total == need.total + 2 * need.activations
 
 
+@pytest.mark.parametrize(("precision", "size"), [(Precision.FP32, 4), (Precision.BF16, 2)])
+@pytest.mark.parametrize("aside", [False, True])
+def test_delayed_updates_need_weights_and_a_gradient_more_and_larger_copies(
+    precision: Precision, size: int, aside: bool
+) -> None:
+    spec = ModelSpec.from_config(ModelConfig(preset="llama-7b"))
+    cut = spec.cut(4)
+    params = spec.stage_params(cut, 1)
+    at_once, delayed = (
+        stage_memory(spec, cut, 1, tokens=2048, precision=precision, state_on_cpu=aside, delayed=d) for d in (False, True)
+    )  # fmt: skip
+    assert delayed.weights - at_once.weights == size * params
+    assert delayed.gradient - at_once.gradient == 4 * params
+    assert delayed.on_device - at_once.on_device == (size + 4) * params
+    assert delayed.on_host - at_once.on_host == delayed.copies - at_once.copies == COPIES * 4 * params
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_stash_estimate_is_near_what_autograd_keeps(stage: int) -> None:
     spec = ModelSpec.from_config(ModelConfig(layers=6, width=128, heads=4, kv_heads=2, ffn=384, vocab=300, context=64))
@@ -82,14 +99,26 @@ def test_stash_estimate_is_near_what_autograd_keeps(stage: int) -> None:
 
 def test_loss_scale_is_a_function_of_the_skips() -> None:
     scale = LossScale(fp16=True)
-    first = scale.value
-    scale.update(skipped=True)
-    assert scale.value == first / 2
-    for _ in range(GOOD_STEPS - 1):
-        scale.update(skipped=False)
-    assert scale.value == first / 2
-    scale.update(skipped=False)
-    assert scale.value == first
+    first = scale.of(0)
+    scale.update(0, skipped=True)
+    assert scale.of(1) == first / 2
+    for step in range(1, GOOD_STEPS):
+        scale.update(step, skipped=False)
+    assert scale.of(GOOD_STEPS) == first / 2
+    scale.update(GOOD_STEPS, skipped=False)
+    assert scale.of(GOOD_STEPS + 1) == first
     plain = LossScale(fp16=False)
-    plain.update(skipped=True)
-    assert plain.value == 1.0
+    plain.update(0, skipped=True)
+    assert plain.of(1) == 1.0
+
+
+def test_loss_scale_of_delayed_updates_changes_two_steps_later() -> None:
+    """What computes already goes on with the scale it began with; a state has both."""
+    scale, resumed = LossScale(fp16=True, versions=2), LossScale(fp16=True, versions=2)
+    first = scale.of(0)
+    scale.update(0, skipped=True)
+    assert [scale.of(1), scale.of(2)] == [first, first / 2]
+    scale.update(1, skipped=True)
+    resumed.load_state(scale.state(), 2)
+    for one in (scale, resumed):
+        assert [one.of(2), one.of(3)] == [first / 2, first / 4]

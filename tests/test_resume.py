@@ -82,6 +82,12 @@ class Run:
             assert not self.ended(), self.wait(code=-1)
             time.sleep(0.02)
 
+    def interrupt(self) -> None:
+        """Ctrl-C: the run ends in order."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGINT)
+        self.wait()
+
     def kill(self) -> None:
         """SIGKILL to everything at once."""
         self._kill(self._everything())
@@ -183,6 +189,21 @@ def test_killed_before_the_first_checkpoint_it_begins_again(run: Run) -> None:
     run.resume()
     assert "no complete checkpoint" in run.wait()
     assert_undisturbed(run)
+
+
+@pytest.mark.slow
+def test_delayed_updates_stopped_in_order_and_killed_go_on_with_both_weights(run: Run) -> None:
+    delayed = ["--set", "optimizer.delayed=true"]
+    run.start(*settings(), *delayed)
+    run.until(lambda: 6 in run.steps())
+    run.interrupt()
+    run.resume()
+    run.until(written(run, 16))
+    run.kill()
+    run.resume()
+    assert "going on after step" in run.wait()
+    assert_undisturbed(run, "optimizer.delayed=true")
+    assert len(run.steps()) < 2 * STEPS, "not from the beginning"
 
 
 @pytest.mark.slow

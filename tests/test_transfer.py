@@ -72,7 +72,7 @@ class Stage:
         self.at = {
             n: SimpleNamespace(
                 step=3,
-                lineage=bytes(32),
+                applied=bytes(32),
                 settled=True,
                 over=False,
                 trail=Trail(self.contexts[n], 0),

@@ -37,7 +37,8 @@ class Update:
 
 
 class Compute(Protocol):
-    """One stage of the model, resident on some device."""
+    """One stage of the model, resident on some device. Under delayed updates a step computes with the weights before the
+    update by the step before it, and two steps have an accumulator at once."""
 
     stage: int
     stages: int
@@ -64,16 +65,18 @@ class Compute(Protocol):
         """Forget what ``forward`` kept for ``mb``."""
         ...
 
-    def gradient(self) -> Tensor:
-        """The accumulator: flat fp32 [P] on the CPU, the *sum* of the accumulated microbatches' gradients. Read-only for the caller."""
+    def gradient(self, step: int) -> Tensor:
+        """The step's accumulator: flat fp32 [P] on the CPU, the *sum* of the accumulated microbatches' gradients. Read-only for the
+        caller."""
         ...
 
     async def apply(self, gradient: Tensor, update: Update) -> None:
-        """Optimizer step with the reduced mean gradient (flat fp32 [P], CPU), then clear the accumulator."""
+        """Optimizer step with the reduced mean gradient (flat fp32 [P], CPU), then clear the step's accumulator. Under delayed updates
+        the step after it may compute meanwhile."""
         ...
 
-    def clear(self) -> None:
-        """Empty the accumulator without a step."""
+    def clear(self, step: int) -> None:
+        """Empty the step's accumulator without an update."""
         ...
 
     async def digest(self) -> bytes:
@@ -81,11 +84,13 @@ class Compute(Protocol):
         ...
 
     async def state(self) -> dict[str, Tensor]:
-        """A consistent copy of weights and optimizer moments: 'model/NAME', 'moment1/NAME', 'moment2/NAME', fp32, CPU."""
+        """A consistent copy of weights and optimizer moments: 'model/NAME', 'moment1/NAME', 'moment2/NAME', fp32, CPU; under delayed
+        updates also 'delayed/NAME', the weights before the newest, and 'step', the one that computes with them."""
         ...
 
     async def load_state(self, state: dict[str, Tensor]) -> None:
-        """The inverse of ``state``; raises CheckpointError on missing names or other shapes. Moments may be absent (zeros then)."""
+        """The inverse of ``state``; raises CheckpointError on missing names or other shapes. Moments may be absent (zeros then), and so
+        may delayed weights (the newest then)."""
         ...
 
     async def offload(self, fn: Callable[..., R], *args: object) -> R:

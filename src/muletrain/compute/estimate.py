@@ -53,10 +53,11 @@ class StageMemory:
     """What one stage needs of its machine [bytes]."""
 
     weights: int
-    """fp32 masters and, with 16-bit arithmetic, the working copy."""
+    """fp32 masters and, with 16-bit arithmetic, the working copy; under delayed updates those of the step before, too."""
     moments: int
     gradient: int
-    """The accumulator, one microbatch's gradient, the reduced gradient, and that of the step before, for peers that missed it."""
+    """The accumulator (two under delayed updates), one microbatch's gradient, the reduced gradient, and that of the step before, for peers
+    that missed it."""
     activations: int
     """The graphs that must be there at once; more is stashed only where memory allows."""
     copies: int
@@ -97,26 +98,30 @@ class StageMemory:
 
 
 def stage_memory(
-    spec: ModelSpec, cut: Cut, stage: int, *, tokens: int, precision: Precision, state_on_cpu: bool = False, graphs: int = 1
+    spec: ModelSpec, cut: Cut, stage: int, *, tokens: int, precision: Precision, state_on_cpu: bool = False, graphs: int = 1,
+    delayed: bool = False,
 ) -> StageMemory:  # fmt: skip
     """Memory of ``stage`` with microbatches of ``tokens`` (B * T) tokens, of which ``graphs`` are kept at once.
 
-    ``state_on_cpu``: masters and moments stay in the machine's memory, an accelerator has a working copy.
+    ``state_on_cpu``: masters and moments stay in the machine's memory, an accelerator has a working copy. ``delayed``: two steps are
+    under way at once, each with an accumulator and weights of its own; copies of the state have both weights.
     """
     params = spec.stage_params(cut, stage)
     size = 4 if precision is Precision.FP32 else 2
-    copy = 0 if precision is Precision.FP32 else params * size
-    masters, moments, accumulator, reduced, kept = 4 * params, 8 * params, 4 * params, 4 * params, 4 * params
+    older = params * size if delayed else 0
+    copy = older + (0 if precision is Precision.FP32 else params * size)
+    masters, moments, reduced, kept = 4 * params, 8 * params, 4 * params, 4 * params
+    accumulator, second = 4 * params, 4 * params * delayed
     activations = graphs * stash_bytes(spec, cut, stage, tokens, precision)
-    copies = COPIES * (masters + moments)
-    computing = accumulator + params * size + activations
+    copies = COPIES * (masters + moments + 4 * params * delayed)
+    computing = accumulator + second + params * size + activations
     if state_on_cpu:
-        on_device = params * size + computing
+        on_device = params * size + older + computing
         on_host = masters + moments + 2 * reduced + kept + copies  # as it came, and scaled
     else:
         on_device = masters + copy + moments + computing
         on_host = accumulator + reduced + kept + copies
     return StageMemory(
-        weights=masters + copy, moments=moments, gradient=accumulator + params * size + reduced + kept,
+        weights=masters + copy, moments=moments, gradient=accumulator + second + params * size + reduced + kept,
         activations=activations, copies=copies, on_device=on_device, on_host=on_host,
     )  # fmt: skip

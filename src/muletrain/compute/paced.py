@@ -78,11 +78,11 @@ class PacedCompute:
     def discard(self, mb: Microbatch) -> None:
         self._inner.discard(mb)
 
-    def gradient(self) -> Tensor:
-        return self._inner.gradient()
+    def gradient(self, step: int) -> Tensor:
+        return self._inner.gradient(step)
 
-    def clear(self) -> None:
-        self._inner.clear()
+    def clear(self, step: int) -> None:
+        self._inner.clear(step)
 
     async def digest(self) -> bytes:
         return await self._inner.digest()

@@ -17,27 +17,39 @@ class LossScale:
     Off (always 1) unless ``fp16``.
     """
 
-    def __init__(self, *, fp16: bool) -> None:
+    def __init__(self, *, fp16: bool, versions: int = 1) -> None:
+        """``versions``: of the weights, in use at once (``StageWeights``); the scale goes with them."""
         self._on = fp16
-        self.value = FIRST if fp16 else 1.0
+        self._values = [FIRST if fp16 else 1.0] * versions
         self._good = 0
+        self._next = 0
+
+    def of(self, step: int) -> float:
+        """What ``step`` computes with."""
+        return self._values[step % len(self._values)]
 
     def state(self) -> dict[str, Tensor]:
-        """For a checkpoint: 'loss_scale', its value and the good steps since it changed; nothing where it is off."""
-        return {"loss_scale": torch.tensor([self.value, self._good], dtype=torch.float64)} if self._on else {}
+        """For a checkpoint: 'loss_scale', its newest value, the good steps since it changed, and the older value if one is in use;
+        nothing where it is off."""
+        *older, newest = (self.of(self._next + k) for k in range(len(self._values)))
+        return {"loss_scale": torch.tensor([newest, self._good, *older], dtype=torch.float64)} if self._on else {}
 
-    def load_state(self, state: dict[str, Tensor]) -> None:
+    def load_state(self, state: dict[str, Tensor], step: int) -> None:
         """The inverse; without 'loss_scale' (the state of a run in another precision) it begins anew."""
         if self._on and "loss_scale" in state:
-            self.value, good = state["loss_scale"].tolist()
-            self._good = int(good)
+            newest, good, *older = state["loss_scale"].tolist()
+            self._good, self._next = int(good), step
+            for k, value in enumerate([*older, newest]):
+                self._values[(step + k) % len(self._values)] = value
 
-    def update(self, *, skipped: bool) -> None:
-        """After each step of the run: halve after a skipped one, double after ``GOOD_STEPS`` good ones in a row."""
+    def update(self, step: int, *, skipped: bool) -> None:
+        """After ``step``: halve after a skipped one, double after ``GOOD_STEPS`` good ones in a row."""
         if not self._on:
             return
         self._good = 0 if skipped else self._good + 1
+        value = self.of(step + len(self._values) - 1)  # the newest
         if skipped:
-            self.value = max(1.0, self.value / 2)
+            value = max(1.0, value / 2)
         elif self._good % GOOD_STEPS == 0:
-            self.value = min(LARGEST, self.value * 2)
+            value = min(LARGEST, value * 2)
+        self._values[step % len(self._values)], self._next = value, step + 1

@@ -1,6 +1,7 @@
 """``TorchCompute``: one stage resident on one device.
 
-All arithmetic runs on one compute thread, in the order of the calls; ``offload`` has a thread of its own. Bookkeeping
+All arithmetic runs on one compute thread, in the order of the calls, but for delayed updates; those and ``offload`` have threads of
+their own. Bookkeeping
 (what is held, how much is stashed) happens on the event loop's thread only, so it needs no lock.
 
 Cancellation. A cancelled call that has not started never starts; one that has runs to its end, but its result is
@@ -101,10 +102,10 @@ class TorchCompute:
         self.stage, self.stages = stage, len(cut)
         self.counters = Counters()
         self._spec, self._cut, self._setup = spec, cut, setup
-        self._module = Stage(spec, stage, cut)
-        shapes = self._module.shapes()
+        self._versions = [Stage(spec, stage, cut) for _ in range(2 if setup.optimizer.delayed else 1)]
+        shapes = self._versions[0].shapes()
         self._weights = StageWeights(
-            self._module,
+            self._versions,
             setup.optimizer,
             setup.total_steps,
             device=setup.device,
@@ -112,11 +113,14 @@ class TorchCompute:
             source=source or (lambda name: initial_weight(spec, name, shapes[name], setup.seed)),
         )
         self.n_params = self._weights.layout.size
-        self._scale = LossScale(fp16=setup.precision is Precision.FP16)
+        self._scale = LossScale(fp16=setup.precision is Precision.FP16, versions=len(self._versions))
         self._held: dict[Microbatch, _Held] = {}
         self._stashed = 0
         self._weights_lock = threading.Lock()  # between the compute thread and the offload thread
         self._thread = _executor(f"compute-{stage}", inline=setup.inline)
+        self._updates = self._thread
+        if setup.optimizer.delayed:  # the next step computes meanwhile
+            self._updates = _executor(f"update-{stage}", inline=setup.inline)
         self._aside = _executor(f"offload-{stage}", inline=setup.inline)
         self._pending: Future[None] | None = None  # the last change of the accumulator
 
@@ -144,7 +148,7 @@ class TorchCompute:
             gradients, inputs_gradient = await self._run(self._backward, mb, held, grad, accumulate)
         finally:
             self._stashed -= held.reserved
-        self._commit(gradients)
+        self._commit(mb, gradients)
         return inputs_gradient
 
     async def loss_backward(
@@ -155,7 +159,7 @@ class TorchCompute:
         if targets.shape != inputs.shape[:2]:
             raise ProtocolError(f"targets: {tuple(targets.shape)} for inputs {tuple(inputs.shape)}")
         loss, gradients, inputs_gradient = await self._run(self._loss_backward, mb, inputs, targets, accumulate)
-        self._commit(gradients)
+        self._commit(mb, gradients)
         return loss, inputs_gradient
 
     def discard(self, mb: Microbatch) -> None:
@@ -177,20 +181,20 @@ class TorchCompute:
     def _forward(self, mb: Microbatch, inputs: Tensor, reserved: int) -> tuple[_Held, Tensor]:
         leaf = self._leaf(inputs)
         with self._timed("forward_s"), torch.set_grad_enabled(reserved > 0):
-            output = self._module(leaf, self._masks(mb)).float()
+            output = self._module(mb)(leaf, self._masks(mb)).float()
             result = output.detach().cpu()
         return _Held(leaf, output if reserved else None, tuple(output.shape), reserved), result
 
     def _backward(self, mb: Microbatch, held: _Held, grad: Tensor, accumulate: bool) -> tuple[Gradients, Tensor | None]:
-        if self._module.is_first and not accumulate:
+        if self._is_first and not accumulate:
             return (), None  # nobody wants anything of it
         if held.output is None:
             with self._timed("recompute_s"), torch.enable_grad():
-                held.output = self._module(held.inputs, self._masks(mb)).float()
+                held.output = self._module(mb)(held.inputs, self._masks(mb)).float()
             self.counters.recomputed += 1
         with self._timed("backward_s"):
-            seed = grad.to(self._setup.device) * self._scale.value
-            return self._differentiate(held.output, held.inputs, seed, accumulate)
+            seed = grad.to(self._setup.device) * self._scale.of(mb.step)
+            return self._differentiate(mb, held.output, held.inputs, seed, accumulate)
 
     def _loss_backward(
         self, mb: Microbatch, inputs: Tensor, targets: Tensor, accumulate: bool
@@ -198,75 +202,81 @@ class TorchCompute:
         checks.check_token_values("targets", targets, self._spec.vocab)
         leaf = self._leaf(inputs)
         with self._timed("forward_s"), torch.enable_grad():
-            logits = self._module(leaf, self._masks(mb)).float()
+            logits = self._module(mb)(leaf, self._masks(mb)).float()
             loss = F.cross_entropy(logits.flatten(0, 1), targets.to(logits.device).flatten())
             nats = float(loss.detach())
         with self._timed("backward_s"):
-            seed = torch.full_like(loss, self._scale.value)
-            return nats, *self._differentiate(loss, leaf, seed, accumulate)
+            seed = torch.full_like(loss, self._scale.of(mb.step))
+            return nats, *self._differentiate(mb, loss, leaf, seed, accumulate)
 
     def _differentiate(
-        self, output: Tensor, leaf: Tensor, seed: Tensor, accumulate: bool
+        self, mb: Microbatch, output: Tensor, leaf: Tensor, seed: Tensor, accumulate: bool
     ) -> tuple[Gradients, Tensor | None]:
         """Gradients of the parameters (scaled; none unless ``accumulate``) and of the inputs (fp32, CPU; None at stage
         0).
         """
         wanted = [leaf] if leaf.requires_grad else []
-        wanted += self._weights.parameters if accumulate else []
+        wanted += self._weights.parameters(mb.step) if accumulate else []
         if not wanted:
             return (), None
         gradients = torch.autograd.grad(output, wanted, seed)
         if not leaf.requires_grad:
             return gradients, None
-        return gradients[1:], gradients[0].div_(self._scale.value).cpu()
+        return gradients[1:], gradients[0].div_(self._scale.of(mb.step)).cpu()
 
     def _leaf(self, inputs: Tensor) -> Tensor:
         """``inputs``, checked, on the device; activations are where the stage's backward ends."""
-        if self._module.is_first:
+        if self._is_first:
             checks.check_token_values("inputs", inputs, self._spec.vocab)
             return inputs.to(self._setup.device)
         checks.check_finite(inputs)
         return inputs.detach().to(self._setup.device).requires_grad_()
 
     def _check_shape(self, inputs: Tensor) -> None:
-        if self._module.is_first:
+        if self._is_first:
             checks.check_token_shape("inputs", inputs, self._spec, self._setup.sequences)
         else:
             checks.check_activation_shape(inputs, self._spec, self._setup.sequences)
+
+    @property
+    def _is_first(self) -> bool:
+        return self.stage == 0
+
+    def _module(self, mb: Microbatch) -> Stage:
+        """With the weights of its step."""
+        return self._versions[mb.step % len(self._versions)]
 
     def _masks(self, mb: Microbatch) -> Masks:
         return Masks(self._setup.seed, mb.step, mb.index)
 
     # The accumulator and the step -----------------------------------------------------------------------------------
 
-    def _commit(self, gradients: Gradients) -> None:
+    def _commit(self, mb: Microbatch, gradients: Gradients) -> None:
         """Queue the addition; whatever is called later sees it."""
         if gradients:
-            scale = self._scale.value
-            self._pending = self._thread.submit(self._weights.accumulate, gradients, scale)
+            scale = self._scale.of(mb.step)
+            self._pending = self._thread.submit(self._weights.accumulate, gradients, mb.step, scale)
 
-    def gradient(self) -> Tensor:
-        """Waits for additions still queued. On the CPU it is the accumulator itself: the next step overwrites it."""
+    def gradient(self, step: int) -> Tensor:
+        """Waits for additions still queued. On the CPU it is the accumulator itself, until the step is applied."""
         if self._pending is not None:
             self._pending.result()
-        return self._weights.accumulator.cpu()
+        return self._weights.accumulator(step).cpu()
 
-    def clear(self) -> None:
-        self._pending = self._thread.submit(_zero, self._weights.accumulator)
+    def clear(self, step: int) -> None:
+        self._pending = self._thread.submit(_zero, self._weights.accumulator(step))
 
     async def apply(self, gradient: Tensor, update: Update) -> None:
         """Raises ProtocolError unless ``gradient`` is fp32 [P]. A cancelled call has either not started or is
         completed.
         """
         checks.check_gradient_shape(gradient, (self.n_params,))
-        await self._run(self._apply, gradient, update)
+        await self._on(self._updates, self._apply, gradient, update)
 
     def _apply(self, gradient: Tensor, update: Update) -> None:
         with self._timed("apply_s"), self._weights_lock, torch.no_grad():
-            if not update.skip:
-                self._weights.apply(gradient, update.scale, update.step)
-            self._scale.update(skipped=update.skip)
-            self._weights.accumulator.zero_()
+            self._weights.apply(gradient, update.scale, update.step, skip=update.skip)
+            self._scale.update(update.step, skipped=update.skip)
 
     # The state ------------------------------------------------------------------------------------------------------
 
@@ -284,11 +294,12 @@ class TorchCompute:
 
     def _load_state(self, state: dict[str, Tensor]) -> None:
         self._weights.load_state(state)
-        self._scale.load_state(state)
+        self._scale.load_state(state, self._weights.next)
 
     async def _read(self, fn: Callable[[], R]) -> R:
         """``fn`` beside the compute thread, but after every ``apply`` and ``load_state`` called before."""
         await self._run(_passed)
+        await self._on(self._updates, _passed)
         return await self.offload(self._locked, fn)
 
     def _locked(self, fn: Callable[[], R]) -> R:
@@ -298,17 +309,20 @@ class TorchCompute:
     # Threads --------------------------------------------------------------------------------------------------------
 
     async def offload(self, fn: Callable[..., R], *args: object) -> R:
-        return await asyncio.get_running_loop().run_in_executor(self._aside, fn, *args)
+        return await self._on(self._aside, fn, *args)
 
     def close(self) -> None:
         """Jobs that wait are dropped; one that runs ends by itself."""
-        for executor in (self._thread, self._aside):
+        for executor in (self._thread, self._updates, self._aside):
             executor.shutdown(wait=False, cancel_futures=True)
         self._held.clear()
         self._stashed = 0
 
     async def _run(self, fn: Callable[..., R], *args: object) -> R:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, fn, *args)
+        return await self._on(self._thread, fn, *args)
+
+    async def _on(self, executor: Executor, fn: Callable[..., R], *args: object) -> R:
+        return await asyncio.get_running_loop().run_in_executor(executor, fn, *args)
 
     @contextmanager
     def _timed(self, counter: str) -> Iterator[None]:

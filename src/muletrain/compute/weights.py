@@ -1,4 +1,4 @@
-"""One stage's numbers: fp32 masters, working copy, moments and gradient accumulator, each one flat buffer.
+"""One stage's numbers: fp32 masters, working copies, moments and gradient accumulators, each one flat buffer.
 
 P: parameters of the stage. Not thread-safe; ``TorchCompute`` calls it from its compute thread or under its lock.
 """
@@ -23,15 +23,17 @@ if TYPE_CHECKING:
 
 
 class StageWeights:
-    """Binds ``stage`` to views of a flat working buffer and keeps everything the optimizer needs beside it.
+    """Binds ``versions`` of the stage to views of flat working buffers and keeps everything the optimizer needs beside them.
 
-    In fp32, with the state on the device, the masters themselves are the working buffer. ``source`` gives each
-    parameter's first value. Raises CheckpointError when ``source`` gives another shape.
+    Step t computes with version t mod the number of versions, into an accumulator of its own: one version, or two under delayed
+    updates, where the update by step t makes the weights of step t + 2, while t + 1 computes with those that were there before.
+    In fp32, with the state on the device, the newest working buffer is the masters. ``source`` gives each parameter's first
+    value. Raises CheckpointError when ``source`` gives another shape.
     """
 
     def __init__(
         self,
-        stage: Stage,
+        versions: Sequence[Stage],
         optimizer: OptimizerConfig,
         total_steps: int,
         *,
@@ -39,58 +41,89 @@ class StageWeights:
         dtype: torch.dtype,
         source: Callable[[str], Tensor],
     ) -> None:
-        self.layout = FlatLayout.of(stage.shapes())
+        self.layout = FlatLayout.of(versions[0].shapes())
         state_device = torch.device("cpu") if optimizer.state_device == "cpu" else device
         self.masters = torch.empty(self.layout.size, device=state_device)
         for name, view in self.layout.views(self.masters).items():
             _copy(view, source(name), name)
-        direct = dtype == torch.float32 and state_device == device
-        self._working = self.masters if direct else self.masters.to(device, dtype)
-        stage.bind(self.layout.views(self._working))
-        by_name = dict(stage.named_parameters())
-        self.parameters = [by_name[name] for name in self.layout.names]
+        self._direct = dtype == torch.float32 and state_device == device
+        newest = self.masters if self._direct else self.masters.to(device, dtype)
+        self._working = [newest, *(newest.clone() for _ in versions[1:])]
+        self._parameters = [self._bound(*pair) for pair in zip(versions, self._working, strict=True)]
         self._rule = make_rule(optimizer, total_steps, self.layout, state_device)
-        self.accumulator = torch.zeros(self.layout.size, device=device)
-        self._accumulator_views = list(self.layout.views(self.accumulator).values())
+        self._accumulators = [torch.zeros(self.layout.size, device=device) for _ in versions]
+        self._accumulator_views = [list(self.layout.views(a).values()) for a in self._accumulators]
+        self.next = 0
+        """The step whose update comes next: until then it computes with the oldest version."""
 
-    def accumulate(self, gradients: Sequence[Tensor], loss_scale: float) -> None:
+    def _bound(self, stage: Stage, working: Tensor) -> list[Tensor]:
+        stage.bind(self.layout.views(working))
+        by_name = dict(stage.named_parameters())
+        return [by_name[name] for name in self.layout.names]
+
+    def _version(self, step: int) -> int:
+        return step % len(self._working)
+
+    def parameters(self, step: int) -> list[Tensor]:
+        """Those that ``step`` computes with."""
+        return self._parameters[self._version(step)]
+
+    def accumulator(self, step: int) -> Tensor:
+        """Of ``step``: the sum of its microbatches' gradients, flat fp32 [P]."""
+        return self._accumulators[self._version(step)]
+
+    def accumulate(self, gradients: Sequence[Tensor], step: int, loss_scale: float) -> None:
         """Add one microbatch's gradients, in the order of ``parameters``, divided by ``loss_scale``."""
-        torch._foreach_add_(self._accumulator_views, list(gradients), alpha=1 / loss_scale)
+        torch._foreach_add_(self._accumulator_views[self._version(step)], list(gradients), alpha=1 / loss_scale)
 
-    def apply(self, gradient: Tensor, scale: float, step: int) -> None:
-        """Optimizer step with ``gradient`` (flat fp32 [P], not changed) times ``scale``. Overwrites the accumulator."""
-        same_device = self.masters.device == self.accumulator.device
-        scratch = self.accumulator if same_device else torch.empty_like(self.masters)
-        scratch.copy_(gradient)
-        if scale != 1.0:
-            scratch.mul_(scale)
-        self._rule.step(self.masters, scratch, step)
-        self._refresh()
+    def apply(self, gradient: Tensor, scale: float, step: int, *, skip: bool) -> None:
+        """Optimizer step with ``gradient`` (flat fp32 [P], not changed) times ``scale``, or none (``skip``). The weights that ``step``
+        computed with make room for the newest. Clears its accumulator."""
+        newest, accumulator = self._working[self._version(step)], self.accumulator(step)
+        if self._direct and newest is not self.masters:
+            newest.copy_(self.masters)
+            self.masters = newest
+        if not skip:
+            scratch = accumulator if self.masters.device == accumulator.device else torch.empty_like(self.masters)
+            scratch.copy_(gradient)
+            if scale != 1.0:
+                scratch.mul_(scale)
+            self._rule.step(self.masters, scratch, step)
+        if not self._direct:
+            newest.copy_(self.masters)
+        accumulator.zero_()
+        self.next = step + 1
 
     def digest(self) -> bytes:
         return blake3(self.masters.cpu().numpy().data.cast("B")).digest()
 
     def state(self) -> dict[str, Tensor]:
-        """Copies: 'model/NAME', 'moment1/NAME', 'moment2/NAME'; fp32 on the CPU."""
-        return {
+        """Copies: 'model/NAME', 'moment1/NAME', 'moment2/NAME'; fp32 on the CPU. With two versions also 'delayed/NAME', the older one, and
+        'step' [1], the one that computes with it."""
+        state = {
             f"{kind}/{name}": view
             for kind, flat in self._buffers().items()
-            for name, view in self.layout.views(flat.to("cpu", copy=True)).items()
+            for name, view in self.layout.views(flat.to("cpu", torch.float32, copy=True)).items()
         }
+        return state if len(self._working) == 1 else {**state, "step": torch.tensor([self.next], dtype=torch.float64)}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """The inverse of ``state``; moments that are absent altogether become zero. Everything is checked before
-        anything changes.
+        """The inverse of ``state``; moments that are absent altogether become zero, absent older weights are the newest. Everything is
+        checked before anything changes.
 
         Raises CheckpointError on missing names or other shapes.
         """
+        step = _step_of(state)
         sources = {kind: self._collect(state, kind) for kind in self._buffers()}
+        self.next, newest = step, self._working[self._version(step + 1)]
+        if self._direct:
+            self.masters = newest
         for kind, flat in self._buffers().items():
             if not sources[kind]:
-                flat.zero_()
+                flat.zero_() if kind.startswith("moment") else flat.copy_(self.masters)
             for name, value in sources[kind].items():
                 self.layout.views(flat)[name].copy_(value)
-        self._refresh()
+        newest.copy_(self.masters)
 
     def _collect(self, state: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
         """The tensors of one kind by parameter name, checked; empty for absent moments."""
@@ -106,11 +139,16 @@ class StageWeights:
         return found
 
     def _buffers(self) -> dict[str, Tensor]:
-        return {"model": self.masters, "moment1": self._rule.moment1, "moment2": self._rule.moment2}
+        buffers = {"model": self.masters, "moment1": self._rule.moment1, "moment2": self._rule.moment2}
+        return buffers if len(self._working) == 1 else {**buffers, "delayed": self._working[self._version(self.next)]}
 
-    def _refresh(self) -> None:
-        if self._working is not self.masters:
-            self._working.copy_(self.masters)
+
+def _step_of(state: dict[str, Tensor]) -> int:
+    """Raises CheckpointError when it says what is no step."""
+    step = float(state["step"].sum()) if "step" in state else 0.0
+    if not (step.is_integer() and 0 <= step < 2**48):
+        raise CheckpointError(f"step is {step}: not a stage's state")
+    return int(step)
 
 
 def _copy(view: Tensor, value: Tensor, name: str) -> None:

@@ -194,6 +194,10 @@ class OptimizerConfig(Section):
     state_device: Literal["device", "cpu"] = Field(
         default="device", description="where moments and fp32 master weights live"
     )
+    delayed: bool = Field(
+        default=False,
+        description="average and update while the next step computes, which so lacks that update (DPU, SWARM sec. 3.2)",
+    )
 
 
 class FleetConfig(Section):

@@ -88,8 +88,8 @@ class RunFacts:
             lr=functools.partial(learning_rate, c.optimizer, total_steps=t.steps),
             checkpoint_every=c.checkpoint.every, capacity=CAPACITY, rebalance=c.fleet.rebalance,
             rebalance_s=c.fleet.rebalance_period, work=tuple(self.stage_costs()),
-            state_bytes=tuple(12 * self.spec.stage_params(self.cut, s) for s in range(c.fleet.stages)),
-            trace=c.fleet.trace, adopt_after_s=c.fleet.adopt_after, from_seed=c.model.from_ is None,
+            state_bytes=tuple((16 if c.optimizer.delayed else 12) * self.spec.stage_params(self.cut, s) for s in range(c.fleet.stages)),
+            trace=c.fleet.trace, adopt_after_s=c.fleet.adopt_after, from_seed=c.model.from_ is None, delayed=c.optimizer.delayed,
         )  # fmt: skip
 
     def source(self, cache: TokenCache) -> MicrobatchSource:
@@ -105,7 +105,7 @@ class RunFacts:
         return [
             stage_memory(
                 self.spec, self.cut, s, tokens=self.tokens, precision=precision,
-                state_on_cpu=c.optimizer.state_device == "cpu",
+                state_on_cpu=c.optimizer.state_device == "cpu", delayed=c.optimizer.delayed,
                 graphs=min(CAPACITY, c.microbatches) if c.compute.checkpointing == "never" else 1,
             )
             for s in range(c.fleet.stages)

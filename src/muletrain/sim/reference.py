@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from muletrain.config.schema import RunConfig
+    from muletrain.config.schema import OptimizerConfig, RunConfig
     from muletrain.policy.partition import Cut
     from muletrain.sim.scenario import Scenario
 
@@ -76,7 +76,7 @@ def facts_of(scenario: Scenario) -> Facts:
         lr=lambda step: learning_rate(config.optimizer, step, scenario.steps),
         checkpoint_every=scenario.checkpoint_every, adopt_after_s=scenario.adopt_after_s, from_seed=True, capacity=scenario.capacity,
         rebalance=scenario.rebalance, rebalance_s=scenario.rebalance_s, work=(1.0,) * len(scenario.stages),
-        state_bytes=(0,) * len(scenario.stages),
+        state_bytes=(0,) * len(scenario.stages), delayed=config.optimizer.delayed,
     )  # fmt: skip
     return Facts(config, spec, spec.cut(len(scenario.stages)), plan)
 
@@ -93,35 +93,41 @@ class VirtualCompute(TorchCompute):
 
 def stage_compute(facts: Facts, stage: int) -> VirtualCompute:
     """What trains ``stage``."""
-    return _compute(facts, facts.cut, stage)
+    return _compute(facts, facts.cut, stage, facts.config.optimizer)
 
 
-def _compute(facts: Facts, cut: Cut, stage: int) -> VirtualCompute:
+def _compute(facts: Facts, cut: Cut, stage: int, optimizer: OptimizerConfig) -> VirtualCompute:
     config = facts.config
     setup = StageSetup(
-        optimizer=config.optimizer, total_steps=config.train.steps, seed=config.train.seed,
+        optimizer=optimizer, total_steps=config.train.steps, seed=config.train.seed,
         sequences=config.train.microbatch, precision=config.compute.precision, inline=True,
     )  # fmt: skip
     return VirtualCompute(facts.spec, cut, stage, setup)
 
 
 def history(scenario: Scenario) -> list[dict[str, Tensor]]:
-    """The state of a single process after each step: the whole model, no network, no protocol, no faults."""
+    """The state of a single process after each step: the whole model, no network, no protocol, no faults. Delayed updates are those of a
+    plain optimizer, each made once the step after it was computed."""
 
     async def train() -> list[dict[str, Tensor]]:
         facts = facts_of(scenario)
-        tokens, compute = Tokens(facts), _compute(facts, facts.spec.cut(1), 0)
-        states = []
+        at_once = facts.config.optimizer.model_copy(update={"delayed": False})
+        tokens, compute = Tokens(facts), _compute(facts, facts.spec.cut(1), 0, at_once)
+        states: list[dict[str, Tensor]] = []
+        late: list[tuple[Tensor, Update]] = []
         for step in range(scenario.steps):
             for index in range(scenario.microbatches):
                 inputs, targets = (torch.from_numpy(a) for a in tokens.microbatch(step, index))
                 await compute.loss_backward(Microbatch(step, index), inputs, targets, accumulate=True)
-            mean = compute.gradient().clone() / scenario.microbatches
+            mean = compute.gradient(step).clone() / scenario.microbatches
+            compute.clear(step)
             norm = float(mean.double().norm())
             clip = facts.config.optimizer.clip
             scale = min(1.0, clip / (norm + 1e-6)) if clip is not None else 1.0
-            await compute.apply(mean, Update(step, scale, skip=not math.isfinite(norm)))
-            states.append(await compute.state())
+            late.append((mean, Update(step, scale, skip=not math.isfinite(norm))))
+            while late and (step + 1 == scenario.steps or len(late) > facts.plan.delayed):
+                await compute.apply(*late.pop(0))
+                states.append(await compute.state())
         return states
 
     problems: list[str] = []

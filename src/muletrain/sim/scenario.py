@@ -14,6 +14,8 @@ FOR_EVER_S = 1e9
 """Two machines that cannot connect to each other."""
 PARTITIONED = 0.2
 """Share of the scenarios that are about a partition."""
+DELAYED = 0.3
+"""Share of the scenarios with delayed updates."""
 POINTS = ("forward", "backward", "seal", "shard", "reduced", "round_entry")
 """Frames at which a peer may be killed exactly: between any two of them the protocol must be able to lose it."""
 
@@ -94,10 +96,11 @@ class Scenario:
     def draw(cls, seed: int) -> Scenario:
         """Two or three stages of one to three replicas; up to four faults, of which none kills a stage off, nor leaves it to a replica
         that may be behind; and in some worlds a stage that loses all its peers at once."""
+        overrides = ("optimizer.delayed=true",) if random.Random(f"delayed/{seed}").random() < DELAYED else ()
         apart = random.Random(f"apart/{seed}")
         skew = apart.choice([0.0, 0.0, 0.1, 0.5])
         if apart.random() < PARTITIONED:
-            return replace(_partitioned(seed, apart), skew=skew)
+            return replace(_partitioned(seed, apart), skew=skew, overrides=overrides)
         rng, places = random.Random(f"scenario/{seed}"), random.Random(f"places/{seed}")
         stages = tuple(rng.randint(1, 3) for _ in range(rng.randint(2, 3)))
         base = cls(
@@ -155,7 +158,8 @@ class Scenario:
         lost = _lost_stage(base, faults, places, span) if places.random() < LOSES_A_STAGE else ()
         trainers = len(base.members) if lost else base.trainers
         every = _in_order([*faults, *lost])
-        return replace(base, faults=every, trainers=trainers, narrow=narrow, relays=relays, skew=skew)
+        drawn = replace(base, faults=every, trainers=trainers, narrow=narrow, relays=relays, skew=skew)
+        return replace(drawn, overrides=overrides)
 
 
 def _lost_stage(base: Scenario, faults: list[Fault], rng: random.Random, span: float) -> tuple[Fault, ...]:

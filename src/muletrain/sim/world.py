@@ -192,7 +192,7 @@ class World:
             return None
         finally:
             await network.close()
-        self._outcome.lineages[name] = self.peers[name].stepper.lineage
+        self._outcome.lineages[name] = self.peers[name].stepper.applied
         left = self.peers[name].left
         self._outcome.ends[name] = LEFT if left else "finished"
         return None if left else state

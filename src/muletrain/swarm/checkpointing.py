@@ -239,7 +239,7 @@ class Checkpoints:
         """Our stage's part of a checkpoint: from our place, else from whoever has it. Raises CheckpointError, NetworkError or
         ProtocolError."""
         ctx, stage = self._ctx, self._ctx.roster.own.stage
-        facts = PartFacts(16 * ctx.compute.n_params, digest)
+        facts = PartFacts(20 * ctx.compute.n_params, digest)
         try:
             state = await self.read(key, stage)
             if await ctx.aside(_sha256, state_buffers(state)) == digest:

@@ -79,6 +79,8 @@ class Plan:
     """Compute cost of a microbatch at each stage, any unit."""
     state_bytes: tuple[int, ...] = ()
     """What a newcomer to each stage copies."""
+    delayed: bool = False
+    """Steps are averaged and applied while the next one computes (``computing``)."""
     trace: bool = False
     """Emit an event for every microbatch taken and served."""
 
@@ -92,8 +94,6 @@ class StepStats:
     averaging_s: float = 0.0
     apply_s: float = 0.0
     started: float = 0.0
-    microbatches: int = 0
-    recomputed: int = 0
     services: list[float] = field(default_factory=list)
     """Forward and backward of each [s]."""
     sent: defaultdict[str, Counter[TrafficClass]] = field(default_factory=lambda: defaultdict(Counter))

@@ -1,4 +1,5 @@
-"""What a peer knows of the current step: what arrives of it, what it answers, and whom it asks for what it missed."""
+"""What a peer knows of the current step (the one it agrees on next, see ``computing``): what arrives of it, what it answers, and whom it
+asks for what it missed."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from muletrain.errors import MuletrainError, NetworkError, ProtocolError
 from muletrain.policy.deadline import Deadline
 from muletrain.policy.lineages import Chain
 from muletrain.swarm.branches import branch_of
+from muletrain.swarm.computing import Computing
 from muletrain.swarm.leaving import Departure
-from muletrain.swarm.ledger import Ledger
 from muletrain.swarm.messages import (
     AskEntries,
     AskSeal,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from muletrain.policy.views import View
     from muletrain.swarm.context import Context
     from muletrain.swarm.holding import Holding
+    from muletrain.swarm.ledger import Ledger
 
 MAX_ATTEMPTS = 20
 """Rounds tried for one step before the peer gives up with an error instead of trying for ever."""
@@ -62,10 +64,11 @@ class Knowledge:
         ctx: Context,
         step: int,
         lineage: bytes,
-        running: Callable[[], list[int]],
-        orphaned: Callable[[frozenset[int]], None],
+        running: Callable[[int], list[int]],
+        orphaned: Callable[[Computing], None],
     ) -> None:
-        """``running``: microbatches this peer works on. ``orphaned`` is told what is not through after a missed deadline."""
+        """``running``: microbatches of a step that this peer works on. ``orphaned`` is told when they are not through after a missed
+        deadline."""
         self._ctx = ctx
         self._running = running
         self._orphaned = orphaned
@@ -89,13 +92,46 @@ class Knowledge:
         ctx.changed = self._waits.hurry
         self.met: Callable[[PeerId, int], None] = lambda peer, step: None
         """Told of a peer of another lineage, and of its step (see ``Lineages``)."""
+        self.ahead: Computing | None = None
+        """The next step, if it is computed already."""
+        self.work = Computing(step, lineage, ctx.plan.microbatches)
         self._enter(Chain(step, (lineage,)))
 
+    @property
+    def step(self) -> int:
+        return self.work.step
+
+    @property
+    def lineage(self) -> bytes:
+        return self.work.lineage
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.work.ledger
+
+    @property
+    def applied(self) -> bytes:
+        """hash(R_{step-1}), or the genesis': what made our weights."""
+        return self._chain.lineages[-1]
+
+    def under_way(self) -> tuple[Computing, ...]:
+        return (self.work,) if self.ahead is None else (self.work, self.ahead)
+
+    def computing(self, step: int) -> Computing | None:
+        """None for a step of which microbatches are not (any more) computed here."""
+        return next((w for w in self.under_way() if w.step == step), None)
+
     def _enter(self, chain: Chain) -> None:
-        step, lineage = self.step, self.lineage = chain.step, chain.lineages[-1]
+        step, lineage = chain.step, chain.lineages[-2 if self._ctx.plan.delayed and len(chain.lineages) > 1 else -1]
         self._chain, self.begun = chain, self._ctx.clock.now()
-        self.ledger = Ledger(lineage, step, self._ctx.plan.microbatches)
-        self.losses: dict[int, float] = {}
+        ahead, self.ahead = self.ahead, None
+        self.work.over = True
+        if ahead is not None and (ahead.step, ahead.lineage) == (step, lineage):
+            self.work = ahead
+            ahead.ledger.reopen(keep=True)
+        else:
+            assert ahead is None  # let go of before
+            self.work = Computing(step, lineage, self._ctx.plan.microbatches)
         self._seals: dict[PeerId, Seal] = {}
         self.announced: Seal | None = None
         self.away = False
@@ -114,7 +150,7 @@ class Knowledge:
         self._late: dict[PeerId, float] = {}
         """When we first heard that a peer was at an earlier step still."""
         self._lost: Counter[PeerId] = Counter()
-        self._builder = RecordBuilder(step, lineage, self._ctx.plan.stages)
+        self._builder = RecordBuilder(step, lineage, self._ctx.plan.stages, self.applied)
 
     @property
     def chain(self) -> Chain:
@@ -131,7 +167,7 @@ class Knowledge:
         raise NotImplementedError
 
     def _all_through(self) -> bool:
-        return len(self.losses) == self._ctx.plan.microbatches
+        return not self.work.missing()
 
     def _held_by_replicas(self) -> list[RoundEntry]:
         """What live replicas attest that they hold of this step."""
@@ -147,11 +183,9 @@ class Knowledge:
     # What arrives -----------------------------------------------------------------------------------------------------
 
     def on_trainer_done(self, message: TrainerDone) -> None:
-        if len(message.indices) != len(message.losses) or any(
-            i >= self._ctx.plan.microbatches for i in message.indices
-        ):
+        work = self.computing(message.step)
+        if work is not None and not work.through(message.indices, message.losses):
             raise ProtocolError("trainer_done: indices outside the step, or not one loss for each")
-        self.losses.update(zip(message.indices, message.losses, strict=True))
         self.touched()
 
     def on_seal(self, sender: PeerId, message: Seal) -> None:
@@ -196,9 +230,9 @@ class Knowledge:
             views=tuple(v for m, v in self._meeting.items() if roster.member(m).stage == stage and roster.is_alive(m))
         )
 
-    def on_later(self, sender: PeerId) -> None:
-        """A frame of a later step came from ``sender``."""
-        self.overtaken(sender, lambda: self._builder.record() is not None)
+    def on_later(self, sender: PeerId, *, applied: bool) -> None:
+        """A frame came from ``sender`` that is sent after all microbatches of this step are through, or after it was ``applied``."""
+        self.overtaken(sender, (lambda: self._builder.record() is not None) if applied else self._all_through)
 
     def overtaken(self, sender: PeerId, done: Callable[[], bool]) -> None:
         """``sender`` is done with what we still wait for. Usually we soon are, too; if not, a notice was lost, or we were."""
@@ -236,31 +270,37 @@ class Knowledge:
             return self._holding.piece(offset, self._ctx.plan.gradients)
         return self.trail.piece(sender, round_, offset)
 
-    def covered(self) -> frozenset[int]:
+    def covered(self, work: Computing) -> frozenset[int]:
         """Microbatches that are not to be accumulated again: ours; all of them once we hold the stage's mean gradient."""
-        return self.ledger.held if self._holding is None else frozenset(range(self._ctx.plan.microbatches))
+        whole = work is self.work and self._holding is not None
+        return frozenset(range(self._ctx.plan.microbatches)) if whole else work.ledger.held
 
-    def held(self) -> Held:
+    def held(self, step: int, lineage: bytes) -> Held:
+        stage, work = self._ctx.roster.own.stage, self.computing(step)
+        if work is None or work.lineage != lineage or (work is self.work and self.away):
+            applied, branch = b"" if self.away else self.applied, branch_of(self.lineage)
+            return Held(current=False, stage=stage, step=self.step, lineage=applied, branch=branch)
         return Held(
             current=True,
-            stage=self._ctx.roster.own.stage,
+            stage=stage,
             step=self.step,
+            lineage=self.applied,
             branch=branch_of(self.lineage),
-            held=tuple(sorted(self.covered())),
-            running=tuple(self._running()),
-            through=tuple(self.losses),
-            losses=tuple(self.losses.values()),
+            held=tuple(sorted(self.covered(work))),
+            running=tuple(self._running(step)),
+            through=tuple(work.losses),
+            losses=tuple(work.losses.values()),
         )
 
     # What we ask ------------------------------------------------------------------------------------------------------
 
-    async def _nothing_running(self) -> None:
-        await self._waits.until(lambda: not self.ledger.running, self._seal_deadline, "running microbatches")
+    async def _nothing_running(self, work: Computing) -> None:
+        await self._waits.until(lambda: not work.ledger.running, self._seal_deadline, "running microbatches")
 
     async def _ask_progress(self) -> None:
         """Nothing moved for long: find out who is there, and what is through. A dead trainer's microbatches fall to the others."""
         await self._ask_everyone()
-        self._orphaned(frozenset(range(self._ctx.plan.microbatches)) - self.losses.keys())
+        self._orphaned(self.work)
 
     async def _ask_replicas(self) -> None:
         """A lost announcement must not stop the stage: whoever made it can say it again."""
@@ -315,16 +355,16 @@ class Knowledge:
             ):  # all that we lacked was word of the others
                 return held
             raise Behind(f"step {self.step}: {self._ctx.roster.member(peer).name} is at step {held.step}")
-        if not held.current:
+        if held.current and self.work.through(held.through, held.losses):
+            self.touched()
+        if not held.current or (
+            held.step < self.step and self._all_through()
+        ):  # of no use until it is at this step, too
             now = self._ctx.clock.now()
             if now - self._late.setdefault(peer, now) >= self._late_deadline.seconds():
                 self._ctx.suspect(peer, f"it is still at step {held.step}")
-            return held
-        if peer in self._late:
+        elif held.step == self.step and peer in self._late:
             self._late_deadline.measured(self._ctx.clock.now() - self._late.pop(peer))
-        if len(held.through) == len(held.losses) and all(i < self._ctx.plan.microbatches for i in held.through):
-            self.losses.update(zip(held.through, held.losses, strict=True))
-            self.touched()
         return held
 
     async def _ask_entries(self) -> None:

@@ -59,6 +59,10 @@ class Ledger:
             self._held.clear()
 
     @property
+    def sealed(self) -> bool:
+        return self._sealed
+
+    @property
     def running(self) -> frozenset[int]:
         return frozenset(self._running)
 

@@ -65,8 +65,8 @@ class Lineages:
         ctx.net.serve(AskStay.KIND, self._on_ask)
 
     def heard(self, peer: PeerId, step: int, lineage: bytes) -> bool:
-        """``peer`` is, or was, at ``step`` with ``lineage``. True if that is not our history: then both sides get to know each other's."""
-        known = self._stepper.chain.at(step)
+        """``peer`` says ``lineage`` of ``step``. True if that is not our history: then both sides get to know each other's."""
+        known = self._stepper.chain.at(step - self._ctx.plan.delayed)  # frames are sent before the record is known
         if known is None or known == lineage:
             return False
         self._met(peer, step)

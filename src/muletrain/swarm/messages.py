@@ -1,7 +1,7 @@
 """Every message of the step protocol, as strict models: what does not validate is refused before anything looks at it.
 
 Messages on streams are *frames* (a header of one of these models, perhaps tensors); questions with answers are *calls*.
-``lineage`` is hash(R_{t-1}) of the step record chain (DESIGN "Lineage, not consensus").
+``lineage`` is hash(R_{t-1}) of the step record chain (DESIGN "Lineage, not consensus"); under delayed updates hash(R_{t-2}).
 """
 
 from __future__ import annotations
@@ -270,9 +270,9 @@ class AskHeld(Message):
 
 
 class Held(Message):
-    """``current``: the answerer is at that lineage and step; otherwise it is at ``step`` and ``lineage``, and ``rival`` that it did the
-    step asked about in another lineage. ``running``: requests it still works on; ``through``: microbatches it knows to be through, with
-    their ``losses`` [nats/token]."""
+    """``current``: the answerer is at that lineage and step, or computes it ahead. It is at ``step``, to which ``lineage`` led it, and
+    ``rival``: it did the step asked about in another lineage. ``running``: requests it still works on; ``through``: microbatches it
+    knows to be through, with their ``losses`` [nats/token]."""
 
     KIND: ClassVar[str] = "held"
     current: bool

@@ -52,9 +52,10 @@ from muletrain.swarm.stepper import Stepper
 from muletrain.swarm.trainer import Trainer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable
 
     from muletrain.network.base import Frame, PeerId
+    from muletrain.swarm.computing import Computing
     from muletrain.swarm.context import Context
     from muletrain.swarm.messages import Message, Snapshot
     from muletrain.swarm.record import StepRecord
@@ -107,21 +108,21 @@ class Peer:
         self._joining, self._back = joining, back
         stage, plan = ctx.roster.own.stage, ctx.plan
         onwards = Router(ctx, stage + 1) if stage + 1 < plan.stages else None
-        self._pipeline = Pipeline(ctx, lambda: self.stepper.ledger, onwards)
+        self._pipeline = Pipeline(ctx, lambda step: self.stepper.computing(step), onwards)
         genesis = ctx.roster.genesis
         begin = (genesis.first_step, genesis.lineage) if back is None else (back.step, back.lineage)
-        self.stepper = Stepper(ctx, *begin, self._pipeline.running, self._adopt)
+        self.stepper = Stepper(ctx, *begin, self._pipeline.running, self._adopt, self._begin_ahead)
         self.stepper.settled, self.stepper.away = not joining, joining
-        self._trainer = None
-        if source is not None and ctx.roster.own.trainer:
-            self._trainer = Trainer(ctx, source, lambda: _window(ctx), lambda: self.stepper.covered())
+        self._source = source if ctx.roster.own.trainer else None
+        self._inwards = Router(ctx, stage=0)
+        self._trainers: dict[int, Trainer] = {}
+        """By step."""
         self._snapshots = Snapshots(ctx, self.stepper)
         self._receiver = Receiver(ctx)
         self._lineages = Lineages(ctx, self.stepper, self._receiver)
         self._checkpoints = Checkpoints(ctx, self._snapshots, self._receiver, book)
         self._adoption = Adoption(ctx, self._checkpoints, self._where, fits, back)
         self._membership = Membership(ctx)
-        self._step_tasks: set[asyncio.Task[Any]] = set()
         self._early: list[tuple[PeerId, Frame]] = []
         self._finished: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._last_step: StepDone | None = None
@@ -173,7 +174,7 @@ class Peer:
         return self._adoption.ordered.result()
 
     def _where(self) -> Key:
-        return Key(self.stepper.step, self.stepper.lineage)
+        return Key(self.stepper.step, self.stepper.applied)
 
     async def _train(self) -> bool:
         ctx, plan = self._ctx, self._ctx.plan
@@ -194,16 +195,16 @@ class Peer:
             ctx.spawn(ctx.measure(peer, self.stepper.lineage, self.stepper.step), "measure")
         ctx.stats.started = ctx.clock.now()
         while True:
-            step, lineage = self.stepper.step, self.stepper.lineage
+            step = self.stepper.step
             try:
                 if returned:
                     await self.stepper.meet(sure=sure)
-                self._begin_step(step, lineage, returned=returned)
+                self._begin_step(self.stepper.work, retry=returned)
                 await self._redeliver()
                 record = await self.stepper.run()
                 returned, followed, self._pursuits = False, 0, 0
             except Behind as e:
-                self._end_step_tasks()
+                self._end_trainers(step)
                 returned = True
                 sure = isinstance(e, GivesWay)
                 if isinstance(e, GivesWay):
@@ -222,7 +223,7 @@ class Peer:
                 message = f"{e}: took it from a replica and applied it"
                 ctx.emit(Note(level="warning" if followed == 1 else "info", message=message))
                 record = replayed
-            self._end_step_tasks()
+            self._end_trainers(step)
             self._report(record)
             last = record.stop or step + 1 == plan.steps
             gone = () if last else self._without(record)
@@ -233,6 +234,9 @@ class Peer:
             if last:
                 self._over = self.stepper.over = True
                 self.stepper.advance(record)
+                self._end_trainers(step + 1)
+                self.stepper.work.over = True
+                self._pipeline.abandon()
                 written = await self._finish()
                 break
             self.stepper.advance(record)
@@ -306,8 +310,8 @@ class Peer:
         """Take the state of a replica that has gone on, or, where our weights are not right, of one at our step; True if the run has ended
         there. Raises MuletrainError when there is none to take it from."""
         self._ctx.emit(Note(level="warning", message=f"{why}: this peer takes a replica's state"))
-        await self.stepper.let_go()
         self._adoption.state = "lacks"
+        await self._let_go()
         await self._membership.introduce()
         own = self.stepper.chain
         return await self._take_state(_later(own) if why.weights_hold else lambda offer: offer.step >= own.step)
@@ -316,9 +320,8 @@ class Peer:
         """Take the state of the lineage that stays, or (``renamed``) its name alone, or go on in ours where that cannot be had; True if the
         run has ended there."""
         stepper = self.stepper
-        await stepper.let_go()
+        await self._let_go()
         if renamed is not None:
-            self._pipeline.abandon(renamed.lineages[-1])
             await self._lineages.rename(renamed)
         else:
             await self._membership.introduce()
@@ -328,6 +331,12 @@ class Peer:
             await stepper.rejoin(stepper.chain)
         self._say_back()
         return False
+
+    async def _let_go(self) -> None:
+        """Of all that is under way."""
+        self._end_trainers(self.stepper.step + 1)
+        await self.stepper.let_go()
+        self._pipeline.abandon()
 
     async def _take_state(self, acceptable: Callable[[Snapshot], bool]) -> bool:
         """What was agreed on meanwhile is applied step by step from there (``Stepper.replay``)."""
@@ -342,7 +351,6 @@ class Peer:
 
     async def _take_up(self, snapshot: Snapshot) -> bool:
         """Go on with the state that was loaded. True if no step follows."""
-        self._pipeline.abandon(snapshot.lineage)
         await self.stepper.rejoin(snapshot.chain)
         self._adoption.state = "serves"
         if snapshot.over:
@@ -360,46 +368,55 @@ class Peer:
     def _refresh_routes(self) -> None:
         if self._pipeline.router is not None:
             self._pipeline.router.refresh()
-        if self._trainer is not None:
-            self._trainer.router.refresh()
+        self._inwards.refresh()
 
-    def _begin_step(self, step: int, lineage: bytes, *, returned: bool) -> None:
+    def _begin_step(self, work: Computing, *, retry: bool) -> None:
         if self._pipeline.router is not None:
-            self._pipeline.router.begin(step, lineage)
-        if self._trainer is not None:
-            self._trainer.begin(step, lineage)
-            self._in_step(self._trainer.run_step(retry=returned), f"trainer step {step}")
+            self._pipeline.router.begin(self.stepper.under_way())
+        if work.step in self._trainers:  # it was begun ahead; who trained then may be gone
+            self._adopt(work)
+        elif self._source is not None:
+            self._inwards.refresh()
+            covered = lambda: self.stepper.covered(work)  # noqa: E731
+            trainer = Trainer(self._ctx, self._source, self._inwards, _window(self._ctx), work, covered)
+            self._trainers[work.step] = trainer
+            trainer.spawn(trainer.run_step(retry=retry), "trainer step")
 
-    def _in_step(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """A task of the trainer's that has no meaning beyond this step."""
-        task = self._ctx.spawn(work, name)
-        self._step_tasks.add(task)
-        task.add_done_callback(self._step_tasks.discard)
+    async def _begin_ahead(self) -> None:
+        ahead = self.stepper.ahead
+        assert ahead is not None
+        if not ahead.ledger.sealed:  # else we may be gone by then
+            self._begin_step(ahead, retry=False)
+        await self._redeliver()
 
-    def _end_step_tasks(self) -> None:
-        for task in self._step_tasks:
-            task.cancel()
+    def _end_trainers(self, last: int) -> None:
+        """Those of the steps up to ``last``."""
+        for step in [s for s in self._trainers if s <= last]:
+            self._trainers.pop(step).end()
 
-    def _adopt(self, missing: frozenset[int]) -> None:
-        if self._trainer is not None:
-            self._in_step(self._trainer.adopt(missing), "adopt")
+    def _adopt(self, work: Computing) -> None:
+        trainer = self._trainers.get(work.step)
+        if trainer is not None and work.missing():
+            trainer.spawn(trainer.adopt(work.missing()), "adopt")
 
     def _report(self, record: StepRecord) -> None:
         ctx = self._ctx
         stats, now = ctx.stats, ctx.clock.now()
+        work = self.stepper.work
         self.rebalancer.count(stats)
         for receiver, nbytes in ctx.net.carried().items():
             stats.sent[receiver]["relayed"] += nbytes
         took = now - stats.started
-        busy = stats.forward_s + stats.backward_s + stats.averaging_s + stats.apply_s
+        busy = stats.forward_s + stats.backward_s
+        busy += 0 if ctx.plan.delayed else stats.averaging_s + stats.apply_s
         self.report(
             StepApplied(
                 step=record.step + 1,
                 stage=ctx.roster.own.stage,
                 lineage=record.hash.hex(),
                 skipped=record.skip,
-                microbatches=stats.microbatches,
-                recomputed=stats.recomputed,
+                microbatches=work.accumulated,
+                recomputed=work.recomputed,
                 forward_s=stats.forward_s,
                 backward_s=stats.backward_s,
                 averaging_s=stats.averaging_s,
@@ -408,7 +425,7 @@ class Peer:
                 sent={p: dict(c) for p, c in stats.sent.items()},
             )
         )
-        losses = self.stepper.losses.values()
+        losses = work.losses.values()
         self._last_step = StepDone(
             step=record.step + 1,
             loss=sum(losses) / len(losses) if losses else math.nan,
@@ -452,7 +469,7 @@ class Peer:
 
     async def _finish(self) -> bool:
         """The last checkpoint is waited for, by everyone. False if it could not be written."""
-        ctx, key = self._ctx, Key(self.stepper.step, self.stepper.lineage)
+        ctx, key = self._ctx, self._where()
         if ctx.roster.collector() is None:
             self._finished.set_result(True)
         for work in (self._hear_of_end(key), self._offer_last(key)):
@@ -523,16 +540,19 @@ class Peer:
         rival = hasattr(message, "lineage") and self._lineages.heard(sender, step, message.lineage)
         if self._over or step < self.stepper.step:
             return  # late: that step is agreed already
-        if rival:
+        work = self.stepper.computing(step)
+        if rival or (work is not None and getattr(message, "lineage", work.lineage) != work.lineage):
             raise ProtocolError(f"{frame.kind} of step {step} from another lineage")
         if self._ctx.roster.alive(sender):
             self._refresh_routes()
+        agreeing = isinstance(message, Seal | Shard | Reduced | RoundEntry)
         loads = self._adoption.state == "loads"
-        if step > self.stepper.step or loads:
+        if loads or work is None or (agreeing and step > self.stepper.step):
+            ahead = int(self._ctx.plan.delayed)
             if not loads:
-                self.stepper.on_later(sender)
+                self.stepper.on_later(sender, applied=agreeing or step > self.stepper.step + ahead)
             kept = sum(t.nbytes for _, f in self._early for t in f.tensors)
-            if step <= self.stepper.step + 1 and len(self._early) < EARLY_LIMIT and kept < EARLY_BYTES:
+            if step <= self.stepper.step + 1 + ahead and len(self._early) < EARLY_LIMIT and kept < EARLY_BYTES:
                 self._early.append((sender, frame))  # else we are far behind, and find that out
             return
         if isinstance(message, Seal | RoundEntry):
@@ -548,12 +568,15 @@ class Peer:
                 self._on_reply(sender, message, frame)
             case TrainerDone():
                 self.stepper.on_trainer_done(message)
-            case Gap() if self._trainer is not None:
+            case Gap() if message.step in self._trainers:
                 if message.stage >= self._ctx.plan.stages or any(
                     i >= self._ctx.plan.microbatches for i in message.indices
                 ):
                     raise ProtocolError("gap outside the step")
-                self._in_step(self._trainer.on_gap(message), "gap")
+                trainer = self._trainers[message.step]
+                trainer.spawn(trainer.on_gap(message), "gap")
+            case Gap() if self._source is not None:
+                pass  # this trainer has not begun that step: who asks, asks again
             case Seal():
                 self.stepper.on_seal(sender, message)
             case Shard() | Reduced():
@@ -573,8 +596,8 @@ class Peer:
         router = self._pipeline.router
         if router is not None and stage == self._ctx.roster.own.stage + 1:
             router.on_reply(sender, message, frame.tensors)
-        elif stage == 0 and self._trainer is not None:
-            self._trainer.router.on_reply(sender, message, frame.tensors)
+        elif stage == 0 and self._source is not None:
+            self._inwards.on_reply(sender, message, frame.tensors)
         else:
             raise ProtocolError(f"{frame.kind} from stage {stage}: nothing was sent there")
 
@@ -628,15 +651,13 @@ class Peer:
 
     async def _answer_held(self, sender: PeerId, payload: bytes) -> bytes:
         ask, at = AskHeld.unpack(payload), self.stepper
-        branch, aside = branch_of(at.lineage), self.left or at.away
+        branch = branch_of(at.lineage)
         self._adoption.met(sender, branch_of(ask.lineage))
         rival = branch_of(ask.lineage) == branch and self._lineages.heard(sender, ask.step, ask.lineage)
-        if (ask.step, ask.lineage) == (at.step, at.lineage) and not aside:
-            return at.held().pack()
-        return Held(
-            current=False, step=at.step, stage=self._ctx.roster.own.stage, lineage=b"" if aside else at.lineage,
-            branch=branch, rival=rival,
-        ).pack()  # fmt: skip
+        held = at.held(ask.step, ask.lineage)
+        if self.left:
+            held = Held(current=False, step=at.step, stage=self._ctx.roster.own.stage, branch=branch)
+        return held.model_copy(update={"rival": rival}).pack()
 
     async def _answer_entries(self, sender: PeerId, payload: bytes) -> bytes:
         ask = AskEntries.unpack(payload)

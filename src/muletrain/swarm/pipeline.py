@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from muletrain.network.base import Frame, PeerId
+    from muletrain.swarm.computing import Computing
     from muletrain.swarm.context import Context
-    from muletrain.swarm.ledger import Ledger
     from muletrain.swarm.router import Answer, Router
     from muletrain.wire.codec import Encoded
 
@@ -40,6 +40,7 @@ class _Held:
 
     sender: PeerId
     message: Forward
+    work: Computing
     admitted: float
     busy_s: float = 0.0
     computed_s: float = 0.0
@@ -59,16 +60,15 @@ class Pipeline:
     """Serves one stage."""
 
     ctx: Context
-    ledger: Callable[[], Ledger]
-    """The current step's."""
+    computing: Callable[[int], Computing | None]
+    """What is under way of a step."""
     router: Router | None
     """Towards the next stage; None on the last."""
     _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
 
-    def running(self) -> list[int]:
-        """Microbatches of the current step that are being worked on."""
-        current = self.ledger().step
-        return sorted({index for step, index in self._held if step == current})
+    def running(self, step: int) -> list[int]:
+        """Microbatches of ``step`` that are being worked on."""
+        return sorted(index for held, index in self._held if held == step)
 
     def load(self) -> int:
         """Requests it holds, waiting or being worked on."""
@@ -78,24 +78,27 @@ class Pipeline:
         """Admit, or say that the queue is full, or that another replica must accumulate it. A microbatch that this peer works on
         already is not begun twice."""
         self._check(message, *frame.tensors)
+        work = self.computing(message.step)
+        if work is None:
+            return
         key = (message.step, message.index)
         if key in self._held or len(self._held) >= self.ctx.plan.capacity:
             busy = Busy(**message.identity(), stage=message.stage)
             self.ctx.spawn(self._reply(sender, busy, []), "busy")
             return
-        if message.stage in message.accumulate and not self.ledger().takes(message.index):
+        if message.stage in message.accumulate and not work.ledger.takes(message.index):
             lost = Lost(**message.identity(), stage=message.stage, reason="its accumulator is sealed")
             self.ctx.spawn(self._reply(sender, lost, []), "lost")
             return
-        held = self._held[key] = _Held(sender, message, self.ctx.clock.now())
+        held = self._held[key] = _Held(sender, message, work, self.ctx.clock.now())
         if self.ctx.plan.trace:
             self.ctx.emit(MicrobatchTaken(step=message.step, index=message.index, stage=message.stage))
         held.task = self.ctx.spawn(self._serve(held, frame.tensors), f"serve {key}")
 
-    def abandon(self, lineage: bytes) -> None:
-        """This peer takes up ``lineage``: what it does for another must not be taken for work of its steps."""
+    def abandon(self) -> None:
+        """What was begun for a step that is over must not be taken for work of one that is begun again."""
         for held in self._held.values():
-            if held.task is not None and held.message.lineage != lineage:
+            if held.task is not None and held.work.over:
                 held.task.cancel()
 
     async def _serve(self, held: _Held, tensors: list[Encoded]) -> None:
@@ -152,6 +155,7 @@ class Pipeline:
     async def _compute_forward(self, held: _Held, inputs: Tensor) -> Encoded:
         ctx = self.ctx
         async with ctx.device(FORWARD):
+            held.work.check()
             ctx.reached("forward", held.message.step)
             begin = ctx.clock.now()
             outputs = await ctx.compute.forward(held.microbatch, inputs)
@@ -168,8 +172,9 @@ class Pipeline:
         if answer.gradient is None or tuple(answer.gradient.shape) != tuple(shape):
             raise ProtocolError("backward without a gradient of the output's shape")
         gradient = await ctx.offload(decode, answer.gradient)
-        with _Accumulation(self.ledger(), held.message) as accumulation:
+        with _Accumulation(held) as accumulation:
             async with ctx.device(BACKWARD):
+                held.work.check()
                 ctx.reached("backward", held.message.step)
                 begin = ctx.clock.now()
                 inputs_gradient = await ctx.compute.backward(held.microbatch, gradient, accumulate=accumulation.granted)
@@ -178,8 +183,9 @@ class Pipeline:
 
     async def _last_stage(self, held: _Held, inputs: Tensor, targets: Tensor) -> tuple[float, Encoded | None]:
         ctx = self.ctx
-        with _Accumulation(self.ledger(), held.message) as accumulation:
+        with _Accumulation(held) as accumulation:
             async with ctx.device(FORWARD):
+                held.work.check()
                 ctx.reached("forward", held.message.step)
                 ctx.reached("backward", held.message.step)
                 begin = ctx.clock.now()
@@ -194,8 +200,8 @@ class Pipeline:
         held.busy_s += took
         self.ctx.stats.backward_s += took
         self.ctx.stats.services.append(held.computed_s + took)
-        self.ctx.stats.microbatches += accumulation.granted
-        self.ctx.stats.recomputed += not accumulation.granted
+        held.work.accumulated += accumulation.granted
+        held.work.recomputed += not accumulation.granted
 
     async def _encode_gradient(self, gradient: Tensor | None) -> Encoded | None:
         if gradient is None:
@@ -221,17 +227,12 @@ class Pipeline:
             self.ctx.suspect(peer, str(e))
 
 
-class _TooLate(MuletrainError):
-    """Nobody's fault: what was asked for is of no use any more."""
-
-
 class _Accumulation:
     """Reserves the microbatch in the ledger; commits if the gradient went in, releases it otherwise."""
 
-    def __init__(self, ledger: Ledger, message: Forward) -> None:
-        if (ledger.lineage, ledger.step) != (message.lineage, message.step):
-            raise _TooLate(f"microbatch of step {message.step} finished after its step was over")
-        self._ledger, self._message = ledger, message
+    def __init__(self, held: _Held) -> None:
+        held.work.check()
+        self._ledger, self._message = held.work.ledger, held.message
         self.granted = False
         self.done = False
 

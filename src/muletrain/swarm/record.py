@@ -130,7 +130,10 @@ class RecordBuilder:
 
     step: int
     lineage: bytes
+    """What the step's frames carry."""
     stages: int
+    previous: bytes
+    """hash(R_{t-1})"""
     _rounds: dict[tuple[int, bytes], _Known] = field(default_factory=dict)
     _record: StepRecord | None = None
 
@@ -182,7 +185,7 @@ class RecordBuilder:
                 return None
             facts = self._rounds[stage, rounds[0]].facts
             complete.append(StageEntry(rounds[0], facts.shards, facts.stop, facts.leaves))
-        return StepRecord(self.step, self.lineage, tuple(complete))
+        return StepRecord(self.step, self.previous, tuple(complete))
 
 
 def facts_of(entry: RoundEntry) -> RoundEntry:

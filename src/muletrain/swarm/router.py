@@ -21,9 +21,10 @@ from muletrain.swarm.messages import Backward, Busy, Done, Forward, Lost, Reques
 from muletrain.swarm.silence import Silence
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
 
     from muletrain.network.base import PeerId
+    from muletrain.swarm.computing import Computing
     from muletrain.swarm.context import Context
     from muletrain.wire.codec import Encoded
 
@@ -82,18 +83,18 @@ class Router:
         self._pending: dict[tuple[PeerId, int, int, int, str], _Pending] = {}
         self._silence = Silence(ctx, stage, self._owed)
         ctx.on_doubt.append(self._doubt)
-        self._current: tuple[int, bytes] | None = None
+        self._current: set[tuple[int, bytes]] | None = None
 
-    def begin(self, step: int, lineage: bytes) -> None:
-        """Requests of another step are given up from now on: nobody answers them any more, and nobody is to be banned for that."""
-        self._current = step, lineage
+    def begin(self, under_way: Iterable[Computing]) -> None:
+        """Requests of other steps are given up from now on: nobody answers them any more, and nobody is to be banned for that."""
+        self._current = {(work.step, work.lineage) for work in under_way}
         self.refresh()
         for pending in self._pending.values():
             if not self._is_current(pending.request) and not pending.reply.done():
                 pending.reply.set_exception(_Over(f"step {pending.request.step} has ended"))
 
     def _is_current(self, request: Request) -> bool:
-        return self._current in (None, (request.step, request.lineage))
+        return self._current is None or (request.step, request.lineage) in self._current
 
     def refresh(self) -> None:
         """Take the roster's view of who serves the stage."""

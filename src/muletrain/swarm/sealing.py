@@ -67,7 +67,7 @@ class Sealing(Knowledge):
     async def _announce(self, attempt: int) -> dict[PeerId, Seal] | None:
         """Seal, and collect the seals of those we count on; None unless all of them count on the same ones."""
         ctx, me, stage = self._ctx, self._ctx.net.peer_id, self._ctx.roster.own.stage
-        await self._nothing_running()
+        await self._nothing_running(self.work)
         held = self.ledger.seal()
         replicas = [m for m in ctx.roster.stage(stage) if m != me]
         view = company(me, filter(self._counts, replicas), self._views())
@@ -155,7 +155,7 @@ class Sealing(Knowledge):
         ctx, me = self._ctx, self._ctx.net.peer_id
         message = f"step {self.step}: replicas that do not reach this peer go on without it"
         ctx.emit(Note(level="warning", message=message))
-        await self._nothing_running()
+        await self._nothing_running(self.work)
         self._drop()
         self.ledger.seal()  # nothing comes in before it is announced
         assert self.announced is not None  # what left us out
@@ -219,7 +219,6 @@ class Sealing(Knowledge):
 
     def _drop(self) -> None:
         """What we accumulated counts as done twice."""
-        self._ctx.compute.clear()
-        self._ctx.stats.microbatches -= len(self.ledger.held)
-        self._ctx.stats.recomputed += len(self.ledger.held)
+        self._ctx.compute.clear(self.step)
+        self.work.uncount()
         self.ledger.reopen(keep=False)

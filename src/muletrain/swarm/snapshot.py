@@ -79,7 +79,7 @@ class Snapshots:
         if ask.stage != own.stage or self._ctx.closed:
             raise MuletrainError(f"this peer does not serve stage {ask.stage} (any more)")
         async with self._making:
-            label = own.stage, self._stepper.step, self._stepper.lineage
+            label = own.stage, self._stepper.step, self._stepper.applied
             offer = self.offered(*label, part=False) or await self._make()
             self._kept[offer.digest].takers.add(sender)
             self._stepper.trail.follow(sender, offer.step)
@@ -114,10 +114,10 @@ class Snapshots:
     async def _make(self) -> Snapshot:
         stepper, ctx = self._stepper, self._ctx
         for _ in range(SETTLE_TRIES):
-            label, over = (stepper.step, stepper.lineage), stepper.over
+            label, over = (stepper.step, stepper.applied), stepper.over
             if stepper.settled:
                 state = await ctx.compute.state()
-                if stepper.settled and label == (stepper.step, stepper.lineage):
+                if stepper.settled and label == (stepper.step, stepper.applied):
                     past = stepper.chain.lineages[:-1]
                     return await self.offer(ctx.roster.own.stage, *label, state, part=False, over=over, past=past)
             await ctx.clock.sleep(SETTLE_S)  # an update is being applied
@@ -241,7 +241,7 @@ class Receiver:
         ctx = self._ctx
         if self._partial is None or self._partial.digest != snapshot.digest:
             self._partial = None
-            limit = 16 * ctx.compute.n_params + HEADERS  # weights, two moments, the loss scale
+            limit = 20 * ctx.compute.n_params + HEADERS  # weights of two steps, two moments, the loss scale
             self._partial = Partial.of(snapshot.digest, await self._manifest(snapshot, donors, limit))
         await self.taker.fetch(self._partial, donors)
         if confirm is not None:

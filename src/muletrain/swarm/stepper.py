@@ -13,6 +13,7 @@ from muletrain.compute.base import Update
 from muletrain.errors import MuletrainError, NetworkError, Refused
 from muletrain.events import Note
 from muletrain.swarm.averaging import Averager, Round, RoundFailed
+from muletrain.swarm.computing import Computing
 from muletrain.swarm.holding import Holding, fetch_gradient
 from muletrain.swarm.knowledge import MAX_ATTEMPTS, Behind
 from muletrain.swarm.messages import RoundEntry
@@ -42,11 +43,13 @@ class Stepper(Sealing):
         ctx: Context,
         step: int,
         lineage: bytes,
-        running: Callable[[], list[int]],
-        orphaned: Callable[[frozenset[int]], None],
+        running: Callable[[int], list[int]],
+        orphaned: Callable[[Computing], None],
+        begun: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
-        """See ``Knowledge``."""
+        """See ``Knowledge``. ``begun``: the next step is computed from now on (``ahead``)."""
         super().__init__(ctx, step, lineage, running, orphaned)
+        self._begun = begun
         self.averager = Averager(ctx, lambda: bool(self._held_by_replicas()))
 
     async def open(self) -> None:
@@ -59,8 +62,8 @@ class Stepper(Sealing):
         held = await self._ask_holders()
         if sure:
             return
-        others = [h for h in held if h.step == self.step and h.lineage not in (b"", self.lineage)]
-        if len(others) > sum(h.current for h in held):
+        others = [h for h in held if h.step == self.step and h.lineage not in (b"", self.applied)]
+        if len(others) > sum(h.current for h in held if h.lineage == self.applied):
             raise Behind(f"step {self.step}: the replicas have another history", weights_hold=False)
 
     async def run(self) -> StepRecord:
@@ -78,7 +81,7 @@ class Stepper(Sealing):
 
     async def replay(self) -> StepRecord | None:
         """The others finished this step without us, but keep what it takes: apply it. None where nobody has it (any more)."""
-        await self._quiesce()
+        await self._quiesce(self.work)
         roster = self._ctx.roster
         for peer in sorted(roster.everyone(), key=lambda p: not roster.is_alive(p)):
             if self._builder.record() is not None or await self._entries_from(peer):
@@ -142,13 +145,25 @@ class Stepper(Sealing):
                 await self._waits.until(
                     self._all_through, self._step_deadline, "microbatches to go through", self._ask_progress
                 )
+                await self._begin_ahead()
                 return await self._reduce()
             except _HeldElsewhere:
+                await self._begin_ahead()
                 holding = await self._gathered(self._taken(None))
                 if holding is not None:
                     return holding
                 await self._ctx.clock.sleep(min(PAUSE_MAX_S, PAUSE_S * 2.0**tries))
         raise AssertionError  # itertools.count does not end
+
+    async def _begin_ahead(self) -> None:
+        """Under delayed updates the next step is computed while this one is agreed on."""
+        plan = self._ctx.plan
+        if not plan.delayed or self.ahead is not None or self.step + 1 == plan.steps or self.stop_requested:
+            return
+        self.ahead = Computing(self.step + 1, self.applied, plan.microbatches)
+        if self.departure.announced():
+            self.ahead.ledger.seal()
+        await self._begun()
 
     async def _taken(self, round_: bytes | None) -> Holding | None:
         """The gradient of ``round_`` (None: of any that a live replica holds), from whoever has it."""
@@ -170,8 +185,7 @@ class Stepper(Sealing):
                 ctx.suspect(peer, f"gave no gradient of step {self.step}: {e}")
                 continue
             if ctx.net.peer_id not in entry.members:  # what we accumulated is not in it
-                ctx.stats.microbatches -= len(self.ledger.held)
-                ctx.stats.recomputed += len(self.ledger.held)
+                self.work.uncount()
             return holding
         return None
 
@@ -199,7 +213,7 @@ class Stepper(Sealing):
         begin = self._ctx.clock.now()
         self._reducing = self.announced
         try:
-            gradient, shards = await self._gathered(self.averager.reduce(round_, self._ctx.compute.gradient()))
+            gradient, shards = await self._gathered(self.averager.reduce(round_, self._ctx.compute.gradient(self.step)))
         finally:
             self._reducing = None
         self._ctx.stats.averaging_s += self._ctx.clock.now() - begin
@@ -221,20 +235,25 @@ class Stepper(Sealing):
 
     async def _apply(self, record: StepRecord, gradient: Tensor) -> None:
         ctx = self._ctx
-        await self._nothing_running()
+        await self._nothing_running(self.work)
         self.ledger.seal()
         begin = ctx.clock.now()
         self.settled = False
         ctx.reached("applying", self.step)
+        update = Update(self.step, record.clip_scale(ctx.plan.clip), record.skip)
         async with ctx.device(0):
-            await ctx.compute.apply(gradient, Update(self.step, record.clip_scale(ctx.plan.clip), record.skip))
+            self.work.over = True  # what still waits for the device must not compute with other weights
+            if not ctx.plan.delayed:
+                await ctx.compute.apply(gradient, update)
+        if ctx.plan.delayed:  # the next step computes with weights of its own meanwhile
+            await ctx.compute.apply(gradient, update)
         self._weights = await ctx.compute.digest()
         took = ctx.clock.now() - begin
         ctx.stats.apply_s += took
         self._late_deadline.measured(took)
 
     def advance(self, record: StepRecord) -> None:
-        """Begin the next step: the record's hash is its lineage."""
+        """The next step: the record's hash is its lineage (under delayed updates that of the one after it)."""
         self.averager.forget()
         assert self._holding is not None  # it was applied
         self.trail.add(self._builder, self._holding)
@@ -243,22 +262,27 @@ class Stepper(Sealing):
 
     async def let_go(self) -> None:
         """No donor may take what comes now for this step's state."""
-        await self._quiesce()
+        await self._quiesce(self.work)
+        if self.ahead is not None:
+            await self._quiesce(self.ahead)
+            self.ahead = None
         self.settled = False
 
-    async def _quiesce(self) -> None:
+    async def _quiesce(self, work: Computing) -> None:
         """What we accumulated is of no use any more, and nothing that still runs may end in an accumulator of another step."""
         self.away = True
-        await self._nothing_running()
-        self._ctx.compute.clear()
-        self.ledger.reopen(keep=False)
-        self.ledger.seal()
+        work.over = True
+        await self._nothing_running(work)
+        self._ctx.compute.clear(work.step)
+        work.ledger.reopen(keep=False)
+        work.ledger.seal()
 
     async def rejoin(self, chain: Chain) -> None:
         """Go on at its step, whose state was loaded; what we did for another step is forgotten."""
         self.averager.forget()
-        self._ctx.compute.clear()
-        seals = self._seals if (chain.step, chain.lineages[-1]) == (self.step, self.lineage) else {}
+        for dropped in (chain.step, chain.step + 1):
+            self._ctx.compute.clear(dropped)
+        seals = self._seals if (chain.step, chain.lineages[-1]) == (self.step, self.applied) else {}
         self._enter(chain)
         self._seals = seals  # what the others said of this step still holds
         self.settled = True

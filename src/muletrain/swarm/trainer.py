@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from typing import TYPE_CHECKING, Protocol
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from muletrain.errors import MuletrainError
 from muletrain.policy.claims import claimant
 from muletrain.swarm.messages import Gap, Request, TrainerDone
-from muletrain.swarm.router import Router, StageLost
+from muletrain.swarm.router import StageLost
 from muletrain.wire.codec import encode_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Coroutine, Iterable
 
     import numpy as np
     import numpy.typing as npt
 
+    from muletrain.swarm.computing import Computing
     from muletrain.swarm.context import Context
+    from muletrain.swarm.router import Router
 
 MAX_TRIES = 60
 """Injections of one microbatch before the trainer gives up with an error instead of trying for ever: 20 minutes of pauses."""
@@ -37,32 +40,32 @@ class Source(Protocol):
 
 
 class Trainer:
-    """Injects the microbatches it claims, within a window."""
+    """Injects the microbatches of one step that it claims, within a window."""
 
     def __init__(
-        self, ctx: Context, source: Source, window: Callable[[], int], own_held: Callable[[], frozenset[int]]
-    ) -> None:
-        """``window``: microbatches to have under way, asked for each step. ``own_held``: what this peer's own accumulator holds."""
+        self, ctx: Context, source: Source, router: Router, window: int, work: Computing, own_held: Callable[[], frozenset[int]]
+    ) -> None:  # fmt: skip
+        """``router``: towards stage 0. ``window``: microbatches to have under way. ``own_held``: what this peer's own accumulator holds."""
         self._ctx = ctx
         self._own_held = own_held
         self._source = source
-        self._room = window
-        self._window = asyncio.Semaphore(window())
-        self.router = Router(ctx, stage=0)
-        self._attempts: dict[tuple[int, int], itertools.count[int]] = {}
-        self._lineage = b""
-        self._step = -1
+        self._router = router
+        self._window = asyncio.Semaphore(window)
+        self._attempts: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
+        self._step, self._lineage = work.step, work.lineage
         self._claimed: set[int] = set()
         self._refilling: set[tuple[int, int]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
-    def begin(self, step: int, lineage: bytes) -> None:
-        """What follows (``run_step``, ``adopt``, ``on_gap``) is of ``step``, and is to be cancelled when the step ends: it would go on
-        with the tokens of this step under the name of the next."""
-        self._step, self._lineage = step, lineage
-        self._attempts.clear()
-        self._claimed, self._refilling = set(), set()
-        self._window = asyncio.Semaphore(self._room())
-        self.router.refresh()
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """What has no meaning beyond the step."""
+        task = self._ctx.spawn(work, f"{name} {self._step}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
 
     async def run_step(self, *, retry: bool = False) -> None:
         """All microbatches that are ours; then tell everyone. ``retry``: we were away, others may have begun them."""
@@ -73,10 +76,7 @@ class Trainer:
         await self._run(missing, tuple(range(self._ctx.plan.stages)), retry=True)
 
     async def on_gap(self, gap: Gap) -> None:
-        """A stage misses microbatches: the trainer they fall to runs them again for that stage alone. Who asks before this trainer
-        began that step asks again."""
-        if (gap.step, gap.lineage) != (self._step, self._lineage):
-            return
+        """A stage misses microbatches: the trainer they fall to runs them again for that stage alone."""
         mine = [i for i in gap.indices if (gap.stage, i) not in self._refilling and self._is_mine(i)]
         await asyncio.gather(*(self._refill(i, gap.stage) for i in mine))
 
@@ -113,21 +113,20 @@ class Trainer:
                 accumulate = await self._still_missing(index, accumulate)
             inputs, targets = self._source.microbatch(self._step, index)
             tensors = [encode_ids(torch.from_numpy(inputs)), encode_ids(torch.from_numpy(targets))]
-            attempts = self._attempts.setdefault((self._step, index), itertools.count())
             for tries in range(MAX_TRIES):
                 request = Request(
                     lineage=self._lineage,
                     step=self._step,
                     index=index,
-                    attempt=next(attempts),
+                    attempt=next(self._attempts[index]),
                     trainer=self._ctx.net.peer_id,
                 )
                 try:
-                    return (await self.router.request(request, accumulate, tensors)).loss
+                    return (await self._router.request(request, accumulate, tensors)).loss
                 except StageLost:  # its peers may still be at the step before, or be found out about
                     await self._ctx.clock.sleep(min(PAUSE_MAX_S, PAUSE_S * 2.0**tries))
                     accumulate = await self._still_missing(index, accumulate)
-                    self.router.refresh()
+                    self._router.refresh()
         raise MuletrainError(
             f"step {self._step}: microbatch {index} could not be finished in {MAX_TRIES} tries; {self._ctx.who_is_there()}"
         )
