@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -91,6 +92,16 @@ def test_a_resumed_run_may_move_its_state_but_not_change_its_rule() -> None:
     assert digest(moved.model_copy(update={"train": load_config().train})) == digest(load_config())
     with pytest.raises(ConfigError, match=r"optimizer.eps \(1e-08 before, 1e-07 now\)"):
         before.check_same_run(load_config(None, ["optimizer.eps=1e-7"]))
+
+
+def test_a_field_that_an_older_version_did_not_have_was_at_its_default() -> None:
+    manifest = RunFacts.of(load_config()).manifest("run")
+    old = json.loads(json.dumps(manifest["config"]))
+    del old["optimizer"]["delayed"]
+    before = replace(checkpoint_of(RunConfig.model_validate(old)), manifest={**manifest, "config": old})
+    before.check_same_run(load_config())
+    with pytest.raises(ConfigError, match=r"optimizer.delayed \(False before, True now\)"):
+        before.check_same_run(load_config(None, ["optimizer.delayed=true"]))
 
 
 def test_a_resumed_run_keeps_its_precision_unless_another_is_asked_for() -> None:

@@ -71,6 +71,9 @@ def test_delayed_updates_need_weights_and_a_gradient_more_and_larger_copies(
     assert delayed.gradient - at_once.gradient == 4 * params
     assert delayed.on_device - at_once.on_device == (size + 4) * params
     assert delayed.on_host - at_once.on_host == delayed.copies - at_once.copies == COPIES * 4 * params
+    assert delayed.delayed == delayed.total - at_once.total
+    assert "for delayed updates" in str(delayed)
+    assert "delayed" not in str(at_once)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

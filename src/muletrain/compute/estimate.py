@@ -66,6 +66,8 @@ class StageMemory:
     """What an accelerator has to hold."""
     on_host: int
     """What lies in the machine's memory where an accelerator computes."""
+    delayed: int
+    """What of all this is there for delayed updates only."""
 
     @property
     def total(self) -> int:
@@ -90,10 +92,11 @@ class StageMemory:
         return f"{format_memory(self.on_device)} on a GPU and {format_memory(self.on_host)} beside it"
 
     def __str__(self) -> str:
+        delayed = f"; {format_memory(self.delayed)} of it for delayed updates (optimizer.delayed)" if self.delayed else ""
         return (
             f"weights {format_memory(self.weights)}, moments {format_memory(self.moments)}, gradients "
             f"{format_memory(self.gradient)}, activations {format_memory(self.activations)}, copies for checkpoints "
-            f"{format_memory(self.copies)}"
+            f"{format_memory(self.copies)}{delayed}"
         )
 
 
@@ -113,7 +116,8 @@ def stage_memory(
     masters, moments, reduced, kept = 4 * params, 8 * params, 4 * params, 4 * params
     accumulator, second = 4 * params, 4 * params * delayed
     activations = graphs * stash_bytes(spec, cut, stage, tokens, precision)
-    copies = COPIES * (masters + moments + 4 * params * delayed)
+    older_copies = COPIES * 4 * params * delayed
+    copies = COPIES * (masters + moments) + older_copies
     computing = accumulator + second + params * size + activations
     if state_on_cpu:
         on_device = params * size + older + computing
@@ -123,5 +127,5 @@ def stage_memory(
         on_host = accumulator + reduced + kept + copies
     return StageMemory(
         weights=masters + copy, moments=moments, gradient=accumulator + second + params * size + reduced + kept,
-        activations=activations, copies=copies, on_device=on_device, on_host=on_host,
+        activations=activations, copies=copies, on_device=on_device, on_host=on_host, delayed=older + second + older_copies,
     )  # fmt: skip

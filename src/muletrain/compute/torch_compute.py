@@ -1,8 +1,7 @@
 """``TorchCompute``: one stage resident on one device.
 
 All arithmetic runs on one compute thread, in the order of the calls, but for delayed updates; those and ``offload`` have threads of
-their own. Bookkeeping
-(what is held, how much is stashed) happens on the event loop's thread only, so it needs no lock.
+their own. Bookkeeping (what is held, how much is stashed) happens on the event loop's thread only, so it needs no lock.
 
 Cancellation. A cancelled call that has not started never starts; one that has runs to its end, but its result is
 dropped: the gradients of a microbatch are temporaries until the caller's coroutine resumes, and only then are they sent
@@ -271,6 +270,8 @@ class TorchCompute:
         completed.
         """
         checks.check_gradient_shape(gradient, (self.n_params,))
+        if self._updates is not self._thread:
+            await self._run(_passed)  # a ``clear`` that waits would empty what the update computes in
         await self._on(self._updates, self._apply, gradient, update)
 
     def _apply(self, gradient: Tensor, update: Update) -> None:

@@ -117,14 +117,15 @@ class Checkpoint:
         return None
 
     def check_same_run(self, config: RunConfig) -> None:
-        """Raises ConfigError naming the fields in which ``config`` is of another run than this checkpoint."""
-        before, now = self.manifest["config"], json.loads(config.model_dump_json(by_alias=True))
+        """Raises ConfigError naming the fields in which ``config`` is of another run than this checkpoint. A field that an older version
+        did not have was at its default."""
+        before, now = (json.loads(c.model_dump_json(by_alias=True)) for c in (self.config, config))
         changed = [
-            f"{section}.{name} ({before.get(section, {}).get(name)!r} before, {value!r} now)"
+            f"{section}.{name} ({before[section][name]!r} before, {value!r} now)"
             for section, fields in now.items()
             if (free := MAY_CHANGE.get(section, set())) is not None
             for name, value in fields.items()
-            if name not in free and value != before.get(section, {}).get(name)
+            if name not in free and value != before[section][name]
         ]
         if changed:
             raise ConfigError(

@@ -73,7 +73,7 @@ class Sealing(Knowledge):
         view = company(me, filter(self._counts, replicas), self._views())
         self.announced = seal = Seal(
             lineage=self.lineage, step=self.step, stage=stage, attempt=attempt, indices=tuple(sorted(held)), members=view,
-            weights=self._weights, stop=self.stop_requested, leaves=self.departure.announced(),
+            weights=self._weights, stop=self.stop_requested, leaves=self._leaves(),
         )  # fmt: skip
         ctx.reached("sealing", self.step)
         ctx.spawn(ctx.tell(tuple(replicas), seal), "seal")  # those we do not count on hear of it, too
@@ -95,6 +95,11 @@ class Sealing(Knowledge):
         seals = {m: seal if m == me else self._seals[m] for m in view}
         self._compare(seals)
         return seals if all(s.members == view and m not in self._differing for m, s in seals.items()) else None
+
+    def _leaves(self) -> bool:
+        """Whoever computes the next step already leaves after that one: what it accumulated would be lost."""
+        computes = self.ahead is not None and not self.ahead.ledger.sealed
+        return self.departure.announced() and not computes
 
     def _counts(self, peer: PeerId) -> bool:
         """Whether what ``peer`` accumulates in this step may become part of a round of ours."""
