@@ -37,7 +37,7 @@ def test_a_gpu_follows_the_cpu(fleet: Fleet, precision: Precision, state_device:
     for part in parts:
         assert part._weights.masters.device.type == part._weights._rule.moment1.device.type == kept
         assert part._weights.masters.dtype == torch.float32
-        assert part._weights.parameters[0].device.type == "cuda"
+        assert part._weights.parameters(0)[0].device.type == "cuda"
     assert {t.device.type for t in run(weights(parts)).values()} == {"cpu"}, "as it travels and is saved"
 
 
