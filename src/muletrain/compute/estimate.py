@@ -92,7 +92,9 @@ class StageMemory:
         return f"{format_memory(self.on_device)} on a GPU and {format_memory(self.on_host)} beside it"
 
     def __str__(self) -> str:
-        delayed = f"; {format_memory(self.delayed)} of it for delayed updates (optimizer.delayed)" if self.delayed else ""
+        delayed = (
+            f"; {format_memory(self.delayed)} of it for delayed updates (optimizer.delayed)" if self.delayed else ""
+        )
         return (
             f"weights {format_memory(self.weights)}, moments {format_memory(self.moments)}, gradients "
             f"{format_memory(self.gradient)}, activations {format_memory(self.activations)}, copies for checkpoints "
