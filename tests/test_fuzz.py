@@ -237,18 +237,18 @@ def _accumulator_kept_over_a_migration(patch: pytest.MonkeyPatch) -> None:
     right_apply, right_load, kept = TorchCompute._apply, TorchCompute._load_state, {}
 
     def apply(self: TorchCompute, gradient: Any, update: Any) -> None:
-        kept[self.stage] = self._weights.accumulator.clone()
+        kept[self.stage] = self._weights.accumulator(update.step).clone()
         right_apply(self, gradient, update)
 
     def load(self: TorchCompute, state: Any) -> None:
         right_load(self, state)
         before = kept[1 - self.stage]
         size = min(len(before), self.n_params)
-        self._weights.accumulator[:size] += before[:size]
+        self._weights.accumulator(0)[:size] += before[:size]
 
     patch.setattr(TorchCompute, "_apply", apply)
     patch.setattr(TorchCompute, "_load_state", load)
-    patch.setattr(TorchCompute, "clear", lambda self: None)
+    patch.setattr(TorchCompute, "clear", lambda self, step: None)
 
 
 def _sides_stay_apart(patch: pytest.MonkeyPatch) -> None:
