@@ -116,7 +116,7 @@ def test_a_run_whose_stage_lost_all_peers_steps_back_and_ends_with_the_same_numb
 
 def test_a_stage_that_was_only_away_joins_the_new_branch() -> None:
     frozen = Scenario(
-        105, (2, 1), 2, 30, 6, 0.01, (Fault(2.0, "freeze", ("peer-1a",), 12.0),), checkpoint_every=1, adopt_after_s=5.0
+        105, (2, 1), 2, 30, 6, 0.01, (Fault(2.0, "freeze", ("peer-1a",), 20.0),), checkpoint_every=1, adopt_after_s=5.0
     )
     outcome = play(frozen)
     assert outcome.violations == [], "\n".join(readable(outcome))

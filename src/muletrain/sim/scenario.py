@@ -84,6 +84,19 @@ class Scenario:
         return [(f"peer-{s}{chr(97 + k)}", s) for s, replicas in enumerate(self.stages) for k in range(replicas)]
 
     @property
+    def whole_sides(self) -> list[set[str]]:
+        """Of a partition: those with a member of each stage, and a trainer."""
+        members, stages = {p for p, _ in self.members}, set(range(len(self.stages)))
+        trainers = {p for p, _ in self.members[: self.trainers]}
+        sides = [
+            side
+            for f in self.faults
+            if f.kind in ("partition", "blackhole")
+            for side in (set(f.who) & members, members - set(f.who))
+        ]
+        return [side for side in sides if {stage_of(p) for p in side} == stages and side & trainers]
+
+    @property
     def joining(self) -> list[str]:
         return [p for f in self.faults if f.kind == "join" for p in f.who]
 
@@ -153,9 +166,13 @@ class Scenario:
         narrow = tuple((p, 10 ** thin.uniform(4.5, 7.0)) for p in newcomers if thin.random() < 0.3)
         chance = random.Random(f"relays/{seed}")
         relays = chance.random() < 0.5
-        if relays and chance.random() < 0.5:
-            faults.append(Fault(0.0, "cut", tuple(chance.sample([p for p, _ in base.members], 2)), FOR_EVER_S))
+        apart_for_ever = relays and chance.random() < 0.5
         lost = _lost_stage(base, faults, places, span) if places.random() < LOSES_A_STAGE else ()
+        if apart_for_ever:
+            never = tuple(chance.sample([p for p, _ in base.members], 2))
+            gone = {f.who[0] for f in (*faults, *lost) if f.kind in ("kill", "leave")}
+            if {p for p, _ in base.members} - gone - {*never}:  # who relays
+                faults.append(Fault(0.0, "cut", never, FOR_EVER_S))
         trainers = len(base.members) if lost else base.trainers
         every = _in_order([*faults, *lost])
         drawn = replace(base, faults=every, trainers=trainers, narrow=narrow, relays=relays, skew=skew)
@@ -192,6 +209,9 @@ def _partitioned(seed: int, rng: random.Random) -> Scenario:
     if 0 < len(side) < len(names):
         kind = rng.choice(["partition", "partition", "blackhole"])
         faults.append(Fault(rng.uniform(0.0, 0.7 * span), kind, tuple(sorted(side)), rng.uniform(0.5, 0.7 * span)))
+    impatient = random.Random(f"impatient/{seed}")
+    if not both and faults and impatient.random() < 0.5:  # a side that lacks a stage may step back
+        base = replace(base, adopt_after_s=0.2 * faults[-1].for_s, checkpoint_every=1, apart=impatient.random() < 0.5)
     return replace(base, faults=_in_order(faults))
 
 

@@ -61,6 +61,12 @@ class Witness:
                     f"{peer} has other weights after step {record.step + 1} than a single process: difference {apart:.1e}"
                 )
 
+    def stepped_back(self, peer: str) -> None:
+        """A side of a partition that has every stage does not."""
+        others = {f.kind for f in self._scenario.faults} - {"partition", "blackhole", "slow"}
+        if not others and any(peer in side for side in self._scenario.whole_sides):
+            self._broken(f"{peer} stepped back, though its side had every stage")
+
     def reported(self, peer: str, event: StepApplied) -> None:
         """What peers say that they did adds up."""
         self._counted[event.step, event.stage, event.lineage] += event.microbatches

@@ -207,6 +207,8 @@ class World:
     def _note(self, name: str, event: Event) -> None:
         if isinstance(event, StepApplied):
             self._witness.reported(name, event)
+        if isinstance(event, SteppedBack):
+            self._witness.stepped_back(name)
         if isinstance(event, SHOWN):
             fields = {
                 k: v for k, v in event.__dict__.items() if k not in ("t", "peer", "sent", "lineage") and "_s" not in k

@@ -2,8 +2,8 @@
 
 Whoever is first of those that live asks everyone where they stand, and orders a step back: to the newest checkpoint of which each
 stage's part can be had, on a new branch of the lineage, with peers moved to the stages that have none. Everyone obeys that order, or
-hears of it later from the first peer of the new branch that it meets: of two branches the higher one stays. Steps are lost by it, never
-numbers.
+hears of it later from the first peer of the new branch that it meets; but not a side of a partition that still has all stages: there the
+longer history stays (``lineages``). Steps are lost by it, never numbers.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from muletrain.swarm.messages import Digest, Id, Message, Natural
 from muletrain.swarm.place import Key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from muletrain.network.base import PeerId
     from muletrain.swarm.checkpointing import Checkpoints
     from muletrain.swarm.context import Context
 
 LOOK_S = 1.0
-TELL_AGAIN_S = 5.0
-"""Between two hints to one peer that its branch was given up."""
+AGAIN_S = 5.0
+"""Between two hints to one peer that its branch was given up, and between two questions about a branch that ours does not follow."""
 JOIN_S = 900.0
 """How long a run waits for a machine to join a stage that nobody can adopt."""
 MAX_PARTS = 1 << 12
@@ -123,13 +123,17 @@ class Adoption:
         where: Callable[[], Key],
         fits: Callable[[int], bool],
         back: StepBack | None,
+        goes_on: Callable[[PeerId], Awaitable[bool]],
     ) -> None:
-        """``where``: the step this peer is at, and its lineage. ``back``: what its branch began with, if it was there."""
+        """``where``: the step this peer is at, and its lineage. ``back``: what its branch began with, if it was there. ``goes_on``: whether
+        our side does although a peer is on a later branch."""
         self._ctx, self._checkpoints, self._where, self._fits, self._back = ctx, checkpoints, where, fits, back
+        self._goes_on = goes_on
         self.state: State = "serves"
         self.ordered: asyncio.Future[StepBack | None] = asyncio.get_running_loop().create_future()
         self._learning = False
         self._told: dict[PeerId, float] = {}
+        self._heard: dict[PeerId, float] = {}
         self._said: tuple[int, ...] = ()
         ctx.met = self.met
         ctx.net.serve(StepBack.KIND, self._on_order)
@@ -232,40 +236,66 @@ class Adoption:
     def met(self, peer: PeerId, branch: bytes) -> None:
         """``peer`` is on ``branch``: whoever is on the lower one is told what the higher one began with."""
         ctx, own = self._ctx, branch_of(self._where().lineage)
-        if branch > own and self.state != "comes" and not self._learning and not self.ordered.done() and not ctx.closed:
-            self._learning = True
-            ctx.spawn(self._learn(peer), "learn of a step back")
-        elif branch < own and self._back is not None and not ctx.closed:
+        if branch > own and self.state != "comes":
+            self._consider(peer, None)
+        elif branch < own and (back := self._began_with()) is not None and not ctx.closed:
             now = ctx.clock.now()
-            if now - self._told.get(peer, float("-inf")) >= TELL_AGAIN_S:
+            if now - self._told.get(peer, float("-inf")) >= AGAIN_S:
                 self._told[peer] = now
-                ctx.spawn(self._tell(peer, self._back), "tell of a step back")
+                ctx.spawn(self._tell(peer, back), "tell of a step back")
 
-    async def _learn(self, peer: PeerId) -> None:
+    def _began_with(self) -> StepBack | None:
+        """What our branch began with, as far as we know."""
+        back = self._back
+        return back if back is not None and branch_of(back.lineage) == branch_of(self._where().lineage) else None
+
+    def _consider(self, peer: PeerId, order: StepBack | None) -> None:
+        """``peer`` is on a later branch, which began with ``order``, if it said so."""
+        ctx, now = self._ctx, self._ctx.clock.now()
+        again = order is None and now - self._heard.get(peer, float("-inf")) < AGAIN_S
+        if not (self._learning or self.ordered.done() or ctx.closed or again):
+            self._learning, self._heard[peer] = True, now
+            ctx.spawn(self._learn(peer, order), "learn of a step back")
+
+    async def _learn(self, peer: PeerId, order: StepBack | None) -> None:
         """From ``peer`` or whoever knows; from nobody: what replicas there have is as good."""
         ctx = self._ctx
-        for known in (peer, *(p for p in ctx.roster.others() if p != peer)):
-            try:
-                timeout_s = ctx.probe_deadline.seconds(1)
-                answer = await ctx.net.call(known, AskStepBack.KIND, AskStepBack().pack(), timeout_s=timeout_s)
-                if answer:
-                    self._obey(StepBack.unpack(answer))
-            except ProtocolError as e:
-                ctx.refused(known, str(e))
-            except NetworkError:
-                continue
-            if self.ordered.done():
+        try:
+            if self.state == "serves" and await self._goes_on(peer):
                 return
-        if not self.ordered.done():
-            self.ordered.set_result(None)
+            if order is not None:
+                self._obey(order)
+                return
+            for known in (peer, *(p for p in ctx.roster.others() if p != peer)):
+                if self.ordered.done():
+                    return
+                try:
+                    timeout_s = ctx.probe_deadline.seconds(1)
+                    answer = await ctx.net.call(known, AskStepBack.KIND, AskStepBack().pack(), timeout_s=timeout_s)
+                    if answer:
+                        self._obey(StepBack.unpack(answer))
+                except ProtocolError as e:
+                    ctx.refused(known, str(e))
+                except NetworkError:
+                    continue
+            if not self.ordered.done():
+                self.ordered.set_result(None)
+        finally:
+            self._learning = False
 
     def _obey(self, order: StepBack) -> None:
         """Raises ProtocolError."""
-        order.check(self._ctx.plan.stages, self._ctx.plan.steps)
+        self._check(order)
         if self.state == "comes" and self._ctx.roster.own.stage not in order.lost:
             return  # replicas give what there is on any branch
-        if branch_of(order.lineage) > branch_of(self._where().lineage) and not self.ordered.done():
+        if self._is_later(order) and not self.ordered.done():
             self.ordered.set_result(order)
+
+    def _check(self, order: StepBack) -> None:
+        order.check(self._ctx.plan.stages, self._ctx.plan.steps)
+
+    def _is_later(self, order: StepBack) -> bool:
+        return branch_of(order.lineage) > branch_of(self._where().lineage)
 
     async def _tell(self, peer: PeerId, order: StepBack) -> None:
         try:
@@ -274,12 +304,15 @@ class Adoption:
             return
 
     async def _on_order(self, sender: PeerId, payload: bytes) -> bytes:
-        self._obey(StepBack.unpack(payload))
+        order = StepBack.unpack(payload)
+        self._check(order)
+        if self._is_later(order):
+            self._consider(sender, order)
         return b""
 
     async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
         AskStepBack.unpack(payload)
-        back = self._back
+        back = self._began_with()
         if self.ordered.done() and self.ordered.result() is not None:
             back = self.ordered.result()
         return back.pack() if back is not None else b""

@@ -7,6 +7,8 @@ gives way drop their accumulators and take the state of the other's replicas, on
 No stage may be lost on the way, were the rule's answer to turn round in between: a peer goes over only while every stage of the
 other side has a peer that promises to stay for the moment. Where neither side covers every stage, they have parted at the step in which
 both stand still. What each has for its stages is right in either history: those that give way take the name of the other's.
+
+A side that lacks a stage for long may step back (``adoption``). It is the longer history that stays then, too, and not the later branch.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from typing import TYPE_CHECKING
 from muletrain.errors import MuletrainError, NetworkError, ProtocolError
 from muletrain.events import LineageLeft, Note
 from muletrain.policy.lineages import forked_at, gives_way
-from muletrain.swarm.branches import branch_of
 from muletrain.swarm.knowledge import Behind
 from muletrain.swarm.messages import AskStay, History, Stay
 
@@ -96,13 +97,13 @@ class Lineages:
         our stage."""
         stepper, own = self._stepper, self._stepper.chain
         fork = forked_at(own, other)
-        if fork is None or stepper.away or branch_of(own.lineages[-1]) != branch_of(other.lineages[-1]):
-            return  # of branches, the later one stays (``adoption``)
+        if fork is None or stepper.away:
+            return
         self._ctx.suspect(peer, f"it has trained apart from this peer since step {fork}")
         stalled = self._stalled()
         if not gives_way(own, other, stalled=stalled):
             return
-        stages, trainer = await self._side(own, other, promise=False)
+        stages, trainer = await self._side(fork, other, promise=False)
         if stepper.chain != own:
             return
         message = f"from step {fork} on the others have another history, and theirs stays"
@@ -123,14 +124,25 @@ class Lineages:
         covered = all(map(roster.stage, self._all)) and roster.trainers()
         return not covered and self._ctx.clock.now() - stepper.begun > STALLED_S
 
-    async def _side(self, own: Chain, other: Chain, *, promise: bool) -> tuple[set[int], bool]:
-        """Stages for which ``other`` has a peer that stays, and whether one of them trains, or we do. Promises bind: they are asked for
-        last."""
-        ctx, fork = self._ctx, forked_at(own, other)
-        lineage = other.at(fork) if fork is not None else None
-        assert fork is not None  # they are rivals
-        assert lineage is not None
-        ask = AskStay(step=fork, lineage=lineage, promise=promise).pack()
+    async def goes_on(self, peer: PeerId) -> bool:
+        """``peer`` is on a later branch, since its side stepped back. If every stage of our side has a peer (else False), both sides get to
+        know each other's history, and the longer one stays."""
+        own, every = self._stepper.chain, self._all
+        if not all(map(self._ctx.roster.stage, every)):
+            return False
+        before = own.step - 1 if own.at(own.step - 1) is not None else own.step  # some may not be here yet
+        stages, trainer = await self._side(before, own, promise=False)
+        if not (stages | {self._ctx.roster.own.stage} >= every and trainer):
+            return False
+        self._met(peer, own.step)
+        return True
+
+    async def _side(self, step: int, chain: Chain, *, promise: bool) -> tuple[set[int], bool]:
+        """Stages for which ``chain``, as it was at ``step``, has a peer that stays, and whether one of them trains, or we do. Promises
+        bind: they are asked for last."""
+        ctx, lineage = self._ctx, chain.at(step)
+        assert lineage is not None  # whoever asks has looked
+        ask = AskStay(step=step, lineage=lineage, promise=promise).pack()
 
         async def stays(peer: PeerId) -> Stay | None:
             try:
@@ -165,7 +177,9 @@ class Lineages:
         async def confirm(offer: Snapshot) -> None:
             """The last look before our own state is given up."""
             self._going = True
-            stages, trainer = await self._side(own, offer.chain, promise=True)
+            fork = forked_at(own, offer.chain)
+            assert fork is not None  # acceptable
+            stages, trainer = await self._side(fork, offer.chain, promise=True)
             if ctx.clock.now() < self._promised:
                 raise Stays("another peer counts on it")
             if not (stages >= self._all and trainer):

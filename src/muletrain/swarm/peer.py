@@ -121,7 +121,7 @@ class Peer:
         self._receiver = Receiver(ctx)
         self._lineages = Lineages(ctx, self.stepper, self._receiver)
         self._checkpoints = Checkpoints(ctx, self._snapshots, self._receiver, book)
-        self._adoption = Adoption(ctx, self._checkpoints, self._where, fits, back)
+        self._adoption = Adoption(ctx, self._checkpoints, self._where, fits, back, self._lineages.goes_on)
         self._membership = Membership(ctx)
         self._early: list[tuple[PeerId, Frame]] = []
         self._finished: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
