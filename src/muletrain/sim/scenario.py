@@ -210,8 +210,12 @@ def _partitioned(seed: int, rng: random.Random) -> Scenario:
         kind = rng.choice(["partition", "partition", "blackhole"])
         faults.append(Fault(rng.uniform(0.0, 0.7 * span), kind, tuple(sorted(side)), rng.uniform(0.5, 0.7 * span)))
     impatient = random.Random(f"impatient/{seed}")
-    if not both and faults and impatient.random() < 0.5:  # a side that lacks a stage may step back
-        base = replace(base, adopt_after_s=0.2 * faults[-1].for_s, checkpoint_every=1, apart=impatient.random() < 0.5)
+    if (
+        not both and faults and impatient.random() < 0.5
+    ):  # a side that lacks a stage may step back, and meet the others' later
+        faults[-1] = replace(faults[-1], for_s=span)
+        apart = impatient.random() < 0.5
+        base = replace(base, steps=3 * base.steps, adopt_after_s=0.1 * span, checkpoint_every=1, apart=apart)
     return replace(base, faults=_in_order(faults))
 
 

@@ -67,9 +67,9 @@ def _survival(outcome: Outcome, states: dict[str, dict[str, Tensor]]) -> None:
     for name in scenario.names:
         if name in gone or name in states or (name not in outcome.ends and name in scenario.joining):
             continue
-        if (
-            states and "no peer of stages" in outcome.ends.get(name, "")
-        ) or "gives this peer the stage's state" in outcome.ends.get(name, ""):
+        end = outcome.ends.get(name, "")
+        alone = "no peer of stages" in end or "no trainer can" in end
+        if (states and alone) or "gives this peer the stage's state" in end:
             outcome.left_behind.append(name)
         else:
             outcome.violations.append(f"{name} did not survive: {outcome.ends.get(name, 'no end')}")
