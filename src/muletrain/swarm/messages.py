@@ -105,12 +105,14 @@ class Request(Message):
 
 
 class Forward(Request):
-    """Inputs and targets for one stage. ``accumulate``: the stages that should add this microbatch to their gradient."""
+    """Inputs and targets for one stage. ``accumulate``: the stages that should add this microbatch to their gradient. ``gradient``: the
+    sender needs d loss / d inputs; where a microbatch is run again for a later stage alone, nobody does."""
 
     KIND: ClassVar[str] = "forward"
     TENSORS: ClassVar[int] = 2
     stage: Natural
     accumulate: Annotated[tuple[Natural, ...], Field(max_length=4096)]
+    gradient: bool
     deadline_s: Seconds
 
 
@@ -126,9 +128,11 @@ class Backward(Request):
 
 
 class Done(Request):
-    """Stage 0 to the trainer: the microbatch went through all stages and back."""
+    """The microbatch went through this stage and all behind it, and back to where a gradient was needed: the answer to whoever needs
+    none, as a trainer does."""
 
     KIND: ClassVar[str] = "done"
+    stage: Natural
     loss: float
     away_s: Seconds
 

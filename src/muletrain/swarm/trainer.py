@@ -122,7 +122,7 @@ class Trainer:
                     trainer=self._ctx.net.peer_id,
                 )
                 try:
-                    return (await self._router.request(request, accumulate, tensors)).loss
+                    return (await self._router.request(request, accumulate, tensors, gradient=False)).loss
                 except StageLost:  # its peers may still be at the step before, or be found out about
                     await self._ctx.clock.sleep(min(PAUSE_MAX_S, PAUSE_S * 2.0**tries))
                     accumulate = await self._still_missing(index, accumulate)
