@@ -4,6 +4,7 @@ asks for what it missed."""
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -280,13 +281,15 @@ class Knowledge:
         if work is None or work.lineage != lineage or (work is self.work and self.away):
             applied, branch = b"" if self.away else self.applied, branch_of(self.lineage)
             return Held(current=False, stage=stage, step=self.step, lineage=applied, branch=branch)
+        held, losses = sorted(self.covered(work)), {**work.losses, **work.ledger.losses}
         return Held(
             current=True,
             stage=stage,
             step=self.step,
             lineage=self.applied,
             branch=branch_of(self.lineage),
-            held=tuple(sorted(self.covered(work))),
+            held=tuple(held),
+            held_losses=tuple(losses.get(i, math.nan) for i in held),
             running=tuple(self._running(step)),
             through=tuple(work.losses),
             losses=tuple(work.losses.values()),

@@ -276,7 +276,7 @@ class AskHeld(Message):
 class Held(Message):
     """``current``: the answerer is at that lineage and step, or computes it ahead. It is at ``step``, to which ``lineage`` led it, and
     ``rival``: it did the step asked about in another lineage. ``running``: requests it still works on; ``through``: microbatches it
-    knows to be through, with their ``losses`` [nats/token]."""
+    knows to be through, with their ``losses`` [nats/token]; ``held_losses``: of those in ``held``, nan where not known."""
 
     KIND: ClassVar[str] = "held"
     current: bool
@@ -286,6 +286,7 @@ class Held(Message):
     branch: Annotated[bytes, Field(min_length=BRANCH, max_length=BRANCH)] = bytes(BRANCH)
     """Of its lineage: steps of different branches have nothing to do with each other."""
     held: Indices = ()
+    held_losses: Annotated[tuple[float, ...], Field(max_length=MAX_MICROBATCHES)] = ()
     running: Indices = ()
     through: Indices = ()
     losses: Annotated[tuple[float, ...], Field(max_length=MAX_MICROBATCHES)] = ()

@@ -6,6 +6,7 @@ room reserved for its backward, so gradients never wait for space and bounded qu
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -176,6 +177,7 @@ class Pipeline:
         ctx = self.ctx
         gradient = await ctx.offload(decode, outputs_gradient)
         with _Accumulation(held) as accumulation:
+            accumulation.loss = loss
             async with ctx.device(BACKWARD):
                 held.work.check()
                 ctx.reached("backward", held.message.step)
@@ -195,6 +197,7 @@ class Pipeline:
                 loss, inputs_gradient = await ctx.compute.loss_backward(
                     held.microbatch, inputs, targets, accumulate=accumulation.granted
                 )
+                accumulation.loss = loss
                 self._count(held, ctx.clock.now() - begin, accumulation)
         return loss, await self._encode_gradient(held, inputs_gradient)
 
@@ -237,6 +240,7 @@ class _Accumulation:
         self._ledger, self._message = held.work.ledger, held.message
         self.granted = False
         self.done = False
+        self.loss = math.nan
 
     def __enter__(self) -> _Accumulation:
         wanted = self._message.stage in self._message.accumulate
@@ -245,6 +249,6 @@ class _Accumulation:
 
     def __exit__(self, *_: object) -> None:
         if self.granted and self.done:
-            self._ledger.commit(self._message.index)
+            self._ledger.commit(self._message.index, self.loss)
         elif self.granted:
             self._ledger.abort(self._message.index)

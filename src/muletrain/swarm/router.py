@@ -202,7 +202,7 @@ class Router:
     async def _missing(self, request: Request, accumulate: tuple[int, ...]) -> tuple[int, ...]:
         """What failed here may have gone through there: stages from ours on that hold it already do not accumulate it again."""
         ours = tuple(s for s in accumulate if s >= self._stage)
-        still = await self._ctx.still_missing(request.lineage, request.step, request.index, ours)
+        still, _ = await self._ctx.still_missing(request.lineage, request.step, request.index, ours)
         return tuple(s for s in accumulate if s < self._stage or s in still)
 
     async def _recount(self, request: Request) -> None:

@@ -83,7 +83,8 @@ class Trainer:
     async def _refill(self, index: int, stage: int) -> None:
         self._refilling.add((stage, index))
         try:
-            if await self._still_missing(index, (stage,)):
+            missing, _ = await self._still_missing(index, (stage,))
+            if missing:
                 await self._through(index, (stage,))
         finally:
             self._refilling.discard((stage, index))
@@ -108,12 +109,15 @@ class Trainer:
 
     async def _through(self, index: int, accumulate: tuple[int, ...], *, retry: bool = False) -> float:
         """One microbatch, tried until it is through. Returns its loss [nats/token]. ``retry``: someone may have it already."""
+        loss: float | None = None
         async with self._window:
             if retry:
-                accumulate = await self._still_missing(index, accumulate)
+                accumulate, loss = await self._still_missing(index, accumulate)
             inputs, targets = self._source.microbatch(self._step, index)
             tensors = [encode_ids(torch.from_numpy(inputs)), encode_ids(torch.from_numpy(targets))]
             for tries in range(MAX_TRIES):
+                if not accumulate and loss is not None:
+                    return loss
                 request = Request(
                     lineage=self._lineage,
                     step=self._step,
@@ -125,13 +129,14 @@ class Trainer:
                     return (await self._router.request(request, accumulate, tensors, gradient=False)).loss
                 except StageLost:  # its peers may still be at the step before, or be found out about
                     await self._ctx.clock.sleep(min(PAUSE_MAX_S, PAUSE_S * 2.0**tries))
-                    accumulate = await self._still_missing(index, accumulate)
+                    accumulate, loss = await self._still_missing(index, accumulate)
                     self._router.refresh()
         raise MuletrainError(
             f"step {self._step}: microbatch {index} could not be finished in {MAX_TRIES} tries; {self._ctx.who_is_there()}"
         )
 
-    async def _still_missing(self, index: int, stages: tuple[int, ...]) -> tuple[int, ...]:
-        missing = await self._ctx.still_missing(self._lineage, self._step, index, stages)
+    async def _still_missing(self, index: int, stages: tuple[int, ...]) -> tuple[tuple[int, ...], float | None]:
+        """Those of ``stages`` that lack it, and its loss, if anyone knows."""
+        missing, loss = await self._ctx.still_missing(self._lineage, self._step, index, stages)
         own = self._ctx.roster.own.stage
-        return tuple(s for s in missing if s != own or index not in self._own_held())
+        return tuple(s for s in missing if s != own or index not in self._own_held()), loss
