@@ -109,7 +109,9 @@ def frames(stage: int, index: int) -> list[Frame]:
         "leaves": False,
     }
     return [
-        Forward(**request, stage=stage, accumulate=(0, 1), gradient=stage > 0, deadline_s=deadline_s).frame([inputs, targets]),
+        Forward(**request, stage=stage, accumulate=(0, 1), gradient=stage > 0, deadline_s=deadline_s).frame(
+            [inputs, targets]
+        ),
         Backward(**request, stage=1, **answer).frame([encode(hidden, Codec.FP32)]),
         Done(**request, stage=stage, **answer).frame(),
         Busy(**request, stage=1).frame(),

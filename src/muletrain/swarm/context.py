@@ -299,6 +299,16 @@ class Context:
         if self.roster.is_alive(peer) and peer != self.net.peer_id and not asked:
             self.spawn(self.probe(peer, lineage, step, hearsay=True), name)
 
+    async def is_gone(self, peer: PeerId, lineage: bytes, step: int) -> bool:
+        """``peer`` cannot be reached at all, which says more than that it does not answer."""
+        try:
+            await self._ask_held(peer, lineage, step, attempt=0)
+        except PeerUnreachable:
+            return True
+        except NetworkError:
+            return False
+        return False
+
     async def measure(self, peer: PeerId, lineage: bytes, step: int) -> None:
         """How long the answer to a probe takes, before one is missed. Whoever does not answer yet is not believed dead for it."""
         with suppress(NetworkError):

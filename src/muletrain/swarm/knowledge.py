@@ -151,6 +151,7 @@ class Knowledge:
         self._late: dict[PeerId, float] = {}
         """When we first heard that a peer was at an earlier step still."""
         self._lost: Counter[PeerId] = Counter()
+        self._mourned = self._dead_replicas()
         self._builder = RecordBuilder(step, lineage, self._ctx.plan.stages, self.applied)
 
     @property
@@ -166,6 +167,9 @@ class Knowledge:
     def _look_around(self) -> None:
         """During every wait; what it raises ends the wait."""
         raise NotImplementedError
+
+    def _dead_replicas(self) -> set[PeerId]:
+        return {p for p in self._ctx.roster.replicas() if not self._ctx.roster.is_alive(p)}
 
     def _all_through(self) -> bool:
         return not self.work.missing()

@@ -164,7 +164,8 @@ class TrainerDone(Message):
 
 class Gap(Message):
     """A stage found these microbatches in none of its accumulators: trainers inject them again, for that stage alone.
-    Every replica says so; ``attempt`` tells a repetition from a second loss."""
+    Every replica says so; ``attempt`` tells a repetition from a second loss. ``early``: a replica died in the middle of the step, and took
+    these with it, or they did not come so far yet."""
 
     KIND: ClassVar[str] = "gap"
     lineage: Digest
@@ -172,6 +173,7 @@ class Gap(Message):
     stage: Natural
     attempt: Natural
     indices: Indices
+    early: bool = False
 
 
 class Seal(Message):

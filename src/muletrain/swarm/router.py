@@ -118,7 +118,13 @@ class Router:
         pending.reply.set_result((reply, tensors))
 
     async def request(
-        self, request: Request, accumulate: tuple[int, ...], tensors: list[Encoded], tried: Collection[PeerId] = (), *, gradient: bool
+        self,
+        request: Request,
+        accumulate: tuple[int, ...],
+        tensors: list[Encoded],
+        tried: Collection[PeerId] = (),
+        *,
+        gradient: bool,
     ) -> Answer:
         """Get one microbatch through the stage, without those that were ``tried``, and all behind it. ``gradient``: that of the loss to
         what is sent is to come back. Raises StageLost when every live peer failed it, or its step is over."""
@@ -163,7 +169,13 @@ class Router:
         return self._wiring.choose(out, Counter(p.peer for p in self._pending.values()))
 
     async def _from(
-        self, peer: PeerId, request: Request, accumulate: tuple[int, ...], tensors: list[Encoded], tried: set[PeerId], gradient: bool
+        self,
+        peer: PeerId,
+        request: Request,
+        accumulate: tuple[int, ...],
+        tensors: list[Encoded],
+        tried: set[PeerId],
+        gradient: bool,
     ) -> Answer:
         """The answer of ``peer``. When it is doubted, another works on the microbatch, too, but accumulates nothing, here and in the
         stages behind: if the peer lives, the microbatch is in its accumulator; if not, that is lost whatever we do, and the stage
