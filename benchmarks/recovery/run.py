@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -62,7 +63,8 @@ class Faults:
             self._taken = None
         elif isinstance(event, StepDone) and event.step == STEPS:
             for victim in self.victims:  # the frozen ones: nothing is left to come back for
-                os.killpg(fleet.pid(victim), signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(fleet.pid(victim), signal.SIGKILL)
 
     def tick(self, fleet: LocalFleet) -> None:
         now = time.time()
