@@ -19,7 +19,7 @@ from muletrain.sim.loop import run_virtually
 from muletrain.sim.scenario import Fault, Scenario
 from muletrain.sim.verdict import Outcome, readable
 from muletrain.sim.world import play
-from muletrain.swarm import peer, trail, transfer
+from muletrain.swarm import peer, stepper, trail, transfer
 from muletrain.swarm import uplink as uplink_module
 from muletrain.swarm.context import Context, Plan
 from muletrain.swarm.holding import PIECE, Holding
@@ -58,11 +58,19 @@ def test_over_a_slow_link_one_state_and_the_later_gradients_lead_to_serving_and_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(transfer, "BLOCK", 4096)
+    right, past = trail.take_past, list[Any]()
+
+    async def take_past(*args: Any) -> Holding | None:
+        past.append(await right(*args))
+        return past[-1]
+
+    monkeypatch.setattr(stepper, "take_past", take_past)
     outcome = play(slow_link(26e3, 26))
     assert outcome.violations == [], "\n".join(readable(outcome))
     others, own = applied(outcome, "peer-1a"), applied(outcome, NEWCOMER)
     assert [n for _, n, _ in own] == list(range(own[0][1], 27)), "one state, and every step from there on"
     serves = next(t for t, _, microbatches in own if microbatches)
+    assert sum(holding is not None for holding in past) >= 5, "what lies back came in the gaps"
     assert sum(1.0 < t < serves for t, _, _ in others) >= 10, "it was on its way for as many steps"
     took = [b[0] - a[0] for a, b in pairwise(t for t in others if t[0] < serves - 1.6)]
     assert max(took[1:]) < 1.1 * min(took[1:]), "the others take their time as before"
@@ -200,38 +208,50 @@ def test_frames_of_a_step_go_before_state_and_state_comes_through_all_the_same()
         clock = LoopClock()
         uplink, sent = Uplink(clock), list[tuple[str, float]]()
 
-        async def send(name: str, seconds: float, *, state: bool) -> None:
-            async with uplink.spare() if state else uplink.urgent():
+        async def send(name: str, seconds: float) -> None:
+            async with uplink.urgent():
                 await asyncio.sleep(seconds)
                 sent.append((name, clock.now()))
 
-        async def state(name: str) -> float:
-            begin = clock.now()
-            await send(name, 1.0, state=True)
+        async def block(name: str) -> float:
+            """40 kB over 10 kB/s."""
+            begin, left = clock.now(), 40_000
+            async with uplink.turn(left, pause=1.0):
+                while left:
+                    piece = min(left, uplink.piece())
+                    async with uplink.spare():
+                        await asyncio.sleep(piece / 10_000)
+                        sent.append((name, clock.now()))
+                    left -= piece
             return clock.now() - begin
 
-        assert await state("nobody trains") == 1.0
-        assert await state("nor now") == 1.0
-        step = asyncio.create_task(send("step", 2.5, state=False))
+        assert await block("nobody trains") == 4.0
+        assert len(sent) == 1, "at once"
+        sent.clear()
+        step = asyncio.create_task(send("step", 0.15))
         await asyncio.sleep(0)
-        first, second = await asyncio.gather(state("a"), state("b"))
+        first, second = await asyncio.gather(block("a"), block("b"))
         await step
-        assert [name for name, _ in sent][2:] == ["step", "a", "b"], "one after the other, in the gaps"
-        pause = uplink_module.PAUSES * 1.0
-        assert first == max(2.5, pause) + 1.0
-        assert second == first + pause + 1.0, "and no more than a part of the time"
-        endless = asyncio.create_task(send("endless", 1000.0, state=False))
+        assert sent[0] == ("step", pytest.approx(4.15))
+        names = [name for name, _ in sent[1:]]
+        assert names == sorted(names), "one block after the other"
+        pieces = [b[1] - a[1] for a, b in pairwise(sent[1:]) if a[0] == b[0]]
+        assert max(pieces) <= uplink_module.SMALLEST / 10_000 + 1e-6, "a frame of the step waits for no more"
+        assert first == pytest.approx(0.15 + 4.0 + 4.0), "as long a pause after it"
+        assert second == pytest.approx(first + 4.0), "by then nobody trains"
+        sent.clear()
+        endless = asyncio.create_task(send("endless", 1e6))
         await asyncio.sleep(0)
-        assert await state("in a long frame") == pause + uplink_module.PATIENCE + 1.0
+        assert 4.0 * uplink_module.PATIENCE < await block("in a long frame") < 4.0 * (uplink_module.PATIENCE + 4)
         endless.cancel()
         await asyncio.sleep(uplink_module.TRAINING_S)
-        assert await state("at rest again") == 1.0
+        assert await block("at rest again") == 4.0
 
     virtually(scenario())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rate", [30e3, 80e3])
+@pytest.mark.parametrize("rate", [30e3, 40e3, 100e3])
 def test_state_over_narrow_uplinks_leaves_the_others_nine_tenths(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "BLOCK", 4096)
     donors = (("peer-0a", rate), ("peer-0b", rate))

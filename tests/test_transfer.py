@@ -22,6 +22,8 @@ from muletrain.swarm.roster import Genesis, Roster
 from muletrain.swarm.snapshot import Receiver, Snapshots
 from muletrain.swarm.trail import Trail
 from muletrain.swarm.transfer import Copy, Manifest
+from muletrain.swarm.uplink import Uplink
+from muletrain.wire.codec import encode_raw
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -129,13 +131,50 @@ def test_the_state_comes_from_all_donors(donors: str) -> None:
     run(scenario)
 
 
+def test_beside_training_blocks_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Uplink, "piece", lambda self: 30)
+    sizes = list[int]()
+
+    async def scenario() -> None:
+        stage = Stage("ab")
+        right = stage.receiver.taker.on_block
+
+        def on_block(sender: str, message: Block, tensor: Any) -> None:
+            sizes.append(tensor.nbytes)
+            right(sender, message.model_copy(update={"begin": message.begin + 1}), tensor)  # leads nowhere
+            right(sender, message, tensor)
+
+        monkeypatch.setattr(stage.receiver.taker, "on_block", on_block)
+        await stage.receiver.fetch(lambda offer: True)
+        stage.check()
+        assert max(sizes) == 30
+        assert not refused(stage)
+
+    run(scenario)
+
+
+def test_a_block_that_is_longer_than_it_may_be_is_refused() -> None:
+    async def scenario() -> None:
+        taker = Stage("a").receiver.taker
+        expected = taker._waiting["a", bytes(32), 0] = transfer._Expected(memoryview(bytearray(5)))
+        taker.on_block("a", Block(digest=bytes(32), block=0, begin=0), encode_raw(b"abc"))
+        with pytest.raises(ProtocolError, match="more than it has"):
+            taker.on_block("a", Block(digest=bytes(32), block=0, begin=3), encode_raw(b"def"))
+        assert not expected.whole.done()
+        taker.on_block("a", Block(digest=bytes(32), block=0, begin=3), encode_raw(b"de"))
+        assert expected.whole.done()
+        assert bytes(expected.into) == b"abcde"
+
+    run(scenario)
+
+
 def test_a_damaged_block_is_noticed_and_comes_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
     right, damaged = Copy.views, []
 
-    def views(self: Copy, block: int) -> list[memoryview]:
-        found = right(self, block)
+    def views(self: Copy, begin: int, end: int) -> list[memoryview]:
+        found = right(self, begin, end)
         if self.manifest and not damaged:  # named already: what is read now goes out
-            damaged.append(block)
+            damaged.append(begin)
             return [memoryview(bytes([found[0][0] ^ 1]) + bytes(found[0][1:])), *found[1:]]
         return found
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -18,11 +17,8 @@ from muletrain.sim.world import play
 from muletrain.swarm import transfer
 from muletrain.swarm.uplink import Uplink
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
 HERE = Path(__file__).parent
-RATES = (30e3, 40e3, 80e3, 160e3)
+RATES = (30e3, 40e3, 60e3, 80e3, 100e3)
 """Bytes/s that each donor's links carry. The state are 110 kB, a gradient 9 kB as it travels: what counts are the ratios."""
 NEWCOMER, COMES_S = "peer-0j0", 4.0
 SETTINGS = ("wire.gradients=int8", "optimizer.eps=0.1", "model.vocab=300", "model.dropout=0.0")
@@ -48,19 +44,13 @@ def measure(rate: float) -> dict[str, Any]:
     }
 
 
-@asynccontextmanager
-async def _at_once(self: Uplink) -> AsyncIterator[None]:
-    """State among a step's frames, as it comes."""
-    yield
-
-
 def main() -> None:
     torch.set_num_threads(1)
     transfer.BLOCK = 4096
     results = []
-    gaps = Uplink.spare
-    for name, spare in (("in the gaps", gaps), ("at once", _at_once)):
-        Uplink.spare = spare  # type: ignore[method-assign]
+    gaps = Uplink._training
+    for name, training in (("in the gaps", gaps), ("as it comes", lambda self: False)):
+        Uplink._training = training  # type: ignore[method-assign]
         results += [{"state": name, **measure(rate)} for rate in RATES]
     table = Table("state goes", "uplink [kB/s]", "step before [s]", "meanwhile [s]", "throughput kept", "transfer [s]")
     for r in results:

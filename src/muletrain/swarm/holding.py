@@ -55,17 +55,27 @@ async def fetch_gradient(ctx: Context, holder: PeerId, entry: RoundEntry) -> Hol
     """The gradient of ``entry``'s round from ``holder``, checked against the contents of its shards. Raises NetworkError,
     soon when the holder is gone, however slow the link to it may be."""
     gradient = torch.empty(ctx.compute.n_params)
-    codec = travels_as(entry, ctx.plan.gradients)
 
     async def piece(offset: int) -> None:
         ask = AskGradient(round=entry.round, offset=offset).pack()
         answer = await ctx.net.call(holder, AskGradient.KIND, ask, timeout_s=CALL_S)
-        into = gradient[offset : offset + PIECE]
-        into.copy_(decode(Encoded(codec.value, tuple(into.shape), [answer]), copy=False))
+        decode_piece(ctx, entry, gradient, offset, answer)
 
     for begin in range(0, len(gradient), AHEAD * PIECE):
         pieces = asyncio.gather(*map(piece, range(begin, min(len(gradient), begin + AHEAD * PIECE), PIECE)))
         await _while_there(ctx, holder, entry, pieces)
+    return await verified(ctx, entry, gradient)
+
+
+def decode_piece(ctx: Context, entry: RoundEntry, gradient: Tensor, offset: int, piece: bytes | memoryview) -> None:
+    """What ``Holding.piece`` gave, into ``gradient``. Raises ProtocolError when it does not fit."""
+    into = gradient[offset : offset + PIECE]
+    codec = travels_as(entry, ctx.plan.gradients)
+    into.copy_(decode(Encoded(codec.value, tuple(into.shape), [piece]), copy=False))
+
+
+async def verified(ctx: Context, entry: RoundEntry, gradient: Tensor) -> Holding:
+    """Raises ProtocolError for another gradient than ``entry``'s."""
     if await ctx.compute.offload(contents, gradient, len(entry.members)) != tuple(s.content for s in entry.shards):
         raise ProtocolError("the gradient's content is not what its holders attest")
     return Holding(entry, gradient)

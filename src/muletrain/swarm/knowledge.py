@@ -4,7 +4,6 @@ asks for what it missed."""
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -93,6 +92,8 @@ class Knowledge:
         ctx.changed = self._waits.hurry
         self.met: Callable[[PeerId, int], None] = lambda peer, step: None
         """Told of a peer of another lineage, and of its step (see ``Lineages``)."""
+        self.others_at = step
+        """The furthest step, of our lineage, that we heard of another peer."""
         self.ahead: Computing | None = None
         """The next step, if it is computed already."""
         self.work = Computing(step, lineage, ctx.plan.microbatches)
@@ -151,7 +152,6 @@ class Knowledge:
         self._late: dict[PeerId, float] = {}
         """When we first heard that a peer was at an earlier step still."""
         self._lost: Counter[PeerId] = Counter()
-        self._mourned = self._dead_replicas()
         self._builder = RecordBuilder(step, lineage, self._ctx.plan.stages, self.applied)
 
     @property
@@ -167,9 +167,6 @@ class Knowledge:
     def _look_around(self) -> None:
         """During every wait; what it raises ends the wait."""
         raise NotImplementedError
-
-    def _dead_replicas(self) -> set[PeerId]:
-        return {p for p in self._ctx.roster.replicas() if not self._ctx.roster.is_alive(p)}
 
     def _all_through(self) -> bool:
         return not self.work.missing()
@@ -285,15 +282,13 @@ class Knowledge:
         if work is None or work.lineage != lineage or (work is self.work and self.away):
             applied, branch = b"" if self.away else self.applied, branch_of(self.lineage)
             return Held(current=False, stage=stage, step=self.step, lineage=applied, branch=branch)
-        held, losses = sorted(self.covered(work)), {**work.losses, **work.ledger.losses}
         return Held(
             current=True,
             stage=stage,
             step=self.step,
             lineage=self.applied,
             branch=branch_of(self.lineage),
-            held=tuple(held),
-            held_losses=tuple(losses.get(i, math.nan) for i in held),
+            held=tuple(sorted(self.covered(work))),
             running=tuple(self._running(step)),
             through=tuple(work.losses),
             losses=tuple(work.losses.values()),
@@ -357,6 +352,7 @@ class Knowledge:
             self._ctx.suspect(peer, "it trains in another lineage")
             return held
         if held.step > self.step:
+            self.others_at = max(self.others_at, held.step)
             if (
                 await self._entries_from(peer) and self._holding is not None
             ):  # all that we lacked was word of the others

@@ -22,6 +22,7 @@ from muletrain.swarm.messages import (
     AskEntries,
     AskGradient,
     AskHeld,
+    AskPast,
     AskSeal,
     AskViews,
     Back,
@@ -111,14 +112,15 @@ class Peer:
         self._pipeline = Pipeline(ctx, lambda step: self.stepper.computing(step), onwards)
         genesis = ctx.roster.genesis
         begin = (genesis.first_step, genesis.lineage) if back is None else (back.step, back.lineage)
-        self.stepper = Stepper(ctx, *begin, self._pipeline.running, self._adopt, self._begin_ahead)
+        self._receiver = Receiver(ctx)
+        taker = self._receiver.taker
+        self.stepper = Stepper(ctx, *begin, self._pipeline.running, self._adopt, self._begin_ahead, taker)
         self.stepper.settled, self.stepper.away = not joining, joining
         self._source = source if ctx.roster.own.trainer else None
         self._inwards = Router(ctx, stage=0)
         self._trainers: dict[int, Trainer] = {}
         """By step."""
         self._snapshots = Snapshots(ctx, self.stepper)
-        self._receiver = Receiver(ctx)
         self._lineages = Lineages(ctx, self.stepper, self._receiver)
         self._checkpoints = Checkpoints(ctx, self._snapshots, self._receiver, book)
         self._adoption = Adoption(ctx, self._checkpoints, self._where, fits, back, self._lineages.goes_on)
@@ -139,6 +141,7 @@ class Peer:
         ctx.net.serve(AskHeld.KIND, self._answer_held)
         ctx.net.serve(AskEntries.KIND, self._answer_entries)
         ctx.net.serve(AskGradient.KIND, self._answer_gradient)
+        ctx.net.serve(AskPast.KIND, self._answer_past)
         ctx.net.serve(AskSeal.KIND, self._answer_seal)
         ctx.net.serve(AskViews.KIND, self._answer_views)
         ctx.net.serve(StopRun.KIND, self._answer_stop)
@@ -592,13 +595,14 @@ class Peer:
 
     def _on_reply(self, sender: PeerId, message: Backward | Done | Busy | Lost, frame: Frame) -> None:
         """Answers from stage 0 are the trainer's; from the next stage, the pipeline's."""
+        stage = 0 if isinstance(message, Done) else message.stage
         router = self._pipeline.router
-        if router is not None and message.stage == self._ctx.roster.own.stage + 1:
+        if router is not None and stage == self._ctx.roster.own.stage + 1:
             router.on_reply(sender, message, frame.tensors)
-        elif message.stage == 0 and self._source is not None:
+        elif stage == 0 and self._source is not None:
             self._inwards.on_reply(sender, message, frame.tensors)
         else:
-            raise ProtocolError(f"{frame.kind} from stage {message.stage}: nothing was sent there")
+            raise ProtocolError(f"{frame.kind} from stage {stage}: nothing was sent there")
 
     async def _on_other(self, sender: PeerId, message: Message, frame: Frame) -> None:
         match message:
@@ -668,6 +672,9 @@ class Peer:
         if self._ctx.roster.member(sender).stage != self._ctx.roster.own.stage:
             raise ProtocolError("a gradient is for replicas of its stage")
         return self.stepper.gradient_piece(sender, ask.round, ask.offset)
+
+    async def _answer_past(self, sender: PeerId, payload: bytes) -> bytes:
+        return self.stepper.trail.manifest(sender, AskPast.unpack(payload).round)
 
     async def _answer_seal(self, sender: PeerId, payload: bytes) -> bytes:
         ask, seal = AskSeal.unpack(payload), self.stepper.announced

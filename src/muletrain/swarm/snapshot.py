@@ -138,7 +138,9 @@ class Snapshots:
 
     def _asked(self, digest: bytes, taker: PeerId) -> Copy:
         """Raises MuletrainError when it is not kept (any more)."""
-        kept = self._kept.get(digest)
+        kept, past = self._kept.get(digest), self._stepper.trail.copy(taker, digest)
+        if past is not None:
+            return past
         if kept is None or self._ctx.closed:
             raise MuletrainError("this copy is not kept any more; ask for another")
         kept.asked = self._ctx.clock.now()

@@ -18,6 +18,7 @@ from muletrain.swarm.holding import Holding, fetch_gradient
 from muletrain.swarm.knowledge import MAX_ATTEMPTS, Behind
 from muletrain.swarm.messages import RoundEntry
 from muletrain.swarm.sealing import PAUSE_MAX_S, PAUSE_S, LeftOut, Sealing
+from muletrain.swarm.trail import take_past
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from muletrain.policy.lineages import Chain
     from muletrain.swarm.context import Context
     from muletrain.swarm.record import StepRecord
+    from muletrain.swarm.transfer import Taker
 
 T = TypeVar("T")
 
@@ -46,9 +48,11 @@ class Stepper(Sealing):
         running: Callable[[int], list[int]],
         orphaned: Callable[[Computing], None],
         begun: Callable[[], Coroutine[Any, Any, None]],
+        taker: Taker,
     ) -> None:
-        """See ``Knowledge``. ``begun``: the next step is computed from now on (``ahead``)."""
+        """See ``Knowledge``. ``begun``: the next step is computed from now on (``ahead``). ``taker``: of what lies back."""
         super().__init__(ctx, step, lineage, running, orphaned)
+        self._taker = taker
         self._begun = begun
         self.averager = Averager(ctx, lambda: bool(self._held_by_replicas()))
 
@@ -91,11 +95,27 @@ class Stepper(Sealing):
             return None
         round_ = record.stages[roster.own.stage].round
         if self._holding is None or self._holding.entry.round != round_:
-            self._holding = await self._taken(round_)
+            self._holding = await self._past(round_) or await self._taken(round_)
         if self._holding is None:
             return None
         await self._apply(record, self._holding.gradient)
         return record
+
+    async def _past(self, round_: bytes) -> Holding | None:
+        """The gradient of ``round_``, if the others are beyond the next step: nobody waits for us, and they are to lose no time by it."""
+        if self.others_at <= self.step + 1:
+            return None
+        entry = next(e for e in self._builder.held(self._ctx.roster.own.stage) if e.round == round_)
+        try:
+            holding = await take_past(self._ctx, self._taker, entry)
+        except NetworkError as e:
+            self._ctx.emit(
+                Note(level="info", message=f"the gradient of step {self.step} did not come as state does: {e}")
+            )
+            return None
+        if holding is not None and self._ctx.net.peer_id not in entry.members:
+            self.work.uncount()
+        return holding
 
     # Holding the stage's gradient -------------------------------------------------------------------------------------
 

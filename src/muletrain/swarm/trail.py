@@ -1,41 +1,54 @@
 """The last steps' records and gradients, for those that are on their way (DESIGN "Joining, moving, leaving").
 
 A newcomer copies the state before one step, and that may take as long as many steps: what was agreed on meanwhile it takes from here, and
-applies it in order. The step applied last is always kept; those before it as long as a replica that may need them is heard of.
+applies it in order. The step applied last is always kept; those before it as long as a replica that may need them is heard of. They
+travel as state does, from all replicas and in the gaps of the step that is under way; the last one, which others may wait for, at once.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import asyncio
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from muletrain.errors import ProtocolError
-from muletrain.swarm.holding import PIECE, Holding
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from muletrain.errors import NetworkError, ProtocolError
+from muletrain.swarm.holding import PIECE, Holding, decode_piece, verified
+from muletrain.swarm.messages import AskPast
+from muletrain.swarm.transfer import Copy, Manifest, Partial
 
 if TYPE_CHECKING:
     from muletrain.network.base import PeerId
     from muletrain.swarm.context import Context
     from muletrain.swarm.messages import RoundEntry
     from muletrain.swarm.record import RecordBuilder
+    from muletrain.swarm.transfer import Taker
 
 KEPT_S = 60.0
 """After the last that was heard of a follower, nothing is kept for it."""
 MAX_STEPS = 512
+HEADERS = 1 << 16
+"""Bytes beside the numbers' own."""
 
 
 @dataclass
 class _Past:
-    """A step that was applied. ``packed``: its gradient as it travels, piece by piece, once it lies here for longer."""
+    """A step that was applied. ``packed``: its gradient as it travels, in tensors of a piece each, once it lies here for longer."""
 
     builder: RecordBuilder
     entry: RoundEntry
     holding: Holding | None
-    packed: tuple[bytes, ...] = ()
+    packed: Copy | None = None
 
     @property
     def nbytes(self) -> int:
-        return sum(map(len, self.packed)) if self.holding is None else self.holding.gradient.nbytes
+        if self.holding is not None:
+            return self.holding.gradient.nbytes
+        return self.packed.size if self.packed is not None else 0
 
 
 class Trail:
@@ -73,12 +86,15 @@ class Trail:
         return sum(p.nbytes for p in list(self._past)[:-1]) > self._limit
 
     async def _pack(self, past: _Past) -> None:
-        """A half or a quarter of the memory."""
+        """A half or a quarter of the memory, and a copy that can be taken as a state is."""
         if (holding := past.holding) is not None:
-            codec = self._ctx.plan.gradients
-            offsets = range(0, len(holding.gradient), PIECE)
-            past.packed = tuple([await self._ctx.compute.offload(holding.piece, k, codec) for k in offsets])
-            past.holding = None
+            ctx, pieces = self._ctx, dict[str, Tensor]()
+            for begin in range(0, len(holding.gradient), PIECE):
+                piece = await ctx.compute.offload(holding.piece, begin, ctx.plan.gradients)
+                pieces[f"{begin:016}"] = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
+            packed = Copy(pieces, pause=0.0)  # they are to come faster than they are made
+            await packed.name(ctx)
+            past.packed, past.holding = packed, None
 
     def entries(self, peer: PeerId, step: int, lineage: bytes) -> tuple[RoundEntry, ...]:
         """Of a step that is kept; none for any other."""
@@ -95,10 +111,54 @@ class Trail:
                 self._heard(peer, past.builder.step)
                 if past.holding is not None:
                     return past.holding.piece(offset, self._ctx.plan.gradients)
-                if offset % PIECE == 0 and offset // PIECE < len(past.packed):
-                    return past.packed[offset // PIECE]
+                if past.packed is not None and offset % PIECE == 0 and offset < self._ctx.compute.n_params:
+                    return bytes(past.packed.tensor(offset // PIECE))
         raise ProtocolError("the gradient of this round is not held here (not yet, or not any more)")
+
+    def manifest(self, peer: PeerId, round_: bytes) -> bytes:
+        """Of the gradient of a step before the last; empty for any other."""
+        for past in self._past:
+            if past.entry.round == round_ and past.packed is not None:
+                self._heard(peer, past.builder.step)
+                return past.packed.manifest
+        return b""
+
+    def copy(self, peer: PeerId, digest: bytes) -> Copy | None:
+        """That of which ``peer`` got the manifest."""
+        for past in self._past:
+            if past.packed is not None and past.packed.digest == digest:
+                self._heard(peer, past.builder.step)
+                return past.packed
+        return None
 
     def _heard(self, peer: PeerId, step: int) -> None:
         if peer in self._followers:
             self.follow(peer, step)
+
+
+async def take_past(ctx: Context, taker: Taker, entry: RoundEntry) -> Holding | None:
+    """The gradient of ``entry``'s round, of a step that lies back, from all replicas that are believed alive and keep it; None where none
+    does. Raises NetworkError."""
+    ask = AskPast(round=entry.round).pack()
+
+    async def manifest(peer: PeerId) -> bytes:
+        try:
+            return await ctx.net.call(peer, AskPast.KIND, ask, timeout_s=ctx.probe_deadline.seconds(1))
+        except NetworkError:
+            return b""
+
+    replicas = [p for p in ctx.roster.replicas() if ctx.roster.is_alive(p)]
+    answers = dict(zip(replicas, await asyncio.gather(*map(manifest, replicas)), strict=True))
+    kept = Counter(answer for answer in answers.values() if answer)
+    if not kept:
+        return None
+    packed = kept.most_common(1)[0][0]
+    named = Manifest.unpack(packed)
+    n_params = ctx.compute.n_params
+    named.check(5 * n_params + HEADERS)
+    partial = Partial.of(blake3(packed).digest(), named)
+    await taker.fetch(partial, [p for p, answer in answers.items() if answer == packed])
+    gradient = torch.empty(n_params)
+    for name, piece in partial.state().items():
+        decode_piece(ctx, entry, gradient, int(name), piece.numpy().data)
+    return await verified(ctx, entry, gradient)

@@ -1,7 +1,8 @@
 """Moving a stage's state: an immutable copy, cut into blocks that a manifest names by their hashes (DESIGN "Joining, moving, leaving").
 
 A taker asks several donors for different blocks at once, checks each against the manifest as it comes, drops a donor whose block is
-wrong or does not come, and asks the others for it. What it has is kept, so that a break costs only what was under way.
+wrong or does not come, and asks the others for it. What it has is kept, so that a break costs only what was under way. A block travels
+whole or, beside training, in pieces (``Uplink``).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pydantic import Field
 from muletrain.errors import DeadlineExceeded, NetworkError, PeerUnreachable, ProtocolError
 from muletrain.policy.deadline import Deadline
 from muletrain.swarm.messages import AskBlocks, Block, Message, Natural, Text
+from muletrain.swarm.uplink import PAUSE
 from muletrain.wire.codec import RAW, Encoded, decode_raw
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ LANES = 2
 HASHED_AT_ONCE = 16 << 20
 """Bytes hashed in one job, so that quantising, which shares the thread, does not wait long."""
 CALL_S = 30.0
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "uint8": torch.uint8}
 
 
 class Manifest(Message):
@@ -76,8 +78,9 @@ class Manifest(Message):
 class Copy:
     """The donor's side of one copy. ``digest`` names it: the hash of its manifest."""
 
-    def __init__(self, state: dict[str, Tensor]) -> None:
-        """``state``: copies that nobody changes any more."""
+    def __init__(self, state: dict[str, Tensor], pause: float = PAUSE) -> None:
+        """``state``: copies that nobody changes any more. ``pause``: after each block (``Uplink.turn``)."""
+        self._pause = pause
         self._names = sorted(state)
         self._tensors = [state[n] for n in self._names]
         self._views = [t.contiguous().reshape(-1).view(torch.uint8).numpy().data for t in self._tensors]
@@ -104,13 +107,19 @@ class Copy:
 
     def _hash(self, block: int) -> bytes:
         digest = blake3()
-        for view in self.views(block):
+        for view in self.views(*self._span(block)):
             digest.update(view)
         return digest.digest()
 
-    def views(self, block: int) -> list[memoryview]:
-        """The bytes of one block: pieces of one or more tensors, not copied."""
-        a, b = block * self.block, min(self.size, (block + 1) * self.block)
+    def _span(self, block: int) -> tuple[int, int]:
+        return block * self.block, min(self.size, (block + 1) * self.block)
+
+    def tensor(self, k: int) -> memoryview:
+        """The bytes of the ``k``-th tensor, in the order of their names."""
+        return self._views[k]
+
+    def views(self, a: int, b: int) -> list[memoryview]:
+        """Bytes ``a`` to ``b``: of one or more tensors, not copied."""
         pieces = []
         k = bisect_right(self._begins, a) - 1
         while a < b:
@@ -123,11 +132,19 @@ class Copy:
         """Stream ``blocks`` to ``taker``; who does not get them asks another donor."""
         try:
             for k in blocks:
-                views = self.views(k)
-                raw = Encoded(RAW, (sum(map(len, views)),), views)
-                await ctx.send(taker, Block(digest=self.digest, block=k), [raw])
+                begin, end = self._span(k)
+                async with ctx.uplink.turn(end - begin, pause=self._pause):
+                    await self._send_block(ctx, taker, k)
         except NetworkError:
             return
+
+    async def _send_block(self, ctx: Context, taker: PeerId, block: int) -> None:
+        begin, end = at, _ = self._span(block)
+        while at < end:
+            until = min(end, at + ctx.uplink.piece())
+            raw = Encoded(RAW, (until - at,), self.views(at, until))
+            await ctx.send(taker, Block(digest=self.digest, block=block, begin=at - begin), [raw])
+            at = until
 
 
 @dataclass
@@ -160,23 +177,39 @@ class Partial:
 
 
 @dataclass
+class _Expected:
+    """A block that was asked for. ``into``: where it belongs; ``came``: bytes of it."""
+
+    into: memoryview
+    came: int = 0
+    whole: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+@dataclass
 class Taker:
     """The taker's side."""
 
     ctx: Context
-    _waiting: dict[tuple[PeerId, bytes, int], asyncio.Future[memoryview]] = field(default_factory=dict)
+    _waiting: dict[tuple[PeerId, bytes, int], _Expected] = field(default_factory=dict)
     _deadline: Deadline = field(default_factory=lambda: Deadline(unmeasured_s=60.0, floor_s=5.0))
-    """Between two blocks, whoever sends them: they share our link."""
+    """Between two pieces, whoever sends them: they share our link."""
     _breaks: int = 0
     _came: float = float("-inf")
-    """When the last block did."""
+    """When the last piece did."""
 
     def on_block(self, sender: PeerId, message: Block, tensor: Encoded) -> None:
-        """A block that nobody waits for (any more) is dropped."""
-        waiter = self._waiting.pop((sender, message.digest, message.block), None)
-        if waiter is not None and not waiter.done():
-            self._came = self.ctx.clock.now()
-            waiter.set_result(decode_raw(tensor))
+        """A piece that nobody waits for (any more) is dropped. Raises ProtocolError for more than the block has."""
+        expected, data = self._waiting.get((sender, message.digest, message.block)), decode_raw(tensor)
+        if expected is None or message.begin != expected.came:
+            return
+        end = expected.came + len(data)
+        if end > len(expected.into):
+            raise ProtocolError(f"block {message.block}: more than it has")
+        expected.into[expected.came : end] = data
+        expected.came = end
+        self._came = self.ctx.clock.now()
+        if expected.came == len(expected.into) and not expected.whole.done():
+            expected.whole.set_result(None)
 
     async def fetch(self, partial: Partial, donors: list[PeerId]) -> None:
         """Until nothing of ``partial`` is missing. Raises PeerUnreachable when every donor failed; what came stays in it."""
@@ -185,7 +218,8 @@ class Taker:
 
         async def lane(donor: PeerId) -> None:
             while queue and donor in good:
-                run = [queue.popleft() for _ in range(min(RUN, len(queue)))]
+                share = -(-len(queue) // (LANES * len(good)))  # of a small copy, each sends some
+                run = [queue.popleft() for _ in range(min(RUN, share))]
                 try:
                     await self._run(partial, donor, run)
                 except (NetworkError, ProtocolError) as e:
@@ -206,40 +240,36 @@ class Taker:
 
     async def _run(self, partial: Partial, donor: PeerId, run: list[int]) -> None:
         """One call's blocks, each checked as it comes."""
-        ctx = self.ctx
-        waiters = {k: asyncio.get_running_loop().create_future() for k in run}
-        self._waiting |= {(donor, partial.digest, k): w for k, w in waiters.items()}
+        ctx, whole = self.ctx, memoryview(partial.data)
+        spans = {k: partial.manifest.span(k) for k in run}
+        expected = {k: _Expected(whole[a:b]) for k, (a, b) in spans.items()}
+        self._waiting |= {(donor, partial.digest, k): e for k, e in expected.items()}
         try:
             ask = AskBlocks(digest=partial.digest, blocks=tuple(run))
             await ctx.net.call(donor, AskBlocks.KIND, ask.pack(), timeout_s=CALL_S)
-            for k in run:
-                await self._store(partial, k, await self._block(waiters[k], f"block {k} from {donor[-6:]}"))
+            for k, block in expected.items():
+                await self._block(block.whole, f"block {k} from {donor[-6:]}")
+                if await ctx.compute.offload(_digest, block.into) != partial.manifest.digest(k):
+                    raise ProtocolError(f"block {k} is not what the manifest says")
+                partial.missing.discard(k)
         finally:
             for k in run:
                 self._waiting.pop((donor, partial.digest, k), None)
 
-    async def _block(self, waiter: asyncio.Future[memoryview], what: str) -> memoryview:
+    async def _block(self, whole: asyncio.Future[None], what: str) -> None:
         """A slow link is no reason to give up, as long as something comes. Raises DeadlineExceeded."""
         clock, begin = self.ctx.clock, self.ctx.clock.now()
         while True:
             since = max(begin, self._came)
             wait_s = since + self._deadline.seconds(self._breaks) - clock.now()
             try:
-                data = await clock.deadline(asyncio.shield(waiter), max(0.0, wait_s), what)
+                await clock.deadline(asyncio.shield(whole), max(0.0, wait_s), what)
             except DeadlineExceeded:
                 if self._came <= since:
                     raise
             else:
                 self._deadline.measured(clock.now() - since)
-                return data
-
-    async def _store(self, partial: Partial, block: int, data: memoryview) -> None:
-        a, b = partial.manifest.span(block)
-        right = len(data) == b - a and await self.ctx.compute.offload(_digest, data) == partial.manifest.digest(block)
-        if not right:
-            raise ProtocolError(f"block {block} is not what the manifest says")
-        partial.data[a:b] = data
-        partial.missing.discard(block)
+                return
 
 
 def _digest(data: memoryview) -> bytes:
