@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from muletrain.sim.scenario import stage_of
 from muletrain.swarm.branches import branch_of
 
 if TYPE_CHECKING:
@@ -62,10 +63,15 @@ class Witness:
                 )
 
     def stepped_back(self, peer: str) -> None:
-        """A side of a partition that has every stage does not."""
-        others = {f.kind for f in self._scenario.faults} - {"partition", "blackhole", "slow"}
-        if not others and any(peer in side for side in self._scenario.whole_sides):
-            self._broken(f"{peer} stepped back, though its side had every stage")
+        """Nobody does while each stage has a live peer that can be reached; nor does a side of a partition that has every stage."""
+        scenario, kinds = self._scenario, {f.kind for f in self._scenario.faults}
+        parted = bool(kinds & {"partition", "blackhole"})
+        gone = {p for f in scenario.faults if f.kind in {"kill", "leave", "move"} for p in f.who}
+        safe = {stage_of(p) for p, _ in scenario.members if p not in gone} == set(range(len(scenario.stages)))
+        if parted:
+            safe = kinds <= {"partition", "blackhole", "slow"} and any(peer in side for side in scenario.whole_sides)
+        if safe and not kinds & {"freeze", "cut"}:
+            self._broken(f"{peer} stepped back, though every stage had a peer")
 
     def reported(self, peer: str, event: StepApplied) -> None:
         """What peers say that they did adds up."""
