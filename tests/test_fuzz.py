@@ -194,8 +194,8 @@ def test_fp16_that_overflows_skips_the_step_for_all_and_goes_on_with_a_smaller_s
 
 
 def _retry_accumulates_again(patch: pytest.MonkeyPatch) -> None:
-    async def all_stages(self: Trainer, index: int, stages: tuple[int, ...]) -> tuple[int, ...]:
-        return stages
+    async def all_stages(self: Trainer, index: int, stages: tuple[int, ...]) -> tuple[tuple[int, ...], None]:
+        return stages, None
 
     def begin(self: Ledger, index: int) -> bool:
         self._running.add(index)

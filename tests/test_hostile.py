@@ -109,9 +109,11 @@ def frames(stage: int, index: int) -> list[Frame]:
         "leaves": False,
     }
     return [
-        Forward(**request, stage=stage, accumulate=(0, 1), deadline_s=deadline_s).frame([inputs, targets]),
+        Forward(**request, stage=stage, accumulate=(0, 1), gradient=stage > 0, deadline_s=deadline_s).frame(
+            [inputs, targets]
+        ),
         Backward(**request, stage=1, **answer).frame([encode(hidden, Codec.FP32)]),
-        Done(**request, **answer).frame(),
+        Done(**request, stage=stage, **answer).frame(),
         Busy(**request, stage=1).frame(),
         Lost(**request, stage=1, reason="no").frame(),
         TrainerDone(**at, indices=(index,), losses=(5.0,)).frame(),
@@ -435,10 +437,11 @@ def test_a_gradient_or_a_chunk_of_another_kind_is_refused_at_the_door(tmp_path: 
         wrong = [encode(torch.zeros(*TOKENS, WIDTH - 1), Codec.FP32), encode(torch.zeros(*TOKENS, WIDTH), Codec.INT8)]
         for gradient in wrong:
             await target.send(pending.peer, Backward(**request, stage=1, loss=1.0, away_s=0.0).frame([gradient]))
+        await target.send(pending.peer, Done(**request, stage=1, loss=1.0, away_s=0.0).frame())  # without one
         for chunk in (encode(torch.zeros(9), Codec.FP16), encode(torch.zeros(3, 3), Codec.FP32)):
             await target.send("second", Shard(round=bytes(32), step=0, chunk=0).frame([chunk]))
         await target.handled()
-        assert [e.remote for e in target.refused()] == [pending.peer] * 2 + ["second"] * 2
+        assert [e.remote for e in target.refused()] == [pending.peer] * 3 + ["second"] * 2
         assert not pending.reply.done()
         assert target.compute.computed == 0
         target.running.cancel()

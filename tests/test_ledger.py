@@ -44,20 +44,21 @@ def test_ledger_grants_each_microbatch_once() -> None:
     ledger = Ledger(LINEAGE, 0, 4)
     assert ledger.begin(1)
     assert not ledger.begin(1), "already running"
-    ledger.commit(1)
+    ledger.commit(1, 5.0)
     assert not ledger.begin(1), "already in the accumulator"
     assert ledger.begin(2)
     ledger.abort(2)
     assert ledger.begin(2), "an aborted one may run again"
     with pytest.raises(RuntimeError, match="still accumulate"):
         ledger.seal()
-    ledger.commit(2)
+    ledger.commit(2, 6.0)
     assert ledger.seal() == {1, 2}
     assert not ledger.begin(3), "sealed"
     ledger.reopen(keep=True)
     assert ledger.begin(3)
     assert not ledger.begin(1)
     ledger.abort(3)
+    assert ledger.losses == {1: 5.0, 2: 6.0}
     ledger.reopen(keep=False)
     assert ledger.begin(1)
 

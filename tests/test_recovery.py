@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 import pytest
 
+from muletrain.compute.paced import PacedCompute
 from muletrain.sim.scenario import BACKWARD_S, FORWARD_S, Fault, Scenario
 from muletrain.sim.verdict import readable
 from muletrain.sim.world import play
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from muletrain.compute.base import Microbatch
 
 SERVICE_S = FORWARD_S + BACKWARD_S
 STEPS, MICROBATCHES, DELAY_S = 8, 8, 0.01
@@ -30,6 +37,31 @@ def test_the_work_of_a_dead_peer_is_given_out_again_at_once(victim: str) -> None
     at_s = 2.0  # in the middle of the third step
     happened = timeline(Fault(at_s, "kill", (victim,)))
     assert first("microbatch_rerouted", happened) - at_s < 5 * DELAY_S
+
+
+def test_what_died_with_a_peer_is_run_again_beside_the_rest_and_no_further_than_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not after the rest, with a pipeline that has to fill again; and a stage that lost nothing does not go back through it."""
+    in_vain = []
+    right = PacedCompute.backward
+
+    async def backward(self: PacedCompute, mb: Microbatch, grad: Tensor, *, accumulate: bool) -> Tensor | None:
+        in_vain.extend([mb] if self.stage == 0 and not accumulate else [])
+        return await right(self, mb, grad, accumulate=accumulate)
+
+    monkeypatch.setattr(PacedCompute, "backward", backward)
+    happened = timeline(Fault(2.3, "kill", ("peer-1b",)))  # it has three of the third step's
+    assert not [text for _, text in happened if "microbatches again" in text]
+    assert not in_vain
+
+
+def test_of_a_dead_trainers_microbatches_only_what_died_with_it_is_computed_again() -> None:
+    """Whoever has one in its accumulator knows the loss, too."""
+    outcome = play(Scenario(1, (3, 2), 3, STEPS, MICROBATCHES, DELAY_S, (Fault(1.9, "kill", ("peer-0c",)),)))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    applied = [re.search(r"stage=1 .* recomputed=(\d+)", text) for _, text in outcome.timeline]
+    assert sum(int(found[1]) for found in applied if found) <= 4, "stage 0 lost four"
 
 
 @pytest.mark.parametrize("victim", ["peer-0b", "peer-1b"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import math
 from collections import Counter, defaultdict
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -298,6 +299,16 @@ class Context:
         if self.roster.is_alive(peer) and peer != self.net.peer_id and not asked:
             self.spawn(self.probe(peer, lineage, step, hearsay=True), name)
 
+    async def is_gone(self, peer: PeerId, lineage: bytes, step: int) -> bool:
+        """``peer`` cannot be reached at all, which says more than that it does not answer."""
+        try:
+            await self._ask_held(peer, lineage, step, attempt=0)
+        except PeerUnreachable:
+            return True
+        except NetworkError:
+            return False
+        return False
+
     async def measure(self, peer: PeerId, lineage: bytes, step: int) -> None:
         """How long the answer to a probe takes, before one is missed. Whoever does not answer yet is not believed dead for it."""
         with suppress(NetworkError):
@@ -315,11 +326,14 @@ class Context:
             held = held.model_copy(update={"current": False, "step": 0, "lineage": b"", "rival": False})
         return held
 
-    async def still_missing(self, lineage: bytes, step: int, index: int, stages: tuple[int, ...]) -> tuple[int, ...]:
+    async def still_missing(
+        self, lineage: bytes, step: int, index: int, stages: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], float | None]:
         """Before a retry: those of ``stages`` in which no other peer has the microbatch in its accumulator (those that have, recompute
-        without accumulating). While someone still works on it, wait: what is about to be accumulated must not be twice."""
+        without accumulating), and its loss [nats/token], where one that has it knows. While someone still works on it, wait: what is
+        about to be accumulated must not be twice."""
         if not stages:
-            return ()
+            return (), None
         for pause in range(MAX_PAUSES):
             answers = await self.ask_held(self.roster.everyone(), lineage, step)
             current = [held for held in answers.values() if held.current]
@@ -327,7 +341,9 @@ class Context:
                 break
             await self.clock.sleep(min(PAUSE_MAX_S, PAUSE_S * 2.0**pause))
         have = {held.stage for held in current if index in held.held}
-        return tuple(s for s in stages if s not in have)
+        losses = (dict(zip(held.held, held.held_losses, strict=False)).get(index) for held in current)
+        loss = next((known for known in losses if known is not None and not math.isnan(known)), None)
+        return tuple(s for s in stages if s not in have), loss
 
     async def aside(self, fn: Callable[..., R], *args: Any) -> R:
         """Run ``fn`` in the background thread, after what was given to it before."""

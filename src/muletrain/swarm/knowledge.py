@@ -4,6 +4,7 @@ asks for what it missed."""
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -152,6 +153,7 @@ class Knowledge:
         self._late: dict[PeerId, float] = {}
         """When we first heard that a peer was at an earlier step still."""
         self._lost: Counter[PeerId] = Counter()
+        self._mourned = self._dead_replicas()
         self._builder = RecordBuilder(step, lineage, self._ctx.plan.stages, self.applied)
 
     @property
@@ -167,6 +169,9 @@ class Knowledge:
     def _look_around(self) -> None:
         """During every wait; what it raises ends the wait."""
         raise NotImplementedError
+
+    def _dead_replicas(self) -> set[PeerId]:
+        return {p for p in self._ctx.roster.replicas() if not self._ctx.roster.is_alive(p)}
 
     def _all_through(self) -> bool:
         return not self.work.missing()
@@ -282,13 +287,15 @@ class Knowledge:
         if work is None or work.lineage != lineage or (work is self.work and self.away):
             applied, branch = b"" if self.away else self.applied, branch_of(self.lineage)
             return Held(current=False, stage=stage, step=self.step, lineage=applied, branch=branch)
+        held, losses = sorted(self.covered(work)), {**work.losses, **work.ledger.losses}
         return Held(
             current=True,
             stage=stage,
             step=self.step,
             lineage=self.applied,
             branch=branch_of(self.lineage),
-            held=tuple(sorted(self.covered(work))),
+            held=tuple(held),
+            held_losses=tuple(losses.get(i, math.nan) for i in held),
             running=tuple(self._running(step)),
             through=tuple(work.losses),
             losses=tuple(work.losses.values()),

@@ -16,7 +16,7 @@ class Ledger:
         self.lineage = lineage
         self.step = step
         self._microbatches = microbatches
-        self._held: set[int] = set()
+        self._held: dict[int, float] = {}
         self._running: set[int] = set()
         self._sealed = False
 
@@ -36,10 +36,10 @@ class Ledger:
         """False when ``index`` is not in the accumulator and cannot come in now: another replica may still be open for it."""
         return not self._sealed or index in self._held
 
-    def commit(self, index: int) -> None:
-        """The gradient of ``index`` is now in the accumulator."""
+    def commit(self, index: int, loss: float) -> None:
+        """The gradient of ``index``, whose ``loss`` [nats/token] is known by then, is now in the accumulator."""
         self._running.remove(index)
-        self._held.add(index)
+        self._held[index] = loss
 
     def abort(self, index: int) -> None:
         """The reserved microbatch did not finish; nothing of it is in the accumulator."""
@@ -69,3 +69,8 @@ class Ledger:
     @property
     def held(self) -> frozenset[int]:
         return frozenset(self._held)
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Of what is in the accumulator [nats/token]."""
+        return dict(self._held)

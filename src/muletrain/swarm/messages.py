@@ -105,12 +105,14 @@ class Request(Message):
 
 
 class Forward(Request):
-    """Inputs and targets for one stage. ``accumulate``: the stages that should add this microbatch to their gradient."""
+    """Inputs and targets for one stage. ``accumulate``: the stages that should add this microbatch to their gradient. ``gradient``: the
+    sender needs d loss / d inputs; where a microbatch is run again for a later stage alone, nobody does."""
 
     KIND: ClassVar[str] = "forward"
     TENSORS: ClassVar[int] = 2
     stage: Natural
     accumulate: Annotated[tuple[Natural, ...], Field(max_length=4096)]
+    gradient: bool
     deadline_s: Seconds
 
 
@@ -126,9 +128,11 @@ class Backward(Request):
 
 
 class Done(Request):
-    """Stage 0 to the trainer: the microbatch went through all stages and back."""
+    """The microbatch went through this stage and all behind it, and back to where a gradient was needed: the answer to whoever needs
+    none, as a trainer does."""
 
     KIND: ClassVar[str] = "done"
+    stage: Natural
     loss: float
     away_s: Seconds
 
@@ -160,7 +164,8 @@ class TrainerDone(Message):
 
 class Gap(Message):
     """A stage found these microbatches in none of its accumulators: trainers inject them again, for that stage alone.
-    Every replica says so; ``attempt`` tells a repetition from a second loss."""
+    Every replica says so; ``attempt`` tells a repetition from a second loss. ``early``: a replica died in the middle of the step, and took
+    these with it, or they did not come so far yet."""
 
     KIND: ClassVar[str] = "gap"
     lineage: Digest
@@ -168,6 +173,7 @@ class Gap(Message):
     stage: Natural
     attempt: Natural
     indices: Indices
+    early: bool = False
 
 
 class Seal(Message):
@@ -272,7 +278,7 @@ class AskHeld(Message):
 class Held(Message):
     """``current``: the answerer is at that lineage and step, or computes it ahead. It is at ``step``, to which ``lineage`` led it, and
     ``rival``: it did the step asked about in another lineage. ``running``: requests it still works on; ``through``: microbatches it
-    knows to be through, with their ``losses`` [nats/token]."""
+    knows to be through, with their ``losses`` [nats/token]; ``held_losses``: of those in ``held``, nan where not known."""
 
     KIND: ClassVar[str] = "held"
     current: bool
@@ -282,6 +288,7 @@ class Held(Message):
     branch: Annotated[bytes, Field(min_length=BRANCH, max_length=BRANCH)] = bytes(BRANCH)
     """Of its lineage: steps of different branches have nothing to do with each other."""
     held: Indices = ()
+    held_losses: Annotated[tuple[float, ...], Field(max_length=MAX_MICROBATCHES)] = ()
     running: Indices = ()
     through: Indices = ()
     losses: Annotated[tuple[float, ...], Field(max_length=MAX_MICROBATCHES)] = ()

@@ -595,14 +595,13 @@ class Peer:
 
     def _on_reply(self, sender: PeerId, message: Backward | Done | Busy | Lost, frame: Frame) -> None:
         """Answers from stage 0 are the trainer's; from the next stage, the pipeline's."""
-        stage = 0 if isinstance(message, Done) else message.stage
         router = self._pipeline.router
-        if router is not None and stage == self._ctx.roster.own.stage + 1:
+        if router is not None and message.stage == self._ctx.roster.own.stage + 1:
             router.on_reply(sender, message, frame.tensors)
-        elif stage == 0 and self._source is not None:
+        elif message.stage == 0 and self._source is not None:
             self._inwards.on_reply(sender, message, frame.tensors)
         else:
-            raise ProtocolError(f"{frame.kind} from stage {stage}: nothing was sent there")
+            raise ProtocolError(f"{frame.kind} from stage {message.stage}: nothing was sent there")
 
     async def _on_other(self, sender: PeerId, message: Message, frame: Frame) -> None:
         match message:

@@ -6,6 +6,7 @@ room reserved for its backward, so gradients never wait for space and bounded qu
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from muletrain.network.base import Frame, PeerId
     from muletrain.swarm.computing import Computing
     from muletrain.swarm.context import Context
-    from muletrain.swarm.router import Answer, Router
+    from muletrain.swarm.router import Router
     from muletrain.wire.codec import Encoded
 
 BACKWARD, FORWARD = 0, 1
@@ -122,8 +123,13 @@ class Pipeline:
         if self.router is None:
             return await self._last_stage(held, inputs, targets)
         outputs = await self._compute_forward(held, inputs)
-        answer = await self.router.request(held.request, held.message.accumulate, [outputs, tensors[1]])
-        return await self._compute_backward(held, answer, outputs.shape)
+        message = held.message
+        backward = message.gradient or message.stage in message.accumulate
+        answer = await self.router.request(held.request, message.accumulate, [outputs, tensors[1]], gradient=backward)
+        if answer.gradient is None:  # it is run again for a later stage alone
+            held.work.recomputed += 1
+            return answer.loss, None
+        return await self._compute_backward(held, answer.loss, answer.gradient)
 
     async def _receive(self, held: _Held, tensors: list[Encoded]) -> tuple[Tensor, Tensor]:
         begin = self.ctx.clock.now()
@@ -166,20 +172,19 @@ class Pipeline:
         return await ctx.compute.offload(encode, outputs, ctx.plan.activations)
 
     async def _compute_backward(
-        self, held: _Held, answer: Answer, shape: tuple[int, ...]
+        self, held: _Held, loss: float, outputs_gradient: Encoded
     ) -> tuple[float, Encoded | None]:
         ctx = self.ctx
-        if answer.gradient is None or tuple(answer.gradient.shape) != tuple(shape):
-            raise ProtocolError("backward without a gradient of the output's shape")
-        gradient = await ctx.offload(decode, answer.gradient)
+        gradient = await ctx.offload(decode, outputs_gradient)
         with _Accumulation(held) as accumulation:
+            accumulation.loss = loss
             async with ctx.device(BACKWARD):
                 held.work.check()
                 ctx.reached("backward", held.message.step)
                 begin = ctx.clock.now()
                 inputs_gradient = await ctx.compute.backward(held.microbatch, gradient, accumulate=accumulation.granted)
                 self._count(held, ctx.clock.now() - begin, accumulation)
-        return answer.loss, await self._encode_gradient(inputs_gradient)
+        return loss, await self._encode_gradient(held, inputs_gradient)
 
     async def _last_stage(self, held: _Held, inputs: Tensor, targets: Tensor) -> tuple[float, Encoded | None]:
         ctx = self.ctx
@@ -192,8 +197,9 @@ class Pipeline:
                 loss, inputs_gradient = await ctx.compute.loss_backward(
                     held.microbatch, inputs, targets, accumulate=accumulation.granted
                 )
+                accumulation.loss = loss
                 self._count(held, ctx.clock.now() - begin, accumulation)
-        return loss, await self._encode_gradient(inputs_gradient)
+        return loss, await self._encode_gradient(held, inputs_gradient)
 
     def _count(self, held: _Held, took: float, accumulation: _Accumulation) -> None:
         accumulation.done = True
@@ -203,22 +209,21 @@ class Pipeline:
         held.work.accumulated += accumulation.granted
         held.work.recomputed += not accumulation.granted
 
-    async def _encode_gradient(self, gradient: Tensor | None) -> Encoded | None:
-        if gradient is None:
+    async def _encode_gradient(self, held: _Held, gradient: Tensor | None) -> Encoded | None:
+        if gradient is None or not held.message.gradient:
             return None
         return await self.ctx.compute.offload(encode, gradient, self.ctx.plan.activations)
 
     async def _answer(self, held: _Held, loss: float, gradient: Encoded | None) -> None:
         away = max(0.0, self.ctx.clock.now() - held.admitted - held.busy_s)
-        identity = held.message.identity()
+        identity, stage = held.message.identity(), held.message.stage
         if self.ctx.plan.trace:
-            step, index, stage = held.message.step, held.message.index, held.message.stage
+            step, index = held.message.step, held.message.index
             self.ctx.emit(MicrobatchServed(step=step, index=index, stage=stage, busy_s=held.busy_s))
-        if held.message.stage == 0:
-            await self._reply(held.sender, Done(**identity, loss=loss, away_s=away), [])
-        elif gradient is not None:
-            backward = Backward(**identity, stage=held.message.stage, loss=loss, away_s=away)
-            await self._reply(held.sender, backward, [gradient])
+        if gradient is None:
+            await self._reply(held.sender, Done(**identity, stage=stage, loss=loss, away_s=away), [])
+        else:
+            await self._reply(held.sender, Backward(**identity, stage=stage, loss=loss, away_s=away), [gradient])
 
     async def _reply(self, peer: PeerId, message: Request, tensors: list[Encoded]) -> None:
         try:
@@ -235,6 +240,7 @@ class _Accumulation:
         self._ledger, self._message = held.work.ledger, held.message
         self.granted = False
         self.done = False
+        self.loss = math.nan
 
     def __enter__(self) -> _Accumulation:
         wanted = self._message.stage in self._message.accumulate
@@ -243,6 +249,6 @@ class _Accumulation:
 
     def __exit__(self, *_: object) -> None:
         if self.granted and self.done:
-            self._ledger.commit(self._message.index)
+            self._ledger.commit(self._message.index, self.loss)
         elif self.granted:
             self._ledger.abort(self._message.index)

@@ -51,7 +51,7 @@ class StageLost(MuletrainError):
 
 @dataclass
 class Answer:
-    """What came back for a request: the loss [nats/token] and, from a peer, d loss / d output as sent."""
+    """What came back for a request: the loss [nats/token] and, where it was asked for, d loss / d output as sent."""
 
     loss: float
     gradient: Encoded | None
@@ -62,11 +62,11 @@ _Reply = tuple["Backward | Done | Busy | Lost", "list[Encoded]"]
 
 @dataclass
 class _Pending:
-    """One peer's answer to one request. ``shape``: of what was sent, and so of its gradient. ``doubted`` is set when the peer falls
-    silent (``Silence``)."""
+    """One peer's answer to one request. ``shape``: of the gradient that is to come, that of what was sent; None if none is. ``doubted`` is
+    set when the peer falls silent (``Silence``)."""
 
     peer: PeerId
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None
     request: Request
     reply: asyncio.Future[_Reply]
     doubted: asyncio.Future[None]
@@ -106,20 +106,28 @@ class Router:
 
     def on_reply(self, sender: PeerId, reply: Backward | Done | Busy | Lost, tensors: list[Encoded]) -> None:
         """Match an answer with its request; late answers to requests that were given up, or sent elsewhere since, are dropped.
-        Raises ProtocolError for a gradient of another shape or codec than was sent."""
+        Raises ProtocolError for a gradient of another shape or codec than was sent, or where none was to come, or the reverse."""
         pending = self._pending.get((sender, *reply.key))
         if pending is None or pending.reply.done():
             return
+        if isinstance(reply, Backward | Done) and isinstance(reply, Done) != (pending.shape is None):
+            raise ProtocolError(f"{reply.KIND}: {'no' if pending.shape is None else 'a'} gradient was asked for")
         if any((t.shape, t.codec) != (pending.shape, self._ctx.plan.activations) for t in tensors):
             raise ProtocolError(f"a gradient that is not {self._ctx.plan.activations} {pending.shape}")
         self._silence.heard(sender)
         pending.reply.set_result((reply, tensors))
 
     async def request(
-        self, request: Request, accumulate: tuple[int, ...], tensors: list[Encoded], tried: Collection[PeerId] = ()
+        self,
+        request: Request,
+        accumulate: tuple[int, ...],
+        tensors: list[Encoded],
+        tried: Collection[PeerId] = (),
+        *,
+        gradient: bool,
     ) -> Answer:
-        """Get one microbatch through the stage, without those that were ``tried``, and all behind it. Raises StageLost when every
-        live peer failed it, or its step is over."""
+        """Get one microbatch through the stage, without those that were ``tried``, and all behind it. ``gradient``: that of the loss to
+        what is sent is to come back. Raises StageLost when every live peer failed it, or its step is over."""
         failed: set[PeerId] = set(tried)
         full: set[PeerId] = set()
         for tries in itertools.count():
@@ -136,7 +144,7 @@ class Router:
                     f"stage {self._stage}: no live peer could take microbatch {request.step}/{request.index}"
                 )
             try:
-                answer = await self._from(peer, request, accumulate, tensors, failed)
+                answer = await self._from(peer, request, accumulate, tensors, failed, gradient)
             except (PeerUnreachable, DeadlineExceeded) as e:
                 self._give_up(peer, request, str(e))
                 self._ctx.suspect(peer, str(e))
@@ -161,12 +169,18 @@ class Router:
         return self._wiring.choose(out, Counter(p.peer for p in self._pending.values()))
 
     async def _from(
-        self, peer: PeerId, request: Request, accumulate: tuple[int, ...], tensors: list[Encoded], tried: set[PeerId]
+        self,
+        peer: PeerId,
+        request: Request,
+        accumulate: tuple[int, ...],
+        tensors: list[Encoded],
+        tried: set[PeerId],
+        gradient: bool,
     ) -> Answer:
         """The answer of ``peer``. When it is doubted, another works on the microbatch, too, but accumulates nothing, here and in the
         stages behind: if the peer lives, the microbatch is in its accumulator; if not, that is lost whatever we do, and the stage
         runs what it held again. So a false alarm costs this one computation, and no microbatch is ever in two accumulators."""
-        pending = self._begin(peer, request, tensors)
+        pending = self._begin(peer, request, tuple(tensors[0].shape) if gradient else None)
         first = asyncio.create_task(self._try(pending, accumulate, tensors))
         copy: asyncio.Task[Answer] | None = None
         try:
@@ -174,7 +188,7 @@ class Router:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not first.done():
                 self._rerouted(peer, request, "it is silent: another computes the same, too")
-                copy = asyncio.create_task(self.request(request, (), tensors, {*tried, peer}))
+                copy = asyncio.create_task(self.request(request, (), tensors, {*tried, peer}, gradient=gradient))
                 await asyncio.wait({first, copy}, return_when=asyncio.FIRST_COMPLETED)
                 if first.done() and first.exception() is not None:
                     await asyncio.wait({copy})
@@ -200,7 +214,7 @@ class Router:
     async def _missing(self, request: Request, accumulate: tuple[int, ...]) -> tuple[int, ...]:
         """What failed here may have gone through there: stages from ours on that hold it already do not accumulate it again."""
         ours = tuple(s for s in accumulate if s >= self._stage)
-        still = await self._ctx.still_missing(request.lineage, request.step, request.index, ours)
+        still, _ = await self._ctx.still_missing(request.lineage, request.step, request.index, ours)
         return tuple(s for s in accumulate if s < self._stage or s in still)
 
     async def _recount(self, request: Request) -> None:
@@ -210,7 +224,7 @@ class Router:
         await asyncio.gather(*(ctx.probe(p, request.lineage, request.step) for p in members))
         self.refresh()
 
-    def _begin(self, peer: PeerId, request: Request, tensors: list[Encoded]) -> _Pending:
+    def _begin(self, peer: PeerId, request: Request, shape: tuple[int, ...] | None) -> _Pending:
         key = peer, *request.key
         if key in self._pending:
             raise ProtocolError(
@@ -218,7 +232,7 @@ class Router:
             )
         self._silence.expect(peer)
         loop = asyncio.get_running_loop()
-        pending = _Pending(peer, tuple(tensors[0].shape), request, loop.create_future(), loop.create_future())
+        pending = _Pending(peer, shape, request, loop.create_future(), loop.create_future())
         self._pending[key] = pending
         return pending
 
@@ -226,7 +240,8 @@ class Router:
         """One receiver: send, then wait while it is seen to be working on it. Raises _Full, _Gone, PeerUnreachable, DeadlineExceeded."""
         clock, peer, request = self._ctx.clock, pending.peer, pending.request
         message = Forward(
-            **request.identity(), stage=self._stage, accumulate=accumulate, deadline_s=self._deadline.seconds(),
+            **request.identity(), stage=self._stage, accumulate=accumulate, gradient=pending.shape is not None,
+            deadline_s=self._deadline.seconds(),
         )  # fmt: skip
         begin = clock.now()
         with self._ctx.awaiting(peer, pending.reply):

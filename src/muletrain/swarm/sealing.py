@@ -3,6 +3,7 @@ and their sets cover the step (DESIGN "How a step goes", 5)."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 from collections import Counter
@@ -176,6 +177,25 @@ class Sealing(Knowledge):
             lambda: not yields(me, own, self._views()), Deadline(5.0, 5.0), "those that go on without this peer", ask
         )
         self.ledger.reopen(keep=False)
+
+    async def _ask_progress(self) -> None:
+        await asyncio.gather(super()._ask_progress(), self._mourn())
+
+    async def _mourn(self) -> None:
+        """What died with a replica is run again while the rest of the step goes on, not after it. Only for those that are gone for sure:
+        one that is silent may come back with what it accumulated, and then a whole accumulator would have to go."""
+        ctx, dead = self._ctx, self._dead_replicas()
+        new, self._mourned = dead - self._mourned, dead
+        if not any(await asyncio.gather(*(ctx.is_gone(p, self.lineage, self.step) for p in sorted(new)))):
+            return
+        known = self.ledger.held | set(self._running(self.step))
+        for held in (await ctx.ask_held(ctx.roster.replicas(), self.lineage, self.step)).values():
+            known |= {*held.held, *held.running} if held.current else set()
+        gap = Gap(
+            lineage=self.lineage, step=self.step, stage=ctx.roster.own.stage, attempt=0, early=True,
+            indices=tuple(sorted(set(range(ctx.plan.microbatches)) - known)),
+        )  # fmt: skip
+        await ctx.tell(ctx.roster.trainers(), gap)
 
     async def _refill(self, cover: Cover, attempt: int) -> None:
         """Microbatches are in no accumulator, or twice: keep the chosen sets, run the gaps again for this stage alone."""

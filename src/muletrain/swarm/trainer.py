@@ -55,6 +55,11 @@ class Trainer:
         self._step, self._lineage = work.step, work.lineage
         self._claimed: set[int] = set()
         self._refilling: set[tuple[int, int]] = set()
+        self._begun: dict[int, bool] = {}
+        """Microbatches that were given out: are they through?"""
+        self._perhaps_lost: defaultdict[int, set[int]] = defaultdict(set)
+        """Those under way whose part of these stages may have died with a peer."""
+        self._repairs: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
@@ -76,14 +81,24 @@ class Trainer:
         await self._run(missing, tuple(range(self._ctx.plan.stages)), retry=True)
 
     async def on_gap(self, gap: Gap) -> None:
-        """A stage misses microbatches: the trainer they fall to runs them again for that stage alone."""
+        """A stage misses microbatches: the trainer they fall to runs them again for that stage alone; while others are under way still,
+        each as soon as it is through."""
         mine = [i for i in gap.indices if (gap.stage, i) not in self._refilling and self._is_mine(i)]
-        await asyncio.gather(*(self._refill(i, gap.stage) for i in mine))
+        if gap.early:
+            for i in [i for i in mine if self._begun.get(i) is False]:
+                self._perhaps_lost[i].add(gap.stage)
+            mine = [i for i in mine if self._begun.get(i)]
+        repairs = [asyncio.create_task(self._refill(i, gap.stage)) for i in mine]
+        self._repairs.update(repairs)
+        for repair in repairs:
+            repair.add_done_callback(self._repairs.discard)
+        await asyncio.gather(*repairs)
 
     async def _refill(self, index: int, stage: int) -> None:
         self._refilling.add((stage, index))
         try:
-            if await self._still_missing(index, (stage,)):
+            missing, _ = await self._still_missing(index, (stage,))
+            if missing:
                 await self._through(index, (stage,))
         finally:
             self._refilling.discard((stage, index))
@@ -92,9 +107,11 @@ class Trainer:
         """Claim ours among ``indices``, see them through, and tell everyone."""
         mine = [i for i in indices if i not in self._claimed and self._is_mine(i)]
         self._claimed.update(mine)
-        tasks = [asyncio.create_task(self._through(i, stages, retry=retry)) for i in mine]
+        tasks = [asyncio.create_task(self._whole(i, stages, retry=retry)) for i in mine]
         try:
             losses = await asyncio.gather(*tasks)
+            while self._repairs:
+                await asyncio.wait(self._repairs)
         finally:
             for task in tasks:  # one that fails ends all
                 task.cancel()
@@ -106,14 +123,26 @@ class Trainer:
     def _is_mine(self, index: int) -> bool:
         return claimant(self._step, index, self._ctx.roster.trainers()) == self._ctx.net.peer_id
 
+    async def _whole(self, index: int, stages: tuple[int, ...], *, retry: bool) -> float:
+        """One microbatch through, and what was lost of it meanwhile once more. Returns its loss [nats/token]."""
+        loss = await self._through(index, stages, retry=retry)
+        self._begun[index] = True
+        for stage in sorted(self._perhaps_lost.pop(index, ())):
+            await self._refill(index, stage)
+        return loss
+
     async def _through(self, index: int, accumulate: tuple[int, ...], *, retry: bool = False) -> float:
         """One microbatch, tried until it is through. Returns its loss [nats/token]. ``retry``: someone may have it already."""
+        loss: float | None = None
         async with self._window:
+            self._begun.setdefault(index, False)
             if retry:
-                accumulate = await self._still_missing(index, accumulate)
+                accumulate, loss = await self._still_missing(index, accumulate)
             inputs, targets = self._source.microbatch(self._step, index)
             tensors = [encode_ids(torch.from_numpy(inputs)), encode_ids(torch.from_numpy(targets))]
             for tries in range(MAX_TRIES):
+                if not accumulate and loss is not None:
+                    return loss
                 request = Request(
                     lineage=self._lineage,
                     step=self._step,
@@ -122,16 +151,17 @@ class Trainer:
                     trainer=self._ctx.net.peer_id,
                 )
                 try:
-                    return (await self._router.request(request, accumulate, tensors)).loss
+                    return (await self._router.request(request, accumulate, tensors, gradient=False)).loss
                 except StageLost:  # its peers may still be at the step before, or be found out about
                     await self._ctx.clock.sleep(min(PAUSE_MAX_S, PAUSE_S * 2.0**tries))
-                    accumulate = await self._still_missing(index, accumulate)
+                    accumulate, loss = await self._still_missing(index, accumulate)
                     self._router.refresh()
         raise MuletrainError(
             f"step {self._step}: microbatch {index} could not be finished in {MAX_TRIES} tries; {self._ctx.who_is_there()}"
         )
 
-    async def _still_missing(self, index: int, stages: tuple[int, ...]) -> tuple[int, ...]:
-        missing = await self._ctx.still_missing(self._lineage, self._step, index, stages)
+    async def _still_missing(self, index: int, stages: tuple[int, ...]) -> tuple[tuple[int, ...], float | None]:
+        """Those of ``stages`` that lack it, and its loss, if anyone knows."""
+        missing, loss = await self._ctx.still_missing(self._lineage, self._step, index, stages)
         own = self._ctx.roster.own.stage
-        return tuple(s for s in missing if s != own or index not in self._own_held())
+        return tuple(s for s in missing if s != own or index not in self._own_held()), loss
