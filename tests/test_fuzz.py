@@ -20,12 +20,14 @@ from muletrain.sim.loop import Hang, VirtualLoop, run_virtually
 from muletrain.sim.scenario import FOR_EVER_S, Fault, Scenario
 from muletrain.sim.verdict import readable
 from muletrain.sim.world import play
-from muletrain.swarm import lineages, sealing
+from muletrain.swarm import lineages, sealing, trials
 from muletrain.swarm.averaging import Averager, RoundFailed
 from muletrain.swarm.ledger import Ledger
 from muletrain.swarm.messages import Busy, ShardFacts
+from muletrain.swarm.opinions import Opinions
 from muletrain.swarm.pipeline import Pipeline
 from muletrain.swarm.record import StepRecord, _Known
+from muletrain.swarm.sealing import Sealing
 from muletrain.swarm.stepper import Stepper
 from muletrain.swarm.trainer import Trainer
 
@@ -51,6 +53,11 @@ AGREEMENT = [  # at exact points of the agreement on a step
     Scenario(7, (2, 2), 2, 3, 8, 0.01, (Fault(0.0, "damage", ("peer-1b",), on="reduced"),)),
     Scenario(8, (2, 2), 2, 3, 8, 0.01, (Fault(0.0, "kill", ("peer-1b",), on="round_entry", nth=2),)),
 ]
+FALSE_GRADIENTS = [
+    Scenario(1, (2, 2), 2, 2, 8, 0.01, (Fault(0.0, "corrupt", ("peer-1a",), 0.8, how="nan"),)),
+    Scenario(1, (1, 2), 1, 2, 8, 0.01, (Fault(0.0, "corrupt", ("peer-1b",), 0.8, how="hundredfold"),)),
+    Scenario(1, (2, 2), 2, 2, 8, 0.01, (Fault(0.0, "corrupt", ("peer-0b",), 0.8, how="activations"),)),
+]
 # fmt: on
 
 
@@ -70,7 +77,7 @@ def test_a_seed_replays_its_run_exactly() -> None:
     assert first == second
 
 
-@pytest.mark.parametrize("scenario", [*SCENARIOS, *AGREEMENT], ids=str)
+@pytest.mark.parametrize("scenario", [*SCENARIOS, *AGREEMENT, *FALSE_GRADIENTS], ids=str)
 def test_the_scenarios_are_survived(scenario: Scenario) -> None:
     outcome = play(scenario)
     assert outcome.violations == [], "\n".join(readable(outcome))
@@ -261,7 +268,8 @@ def _accumulator_kept(patch: pytest.MonkeyPatch) -> None:
     def apply(self: TorchCompute, gradient: Any, update: Any) -> None:
         kept = self._weights.accumulator(update.step).clone()
         right(self, gradient, update)
-        self._weights.accumulator(update.step).copy_(kept)
+        if self.stages > 1:  # the single process is right
+            self._weights.accumulator(update.step).copy_(kept)
 
     patch.setattr(TorchCompute, "_apply", apply)
 
@@ -354,6 +362,30 @@ def test_a_planted_bug_is_caught_where_it_shows(
 ) -> None:
     plant(monkeypatch)
     assert any(text in violation for violation in play(scenario).violations)
+
+
+def _no_trials(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(trials, "due", lambda seals: None)
+
+
+def _what_is_doubted_counts_all_the_same(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(trials, "counted", lambda seals: {m: frozenset(s.indices) for m, s in seals.items()})
+    patch.setattr(Sealing, "_drop", lambda self: None)
+
+
+def _no_second_opinion(patch: pytest.MonkeyPatch) -> None:
+    async def compared(self: Opinions, request: Any, sent: Any, peer: str, first: Any) -> Any:
+        return first.values, True
+
+    patch.setattr(Opinions, "_compared", compared)
+
+
+@pytest.mark.parametrize("plant", [_no_trials, _what_is_doubted_counts_all_the_same, _no_second_opinion])
+def test_a_planted_bug_lets_false_gradients_in(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    assert any(play(scenario).violations for scenario in FALSE_GRADIENTS)
 
 
 def test_time_jumps_and_waiting_for_nothing_is_a_hang() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from muletrain.clock import LoopClock
 from muletrain.compute.base import Microbatch
+from muletrain.compute.checks import is_finite
 from muletrain.compute.torch_compute import StageSetup, TorchCompute
 from muletrain.config.load import load_config
 from muletrain.config.schema import Codec
@@ -26,6 +27,7 @@ from muletrain.network.base import Frame, PeerId
 from muletrain.network.intake import Intake
 from muletrain.network.memory import MemoryHub, unpack
 from muletrain.runs.assemble import RunFacts
+from muletrain.swarm.adoption import AskStanding, StandsAt
 from muletrain.swarm.checkpointing import Book, CheckpointEnd, PartReady
 from muletrain.swarm.context import Context
 from muletrain.swarm.messages import (
@@ -107,6 +109,7 @@ def frames(stage: int, index: int) -> list[Frame]:
         "weights": digest,
         "stop": False,
         "leaves": False,
+        "sketch": bytes(256),
     }
     return [
         Forward(**request, stage=stage, accumulate=(0, 1), gradient=stage > 0, deadline_s=deadline_s).frame(
@@ -227,10 +230,9 @@ class Checked(TorchCompute):
     async def loss_backward(
         self, mb: Microbatch, inputs: Tensor, targets: Tensor, *, accumulate: bool
     ) -> tuple[float, Tensor | None]:
-        self._note(inputs.dtype == torch.float32 and inputs.shape == (*TOKENS, WIDTH), inputs)
+        self._note(inputs.dtype == torch.float32 and inputs.shape == (*TOKENS, WIDTH) and is_finite(inputs), inputs)
         self._tokens(mb, targets)
         loss, gradient = await super().loss_backward(mb, inputs, targets, accumulate=accumulate)
-        self._note(bool(inputs.isfinite().all()), inputs)  # what is not finite is refused in there
         self.computed += 1
         return loss, gradient
 
@@ -372,7 +374,7 @@ async def _still_computes_right(target: Target, stage: int) -> None:
     """A microbatch that nobody tampered with goes through."""
     if stage == 0:
         return  # its answer would be up to the next stage, which is the test itself
-    await until(lambda: not target.peer._pipeline.running())
+    await until(lambda: not target.peer._pipeline.running(0))
     forward = frames(stage, 63)[0]
     forward.header["deadline_s"] = 10.0
     while not target.got.empty():
@@ -444,6 +446,58 @@ def test_a_gradient_or_a_chunk_of_another_kind_is_refused_at_the_door(tmp_path: 
         assert [e.remote for e in target.refused()] == [pending.peer] * 3 + ["second"] * 2
         assert not pending.reply.done()
         assert target.compute.computed == 0
+        target.running.cancel()
+        await asyncio.gather(target.running, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_what_is_sent_again_is_refused_reported_and_counted_against_its_sender(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        target = Target(1, tmp_path)
+        offended: list[str] = []
+        target.net._delivery.offended = offended.append
+        forward = frames(1, 5)[0]
+        await target.send("first", forward)
+        await asyncio.wait_for(target.got.get(), 20)
+        chunk = Shard(round=bytes(32), step=0, chunk=0).frame([encode(torch.zeros(9), Codec.FP32)])
+        for frame, sender in ((forward, "first"), (chunk, "last"), (chunk, "last")):
+            await target.send(sender, frame)
+        await until(lambda: len(target.refused()) >= 2)
+        first, last = sorted(target.refused(), key=lambda e: e.remote)
+        assert (first.remote, last.remote) == ("first", "last")
+        assert "a second time" in first.reason
+        assert "twice" in last.reason
+        assert sorted(offended) == ["first", "last"]
+        assert target.compute.computed == 1
+        target.running.cancel()
+        await asyncio.gather(target.running, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_word_of_a_branch_that_nobody_else_knows_makes_nobody_begin_anew(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        await warm_up()
+        target = Target(1, tmp_path)
+        asked: list[PeerId] = []
+
+        def answer(name: str) -> Callable[[PeerId, bytes], Awaitable[bytes]]:
+            async def stands(sender: PeerId, payload: bytes) -> bytes:
+                """The liar serves another stage, and is alone with what it says."""
+                asked.append(name)
+                branch = b"\xff" * 8 if name == "first" else GENESIS.lineage[:8]
+                return StandsAt(branch=branch, step=0, stage=MEMBERS[name], state="serves", targets=(), parts=()).pack()
+
+            return stands
+
+        for name, net in target.others.items():
+            net.serve(AskStanding.KIND, answer(name))
+        await target.send("first", Back(lineage=b"\xff" * 32, step=0).frame())
+        await until(lambda: len(asked) == len(target.others))
+        await target.send("first", frames(1, 5)[0])
+        await asyncio.wait_for(target.got.get(), 20)
+        assert not target.running.done()
         target.running.cancel()
         await asyncio.gather(target.running, return_exceptions=True)
 

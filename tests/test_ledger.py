@@ -105,6 +105,7 @@ def test_record_is_the_same_whatever_the_order_of_arrival_and_whoever_was_given_
         {"shard": {"finite": False}},
         {"stop": True},
         {"leaves": ("a",)},
+        {"expelled": ("z",)},
         {"round": b"r" * 32},
     ],
 )
@@ -134,6 +135,8 @@ def test_record_refuses_contradictions() -> None:
         builder.add(entry(1, "a", ("b", "a")))
     with pytest.raises(ProtocolError, match="others than its members"):
         builder.add(entry(1, leaves=("b",)))
+    with pytest.raises(ProtocolError, match="a member is expelled"):
+        builder.add(entry(1, expelled=("a",)))
     with pytest.raises(ProtocolError, match="gives itself up"):
         builder.add(entry(1, "a", ("a", "b"), without=("a",)))
     assert [e.holder for e in builder.entries()] == ["a"]
@@ -189,5 +192,6 @@ def test_rounds_differ_when_members_disagree_on_anything() -> None:
         round_id(LINEAGE, 0, 2, 0, sealed, ("a", "b"), False), round_id(LINEAGE, 0, 1, 1, sealed, ("a", "b"), False),
         round_id(LINEAGE, 0, 1, 0, {"a": frozenset({0})}, ("a",), False), round_id(LINEAGE, 0, 1, 0, sealed, ("a",), False),
         round_id(LINEAGE, 0, 1, 0, sealed, ("a", "b"), True),
+        round_id(LINEAGE, 0, 1, 0, sealed, ("a", "b"), False, (), ("z",)),
     ]  # fmt: skip
-    assert len({base, *others}) == 8
+    assert len({base, *others}) == 9

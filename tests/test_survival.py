@@ -59,6 +59,16 @@ def test_chaos_costs_no_number(tmp_path: Path) -> None:
     killed, _, *damaged = (ids[e["who"][0]] for e in injected)
     assert killed in {e["peer_id"] for e in of_kind(events, "peer_suspected")}
     refused = [e["remote"] for e in of_kind(events, "frame_refused") if "not a frame" in e["reason"]]
+    notes = {
+        e["message"].split(": ", 1)[1]
+        for e in of_kind(events, "note")
+        if "again" in e["message"] and ": " in e["message"]
+    }
+    for name in (e["who"][0] for e in injected[2:]):
+        assert any(note.startswith(f"the gradient of {name} ") for note in notes), (
+            "each spoilt gradient was computed again"
+        )
+    assert not any(e["skipped"] for e in of_kind(events, "step_applied"))
     assert sorted(refused) == sorted(damaged), "each damaged frame was refused and reported, once, and nothing else was"
     assert {e["peer"] for e in of_kind(events, "run_finished")} == set(ids) - set(injected[0]["who"])
     assert "Injected faults: 4" in out

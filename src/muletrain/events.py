@@ -242,6 +242,15 @@ class LineageLeft(Event):
 
 
 @dataclass(frozen=True)
+class PeerExpelled(Event):
+    """A peer's gradient of ``step`` was not what two others of its stage computed: nobody counts on it any more."""
+
+    peer_id: str
+    name: str
+    step: int
+
+
+@dataclass(frozen=True)
 class MemberRemoved(Event):
     """The run's owner removed a peer: nothing of it is accepted any more, and nothing is sent to it."""
 

@@ -36,6 +36,8 @@ class FaultsView:
                 self._noticed(self._name_of(event.peer_id), event, ("kill", "freeze", "partition"))
             case ev.FrameRefused():
                 self._noticed(self._name_of(event.remote), event, ("corrupt",))
+            case ev.PeerExpelled():
+                self._noticed(event.name, event, ("corrupt",))
             case ev.PeerJoined():
                 self._noticed(event.name, event, ("join",))
             case _:

@@ -144,6 +144,8 @@ class RunView:
                 self.rerouted += 1
             case ev.PeerLeft() if event.name in self.peers:
                 self.peers[event.name].state = "left"
+            case ev.PeerExpelled() if event.name in self.peers:
+                self.peers[event.name].state = "expelled"
             case ev.CheckpointWritten():
                 self.checkpoint = event
             case ev.SteppedBack():
@@ -215,7 +217,9 @@ def printable(text: str) -> str:
 
 def is_warning(event: ev.Event) -> bool:
     """Does the event tell of something wrong?"""
-    kinds = (ev.JoinRefused, ev.FrameRefused, ev.PeerSuspected, ev.PeerBanned, ev.CheckpointFailed, ev.SteppedBack)
+    kinds = (
+        ev.JoinRefused, ev.FrameRefused, ev.PeerSuspected, ev.PeerBanned, ev.PeerExpelled, ev.CheckpointFailed, ev.SteppedBack,
+    )  # fmt: skip
     return isinstance(event, kinds) or (isinstance(event, ev.Note) and event.level != "info")
 
 
@@ -245,6 +249,8 @@ def headline(event: ev.Event, view: RunView) -> str | None:
             return f"{view.name_of(event.peer_id)} is left out for now: {event.reason}"
         case ev.PeerBanned():
             return f"{view.name_of(event.peer_id)} is left out for {format_duration(event.seconds)}: it keeps sending rubbish"
+        case ev.PeerExpelled():
+            return f"{event.name} is out: its gradient of step {event.step} is not what two others computed"
         case ev.MemberRemoved():
             return f"{event.name} was removed by the run's owner"
         case ev.PeerLeft():

@@ -228,7 +228,6 @@ class TorchCompute:
         if self._is_first:
             checks.check_token_values("inputs", inputs, self._spec.vocab)
             return inputs.to(self._setup.device)
-        checks.check_finite(inputs)
         return inputs.detach().to(self._setup.device).requires_grad_()
 
     def _check_shape(self, inputs: Tensor) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import os
 import random
 import signal
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from torch import Tensor
+
+    from muletrain.compute.base import Compute
     from muletrain.events import Event
     from muletrain.network.libp2p import Libp2pNetwork
     from muletrain.policy.chaos import Fault, Phase
@@ -246,6 +250,19 @@ class Points:
                 damage_next(self._network)
             else:
                 os.killpg(0, signal.SIGKILL if event.what == "kill" else signal.SIGSTOP)
+
+
+def spoil_next(compute: Compute) -> None:
+    """The next gradient that ``compute`` hands out for averaging is not finite, as from faulty memory."""
+    right = compute.gradient
+
+    def gradient(step: int) -> Tensor:
+        compute.gradient = right  # type: ignore[method-assign]
+        accumulated = right(step)
+        accumulated[:1] = math.nan
+        return accumulated
+
+    compute.gradient = gradient  # type: ignore[method-assign]
 
 
 def damage_next(network: Libp2pNetwork) -> None:

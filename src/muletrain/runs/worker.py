@@ -1,9 +1,9 @@
 """The process of one peer: ``python -m muletrain.runs.worker`` with a ``WorkerSpec`` on standard input.
 
 Afterwards the line ``stop`` on standard input asks for an orderly end (of the run; of a joiner on a machine of its own: to leave it);
-``cut NAME NAME`` drops all traffic with these peers, ``cut`` alone with none; ``corrupt`` damages the next frame; ``move STAGE`` asks
-to serve another stage; ``at STEP PHASE EVENT`` is a fault to do to itself there (``runs/chaos.py``). End of file means that
-whoever started us is gone, and the process leaves at once. Everything it has to say goes into its event log.
+``cut NAME NAME`` drops all traffic with these peers, ``cut`` alone with none; ``corrupt`` damages the next frame and
+gradient; ``move STAGE`` asks to serve another stage; ``at STEP PHASE EVENT`` is a fault to do to itself there (``runs/chaos.py``). End
+of file means that whoever started us is gone, and the process leaves at once. Everything it has to say goes into its event log.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.network.offences import BAN_S
 from muletrain.network.shaped import ShapedNetwork
 from muletrain.runs.assemble import RunFacts, build_compute, resolve_start, versions
-from muletrain.runs.chaos import Points, damage_next
+from muletrain.runs.chaos import Points, damage_next, spoil_next
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.lobby import Join, Lobby, Visitor, find_founder
 from muletrain.runs.machine import Machine
@@ -120,6 +120,8 @@ class Worker:
                 self._shaped.set_partition(frozenset(m.id for m in self._roster.members() if m.name in names))
             case ["corrupt"] if self._network is not None:
                 damage_next(self._network)
+                if self._compute_in_use is not None:
+                    spoil_next(self._compute_in_use)
             case ["move", stage] if self._peer is not None and stage.isdecimal():
                 self._peer.rebalancer.settled = False  # it has no say in this one
                 self._peer.move(int(stage))

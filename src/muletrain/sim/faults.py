@@ -66,6 +66,7 @@ class Faults:
             "partition": (lambda: _each(hub.cut, sides), lambda: _each(hub.mend, sides)),
             "blackhole": (lambda: _each(hub.hold_up, sides), lambda: _each(hub.let_pass, sides)),
             "slow": (lambda: self._slow(name, 5.0), lambda: self._slow(name, 0.2)),
+            "corrupt": (lambda: self._corrupt(name, fault.how), lambda: self._corrupt(name, "")),
             "damage": (lambda: self._damaging.add(name), lambda: self._damaging.discard(name)),
         }
         return switches[fault.kind]
@@ -84,6 +85,9 @@ class Faults:
         compute = self._world.computes[name]
         compute.forward_s *= factor
         compute.backward_s *= factor
+
+    def _corrupt(self, name: str, how: str) -> None:
+        self._world.stages[name].how = how
 
     def _damaged(self, sender: str, receiver: str, packed: bytes) -> bytes:
         """Where libp2p's encryption would notice: a frame of a damaging peer comes with a flipped bit in its prefix, once."""

@@ -29,7 +29,8 @@ class Fault:
     """At ``at_s``: 'kill', 'freeze', 'cut' (one from everyone else, or two from each other), 'slow' or 'damage' (the next frame of)
     ``who``, for ``for_s``; a 'partition' between ``who`` and all others, or a 'blackhole', of which nobody is told; 'join': a newcomer,
     whose name says its stage; or ``who`` wants to 'leave' in order, or to 'move' to the next stage. A kill or damage with ``on`` waits,
-    from ``at_s`` on, for the ``nth`` frame of that kind that ``who`` would send: it dies instead, or that frame is damaged."""
+    from ``at_s`` on, for the ``nth`` frame of that kind that ``who`` would send: it dies instead, or that frame is damaged. 'corrupt':
+    ``who`` computes wrongly (``how``: see ``sim.faulty``)."""
 
     at_s: float
     kind: str
@@ -37,11 +38,13 @@ class Fault:
     for_s: float = 0.0
     on: str = ""
     nth: int = 1
+    how: str = ""
 
     def __str__(self) -> str:
         lasting = f" for {self.for_s:.1f} s" if self.for_s else ""
         exactly = f" at {self.on} {self.nth}" if self.on else ""
-        return f"{self.kind} {', '.join(self.who)}{lasting}{exactly}"
+        how = f" ({self.how})" if self.how else ""
+        return f"{self.kind}{how} {', '.join(self.who)}{lasting}{exactly}"
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,11 @@ class Scenario:
             gone = {f.who[0] for f in (*faults, *lost) if f.kind in ("kill", "leave")}
             if {p for p, _ in base.members} - gone - {*never}:  # who relays
                 faults.append(Fault(0.0, "cut", never, FOR_EVER_S))
+        if not lost:  # else all that stay are needed
+            victims = [p for s, peers in mortal.items() if s not in away for p in peers]
+            faults += _miscomputation(
+                random.Random(f"corrupt/{seed}"), span, victims, alone={f.kind for f in faults} <= {"slow"}
+            )
         trainers = len(base.members) if lost else base.trainers
         every = _in_order([*faults, *lost])
         drawn = replace(base, faults=every, trainers=trainers, narrow=narrow, relays=relays, skew=skew)
@@ -186,6 +194,15 @@ def _lost_stage(base: Scenario, faults: list[Fault], rng: random.Random, span: f
     if sum(s != stage and p not in gone for p, s in base.members) < len(base.stages):
         return ()
     return tuple(Fault(at_s + rng.random(), "kill", (p,)) for p, s in base.members if s == stage and p not in gone)
+
+
+def _miscomputation(rng: random.Random, span: float, victims: list[str], *, alone: bool) -> list[Fault]:
+    """In every third world somebody computes wrongly for a while, and may be expelled for it. What is finite stands out only where a
+    replica has a gradient of the same step, which no other fault must prevent (``alone``)."""
+    if not victims or rng.random() > 1 / 3:
+        return []
+    how = rng.choice(["nan", "activations", "huge"] if alone else ["nan", "activations"])
+    return [Fault(rng.uniform(0.0, span), "corrupt", (rng.choice(victims),), rng.uniform(0.1, 2.0), how=how)]
 
 
 def _partitioned(seed: int, rng: random.Random) -> Scenario:

@@ -63,6 +63,8 @@ def _survival(outcome: Outcome, states: dict[str, dict[str, Tensor]]) -> None:
     """Everyone that was not killed comes to the end, or leaves in order, or finds the others gone."""
     scenario = outcome.scenario
     gone = {p for f in scenario.faults if f.kind == "kill" for p in f.who}
+    corrupt = {p for f in scenario.faults if f.kind == "corrupt" for p in f.who}
+    gone |= {p for p in corrupt if "does not compute what its replicas compute" in outcome.ends.get(p, "")}
     gone |= {p for p, end in outcome.ends.items() if end == LEFT}
     for name in scenario.names:
         if name in gone or name in states or (name not in outcome.ends and name in scenario.joining):

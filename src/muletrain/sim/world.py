@@ -24,6 +24,7 @@ from muletrain.events import (
     LineageLeft,
     MicrobatchRerouted,
     Note,
+    PeerExpelled,
     PeerLeft,
     PeerSuspected,
     StepApplied,
@@ -33,6 +34,7 @@ from muletrain.network.memory import MemoryHub
 from muletrain.network.shaped import ShapedNetwork
 from muletrain.sim import reference
 from muletrain.sim.faults import Faults
+from muletrain.sim.faulty import FaultyCompute
 from muletrain.sim.loop import Hang, SkewedClock, run_virtually
 from muletrain.sim.scenario import BACKWARD_S, FORWARD_S, stage_of
 from muletrain.sim.verdict import LEFT, Outcome, judge
@@ -60,7 +62,8 @@ LIMIT_S = 6000.0
 PASSES = 20
 """Of the event loop, for cancelled tasks to end."""
 SHOWN = (
-    Note, LineageLeft, PeerLeft, PeerSuspected, MicrobatchRerouted, FrameRefused, StepApplied, SteppedBack, CheckpointWritten,
+    Note, LineageLeft, PeerExpelled, PeerLeft, PeerSuspected, MicrobatchRerouted, FrameRefused, StepApplied, SteppedBack,
+    CheckpointWritten,
 )  # fmt: skip
 
 
@@ -90,6 +93,7 @@ class World:
         self.hub.delay_s = lambda sender, receiver: self._rng.uniform(0.3, 1.0) * scenario.delay_s
         self.clock = LoopClock()
         self.networks: dict[str, MemoryNetwork] = {}
+        self.stages: dict[str, FaultyCompute] = {}
         self.computes: dict[str, PacedCompute] = {}
         self.tasks: dict[str, asyncio.Task[Any]] = {}
         self.peers: dict[str, Peer] = {}
@@ -165,7 +169,8 @@ class World:
         network.on_refusal(lambda remote, reason: self._note(name, FrameRefused(remote=remote, reason=reason)))
 
         async def make(joins: bool, back: StepBack | None) -> Peer:
-            stage = reference.stage_compute(self._facts, roster.own.stage)
+            inner = reference.stage_compute(self._facts, roster.own.stage)
+            stage = self.stages[name] = FaultyCompute(inner)
             compute = self.computes[name] = PacedCompute(stage, clock, FORWARD_S, BACKWARD_S)
             ctx = Context(
                 network, clock, compute, roster, self._facts.plan, lambda e: self._note(name, e), background=InlineExecutor()
@@ -173,7 +178,7 @@ class World:
             source = reference.Tokens(self._facts)
 
             def on_step(record: StepRecord) -> bool:
-                self._witness.applied(name, record, stage, self.clock.now())
+                self._witness.applied(name, record, inner, self.clock.now())
                 return False
 
             book = Book(place)

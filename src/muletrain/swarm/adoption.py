@@ -258,7 +258,8 @@ class Adoption:
             ctx.spawn(self._learn(peer, order), "learn of a step back")
 
     async def _learn(self, peer: PeerId, order: StepBack | None) -> None:
-        """From ``peer`` or whoever knows; from nobody: what replicas there have is as good."""
+        """From ``peer`` or whoever knows. From nobody: what replicas there have is as good, if there are any; else a frame that is damaged
+        or made up would have us give up our work."""
         ctx = self._ctx
         try:
             if self.state == "serves" and await self._goes_on(peer):
@@ -266,7 +267,8 @@ class Adoption:
             if order is not None:
                 self._obey(order)
                 return
-            for known in (peer, *(p for p in ctx.roster.others() if p != peer)):
+            others = (peer, *(p for p in ctx.roster.others() if p != peer))
+            for known in others:
                 if self.ordered.done():
                     return
                 try:
@@ -278,7 +280,10 @@ class Adoption:
                     ctx.refused(known, str(e))
                 except NetworkError:
                     continue
-            if not self.ordered.done():
+            said = await asyncio.gather(*map(self._ask, others))
+            own, stage = branch_of(self._where().lineage), ctx.roster.own.stage
+            there = [s for s in said if s is not None and s.branch > own and s.state in ("serves", "loads")]
+            if any(s.stage == stage for s in there) and not self.ordered.done():
                 self.ordered.set_result(None)
         finally:
             self._learning = False

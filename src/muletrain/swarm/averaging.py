@@ -17,7 +17,7 @@ import torch
 from blake3 import blake3
 
 from muletrain.config.schema import Codec
-from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError, PeerUnreachable, ProtocolError
+from muletrain.errors import DeadlineExceeded, Malformed, MuletrainError, NetworkError, PeerUnreachable, ProtocolError
 from muletrain.optim.norms import square_norm
 from muletrain.policy.deadline import Deadline
 from muletrain.policy.shards import CHUNK, chunk_ranges, shard_ranges
@@ -60,6 +60,9 @@ class Round:
     n_params: int
     stop: bool
     leaves: tuple[PeerId, ...] = ()
+    expelled: tuple[PeerId, ...] = ()
+    finite: bool = True
+    """All accumulators were, when they were sealed."""
 
     def chunks(self, owner: PeerId) -> list[tuple[int, tuple[int, int]]]:
         """(chunk number, element range) of the shard that ``owner`` reduces; numbers are unique within the round."""
@@ -80,15 +83,20 @@ class _Inbox:
 
     arrived: dict[_Key, _Chunk] = field(default_factory=dict)
     waiting: dict[_Key, asyncio.Future[_Chunk]] = field(default_factory=dict)
+    seen: set[_Key] = field(default_factory=set)
     size: int = 0
 
     def put(self, key: _Key, chunk: _Chunk, limit: int) -> None:
+        if key in self.seen:
+            raise Malformed(f"averaging: chunk {key[3]} twice")
         waiter = self.waiting.pop(key, None)
         if waiter is not None and not waiter.done():
+            self.seen.add(key)
             waiter.set_result(chunk)
             return
-        if key in self.arrived or self.size + chunk[1].nbytes > limit:
-            raise ProtocolError(f"averaging: chunk {key[3]} twice, or more than {limit} bytes waiting")
+        if self.size + chunk[1].nbytes > limit:
+            raise ProtocolError(f"averaging: more than {limit} bytes waiting")
+        self.seen.add(key)
         self.arrived[key] = chunk
         self.size += chunk[1].nbytes
 

@@ -52,6 +52,8 @@ class Computing:
     accumulated: int = 0
     recomputed: int = 0
     """Microbatches this peer computed that count in its accumulator, and those that do not."""
+    answered: dict[int, tuple[str, tuple[int, int, int, str]]] = field(default_factory=dict)
+    """Sender and key of the last answered request to accumulate each microbatch."""
     over: bool = False
     """Its weights may change: nothing more is computed."""
 

@@ -20,6 +20,8 @@ from muletrain.swarm.messages import (
     AskSeal,
     AskViews,
     Entries,
+    Finding,
+    GivenUp,
     Held,
     MemberView,
     RoundEntry,
@@ -89,6 +91,8 @@ class Knowledge:
         self._weights: bytes = b"\0" * 32
         self._differed: int | None = None
         """The last step at which our weights were not the others'."""
+        self._refuted: int | None = None
+        """The last step at which another computed otherwise what we had."""
         self.trail = Trail(ctx, ctx.trail_bytes)
         ctx.changed = self._waits.hurry
         self.met: Callable[[PeerId, int], None] = lambda peer, step: None
@@ -154,6 +158,12 @@ class Knowledge:
         """When we first heard that a peer was at an earlier step still."""
         self._lost: Counter[PeerId] = Counter()
         self._mourned = self._dead_replicas()
+        self._gave_up: GivenUp | None = None
+        self._reconsidered = False
+        """We gave up once already what others had made not finite."""
+        self._overflowed = False
+        """Finite gradients came to a mean that is not."""
+        self._findings: tuple[Finding, ...] = ()
         self._builder = RecordBuilder(step, lineage, self._ctx.plan.stages, self.applied)
 
     @property
@@ -204,6 +214,7 @@ class Knowledge:
         if (
             sender not in message.members
             or any(i >= self._ctx.plan.microbatches for i in message.indices)
+            or (message.gave_up and any(i >= self._ctx.plan.microbatches for i in message.gave_up.indices))
             or message.attempt >= MAX_ATTEMPTS
         ):
             raise ProtocolError("seal with indices outside the step, or of an attempt that nobody makes")

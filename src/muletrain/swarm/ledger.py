@@ -18,7 +18,11 @@ class Ledger:
         self._microbatches = microbatches
         self._held: dict[int, float] = {}
         self._running: set[int] = set()
+        self._excused: set[int] = set()
         self._sealed = False
+        self._only: frozenset[int] | None = None
+        self.barred = False
+        """Nothing comes in, whatever is opened: others compute what this peer should have."""
 
     def begin(self, index: int) -> bool:
         """May the microbatch about to run accumulate? If so it is reserved until ``commit`` or ``abort``.
@@ -27,14 +31,17 @@ class Ledger:
         """
         if not 0 <= index < self._microbatches:
             raise ProtocolError(f"microbatch {index} of step {self.step}: the step has 0..{self._microbatches - 1}")
-        if self._sealed or index in self._held or index in self._running:
+        if not self._open_for(index) or index in self._held or index in self._running:
             return False
         self._running.add(index)
         return True
 
     def takes(self, index: int) -> bool:
         """False when ``index`` is not in the accumulator and cannot come in now: another replica may still be open for it."""
-        return not self._sealed or index in self._held
+        return self._open_for(index) or index in self._held
+
+    def _open_for(self, index: int) -> bool:
+        return not (self._sealed or self.barred) and (self._only is None or index in self._only)
 
     def commit(self, index: int, loss: float) -> None:
         """The gradient of ``index``, whose ``loss`` [nats/token] is known by then, is now in the accumulator."""
@@ -45,6 +52,15 @@ class Ledger:
         """The reserved microbatch did not finish; nothing of it is in the accumulator."""
         self._running.discard(index)
 
+    def excuse(self, index: int) -> None:
+        """What comes of ``index`` need not be this peer's fault: what others gave it stood out, and nobody else could be asked."""
+        self._excused.add(index)
+
+    @property
+    def excused(self) -> bool:
+        """Is there something of that kind in the accumulator?"""
+        return bool(self._excused & self._held.keys())
+
     def seal(self) -> frozenset[int]:
         """Announceable: the set is fixed from here on. Only valid with nothing running."""
         if self._running:
@@ -52,11 +68,12 @@ class Ledger:
         self._sealed = True
         return frozenset(self._held)
 
-    def reopen(self, *, keep: bool) -> None:
-        """The round failed or had gaps: accept more indices; with ``keep`` false the accumulator was emptied."""
-        self._sealed = False
+    def reopen(self, *, keep: bool, only: frozenset[int] | None = None) -> None:
+        """The round failed or had gaps: accept more indices (``only`` these); with ``keep`` false the accumulator was emptied."""
+        self._sealed, self._only = False, only
         if not keep:
             self._held.clear()
+            self._excused.clear()
 
     @property
     def sealed(self) -> bool:

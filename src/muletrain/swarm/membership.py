@@ -44,7 +44,8 @@ class Membership:
             introduction = Introduce(member=ctx.roster.own).pack()
             answer = await ctx.net.call(peer, Introduce.KIND, introduction, timeout_s=CALL_S)
             for member in Acquaintances.unpack(answer).members:
-                ctx.roster.admit(member)
+                if not ctx.roster.expelled(member.id):  # whoever answers may not know yet
+                    ctx.roster.admit(member)
             ctx.roster.alive(peer)
         except ProtocolError as e:
             ctx.refused(peer, str(e))
@@ -53,8 +54,10 @@ class Membership:
 
     async def acquaint(self, peer: PeerId, stage: int | None = None) -> None:
         """``peer`` speaks to us, and we do not know it, or not as serving ``stage``: it came, or moved, while we were away. Raises
-        ProtocolError when it does not say who it is."""
+        ProtocolError when it does not say who it is, or was expelled."""
         roster, now = self._ctx.roster, self._ctx.clock.now()
+        if roster.expelled(peer):
+            raise ProtocolError("this peer was expelled: it computed false gradients")
         if roster.knows(peer) and stage in (None, roster.member(peer).stage):
             return
         task = self._asking.get(peer)

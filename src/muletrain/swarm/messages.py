@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from muletrain.errors import Malformed
 from muletrain.network.base import Channel, Frame
+from muletrain.optim.sketch import SIZE as SKETCH
 from muletrain.policy.lineages import MEMORY, Chain
 from muletrain.swarm.branches import BRANCH
 
@@ -26,6 +27,7 @@ Seconds = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
 MAX_MICROBATCHES = 1 << 16
 Indices = Annotated[tuple[Natural, ...], Field(max_length=MAX_MICROBATCHES)]
 Past = Annotated[tuple[Digest, ...], Field(max_length=MEMORY)]
+SketchBytes = Annotated[bytes, Field(min_length=4 * SKETCH, max_length=4 * SKETCH)]
 
 M = TypeVar("M", bound="Message")
 
@@ -106,7 +108,8 @@ class Request(Message):
 
 class Forward(Request):
     """Inputs and targets for one stage. ``accumulate``: the stages that should add this microbatch to their gradient. ``gradient``: the
-    sender needs d loss / d inputs; where a microbatch is run again for a later stage alone, nobody does."""
+    sender needs d loss / d inputs; where a microbatch is run again for a later stage alone, nobody does. ``unfinite``: a peer found
+    already that it does not stay finite, so that inputs may not be, and outputs are passed on if they are not."""
 
     KIND: ClassVar[str] = "forward"
     TENSORS: ClassVar[int] = 2
@@ -114,6 +117,7 @@ class Forward(Request):
     accumulate: Annotated[tuple[Natural, ...], Field(max_length=4096)]
     gradient: bool
     deadline_s: Seconds
+    unfinite: bool = False
 
 
 class Backward(Request):
@@ -145,11 +149,13 @@ class Busy(Request):
 
 
 class Lost(Request):
-    """The sender of a forward learns that its receiver could not finish it (computation failed, next stage unreachable)."""
+    """The sender of a forward learns that its receiver could not finish it (computation failed, next stage unreachable). ``unfinite``:
+    because what it got, or made of it, is not finite."""
 
     KIND: ClassVar[str] = "lost"
     stage: Natural
     reason: Text
+    unfinite: bool = False
 
 
 class TrainerDone(Message):
@@ -176,9 +182,28 @@ class Gap(Message):
     early: bool = False
 
 
+class GivenUp(BaseModel):
+    """What a member had sealed and gave up, for others to compute it again. ``excused``: what others gave it stood out, too, and nobody
+    else could be asked."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    indices: Indices
+    sketch: SketchBytes
+    excused: bool
+
+
+class Finding(BaseModel):
+    """What came of the microbatches that ``member`` gave up, where they were computed again."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    member: Id
+    sketch: SketchBytes
+
+
 class Seal(Message):
-    """A member announces what its accumulator holds, and the digest of the weights it was computed with. ``members``: the replicas it
-    counts on, itself included. ``stop``: it asks for an orderly end after this step; ``leaves``: for its own."""
+    """A member announces what its accumulator holds, a sketch of it (``optim.sketch``, seeded by the lineage), and the digest of the
+    weights it was computed with. ``members``: the replicas it counts on, itself included. ``stop``: it asks for an orderly end after
+    this step; ``leaves``: for its own. ``gave_up`` and ``findings``: see ``swarm.trials``."""
 
     KIND: ClassVar[str] = "seal"
     CHANNEL: ClassVar[Channel] = Channel.AVERAGE
@@ -191,6 +216,9 @@ class Seal(Message):
     weights: Digest
     stop: bool
     leaves: bool
+    sketch: SketchBytes
+    gave_up: GivenUp | None = None
+    findings: Annotated[tuple[Finding, ...], Field(max_length=64)] = ()
 
 
 class Shard(Message):
@@ -241,6 +269,8 @@ class RoundEntry(Message):
     stop: bool
     leaves: Annotated[tuple[Id, ...], Field(max_length=4096)] = ()
     """Members that want to go after this step, sorted."""
+    expelled: Annotated[tuple[Id, ...], Field(max_length=64)] = ()
+    """Replicas that are no members any more, sorted: their gradients were not what others computed."""
     holder: Id
     without: Annotated[tuple[Id, ...], Field(max_length=4096)] = ()
 

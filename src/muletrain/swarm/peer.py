@@ -9,7 +9,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import Malformed, MuletrainError, NetworkError, ProtocolError
-from muletrain.events import Event, EventError, Note, PeerJoined, PeerLeft, StepApplied, StepDone
+from muletrain.events import Event, EventError, Note, PeerExpelled, PeerJoined, PeerLeft, StepApplied, StepDone
 from muletrain.policy.lineages import Chain, forked_at, gives_way
 from muletrain.swarm.adoption import Adoption, StepBack
 from muletrain.swarm.branches import branch_of
@@ -251,8 +251,13 @@ class Peer:
         return written
 
     def _without(self, record: StepRecord) -> tuple[PeerId, ...]:
-        """Nobody counts on those that leave after ``record`` any more. Their ids."""
+        """Nobody counts on those that leave after ``record``, or are expelled by it, any more. The ids of those that leave."""
         ctx, me = self._ctx, self._ctx.net.peer_id
+        for stage, entry in enumerate(record.stages):
+            for peer in entry.expelled:
+                if ctx.roster.knows(peer) and ctx.roster.member(peer).stage == stage:
+                    ctx.emit(PeerExpelled(peer_id=peer, name=ctx.roster.member(peer).name, step=record.step + 1))
+                    ctx.roster.expel(peer)
         known = {m.id: m for m in ctx.roster.members()}
         leavers = record.leavers(lambda peer: peer in known and known[peer].trainer)
         for peer in leavers:
@@ -440,6 +445,9 @@ class Peer:
         )
         if self._speaks() or self._reports:  # once on each machine
             ctx.emit(self._last_step)
+            if record.skip:
+                message = f"step {record.step + 1}: the gradient is not finite, so everyone skips the step: the weights stay as they are"
+                ctx.emit(Note(level="warning", message=message))
         ctx.stats = StepStats(started=now)
         if self._on_step(record):
             self.stepper.stop_requested = True

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from muletrain.compute.base import Microbatch
-from muletrain.compute.checks import check_token_values
-from muletrain.errors import MuletrainError, NetworkError, ProtocolError
+from muletrain.compute.checks import check_token_values, is_finite
+from muletrain.errors import Malformed, MuletrainError, NetworkError, ProtocolError
 from muletrain.events import MicrobatchServed, MicrobatchTaken
 from muletrain.swarm.messages import Backward, Busy, Done, Forward, Lost, Request
+from muletrain.swarm.opinions import Opinions
+from muletrain.swarm.router import Unfinite
 from muletrain.wire.codec import IDS, decode, encode
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from muletrain.network.base import Frame, PeerId
     from muletrain.swarm.computing import Computing
     from muletrain.swarm.context import Context
-    from muletrain.swarm.router import Router
+    from muletrain.swarm.router import Answer, Router
     from muletrain.wire.codec import Encoded
 
 BACKWARD, FORWARD = 0, 1
@@ -37,7 +39,8 @@ PATIENCE = 64
 
 @dataclass
 class _Held:
-    """An admitted request. ``busy_s`` is this peer's own work on it, ``computed_s`` its forward."""
+    """An admitted request. ``busy_s`` is this peer's own work on it, ``computed_s`` its forward. ``excused``: what others
+    gave it stood out, and nobody else could be asked."""
 
     sender: PeerId
     message: Forward
@@ -45,6 +48,7 @@ class _Held:
     admitted: float
     busy_s: float = 0.0
     computed_s: float = 0.0
+    excused: bool = False
     task: asyncio.Task[None] | None = None
 
     @property
@@ -67,6 +71,9 @@ class Pipeline:
     """Towards the next stage; None on the last."""
     _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._opinions = None if self.router is None else Opinions(self.ctx, self.router)
+
     def running(self, step: int) -> list[int]:
         """Microbatches of ``step`` that are being worked on."""
         return sorted(index for held, index in self._held if held == step)
@@ -82,12 +89,18 @@ class Pipeline:
         work = self.computing(message.step)
         if work is None:
             return
+        wanted = message.stage in message.accumulate  # else it is a copy, or a question, of which there may be many
+        answered = work.answered.get(message.index) == (sender, message.key)
+        if wanted and answered and message.index in work.ledger.held:
+            raise Malformed(
+                f"microbatch {message.step}/{message.index}, attempt {message.attempt}, a second time, after its answer"
+            )
         key = (message.step, message.index)
         if key in self._held or len(self._held) >= self.ctx.plan.capacity:
             busy = Busy(**message.identity(), stage=message.stage)
             self.ctx.spawn(self._reply(sender, busy, []), "busy")
             return
-        if message.stage in message.accumulate and not work.ledger.takes(message.index):
+        if wanted and not work.ledger.takes(message.index):
             lost = Lost(**message.identity(), stage=message.stage, reason="its accumulator is sealed")
             self.ctx.spawn(self._reply(sender, lost, []), "lost")
             return
@@ -110,7 +123,9 @@ class Pipeline:
         except MuletrainError as e:  # the sender still holds the activations, and chooses someone else
             if isinstance(e, ProtocolError):
                 self.ctx.refused(held.sender, f"{held.message.KIND}: {e}")
-            lost = Lost(**held.message.identity(), stage=held.message.stage, reason=str(e)[:1000])
+            lost = Lost(
+                **held.message.identity(), stage=held.message.stage, reason=str(e)[:1000], unfinite=isinstance(e, Unfinite)
+            )  # fmt: skip
             await self._reply(held.sender, lost, [])
             return
         finally:
@@ -122,14 +137,16 @@ class Pipeline:
         inputs, targets = await self._receive(held, tensors)
         if self.router is None:
             return await self._last_stage(held, inputs, targets)
-        outputs = await self._compute_forward(held, inputs)
+        sent = [await self._compute_forward(held, inputs), tensors[1]]
         message = held.message
         backward = message.gradient or message.stage in message.accumulate
-        answer = await self.router.request(held.request, message.accumulate, [outputs, tensors[1]], gradient=backward)
+        answer = await self.router.request(
+            held.request, message.accumulate, sent, gradient=backward, unfinite=message.unfinite
+        )
         if answer.gradient is None:  # it is run again for a later stage alone
             held.work.recomputed += 1
             return answer.loss, None
-        return await self._compute_backward(held, answer.loss, answer.gradient)
+        return await self._compute_backward(held, answer, sent)
 
     async def _receive(self, held: _Held, tensors: list[Encoded]) -> tuple[Tensor, Tensor]:
         begin = self.ctx.clock.now()
@@ -138,6 +155,10 @@ class Pipeline:
         held.busy_s += self.ctx.clock.now() - begin
         for ids in (inputs, targets) if held.message.stage == 0 else (targets,):
             check_token_values("forward", ids, self.ctx.plan.vocab)
+        if held.message.stage > 0 and not await self.ctx.compute.offload(is_finite, inputs):
+            if not held.message.unfinite:
+                raise _UnfiniteInputs("activations: not finite")
+            held.excused = True
         return inputs, targets
 
     def _check(self, message: Forward, inputs: Encoded, targets: Encoded) -> None:
@@ -171,11 +192,11 @@ class Pipeline:
         held.computed_s = took
         return await ctx.compute.offload(encode, outputs, ctx.plan.activations)
 
-    async def _compute_backward(
-        self, held: _Held, loss: float, outputs_gradient: Encoded
-    ) -> tuple[float, Encoded | None]:
-        ctx = self.ctx
-        gradient = await ctx.offload(decode, outputs_gradient)
+    async def _compute_backward(self, held: _Held, answer: Answer, sent: list[Encoded]) -> tuple[float, Encoded | None]:
+        ctx, loss = self.ctx, answer.loss
+        assert self._opinions is not None  # not on the last stage
+        gradient, trusted = await self._opinions.gradient(held.request, held.message, sent, answer)
+        held.excused |= not trusted
         with _Accumulation(held) as accumulation:
             accumulation.loss = loss
             async with ctx.device(BACKWARD):
@@ -203,6 +224,8 @@ class Pipeline:
 
     def _count(self, held: _Held, took: float, accumulation: _Accumulation) -> None:
         accumulation.done = True
+        if accumulation.granted and held.excused:
+            held.work.ledger.excuse(held.message.index)
         held.busy_s += took
         self.ctx.stats.backward_s += took
         self.ctx.stats.services.append(held.computed_s + took)
@@ -215,6 +238,8 @@ class Pipeline:
         return await self.ctx.compute.offload(encode, gradient, self.ctx.plan.activations)
 
     async def _answer(self, held: _Held, loss: float, gradient: Encoded | None) -> None:
+        if held.message.stage in held.message.accumulate:
+            held.work.answered[held.message.index] = held.sender, held.message.key
         away = max(0.0, self.ctx.clock.now() - held.admitted - held.busy_s)
         identity, stage = held.message.identity(), held.message.stage
         if self.ctx.plan.trace:
@@ -230,6 +255,10 @@ class Pipeline:
             await self.ctx.send(peer, message, tensors)
         except NetworkError as e:  # who asked is gone: the microbatch is its trainer's to retry
             self.ctx.suspect(peer, str(e))
+
+
+class _UnfiniteInputs(Unfinite, ProtocolError):
+    """Its sender's fault, or its sender's sender's."""
 
 
 class _Accumulation:

@@ -32,23 +32,25 @@ def round_id(
     chosen: tuple[str, ...],
     stop: bool,
     leaves: tuple[str, ...] = (),
+    expelled: tuple[str, ...] = (),
 ) -> bytes:
     """Identity of one attempt at reducing one stage: members that disagree on anything have different rounds, and fail loudly."""
     sets = [(m, sorted(sealed[m])) for m in sorted(sealed)]
     return hashlib.sha256(
-        msgpack.packb(["round", lineage, stage, step, attempt, sets, list(chosen), stop, list(leaves)])
+        msgpack.packb(["round", lineage, stage, step, attempt, sets, list(chosen), stop, list(leaves), list(expelled)])
     ).digest()
 
 
 @dataclass(frozen=True)
 class StageEntry:
     """One stage's part of the record: its complete round. ``stop``: some member of it asked for an orderly end. ``leaves``: those that
-    want to go after this step."""
+    want to go after this step. ``expelled``: those that nobody counts on any more."""
 
     round: bytes
     shards: tuple[ShardFacts, ...]
     stop: bool
     leaves: tuple[str, ...] = ()
+    expelled: tuple[str, ...] = ()
 
     @property
     def square_norm(self) -> float:
@@ -72,7 +74,13 @@ class StepRecord:
     def hash(self) -> bytes:
         """The lineage of step t + 1."""
         content = [
-            [e.round, [[s.content, s.square_norm, s.finite] for s in e.shards], e.stop, list(e.leaves)]
+            [
+                e.round,
+                [[s.content, s.square_norm, s.finite] for s in e.shards],
+                e.stop,
+                list(e.leaves),
+                list(e.expelled),
+            ]
             for e in self.stages
         ]
         return hashed(branch_of(self.lineage), msgpack.packb(["record", self.step, self.lineage, content]))
@@ -151,6 +159,8 @@ class RecordBuilder:
             raise ProtocolError(f"entry of stage {entry.stage}: members out of order, or one that gives itself up")
         if not set(entry.leaves) <= set(entry.members):
             raise ProtocolError(f"entry of stage {entry.stage}: others than its members leave")
+        if set(entry.expelled) & set(entry.members):
+            raise ProtocolError(f"entry of stage {entry.stage}: a member is expelled")
         key = (entry.stage, entry.round)
         if key not in self._rounds and sum(s == entry.stage for s, _ in self._rounds) >= self.MAX_ROUNDS:
             raise ProtocolError(f"stage {entry.stage}: more than {self.MAX_ROUNDS} rounds in one step")
@@ -184,7 +194,7 @@ class RecordBuilder:
             if not rounds:
                 return None
             facts = self._rounds[stage, rounds[0]].facts
-            complete.append(StageEntry(rounds[0], facts.shards, facts.stop, facts.leaves))
+            complete.append(StageEntry(rounds[0], facts.shards, facts.stop, facts.leaves, facts.expelled))
         return StepRecord(self.step, self.previous, tuple(complete))
 
 

@@ -57,6 +57,7 @@ class Roster:
         self._members = {m.id: m for m in genesis.members}
         self._dead: set[str] = set()
         self._left: set[str] = set()
+        self._expelled: set[str] = set()
         if isinstance(own, Member):
             self.admit(own)
             self._dead.clear()
@@ -69,7 +70,10 @@ class Roster:
 
     def admit(self, member: Member) -> bool:
         """Count ``member`` in: a newcomer, or one that serves another stage since a later step. It is believed dead until it is heard
-        of. True if that is news. Raises ProtocolError for a stage that the run does not have, or when it is full."""
+        of. True if that is news. Raises ProtocolError for a stage that the run does not have, or when it is full, and for one that was
+        expelled."""
+        if member.id in self._expelled:
+            raise ProtocolError(f"{member.name} was expelled: it computed false gradients")
         known = self._members.get(member.id)
         if known == member or (known is not None and known.since >= member.since):
             return False
@@ -122,6 +126,8 @@ class Roster:
 
     def alive(self, peer: str) -> bool:
         """``peer`` was heard of (one that left, too: it was needed after all). True when it was not counted on."""
+        if peer in self._expelled:
+            return False
         news = peer in self._dead or peer in self._left
         self._dead.discard(peer)
         self._left.discard(peer)
@@ -130,6 +136,14 @@ class Roster:
     def left(self, peer: str) -> None:
         """``peer`` has gone in order: nobody asks it any more."""
         self._left.add(peer)
+
+    def expel(self, peer: str) -> None:
+        """``peer`` computed what it should not: nothing of it counts any more, under this identity."""
+        self._left.add(peer)
+        self._expelled.add(peer)
+
+    def expelled(self, peer: str) -> bool:
+        return peer in self._expelled
 
     def needs_us(self) -> str | None:
         """Why this peer cannot leave, as far as it knows; None if it can."""

@@ -19,6 +19,7 @@ from muletrain.policy.deadline import Deadline
 from muletrain.policy.wiring import Wiring
 from muletrain.swarm.messages import Backward, Busy, Done, Forward, Lost, Request
 from muletrain.swarm.silence import Silence
+from muletrain.wire.codec import decode
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -45,16 +46,27 @@ class _Full(MuletrainError):
     """The peer has no room now."""
 
 
+class _FoundUnfinite(_Gone):
+    """The peer found that the microbatch does not stay finite."""
+
+
+class Unfinite(MuletrainError):
+    """Activations that are not finite: whoever computed them is to say so, for another to compute them again."""
+
+
 class StageLost(MuletrainError):
     """No peer of the stage could take the microbatch now."""
 
 
 @dataclass
 class Answer:
-    """What came back for a request: the loss [nats/token] and, where it was asked for, d loss / d output as sent."""
+    """What came back for a request: the loss [nats/token] and, where it was asked for, d loss / d output as sent. ``unfinite``: another
+    peer had found that the microbatch does not stay finite."""
 
+    peer: PeerId
     loss: float
     gradient: Encoded | None
+    unfinite: bool
 
 
 _Reply = tuple["Backward | Done | Busy | Lost", "list[Encoded]"]
@@ -125,11 +137,15 @@ class Router:
         tried: Collection[PeerId] = (),
         *,
         gradient: bool,
+        unfinite: bool = False,
     ) -> Answer:
         """Get one microbatch through the stage, without those that were ``tried``, and all behind it. ``gradient``: that of the loss to
-        what is sent is to come back. Raises StageLost when every live peer failed it, or its step is over."""
+        what is sent is to come back. ``unfinite``: see ``Forward``. Where the first that tries it finds that it does not stay finite,
+        another one decides, or it does so itself if there is no other. Raises StageLost when every live peer failed it or its step is
+        over, and Unfinite when what we send is not finite, and should be."""
         failed: set[PeerId] = set(tried)
         full: set[PeerId] = set()
+        again: set[PeerId] = set()
         for tries in itertools.count():
             if not self._is_current(request):
                 raise StageLost(f"stage {self._stage}: step {request.step} has ended")
@@ -138,16 +154,24 @@ class Router:
                 await self._ctx.clock.sleep(min(BUSY_PAUSE_S * 2.0 ** min(tries, 10), BUSY_PAUSE_MAX_S))
                 full.clear()
                 continue
+            if peer is None and again:
+                failed, again = failed - again, set()
+                continue
             if peer is None:
                 await self._recount(request)
                 raise StageLost(
                     f"stage {self._stage}: no live peer could take microbatch {request.step}/{request.index}"
                 )
             try:
-                answer = await self._from(peer, request, accumulate, tensors, failed, gradient)
+                answer = await self._from(peer, request, accumulate, tensors, failed, gradient, unfinite=unfinite)
             except (PeerUnreachable, DeadlineExceeded) as e:
                 self._give_up(peer, request, str(e))
                 self._ctx.suspect(peer, str(e))
+            except _FoundUnfinite as e:
+                if not unfinite and not await self._ctx.compute.offload(_finite, tensors[0]):
+                    raise Unfinite(f"activations of microbatch {request.step}/{request.index}: not finite") from None
+                unfinite, again = True, again if unfinite else {peer}
+                self._give_up(peer, request, str(e))
             except _Gone as e:  # alive, but it does not have the request (any more)
                 self._give_up(peer, request, str(e))
             except _Over:
@@ -176,19 +200,23 @@ class Router:
         tensors: list[Encoded],
         tried: set[PeerId],
         gradient: bool,
+        *,
+        unfinite: bool,
     ) -> Answer:
         """The answer of ``peer``. When it is doubted, another works on the microbatch, too, but accumulates nothing, here and in the
         stages behind: if the peer lives, the microbatch is in its accumulator; if not, that is lost whatever we do, and the stage
         runs what it held again. So a false alarm costs this one computation, and no microbatch is ever in two accumulators."""
         pending = self._begin(peer, request, tuple(tensors[0].shape) if gradient else None)
-        first = asyncio.create_task(self._try(pending, accumulate, tensors))
+        first = asyncio.create_task(self._try(pending, accumulate, tensors, unfinite=unfinite))
         copy: asyncio.Task[Answer] | None = None
         try:
             either: set[asyncio.Future[Any]] = {first, pending.doubted}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not first.done():
                 self._rerouted(peer, request, "it is silent: another computes the same, too")
-                copy = asyncio.create_task(self.request(request, (), tensors, {*tried, peer}, gradient=gradient))
+                copy = asyncio.create_task(
+                    self.request(request, (), tensors, {*tried, peer}, gradient=gradient, unfinite=unfinite)
+                )
                 await asyncio.wait({first, copy}, return_when=asyncio.FIRST_COMPLETED)
                 if first.done() and first.exception() is not None:
                     await asyncio.wait({copy})
@@ -236,12 +264,14 @@ class Router:
         self._pending[key] = pending
         return pending
 
-    async def _try(self, pending: _Pending, accumulate: tuple[int, ...], tensors: list[Encoded]) -> Answer:
+    async def _try(
+        self, pending: _Pending, accumulate: tuple[int, ...], tensors: list[Encoded], *, unfinite: bool
+    ) -> Answer:
         """One receiver: send, then wait while it is seen to be working on it. Raises _Full, _Gone, PeerUnreachable, DeadlineExceeded."""
         clock, peer, request = self._ctx.clock, pending.peer, pending.request
         message = Forward(
             **request.identity(), stage=self._stage, accumulate=accumulate, gradient=pending.shape is not None,
-            deadline_s=self._deadline.seconds(),
+            deadline_s=self._deadline.seconds(), unfinite=unfinite,
         )  # fmt: skip
         begin = clock.now()
         with self._ctx.awaiting(peer, pending.reply):
@@ -251,11 +281,11 @@ class Router:
         if isinstance(reply, Busy):
             raise _Full
         if isinstance(reply, Lost):
-            raise _Gone(reply.reason)
+            raise (_FoundUnfinite if reply.unfinite else _Gone)(reply.reason)
         took = clock.now() - begin
         self._deadline.measured(took)
         self._wiring.measured(peer, max(took - reply.away_s, 1e-6))
-        return Answer(reply.loss, answer[0] if answer else None)
+        return Answer(peer, reply.loss, answer[0] if answer else None, unfinite)
 
     async def _await(self, peer: PeerId, request: Request, pending: _Pending) -> _Reply:
         for attempt in itertools.count():
@@ -285,3 +315,7 @@ class Router:
                 step=request.step, index=request.index, stage=self._stage, reason=f"{peer[-6:]}: {reason}"
             )
         )
+
+
+def _finite(tensor: Encoded) -> bool:
+    return bool(decode(tensor, copy=False).isfinite().all())

@@ -7,20 +7,26 @@ import asyncio
 import contextlib
 import itertools
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError, PeerUnreachable
 from muletrain.events import Note
+from muletrain.optim.sketch import packed, sketch, unpacked
 from muletrain.policy.cover import Cover, resolve
 from muletrain.policy.deadline import Deadline
 from muletrain.policy.views import View, company, yields
+from muletrain.swarm import trials
 from muletrain.swarm.averaging import Round
 from muletrain.swarm.knowledge import Behind, Knowledge
-from muletrain.swarm.messages import AskViews, Gap, MemberView, Seal, Views
+from muletrain.swarm.messages import AskViews, Finding, Gap, GivenUp, MemberView, Seal, Views
 from muletrain.swarm.record import round_id
 from muletrain.swarm.waiting import MAX_SILENCE
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
     from muletrain.network.base import PeerId
 
 MEETING_POINTS = 2
@@ -48,17 +54,22 @@ class Sealing(Knowledge):
         if seals is None:
             self.ledger.reopen(keep=True)
             return None
-        sealed = {m: frozenset(s.indices) for m, s in seals.items()}
+        sealed = trials.counted(seals)
         cover = resolve(sealed, self._ctx.plan.microbatches)
         if cover.gaps or cover.dropped:
             await self._refill(cover, attempt)
             return None
-        stop, leaves = any(s.stop for s in seals.values()), tuple(sorted(m for m, s in seals.items() if s.leaves))
-        ident = round_id(self.lineage, stage, self.step, attempt, sealed, cover.chosen, stop, leaves)
+        if (trial := trials.due(seals)) is not None:
+            await self._compute_again(trial, attempt)
+            return None
+        expelled = self._sentenced(trials.disagreements(seals))
+        sealed = {m: s for m, s in sealed.items() if m not in expelled}
+        stop, leaves = any(s.stop for s in seals.values()), tuple(sorted(m for m in sealed if seals[m].leaves))
+        ident = round_id(self.lineage, stage, self.step, attempt, sealed, cover.chosen, stop, leaves, expelled)
         return Round(
             id=ident, lineage=self.lineage, step=self.step, stage=stage, members=tuple(sorted(sealed)),
-            contributors=tuple(m for m in cover.chosen if sealed[m]), microbatches=self._ctx.plan.microbatches,
-            n_params=self._ctx.compute.n_params, stop=stop, leaves=leaves,
+            contributors=tuple(m for m in cover.chosen if sealed.get(m)), microbatches=self._ctx.plan.microbatches,
+            n_params=self._ctx.compute.n_params, stop=stop, leaves=leaves, expelled=expelled, finite=trials.finite(seals),
         )  # fmt: skip
 
     def _next_attempt(self) -> int:
@@ -69,12 +80,14 @@ class Sealing(Knowledge):
         """Seal, and collect the seals of those we count on; None unless all of them count on the same ones."""
         ctx, me, stage = self._ctx, self._ctx.net.peer_id, self._ctx.roster.own.stage
         await self._nothing_running(self.work)
+        await self._reconsider()
         held = self.ledger.seal()
         replicas = [m for m in ctx.roster.stage(stage) if m != me]
         view = company(me, filter(self._counts, replicas), self._views())
         self.announced = seal = Seal(
             lineage=self.lineage, step=self.step, stage=stage, attempt=attempt, indices=tuple(sorted(held)), members=view,
-            weights=self._weights, stop=self.stop_requested, leaves=self._leaves(),
+            weights=self._weights, stop=self.stop_requested, leaves=self._leaves(), sketch=await self._sketch(),
+            gave_up=self._gave_up, findings=self._findings,
         )  # fmt: skip
         ctx.reached("sealing", self.step)
         ctx.spawn(ctx.tell(tuple(replicas), seal), "seal")  # those we do not count on hear of it, too
@@ -200,6 +213,9 @@ class Sealing(Knowledge):
     async def _refill(self, cover: Cover, attempt: int) -> None:
         """Microbatches are in no accumulator, or twice: keep the chosen sets, run the gaps again for this stage alone."""
         ctx = self._ctx
+        assert self.announced is not None  # it covers too little, or too much
+        if self.announced.members == (ctx.net.peer_id,):
+            self.ledger.barred = False  # nobody else is there to do it
         if ctx.net.peer_id in cover.chosen:
             self.ledger.reopen(keep=True)
         else:
@@ -218,12 +234,23 @@ class Sealing(Knowledge):
                     union |= set(held.held) if held.current and self._counts(peer) else set()
                 if gaps <= union:
                     return
-                await self._meet()
-                if self.announced is not None and yields(ctx.net.peer_id, self.announced.members, self._views()):
-                    raise LeftOut  # what is missing may be in the hands of those that go on without us
-                await ctx.clock.sleep(min(FILLED_MAX_S, PAUSE_S * 2.0**pause))
+                await self._pause(pause)
 
-        limit = self._step_deadline
+        await self._run_again(gaps, attempt, refilled)
+
+    async def _pause(self, times: int) -> None:
+        """Before we look once more whether microbatches were run again. Raises LeftOut: they may be in the hands of those that go on
+        without us."""
+        await self._meet()
+        if self.announced is not None and yields(self._ctx.net.peer_id, self.announced.members, self._views()):
+            raise LeftOut
+        await self._ctx.clock.sleep(min(FILLED_MAX_S, PAUSE_S * 2.0**times))
+
+    async def _run_again(
+        self, gaps: frozenset[int], attempt: int, done: Callable[[], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Have the trainers run ``gaps`` for this stage alone, until ``done`` returns."""
+        ctx, limit = self._ctx, self._step_deadline
         for patience in range(MAX_SILENCE):
             gap = Gap(
                 lineage=self.lineage, step=self.step, stage=ctx.roster.own.stage, attempt=attempt,
@@ -231,9 +258,7 @@ class Sealing(Knowledge):
             )  # fmt: skip
             await ctx.tell(ctx.roster.trainers(), gap)
             try:
-                await ctx.clock.deadline(
-                    self._waits.watched(refilled()), limit.seconds(patience), "missing microbatches"
-                )
+                await ctx.clock.deadline(self._waits.watched(done()), limit.seconds(patience), "missing microbatches")
             except DeadlineExceeded:
                 await self._ask_everyone()
             else:
@@ -246,4 +271,97 @@ class Sealing(Knowledge):
         """What we accumulated counts as done twice."""
         self._ctx.compute.clear(self.step)
         self.work.uncount()
+        self._findings = ()  # what they speak of is gone with the rest
         self.ledger.reopen(keep=False)
+
+    # Trials -----------------------------------------------------------------------------------------------------------
+
+    async def _sketch(self) -> bytes:
+        """Of the accumulator."""
+        compute = self._ctx.compute
+        return packed(await compute.offload(sketch, compute.gradient(self.step), self.lineage))
+
+    async def _reconsider(self) -> None:
+        """What is not finite here, since others gave us what is not, is worth another try: they may have had a bad moment."""
+        if self._reconsidered or self._findings or not self.ledger.excused:  # a judge's finding stands
+            return
+        if not np.isfinite(unpacked(await self._sketch())).all():
+            self._reconsidered = True
+            message = (
+                f"step {self.step}: what other stages gave this peer made its gradient not finite: it is computed again"
+            )
+            self._ctx.emit(Note(level="warning", message=message))
+            self._drop()
+
+    async def _compute_again(self, trial: trials.Trial, attempt: int) -> None:
+        """``trial.judge`` runs what ``trial.member`` gives up; everyone else stays sealed, and waits for it."""
+        ctx, me = self._ctx, self._ctx.net.peer_id
+        member, judge = (ctx.roster.member(p).name for p in (trial.member, trial.judge))
+        message = f"step {self.step}: the gradient of {member} stands out from those of its replicas: {judge} computes it again"
+        if trial.appeal:
+            message = f"step {self.step}: {member} computed otherwise what another gave up: {judge} computes it, too, to decide"
+        if judge == member:
+            message = f"step {self.step}: the gradient of {member} is not finite, and no other peer serves its stage: it computes it again"
+        ctx.emit(Note(level="warning", message=message))
+        if me == trial.member:
+            await self._give_up(barred=me != trial.judge)
+        before, base = self.ledger.held, await self._sketch()
+        if me == trial.judge:
+            self.ledger.reopen(keep=True, only=trial.indices)
+
+        async def computed() -> None:
+            """The judge's own ledger is the truth; without it there is nothing to wait for."""
+            for pause in itertools.count():
+                if me == trial.judge and trial.indices <= self.ledger.held:
+                    return
+                if me != trial.judge:
+                    answer = (await ctx.ask_held((trial.judge,), self.lineage, self.step)).get(trial.judge)
+                    if answer is not None and answer.beyond(self.step):
+                        raise Behind(f"step {self.step}: {judge} is at step {answer.step}")
+                    if answer is None or not answer.current or trial.indices <= set(answer.held):
+                        return
+                await self._pause(pause)
+
+        await self._run_again(trial.indices, attempt, computed)
+        if me == trial.judge:
+            await self._nothing_running(self.work)
+            self.ledger.seal()
+            if self.ledger.held == before | trial.indices:
+                with np.errstate(invalid="ignore", over="ignore"):
+                    found = packed(unpacked(await self._sketch()) - unpacked(base))
+                self._findings += (Finding(member=trial.member, sketch=found),)
+
+    async def _give_up(self, *, barred: bool) -> None:
+        """What this peer announced; it stands by it."""
+        assert self.announced is not None  # that is what stands out
+        findings, excused = self._findings, self.ledger.excused
+        self._drop()
+        self._findings, self.ledger.barred = findings, barred
+        self.ledger.seal()
+        self._gave_up = GivenUp(indices=self.announced.indices, sketch=self.announced.sketch, excused=excused)
+
+    def _sentenced(self, disagreements: list[trials.Disagreement]) -> tuple[PeerId, ...]:
+        """Who is expelled with this step; says what is known of the rest. Raises MuletrainError on who is expelled, or computed
+        otherwise than its replicas step after step."""
+        ctx, me = self._ctx, self._ctx.net.peer_id
+        liars = set()
+        for d in disagreements:
+            member, judge = (ctx.roster.member(p).name for p in (d.member, d.judge))
+            if d.liar is not None and d.liar != ctx.roster.genesis.collector:
+                liars.add(d.liar)
+            what = f"step {self.step}: {member} and {judge} computed different gradients of the same microbatches"
+            if d.liar is not None:
+                what += f"; a third peer computed what {judge if d.liar == d.member else member} did"
+            elif d.member == d.judge:
+                what = f"step {self.step}: {member} computed a gradient twice, with different results; its hardware may be faulty"
+            elif not d.decided:
+                what += f"; no third peer serves the stage to decide who is right, and that of {judge}, which does not stand out, is taken"
+            ctx.emit(Note(level="warning", message=what))
+            wrong = d.liar == me if d.decided else d.member == me
+            if wrong and (me in liars or (self._refuted == self.step - 1 and ctx.roster.needs_us() is None)):
+                raise MuletrainError(
+                    f"step {self.step}: this peer does not compute what its replicas compute, so it leaves. Its memory or its accelerator "
+                    f"may be faulty: test them before it joins again"
+                )
+            self._refuted = self.step if wrong else self._refuted
+        return tuple(sorted(liars))

@@ -237,9 +237,12 @@ class Stepper(Sealing):
         finally:
             self._reducing = None
         self._ctx.stats.averaging_s += self._ctx.clock.now() - begin
+        if round_.finite and not self._overflowed and not all(s.finite for s in shards):
+            self._overflowed = True  # all members see that; at the second time it is the codec that cannot hold it
+            raise RoundFailed("what was finite when it was sealed is not any more: all look again at what they hold")
         entry = RoundEntry(
             lineage=self.lineage, step=self.step, stage=round_.stage, round=round_.id, members=round_.members, shards=shards,
-            stop=round_.stop, leaves=round_.leaves, holder=self._ctx.net.peer_id,
+            stop=round_.stop, leaves=round_.leaves, expelled=round_.expelled, holder=self._ctx.net.peer_id,
         )  # fmt: skip
         return Holding(entry, gradient)
 

@@ -1,0 +1,82 @@
+"""Which replicas' gradients of one step stand out, and whether a recomputation confirms them.
+
+Replicas of a stage hold gradients of different microbatches of one step, each a sum over ``count`` of them. If a microbatch's gradient
+is the common one plus noise, the length of a mean over n of them lies between that over many and sqrt(many / n) times it
+(McCandlish et al. 2018, sec. 2.2: E|mean|^2 = |G|^2 + tr(S) / n): this much is granted to whoever holds few, and ``FACTOR`` beyond it.
+That is cheap and proves nothing: what stands out is computed again by another peer, and only disagreement counts.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+FACTOR = 10.0
+"""Times the length that the others' suggest. Of real training see benchmarks/outliers."""
+ALIKE = 0.25
+"""Length of the difference over length: replicas on different devices, fed by 8-bit activations, differ by a few percent; who is
+wrong is off by several times its length, or not at all."""
+LEAST_FOR_SMALL = 3
+"""Of two one of which is small, the other may as well be large."""
+
+
+class Sum(NamedTuple):
+    """A replica's accumulator: of how many microbatches (more than none), and its sketch."""
+
+    count: int  # type: ignore[assignment]  # tuple.count is never used
+    sketch: NDArray[np.float64]
+
+    @property
+    def length(self) -> float:
+        """Of the mean per microbatch; infinite where it is not finite."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            length = float(np.linalg.norm(self.sketch)) / self.count
+        return length if math.isfinite(length) else math.inf
+
+
+def outlying(sums: Mapping[str, Sum]) -> list[str]:
+    """Whose are to be computed again, by another if there is one: those that are not finite, nothing, or far from the others'. Those that
+    cost the least first.
+
+    None where all of several are not finite (they confirm each other), and nothing is said of a finite one that has no others.
+    """
+    sound = {m: s for m, s in sums.items() if 0 < s.length < math.inf}
+    if not sound:  # all zero: nothing to compare with; all infinite: that is what the step is, if there are several
+        suspects = [m for m, s in sums.items() if len(sums) == 1 and s.length == math.inf]
+    else:
+        suspects = [m for m in sums if m not in sound or _stands_out(m, sound)]
+    return sorted(suspects, key=lambda m: (sums[m].count, m))
+
+
+def _stands_out(member: str, sums: Mapping[str, Sum]) -> bool:
+    own, others = sums[member], [s for m, s in sums.items() if m != member]
+    if not others:
+        return False
+    # of an even number of others the median that suspects less: one of two others may be the liar
+    large = statistics.median_high(s.length * math.sqrt(max(1.0, s.count / own.count)) for s in others)
+    small = statistics.median_low(s.length / math.sqrt(max(1.0, own.count / s.count)) for s in others)
+    return own.length > FACTOR * large or (len(sums) >= LEAST_FOR_SMALL and own.length * FACTOR < small)
+
+
+def strange(length: float, before: Sequence[float]) -> bool:
+    """Does the gradient of one microbatch, of this length (infinite where it is not finite), stand out from those ``before`` it?"""
+    if length == math.inf or not before:
+        return length == math.inf
+    usual = statistics.median(before)
+    return length > FACTOR * usual or (length == 0 < usual)
+
+
+def alike(a: NDArray[np.float64], b: NDArray[np.float64]) -> bool:
+    """Do two sketches stand for the same gradient? All that is not finite is alike."""
+    finite = bool(np.isfinite(a).all()), bool(np.isfinite(b).all())
+    if not all(finite):
+        return not any(finite)
+    return float(np.linalg.norm(a - b)) <= ALIKE * max(float(np.linalg.norm(a)), float(np.linalg.norm(b)))

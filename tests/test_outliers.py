@@ -1,0 +1,340 @@
+"""False gradients: those that stand out are computed again by another peer, and only disagreement has consequences."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from muletrain.compute.torch_compute import TorchCompute
+from muletrain.errors import ProtocolError
+from muletrain.optim.sketch import SIZE, packed, sketch, unpacked
+from muletrain.policy.outliers import Sum, alike, outlying, strange
+from muletrain.runs.chaos import spoil_next
+from muletrain.sim.reference import facts_of, stage_compute
+from muletrain.sim.scenario import Fault, Scenario
+from muletrain.sim.verdict import Outcome, readable
+from muletrain.sim.world import play
+from muletrain.swarm import trials
+from muletrain.swarm.messages import Finding, GivenUp, Member, Seal
+from muletrain.swarm.roster import Genesis, Roster
+from muletrain.swarm.trials import Disagreement, Trial
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.timeout(240)
+EXPELLED = "does not compute what its replicas compute"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# What stands out ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [5, SIZE, 100_003])
+def test_a_sketch_is_linear_and_as_long_as_its_gradient(n: int) -> None:
+    a, b = torch.randn(n), 3 * torch.randn(n)
+    first, second, both = (sketch(x, b"seed") for x in (a, b, a + b))
+    assert np.allclose(both, first + second, rtol=0, atol=1e-5 * float((a + b).norm()))
+    assert np.linalg.norm(first) == pytest.approx(float(a.norm()), rel=0.5)
+    assert n < 1000 or not np.allclose(sketch(a, b"another"), first)
+    a[n // 2] = math.nan
+    assert not np.isfinite(unpacked(packed(sketch(a, b"seed")))).all()
+
+
+def test_signs_never_change() -> None:
+    """Peers of other versions draw the same; else each would find that the other computes falsely."""
+    ones = sketch(torch.ones(3 * SIZE), bytes(range(32)))
+    assert set(ones) == {ones[0]}
+    rows = [sketch(torch.eye(500, 1).roll(64 * k, 0).flatten(), bytes(range(32)))[0] for k in range(6)]
+    assert rows == [-1, -1, -1, 1, -1, -1]
+
+
+def sums(**lengths: tuple[int, float]) -> dict[str, Sum]:
+    """(count, length of the mean) by member."""
+    direction = np.full(SIZE, SIZE**-0.5)
+    return {m: Sum(count, direction * length * count) for m, (count, length) in lengths.items()}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (sums(a=(4, 1.0), b=(4, 1.2), c=(1, 2.4)), []),
+        (sums(a=(4, 1.0), b=(4, 100.0), c=(4, 1.1)), ["b"]),
+        (sums(a=(4, 1.0), b=(4, 100.0)), ["b"]),
+        (sums(a=(4, 1.0), b=(4, math.nan)), ["b"]),
+        (sums(a=(4, 1.0), b=(4, math.inf), c=(2, math.nan)), ["c", "b"]),
+        (sums(a=(4, 1.0), b=(4, 0.0)), ["b"]),
+        (sums(a=(4, 1.0), b=(4, 0.01)), ["a"]),  # of two the larger: if it is right, nothing but time is lost
+        (sums(a=(4, 1.0), b=(4, 0.01), c=(4, 1.0)), ["b"]),
+        (sums(a=(64, 1.0), b=(1, 20.0)), []),  # noise: one microbatch is up to 8 times as long as the mean of 64
+        (sums(a=(64, 1.0), b=(1, 200.0)), ["b"]),
+        (sums(a=(4, math.nan), b=(4, math.nan)), []),  # they confirm each other
+        (sums(a=(4, 0.0), b=(4, 0.0)), []),
+        (sums(a=(4, math.nan)), ["a"]),
+        (sums(a=(4, 1e9)), []),  # nothing to compare it with
+        ({}, []),
+    ],
+)
+def test_who_is_doubted(given: dict[str, Sum], expected: list[str]) -> None:
+    assert outlying(given) == expected
+
+
+def test_honest_gradients_of_few_microbatches_are_not_doubted() -> None:
+    """Pure noise in many dimensions, or none at all; each replica has its share of 16 microbatches."""
+    rng = np.random.default_rng(0)
+    for noise in (0.0, 1.0, 100.0):
+        for _ in range(200):
+            counts = rng.multinomial(16, rng.dirichlet(np.ones(3)))
+            made = {
+                str(k): Sum(int(n), n * np.ones(SIZE) + noise * math.sqrt(n) * rng.standard_normal(SIZE))
+                for k, n in enumerate(counts)
+                if n
+            }
+            assert outlying(made) == []
+
+
+def test_what_is_alike() -> None:
+    a = np.linspace(1, 2, SIZE)
+    assert alike(a, a * 1.05)
+    assert not alike(a, a * 2)
+    assert not alike(a, -a)
+    assert alike(a * math.nan, a * math.inf)
+    assert not alike(a, a * math.nan)
+    assert alike(0 * a, 0 * a)
+
+
+def test_what_is_strange() -> None:
+    assert not strange(1e9, [])
+    assert strange(math.inf, [])
+    assert strange(50.0, [1.0, 2.0, 1.0])
+    assert not strange(5.0, [1.0, 2.0, 1.0])
+    assert strange(0.0, [1.0])
+    assert not strange(0.0, [0.0])
+
+
+# Who is right ---------------------------------------------------------------------------------------------------------
+
+ONE = np.linspace(1, 2, SIZE)
+
+
+def seal(
+    *indices: int,
+    total: Any = None,
+    gave_up: tuple[tuple[int, ...], Any] | None = None,
+    excused: bool = False,
+    **found: Any,
+) -> Seal:
+    """``total`` and the others: sketches, in multiples of one that a microbatch has."""
+
+    def values(x: Any) -> bytes:
+        return packed(x * ONE)
+
+    return Seal(
+        lineage=bytes(32), step=0, stage=0, attempt=0, indices=indices, members=("a",), weights=bytes(32), stop=False, leaves=False,
+        sketch=values(len(indices) if total is None else total),
+        gave_up=None if gave_up is None else GivenUp(indices=gave_up[0], sketch=values(gave_up[1]), excused=excused),
+        findings=tuple(Finding(member=m, sketch=values(s)) for m, s in found.items()),
+    )  # fmt: skip
+
+
+def test_who_stands_out_is_computed_again_by_who_has_the_least_to_do() -> None:
+    seals = {"a": seal(0, 1, 2), "b": seal(3, 4, total=math.nan), "c": seal(5)}
+    assert trials.due(seals) == Trial("b", "c", frozenset({3, 4}))
+    assert trials.due({**seals, "d": seal()}) == Trial("b", "d", frozenset({3, 4}))
+    assert trials.due({"a": seal(0, 1, 2), "b": seal(3), "c": seal(5)}) is None
+    assert trials.due({"b": seal(3, 4, total=math.nan)}) == Trial("b", "b", frozenset({3, 4})), "alone"
+    assert trials.due({"b": seal(3, 4, total=200)}) is None
+
+
+def test_agreement_counts_what_was_computed_again_and_nobody_is_judged() -> None:
+    for length in (500, math.nan):
+        seals = {"a": seal(0, 1), "b": seal(gave_up=((2, 3), length)), "c": seal(2, 3, 4, total=length + 1, b=length)}
+        assert trials.due(seals) is None
+        assert trials.disagreements(seals) == []
+        assert trials.counted(seals) == {"a": {0, 1}, "b": set(), "c": {2, 3, 4}}
+
+
+def test_once_two_found_that_the_step_is_not_finite_nothing_else_is_computed_again() -> None:
+    confirmed = {"a": seal(gave_up=((0, 1), math.nan)), "b": seal(0, 1, 2, total=math.nan, a=math.nan)}
+    assert trials.due({**confirmed, "c": seal(3, 4, total=math.nan), "d": seal(5)}) is None
+
+
+def test_who_keeps_what_another_computed_again_does_not_count() -> None:
+    seals = {"a": seal(0, 1, b=2.0), "b": seal(2, 3)}
+    assert trials.counted(seals) == {"a": {0, 1}, "b": set()}
+
+
+def test_two_that_differ_decide_nothing_and_what_does_not_stand_out_is_taken() -> None:
+    seals = {"a": seal(0, 1, 2, 3, b=2), "b": seal(gave_up=((2, 3), 200))}
+    assert trials.due(seals) is None
+    assert trials.disagreements(seals) == [Disagreement("b", "a", decided=False, liar=None)]
+    assert trials.counted(seals) == {"a": {0, 1, 2, 3}, "b": set()}
+
+
+@pytest.mark.parametrize(
+    ("claimed", "found", "third", "liar"),
+    [
+        (200, 2, 4, "b"),
+        (math.nan, 2, 4, "b"),
+        (200, 2, 202, "a"),  # the one that stood out was right
+        (math.nan, 2, math.nan, "a"),
+        (200, 2, 50, None),  # three results
+    ],
+)
+def test_a_third_decides(claimed: float, found: float, third: float, liar: str | None) -> None:
+    """b claimed, a found otherwise (and holds two of its own), c computes all four again."""
+    seals = {"a": seal(0, 1, 2, 3, total=2 + found, b=found), "b": seal(gave_up=((2, 3), claimed)), "c": seal(4)}
+    assert trials.due(seals) == Trial("a", "c", frozenset({0, 1, 2, 3}), appeal=True)
+    seals["a"] = seal(gave_up=((0, 1, 2, 3), 2 + found), b=found)
+    seals["c"] = seal(0, 1, 2, 3, 4, total=1 + third, a=third)
+    assert trials.due(seals) is None
+    assert trials.disagreements(seals) == [Disagreement("b", "a", decided=True, liar=liar)]
+    assert trials.counted(seals) == {"a": set(), "b": set(), "c": {0, 1, 2, 3, 4}}
+
+
+def test_who_was_given_what_stood_out_is_not_judged() -> None:
+    seals = {"a": seal(0, 1, 2, 3, b=2), "b": seal(gave_up=((2, 3), math.nan), excused=True), "c": seal(4)}
+    assert trials.due(seals) is None
+    assert trials.disagreements(seals) == [Disagreement("b", "a", decided=False, liar=None)]
+
+
+def test_the_expelled_are_not_counted_in_again() -> None:
+    members = tuple(Member(id=p, name=p, stage=0, trainer=True, addresses=()) for p in "ab")
+    roster = Roster(
+        Genesis(run_id="r", config=bytes(32), data=bytes(32), stages=1, members=members, collector="a", first_step=0),
+        "a",
+    )
+    roster.expel("b")
+    assert not roster.alive("b")
+    assert roster.stage(0) == ("a",)
+    with pytest.raises(ProtocolError, match="expelled"):
+        roster.admit(members[1].model_copy(update={"since": 5}))
+
+
+def test_chaos_spoils_one_gradient() -> None:
+    compute = stage_compute(facts_of(Scenario(1, (1, 1), 1, 1, 1, 0.0, ())), 0)
+    spoil_next(compute)
+    assert not compute.gradient(0).isfinite().all()
+    compute.clear(0)
+    assert compute.gradient(0).isfinite().all()
+
+
+# Whole runs -----------------------------------------------------------------------------------------------------------
+
+
+def played(stages: tuple[int, ...], *faults: Fault, steps: int = 3) -> Outcome:
+    outcome = play(Scenario(1, stages, 2, steps, 8, 0.01, faults))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    return outcome
+
+
+def said(outcome: Outcome, text: str) -> list[str]:
+    return [line for _, line in outcome.timeline if text in line]
+
+
+def corrupt(who: str, how: str, for_s: float = 0.8) -> Fault:
+    """During the first step."""
+    return Fault(0.0, "corrupt", (who,), for_s, how=how)
+
+
+@pytest.mark.parametrize("how", ["nan", "hundredfold", "zero"])
+def test_of_three_the_liar_is_expelled_and_no_number_changes(how: str) -> None:
+    outcome = played((2, 3), corrupt("peer-1a", how))
+    assert [p for p, end in outcome.ends.items() if EXPELLED in end] == ["peer-1a"]
+    assert len(said(outcome, "peer_expelled peer_id=peer-1a")) == 4, "all others take note of it"
+    assert said(outcome, "a third peer computed what")
+    assert not said(outcome, "skipped=True")
+
+
+def test_of_two_the_one_that_stands_out_is_left_out_of_the_step_and_no_number_changes() -> None:
+    outcome = played((2, 2), corrupt("peer-1b", "hundredfold"))
+    assert set(outcome.ends.values()) == {"finished"}
+    assert said(outcome, "no third peer serves the stage")
+    assert said(outcome, "peer-1b step_applied step=1 stage=1 skipped=False microbatches=0")
+
+
+def test_who_computes_falsely_step_after_step_leaves() -> None:
+    outcome = played((2, 2), corrupt("peer-1b", "nan", 60.0))
+    assert outcome.ends["peer-1b"].startswith("step 1: this peer")
+    assert EXPELLED in outcome.ends["peer-1b"]
+
+
+def test_false_gradients_of_a_middle_stage_are_not_blamed_on_those_before_it() -> None:
+    outcome = played((3, 2, 3), Fault(2.2, "corrupt", ("peer-1b",), 0.8, how="hundredfold"))
+    assert set(outcome.ends.values()) == {"finished"}
+    assert said(outcome, "frame_refused remote=peer-1b")
+    assert not [line for line in said(outcome, "frame_refused") if "remote=peer-1b" not in line]
+    assert not said(outcome, "the gradient of peer-0")
+
+
+def test_activations_that_another_replica_computes_finite_cost_no_number() -> None:
+    outcome = played((2, 2), corrupt("peer-0b", "activations"))
+    assert set(outcome.ends.values()) == {"finished"}
+    assert said(outcome, "not finite")
+
+
+@pytest.mark.parametrize(("stages", "how"), [((2, 1), "nan"), ((2, 1, 2), "activations")])
+def test_a_lone_replica_s_bad_moment_costs_no_number(stages: tuple[int, ...], how: str) -> None:
+    """Whom it gave what is not finite, compute it again, too."""
+    outcome = played(stages, corrupt("peer-1a", how, 0.4))
+    assert set(outcome.ends.values()) == {"finished"}
+    assert not said(outcome, "skipped=True")
+
+
+@pytest.mark.parametrize("judge", ["peer-1b", "peer-1c"])
+def test_the_judge_may_die(judge: str) -> None:
+    played((2, 3), corrupt("peer-1a", "nan"), Fault(1.1, "kill", (judge,)))
+
+
+def not_finite(patch: pytest.MonkeyPatch, stage: int, *, activations: bool = False, factor: float = math.nan) -> None:
+    """Microbatch 3 of step 1 is like that, whoever computes it: also where a single process does."""
+    forward, differentiate = TorchCompute._forward, TorchCompute._differentiate
+
+    def spoiled_forward(self: TorchCompute, mb: Any, inputs: Any, reserved: int) -> Any:
+        held, output = forward(self, mb, inputs, reserved)
+        return held, output * math.nan if activations and self.stage == stage and mb == (1, 3) else output
+
+    def spoiled(self: TorchCompute, mb: Any, output: Any, leaf: Any, seed: Any, accumulate: bool) -> Any:
+        whole = self.stages == 1  # the single process
+        bad = mb == (1, 3) and (whole or (not activations and self.stage == stage))
+        return differentiate(self, mb, output, leaf, seed * factor if bad else seed, accumulate)
+
+    patch.setattr(TorchCompute, "_forward", spoiled_forward)
+    patch.setattr(TorchCompute, "_differentiate", spoiled)
+
+
+@pytest.mark.parametrize(
+    ("stages", "activations"), [((2, 2), False), ((2, 3, 1), False), ((1, 1), False), ((2, 2), True), ((1, 1, 2), True)]
+)
+def test_a_step_that_is_not_finite_is_skipped_by_everyone_as_by_a_single_process(
+    stages: tuple[int, ...], activations: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    not_finite(monkeypatch, len(stages) - 2 if activations else len(stages) - 1, activations=activations)
+    outcome = played(stages)
+    assert set(outcome.ends.values()) == {"finished"}, "nobody lied"
+    assert len(said(outcome, "step_applied step=2 ")) == len(said(outcome, "skipped=True")) == sum(stages)
+    assert said(outcome, "everyone skips the step")
+    assert not said(outcome, "different")
+
+
+@pytest.mark.parametrize("stages", [(2, 2), (3, 3)])
+def test_an_honest_outlier_is_computed_again_and_counts(
+    stages: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    not_finite(monkeypatch, len(stages) - 1, factor=300.0)
+    outcome = played(stages)
+    assert set(outcome.ends.values()) == {"finished"}
+    assert said(outcome, "stands out")
+    assert not said(outcome, "different")
+    assert not said(outcome, "frame_refused")
