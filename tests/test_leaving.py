@@ -10,7 +10,7 @@ from muletrain.sim.world import play
 from muletrain.swarm.leaving import Departure
 from muletrain.swarm.messages import ShardFacts
 from muletrain.swarm.record import StageEntry, StepRecord
-from muletrain.swarm.roster import Genesis, Member, Roster
+from muletrain.swarm.roster import MAX_GONE, MAX_MEMBERS, Genesis, Member, Roster
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -122,3 +122,30 @@ def test_who_leaves_stays_until_the_other_replica_has_the_step() -> None:
     outcome = play(Scenario(5, (2, 2), 2, 3, 6, 0.1, faults))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert outcome.ends["peer-1b"] == LEFT
+
+
+@pytest.mark.parametrize("gone", ["die", "leave"])
+def test_machines_may_come_and_go_without_end(gone: str) -> None:
+    """Those that are gone for longest are forgotten, never the living, nor the one whose place the run's checkpoints are in."""
+    members = [
+        Member(id=p, name=p, stage=k % 2, trainer=True, addresses=(), place="here" if p == "a" else "")
+        for k, p in enumerate("abc")
+    ]
+    genesis = Genesis(
+        run_id="r", config=bytes(32), data=bytes(32), stages=2, members=tuple(members), collector="a", first_step=0
+    )
+    roster = Roster(genesis, "b")
+    roster.dead("a")
+    for k in range(2 * MAX_MEMBERS):
+        newcomer = Member(id=f"new{k}", name=f"new{k}", stage=0, trainer=False, addresses=())
+        roster.admit(newcomer)
+        roster.alive(newcomer.id)
+        assert roster.is_alive(newcomer.id)
+        roster.dead(newcomer.id) if gone == "die" else roster.left(newcomer.id)
+    assert roster.knows(f"new{2 * MAX_MEMBERS - 1}")
+    assert not roster.knows("new0")
+    assert len(roster.everyone()) <= MAX_GONE + 3
+    assert {"a", "b", "c"} <= {m.id for m in roster.members()}
+    assert roster.others() == ("c",)
+    roster.admit(Member(id="new0", name="new0", stage=1, trainer=False, addresses=()))
+    assert roster.alive("new0")

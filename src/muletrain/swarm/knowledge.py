@@ -245,7 +245,7 @@ class Knowledge:
         self._meeting[sender] = ask.view
         stage, roster = self._ctx.roster.member(sender).stage, self._ctx.roster
         return Views(
-            views=tuple(v for m, v in self._meeting.items() if roster.member(m).stage == stage and roster.is_alive(m))
+            views=tuple(v for m, v in self._meeting.items() if roster.is_alive(m) and roster.member(m).stage == stage)
         )
 
     def on_later(self, sender: PeerId, *, applied: bool) -> None:
@@ -375,7 +375,7 @@ class Knowledge:
                 await self._entries_from(peer) and self._holding is not None
             ):  # all that we lacked was word of the others
                 return held
-            raise Behind(f"step {self.step}: {self._ctx.roster.member(peer).name} is at step {held.step}")
+            raise Behind(f"step {self.step}: {self._ctx.roster.name(peer)} is at step {held.step}")
         if held.current and self.work.through(held.through, held.losses):
             self.touched()
         if not held.current or (

@@ -256,7 +256,7 @@ class Peer:
         for stage, entry in enumerate(record.stages):
             for peer in entry.expelled:
                 if ctx.roster.knows(peer) and ctx.roster.member(peer).stage == stage:
-                    ctx.emit(PeerExpelled(peer_id=peer, name=ctx.roster.member(peer).name, step=record.step + 1))
+                    ctx.emit(PeerExpelled(peer_id=peer, name=ctx.roster.name(peer), step=record.step + 1))
                     ctx.roster.expel(peer)
         known = {m.id: m for m in ctx.roster.members()}
         leavers = record.leavers(lambda peer: peer in known and known[peer].trainer)
@@ -614,7 +614,7 @@ class Peer:
     async def _on_other(self, sender: PeerId, message: Message, frame: Frame) -> None:
         match message:
             case Report() if not self._reports:
-                self._on_report(self._reported(sender, message), self._ctx.roster.member(sender).name)
+                self._on_report(self._reported(sender, message), self._ctx.roster.name(sender))
             case Block():
                 self._receiver.taker.on_block(sender, message, frame.tensors[0])
             case PartReady():

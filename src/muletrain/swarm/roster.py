@@ -46,6 +46,9 @@ class Genesis(Message):
 
 
 MAX_MEMBERS = 4096
+MAX_GONE = 64
+"""Members believed dead, or gone in order, of which a peer knows still; or four times the living, if those are more. They may be alive
+beyond a partition, and are asked now and then; but in a long run machines come and go without end."""
 
 
 class Roster:
@@ -55,8 +58,9 @@ class Roster:
         """``own``: the id of one that begins, or a newcomer. Raises ProtocolError for an id that is not in the genesis."""
         self.genesis = genesis
         self._members = {m.id: m for m in genesis.members}
-        self._dead: set[str] = set()
-        self._left: set[str] = set()
+        self._dead: dict[str, None] = {}
+        self._left: dict[str, None] = {}
+        """Both by when we heard of it."""
         self._expelled: set[str] = set()
         if isinstance(own, Member):
             self.admit(own)
@@ -80,9 +84,17 @@ class Roster:
         if member.stage >= self.genesis.stages or (known is None and len(self._members) >= MAX_MEMBERS):
             raise ProtocolError(f"{member.name}: the run has no room for it, or no stage {member.stage}")
         self._members[member.id] = member
-        self._left.discard(member.id)
-        self._dead.add(member.id)
+        self._left.pop(member.id, None)
+        self._dead[member.id] = None
+        self._forget()
         return True
+
+    def _forget(self) -> None:
+        """Those that are gone for longest. Were they alive, they would introduce themselves again to whoever does not know them."""
+        for gone in (self._dead, self._left):
+            limit = max(MAX_GONE, 4 * (len(self._members) - len(self._dead) - len(self._left)))
+            for peer in [p for p in gone if p != self.genesis.collector][: max(0, len(gone) - limit)]:
+                del gone[peer], self._members[peer]
 
     def move(self, stage: int) -> None:
         """This peer serves ``stage`` from now on."""
@@ -114,14 +126,19 @@ class Roster:
             raise ProtocolError(f"{peer} is not a member of this run")
         return self._members[peer]
 
+    def name(self, peer: str) -> str:
+        """For people; of one that is not known (any more), the end of its id."""
+        return self._members[peer].name if peer in self._members else peer[-6:]
+
     def is_alive(self, peer: str) -> bool:
-        return peer in self._members and peer not in self._dead | self._left
+        return peer in self._members and peer not in self._dead and peer not in self._left
 
     def dead(self, peer: str) -> bool:
         """Believe ``peer`` dead; True when that is news."""
         if peer == self._own_id or peer in self._dead or peer not in self._members:
             return False
-        self._dead.add(peer)
+        self._dead[peer] = None
+        self._forget()
         return True
 
     def alive(self, peer: str) -> bool:
@@ -129,18 +146,24 @@ class Roster:
         if peer in self._expelled:
             return False
         news = peer in self._dead or peer in self._left
-        self._dead.discard(peer)
-        self._left.discard(peer)
+        self._dead.pop(peer, None)
+        self._left.pop(peer, None)
         return news
 
     def left(self, peer: str) -> None:
         """``peer`` has gone in order: nobody asks it any more."""
-        self._left.add(peer)
+        self._go(peer)
 
     def expel(self, peer: str) -> None:
         """``peer`` computed what it should not: nothing of it counts any more, under this identity."""
-        self._left.add(peer)
+        self._go(peer)
         self._expelled.add(peer)
+
+    def _go(self, peer: str) -> None:
+        if peer in self._members:
+            self._dead.pop(peer, None)
+            self._left[peer] = None
+            self._forget()
 
     def expelled(self, peer: str) -> bool:
         return peer in self._expelled

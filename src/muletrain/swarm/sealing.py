@@ -137,7 +137,7 @@ class Sealing(Knowledge):
             message = f"step {self.step}: the weights here are not those of the other replicas"
             raise Behind(message, weights_hold=False)
         for member in sorted(differing):
-            name = self._ctx.roster.member(member).name
+            name = self._ctx.roster.name(member)
             note = f"step {self.step}: {name} has other weights than the other replicas, and takes theirs"
             self._ctx.emit(Note(level="warning", message=note))
         self._differing |= differing
@@ -230,7 +230,7 @@ class Sealing(Knowledge):
                 union = set(self.ledger.held)
                 for peer, held in (await ctx.ask_held(ctx.roster.replicas(), self.lineage, self.step)).items():
                     if held.beyond(self.step):
-                        raise Behind(f"step {self.step}: {ctx.roster.member(peer).name} is at step {held.step}")
+                        raise Behind(f"step {self.step}: {ctx.roster.name(peer)} is at step {held.step}")
                     union |= set(held.held) if held.current and self._counts(peer) else set()
                 if gaps <= union:
                     return
@@ -296,7 +296,7 @@ class Sealing(Knowledge):
     async def _compute_again(self, trial: trials.Trial, attempt: int) -> None:
         """``trial.judge`` runs what ``trial.member`` gives up; everyone else stays sealed, and waits for it."""
         ctx, me = self._ctx, self._ctx.net.peer_id
-        member, judge = (ctx.roster.member(p).name for p in (trial.member, trial.judge))
+        member, judge = (ctx.roster.name(p) for p in (trial.member, trial.judge))
         message = f"step {self.step}: the gradient of {member} stands out from those of its replicas: {judge} computes it again"
         if trial.appeal:
             message = f"step {self.step}: {member} computed otherwise what another gave up: {judge} computes it, too, to decide"
@@ -346,7 +346,7 @@ class Sealing(Knowledge):
         ctx, me = self._ctx, self._ctx.net.peer_id
         liars = set()
         for d in disagreements:
-            member, judge = (ctx.roster.member(p).name for p in (d.member, d.judge))
+            member, judge = (ctx.roster.name(p) for p in (d.member, d.judge))
             if d.liar is not None and d.liar != ctx.roster.genesis.collector:
                 liars.add(d.liar)
             what = f"step {self.step}: {member} and {judge} computed different gradients of the same microbatches"

@@ -53,7 +53,7 @@ class Service:
         roster, back = peer.roster, peer.begins_at
         if back is None:
             return None
-        moves = [f"{roster.member(p).name} to stage {s}" for p, s in back.moves if roster.knows(p)]
+        moves = [f"{roster.name(p)} to stage {s}" for p, s in back.moves if roster.knows(p)]
         peer.emit(
             SteppedBack(
                 step=peer.stepper.step, to=back.step, lost=list(back.lost), moves=moves, lineage=back.lineage.hex()
