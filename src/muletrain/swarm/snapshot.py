@@ -138,8 +138,8 @@ class Snapshots:
 
     def _asked(self, digest: bytes, taker: PeerId) -> Copy:
         """Raises MuletrainError when it is not kept (any more)."""
-        kept, past = self._kept.get(digest), self._stepper.trail.copy(taker, digest)
-        if past is not None:
+        kept = self._kept.get(digest)
+        if kept is None and (past := self._stepper.trail.copy(taker, digest)) is not None:
             return past
         if kept is None or self._ctx.closed:
             raise MuletrainError("this copy is not kept any more; ask for another")
