@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from hivemind.p2p import PeerID
@@ -19,6 +19,9 @@ from muletrain.swarm.messages import AskHeld, Forward, Report
 from muletrain.swarm.peer import Peer
 from muletrain.wire.codec import encode, encode_ids
 from muletrain.wire.frame import PREFIX, pack
+
+if TYPE_CHECKING:
+    from muletrain.swarm.computing import Computing
 
 HELLO_BYTES = b"".join(pack(Frame(HELLO, {"channel": "bulk"})))
 ONCE_AT = 2
@@ -62,11 +65,11 @@ async def _stream(ctx: Any, peer: str, data: bytes) -> None:
 def main() -> None:
     right = Peer._begin_step
 
-    def begin_step(self: Peer, step: int, lineage: bytes, **options: Any) -> None:
-        right(self, step, lineage, **options)
-        if step >= ONCE_AT:
+    def begin_step(self: Peer, work: Computing, *, retry: bool) -> None:
+        right(self, work, retry=retry)
+        if work.step >= ONCE_AT:
             for peer in self._ctx.roster.others():
-                self._ctx.spawn(misbehave(self._ctx, peer, step, lineage), "garbage")
+                self._ctx.spawn(misbehave(self._ctx, peer, work.step, work.lineage), "garbage")
 
     Peer._begin_step = begin_step
     worker.main()

@@ -22,6 +22,7 @@ from muletrain.swarm.holding import Holding, fetch_gradient
 from muletrain.swarm.messages import AskGradient, AskHeld, Held, Member, Reduced, RoundEntry, Shard, ShardFacts
 from muletrain.swarm.roster import Genesis, Roster
 from muletrain.swarm.stepper import Stepper
+from muletrain.swarm.transfer import Taker
 
 SIZE = 3 * 4096 + 100
 IDS = ("a", "b", "c")
@@ -138,7 +139,7 @@ def test_who_applies_a_step_for_long_is_waited_for_as_long_as_that_takes() -> No
     async def scenario() -> None:
         group = members(MemoryHub(), Codec.FP32)
         ctx, other = group["a"][0], group["b"][0].net
-        stepper = Stepper(ctx, 0, bytes(32), lambda step: [], lambda work: None, lambda: asyncio.sleep(0))
+        stepper = Stepper(ctx, 0, bytes(32), lambda step: [], lambda work: None, lambda: asyncio.sleep(0), Taker(ctx))
 
         async def held(sender: str, payload: bytes) -> bytes:
             return Held(current=False, step=0, stage=0).pack()

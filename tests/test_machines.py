@@ -376,7 +376,9 @@ def test_the_founder_does_not_begin_with_a_guest_that_left(monkeypatch: pytest.M
 
 def lobby_of(net: Network, bytes_of_stages: list[int], expected: int) -> lobby.Lobby:
     needs = [
-        StageMemory(weights=n, moments=0, gradient=0, activations=0, copies=0, on_device=n // 2, on_host=n // 2)
+        StageMemory(
+            weights=n, moments=0, gradient=0, delayed=0, activations=0, copies=0, on_device=n // 2, on_host=n // 2
+        )
         for n in bytes_of_stages
     ]
     return lobby.Lobby(
