@@ -93,11 +93,11 @@ def test_a_side_that_meets_one_that_has_finished_takes_its_result() -> None:
 
 @pytest.mark.parametrize("kind", ["partition", "blackhole"])
 def test_a_side_that_lacks_a_stage_steps_back_alone_and_joins_the_longer_history_again(kind: str) -> None:
-    faults = (Fault(3.0, kind, ("peer-0a", "peer-0b"), 25.0),)
-    outcome = play(Scenario(1, (3, 2), 3, 60, 4, 0.01, faults, checkpoint_every=1, adopt_after_s=5.0, apart=True))
+    faults = (Fault(3.0, kind, ("peer-0a", "peer-0b"), 20.0),)
+    outcome = play(Scenario(1, (3, 2), 3, 40, 4, 0.01, faults, checkpoint_every=1, adopt_after_s=4.0, apart=True))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert {text.split()[0] for _, text in outcome.timeline if " stepped_back " in text} == {"peer-0a", "peer-0b"}
     assert went_over(outcome).keys() == {"peer-0a", "peer-0b"}
     applied = [text.split()[2] for _, text in outcome.timeline if text.startswith("peer-0c step_applied")]
-    assert len(applied) == len(set(applied)) == 60, "no step was lost"
+    assert len(applied) == len(set(applied)) == 40, "no step was lost"
     assert set(outcome.ends.values()) == {"finished"}

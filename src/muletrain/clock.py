@@ -47,7 +47,8 @@ class LoopClock:
         await asyncio.sleep(seconds)
 
     async def deadline(self, awaitable: Awaitable[T], seconds: float, what: str) -> T:
-        try:
-            return await asyncio.wait_for(awaitable, seconds)
+        try:  # not wait_for: before Python 3.12 it forgets that it was cancelled, if what it waits for is done at that moment
+            async with asyncio.timeout(seconds):
+                return await awaitable
         except TimeoutError as e:
             raise DeadlineExceeded(f"{what}: no answer within {seconds:.2f} s") from e

@@ -115,7 +115,8 @@ def _daemon_address(listen: str, port: int, addresses: list[str]) -> tuple[str, 
 
 async def end_daemon(p2p: GatedP2P) -> None:
     with suppress(Exception):
-        await asyncio.wait_for(p2p.shutdown(), 5.0)
+        async with asyncio.timeout(5.0):
+            await p2p.shutdown()
         return
     with suppress(Exception):  # it does not end when asked
         p2p._child.kill()

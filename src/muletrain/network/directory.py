@@ -117,7 +117,8 @@ class Directory:
 
     async def close(self) -> None:
         with suppress(Exception):  # hivemind's node may be half way through a refresh
-            await asyncio.wait_for(self._node.shutdown(), 5.0)
+            async with asyncio.timeout(5.0):
+                await self._node.shutdown()
 
 
 async def _within(work: Any, what: str) -> Any:

@@ -240,7 +240,8 @@ class Lobby:
                 told = lacking
             self._changed.clear()
             try:
-                await asyncio.wait_for(self._changed.wait(), POLL_S * 5)
+                async with asyncio.timeout(POLL_S * 5):
+                    await self._changed.wait()
             except TimeoutError:
                 await self._sweep()
         self._begun = True
