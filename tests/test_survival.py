@@ -69,7 +69,10 @@ def test_chaos_costs_no_number(tmp_path: Path) -> None:
             "each spoilt gradient was computed again"
         )
     assert not any(e["skipped"] for e in of_kind(events, "step_applied"))
-    assert sorted(refused) == sorted(damaged), "each damaged frame was refused and reported, once, and nothing else was"
+    assert set(refused) == set(damaged), "each damaged frame was refused and reported, and nothing else was"
+    assert len(refused) <= 2 * len(damaged), (
+        "once; twice where it was refused while it was still on its way: then it goes again as it is"
+    )
     assert {e["peer"] for e in of_kind(events, "run_finished")} == set(ids) - set(injected[0]["who"])
     assert "Injected faults: 4" in out
     assert out.count(" by peer-") >= 3, "the report says who noticed"
