@@ -100,6 +100,27 @@ def test_the_last_trainer_stays() -> None:
     assert roster.needs_us() is None
 
 
+def test_a_peer_knows_itself_which_stage_it_serves() -> None:
+    """Others may have obeyed a step back that moves it and that it never heard of, or counted one move twice."""
+    members = tuple(
+        Member(id=p, name=p, stage=k % 2, trainer=True, addresses=()) for k, p in enumerate(("a0", "a1", "b0", "b1"))
+    )
+    genesis = Genesis(
+        run_id="r", config=bytes(32), data=bytes(32), stages=2, members=members, collector="a0", first_step=0
+    )
+    own, other = Roster(genesis, "b1"), Roster(genesis, "a0")
+    other.moved("b1", 0)
+    other.moved("b1", 0)
+    assert other.member("b1").since == 1, "the same move twice is one"
+    assert not own.admit(other.member("b1"))
+    assert own.is_alive("b1")
+    assert own.stage(1) == ("a1", "b1")
+    assert other.admit(own.own), "its own word is the later one"
+    assert other.member("b1").stage == 1
+    assert not own.admit(other.member("b1"))
+    assert own.own == other.member("b1"), "they agree: no word is to follow"
+
+
 def test_who_would_leave_nobody_with_its_state_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the other replica freezes at the moment of leaving: the leaver counts itself in again, and the numbers hold."""
     asked = []

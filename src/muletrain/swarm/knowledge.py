@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 MAX_ATTEMPTS = 20
 """Rounds tried for one step before the peer gives up with an error instead of trying for ever."""
+MAX_NUMBER = 50 * MAX_ATTEMPTS
+"""Of an attempt: those that come and go try some each, and begin after what was tried."""
 GRACE_S = 0.25
 """Between the first sign that others are beyond what we wait for, and the question whether we missed it."""
 LATE_S = 3.0
@@ -215,7 +217,7 @@ class Knowledge:
             sender not in message.members
             or any(i >= self._ctx.plan.microbatches for i in message.indices)
             or (message.gave_up and any(i >= self._ctx.plan.microbatches for i in message.gave_up.indices))
-            or message.attempt >= MAX_ATTEMPTS
+            or message.attempt >= MAX_NUMBER
         ):
             raise ProtocolError("seal with indices outside the step, or of an attempt that nobody makes")
         self.trail.arrived(sender)

@@ -31,12 +31,16 @@ class Membership:
 
     async def introduce(self) -> None:
         """Tell everyone who we are, those that we hear of on the way included: of two newcomers, one at least hears of the other.
-        Whoever cannot be reached asks when it hears from us."""
-        ctx = self._ctx
-        told: set[PeerId] = set()
-        while new := [p for p in ctx.roster.everyone() if p not in told]:
-            told.update(new)
-            await asyncio.gather(*(self._introduce_to(p) for p in new))
+        Whoever cannot be reached asks when it hears from us. Where some believe that we serve another stage, everyone hears again."""
+        roster = self._ctx.roster
+        for _ in range(2):
+            own = roster.own
+            told: set[PeerId] = set()
+            while new := [p for p in roster.everyone() if p not in told]:
+                told.update(new)
+                await asyncio.gather(*(self._introduce_to(p) for p in new))
+            if roster.own == own:
+                return
 
     async def _introduce_to(self, peer: PeerId) -> None:
         ctx = self._ctx

@@ -62,6 +62,7 @@ class Roster:
         self._left: dict[str, None] = {}
         """Both by when we heard of it."""
         self._expelled: set[str] = set()
+        self._own_id = ""
         if isinstance(own, Member):
             self.admit(own)
             self._dead.clear()
@@ -74,11 +75,15 @@ class Roster:
 
     def admit(self, member: Member) -> bool:
         """Count ``member`` in: a newcomer, or one that serves another stage since a later step. It is believed dead until it is heard
-        of. True if that is news. Raises ProtocolError for a stage that the run does not have, or when it is full, and for one that was
-        expelled."""
+        of. True if that is news. What others believe of ourselves is none, however late; but where they have it wrong, what we say next
+        is later still. Raises ProtocolError for a stage that the run does not have, or when it is full, and for one that was expelled."""
         if member.id in self._expelled:
             raise ProtocolError(f"{member.name} was expelled: it computed false gradients")
         known = self._members.get(member.id)
+        if known is not None and member.id == self._own_id:
+            if member.since >= known.since and member.stage != known.stage:
+                self._members[member.id] = known.model_copy(update={"since": member.since + 1})
+            return False
         if known == member or (known is not None and known.since >= member.since):
             return False
         if member.stage >= self.genesis.stages or (known is None and len(self._members) >= MAX_MEMBERS):
@@ -101,9 +106,9 @@ class Roster:
         self._members[self._own_id] = self.own.model_copy(update={"stage": stage, "since": self.own.since + 1})
 
     def moved(self, peer: str, stage: int) -> None:
-        """``peer`` serves ``stage`` from now on, and is about to say so."""
-        if peer in self._members:
-            known = self._members[peer]
+        """``peer`` serves ``stage`` from now on, and is about to say so, or has said so."""
+        known = self._members.get(peer)
+        if known is not None and known.stage != stage:
             self._members[peer] = known.model_copy(update={"stage": stage, "since": known.since + 1})
 
     def collector(self) -> Member | None:

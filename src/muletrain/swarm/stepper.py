@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+SWIFT_TRIES = 4
+"""Attempts at a round that follow each other at once: gaps are run again, a trial is held, a member dies."""
+
+
 class _HeldElsewhere(Exception):
     """A replica holds a round of this step."""
 
@@ -211,7 +215,11 @@ class Stepper(Sealing):
 
     async def _reduce(self) -> Holding:
         """Attempts, until one succeeds or somebody else's did (_HeldElsewhere)."""
-        while (attempt := self._next_attempt()) < MAX_ATTEMPTS:
+        for tries in range(MAX_ATTEMPTS):
+            if tries >= SWIFT_TRIES:  # what keeps us from agreeing takes longer
+                pause = min(PAUSE_MAX_S, PAUSE_S * 2.0 ** (tries - SWIFT_TRIES))
+                await self._waits.watched(self._ctx.clock.sleep(pause))
+            attempt = self._next_attempt()
             self.averager.begin()
             try:
                 round_ = await self._agree(attempt)
