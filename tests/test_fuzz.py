@@ -179,6 +179,22 @@ def test_room_for_one_request_at_a_time_slows_the_run_and_changes_no_number(
     assert len(refused) > 10
 
 
+def test_a_queue_without_bound_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = reference.facts_of
+    monkeypatch.setattr(
+        reference, "facts_of", lambda s: replace(right(s), plan=replace(right(s).plan, capacity=s.capacity + 1))
+    )
+    outcome = play(Scenario(7, (2, 1, 2), 4, 2, 12, 0.01, (), capacity=1))
+    assert any("holds 2 requests, and has room for 1" in v for v in outcome.violations)
+
+
+def test_frames_are_overtaken_by_other_streams_and_no_number_changes() -> None:
+    stalled = Scenario(7, (2, 1, 2), 2, 3, 8, 0.01, (Fault(0.5, "kill", ("peer-2b",)),), stalls=0.3)
+    outcome, undisturbed = play(stalled), play(replace(stalled, stalls=0.0))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert outcome.virtual_s > 2 * undisturbed.virtual_s
+
+
 @pytest.mark.parametrize(("codec", "low", "high"), [("fp16", 1e-6, 1e-4), ("int8", 1e-5, 5e-3)])
 def test_coarser_averaging_stays_near_and_the_same_on_every_replica(codec: str, low: float, high: float) -> None:
     """Replicas compare their weights whenever they seal. The large epsilon keeps AdamW from enlarging what is next to nothing."""

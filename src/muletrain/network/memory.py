@@ -37,6 +37,8 @@ class MemoryHub:
         self.directory: dict[str, dict[PeerId, tuple[float, bytes]]] = {}
         self.delay_s: Callable[[PeerId, PeerId], float] = lambda sender, receiver: 0.0
         """How long the next message takes; order within a stream holds whatever it says."""
+        self.stall_s: Callable[[PeerId, PeerId, Channel], float] = lambda sender, receiver, channel: 0.0
+        """How much longer the next frame of a stream takes: what follows in it waits, what goes by other streams overtakes."""
         self.damage: Callable[[PeerId, PeerId, bytes], bytes] = lambda sender, receiver, packed: packed
         """What becomes of a frame on its way."""
         self.sending: Callable[[PeerId, str], None] = lambda sender, kind: None
@@ -211,7 +213,8 @@ class MemoryNetwork:
             self._hub.reach(peer, self.peer_id)  # perhaps we were killed by that
         packed: bytes | Frame = reread(frame) if own else self._hub.damage(self.peer_id, peer, b"".join(pack(frame)))
         way = self._hub.way(self.peer_id, peer) or DIRECT
-        arrives = 0.0 if own else asyncio.get_running_loop().time() + target._delay_s(self.peer_id)
+        on_its_way_s = 0.0 if own else target._delay_s(self.peer_id) + self._hub.stall_s(self.peer_id, peer, channel)
+        arrives = asyncio.get_running_loop().time() + on_its_way_s
         try:
             async with asyncio.timeout(timeout_s):
                 await target._queue(self.peer_id, channel).put((arrives, way, packed))

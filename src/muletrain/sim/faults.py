@@ -74,6 +74,7 @@ class Faults:
     def _sending(self, sender: str, kind: str) -> None:
         """A peer has an appointment at its nth frame of some kind."""
         world = self._world
+        world.look_at(sender)
         for fault, sent in self._doomed:
             if fault.who[0] == sender and not world.tasks[sender].cancelling():
                 sent[sender, kind] += 1

@@ -10,6 +10,7 @@ FORWARD_S, BACKWARD_S = 0.05, 0.1
 """Service times of a peer of speed 1."""
 TOLERANCE = 1e-5
 """Norm of the difference over norm, per tensor (DESIGN, invariant 1)."""
+STALL_S = 1.0
 FOR_EVER_S = 1e9
 """Two machines that cannot connect to each other."""
 PARTITIONED = 0.2
@@ -78,6 +79,8 @@ class Scenario:
     """Norm of the difference over norm, per tensor, that the weights may have from those of a single process."""
     skew: float = 0.0
     """How much faster or slower than the others' a peer's clock may run: by a factor of e^skew; they show any time."""
+    stalls: float = 0.0
+    """Share of frames that are held up for up to ``STALL_S``, while what goes by other streams overtakes them."""
     same_bits: bool = True
     """All peers' devices round alike."""
 
@@ -115,8 +118,9 @@ class Scenario:
         overrides = ("optimizer.delayed=true",) if random.Random(f"delayed/{seed}").random() < DELAYED else ()
         apart = random.Random(f"apart/{seed}")
         skew = apart.choice([0.0, 0.0, 0.1, 0.5])
+        stalls = random.Random(f"stalls/{seed}").choice([0.0, 0.0, 0.0, 0.01, 0.1])
         if apart.random() < PARTITIONED:
-            return replace(_partitioned(seed, apart), skew=skew, overrides=overrides)
+            return replace(_partitioned(seed, apart), skew=skew, stalls=stalls, overrides=overrides)
         rng, places = random.Random(f"scenario/{seed}"), random.Random(f"places/{seed}")
         stages = tuple(rng.randint(1, 3) for _ in range(rng.randint(2, 3)))
         base = cls(
@@ -184,7 +188,7 @@ class Scenario:
         trainers = len(base.members) if lost else base.trainers
         every = _in_order([*faults, *lost])
         drawn = replace(base, faults=every, trainers=trainers, narrow=narrow, relays=relays, skew=skew)
-        return replace(drawn, overrides=overrides)
+        return replace(drawn, stalls=stalls, overrides=overrides)
 
 
 def _lost_stage(base: Scenario, faults: list[Fault], rng: random.Random, span: float) -> tuple[Fault, ...]:

@@ -84,6 +84,8 @@ def readable(outcome: Outcome) -> Iterator[str]:
         f"seed {s.seed}: stages of {', '.join(map(str, s.stages))} replicas, {s.trainers} trainers, {s.steps} steps of "
         f"{s.microbatches} microbatches, delays up to {1000 * s.delay_s:.0f} ms{', '.join(('', *s.overrides))}"
     )
+    if s.stalls:
+        yield f"{100 * s.stalls:.0f} % of the frames are overtaken by what goes by other streams"
     yield from (f"the links of {peer} carry {rate / 1e3:.0f} kB/s" for peer, rate in s.narrow)
     yield from (f"{t:9.3f} s  {text}" for t, text in outcome.timeline)
     yield from (f"VIOLATION  {v}" for v in outcome.violations)

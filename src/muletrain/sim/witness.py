@@ -62,6 +62,11 @@ class Witness:
                     f"{peer} has other weights after step {record.step + 1} than a single process: difference {apart:.1e}"
                 )
 
+    def held(self, peer: str, requests: int) -> None:
+        """No queue grows without bound."""
+        if requests > self._scenario.capacity:
+            self._broken(f"{peer} holds {requests} requests, and has room for {self._scenario.capacity}")
+
     def stepped_back(self, peer: str) -> None:
         """Nobody does while each stage has a live peer that can be reached; nor does a side of a partition that has every stage."""
         scenario, kinds = self._scenario, {f.kind for f in self._scenario.faults}

@@ -36,7 +36,7 @@ from muletrain.sim import reference
 from muletrain.sim.faults import Faults
 from muletrain.sim.faulty import FaultyCompute
 from muletrain.sim.loop import Hang, SkewedClock, run_virtually
-from muletrain.sim.scenario import BACKWARD_S, FORWARD_S, stage_of
+from muletrain.sim.scenario import BACKWARD_S, FORWARD_S, STALL_S, stage_of
 from muletrain.sim.verdict import LEFT, Outcome, judge
 from muletrain.sim.witness import Witness
 from muletrain.swarm.checkpointing import Book
@@ -91,6 +91,7 @@ class World:
         self.hub = MemoryHub()
         self.hub.relays = scenario.relays
         self.hub.delay_s = lambda sender, receiver: self._rng.uniform(0.3, 1.0) * scenario.delay_s
+        self.hub.stall_s = self._stall_s
         self.clock = LoopClock()
         self.networks: dict[str, MemoryNetwork] = {}
         self.stages: dict[str, FaultyCompute] = {}
@@ -123,6 +124,11 @@ class World:
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             self._outcome.violations.append(f"a task is left over: {task.get_name()} {task.get_coro()}")
 
+    def _stall_s(self, sender: str, receiver: str, channel: str) -> float:
+        return (
+            self._rng.random() * STALL_S if self.scenario.stalls and self._rng.random() < self.scenario.stalls else 0.0
+        )
+
     def _own_clock(self, name: str) -> LoopClock:
         rng, skew = random.Random(f"clock/{self.scenario.seed}/{name}"), self.scenario.skew
         return SkewedClock(math.exp(rng.uniform(-skew, skew)), rng.uniform(0.0, 1e6)) if skew else self.clock
@@ -135,6 +141,11 @@ class World:
     def kill(self, name: str) -> None:
         self.hub.kill(name)
         self.tasks[name].cancel()
+
+    def look_at(self, name: str) -> None:
+        """While it works."""
+        if name in self.peers:
+            self._witness.held(name, self.peers[name].load())
 
     def say(self, text: str) -> None:
         """Into the timeline."""

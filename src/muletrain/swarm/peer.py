@@ -703,6 +703,10 @@ class Peer:
             self._finished.set_result(finished.written)
         return b""
 
+    def load(self) -> int:
+        """Requests it holds, waiting or being worked on; at most ``Plan.capacity``."""
+        return self._pipeline.load()
+
     def stop(self) -> None:
         """Ask for an orderly end after the current step."""
         self.stepper.stop_requested = True
