@@ -4,10 +4,12 @@ spoken to. Who may speak at all is the network's gate's business; here only the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING
 
-from muletrain.errors import NetworkError, ProtocolError
+from muletrain.errors import DeadlineExceeded, NetworkError, ProtocolError
 from muletrain.events import MemberAdmitted, Note
+from muletrain.policy.deadline import Deadline
 from muletrain.swarm.messages import Acquaintances, Introduce, Member, WhoAreYou
 
 if TYPE_CHECKING:
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from muletrain.swarm.context import Context
 
 CALL_S = 20.0
+FLOOR_S = 3.0
+"""A connection must be made first, and whoever it is may have to be asked for."""
 ASK_AGAIN_S = 5.0
 """Between questions to one peer."""
 
@@ -26,27 +30,40 @@ class Membership:
         self._ctx = ctx
         self._asking: dict[PeerId, asyncio.Task[None]] = {}
         self._asked: dict[PeerId, float] = {}
+        self._deadline = Deadline(unmeasured_s=CALL_S, floor_s=FLOOR_S)
         ctx.net.serve(Introduce.KIND, self._on_introduction)
         ctx.net.serve(WhoAreYou.KIND, self._on_question)
 
     async def introduce(self) -> None:
         """Tell everyone who we are, those that we hear of on the way included: of two newcomers, one at least hears of the other.
-        Whoever cannot be reached asks when it hears from us. Where some believe that we serve another stage, everyone hears again."""
+        Whoever cannot be reached asks when it hears from us; those that answer long after the others are not waited for. Where some
+        believe that we serve another stage, everyone hears again."""
         roster = self._ctx.roster
         for _ in range(2):
             own = roster.own
             told: set[PeerId] = set()
             while new := [p for p in roster.everyone() if p not in told]:
                 told.update(new)
-                await asyncio.gather(*(self._introduce_to(p) for p in new))
+                await self._answers({self._ctx.spawn(self._introduce_to(p), "introduce to") for p in new})
             if roster.own == own:
                 return
 
+    async def _answers(self, calls: set[asyncio.Task[None]]) -> None:
+        clock = self._ctx.clock
+        begin = clock.now()
+        while calls and (rest_s := begin + self._deadline.seconds() - clock.now()) > 0:
+            with contextlib.suppress(DeadlineExceeded):
+                first = asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+                await clock.deadline(first, rest_s, "the answers to an introduction")
+            calls = {call for call in calls if not call.done()}
+
     async def _introduce_to(self, peer: PeerId) -> None:
         ctx = self._ctx
+        begin = ctx.clock.now()
         try:
             introduction = Introduce(member=ctx.roster.own).pack()
             answer = await ctx.net.call(peer, Introduce.KIND, introduction, timeout_s=CALL_S)
+            self._deadline.measured(ctx.clock.now() - begin)
             for member in Acquaintances.unpack(answer).members:
                 if not ctx.roster.expelled(member.id):  # whoever answers may not know yet
                     ctx.roster.admit(member)
