@@ -147,7 +147,9 @@ class Deaths:
             self._next += self.every_s
 
 
-BATCH, BUSY_STEPS, DYING = 48, 14, ["peer-4", "peer-1", "peer-5", "peer-2"]
+BATCH, DYING = 48, ["peer-4", "peer-1", "peer-5", "peer-2"]
+BETWEEN = {30.0: 25, 13.0: 14}
+"""Seconds between two deaths: steps of the run."""
 SIZES = [(3, 3), (3, 2), (2, 2), (2, 1), (1, 1)]
 """Of the fleet, on its way from 3 + 3 to 1 + 1."""
 
@@ -167,17 +169,17 @@ def undisturbed_s(keep: Path | None) -> dict[tuple[int, int], float]:
     return taken
 
 
-def busy_case(keep: Path | None) -> dict[str, Any]:
-    """3 + 3 peers, saturated, become 1 + 1: throughput from the end of step 1 on, over what those that live could do by their declared
-    service times, and over what fleets of as many do that nobody leaves."""
-    stages, step_s = (0, 0, 0, 1, 1, 1), undisturbed_s(keep)
-    deaths = Deaths(DYING, every_s=13.0)
+def busy_case(every_s: float, step_s: dict[tuple[int, int], float], keep: Path | None) -> dict[str, Any]:
+    """3 + 3 peers, saturated, become 1 + 1, a death every ``every_s``: throughput from the end of step 1 on, over what those that live
+    could do by their declared service times, and over what fleets of as many do that nobody leaves (``step_s``)."""
+    stages, steps = (0, 0, 0, 1, 1, 1), BETWEEN[every_s]
+    deaths = Deaths(DYING, every_s)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        config = fleet_config(folder, 6, BATCH, BUSY_STEPS, 2)
+        config = fleet_config(folder, 6, BATCH, steps, 2)
         events = run(config, keep or folder / "run", stages, deaths)
     done = {e.step: e.t for e in events if isinstance(e, StepDone)}
-    begin, end = done[1], done[BUSY_STEPS]
+    begin, end = done[1], done[steps]
     stage_of = {f"peer-{k}": s for k, s in enumerate(stages)}
     nominal, undisturbed, t = 0.0, 0.0, begin
     alive = [stages.count(0), stages.count(1)]
@@ -188,10 +190,9 @@ def busy_case(keep: Path | None) -> dict[str, Any]:
         if victim:
             alive[stage_of[victim]] -= 1
     rows = [loss(events, at, victim, stage_of[victim]) for at, victim in deaths.times]
-    steps = BUSY_STEPS
     return {
         "of_nominal": BATCH * (steps - 1) / nominal, "of_undisturbed": BATCH * (steps - 1) / undisturbed,
-        "undisturbed_s": {f"{a}+{b}": s for (a, b), s in step_s.items()}, "killed": len(deaths.times),
+        "killed": len(deaths.times),
         "last_kill_share": (deaths.times[-1][0] - begin) / (end - begin), "rows": rows,
         "step_s": [done[s] - done[s - 1] for s in range(2, steps + 1)],
     }  # fmt: skip
@@ -261,13 +262,18 @@ def main() -> None:
     if table.rows:
         Console().print(table)
     if options.only in (None, "busy"):
-        runs = case("busy", busy_case, options.runs, options.keep)
-        busy = {kind: statistics.median(r[kind] for r in runs) for kind in ("of_nominal", "of_undisturbed")}
-        results["busy"] = {**busy, "runs": runs}
-        Console().print(
-            f"3 + 3 peers down to 1 + 1: {busy['of_undisturbed']:.3f} of what fleets of as many do that nobody leaves (>= 0.9), "
-            f"{busy['of_nominal']:.3f} of what the living could do without fill, drain and averaging"
-        )
+        step_s = undisturbed_s(options.keep)
+        results["undisturbed_s"] = {f"{a}+{b}": s for (a, b), s in step_s.items()}
+        for every_s in BETWEEN:
+            runs = case(
+                f"busy-{every_s:.0f}", lambda keep, s=every_s: busy_case(s, step_s, keep), options.runs, options.keep
+            )
+            busy = {kind: statistics.median(r[kind] for r in runs) for kind in ("of_nominal", "of_undisturbed")}
+            results[f"busy-{every_s:.0f}"] = {**busy, "runs": runs}
+            Console().print(
+                f"3 + 3 peers down to 1 + 1, a death every {every_s:.0f} s: {busy['of_undisturbed']:.3f} of what fleets of as many do "
+                f"that nobody leaves (>= 0.9), {busy['of_nominal']:.3f} of what the living could do without fill, drain and averaging"
+            )
     path = HERE / "results.json"
     known = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(known | results, indent=1) + "\n")
