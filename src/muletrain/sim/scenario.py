@@ -186,7 +186,7 @@ class Scenario:
                 random.Random(f"corrupt/{seed}"), span, victims, alone={f.kind for f in faults} <= {"slow"}
             )
         trainers = len(base.members) if lost else base.trainers
-        every = _in_order([*faults, *lost])
+        every = _one_trains(base.members[:trainers], _in_order([*faults, *lost]))
         drawn = replace(base, faults=every, trainers=trainers, narrow=narrow, relays=relays, skew=skew)
         return replace(drawn, stalls=stalls, overrides=overrides)
 
@@ -238,6 +238,15 @@ def _partitioned(seed: int, rng: random.Random) -> Scenario:
         apart = impatient.random() < 0.5
         base = replace(base, steps=3 * base.steps, adopt_after_s=0.1 * span, checkpoint_every=1, apart=apart)
     return replace(base, faults=_in_order(faults))
+
+
+def _one_trains(trainers: list[tuple[str, int]], faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
+    """Without trainers no run goes on: the last to be killed of them is spared, if the others are gone."""
+    gone = [f for f in faults if f.kind in ("kill", "leave") and f.who[0] in {p for p, _ in trainers}]
+    kills = [f for f in gone if f.kind == "kill"]
+    if not kills or {f.who[0] for f in gone} != {p for p, _ in trainers}:
+        return faults
+    return tuple(f for f in faults if f is not kills[-1])
 
 
 def _in_order(faults: list[Fault]) -> tuple[Fault, ...]:
