@@ -54,7 +54,7 @@ def peers_left(folder: Path) -> list[str]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A folder in which one small run was made, and what it printed."""
     folder = tmp_path_factory.mktemp("run")
-    return folder, muletrain("run", *SMALL, "--set", "train.steps=6", cwd=folder)
+    return folder, muletrain("run", *SMALL, "--set", "train.steps=6", "--trace", "out.json", cwd=folder)
 
 
 def test_run_ends_with_a_report_and_leaves_nothing_running(trained: tuple[Path, str]) -> None:
@@ -76,6 +76,17 @@ def test_run_ends_with_a_report_and_leaves_nothing_running(trained: tuple[Path, 
     assert not (run / "ticket").exists(), "the secret stays behind"
     assert {p.stem for p in run.glob("peer-*.jsonl")} == {f"peer-{k}" for k in range(4)}
     assert peers_left(folder) == []
+
+
+def test_a_trace_shows_the_slots_of_each_peer(trained: tuple[Path, str]) -> None:
+    folder, _ = trained
+    rows = json.loads((folder / "out.json").read_text())["traceEvents"]
+    peers = {row["pid"]: row["args"]["name"] for row in rows if row["name"] == "process_name"}
+    worked = {(peers[row["pid"]], row["cat"]) for row in rows if row["ph"] == "X" and row["dur"] > 0}
+    slots = ("receive", "compute", "send", "average")
+    assert worked >= {(f"peer-{k}", slot) for k in range(4) for slot in slots}
+    applied = [row for row in rows if row["ph"] == "X" and row["name"] == "apply"]
+    assert len(applied) == 6 * 4
 
 
 def test_exported_model_has_the_same_logits(trained: tuple[Path, str], tmp_path: Path) -> None:

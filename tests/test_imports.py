@@ -23,7 +23,7 @@ LAYERS: list[set[str]] = [
     {"network", "compute", "wire"},
     {"model", "data", "optim"},
     {"policy"},
-    {"config", "events", "units", "errors", "clock", "__init__"},
+    {"config", "events", "timeline", "units", "errors", "clock", "__init__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 HEAVY = {"torch", "hivemind", "socket", "ssl", "transformers", "safetensors", "tokenizers"}

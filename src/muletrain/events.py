@@ -192,6 +192,19 @@ class MicrobatchServed(Event):
 
 
 @dataclass(frozen=True)
+class SlotWorked(Event):
+    """Until ``t``, one of a peer's slots worked (with ``fleet.trace``): 'receive', 'compute', 'send' or 'average'."""
+
+    slot: str
+    what: str
+    """'forward', 'backward', 'apply', ..., or the kind of the frame that was sent."""
+    step: int
+    seconds: Number
+    index: int = -1
+    """The microbatch; -1: it is about the step."""
+
+
+@dataclass(frozen=True)
 class MicrobatchRerouted(Event):
     """A microbatch went to another peer of ``stage`` than the one first chosen."""
 

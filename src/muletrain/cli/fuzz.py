@@ -8,6 +8,7 @@ import os
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -16,15 +17,16 @@ from muletrain.cli.console import make_console
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 SHOWN_FAILURES = 3
 """Timelines printed; more failures are named by their seeds."""
 
 
-def play_one(seed: int, *, json: bool) -> int:
-    """Print the scenario's timeline. Returns the number of broken promises."""
+def play_one(seed: int, *, json: bool, trace: Path | None = None) -> int:
+    """Print the scenario's timeline. ``trace``: where to write all that the peers did. Returns the number of broken promises."""
     with _processes(1) as pool:
-        result = pool.submit(_play, seed).result()
+        result = pool.submit(_play, seed, trace).result()
     _show(result, json=json)
     return len(result["violations"])
 
@@ -67,12 +69,21 @@ def _processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _play(seed: int) -> dict[str, Any]:
+def _play(seed: int, trace: Path | None = None) -> dict[str, Any]:
+    from muletrain.events import FaultInjected
     from muletrain.sim.scenario import Scenario
     from muletrain.sim.verdict import readable
     from muletrain.sim.world import play
+    from muletrain.timeline import write_trace
 
-    outcome = play(Scenario.draw(seed))
+    outcome = play(replace(Scenario.draw(seed), trace=trace is not None))
+    if trace is not None:
+        faults = [
+            FaultInjected(t=t, peer="faults", what=text, who=[], for_s=0.0, planned=text, step=0)
+            for t, text in outcome.timeline
+            if text.startswith("FAULT")
+        ]
+        write_trace(trace, [*outcome.events, *faults])
     return {
         "seed": seed,
         "faults": len(outcome.scenario.faults),

@@ -11,7 +11,7 @@ import typer
 
 from muletrain import __version__
 from muletrain.cli.simulate import app as simulate_app
-from muletrain.errors import DataError, MuletrainError, no_room
+from muletrain.errors import ConfigError, DataError, MuletrainError, no_room
 from muletrain.policy.chaos import HELP as CHAOS_HELP
 
 app = typer.Typer(
@@ -37,6 +37,13 @@ Resume = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable events, one JSON object a line.")]
 JsonObject = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="OUT.json",
+        help="Write what each peer's slots (receive, compute, send, average) did, and when, for https://ui.perfetto.dev",
+    ),
+]
 Where = Annotated[
     Path, typer.Argument(metavar="RUN_DIR", help="A run folder (its newest checkpoint) or a checkpoint folder.")
 ]
@@ -72,12 +79,13 @@ def run(
     resume: Resume = None,
     chaos: Annotated[str | None, typer.Option(metavar="PLAN", help=CHAOS_HELP)] = None,
     seed: Annotated[int | None, typer.Option(help="Draws the plan of '--chaos random', and who 'any' is.")] = None,
+    trace: Trace = None,
     json: Json = False,
 ) -> None:
     """Train with a local fleet: all peers are processes on this machine. Ctrl-C ends it in order, with a checkpoint."""
     from muletrain.cli.train import run_local
 
-    run_local(config, overrides or [], json=json, resume=resume, chaos=chaos, seed=seed)
+    run_local(config, overrides or [], json=json, resume=resume, chaos=chaos, seed=seed, trace=trace)
 
 
 @app.command()
@@ -307,6 +315,7 @@ def fuzz(
     seeds: Annotated[int, typer.Option(min=1, help="How many scenarios, from --first on.")] = 100,
     first: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
     seed: Annotated[int | None, typer.Option(min=0, help="Play this one only, and print its timeline.")] = None,
+    trace: Trace = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; default: all cores.")] = None,
     json: Json = False,
 ) -> None:
@@ -315,7 +324,10 @@ def fuzz(
     The code that runs is the one that trains. A seed replays its scenario exactly. Exits with 1 when a promise was broken."""
     from muletrain.cli.fuzz import play_many, play_one
 
-    broken = play_one(seed, json=json) if seed is not None else play_many(range(first, first + seeds), jobs, json=json)
+    if trace is not None and seed is None:
+        raise ConfigError("--trace shows one world: say which, by --seed N")
+    many = range(first, first + seeds)
+    broken = play_many(many, jobs, json=json) if seed is None else play_one(seed, json=json, trace=trace)
     raise typer.Exit(1 if broken else 0)
 
 

@@ -17,6 +17,7 @@ from muletrain.config.fleet import load_fleet
 from muletrain.config.load import load_located, located
 from muletrain.data.corpus import absolute
 from muletrain.errors import ConfigError, MuletrainError
+from muletrain.events import EventTail
 from muletrain.policy.chaos import Bounds, draw, parse
 from muletrain.runs.chaos import Injector
 from muletrain.runs.fleet import LocalFleet, threads_per_peer
@@ -24,6 +25,7 @@ from muletrain.runs.folder import ROOT, held, new_run_folder
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.ticket import Ticket
 from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE
+from muletrain.timeline import write_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -41,14 +43,24 @@ def run_local(
     resume: Path | None = None,
     chaos: str | None = None,
     seed: int | None = None,
+    trace: Path | None = None,
 ) -> None:
-    """``chaos``: faults to inject (``policy/chaos.py``). Raises MuletrainError for what cannot run, before anything is started."""
+    """``chaos``: faults to inject (``policy/chaos.py``). ``trace``: where to write a timeline. Raises MuletrainError for what cannot run,
+    before anything is started."""
+    if trace is not None:
+        if not trace.absolute().parent.is_dir():
+            raise ConfigError(f"--trace {trace}: there is no folder {trace.absolute().parent}")
+        overrides = [*overrides, "fleet.trace=true"]
     if chaos is None and seed is not None:
         raise ConfigError("--seed draws the faults of --chaos; for the run's own seed use --set train.seed=N")
     with opened(path, overrides, "run", resume) as (folder, config):
         config = config.local()
         plan = _chaos_plan(chaos, seed or 0, config) if chaos is not None else ()
-        _run_local(folder, config, json=json, resumed=resume is not None, plan=plan, seed=seed or 0)
+        try:
+            _run_local(folder, config, json=json, resumed=resume is not None, plan=plan, seed=seed or 0)
+        finally:
+            if trace is not None:
+                write_trace(trace, EventTail(folder).poll())
 
 
 def _chaos_plan(chaos: str, seed: int, config: RunConfig) -> tuple[Fault, ...]:

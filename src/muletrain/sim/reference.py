@@ -75,7 +75,7 @@ def facts_of(scenario: Scenario) -> Facts:
         gradients=config.wire.gradients, clip=config.optimizer.clip,
         lr=lambda step: learning_rate(config.optimizer, step, scenario.steps),
         checkpoint_every=scenario.checkpoint_every, adopt_after_s=scenario.adopt_after_s, from_seed=True, capacity=scenario.capacity,
-        rebalance=scenario.rebalance, rebalance_s=scenario.rebalance_s, work=(1.0,) * len(scenario.stages),
+        rebalance=scenario.rebalance, rebalance_s=scenario.rebalance_s, trace=scenario.trace, work=(1.0,) * len(scenario.stages),
         state_bytes=(0,) * len(scenario.stages), delayed=config.optimizer.delayed,
     )  # fmt: skip
     return Facts(config, spec, spec.cut(len(scenario.stages)), plan)

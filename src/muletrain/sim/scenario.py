@@ -81,6 +81,8 @@ class Scenario:
     """How much faster or slower than the others' a peer's clock may run: by a factor of e^skew; they show any time."""
     stalls: float = 0.0
     """Share of frames that are held up for up to ``STALL_S``, while what goes by other streams overtakes them."""
+    trace: bool = False
+    """Keep all events, those of the peers' slots, too."""
     same_bits: bool = True
     """All peers' devices round alike."""
 

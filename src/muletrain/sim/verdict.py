@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from muletrain.events import Event
     from muletrain.sim.scenario import Scenario
 
 LEFT = "left in order"
@@ -27,6 +28,8 @@ class Outcome:
     violations: list[str] = field(default_factory=list)
     ends: dict[str, str] = field(default_factory=dict)
     timeline: list[tuple[float, str]] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    """All, with ``Scenario.trace``."""
     left_behind: list[str] = field(default_factory=list)
     """Peers that came back when the others had finished and were gone: no number is lost by that, but a machine's work was."""
     lineages: dict[str, bytes] = field(default_factory=dict)

@@ -10,6 +10,7 @@ import asyncio
 import math
 import random
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -221,6 +222,8 @@ class World:
         return ShapedNetwork(network, lambda peer: Link(0.0, math.inf), limited_peer(rate), self.clock)
 
     def _note(self, name: str, event: Event) -> None:
+        if self.scenario.trace:
+            self._outcome.events.append(replace(event, t=self.clock.now(), peer=name))
         if isinstance(event, StepApplied):
             self._witness.reported(name, event)
         if isinstance(event, SteppedBack):

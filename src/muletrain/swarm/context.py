@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from muletrain.errors import DeadlineExceeded, NetworkError, PeerUnreachable
-from muletrain.events import FrameRefused, PeerSuspected
+from muletrain.events import FrameRefused, PeerSuspected, SlotWorked
 from muletrain.network.base import Channel
 from muletrain.policy.deadline import Deadline, Usual
 from muletrain.swarm.branches import branch_of
@@ -200,10 +200,18 @@ class Context:
 
     async def send(self, peer: PeerId, message: Message, tensors: list[Any] | None = None) -> None:
         """Send a frame and count it. Raises PeerUnreachable or DeadlineExceeded."""
+        begin = self.clock.now()
         async with self.uplink.spare() if message.CHANNEL is Channel.BULK else self.uplink.urgent():
             sent = await self.net.send(peer, message.frame(tensors), channel=message.CHANNEL, timeout_s=SEND_TIMEOUT_S)
         if sent:
             self.stats.sent[peer][TRAFFIC.get(message.KIND, "control")] += sent
+        if tensors and (step := getattr(message, "step", None)) is not None:
+            self.worked("send", message.KIND, begin, step, getattr(message, "index", -1))
+
+    def worked(self, slot: str, what: str, begin: float, step: int, index: int = -1) -> None:
+        """Since ``begin``, a slot of this peer was busy: for timelines."""
+        if self.plan.trace:
+            self.emit(SlotWorked(slot=slot, what=what, step=step, index=index, seconds=self.clock.now() - begin))
 
     async def tell(self, peers: tuple[PeerId, ...], message: Message) -> None:
         """A notice to several peers at once; those that cannot be reached are believed dead, the rest hears it."""

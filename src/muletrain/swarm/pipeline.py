@@ -153,6 +153,7 @@ class Pipeline:
         inputs = await self.ctx.offload(decode, tensors[0])
         targets = decode(tensors[1])
         held.busy_s += self.ctx.clock.now() - begin
+        self.ctx.worked("receive", "decode", begin, held.message.step, held.message.index)
         for ids in (inputs, targets) if held.message.stage == 0 else (targets,):
             check_token_values("forward", ids, self.ctx.plan.vocab)
         if held.message.stage > 0 and not await self.ctx.compute.offload(is_finite, inputs):
@@ -187,6 +188,7 @@ class Pipeline:
             begin = ctx.clock.now()
             outputs = await ctx.compute.forward(held.microbatch, inputs)
             took = ctx.clock.now() - begin
+            ctx.worked("compute", "forward", begin, held.message.step, held.message.index)
         ctx.stats.forward_s += took
         held.busy_s += took
         held.computed_s = took
@@ -205,6 +207,7 @@ class Pipeline:
                 begin = ctx.clock.now()
                 inputs_gradient = await ctx.compute.backward(held.microbatch, gradient, accumulate=accumulation.granted)
                 self._count(held, ctx.clock.now() - begin, accumulation)
+                ctx.worked("compute", "backward", begin, held.message.step, held.message.index)
         return loss, await self._encode_gradient(held, inputs_gradient)
 
     async def _last_stage(self, held: _Held, inputs: Tensor, targets: Tensor) -> tuple[float, Encoded | None]:
@@ -220,6 +223,7 @@ class Pipeline:
                 )
                 accumulation.loss = loss
                 self._count(held, ctx.clock.now() - begin, accumulation)
+                ctx.worked("compute", "forward and backward", begin, held.message.step, held.message.index)
         return loss, await self._encode_gradient(held, inputs_gradient)
 
     def _count(self, held: _Held, took: float, accumulation: _Accumulation) -> None:

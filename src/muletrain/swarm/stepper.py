@@ -245,6 +245,7 @@ class Stepper(Sealing):
         finally:
             self._reducing = None
         self._ctx.stats.averaging_s += self._ctx.clock.now() - begin
+        self._ctx.worked("average", "reduce", begin, self.step)
         if round_.finite and not self._overflowed and not all(s.finite for s in shards):
             self._overflowed = True  # all members see that; at the second time it is the codec that cannot hold it
             raise RoundFailed("what was finite when it was sealed is not any more: all look again at what they hold")
@@ -281,6 +282,7 @@ class Stepper(Sealing):
         self._weights = await ctx.compute.digest()
         took = ctx.clock.now() - begin
         ctx.stats.apply_s += took
+        ctx.worked("compute", "apply", begin, self.step)
         self._late_deadline.measured(took)
 
     def advance(self, record: StepRecord) -> None:
