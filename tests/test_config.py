@@ -16,6 +16,7 @@ from muletrain.config.dump import toml_value
 from muletrain.config.fleet import Fleet, Link, example_files, load_fleet
 from muletrain.config.load import describe, digest, dump_toml, load_config, load_toml
 from muletrain.config.locate import key_lines
+from muletrain.config.networks import NETWORKS
 from muletrain.config.problems import keys_of, submodel
 from muletrain.config.schema import Codec, RunConfig
 from muletrain.errors import ConfigError
@@ -491,6 +492,85 @@ def test_wrong_fleet(tmp_path: Path, old: str, new: str, expected: str) -> None:
     assert old in TWO
     with pytest.raises(ConfigError) as caught:
         load_fleet(write(tmp_path, TWO.replace(old, new, 1)))
+    assert str(caught.value).replace(f"{tmp_path}/", "") == expected
+
+
+REGIONS = """
+[[machines]]
+name = "a"
+count = 2
+region = "berlin"
+[[machines]]
+name = "b"
+region = "boston"
+[matrix]
+regions = ["berlin", "boston"]
+rtt_ms = [[1, 80], [90, 1]]
+bandwidth_mbps = [[1000, 200], [100, 1000]]
+"""
+
+
+def test_a_matrix_gives_every_path_its_own_numbers(tmp_path: Path) -> None:
+    fleet = load_fleet(write(tmp_path, REGIONS))
+    assert fleet.link(0, 1) == Link(0.0005, 125e6)
+    assert (fleet.link(0, 2), fleet.link(2, 0)) == (Link(0.04, 25e6), Link(0.045, 12.5e6))
+    own = REGIONS + '[[links]]\nbetween = ["a", "b"]\nrtt_ms = 7\n'
+    assert load_fleet(write(tmp_path, own)).link(2, 0) == Link(0.0035, math.inf)  # a pair goes before the matrix
+
+
+def test_published_networks_are_square_and_meet_what_the_paper_says() -> None:
+    """DT-FM sec. 4: 5 ms and 2 Gb/s inside a region; 10 to 250 ms and 0.3 to 1.3 Gb/s between them."""
+    for network in NETWORKS.values():
+        for rows, inside, low, high in ((network.rtt_ms, 5, 10, 250), (network.bandwidth_mbps, 2000, 300, 1300)):
+            assert [len(row) for row in rows] == [len(network.regions)] * len(rows) == [len(rows)] * len(rows)
+            assert {rows[k][k] for k in range(len(rows))} == {inside}
+            apart = [v for i, row in enumerate(rows) for k, v in enumerate(row) if i != k]
+            assert low <= min(apart) <= max(apart) <= high
+            assert all(row[k] == rows[k][i] for i, row in enumerate(rows) for k in range(len(rows)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (
+            "[[1, 80], [90, 1]]",
+            "[[1, 80], [90]]",
+            "my.toml:11: matrix.rtt_ms: row 2 has 1 values, but matrix.regions names 2 regions; give one row, and in each one value, "
+            "a region",
+        ),
+        (
+            "[[1000, 200], [100, 1000]]",
+            "[[1000, 200]]",
+            "my.toml:12: matrix.bandwidth_mbps: 1 rows, but matrix.regions names 2 regions; give one row, and in each one value, "
+            "a region",
+        ),
+        (
+            "[100, 1000]",
+            "[-100, 1000]",
+            "my.toml:12: matrix.bandwidth_mbps[1][0]: must be greater than 0, got -100",
+        ),
+        ("[90, 1]", "[-90, 1]", "my.toml:11: matrix.rtt_ms[1][0]: must be at least 0, got -90"),
+        (
+            'region = "boston"',
+            'region = "bostn"',
+            "my.toml:8: machines[1].region: the matrix has no region 'bostn'; did you mean 'boston'?",
+        ),
+        (
+            "[matrix]",
+            '[matrix]\npreset = "worldwide-8"',
+            "my.toml:11: matrix.regions: stands beside matrix.preset; leave one of them out",
+        ),
+        (
+            'regions = ["berlin", "boston"]\nrtt_ms = [[1, 80], [90, 1]]\nbandwidth_mbps = [[1000, 200], [100, 1000]]',
+            'preset = "worldwide-9"',
+            "my.toml:10: matrix.preset: no published network is called 'worldwide-9'; did you mean 'worldwide-8'?",
+        ),
+    ],
+)
+def test_wrong_matrix(tmp_path: Path, old: str, new: str, expected: str) -> None:
+    assert old in REGIONS
+    with pytest.raises(ConfigError) as caught:
+        load_fleet(write(tmp_path, REGIONS.replace(old, new, 1)))
     assert str(caught.value).replace(f"{tmp_path}/", "") == expected
 
 

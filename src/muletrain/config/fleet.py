@@ -1,6 +1,6 @@
-"""A fleet as TOML: machines, the links between their regions, stalls and pacing.
+"""A fleet as TOML: machines, the links between their regions, churn, stalls and pacing.
 
-Shaped links and paced compute read it now, simulation and planning later. Bandwidths are in Mb/s (10^6 bits per second,
+Shaped links, paced compute and simulation read it. Bandwidths are in Mb/s (10^6 bits per second,
 as providers state them), delays as round trips in ms (as ``ping`` shows them); the methods answer in SI units.
 """
 
@@ -11,17 +11,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, model_validator
 
-from muletrain.config.load import load_toml
+from muletrain.config.load import load_toml_located
+from muletrain.config.networks import NETWORKS
 from muletrain.config.problems import closest
-from muletrain.config.schema import PositiveInt, Section
+from muletrain.config.schema import Fraction, PositiveInt, Section
 from muletrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from muletrain.config.locate import Origins
 
 BYTES_PER_S_PER_MBPS = 1e6 / 8
 
@@ -132,6 +135,40 @@ class PathDefaults(Section):
     )
 
 
+class Matrix(Section):
+    """All paths at once: a published network by its name, or one row and one column a region. An entry of links goes before it."""
+
+    preset: str = Field(
+        default="", description="published network whose regions the machines are in: regional-4, worldwide-8; '': none"
+    )
+    regions: tuple[str, ...] = Field(default=(), description="names of rows and columns, e.g. ['berlin', 'boston']")
+    rtt_ms: tuple[tuple[Annotated[float, Field(ge=0)], ...], ...] = Field(
+        default=(), description="round trips, one row a region, e.g. [[1, 80], [80, 1]]; default: the defaults' [ms]"
+    )
+    bandwidth_mbps: tuple[tuple[Annotated[float, Field(gt=0)], ...], ...] = Field(
+        default=(),
+        description="bandwidths, from row to column, e.g. [[1000, 200], [200, 1000]]; default: the defaults' [Mb/s]",
+    )
+
+
+class Churn(Section):
+    """Machines that come and go in a simulation: those that are not reliable, or any if all are."""
+
+    trace: str | None = Field(
+        default=None,
+        description="CSV file (from this file's folder) with the columns time_s and change, in machines; 'a': the shipped one",
+        examples=["last-week.csv"],
+    )
+    leave_per_hour: float = Field(
+        default=0.0, ge=0, description="how often a machine leaves, each by itself [1/hour]", examples=[0.1]
+    )
+    bursts_per_hour: float = Field(default=0.0, ge=0, description="how often many are preempted at once [1/hour]")
+    burst_share: Fraction = Field(default=0.25, description="share of the machines that a burst takes [1]")
+    away_min: float = Field(
+        default=30.0, gt=0, description="mean time until another machine comes for one that left, but for traces [min]"
+    )
+
+
 class Stalls(Section):
     """Times in which nothing passes a machine's links, at exponentially distributed intervals."""
 
@@ -161,7 +198,9 @@ class Fleet(Section):
     name: str = Field(default="fleet", description="name of this fleet")
     machines: tuple[Machine, ...] = Field(min_length=1, description="machines, as [[machines]] tables")
     links: tuple[PathRule, ...] = Field(default=(), description="paths, as [[links]] tables")
+    matrix: Matrix = Matrix()
     defaults: PathDefaults = PathDefaults()
+    churn: Churn = Churn()
     stalls: Stalls = Stalls()
     pacing: Pacing = Pacing()
 
@@ -169,6 +208,7 @@ class Fleet(Section):
     def _fits_together(self) -> Fleet:
         _check_names(self)
         _check_links(self)
+        _check_matrix(self)
         if self.pacing.backward_ms and not self.pacing.forward_ms:
             raise ValueError("pacing.backward_ms: needs pacing.forward_ms too; give both, or forward_ms alone")
         return self
@@ -192,7 +232,20 @@ class Fleet(Section):
             if rule := self._rules.get(frozenset(pair)):
                 return rule.rtt_ms, rule.bandwidth_mbps
         d = self.defaults
-        return (d.local_rtt_ms, d.local_bandwidth_mbps) if a.region == b.region else (d.rtt_ms, d.bandwidth_mbps)
+        rtt_ms, mbps = (
+            (d.local_rtt_ms, d.local_bandwidth_mbps) if a.region == b.region else (d.rtt_ms, d.bandwidth_mbps)
+        )
+        regions, rtts_ms, bandwidths_mbps = self._network
+        if regions:
+            row, column = regions.index(a.region), regions.index(b.region)
+            rtt_ms = rtts_ms[row][column] if rtts_ms else rtt_ms
+            mbps = bandwidths_mbps[row][column] if bandwidths_mbps else mbps
+        return rtt_ms, mbps
+
+    @cached_property
+    def _network(self) -> tuple[tuple[str, ...], tuple[tuple[float, ...], ...], tuple[tuple[float, ...], ...]]:
+        m = self.matrix
+        return (m.regions, m.rtt_ms, m.bandwidth_mbps) if not m.preset else NETWORKS[m.preset][:3]
 
     @cached_property
     def _rules(self) -> dict[frozenset[str], PathRule]:
@@ -232,16 +285,21 @@ def load_fleet(path: str | Path, *, peers: int = 1) -> Fleet:
     """The fleet of a TOML file, or of a shipped example by its name ('slow-home').
 
     Raises ConfigError; also when it has fewer machines than the ``peers`` it is wanted for."""
+    return load_located_fleet(path, peers=peers)[0]
+
+
+def load_located_fleet(path: str | Path, *, peers: int = 1) -> tuple[Fleet, Origins]:
+    """As ``load_fleet``, with who set what: for errors that are found later."""
     examples = {p.stem: p for p in example_files()}
     file = Path(path) if Path(path).exists() else examples.get(str(path))
     if file is None:
         raise ConfigError(f"{path}: no such file and no shipped fleet; shipped are {', '.join(sorted(examples))}")
-    fleet = load_toml(Fleet, file)
+    fleet, origins = load_toml_located(Fleet, file)
     found = len(fleet.peers())
     if found < peers:
         what = f"{found} machines for fleet.peers = {peers}"
         raise ConfigError(f"{file}: machines: {what}; raise a count or lower fleet.peers")
-    return fleet
+    return fleet, origins
 
 
 def example_files() -> list[Path]:
@@ -275,6 +333,35 @@ def _check_links(fleet: Fleet) -> None:
         if frozenset(rule.between) in seen:
             raise ValueError(f"links[{n}].between: this pair has an entry already; links hold in both directions")
         seen.add(frozenset(rule.between))
+
+
+def _check_matrix(fleet: Fleet) -> None:
+    m = fleet.matrix
+    regions = m.regions
+    if m.preset:
+        if m.preset not in NETWORKS:
+            guess = closest(m.preset, list(NETWORKS))
+            hint = f"did you mean '{guess}'?" if guess else f"known are {', '.join(NETWORKS)}"
+            raise ValueError(f"matrix.preset: no published network is called '{m.preset}'; {hint}")
+        for name in ("regions", "rtt_ms", "bandwidth_mbps"):
+            if getattr(m, name):
+                raise ValueError(f"matrix.{name}: stands beside matrix.preset; leave one of them out")
+        regions = NETWORKS[m.preset].regions
+    for name, rows in (("rtt_ms", m.rtt_ms), ("bandwidth_mbps", m.bandwidth_mbps)):
+        wrong = next(
+            (f"row {n + 1} has {len(row)} values" for n, row in enumerate(rows) if len(row) != len(regions)), None
+        )
+        if rows and len(rows) != len(regions):
+            wrong = f"{len(rows)} rows"
+        if wrong:
+            raise ValueError(
+                f"matrix.{name}: {wrong}, but matrix.regions names {len(regions)} regions; give one row, and in each one value, a region"
+            )
+    for n, machine in enumerate(fleet.machines) if regions else ():
+        if machine.region not in regions:
+            guess = closest(machine.region, list(regions))
+            hint = f"did you mean '{guess}'?" if guess else f"it has {', '.join(regions)}"
+            raise ValueError(f"machines[{n}].region: the matrix has no region '{machine.region}'; {hint}")
 
 
 def _names(machine: Machine) -> Iterator[str]:

@@ -22,7 +22,16 @@ if TYPE_CHECKING:
 
     from pydantic.fields import FieldInfo
 
-__all__ = ["describe", "digest", "dump_toml", "load_config", "load_located", "load_toml", "located"]
+__all__ = [
+    "describe",
+    "digest",
+    "dump_toml",
+    "load_config",
+    "load_located",
+    "load_toml",
+    "load_toml_located",
+    "located",
+]
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -42,7 +51,12 @@ def load_located(path: Path | None = None, overrides: Sequence[str] = ()) -> tup
 
 def load_toml(kind: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
     """A model of type ``kind`` from TOML. Types are strict (no "12" for 12), 'none' is null. Raises ConfigError."""
-    return _load(kind, path, overrides)[0]
+    return load_toml_located(kind, path, overrides)[0]
+
+
+def load_toml_located(kind: type[T], path: Path | None, overrides: Sequence[str] = ()) -> tuple[T, Origins]:
+    """As ``load_toml``, with who set what: for errors that are found later (``located``)."""
+    return _load(kind, path, overrides)
 
 
 def _load(kind: type[T], path: Path | None, overrides: Sequence[str]) -> tuple[T, Origins]:

@@ -37,7 +37,7 @@ _BOUNDS = {
     "less_than": ("lt", "less than"),
     "less_than_equal": ("le", "at most"),
 }
-_FIELD = re.compile(r"([a-z]+)\.[a-z_]+: ")
+_FIELD = re.compile(r"([a-z]+)(?:\[\d+\])?\.[a-z_]+: ")
 _DOTTED = re.compile(r"[a-z_]+(?:\[\d+\])?(?:\.[a-z_]+(?:\[\d+\])?)+")
 
 
@@ -52,13 +52,13 @@ def explain(error: ValidationError, kind: type[BaseModel], origins: Origins) -> 
 
 
 @contextmanager
-def located(origins: Origins) -> Iterator[None]:
+def located(origins: Origins, kind: type[BaseModel] = RunConfig) -> Iterator[None]:
     """An error about a field that arises inside says where the field was set, like those of loading do."""
     try:
         yield
     except MuletrainError as e:
         section = _FIELD.match(str(e))
-        if section is None or section[1] not in RunConfig.model_fields:
+        if section is None or section[1] not in kind.model_fields:
             raise
         raise type(e)(f"{_place(str(e), (section[1],), origins)}: {e}") from e
 
