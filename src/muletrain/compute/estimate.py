@@ -31,6 +31,8 @@ def stash_bytes(spec: ModelSpec, cut: Cut, stage: int, tokens: int, precision: P
     return tokens * ((end - first) * per_layer + head)
 
 
+STASH_SHARE = 0.25
+"""Of the free memory, for graphs kept between forward and backward."""
 COPIES = 2
 """Of weights and moments, made for a checkpoint or a newcomer while training goes on: the tensors, and their bytes."""
 

@@ -219,10 +219,11 @@ class Fleet(Section):
 
     def link(self, i: int, j: int) -> Link:
         """The path from peer ``i`` to peer ``j`` (indices into ``peers()``); no delay and no limit to oneself."""
-        if i == j:
-            return Link(0.0, math.inf)
-        a, b = self._machine_of[i], self._machine_of[j]
-        rtt_ms, mbps = self._path(a, b)
+        return Link(0.0, math.inf) if i == j else self.between_kinds(i, j)
+
+    def between_kinds(self, i: int, j: int) -> Link:
+        """The path from a machine like peer ``i`` to another one like peer ``j``."""
+        rtt_ms, mbps = self._path(self._machine_of[i], self._machine_of[j])
         sender, receiver = self._expanded[i], self._expanded[j]
         narrowest = min(sender.up_bytes_per_s, _bytes_per_s(mbps), receiver.down_bytes_per_s)
         return Link(rtt_ms / 2000, narrowest)

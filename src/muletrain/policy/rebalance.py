@@ -35,6 +35,8 @@ class Load:
     """How fast it can copy another stage's state."""
     targets: frozenset[int] | None = None
     """Stages it could move to (its memory; one that is needed where it is: none); None: all."""
+    alike: int = 1
+    """So many peers of which all this holds, in simulations of large fleets: a move names their first, and means one of them."""
 
     def may_move_to(self, stage: int) -> bool:
         return self.targets is None or stage in self.targets
@@ -76,10 +78,11 @@ def by_queue(view: View) -> tuple[Move, ...]:
     served = view.served()
     if not all(served):
         return ()
-    loads = [sum(view.loads[p].queue for p in peers) for peers in served]
+    loads = [sum(view.loads[p].queue * view.loads[p].alike for p in peers) for peers in served]
     source, target = loads.index(min(loads)), loads.index(max(loads))
     able = [p for p in served[source] if view.loads[p].may_move_to(target)]
-    if loads[source] == loads[target] or len(served[source]) < 2 or not able:
+    several = sum(view.loads[p].alike for p in served[source]) > 1
+    if loads[source] == loads[target] or not several or not able:
         return ()
     peer = min(able, key=lambda p: (view.loads[p].queue, p))
     return (Move(peer, source, target),)
@@ -121,12 +124,14 @@ class _Plan:
         self._view, self._exchange = view, exchange
         self._speeds = _speeds(view)
         self.moves: list[Move] = []
-        self._before = [sum(self._speeds[p][s] for p in peers) for s, peers in enumerate(served)]
+        loads = view.loads
+        self._before = [sum(self._speeds[p][s] * loads[p].alike for p in peers) for s, peers in enumerate(served)]
         self._after = list(self._before)
         self._left = list(self._before)
         """What those who stay do alone."""
         keepers = {min(peers, key=lambda p: self._staying(p, s)) for s, peers in enumerate(served)}
-        self._movable = [[p for p in peers if p not in keepers] for peers in served]
+        self._spare = {p: load.alike - (p in keepers) for p, load in loads.items()}
+        self._movable = [[p for p in peers if self._spare[p]] for peers in served]
 
     def _staying(self, peer: str, stage: int) -> tuple[bool, float, str]:
         """Who cannot move is the first to stay, then the strongest."""
@@ -154,7 +159,9 @@ class _Plan:
 
     def take(self, move: Move) -> None:
         self.moves.append(move)
-        self._movable[move.source].remove(move.peer)
+        self._spare[move.peer] -= 1
+        if not self._spare[move.peer]:
+            self._movable[move.source].remove(move.peer)
         speed = self._speeds[move.peer]
         self._after[move.source] -= speed[move.source]
         self._left[move.source] -= speed[move.source]
@@ -178,7 +185,7 @@ def _speeds(view: View) -> dict[str, list[float]]:
     """Of every peer at every stage [microbatches/s]: as measured there, else by its power (work/s) where it was measured. One that was
     measured nowhere counts as the median of the others."""
     powers = {p: _power(load, view.work) for p, load in view.loads.items()}
-    known = [power for power in powers.values() if power is not None]
+    known = [power for p, power in powers.items() if power is not None for _ in range(view.loads[p].alike)]
     usual = median(known) if known else 1.0
     speeds = {}
     for peer, load in view.loads.items():

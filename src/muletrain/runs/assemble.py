@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from muletrain.clock import LoopClock
-from muletrain.compute.estimate import stage_memory
+from muletrain.compute.estimate import STASH_SHARE, stage_memory
 from muletrain.compute.paced import PacedCompute
 from muletrain.compute.torch_compute import StageSetup, TorchCompute
 from muletrain.config.fleet import load_fleet
@@ -27,7 +27,7 @@ from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage
 from muletrain.optim.schedule import learning_rate
 from muletrain.runs.checkpoint import FORMAT
-from muletrain.swarm.context import Plan
+from muletrain.swarm.context import CAPACITY, Plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,12 +39,6 @@ if TYPE_CHECKING:
     from muletrain.data.tokens import TokenCache
     from muletrain.policy.partition import Cut
     from muletrain.runs.machine import Machine
-
-CAPACITY = 16
-"""Requests a peer holds at once: enough to cover a round trip of several service times. At 100 ms and 180 ms of service a fleet kept
-0.84 of its throughput with 8 and keeps 0.91 with 16 (benchmarks/slow_links)."""
-STASH_SHARE = 0.25
-"""Of the free memory, for graphs kept between forward and backward."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from muletrain.errors import AdmissionError, CapacityError
+from muletrain.policy.seating import most_needed
 
 if TYPE_CHECKING:
     from muletrain.compute.estimate import StageMemory
@@ -25,14 +26,8 @@ def choose_stage(join: Join, needs: list[StageMemory], costs: list[float], kinds
             f"(--memory or compute.memory says how much it may use), or begin the run with more stages"
         )
     unmixed = [s for s in fitting if set(kinds[s]) <= {join.device}]
-
-    def urgency(stage: int) -> tuple[float, float, int]:
-        """Unserved ones first, of those the ones that few can serve: by the quarters of this machine that they take."""
-        served = len(kinds[stage])
-        load = costs[stage] / served if served else float("inf")
-        return load, 0 if served else 4 * needs[stage].of_device(offer) // max(1, offer.device), -stage
-
-    return max(unmixed or fitting, key=urgency)
+    quarters = [4 * need.of_device(offer) // max(1, offer.device) for need in needs]
+    return most_needed(unmixed or fitting, [len(k) for k in kinds], costs, quarters)
 
 
 def mixing(stage: int, kinds: set[str], device: str) -> str:

@@ -112,12 +112,11 @@ def _rule(rule: Rule, stages: int, period_s: float, downtime_s: float) -> _Decis
 
     @cache
     def decide(counts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        # requests wait where there are few to serve them
         loads = {
-            f"{s:04}.{k:06}": Load(
-                s, 1 / count**2, {s: 1.0}, bytes_per_s=1.0
-            )  # requests wait where there are few to serve them
+            f"{s:04}": Load(s, 1 / count**2, {s: 1.0}, bytes_per_s=1.0, alike=count)
             for s, count in enumerate(counts)
-            for k in range(count)
+            if count
         }
         view = View(loads, work, state)
         moves = by_queue(view) if rule == "swarm" else by_throughput(view, HORIZON_PERIODS * period_s)

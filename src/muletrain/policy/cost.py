@@ -1,0 +1,75 @@
+"""What the work of a run costs, in pure numbers: time to compute, to send, to average."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Of one stage, wherever it is served."""
+
+    forward_flops: float
+    """Of one microbatch; a backward takes twice as many, and once more where activations are recomputed."""
+    recomputable: bool
+    """Not the last stage, which does both at once."""
+    state_bytes: int
+    """What a newcomer copies: weights and moments."""
+    averaged_bytes: int
+    """The gradient, as it travels."""
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """Of a whole run. ``forward_bytes[s]``: what one microbatch sends to stage s (tokens to the first); ``backward_bytes[s]``: what
+    stage s sends back for it."""
+
+    stages: tuple[StageCost, ...]
+    forward_bytes: tuple[int, ...]
+    backward_bytes: tuple[int, ...]
+    microbatches: int
+    """In a step."""
+    sequences: int
+    tokens: int
+    """In a microbatch."""
+
+
+def service_s(stage: StageCost, flops: float, *, recompute: bool) -> tuple[float, float]:
+    """Forward and backward of one microbatch at ``flops`` operations a second [s]."""
+    forward_s = stage.forward_flops / flops
+    return forward_s, forward_s * (3 if recompute and stage.recomputable else 2)
+
+
+def all_reduce_s(nbytes: float, members: int, narrowest: float, path: float) -> float:
+    """Reduce-scatter and all-gather of ``nbytes`` among members each of which reduces an equal shard and exchanges it with every other:
+    each sends and takes 2 (n-1)/n of it. ``narrowest``: of all members' up- and downlinks; ``path``: the narrowest between two of them
+    [bytes/s]. Delays not included."""
+    if members < 2:
+        return 0.0
+    return max(2 * (members - 1) / members * nbytes / narrowest, 2 * nbytes / members / path)
+
+
+def makespan_s(items: int, service: Sequence[tuple[int, float]]) -> float:
+    """The least time in which ``items`` pieces of work are done by machines as (how many, seconds apiece), each a whole piece at a time."""
+    rate = sum(n / s for n, s in service)
+    if rate <= 0:
+        return math.inf
+    low, high = items / rate, items / rate + max(s for n, s in service if n)
+    for _ in range(50):
+        middle = (low + high) / 2
+        done = sum(n * math.floor(middle / s * (1 + 1e-12)) for n, s in service)
+        low, high = (low, middle) if done >= items else (middle, high)
+    return high
+
+
+def steady_shares(expected_s: Sequence[float], counts: Sequence[int]) -> list[float]:
+    """Of the microbatches of one sender, by kind of receiver: what ``policy.wiring`` comes to, each chosen in inverse proportion to its
+    expected time."""
+    weights = [n / s if n else 0.0 for n, s in zip(counts, expected_s, strict=True)]
+    total = sum(weights)
+    return [w / total for w in weights] if total else weights

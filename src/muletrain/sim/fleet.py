@@ -1,0 +1,36 @@
+"""What would happen: a fleet file and a run's configuration, played at flow fidelity."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from muletrain.sim.churn import read_trace
+from muletrain.sim.flow import HOUR_S, Flow, Rules, Weather
+from muletrain.sim.rates import TRAINERS, Rates
+
+if TYPE_CHECKING:
+    from muletrain.config.fleet import Churn
+    from muletrain.config.schema import RunConfig
+    from muletrain.sim.ledger import Outcome
+    from muletrain.sim.machines import Setting
+
+EXAMPLE = Path(__file__).parent / "fleets" / "spot-t4.toml"
+TRACE_A = Path(__file__).parent / "traces" / "a.csv"
+
+
+def weather(churn: Churn, folder: Path) -> Weather:
+    """``folder``: where the fleet file is, from which its trace is named. Raises DataError with the trace's line."""
+    trace = () if churn.trace is None else read_trace(TRACE_A if churn.trace == "a" else folder / churn.trace)
+    return Weather(
+        trace=trace, leave_per_s=churn.leave_per_hour / HOUR_S, bursts_per_s=churn.bursts_per_hour / HOUR_S,
+        burst_share=churn.burst_share, away_s=60 * churn.away_min,
+    )  # fmt: skip
+
+
+def simulate_fleet(setting: Setting, config: RunConfig, weather: Weather, *, hours: float, seed: int = 0) -> Outcome:
+    """Strategy ``swarm`` for so many hours, as fast as the flow engine plays it. The same seed gives the same outcome."""
+    fleet = config.fleet
+    rules = Rules(fleet.rebalance, fleet.rebalance_period, fleet.adopt_after, config.checkpoint.every)
+    rates = Rates(setting, trainers=fleet.trainers or TRAINERS, delayed=config.optimizer.delayed)
+    return Flow(rates, weather, rules, HOUR_S * hours, seed).play().outcome()

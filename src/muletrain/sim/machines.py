@@ -1,0 +1,221 @@
+"""The machines of a fleet file as the simulator needs them: what each kind takes for each stage of a model, and which it can hold.
+
+What cannot work is refused with the line it stands in: a kind of machine of which nobody knows the speed, a model larger than all
+memory, a stage that no machine can hold.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from muletrain.compute.estimate import STASH_SHARE, Offer, StageMemory, stage_memory
+from muletrain.config.schema import Codec, Precision
+from muletrain.errors import CapacityError, ConfigError
+from muletrain.policy.cost import RunCost, StageCost, service_s
+from muletrain.policy.devices import DEVICES, closest_device, find_device
+from muletrain.swarm.context import CAPACITY
+from muletrain.units import format_memory
+from muletrain.wire.codec import IDS16, IDS32, encoded_size
+
+if TYPE_CHECKING:
+    from muletrain.config.fleet import Fleet, FleetPeer, Link, Machine
+    from muletrain.config.schema import RunConfig
+    from muletrain.model.spec import ModelSpec
+    from muletrain.policy.partition import Cut
+
+AMPLE = 1 << 62
+"""Memory that nobody counted [bytes]."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Machines that are alike: one entry of the file. By stage: ``forward_s`` and ``backward_s`` of a microbatch; ``quarters`` of its
+    memory that the stage takes."""
+
+    name: str
+    region: str
+    device: str
+    count: int
+    reliable: bool
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    fits: frozenset[int]
+    quarters: tuple[int, ...]
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+    assumed: str
+    """What an estimate stands for; empty: nothing."""
+
+    def service_s(self, stage: int) -> float:
+        return self.forward_s[stage] + self.backward_s[stage]
+
+    @property
+    def whole_per_s(self) -> float:
+        """Microbatches that it could take through all stages by itself."""
+        return 1 / sum(self.forward_s + self.backward_s)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A fleet and a run on it. ``links[a][b]``: from a machine of kind a to one of kind b."""
+
+    kinds: tuple[Kind, ...]
+    links: tuple[tuple[Link, ...], ...]
+    cost: RunCost
+    cut: Cut
+
+
+def run_cost(config: RunConfig, spec: ModelSpec, cut: Cut) -> RunCost:
+    """What a microbatch and a step of this run cost; sequences are as long as they get."""
+    sequences, tokens = config.train.microbatch, spec.context
+    ids = encoded_size(IDS16 if spec.vocab <= 1 << 16 else IDS32, (sequences, tokens))
+    boundary = encoded_size(config.wire.activations, (sequences, tokens, spec.width))
+    stages = len(cut)
+    costs = []
+    for s in range(stages):
+        params = spec.stage_params(cut, s)
+        state = (16 if config.optimizer.delayed else 12) * params
+        flops = spec.stage_flops(cut, s) * sequences * tokens
+        costs.append(StageCost(flops, s < stages - 1, state, _flat_size(config.wire.gradients, params)))
+    return RunCost(
+        stages=tuple(costs),
+        forward_bytes=(2 * ids, *(boundary + ids for _ in range(stages - 1))),
+        backward_bytes=(0, *(boundary for _ in range(stages - 1))),
+        microbatches=config.microbatches, sequences=sequences, tokens=sequences * tokens,
+    )  # fmt: skip
+
+
+def _flat_size(codec: Codec, elements: int) -> int:
+    """Of a flat gradient in chunks, of any length."""
+    return int(encoded_size(codec, (1 << 20,)) / (1 << 20) * elements)
+
+
+def stages_for(fleet: Fleet, config: RunConfig, spec: ModelSpec) -> int:
+    """The fewest stages of which every kind of machine can hold each; where there is no such number, of which each fits some machine.
+    Raises CapacityError."""
+    peers = _first_of_each(fleet)
+    possible = range(1, min(spec.layers, len(fleet.peers())) + 1)
+    for enough in (all, any):
+        for stages in possible:
+            needs = _needs(config, spec, spec.cut(stages))
+            if all(enough(need.fits(_offer(peer)) for peer in peers) for need in needs):
+                return stages
+    return possible[-1]
+
+
+def setting(fleet: Fleet, config: RunConfig, spec: ModelSpec) -> Setting:
+    """Raises ConfigError and CapacityError, whose messages begin with the field of the fleet file that they are about."""
+    cut = spec.cut(config.fleet.stages)
+    needs, cost = _needs(config, spec, cut), run_cost(config, spec, cut)
+    machines = _first_of_each(fleet)
+    _check_memory(fleet, spec, needs)
+    kinds = tuple(
+        _kind(n, peer, machine, config, needs, cost)
+        for n, (peer, machine) in enumerate(zip(machines, fleet.machines, strict=True))
+    )
+    if (found := sum(k.count for k in kinds)) < len(cut):
+        raise CapacityError(
+            f"machines[0].count: {found} machines in all for fleet.stages = {len(cut)}; each stage needs one: raise a count or cut the "
+            f"model into fewer stages"
+        )
+    links = tuple(tuple(fleet.between_kinds(a.index, b.index) for b in machines) for a in machines)
+    return Setting(kinds, links, cost, cut)
+
+
+def _first_of_each(fleet: Fleet) -> list[FleetPeer]:
+    firsts, index = [], 0
+    for machine in fleet.machines:
+        firsts.append(fleet.peers()[index])
+        index += machine.count
+    return firsts
+
+
+def _needs(config: RunConfig, spec: ModelSpec, cut: Cut, graphs: int = 1) -> list[StageMemory]:
+    precision = Precision.BF16 if config.compute.precision is Precision.AUTO else config.compute.precision
+    return [
+        stage_memory(
+            spec, cut, s, tokens=config.train.microbatch * spec.context, precision=precision, delayed=config.optimizer.delayed,
+            state_on_cpu=config.optimizer.state_device == "cpu",
+            graphs=min(CAPACITY, config.microbatches) if config.compute.checkpointing == "never" else graphs,
+        )
+        for s in range(len(cut))
+    ]  # fmt: skip
+
+
+def _offer(peer: FleetPeer) -> Offer:
+    """What lies beside an accelerator's own memory is taken to be enough."""
+    device = find_device(peer.device) if peer.device else None
+    usual = AMPLE if device is None else device.memory_bytes
+    host = None if device is not None and not device.accelerator else AMPLE
+    return Offer(usual if peer.memory_bytes is None else peer.memory_bytes, host)
+
+
+def _kind(
+    n: int, peer: FleetPeer, machine: Machine, config: RunConfig, needs: list[StageMemory], cost: RunCost
+) -> Kind:
+    offer = _offer(peer)
+    flops, assumed = (math.inf, "") if peer.forward_s else _flops(n, peer)
+    services = [
+        (peer.forward_s, peer.backward_s)
+        if peer.forward_s and peer.backward_s
+        else service_s(stage, flops, recompute=_recomputes(config, need, offer))
+        for stage, need in zip(cost.stages, needs, strict=True)
+    ]
+    return Kind(
+        name=machine.name, region=peer.region, device=peer.device or machine.name, count=machine.count, reliable=peer.reliable,
+        forward_s=tuple(f for f, _ in services), backward_s=tuple(b for _, b in services),
+        fits=frozenset(s for s, need in enumerate(needs) if need.fits(offer)),
+        quarters=tuple(4 * need.of_device(offer) // max(1, offer.device) for need in needs),
+        up_bytes_per_s=peer.up_bytes_per_s, down_bytes_per_s=peer.down_bytes_per_s, assumed=assumed,
+    )  # fmt: skip
+
+
+def _flops(n: int, peer: FleetPeer) -> tuple[float, str]:
+    """Stated, or the catalogue's; and what of it is an estimate."""
+    if peer.flops is not None:
+        return peer.flops * peer.speed, ""
+    known = ", ".join(d.name for d in DEVICES)
+    if peer.device is None:
+        raise ConfigError(
+            f"machines[{n}].tflops: missing, and no device is named; give either (devices with known speed: {known})"
+        )
+    device = find_device(peer.device)
+    if device is None:
+        guess = closest_device(peer.device)
+        hint = f"write '{guess}' if that is meant" if guess else f"known are {known}"
+        raise ConfigError(
+            f"machines[{n}].device: the speed of '{peer.device}' is not known; {hint}, or give tflops beside it"
+        )
+    assumed = f"{device.name}: {device.flops / 1e12:g} TFLOP/s ({device.source})" if device.estimate else ""
+    return device.flops * peer.speed, assumed
+
+
+def _recomputes(config: RunConfig, need: StageMemory, offer: Offer) -> bool:
+    """As a peer decides: activations are kept where memory has room for those of all that it holds."""
+    if config.compute.checkpointing != "auto":
+        return config.compute.checkpointing == "always"
+    kept = min(CAPACITY, config.microbatches) * need.activations
+    return kept > min(STASH_SHARE * offer.device, offer.device - need.of_device(offer))
+
+
+def _check_memory(fleet: Fleet, spec: ModelSpec, needs: list[StageMemory]) -> None:
+    offers = [_offer(p) for p in _first_of_each(fleet)]
+    total = sum(offer.device * m.count for offer, m in zip(offers, fleet.machines, strict=True))
+    largest = max(range(len(offers)), key=lambda n: offers[n].device)
+    needed = sum(need.of_device(offers[largest]) for need in needs)
+    if needed > total:
+        more = math.ceil((needed - total) / offers[largest].device)
+        raise CapacityError(
+            f"machines[{largest}].count: a model of {spec.params / 1e9:.3g} B parameters needs {format_memory(needed)} in {len(needs)} "
+            f"stages, all machines together have {format_memory(total)}; add {more} machines like '{fleet.machines[largest].name}', or "
+            f"take a smaller model"
+        )
+    for stage, need in enumerate(needs):
+        if not any(need.fits(offer) for offer in offers):
+            beside = "more stages (--set fleet.stages=N)" if len(needs) < spec.layers else "a machine with more memory"
+            raise CapacityError(
+                f"machines[{largest}].memory_gib: stage {stage} of {len(needs)} needs {need.need(offers[largest])} ({need}), the largest "
+                f"machine '{fleet.machines[largest].name}' has {format_memory(offers[largest].device)}; take {beside}"
+            )
