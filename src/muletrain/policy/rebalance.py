@@ -122,34 +122,48 @@ class _Plan:
 
     def __init__(self, view: View, served: list[list[str]], exchange: bool) -> None:
         self._view, self._exchange = view, exchange
-        self._speeds = _speeds(view)
+        self._powers = _powers(view)
         self.moves: list[Move] = []
         loads = view.loads
-        self._before = [sum(self._speeds[p][s] * loads[p].alike for p in peers) for s, peers in enumerate(served)]
+        self._here = {p: self._speed(p, s) for s, peers in enumerate(served) for p in peers}
+        """What each does where it serves."""
+        self._before = [sum(self._here[p] * loads[p].alike for p in peers) for peers in served]
         self._after = list(self._before)
         self._left = list(self._before)
         """What those who stay do alone."""
-        keepers = {min(peers, key=lambda p: self._staying(p, s)) for s, peers in enumerate(served)}
+        keepers = {min(peers, key=self._staying) for peers in served}
         self._spare = {p: load.alike - (p in keepers) for p, load in loads.items()}
         self._movable = [[p for p in peers if self._spare[p]] for peers in served]
 
-    def _staying(self, peer: str, stage: int) -> tuple[bool, float, str]:
+    def _staying(self, peer: str) -> tuple[bool, float, str]:
         """Who cannot move is the first to stay, then the strongest."""
-        return self._view.loads[peer].targets != frozenset(), -self._speeds[peer][stage], peer
+        return self._view.loads[peer].targets != frozenset(), -self._here[peer], peer
+
+    def _speed(self, peer: str, stage: int) -> float:
+        """As measured there [microbatches/s], else by its power."""
+        measured = self._view.loads[peer].speeds.get(stage)
+        if _usable(measured):
+            assert measured is not None
+            return measured
+        return self._powers[peer] / self._view.work[stage]
 
     def next_move(self) -> Move | None:
-        """To the slowest stage: the move that leaves most for the slower of the two stages, and more than there was."""
-        target = self._after.index(min(self._after))
-        best, best_rank = None, (self._after[target] * (1 + EPSILON), 0.0)
-        for source, peers in enumerate(self._movable):
+        """To the slowest stage: the move that leaves most for the slower of the two stages, and more than there was; the first of equals
+        by stage and id."""
+        after, target = self._after, self._after.index(min(self._after))
+        best, best_rank, work = None, (after[target] * (1 + EPSILON), 0.0, 0), self._view.work[target]
+        for source in sorted(range(len(after)), key=lambda s: -after[s]):
+            if after[source] < best_rank[0]:
+                break  # and so are all that follow, less what would leave them
             if source == target or not (self._exchange or self._one_way(source, target)):
                 continue
-            for peer in peers:  # sorted: the first of equals
-                if not self._view.loads[peer].may_move_to(target):
+            for peer in self._movable[source]:
+                load = self._view.loads[peer]
+                if not load.may_move_to(target):
                     continue
-                speed = self._speeds[peer]
-                left, reached = self._after[source] - speed[source], self._after[target] + speed[target]
-                rank = min(left, reached), left
+                there = self._speed(peer, target) if target in load.speeds else self._powers[peer] / work
+                left, reached = after[source] - self._here[peer], after[target] + there
+                rank = (left if left < reached else reached), left, -source
                 if rank > best_rank:
                     best, best_rank = Move(peer, source, target), rank
         return best
@@ -162,10 +176,10 @@ class _Plan:
         self._spare[move.peer] -= 1
         if not self._spare[move.peer]:
             self._movable[move.source].remove(move.peer)
-        speed = self._speeds[move.peer]
-        self._after[move.source] -= speed[move.source]
-        self._left[move.source] -= speed[move.source]
-        self._after[move.target] += speed[move.target]
+        leaves = self._here[move.peer]
+        self._after[move.source] -= leaves
+        self._left[move.source] -= leaves
+        self._after[move.target] += self._speed(move.peer, move.target)
 
     def net_gain(self, horizon_s: float) -> float:
         """Microbatches more within the horizon than without the moves, less what the movers would have done on their way."""
@@ -173,25 +187,20 @@ class _Plan:
         moving_s = min(horizon_s, max(seconds))
         before = min(self._before)
         gained = (min(self._left) - before) * moving_s + (min(self._after) - before) * (horizon_s - moving_s)
-        lost = sum(self._speeds[m.peer][m.source] * s for m, s in zip(self.moves, seconds, strict=True))
+        lost = sum(self._here[m.peer] * s for m, s in zip(self.moves, seconds, strict=True))
         return gained - lost
 
     def pays(self) -> bool:
-        moved = sum(self._speeds[m.peer][m.target] for m in self.moves) / len(self.moves)
+        moved = sum(self._speed(m.peer, m.target) for m in self.moves) / len(self.moves)
         return min(self._after) - min(self._before) >= HYSTERESIS * moved
 
 
-def _speeds(view: View) -> dict[str, list[float]]:
-    """Of every peer at every stage [microbatches/s]: as measured there, else by its power (work/s) where it was measured. One that was
-    measured nowhere counts as the median of the others."""
+def _powers(view: View) -> dict[str, float]:
+    """Of every peer [work/s], where it was measured. One that was measured nowhere counts as the median of the others."""
     powers = {p: _power(load, view.work) for p, load in view.loads.items()}
     known = [power for p, power in powers.items() if power is not None for _ in range(view.loads[p].alike)]
     usual = median(known) if known else 1.0
-    speeds = {}
-    for peer, load in view.loads.items():
-        power = powers[peer] or usual
-        speeds[peer] = [load.speeds[s] if _usable(load.speeds.get(s)) else power / w for s, w in enumerate(view.work)]
-    return speeds
+    return {p: power or usual for p, power in powers.items()}
 
 
 def _power(load: Load, work: Sequence[float]) -> float | None:

@@ -80,7 +80,11 @@ class Flow:
         self._kinds, self._cost = setting.kinds, setting.cost
         self._stages = len(setting.cut)
         self._draw = random.Random(f"flow/{self.seed}")
-        self._serving = [[0] * len(self._kinds) for _ in range(self._stages)]
+        self._serving: list[Counts] = [(0,) * len(self._kinds)] * self._stages
+        self._present = [kind.count for kind in self._kinds]
+        """By kind, serving or on the way."""
+        self._promised = [0] * self._stages
+        """Newcomers that are on their way there."""
         self._moving: list[_Moving] = []
         self._gone: deque[int] = deque()
         """Kinds of machines that a trace may bring back."""
@@ -99,9 +103,9 @@ class Flow:
         self._mortal = mortal or list(range(len(self._kinds)))
         for kind in range(len(self._kinds)):
             for _ in range(self._kinds[kind].count):
-                self._serving[self._seat(kind)][kind] += 1
+                self._add(self._seat(kind), kind, 1)
         self._rate = self._rated()
-        self.ledger = Ledger(self.rates, self.horizon_s, self._counts(), self._present())
+        self.ledger = Ledger(self.rates, self.horizon_s, self._serving, self._present)
 
     # Time -------------------------------------------------------------------------------------------------------------
 
@@ -141,40 +145,34 @@ class Flow:
 
     # Who is there -----------------------------------------------------------------------------------------------------
 
-    def _counts(self) -> tuple[Counts, ...]:
-        return tuple(map(tuple, self._serving))
-
-    def _present(self) -> list[int]:
-        """By kind, serving or on the way."""
-        totals = [sum(column) for column in zip(*self._serving, strict=True)]
-        for m in self._moving:
-            totals[m.kind] += m.source is None
-        return totals
+    def _add(self, stage: int, kind: int, peers: int) -> None:
+        counts = list(self._serving[stage])
+        counts[kind] += peers
+        self._serving[stage] = tuple(counts)
 
     def _changed(self) -> None:
         self._restless = True
         self._rate = self._rated()
-        self.ledger.change(self._counts(), self._present(), self._rate)
+        self.ledger.change(self._serving, self._present, self._rate)
 
     def _rated(self) -> Rate:
-        rate = self.rates.of(self._counts())
+        rate = self.rates.of(self._serving)
         return rate._replace(slowest=0.0, linked=0.0, throughput=0.0) if self._lost else rate
 
     def _seat(self, kind: int) -> int:
         """As a newcomer is told (``runs.seating``): where only its device serves, if it can, the most loaded stage."""
         own = self._kinds[kind]
-        devices = [{self._kinds[k].device for k, n in enumerate(counts) if n} for counts in self._serving]
-        served = [sum(counts) for counts in self._serving]
-        for m in self._moving:
-            served[m.target] += m.source is None
-        unmixed = [s for s in sorted(own.fits) if devices[s] <= {own.device}]
+        alike = [k for k, other in enumerate(self._kinds) if other.device == own.device]
+        totals = list(map(sum, self._serving))
+        unmixed = [s for s in own.fits if sum(self._serving[s][k] for k in alike) == totals[s]]
+        served = [a + b for a, b in zip(totals, self._promised, strict=True)]
         return most_needed(unmixed or sorted(own.fits), served, self._work, own.quarters)
 
     # Churn ------------------------------------------------------------------------------------------------------------
 
     def _draw_leaving(self) -> None:
         self._leaving += 1
-        present = self._present()
+        present = self._present
         rate = self.weather.leave_per_s * sum(present[k] for k in self._mortal)
         if rate > 0:
             version = self._leaving
@@ -190,7 +188,7 @@ class Flow:
             self._at(self._now + self._draw.expovariate(self.weather.bursts_per_s), self._burst)
 
     def _burst(self) -> None:
-        present = self._present()
+        present = self._present
         for _ in range(round(self.weather.burst_share * sum(present[k] for k in self._mortal))):
             self._replace(self._take_any())
         self._draw_burst()
@@ -209,7 +207,7 @@ class Flow:
 
     def _take_any(self) -> int | None:
         """One of those that may go, all with the same chance; None: there is none."""
-        present = self._present()
+        present = self._present
         number = sum(present[k] for k in self._mortal)
         if not number:
             return None
@@ -222,20 +220,19 @@ class Flow:
             if (at := at - n) < 0:
                 self._take(kind, stage)
                 return kind
-        self._moving.remove(fetching[at])
+        self._stop(fetching[at])
+        self._present[kind] -= 1
         self.ledger.happened("left")
         self._changed()
         return kind
 
     def _take(self, kind: int, stage: int) -> None:
         """A machine that serves is gone, and what it held of the step with it."""
-        cost, rates = self._cost, self.rates.setting.kinds
-        speeds = sum(n / rates[k].service_s(stage) for k, n in enumerate(self._serving[stage]))
-        share = 1 / rates[kind].service_s(stage) / speeds
+        cost = self._cost
+        share = 1 / self.rates.service_s[stage][kind] / self._does(stage)
         held = (self.ledger.steps % 1.0) * cost.microbatches * share
-        if (leaver := next((m for m in self._moving if (m.kind, m.source) == (kind, stage)), None)) is not None:
-            self._moving.remove(leaver)
-        self._serving[stage][kind] -= 1
+        self._add(stage, kind, -1)
+        self._present[kind] -= 1
         self.ledger.happened("left")
         if not sum(self._serving[stage]):
             self._lost.add(stage)
@@ -244,13 +241,16 @@ class Flow:
         self._changed()
         self._run_again(stage, held + min(CAPACITY // 2, cost.microbatches * share))
 
+    def _does(self, stage: int) -> float:
+        """Microbatches/s of its peers together."""
+        return sum(n / s for n, s in zip(self._serving[stage], self.rates.service_s[stage], strict=True))
+
     def _run_again(self, stage: int, microbatches: float) -> None:
         """Beside the rest of the step, as far as the stage has time to spare for it."""
         self.ledger.repeated += microbatches
         if self._rate.throughput <= 0:
             return
-        kinds = self.rates.setting.kinds
-        does = sum(n / kinds[k].service_s(stage) for k, n in enumerate(self._serving[stage]))
+        does = self._does(stage)
         rest_s = (1.0 - self.ledger.steps % 1.0) * self._cost.microbatches / self._rate.throughput
         stalled_s = max(0.0, microbatches / does - rest_s * max(0.0, 1 - self._rate.throughput / does))
         self._again_s += stalled_s
@@ -258,6 +258,7 @@ class Flow:
 
     def _come(self, kind: int) -> None:
         stage = self._seat(kind)
+        self._present[kind] += 1
         self._fetch(_Moving(kind, None, stage), "joined")
         self._draw_leaving()
 
@@ -268,8 +269,10 @@ class Flow:
         moving.source = None
         if moving not in self._moving:
             self._moving.append(moving)
+        self._promised[moving.target] += 1
         self.ledger.happened(what)
-        self._changed()
+        self._restless = True
+        self.ledger.change(self._serving, self._present, self._rate)
         nbytes = self._cost.stages[moving.target].state_bytes
         self.ledger.fetched(moving.kind, self._serving[moving.target], nbytes)
         self._at(self._now + nbytes / self._fetch_rate(moving), lambda: self._has_state(moving))
@@ -287,18 +290,24 @@ class Flow:
 
     def _serves(self, moving: _Moving) -> None:
         if moving in self._moving:
-            self._moving.remove(moving)
-            self._serving[moving.target][moving.kind] += 1
+            self._stop(moving)
+            self._add(moving.target, moving.kind, 1)
             self._changed()
+
+    def _stop(self, moving: _Moving) -> None:
+        """It fetches nothing any more."""
+        self._moving.remove(moving)
+        self._promised[moving.target] -= 1
 
     def _departs(self, moving: _Moving) -> None:
         """Between two steps, and never as a stage's last."""
         if moving not in self._moving or moving.source is None:
             return
-        if sum(self._serving[moving.source]) < 2:
+        if sum(self._serving[moving.source]) < 2 or not self._serving[moving.source][moving.kind]:
             self._moving.remove(moving)
             return
-        self._serving[moving.source][moving.kind] -= 1
+        self._add(moving.source, moving.kind, -1)
+        self._changed()
         self._fetch(moving, "moved")
 
     # Decisions --------------------------------------------------------------------------------------------------------
@@ -329,13 +338,13 @@ class Flow:
         coming = Counter((m.target, m.kind) for m in self._moving)
         loads = {}
         for s, counts in enumerate(self._serving):
-            does = sum(n / self._kinds[k].service_s(s) for k, n in enumerate(counts))
+            does = self._does(s)
             queue = 1 / does / max(1, sum(counts)) if does else 0.0
             for k, n in enumerate(counts):
                 kind, staying = self._kinds[k], n - leaving[s, k]
                 if staying > 0:
                     loads[f"{s:04}.{k:03}"] = Load(
-                        s, queue, {s: 1 / kind.service_s(s)}, targets=kind.fits, alike=staying
+                        s, queue, {s: 1 / self.rates.service_s[s][k]}, targets=kind.fits, alike=staying
                     )
         for (s, k), n in sorted(coming.items()):
             loads[f"{s:04}.{k:03}.coming"] = Load(s, 0.0, {}, targets=frozenset(), alike=n)
@@ -355,7 +364,8 @@ class Flow:
             moves, _ = adopters(standings, self._work)
             for peer, target in moves.items():
                 source, kind = int(peer[:4]), int(peer[5:8])
-                self._serving[source][kind] -= 1
+                self._add(source, kind, -1)
+                self._changed()
                 self._fetch(_Moving(kind, None, target), "adopted")
         if not sum(self._serving[stage]):
             self._at(self._now + RETRY_S, lambda: self._adopt(stage))

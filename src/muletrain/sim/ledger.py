@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 POINTS = 400
 """Of the curves."""
-SAMPLES = 200
+SAMPLES = 50
 """Looks at who sends to whom: what passed since the one before is taken to have gone the same ways."""
 RECOVERED = 0.95
 """Of the share of the optimum before a machine left."""
@@ -63,7 +63,7 @@ class Outcome:
 class Ledger:
     """Told of every stretch of time and every change."""
 
-    def __init__(self, rates: Rates, horizon_s: float, counts: tuple[Counts, ...], present: Sequence[int]) -> None:
+    def __init__(self, rates: Rates, horizon_s: float, counts: Sequence[Counts], present: Sequence[int]) -> None:
         self._rates, self._horizon_s = rates, horizon_s
         self._kinds, self._cost = rates.setting.kinds, rates.setting.cost
         self.steps = 0.0
@@ -73,7 +73,7 @@ class Ledger:
         self._done, self._possible = 0.0, 0.0
         self._idle = dict.fromkeys(CAUSES, 0.0)
         self._events: Counter[str] = Counter()
-        self._bytes: dict[tuple[str, str], Counter[str]] = {}
+        self._bytes: defaultdict[tuple[str, str], defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._recoveries_s: list[float] = []
         self._outage: tuple[float, float] | None = None
         self._curve: list[Point] = []
@@ -86,9 +86,9 @@ class Ledger:
         self._share = math.nan
 
     def _whole(self, present: Sequence[int]) -> float:
-        return sum(n * kind.whole_per_s for n, kind in zip(present, self._kinds, strict=True))
+        return sum(n * v for n, v in zip(present, self._rates.whole_per_s, strict=True))
 
-    def change(self, counts: tuple[Counts, ...], present: Sequence[int], rate: Rate) -> None:
+    def change(self, counts: Sequence[Counts], present: Sequence[int], rate: Rate) -> None:
         """From now on these serve, and these are there."""
         before = self._share
         self._counts, self._optimum = counts, self._whole(present)
@@ -175,8 +175,9 @@ class Ledger:
             return
         cost, counts = self._cost, self._counts
         for stage in range(1, len(counts)):
-            for a, row in enumerate(self._rates.shares(stage, counts[stage - 1], counts[stage])):
-                for b, share in enumerate(row):
+            shares = self._rates.shares(stage, counts[stage - 1], counts[stage])
+            for (a, *_), row in zip(self._rates.places, shares, strict=True):
+                for (b, *_), share in zip(self._rates.places, row, strict=True):
                     if share:
                         self._sent(a, b, "activations", microbatches * share * cost.forward_bytes[stage])
                         self._sent(b, a, "gradients", microbatches * share * cost.backward_bytes[stage])
@@ -194,8 +195,7 @@ class Ledger:
                 self._sent(donor, kind, "state", nbytes * n / sum(donors))
 
     def _sent(self, a: int, b: int, what: str, nbytes: float) -> None:
-        link = self._kinds[a].region, self._kinds[b].region
-        self._bytes.setdefault(link, Counter())[what] += nbytes  # type: ignore[assignment]
+        self._bytes[self._kinds[a].region, self._kinds[b].region][what] += nbytes
 
     def close(self) -> None:
         """The end of the run."""

@@ -9,14 +9,15 @@ fitted.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from muletrain.policy.cost import all_reduce_s, makespan_s, steady_shares
 from muletrain.swarm.context import CAPACITY
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from muletrain.sim.machines import Setting
 
 Counts = tuple[int, ...]
@@ -24,7 +25,6 @@ Counts = tuple[int, ...]
 TRAINERS = 2
 AGREEMENT_HOPS = 5
 """Messages one after the other at the end of a step, beside the gradient: all is through, seals, shards, their mean, entries."""
-CACHED = 1 << 16
 
 
 class Rate(NamedTuple):
@@ -37,135 +37,136 @@ class Rate(NamedTuple):
     throughput: float
 
 
-NOTHING = Rate(0.0, 0.0, 0.0, 0.0)
-
-
-@dataclass(frozen=True)
 class Rates:
-    """Of one setting. ``delayed``: a step is averaged while the next one is computed."""
+    """Of one setting. ``delayed``: a step is averaged while the next one is computed. Remembers the fleet it was asked about last, for in a
+    large one little changes from one moment to the next."""
 
-    setting: Setting
-    trainers: int = TRAINERS
-    delayed: bool = False
-
-    def of(self, serving: tuple[Counts, ...]) -> Rate:
-        """Of a whole fleet, by stage and kind."""
-        kinds = self.setting.kinds
-        even = sum(n * kinds[k].whole_per_s for counts in serving for k, n in enumerate(counts) if n)
-        if not all(map(any, serving)):
-            return Rate(even, 0.0, 0.0, 0.0)
-        cost, stages = self.setting.cost, len(serving)
-        around = [serving[s - 1] if s else None for s in range(stages)]
-        facts = [
-            self._stage(s, around[s], serving[s], serving[s + 1] if s + 1 < stages else None) for s in range(stages)
-        ]
-        slowest = min(f.computes for f in facts)
-        before_s, busiest_s = 0.0, 0.0
-        for f in facts:
-            before_s += f.path_s
-            busiest_s = max(busiest_s, before_s + f.makespan_s)
-            before_s += f.service_s
-        window = self.trainers * max(2, min(map(sum, serving)) * CAPACITY // (2 * self.trainers))
-        linked = min(slowest, *(f.carries for f in facts), window / before_s)
-        computing_s = max(busiest_s, cost.microbatches * before_s / window)
-        ending_s = max(f.ending_s for f in facts)
-        step_s = max(computing_s, ending_s) if self.delayed else computing_s + ending_s
-        return Rate(even, slowest, linked, min(linked, cost.microbatches / step_s))
-
-    @cached_property
-    def _stage(self) -> _StageRates:
-        return _StageRates(self.setting)
-
-    def shares(self, stage: int, senders: Counts, receivers: Counts) -> list[list[float]]:
-        """Of the microbatches that go from ``stage - 1`` to ``stage``: how many from each kind to each kind; sums to 1."""
-        return self._stage.shares(stage, senders, receivers)
-
-
-class _Stage(NamedTuple):
-    """Of one stage in its place. ``computes``, ``carries``: microbatches/s; ``path_s``: to it from the stage before, and back;
-    ``service_s``: a microbatch in it; ``makespan_s``: all of a step's; ``ending_s``: its part of a step's end."""
-
-    computes: float
-    carries: float
-    path_s: float
-    service_s: float
-    makespan_s: float
-    ending_s: float
-
-
-class _StageRates:
-    """Remembers what it computed: in a large fleet little changes from one moment to the next."""
-
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, *, trainers: int = TRAINERS, delayed: bool = False) -> None:
+        self.setting = setting
+        self._trainers, self._delayed = trainers, delayed
         self._kinds, self._links, self._cost = setting.kinds, setting.links, setting.cost
-        self._cached = lru_cache(CACHED)(self._compute)
-
-    def __call__(self, stage: int, before: Counts | None, here: Counts, behind: Counts | None) -> _Stage:
-        return self._cached(stage, before, here, behind)
-
-    def _compute(self, stage: int, before: Counts | None, here: Counts, behind: Counts | None) -> _Stage:
-        speeds = [1 / k.service_s(stage) for k in self._kinds]
-        carried = [min(v, self._carries(stage, k, before, behind)) for k, v in enumerate(speeds)]
-        computes, carries = (sum(n * v for n, v in zip(here, each, strict=True)) for each in (speeds, carried))
-        present = [(n, 1 / v) for n, v in zip(here, carried, strict=True) if n]
-        return _Stage(
-            computes=computes, carries=carries, path_s=self._path_s(stage, before, here), service_s=sum(here) / computes,
-            makespan_s=makespan_s(self._cost.microbatches, present), ending_s=self._ending_s(stage, here),
-        )  # fmt: skip
-
-    def _carries(self, stage: int, k: int, before: Counts | None, behind: Counts | None) -> float:
-        """Microbatches/s that the links of a peer of kind ``k`` let through."""
-        cost, own = self._cost, self._kinds[k]
-        on, back = (cost.forward_bytes[stage + 1], cost.backward_bytes[stage + 1]) if behind else (0, 0)
-        limits = [
-            (own.up_bytes_per_s, on + cost.backward_bytes[stage]),
-            (own.down_bytes_per_s, cost.forward_bytes[stage] + back),
-        ]
-        for others, sent in ((behind, on), (before, cost.backward_bytes[stage])):
-            if others:
-                limits.append((self._paths(k, others), sent))
-        return min((rate / nbytes for rate, nbytes in limits if nbytes), default=math.inf)
-
-    def _paths(self, k: int, others: Counts) -> float:
-        """All paths from one peer of kind ``k`` to ``others`` together [bytes/s]."""
-        return sum(n * self._links[k][o].bandwidth_bytes_per_s for o, n in enumerate(others) if n)
-
-    def _path_s(self, stage: int, before: Counts | None, here: Counts) -> float:
-        """From the stage before and back, as often as each pair is on the way. To the first from trainers, who may be any of it."""
-        senders = here if before is None else before
-        return sum(
-            share * self._there_and_back_s(stage, a, b)
-            for a, row in enumerate(self.shares(stage, senders, here))
-            for b, share in enumerate(row)
+        self.service_s = [[kind.service_s(s) for kind in self._kinds] for s in range(len(setting.cut))]
+        self.whole_per_s = [kind.whole_per_s for kind in self._kinds]
+        self.places = _places(setting)
+        """Kinds that are linked alike."""
+        self._serving: list[Counts | None] = [None] * len(setting.cut)
+        self._stages: list[_Stage | None] = [None] * len(setting.cut)
+        self._limited = any(
+            min(k.up_bytes_per_s, k.down_bytes_per_s, *(link.bandwidth_bytes_per_s for link in row)) < math.inf
+            for k, row in zip(self._kinds, self._links, strict=True)
         )
 
-    def _there_and_back_s(self, stage: int, a: int, b: int) -> float:
+    def of(self, serving: Sequence[Counts]) -> Rate:
+        """Of a whole fleet, by stage and kind."""
+        even = sum(n * v for n, v in zip(map(sum, zip(*serving, strict=True)), self.whole_per_s, strict=True))
+        if not all(map(any, serving)):
+            return Rate(even, 0.0, 0.0, 0.0)
+        microbatches = self._cost.microbatches
+        before_s = busiest_s = ending_s = 0.0
+        slowest = carries = math.inf
+        fewest = 0
+        for stage in self._looked_at(serving):
+            before_s += stage.path_s
+            busiest_s = max(busiest_s, before_s + stage.makespan_s)
+            before_s += stage.service_s
+            slowest, carries = min(slowest, stage.computes), min(carries, stage.carries)
+            ending_s = max(ending_s, stage.ending_s)
+            fewest = min(fewest or stage.peers, stage.peers)
+        window = self._trainers * max(2, fewest * CAPACITY // (2 * self._trainers))
+        linked = min(slowest, carries, window / before_s)
+        computing_s = max(busiest_s, microbatches * before_s / window)
+        step_s = max(computing_s, ending_s) if self._delayed else computing_s + ending_s
+        return Rate(even, slowest, linked, min(linked, microbatches / step_s))
+
+    def _looked_at(self, serving: Sequence[Counts]) -> list[_Stage]:
+        """What changed since the last time is computed anew, and its neighbours with it."""
+        last = len(serving) - 1
+        changed = [s for s, counts in enumerate(serving) if counts is not self._serving[s]]
+        for s in sorted({n for c in changed for n in (c - 1, c, c + 1) if 0 <= n <= last}):
+            before, behind = serving[s - 1] if s else None, serving[s + 1] if s < last else None
+            self._stages[s] = self._stage(s, before, serving[s], behind)
+        self._serving = list(serving)
+        return [stage for stage in self._stages if stage is not None]
+
+    def _stage(self, stage: int, before: Counts | None, here: Counts, behind: Counts | None) -> _Stage:
+        taken_s = self.service_s[stage]
+        carried_s = taken_s
+        if self._limited:
+            carried_s = [max(s, self._carried_s(stage, k, before, behind)) for k, s in enumerate(taken_s)]
+        computes, carries = (sum(n / s for n, s in zip(here, each, strict=True)) for each in (taken_s, carried_s))
+        items, peers = self._cost.microbatches, sum(here)
+        whole = items < WHOLE * peers
+        return _Stage(
+            peers=peers, computes=computes, carries=carries, path_s=self._path_s(stage, before or here, here),
+            service_s=peers / computes, ending_s=self._ending_s(stage, here),
+            makespan_s=makespan_s(items, list(zip(here, carried_s, strict=True))) if whole else items / carries,
+        )  # fmt: skip
+
+    def _carried_s(self, stage: int, k: int, before: Counts | None, behind: Counts | None) -> float:
+        """What the links of a peer of kind ``k`` take for a microbatch [s]: its own, and all paths to a neighbouring stage together."""
+        cost, own = self._cost, self._kinds[k]
+        on, back = (cost.forward_bytes[stage + 1], cost.backward_bytes[stage + 1]) if behind else (0, 0)
+        longest_s = max(
+            (on + cost.backward_bytes[stage]) / own.up_bytes_per_s, (cost.forward_bytes[stage] + back) / own.down_bytes_per_s
+        )  # fmt: skip
+        for others, sent in ((behind, on), (before, cost.backward_bytes[stage])):
+            if others:
+                paths = sum(n * self._links[k][o].bandwidth_bytes_per_s for o, n in enumerate(others) if n)
+                longest_s = max(longest_s, sent / paths)
+        return longest_s
+
+    def _path_s(self, stage: int, senders: Counts, receivers: Counts) -> float:
+        """From the stage before and back, as often as each pair is on the way. To the first from trainers, who may be any of it."""
+        ways = self._ways_s[stage]
+        return sum(
+            share * way_s
+            for row, ways_s in zip(self.shares(stage, senders, receivers), ways, strict=True)
+            for share, way_s in zip(row, ways_s, strict=True)
+        )
+
+    @cached_property
+    def _ways_s(self) -> list[list[list[float]]]:
+        """By stage, sender's and receiver's place: there and back."""
+        firsts = [place[0] for place in self.places]
+        return [[[self._way_s(s, a, b) for b in firsts] for a in firsts] for s in range(len(self._stages))]
+
+    def _way_s(self, stage: int, a: int, b: int) -> float:
         there, back = self._links[a][b], self._links[b][a]
         sent_s = self._cost.forward_bytes[stage] / there.bandwidth_bytes_per_s
         return there.delay_s + back.delay_s + sent_s + self._cost.backward_bytes[stage] / back.bandwidth_bytes_per_s
 
     def shares(self, stage: int, senders: Counts, receivers: Counts) -> list[list[float]]:
-        """Each sender prefers receivers that answer soon, but none gets more than its part of what the stage computes."""
-        kinds = self._kinds
-        sends = [n / k.service_s(stage - 1 if stage else 0) for n, k in zip(senders, kinds, strict=True)]
-        takes = [n / k.service_s(stage) for n, k in zip(receivers, kinds, strict=True)]
-        total_sent, total_taken = sum(sends), sum(takes)
-        limits = [t / total_taken for t in takes]
+        """Of the microbatches that go from ``stage - 1`` to ``stage``: how many from each place to each place; sums to 1. Each sender
+        prefers receivers that answer soon, but none gets more than its part of what the stage computes."""
+        if len(self.places) == 1:
+            return [[1.0]]
+        there, takes = self._by_place(receivers, self.service_s[stage])
+        _, sends = self._by_place(senders, self.service_s[max(0, stage - 1)])
+        sent, taken = sum(sends), sum(takes)
+        limits = [t / taken for t in takes]
+        served_s = [n / t if t else 0.0 for n, t in zip(there, takes, strict=True)]
         rows = []
-        for a, sent in enumerate(sends):
-            expected = [k.service_s(stage) + self._there_and_back_s(stage, a, b) for b, k in enumerate(kinds)]
-            rows.append([sent / total_sent * share for share in steady_shares(expected, receivers)])
+        for part, ways in zip(sends, self._ways_s[stage], strict=True):
+            expected = [s + way for s, way in zip(served_s, ways, strict=True)]
+            rows.append([part / sent * share for share in steady_shares(expected, there)])
         for _ in range(ROUNDS):
-            taken = [sum(column) for column in zip(*rows, strict=True)]
-            fit = [min(1.0, limit / t) if t else 1.0 for limit, t in zip(limits, taken, strict=True)]
-            rows = [[share * f for share, f in zip(row, fit, strict=True)] for row in rows]
-            room = [max(0.0, limit - t * f) for limit, t, f in zip(limits, taken, fit, strict=True)]
+            columns = [sum(column) for column in zip(*rows, strict=True)]
+            fit = [min(1.0, limit / c) if c else 1.0 for limit, c in zip(limits, columns, strict=True)]
+            room = [max(0.0, limit - c * f) for limit, c, f in zip(limits, columns, fit, strict=True)]
             if (left := sum(room)) <= EPSILON:
                 break
-            for a, row in enumerate(rows):
-                short = sends[a] / total_sent - sum(row)
-                rows[a] = [share + short * r / left for share, r in zip(row, room, strict=True)]
+            rows = [[share * f for share, f in zip(row, fit, strict=True)] for row in rows]
+            short = [part / sent - sum(row) for part, row in zip(sends, rows, strict=True)]
+            rows = [
+                [share + s * r / left for share, r in zip(row, room, strict=True)]
+                for s, row in zip(short, rows, strict=True)
+            ]
         return rows
+
+    def _by_place(self, counts: Counts, service_s: Sequence[float]) -> tuple[list[int], list[float]]:
+        """Peers, and microbatches/s."""
+        peers = [sum(counts[k] for k in place) for place in self.places]
+        return peers, [sum(counts[k] / service_s[k] for k in place) for place in self.places]
 
     def _ending_s(self, stage: int, here: Counts) -> float:
         """Averaging, and what is said beside it; the stage's longest delay counts."""
@@ -178,5 +179,28 @@ class _StageRates:
         return averaging_s + AGREEMENT_HOPS * max((p.delay_s for p in pairs), default=0.0)
 
 
-ROUNDS, EPSILON = 20, 1e-9
+class _Stage(NamedTuple):
+    """Of one stage in its place. ``computes``, ``carries``: microbatches/s; ``path_s``: to it from the stage before, and back;
+    ``service_s``: a microbatch in it; ``makespan_s``: all of a step's; ``ending_s``: its part of a step's end."""
+
+    peers: int
+    computes: float
+    carries: float
+    path_s: float
+    service_s: float
+    makespan_s: float
+    ending_s: float
+
+
+def _places(setting: Setting) -> tuple[tuple[int, ...], ...]:
+    found: dict[tuple[object, ...], list[int]] = {}
+    for k, kind in enumerate(setting.kinds):
+        key = kind.region, setting.links[k], tuple(row[k] for row in setting.links)
+        found.setdefault(key, []).append(k)
+    return tuple(map(tuple, found.values()))
+
+
+WHOLE = 25
+"""Microbatches a peer and step, from which on it matters little that each is computed by one peer."""
+ROUNDS, EPSILON = 4, 1e-9
 """Of fitting what senders prefer to what receivers can take; all shares sum to 1."""
