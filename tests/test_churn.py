@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from muletrain.cli.simulate import TRACE_A
 from muletrain.errors import DataError
-from muletrain.sim.churn import HORIZON_S, HOUR_S, Change, read_trace, simulate
+from muletrain.sim.churn import HORIZON_S, HOUR_S, TRACE_A, Change, read_trace, simulate
 
 
 def test_by_hand() -> None:

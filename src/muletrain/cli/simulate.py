@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json as jsonlib
 from enum import StrEnum
-from pathlib import Path
+from pathlib import Path  # noqa: TC003  # typer reads annotations
 from typing import Annotated
 
 import typer
-
-TRACE_A = Path(__file__).parents[1] / "sim" / "traces" / "a.csv"
 
 app = typer.Typer(
     help="What would happen: the production rules in a virtual world.", no_args_is_help=True, rich_markup_mode="rich"
@@ -23,6 +21,12 @@ class Policy(StrEnum):
     NONE = "none"
     SWARM = "swarm"
     MULETRAIN = "muletrain"
+
+
+class Strategy(StrEnum):
+    """Which peers serve what, and who gets the next microbatch."""
+
+    SWARM = "swarm"
 
 
 @app.callback()
@@ -58,7 +62,7 @@ def rebalance(
     from rich.table import Table
 
     from muletrain.cli.console import make_console
-    from muletrain.sim.churn import read_trace, simulate
+    from muletrain.sim.churn import TRACE_A, read_trace, simulate
 
     changes = read_trace(trace or TRACE_A)
     console, results = make_console(), {}
@@ -86,3 +90,44 @@ def rebalance(
         shares = (f"{share:.1f} %" for share in (r.overall, r.first_hour, r.last_hour))
         table.add_row(name, *shares, f"{r.moves_per_hour:.1f}")
     console.print(table)
+
+
+@app.command()
+def fleet(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="FLEET.toml",
+            help="Machines, links and churn ('muletrain config --fleet' explains it). Default: an example, whose path is printed.",
+        ),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="A preset, e.g. 'llama-7b'. Default: gpt3-xl, or CONFIG's.")] = None,
+    strategy: Annotated[Strategy, typer.Option(help="How the fleet is used.")] = Strategy.SWARM,
+    hours: Annotated[float, typer.Option(min=0.01, help="How long.")] = 2.0,
+    config: Annotated[
+        Path | None, typer.Option(metavar="CONFIG.toml", help="A run's configuration, as for 'muletrain run'.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Override one field of the run, e.g. fleet.stages=8 (default: as few as memory allows), train.batch=4096 (1024), "
+            "wire.activations=fp16, optimizer.delayed=true. Repeatable.",
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="OUT.png", help="Draw throughput, peers by stage and events over time; needs matplotlib."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Draws who leaves and when; the same seed gives the same figures.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """What would happen: throughput, idle time by cause, bytes by link, and recovery of a run on these machines, while they come and go.
+
+    Rates instead of messages (flow fidelity), with the policies that decide in production: days with thousands of machines take seconds.
+    The optimum is all machines that are there, busy all the time."""
+    from muletrain.cli.whatif import what_if
+
+    assert strategy is Strategy.SWARM
+    what_if(file, config, model, overrides or [], hours=hours, seed=seed, plot=plot, json=json)

@@ -124,6 +124,8 @@ class _Plan:
         self._view, self._exchange = view, exchange
         self._powers = _powers(view)
         self.moves: list[Move] = []
+        self._gave: set[int] = set()
+        self._got: set[int] = set()
         loads = view.loads
         self._here = {p: self._speed(p, s) for s, peers in enumerate(served) for p in peers}
         """What each does where it serves."""
@@ -151,11 +153,13 @@ class _Plan:
         """To the slowest stage: the move that leaves most for the slower of the two stages, and more than there was; the first of equals
         by stage and id."""
         after, target = self._after, self._after.index(min(self._after))
+        if not self._exchange and target in self._gave:
+            return None
         best, best_rank, work = None, (after[target] * (1 + EPSILON), 0.0, 0), self._view.work[target]
         for source in sorted(range(len(after)), key=lambda s: -after[s]):
             if after[source] < best_rank[0]:
                 break  # and so are all that follow, less what would leave them
-            if source == target or not (self._exchange or self._one_way(source, target)):
+            if source == target or (not self._exchange and source in self._got):
                 continue
             for peer in self._movable[source]:
                 load = self._view.loads[peer]
@@ -168,11 +172,10 @@ class _Plan:
                     best, best_rank = Move(peer, source, target), rank
         return best
 
-    def _one_way(self, source: int, target: int) -> bool:
-        return all(m.source != target and m.target != source for m in self.moves)
-
     def take(self, move: Move) -> None:
         self.moves.append(move)
+        self._gave.add(move.source)
+        self._got.add(move.target)
         self._spare[move.peer] -= 1
         if not self._spare[move.peer]:
             self._movable[move.source].remove(move.peer)

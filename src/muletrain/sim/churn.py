@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
@@ -23,10 +24,11 @@ from muletrain.swarm.rebalancing import HORIZON_PERIODS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from pathlib import Path
 
 _Decision = Callable[[tuple[int, ...]], tuple[tuple[int, int], ...]]
 """Peers by stage (those on their way there included) -> moves (source, target)."""
+TRACE_A = Path(__file__).parent / "traces" / "a.csv"
+"""Fitted to SWARM's table 5."""
 Rule = Literal["none", "swarm", "muletrain"]
 HORIZON_S = 32 * 3600.0
 """SWARM's trace lasts 32 hours."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from muletrain.sim.churn import read_trace
+from muletrain.sim.churn import TRACE_A, read_trace
 from muletrain.sim.flow import HOUR_S, Flow, Rules, Weather
 from muletrain.sim.rates import TRAINERS, Rates
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from muletrain.sim.machines import Setting
 
 EXAMPLE = Path(__file__).parent / "fleets" / "spot-t4.toml"
-TRACE_A = Path(__file__).parent / "traces" / "a.csv"
 
 
 def weather(churn: Churn, folder: Path) -> Weather:

@@ -62,17 +62,15 @@ class Rates:
         if not all(map(any, serving)):
             return Rate(even, 0.0, 0.0, 0.0)
         microbatches = self._cost.microbatches
-        before_s = busiest_s = ending_s = 0.0
-        slowest = carries = math.inf
-        fewest = 0
-        for stage in self._looked_at(serving):
+        stages = self._looked_at(serving)
+        before_s = busiest_s = 0.0
+        for stage in stages:
             before_s += stage.path_s
             busiest_s = max(busiest_s, before_s + stage.makespan_s)
             before_s += stage.service_s
-            slowest, carries = min(slowest, stage.computes), min(carries, stage.carries)
-            ending_s = max(ending_s, stage.ending_s)
-            fewest = min(fewest or stage.peers, stage.peers)
-        window = self._trainers * max(2, fewest * CAPACITY // (2 * self._trainers))
+        slowest, carries = min([stage.computes for stage in stages]), min([stage.carries for stage in stages])
+        ending_s = max([stage.ending_s for stage in stages])
+        window = self._trainers * max(2, min([stage.peers for stage in stages]) * CAPACITY // (2 * self._trainers))
         linked = min(slowest, carries, window / before_s)
         computing_s = max(busiest_s, microbatches * before_s / window)
         step_s = max(computing_s, ending_s) if self._delayed else computing_s + ending_s

@@ -1,0 +1,185 @@
+"""``muletrain simulate fleet``: what would happen to a run on machines that nobody has, told in a table and drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+import json as jsonlib
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from muletrain.cli.console import make_console
+from muletrain.config.fleet import Fleet, load_located_fleet
+from muletrain.config.load import load_config, located
+from muletrain.errors import MuletrainError
+from muletrain.model.spec import ModelSpec
+from muletrain.sim.fleet import EXAMPLE, simulate_fleet, weather
+from muletrain.sim.machines import setting, stages_for
+from muletrain.units import format_bytes, format_count, format_duration
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from muletrain.config.schema import RunConfig
+    from muletrain.sim.ledger import Outcome
+    from muletrain.sim.machines import Setting
+
+LINKS = 10
+"""Pairs of regions in the table; '--json' has all."""
+USUAL = ("train.batch=1024", "train.microbatch=1")
+"""What a run of this kind sets, where the user says nothing."""
+
+
+def what_if(
+    path: Path | None, config: Path | None, model: str | None, overrides: Sequence[str], *,
+    hours: float, seed: int, plot: Path | None, json: bool,
+) -> None:  # fmt: skip
+    """Raises ConfigError, CapacityError and DataError, which say where to look."""
+    if plot is not None:
+        _need_matplotlib()
+    file = EXAMPLE if path is None else path
+    fleet, origins = load_located_fleet(file)
+    given = [*overrides, *([f"model.preset={model}"] if model else [])]
+    with located(origins, Fleet):
+        run, spec = _run(fleet, config, given)
+        scene = setting(fleet, run, spec)
+    outcome = simulate_fleet(scene, run, weather(fleet.churn, Path(file).parent), hours=hours, seed=seed)
+    if json:
+        print(jsonlib.dumps(_as_json(outcome, scene)))
+    else:
+        console = make_console()
+        if path is None:
+            console.print(f"no fleet was named, so this is the example {escape(str(EXAMPLE))}\n", soft_wrap=True)
+        _tell(console, fleet, run, spec, scene, outcome)
+    if plot is not None:
+        draw(outcome, scene, plot)
+        if not json:
+            make_console().print(f"wrote {escape(str(plot))}", soft_wrap=True)
+
+
+def _run(fleet: Fleet, config: Path | None, given: list[str]) -> tuple[RunConfig, ModelSpec]:
+    """Where nobody says into how many stages: as few as memory allows."""
+    named = any(text.startswith(("model.", "model =")) for text in given)
+    base = [] if config is not None else [*USUAL, *([] if named else ["model.preset=gpt3-xl"])]
+    run = load_config(config, [*base, *given])
+    spec = ModelSpec.from_config(run.model)
+    if config is None and not any(text.startswith("fleet.stages") for text in given):
+        run = load_config(None, [*base, f"fleet.stages={stages_for(fleet, run, spec)}", *given])
+    return run, spec
+
+
+def _as_json(outcome: Outcome, scene: Setting) -> dict[str, Any]:
+    fields = dataclasses.asdict(outcome)
+    links = {f"{a} to {b}": sent for (a, b), sent in outcome.bytes.items()}
+    median_s, longest_s = (None if math.isnan(s) else s for s in outcome.recovery_s)
+    return {
+        "stages": len(scene.cut), "machines": sum(k.count for k in scene.kinds),
+        "tokens_per_s": outcome.throughput * scene.cost.tokens, "recovery_median_s": median_s, "recovery_longest_s": longest_s,
+        **fields, "bytes": links, "estimates": sorted({k.assumed for k in scene.kinds if k.assumed}),
+    }  # fmt: skip
+
+
+def _tell(console: Console, fleet: Fleet, run: RunConfig, spec: ModelSpec, scene: Setting, outcome: Outcome) -> None:
+    kinds = ", ".join(f"{k.count} x {k.device} in {k.region}" for k in scene.kinds)
+    name = run.model.preset or "model"
+    console.print(f"[bold]{escape(fleet.name)}[/bold]: {escape(kinds)}")
+    console.print(
+        f"{name} ({format_count(spec.params)} parameters) in {len(scene.cut)} stages, {scene.cost.microbatches} microbatches of "
+        f"{scene.cost.sequences} x {spec.context} tokens a step, strategy swarm, {outcome.hours:g} hours\n"
+    )
+    console.print(_results(scene, outcome))
+    console.print(_shares(outcome))
+    console.print(_links(outcome))
+    for estimate in sorted({k.assumed for k in scene.kinds if k.assumed}):
+        console.print(f"an estimate: {escape(estimate)}; 'tflops' beside 'device' says what you measured")
+
+
+def _results(scene: Setting, outcome: Outcome) -> Table:
+    table = Table(show_header=False, title="what it does", title_justify="left")
+    median_s, longest_s = outcome.recovery_s
+    recovery = "nothing slowed it by more than 5 %"
+    if not math.isnan(median_s):
+        recovery = f"median {format_duration(median_s)}, longest {format_duration(longest_s)}"
+    if outcome.not_recovered:
+        recovery = (
+            (recovery if outcome.recoveries_s else "") + ("; " if outcome.recoveries_s else "") + "at the end not yet"
+        )
+    happened = ", ".join(f"{n} {what}" for what, n in outcome.events.items()) or "nobody came or went"
+    for label, value in (
+        ("tokens/s", format_count(outcome.throughput * scene.cost.tokens)),
+        ("sequences/s", f"{outcome.throughput * scene.cost.sequences:.3g}"),
+        ("steps", f"{outcome.steps:.0f}, each {format_duration(3600 * outcome.hours / outcome.steps) if outcome.steps else '?'}"),
+        ("machines", happened),
+        ("computed again", f"{outcome.repeated_microbatches:.0f} microbatches, each at one stage"),
+        ("lost", f"{outcome.lost_microbatches:.0f} microbatches of steps taken back"),
+        ("time to recover", recovery),
+    ):  # fmt: skip
+        table.add_row(label, value)
+    return table
+
+
+def _shares(outcome: Outcome) -> Table:
+    """Sums to 100 %."""
+    table = Table("where the machines' time goes", "", title_justify="left")
+    table.columns[1].justify = "right"
+    table.add_row("training (share of the optimum)", f"[bold]{100 * outcome.share_of_optimum:.1f} %[/bold]")
+    for cause, share in outcome.idle.items():
+        if share >= 5e-4:
+            table.add_row(f"idle: {cause}", f"{100 * share:.1f} %")
+    return table
+
+
+def _links(outcome: Outcome) -> Table:
+    table = Table("from", "to", title="bytes", title_justify="left")
+    classes = ("activations", "gradients", "averaging", "state")
+    for heading in (*classes, "mean"):
+        table.add_column(heading, justify="right")
+    busiest = sorted(outcome.bytes.items(), key=lambda item: -sum(item[1].values()))
+    for (a, b), sent in busiest[:LINKS]:
+        rate = 8 * sum(sent.values()) / (3600 * outcome.hours)
+        table.add_row(a, b, *(format_bytes(sent.get(c, 0.0)) for c in classes), f"{rate / 1e6:,.0f} Mb/s")
+    if len(busiest) > LINKS:
+        table.caption = f"the busiest {LINKS} of {len(busiest)} pairs of regions; --json has all"
+    return table
+
+
+def _need_matplotlib() -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as e:
+        raise MuletrainError("--plot needs matplotlib: pip install 'muletrain[plots]', or leave it out") from e
+
+
+def draw(outcome: Outcome, scene: Setting, path: Path) -> None:
+    """Throughput, peers by stage and events over time, as an image. Raises OSError."""
+    from matplotlib.figure import Figure
+
+    hours = [p.time_s / 3600 for p in outcome.curve]
+    tokens = scene.cost.tokens
+    figure = Figure(figsize=(10, 8), layout="constrained")
+    top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=(3, 3, 1.5))
+    top.plot(hours, [p.optimum * tokens for p in outcome.curve], color="0.7", label="optimum of the machines there")
+    top.plot(hours, [p.throughput * tokens for p in outcome.curve], label="throughput")
+    top.set(ylabel="tokens/s", ylim=(0, None), title=f"{100 * outcome.share_of_optimum:.1f} % of the optimum")
+    top.legend(loc="lower left")
+    stages = len(scene.cut)
+    for s in range(stages):
+        middle.step(hours, [p.peers[s] for p in outcome.curve], where="pre", label=f"stage {s}", alpha=0.8)
+    middle.set(ylabel="peers by stage", ylim=(0, None))
+    if stages <= NAMED_STAGES:
+        middle.legend(loc="lower left", ncols=4)
+    kinds = sorted({what for p in outcome.curve for what in p.events})
+    for row, what in enumerate(kinds):
+        seen = [(h, p.events[what]) for h, p in zip(hours, outcome.curve, strict=True) if what in p.events]
+        bottom.scatter([h for h, _ in seen], [row] * len(seen), s=[12 * n for _, n in seen], alpha=0.6)
+    bottom.set(xlabel="hours", yticks=range(len(kinds)), yticklabels=kinds, ylim=(-0.7, len(kinds) - 0.3))
+    figure.savefig(path, dpi=120)
+
+
+NAMED_STAGES = 12
+"""In a legend; of more nobody could tell the colours apart."""
