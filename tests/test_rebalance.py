@@ -213,3 +213,26 @@ def test_two_stages_end_near_the_best_placement(speeds: list[float]) -> None:
         for placed in product((0, 1), repeat=len(speeds))
     )
     assert throughput(after(fleet, moves)) >= best - max(speeds) * 0.5 - 1e-9
+
+
+@given(st.data())
+def test_peers_that_are_alike_may_be_counted_instead_of_listed(data: st.DataObject) -> None:
+    """Simulations of thousands of peers do; the moves are the same ones."""
+    stages = data.draw(st.integers(1, 4))
+    counted, listed = {}, {}
+    for s, g in product(range(stages), range(data.draw(st.integers(1, 3)))):
+        speeds = {s: data.draw(st.sampled_from([0.5, 1.0, 2.0]))} if data.draw(st.integers(0, 9)) else {}
+        targets = data.draw(st.sampled_from([None, frozenset(range(stages)), frozenset({0})]))
+        load = Load(s, data.draw(st.floats(0, 3)), speeds, data.draw(st.sampled_from([math.inf, 2.0])), targets)
+        number = data.draw(st.integers(1, 4))
+        counted[f"{s}.{g}"] = replace(load, alike=number)
+        listed |= {f"{s}.{g}.{k}": load for k in range(number)}
+    work, state = (
+        [data.draw(st.sampled_from([1.0, 2.0])) for _ in range(stages)],
+        [data.draw(st.sampled_from([0.0, 3.0]))] * stages,
+    )
+    few, many = View(counted, work, state), View(listed, work, state)
+    for exchange in (True, False):
+        moves = by_throughput(many, 100.0, exchange=exchange)
+        assert by_throughput(few, 100.0, exchange=exchange) == tuple(replace(m, peer=m.peer[:3]) for m in moves)
+    assert [(m.source, m.target) for m in by_queue(few)] == [(m.source, m.target) for m in by_queue(many)]

@@ -48,7 +48,7 @@ def what_if(
     with located(origins, Fleet):
         run, spec = _run(fleet, config, given)
         scene = setting(fleet, run, spec)
-    outcome = simulate_fleet(scene, run, weather(fleet.churn, Path(file).parent), hours=hours, seed=seed)
+        outcome = simulate_fleet(scene, run, weather(fleet.churn, Path(file).parent), hours=hours, seed=seed)
     if json:
         print(jsonlib.dumps(_as_json(outcome, scene)))
     else:
@@ -80,7 +80,7 @@ def _as_json(outcome: Outcome, scene: Setting) -> dict[str, Any]:
     return {
         "stages": len(scene.cut), "machines": sum(k.count for k in scene.kinds),
         "tokens_per_s": outcome.throughput * scene.cost.tokens, "recovery_median_s": median_s, "recovery_longest_s": longest_s,
-        **fields, "bytes": links, "estimates": sorted({k.assumed for k in scene.kinds if k.assumed}),
+        **fields, "bytes": links, "left_out": scene.left_out, "estimates": sorted({k.assumed for k in scene.kinds if k.assumed}),
     }  # fmt: skip
 
 
@@ -92,6 +92,10 @@ def _tell(console: Console, fleet: Fleet, run: RunConfig, spec: ModelSpec, scene
         f"{name} ({format_count(spec.params)} parameters) in {len(scene.cut)} stages, {scene.cost.microbatches} microbatches of "
         f"{scene.cost.sequences} x {spec.context} tokens a step, strategy swarm, {outcome.hours:g} hours\n"
     )
+    for machine in scene.left_out:
+        console.print(
+            f"left out: '{escape(machine)}' has no room for any stage; more stages are smaller (--set fleet.stages=N)"
+        )
     console.print(_results(scene, outcome))
     console.print(_shares(outcome))
     console.print(_links(outcome))

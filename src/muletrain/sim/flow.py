@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Literal
 
+from muletrain.errors import CapacityError
 from muletrain.policy.adoption import Standing, adopters
 from muletrain.policy.rebalance import Load, View, by_queue, by_throughput
 from muletrain.policy.seating import most_needed
@@ -104,6 +105,11 @@ class Flow:
         for kind in range(len(self._kinds)):
             for _ in range(self._kinds[kind].count):
                 self._add(self._seat(kind), kind, 1)
+        if not all(map(any, self._serving)):
+            stage = [any(counts) for counts in self._serving].index(False)
+            raise CapacityError(
+                f"machines[0].count: stage {stage} gets no machine, for those with room for it are needed elsewhere; add one that holds it"
+            )
         self._rate = self._rated()
         self.ledger = Ledger(self.rates, self.horizon_s, self._serving, self._present)
 

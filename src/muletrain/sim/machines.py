@@ -65,6 +65,8 @@ class Setting:
     links: tuple[tuple[Link, ...], ...]
     cost: RunCost
     cut: Cut
+    left_out: tuple[str, ...]
+    """Machines that no stage fits on."""
 
 
 def run_cost(config: RunConfig, spec: ModelSpec, cut: Cut) -> RunCost:
@@ -111,17 +113,19 @@ def setting(fleet: Fleet, config: RunConfig, spec: ModelSpec) -> Setting:
     needs, cost = _needs(config, spec, cut), run_cost(config, spec, cut)
     machines = _first_of_each(fleet)
     _check_memory(fleet, spec, needs)
-    kinds = tuple(
+    found = [
         _kind(n, peer, machine, config, needs, cost)
         for n, (peer, machine) in enumerate(zip(machines, fleet.machines, strict=True))
-    )
-    if (found := sum(k.count for k in kinds)) < len(cut):
+    ]
+    able = [n for n, kind in enumerate(found) if kind.fits]
+    if (count := sum(found[n].count for n in able)) < len(cut):
         raise CapacityError(
-            f"machines[0].count: {found} machines in all for fleet.stages = {len(cut)}; each stage needs one: raise a count or cut the "
-            f"model into fewer stages"
+            f"machines[{able[0]}].count: {count} machines in all have room for a stage, for fleet.stages = {len(cut)}, and each stage "
+            f"needs one: raise a count or cut the model into fewer stages"
         )
-    links = tuple(tuple(fleet.between_kinds(a.index, b.index) for b in machines) for a in machines)
-    return Setting(kinds, links, cost, cut)
+    links = tuple(tuple(fleet.between_kinds(machines[a].index, machines[b].index) for b in able) for a in able)
+    left_out = tuple(kind.name for kind in found if not kind.fits)
+    return Setting(tuple(found[n] for n in able), links, cost, cut, left_out)
 
 
 def _first_of_each(fleet: Fleet) -> list[FleetPeer]:

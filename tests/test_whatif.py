@@ -1,0 +1,315 @@
+"""``simulate fleet``: figures by hand, nothing lost in the books, and errors that say where and what to do."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from muletrain.cli.whatif import what_if
+from muletrain.config.fleet import load_fleet
+from muletrain.config.load import load_config
+from muletrain.errors import MuletrainError
+from muletrain.model.spec import ModelSpec
+from muletrain.policy.cost import all_reduce_s, makespan_s, steady_shares
+from muletrain.policy.devices import DEVICES, find_device
+from muletrain.policy.wiring import Wiring
+from muletrain.sim.fleet import EXAMPLE, simulate_fleet, weather
+from muletrain.sim.ledger import Outcome
+from muletrain.sim.machines import Setting, setting
+from muletrain.sim.rates import Rates
+
+TINY = (
+    "model.width=64", "model.heads=2", "model.layers=4", "model.context=32", "model.vocab=512", "train.microbatch=1",
+    "wire.activations=fp32", "wire.gradients=fp32", "checkpoint.every=0",
+)  # fmt: skip
+PACED = '[[machines]]\nname = "a"\ncount = 4\n[pacing]\nforward_ms = 1000\nbackward_ms = 2000\n'
+
+
+def played(tmp_path: Path, text: str, *overrides: str, hours: float = 1.0, seed: int = 0) -> Outcome:
+    file = tmp_path / "fleet.toml"
+    file.write_text(text)
+    fleet, config = load_fleet(file), load_config(None, [*TINY, *overrides])
+    scene = setting(fleet, config, ModelSpec.from_config(config.model))
+    return simulate_fleet(scene, config, weather(fleet.churn, tmp_path), hours=hours, seed=seed)
+
+
+def scene_of(tmp_path: Path, text: str, *overrides: str) -> Setting:
+    file = tmp_path / "fleet.toml"
+    file.write_text(text)
+    config = load_config(None, [*TINY, *overrides])
+    return setting(load_fleet(file), config, ModelSpec.from_config(config.model))
+
+
+# --- what things cost --------------------------------------------------------------------------------------------------
+
+
+def test_makespan_counts_whole_pieces() -> None:
+    assert makespan_s(8, [(2, 3.0)]) == pytest.approx(12.0)
+    assert makespan_s(9, [(2, 3.0)]) == pytest.approx(15.0)  # one computes the ninth alone
+    assert makespan_s(5, [(1, 1.0), (1, 2.0)]) == pytest.approx(4.0)  # 4 and 2
+    assert makespan_s(1, [(0, 1.0)]) == math.inf
+
+
+def test_all_reduce_by_hand() -> None:
+    assert all_reduce_s(100.0, 1, 10.0, 10.0) == 0.0
+    assert all_reduce_s(100.0, 4, 10.0, math.inf) == pytest.approx(15.0)  # 2 * 3/4 * 100 / 10
+    assert all_reduce_s(100.0, 4, 10.0, 2.0) == pytest.approx(25.0)  # 2 shards of 25 on each path
+
+
+def test_steady_shares_are_what_wiring_comes_to() -> None:
+    times_s = {"near": 1.0, "far": 1.5, "slow": 4.0}
+    wiring, found = Wiring(random.Random(0)), dict.fromkeys(times_s, 0)
+    for peer in times_s:
+        wiring.add(peer)
+    for _ in range(4000):
+        peer = wiring.choose()
+        assert peer is not None
+        found[peer] += 1
+        wiring.measured(peer, times_s[peer])
+    shares = steady_shares(list(times_s.values()), [1, 1, 1])
+    assert [n / 4000 for n in found.values()] == pytest.approx(shares, abs=0.01)
+
+
+def test_every_device_has_a_source_and_is_found_by_the_names_people_write() -> None:
+    assert all(d.source and d.flops > 0 and d.memory_bytes > 0 for d in DEVICES)
+    assert {d.name for d in DEVICES} >= {
+        "T4",
+        "V100",
+        "A100",
+        "H100",
+        "H200",
+        "RTX 2080",
+        "RTX 3080",
+        "RTX 4090",
+        "GTX 1080",
+        "CPU",
+    }
+    for written, name in (
+        ("Tesla T4", "T4"),
+        ("NVIDIA GeForce RTX 3080", "RTX 3080"),
+        ("gtx1080ti", "GTX 1080 Ti"),
+        ("A100-SXM4", "A100"),
+    ):
+        device = find_device(written)
+        assert device is not None
+        assert device.name == name
+    large = find_device("NVIDIA A100 80GB PCIe")
+    assert large is not None
+    assert large.memory_bytes == 80 * 2**30
+    assert find_device("RTX 9999") is None
+
+
+# --- a step by hand ----------------------------------------------------------------------------------------------------
+
+
+def test_a_step_by_hand(tmp_path: Path) -> None:
+    """2 + 2 machines of 3 s, 8 microbatches: the second stage begins after 1 s and its last gradient takes 2 s more; 12 s between."""
+    result = played(tmp_path, PACED, "fleet.stages=2", "train.batch=8", hours=1.0)
+    assert result.throughput == pytest.approx(8 / 15)
+    assert result.share_of_optimum == pytest.approx(12 / 15)
+    assert result.idle["ends of steps"] == pytest.approx(3 / 15)
+    assert result.steps == pytest.approx(240)
+
+
+def test_links_by_hand(tmp_path: Path) -> None:
+    """32 tokens of width 64 are 8192 bytes and 64 of targets: 1 kB/s carries one in 8.3 s, which is more than 3 s of computing."""
+    slow = PACED.replace("count = 4", "count = 2") + "[defaults]\nlocal_bandwidth_mbps = 0.008\n"
+    scene = scene_of(tmp_path, slow, "fleet.stages=2", "train.batch=400")
+    rate = Rates(scene).of([(1,), (1,)])
+    assert rate.slowest == pytest.approx(1 / 3)
+    assert rate.linked == pytest.approx(1000 / (8192 + 64))
+    wide = played(tmp_path, PACED + "[defaults]\nlocal_rtt_ms = 2000\n", "fleet.stages=2", "train.batch=8")
+    # the trainers' way to stage 0 and on, there and back; five messages of 1 s agree on the step
+    assert 8 / wide.throughput == pytest.approx(2 + 3 + 2 + 12 + 5)
+
+
+def test_bytes_are_those_of_the_frames(tmp_path: Path) -> None:
+    two = (
+        '[[machines]]\nname = "a"\nregion = "x"\n[[machines]]\nname = "b"\nregion = "y"\n[pacing]\nforward_ms = 1000\n'
+    )
+    result = played(tmp_path, two, "fleet.stages=2", "train.batch=8")
+    done = result.throughput * 3600
+    assert result.bytes["x", "y"]["activations"] == pytest.approx(done * (4 * 32 * 64 + 2 * 32), rel=0.03)
+    assert result.bytes["y", "x"]["gradients"] == pytest.approx(done * 4 * 32 * 64, rel=0.03)
+
+
+# --- churn -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_machine_that_leaves_takes_its_part_of_the_step_and_the_rest_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("time_s,change\n1800,-1\n")
+    result = played(
+        tmp_path, PACED + '[churn]\ntrace = "t.csv"\n', "fleet.stages=2", "train.batch=80", "fleet.rebalance=off"
+    )
+    whole, half = 80 / (3 + 120), 80 / (3 + 240)
+    assert result.events == {"left": 1}
+    assert 0 < result.repeated_microbatches <= 40 + 8
+    assert result.throughput == pytest.approx((whole + half) / 2, rel=0.03)
+    assert result.not_recovered
+
+
+def test_a_stage_without_peers_is_adopted_and_the_run_steps_back(tmp_path: Path) -> None:
+    """Three machines on two stages; seeds differ in who leaves. If the only one of a stage does, one of the others serves it 30 s later."""
+    (tmp_path / "t.csv").write_text("time_s,change\n1800,-1\n")
+    text = PACED.replace("count = 4", "count = 3") + '[churn]\ntrace = "t.csv"\n'
+    results = [
+        played(tmp_path, text, "fleet.stages=2", "train.batch=8", "checkpoint.every=10", seed=s) for s in range(8)
+    ]
+    lost = [r for r in results if "stage lost" in r.events]
+    assert lost, "no seed takes the only machine of a stage"
+    for r in lost:
+        assert r.events["adopted"] == r.events["stepped back"] == 1
+        assert 0 < r.lost_microbatches < 10 * 8
+        assert r.idle["a stage without peers"] > 0
+        assert 30 <= r.recoveries_s[0] <= 60 if r.recoveries_s else r.not_recovered
+
+
+def test_machines_move_to_where_they_are_needed(tmp_path: Path) -> None:
+    """A slow and a fast kind are seated by numbers; the production rule evens out what they do."""
+    text = '[[machines]]\nname = "fast"\ncount = 3\nforward_ms = 100\n[[machines]]\nname = "slow"\ncount = 6\nforward_ms = 400\n'
+    still = played(tmp_path, text, "fleet.stages=3", "train.batch=96", "fleet.rebalance=off")
+    (tmp_path / "t.csv").write_text("time_s,change\n60,-1\n120,-1\n180,-1\n")
+    text += '[churn]\ntrace = "t.csv"\n'
+    left, ours = (
+        played(tmp_path, text, "fleet.stages=3", "train.batch=96", f"fleet.rebalance={r}")
+        for r in ("off", "throughput")
+    )
+    assert still.share_of_optimum > 0.8
+    assert ours.events["moved"] >= 1
+    assert ours.share_of_optimum > 1.1 * left.share_of_optimum
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_books_balance_under_any_churn(tmp_path: Path, seed: int) -> None:
+    """What was trained, and what was not by cause, is all that could have been."""
+    draw = random.Random(seed)
+    kinds = "".join(
+        f'[[machines]]\nname = "k{k}"\ncount = {draw.randint(1, 6)}\nregion = "r{k % 2}"\nforward_ms = {draw.randint(50, 900)}\n'
+        f"reliable = {draw.choice(['true', 'false'])}\nup_mbps = {draw.choice([1, 10, 1000])}\n"
+        for k in range(draw.randint(1, 4))
+    )
+    churn = f"[churn]\nleave_per_hour = {draw.choice([0.5, 3])}\nbursts_per_hour = 2\nburst_share = 0.5\naway_min = 5\n"
+    links = "[defaults]\nrtt_ms = 100\nbandwidth_mbps = 20\n"
+    stages = draw.randint(1, min(4, kinds.count("count")))
+    options = (
+        f"fleet.stages={stages}",
+        f"train.batch={draw.randint(4, 64)}",
+        f"checkpoint.every={draw.choice([0, 5])}",
+    )
+    options = (
+        *options,
+        f"optimizer.delayed={draw.choice(['true', 'false'])}",
+        f"fleet.rebalance={draw.choice(['paper', 'throughput'])}",
+    )
+    result = played(tmp_path, kinds + churn + links, *options, hours=6.0, seed=seed)
+    assert result.share_of_optimum + sum(result.idle.values()) == pytest.approx(1.0, abs=1e-9)
+    assert min(result.idle.values()) >= -1e-9
+    assert sum(p.throughput for p in result.curve) / len(result.curve) * 6 * 3600 == pytest.approx(
+        result.throughput * 6 * 3600 + result.lost_microbatches, rel=1e-6
+    )
+    assert [sum(p.peers) >= 0 and min(p.peers) >= 0 for p in result.curve] == [True] * 400
+
+
+def test_the_same_seed_gives_the_same_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = []
+    for seed in (3, 3, 4):
+        what_if(None, None, None, [], hours=1.0, seed=seed, plot=None, json=True)
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] != outputs[2]
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_ten_thousand_peers_on_a_hundred_stages_for_32_hours(tmp_path: Path) -> None:
+    text = "".join(
+        f'[[machines]]\nname = "k{k}"\ncount = 2000\nregion = "r{k % 2}"\ndevice = "{d}"\nup_mbps = 10000\n'
+        "down_mbps = 10000\nreliable = false\n"
+        for k, d in enumerate(("T4", "V100", "A100", "RTX 3080", "RTX 4090"))
+    )
+    text += "[defaults]\nrtt_ms = 1\n[churn]\nleave_per_hour = 0.1\nbursts_per_hour = 0.5\nburst_share = 0.02\n"
+    sizes = (
+        "model.width=4096",
+        "model.heads=32",
+        "model.layers=100",
+        "model.context=512",
+        "fleet.stages=100",
+        "train.batch=8192",
+    )
+    begin = time.monotonic()
+    result = played(tmp_path, text, *sizes, hours=32.0)
+    assert time.monotonic() - begin < 60
+    assert result.events["left"] > 20_000
+
+
+# --- as a user sees it -------------------------------------------------------------------------------------------------
+
+
+def test_without_a_file_the_example_is_played_and_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    what_if(None, None, None, [], hours=0.5, seed=0, plot=tmp_path / "out.png", json=False)
+    text = capsys.readouterr().out
+    assert str(EXAMPLE) in text.replace("\n", "")
+    for word in ("tokens/s", "share of the optimum", "ends of steps", "virginia", "time to recover", "computed again"):
+        assert word in text
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    what_if(EXAMPLE, None, "llama-7b", ["train.batch=512"], hours=0.2, seed=0, plot=None, json=True)
+    said = json.loads(capsys.readouterr().out)
+    assert (said["stages"], said["machines"], said["left_out"]) == (11, 44, [])
+    assert said["tokens_per_s"] > 0
+    assert len(said["curve"]) == 400
+    assert said["bytes"]["virginia to oregon"]["averaging"] > 0
+
+
+def test_machines_without_room_are_left_out_and_named(capsys: pytest.CaptureFixture[str]) -> None:
+    what_if(EXAMPLE, None, "llama-7b", ["fleet.stages=4"], hours=0.2, seed=0, plot=None, json=False)
+    said = capsys.readouterr().out
+    assert "left out: 'spot-east'" in said
+    assert "left out: 'lab'" not in said
+
+
+ONE = '[[machines]]\nname = "desk"\ncount = 4\ndevice = "RTX 3080"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "said"),
+    [
+        (
+            ONE,
+            ["model.preset=gpt3-175b"],
+            "fleet.toml:3: machines[0].count: a model of 175 B parameters needs",
+        ),
+        (ONE, ["model.preset=gpt3-175b"], "machines like 'desk', or take a smaller model"),
+        (
+            ONE.replace("count = 4", "count = 400"),
+            ["model.preset=llama-65b", "fleet.stages=40"],
+            "stage 0 of 40 needs 3",
+        ),
+        (
+            ONE.replace("count = 4", "count = 400"),
+            ["model.preset=llama-65b", "fleet.stages=40"],
+            "the largest machine 'desk' has 10 GiB; take more stages (--set fleet.stages=N)",
+        ),
+        (ONE, ["fleet.stages=8"], "fleet.toml:3: machines[0].count: 4 machines in all have room for a stage, for fleet.stages = 8"),
+        (
+            ONE.replace("RTX 3080", "RTX 3080 Max"),
+            [],
+            "fleet.toml:4: machines[0].device: the speed of 'RTX 3080 Max' is not known; write 'RTX 3080' if that is meant, or give tflops",
+        ),
+        (ONE.replace('device = "RTX 3080"\n', ""), [], "fleet.toml:1: machines[0].tflops: missing, and no device is named"),
+        (ONE + "up_mbps = -5\n", [], "fleet.toml:5: machines[0].up_mbps: must be greater than 0, got -5"),
+        (ONE + '[churn]\ntrace = "none.csv"\n', [], "none.csv: cannot be read as a churn trace"),
+    ],
+)  # fmt: skip
+def test_a_fleet_that_cannot_work(tmp_path: Path, text: str, overrides: list[str], said: str) -> None:
+    file = tmp_path / "fleet.toml"
+    file.write_text(text)
+    with pytest.raises(MuletrainError) as caught:
+        what_if(file, None, None, overrides, hours=0.1, seed=0, plot=None, json=True)
+    assert said in str(caught.value)
