@@ -43,6 +43,13 @@ class KeyValues:
         return keys, values
 
 
+class Linear(nn.Linear):
+    """Its weights are given to it (``Stage.bind``): none are drawn, which on the meta device takes milliseconds each."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, computed in fp32 (Zhang & Sennrich 2019)."""
 
@@ -64,10 +71,10 @@ class Attention(nn.Module):
         super().__init__()
         self._head_width = spec.head_width
         self._grouped = spec.kv_heads < spec.heads
-        self.q_proj = nn.Linear(spec.width, spec.width, bias=False)
-        self.k_proj = nn.Linear(spec.width, spec.kv_width, bias=False)
-        self.v_proj = nn.Linear(spec.width, spec.kv_width, bias=False)
-        self.o_proj = nn.Linear(spec.width, spec.width, bias=False)
+        self.q_proj = Linear(spec.width, spec.width, bias=False)
+        self.k_proj = Linear(spec.width, spec.kv_width, bias=False)
+        self.v_proj = Linear(spec.width, spec.kv_width, bias=False)
+        self.o_proj = Linear(spec.width, spec.width, bias=False)
 
     def forward(self, x: Tensor, rope: Rope, cache: KeyValues | None = None) -> Tensor:
         """x [B, T, D] -> [B, T, D]. With a cache, x continues what it has seen: one token then, or the first tokens."""
@@ -91,9 +98,9 @@ class FeedForward(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self._activation = F.gelu if spec.activation == "gelu" else F.silu
-        self.gate_proj = nn.Linear(spec.width, spec.ffn, bias=False)
-        self.up_proj = nn.Linear(spec.width, spec.ffn, bias=False)
-        self.down_proj = nn.Linear(spec.ffn, spec.width, bias=False)
+        self.gate_proj = Linear(spec.width, spec.ffn, bias=False)
+        self.up_proj = Linear(spec.width, spec.ffn, bias=False)
+        self.down_proj = Linear(spec.ffn, spec.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))

@@ -28,6 +28,9 @@ class Masks:
     step: int
     index: int
 
+    def keep(self, site: int, count: int, probability: float, device: torch.device) -> Tensor:
+        return keep_mask(self, site, count, probability, device)
+
 
 def keep_mask(masks: Masks, site: int, count: int, probability: float, device: torch.device) -> Tensor:
     """uint8 [count]: 1 keeps the element, 0 drops it. ``site`` numbers the places of the model where dropout is
@@ -53,7 +56,7 @@ def dropout(x: Tensor, masks: Masks | None, site: int, probability: float) -> Te
     threshold = drop_threshold(probability)
     if masks is None or threshold == 0:
         return x
-    keep = keep_mask(masks, site, x.numel(), probability, x.device).view(x.shape)
+    keep = masks.keep(site, x.numel(), probability, x.device).view(x.shape)
     dropped: Tensor = _Dropout.apply(  # type: ignore[no-untyped-call]
         x, keep, 256 / (256 - threshold)
     )

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from muletrain.model.decoder import Block, KeyValues, RMSNorm, rope_table
+from muletrain.model.decoder import Block, KeyValues, Linear, RMSNorm, rope_table
 from muletrain.model.dropout import Masks, dropout
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Stage(nn.Module):
         with torch.device("meta"):
             self.model = _Body(spec, sorted(set(self._owners.values())), first=self.is_first, last=self.is_last)
             if self.is_last:
-                self.lm_head = nn.Linear(spec.width, spec.vocab, bias=False)
+                self.lm_head = Linear(spec.width, spec.vocab, bias=False)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every parameter, in a fixed order."""

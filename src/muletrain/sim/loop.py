@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, Unpack
 
 from muletrain.clock import LoopClock
 from muletrain.errors import MuletrainError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine
+    from concurrent.futures import Executor
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class Hang(MuletrainError):
@@ -21,7 +23,8 @@ class Hang(MuletrainError):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """``time()`` is the sum of the jumps [s]. Jobs in executors must run inline (``compute.executor.InlineExecutor``)."""
+    """``time()`` is the sum of the jumps [s]. There are no threads: a job for an executor is done at once, whichever it is, and whoever
+    waits for it goes on in the next pass, as if a thread had done it meanwhile."""
 
     def __init__(self, limit_s: float) -> None:
         """Raises Hang out of ``run_until_complete`` after ``limit_s`` seconds of virtual time."""
@@ -32,6 +35,17 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._virtual_s
 
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
+    ) -> asyncio.Future[T]:
+        """What ``func`` returns or raises, in the next pass."""
+        done: asyncio.Future[T] = self.create_future()
+        try:
+            self.call_soon(_unless_done, done, done.set_result, func(*args))
+        except Exception as e:
+            self.call_soon(_unless_done, done, done.set_exception, e)
+        return done
+
     def _jump(self, seconds: float | None) -> None:
         if seconds is None:
             raise Hang("nothing is ready, and no timer is set: everyone waits for everyone")
@@ -40,18 +54,23 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             raise Hang(f"not finished after {self._limit_s:.0f} s of virtual time")
 
 
+def _unless_done(future: asyncio.Future[Any], end: Callable[[Any], None], value: Any) -> None:
+    """Whoever waited may have been cancelled."""
+    if not future.done():
+        end(value)
+
+
 class _JumpingSelector(selectors.DefaultSelector):
-    """Only the loop's own wake-up pipe is ever registered: instead of waiting for it, time passes."""
+    """Only the loop's own wake-up pipe is ever registered, and without threads nobody writes into it: instead of waiting, time passes."""
 
     def __init__(self, jump: Any) -> None:
         super().__init__()
         self._jump = jump
 
     def select(self, timeout: float | None = None) -> Any:
-        ready = super().select(0)
-        if not ready and timeout != 0:
+        if timeout != 0:
             self._jump(timeout)
-        return ready
+        return []
 
 
 class SkewedClock(LoopClock):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -9,20 +10,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
-from muletrain.compute.base import Microbatch, Update
+from muletrain.compute.base import Update
 from muletrain.compute.torch_compute import StageSetup, TorchCompute
 from muletrain.config.load import load_config
 from muletrain.data.microbatch import sequence_length
+from muletrain.model.dropout import Masks, keep_mask
 from muletrain.model.spec import ModelSpec
 from muletrain.optim.schedule import learning_rate
-from muletrain.sim.loop import run_virtually
 from muletrain.swarm.context import Plan
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
+    from muletrain.compute.base import Microbatch
     from muletrain.config.schema import OptimizerConfig, RunConfig
     from muletrain.policy.partition import Cut
     from muletrain.sim.scenario import Scenario
@@ -49,6 +52,11 @@ class Tokens:
         shape = (2, self._sequences, self._length(step))
         drawn = np.random.default_rng((self._seed, step, index)).integers(0, self._vocab, shape)
         return drawn[0], drawn[1]
+
+    def batch(self, step: int, microbatches: int) -> tuple[Tensor, Tensor]:
+        """All inputs and all targets of a step, int64 [microbatches, T]."""
+        inputs, targets = zip(*(self.microbatch(step, index) for index in range(microbatches)), strict=True)
+        return torch.from_numpy(np.concatenate(inputs)), torch.from_numpy(np.concatenate(targets))
 
 
 def facts_of(scenario: Scenario) -> Facts:
@@ -81,8 +89,31 @@ def facts_of(scenario: Scenario) -> Facts:
     return Facts(config, spec, spec.cut(len(scenario.stages)), plan)
 
 
+@functools.lru_cache(maxsize=1 << 14)
+def _keep_mask(masks: Masks, site: int, count: int, probability: float, device: torch.device) -> Tensor:
+    return keep_mask(masks, site, count, probability, device)
+
+
+class _KnownMasks(Masks):
+    """Drawn once: the single process, forward passes and those that are repeated want the same."""
+
+    def keep(self, site: int, count: int, probability: float, device: torch.device) -> Tensor:
+        return _keep_mask(self, site, count, probability, device)
+
+
+class _MasksOfAll(Masks):
+    """Of the microbatches up to ``index``, one after the other."""
+
+    def keep(self, site: int, count: int, probability: float, device: torch.device) -> Tensor:
+        each = [_KnownMasks(self.seed, self.step, index) for index in range(self.index)]
+        return torch.cat([masks.keep(site, count // len(each), probability, device) for masks in each])
+
+
 class VirtualCompute(TorchCompute):
     """What trains in production, without threads, and open to a look from outside between two events."""
+
+    def _masks(self, mb: Microbatch) -> Masks:
+        return _KnownMasks(*dataclasses.astuple(super()._masks(mb)))
 
     def weights(self) -> dict[str, Tensor]:
         return {f"model/{name}": view for name, view in self._weights.layout.views(self._weights.masters).items()}
@@ -91,44 +122,50 @@ class VirtualCompute(TorchCompute):
         return self._weights.digest()
 
 
+class SingleProcess(VirtualCompute):
+    """The whole model. It takes the microbatches of a step together."""
+
+    def mean_gradient(self, step: int, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Of the microbatches, flat fp32 [P]; ``inputs`` and ``targets``: tokens [microbatches, T]."""
+        count, scale = len(inputs), self._scale.of(step)
+        with torch.enable_grad():
+            logits = self._versions[0](inputs, _MasksOfAll(self._setup.seed, step, count)).float()
+            losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / targets.shape[1]
+            gradients = torch.autograd.grad(losses * scale, self._weights.parameters(step))
+        return torch.cat([g.flatten() for g in gradients]) / (scale * count)
+
+    def update(self, gradient: Tensor, update: Update) -> None:
+        self._apply(gradient, update)
+
+
 def stage_compute(facts: Facts, stage: int) -> VirtualCompute:
     """What trains ``stage``."""
-    return _compute(facts, facts.cut, stage, facts.config.optimizer)
+    return VirtualCompute(facts.spec, facts.cut, stage, _setup(facts, facts.config.optimizer))
 
 
-def _compute(facts: Facts, cut: Cut, stage: int, optimizer: OptimizerConfig) -> VirtualCompute:
+def _setup(facts: Facts, optimizer: OptimizerConfig) -> StageSetup:
     config = facts.config
-    setup = StageSetup(
+    return StageSetup(
         optimizer=optimizer, total_steps=config.train.steps, seed=config.train.seed,
         sequences=config.train.microbatch, precision=config.compute.precision, inline=True,
     )  # fmt: skip
-    return VirtualCompute(facts.spec, cut, stage, setup)
 
 
 def history(scenario: Scenario) -> list[dict[str, Tensor]]:
-    """The state of a single process after each step: the whole model, no network, no protocol, no faults. Delayed updates are those of a
-    plain optimizer, each made once the step after it was computed."""
-
-    async def train() -> list[dict[str, Tensor]]:
-        facts = facts_of(scenario)
-        at_once = facts.config.optimizer.model_copy(update={"delayed": False})
-        tokens, compute = Tokens(facts), _compute(facts, facts.spec.cut(1), 0, at_once)
-        states: list[dict[str, Tensor]] = []
-        late: list[tuple[Tensor, Update]] = []
-        for step in range(scenario.steps):
-            for index in range(scenario.microbatches):
-                inputs, targets = (torch.from_numpy(a) for a in tokens.microbatch(step, index))
-                await compute.loss_backward(Microbatch(step, index), inputs, targets, accumulate=True)
-            mean = compute.gradient(step).clone() / scenario.microbatches
-            compute.clear(step)
-            norm = float(mean.double().norm())
-            clip = facts.config.optimizer.clip
-            scale = min(1.0, clip / (norm + 1e-6)) if clip is not None else 1.0
-            late.append((mean, Update(step, scale, skip=not math.isfinite(norm))))
-            while late and (step + 1 == scenario.steps or len(late) > facts.plan.delayed):
-                await compute.apply(*late.pop(0))
-                states.append(await compute.state())
-        return states
-
-    problems: list[str] = []
-    return run_virtually(train(), math.inf, problems)
+    """The weights of a single process after each step: the whole model, no network, no protocol, no faults. Delayed updates are those of
+    a plain optimizer, each made once the step after it was computed."""
+    facts = facts_of(scenario)
+    at_once = facts.config.optimizer.model_copy(update={"delayed": False})
+    tokens, compute = Tokens(facts), SingleProcess(facts.spec, facts.spec.cut(1), 0, _setup(facts, at_once))
+    states: list[dict[str, Tensor]] = []
+    late: list[tuple[Tensor, Update]] = []
+    for step in range(scenario.steps):
+        mean = compute.mean_gradient(step, *tokens.batch(step, scenario.microbatches))
+        norm = float(mean.double().norm())
+        clip = facts.config.optimizer.clip
+        scale = min(1.0, clip / (norm + 1e-6)) if clip is not None else 1.0
+        late.append((mean, Update(step, scale, skip=not math.isfinite(norm))))
+        while late and (step + 1 == scenario.steps or len(late) > facts.plan.delayed):
+            compute.update(*late.pop(0))
+            states.append({name: value.clone() for name, value in compute.weights().items()})
+    return states

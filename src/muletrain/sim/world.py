@@ -60,6 +60,8 @@ if TYPE_CHECKING:
 
 LIMIT_S = 6000.0
 """Virtual time after which a run counts as hung: several of the longest waits of the protocol one after the other."""
+IN_MEMORY = Path("/dev/shm")
+"""A folder that no disk is waited for, on Linux."""
 PASSES = 20
 """Of the event loop, for cancelled tasks to end."""
 SHOWN = (
@@ -72,7 +74,7 @@ def play(scenario: Scenario) -> Outcome:
     """Run the scenario to its end and check the invariants."""
     outcome = Outcome(scenario)
     history = reference.history(scenario)
-    with tempfile.TemporaryDirectory(prefix="mule-fuzz-") as folder:
+    with tempfile.TemporaryDirectory(prefix="mule-fuzz-", dir=IN_MEMORY if IN_MEMORY.is_dir() else None) as folder:
         world = World(scenario, outcome, Path(folder), Witness(scenario, history, outcome.violations.append))
         try:
             states = run_virtually(world.run(), LIMIT_S, outcome.violations)
