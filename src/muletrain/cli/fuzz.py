@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json as jsonlib
 import multiprocessing
 import os
@@ -62,11 +63,18 @@ def _processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
     before = {name: os.environ.get(name) for name in fixed}
     os.environ.update(fixed)
     try:
-        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_begin) as pool:
             yield pool
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _begin() -> None:
+    """What is imported stays: the garbage collector need not look at it again and again."""
+    import muletrain.sim.world  # noqa: F401  # takes seconds: not in the process that shows the progress
+
+    gc.freeze()
 
 
 def _play(seed: int, trace: Path | None = None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ back-pressure. A dead peer is unreachable; a frozen one takes frames until its q
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -114,8 +115,7 @@ class MemoryHub:
 
     def way(self, a: PeerId, b: PeerId) -> PeerId | None:
         """DIRECT, or who carries between the two; None if they do not reach each other. With another relay their streams end."""
-        pair = frozenset((a, b))
-        if pair not in self._cut:
+        if not self._cut or (pair := frozenset((a, b))) not in self._cut:
             return DIRECT
         if not self.relays:
             return None
@@ -215,9 +215,10 @@ class MemoryNetwork:
         way = self._hub.way(self.peer_id, peer) or DIRECT
         on_its_way_s = 0.0 if own else target._delay_s(self.peer_id) + self._hub.stall_s(self.peer_id, peer, channel)
         arrives = asyncio.get_running_loop().time() + on_its_way_s
+        queue = target._queue(self.peer_id, channel)
         try:
-            async with asyncio.timeout(timeout_s):
-                await target._queue(self.peer_id, channel).put((arrives, way, packed))
+            async with asyncio.timeout(timeout_s) if queue.full() else contextlib.nullcontext():
+                await queue.put((arrives, way, packed))
         except TimeoutError:
             raise DeadlineExceeded(f"sending to {peer[-6:]}: not taken within {timeout_s:.1f} s") from None
         sent = len(packed) if isinstance(packed, bytes) else 0
@@ -305,12 +306,23 @@ class MemoryNetwork:
         return task
 
 
+class _Bytes:
+    """Those of one frame, as a ``Reader``."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    async def readexactly(self, n: int) -> bytes:
+        part = self._data[self._at : self._at + n]
+        self._at += n
+        if len(part) < n:
+            raise asyncio.IncompleteReadError(part, n)
+        return part
+
+
 async def unpack(data: bytes) -> Frame:
     """One whole frame. Raises ProtocolError."""
-    reader = asyncio.StreamReader()
-    reader.feed_data(data)
-    reader.feed_eof()
     try:
-        return await read_frame(reader)
+        return await read_frame(_Bytes(data))
     except asyncio.IncompleteReadError as e:
         raise ProtocolError(f"a frame of {len(data)} bytes is cut short") from e
