@@ -18,6 +18,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "muletrain"
 LAYERS: list[set[str]] = [
     {"cli", "dashboard", "__main__"},
     {"runs"},
+    {"papers"},
     {"sim"},
     {"swarm"},
     {"network", "compute", "wire"},

@@ -331,5 +331,31 @@ def fuzz(
     raise typer.Exit(1 if broken else 0)
 
 
+@app.command()
+def reproduce(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Without one: what there is.")] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="All of them, as one report in docs/reproduction (Markdown, PNG).")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Plot or report go there; default: here, or docs/reproduction."),
+    ] = None,
+    no_plot: Annotated[bool, typer.Option("--no-plot", help="Numbers only (needs no matplotlib).")] = False,
+    json: JsonObject = False,
+) -> None:
+    """The papers' tables and figures: published and ours side by side, calibration told from prediction, and what cannot be reproduced.
+
+    Computed anew in seconds, fits included; nothing is trained. Writes a plot. Exits with 1 where it is not what it is held to."""
+    from muletrain.cli.reproduce import check_arguments, list_all, show_one, write_all
+
+    check_arguments(name, out, every=every, no_plot=no_plot)
+    if name is None and not every:
+        list_all(json=json)
+        return
+    met = write_all(out, json=json) if name is None else show_one(name, out, plot=not no_plot, json=json)
+    raise typer.Exit(0 if met else 1)
+
+
 if __name__ == "__main__":
     main()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
@@ -18,12 +18,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
 from muletrain.errors import DataError
 from muletrain.policy.rebalance import Load, View, by_queue, by_throughput
 from muletrain.swarm.rebalancing import HORIZON_PERIODS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
 
 _Decision = Callable[[tuple[int, ...]], tuple[tuple[int, int], ...]]
 """Peers by stage (those on their way there included) -> moves (source, target)."""
@@ -80,6 +84,28 @@ def _change(row: dict[str, str | None], where: str) -> Change:
     return Change(time_s, peers)
 
 
+@dataclass(frozen=True)
+class Course:
+    """One run over time: from ``begin_s`` of a step until that of the next, the smallest stage served ``slowest`` microbatches at a time,
+    and all peers spread evenly would have served ``best``."""
+
+    begin_s: NDArray[np.float64]
+    slowest: NDArray[np.float64]
+    best: NDArray[np.float64]
+    moves: int
+
+    def share(self, begin_s: float, end_s: float) -> float:
+        """Of the optimum, between these times [%]; 100 where there was nobody."""
+        ends_s = np.append(self.begin_s[1:], HORIZON_S)
+        seconds = np.clip(np.minimum(ends_s, end_s) - np.maximum(self.begin_s, begin_s), 0, None)
+        optimum = float(seconds @ self.best)
+        return 100 * float(seconds @ self.slowest) / optimum if optimum else 100.0
+
+    def at(self, times_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """What the smallest stage served at these times."""
+        return self.slowest[np.searchsorted(self.begin_s, times_s, side="right") - 1]
+
+
 def simulate(
     trace: Sequence[Change],
     *,
@@ -95,6 +121,32 @@ def simulate(
 
     Raises DataError where the trace takes more peers than there are.
     """
+    results = [
+        Throughput(
+            overall=course.share(0.0, HORIZON_S),
+            first_hour=course.share(0.0, HOUR_S),
+            last_hour=course.share(HORIZON_S - HOUR_S, HORIZON_S),
+            moves_per_hour=course.moves / (HORIZON_S / HOUR_S),
+        )
+        for course in courses(
+            trace, peers=peers, stages=stages, rule=rule, period_s=period_s, downtime_s=downtime_s, runs=runs, seed=seed
+        )
+    ]
+    return Throughput(*(fmean(getattr(r, name) for r in results) for name in Throughput.__dataclass_fields__))
+
+
+def courses(
+    trace: Sequence[Change],
+    *,
+    peers: int,
+    stages: int,
+    rule: Rule,
+    period_s: float = 60.0,
+    downtime_s: float = 0.0,
+    runs: int = 100,
+    seed: int = 0,
+) -> Iterator[Course]:
+    """The runs that ``simulate`` takes the mean of, one by one. Raises DataError where the trace takes more peers than there are."""
     present = peers
     for change in trace:
         present += change.peers
@@ -103,9 +155,9 @@ def simulate(
                 f"the trace takes the last peer at {change.time_s:.0f} s: it needs more than {peers} at the start"
             )
     decide = _rule(rule, stages, period_s, downtime_s)
-    results = [_Run(trace, peers, stages, rule != "none", period_s, downtime_s, random.Random(f"{seed}/{k}")).play(decide)
-               for k in range(runs)]  # fmt: skip
-    return Throughput(*(fmean(getattr(r, name) for r in results) for name in Throughput.__dataclass_fields__))
+    for k in range(runs):
+        draw = random.Random(f"{seed}/{k}")
+        yield _Run(trace, peers, stages, rule != "none", period_s, downtime_s, draw).play(decide)
 
 
 def _rule(rule: Rule, stages: int, period_s: float, downtime_s: float) -> _Decision:
@@ -132,7 +184,7 @@ class _Run:
 
     def __init__(
         self,
-        trace: Iterable[Change],
+        trace: Sequence[Change],
         peers: int,
         stages: int,
         balanced: bool,
@@ -140,75 +192,74 @@ class _Run:
         downtime_s: float,
         draw: random.Random,
     ) -> None:
-        self._trace, self._balanced, self._period_s, self._downtime_s = trace, balanced, period_s, downtime_s
+        self._changes = [c for c in trace if c.time_s < HORIZON_S]
+        self._balanced, self._period_s, self._downtime_s = balanced, period_s, downtime_s
         self._draw = draw
         self._serving = [peers // stages + (s < peers % stages) for s in range(stages)]
         self._moving = [0] * stages
         """On their way, by destination."""
-        self._now = 0.0
         self._moves = 0
         self._arrivals: list[tuple[float, int]] = []
         """Heap: (time, stage)."""
-        self._windows = {
-            "overall": (0.0, HORIZON_S),
-            "first_hour": (0.0, HOUR_S),
-            "last_hour": (HORIZON_S - HOUR_S, HORIZON_S),
-        }
-        self._done = dict.fromkeys(self._windows, 0.0)
-        self._optimum = dict.fromkeys(self._windows, 0.0)
+        self._steps: list[tuple[float, int, int]] = []
+        """(time, the smallest stage's peers, all peers)."""
 
-    def play(self, decide: _Decision) -> Throughput:
-        changes = [c for c in self._trace if c.time_s < HORIZON_S]
-        upcoming, tick = 0, 1
-        while True:
-            change_s = changes[upcoming].time_s if upcoming < len(changes) else math.inf
-            tick_s = tick * self._period_s
+    def play(self, decide: _Decision) -> Course:
+        upcoming, tick, settled = 0, 1, False
+        now_s = 0.0
+        while now_s < HORIZON_S:
+            self._steps.append((now_s, min(self._serving), sum(self._serving) + sum(self._moving)))
+            change_s = self._changes[upcoming].time_s if upcoming < len(self._changes) else math.inf
             arrival_s = self._arrivals[0][0] if self._arrivals else math.inf
-            self._until(min(change_s, tick_s, arrival_s, HORIZON_S))
-            if self._now >= HORIZON_S:
+            if settled:  # the rule has nothing to say until somebody comes or goes
+                tick = max(tick, math.ceil(min(change_s, arrival_s, HORIZON_S) / self._period_s))
+            tick_s = tick * self._period_s
+            now_s = min(change_s, tick_s, arrival_s, HORIZON_S)
+            if now_s >= HORIZON_S:
                 break
-            if arrival_s == self._now:
+            if arrival_s == now_s:
                 stage = heappop(self._arrivals)[1]
                 self._moving[stage] -= 1
                 self._serving[stage] += 1
-            elif change_s == self._now:
-                self._change(changes[upcoming].peers)
+                settled = False
+            elif change_s == now_s:
+                self._change(self._changes[upcoming].peers)
                 upcoming += 1
+                settled = False
             else:
                 tick += 1
-                for source, target in decide(tuple(a + b for a, b in zip(self._serving, self._moving, strict=True))):
-                    if self._serving[source] == 0:
-                        continue  # all of them are on their way here
-                    self._moves += 1
-                    self._serving[source] -= 1
-                    if self._downtime_s > 0:
-                        self._moving[target] += 1
-                        heappush(self._arrivals, (self._now + self._downtime_s, target))
-                    else:
-                        self._serving[target] += 1
-        share = {
-            name: 100 * self._done[name] / self._optimum[name] if self._optimum[name] else 100.0
-            for name in self._windows
-        }
-        return Throughput(**share, moves_per_hour=self._moves / (HORIZON_S / HOUR_S))
+                settled = not self._rebalance(decide, now_s)
+        begin_s, slowest, present = np.array(self._steps, dtype=float).T
+        return Course(begin_s, slowest, present / len(self._serving), self._moves)
 
-    def _until(self, time_s: float) -> None:
-        slowest, best = min(self._serving), (sum(self._serving) + sum(self._moving)) / len(self._serving)
-        for name, (begin, end) in self._windows.items():
-            seconds = min(time_s, end) - max(self._now, begin)
-            if seconds > 0:
-                self._done[name] += slowest * seconds
-                self._optimum[name] += best * seconds
-        self._now = time_s
+    def _rebalance(self, decide: _Decision, now_s: float) -> bool:
+        """Whether the rule wanted anything."""
+        moves = decide(tuple(a + b for a, b in zip(self._serving, self._moving, strict=True)))
+        for source, target in moves:
+            if self._serving[source] == 0:
+                continue  # all of them are on their way here
+            self._moves += 1
+            self._serving[source] -= 1
+            if self._downtime_s > 0:
+                self._moving[target] += 1
+                heappush(self._arrivals, (now_s + self._downtime_s, target))
+            else:
+                self._serving[target] += 1
+        return bool(moves)
 
     def _change(self, peers: int) -> None:
+        served = [s for s, n in enumerate(self._serving) if n]
         for _ in range(-peers):
-            if stages := [s for s, n in enumerate(self._serving) if n]:
-                self._serving[self._draw.choice(stages)] -= 1
+            if served:
+                stage = self._draw.choice(served)
+                self._serving[stage] -= 1
+                if not self._serving[stage]:
+                    served.remove(stage)
             else:  # all that are left are on their way
                 _, stage = self._arrivals.pop()
                 self._moving[stage] -= 1
+        counts = [a + b for a, b in zip(self._serving, self._moving, strict=True)]
         for _ in range(peers):
-            counts = [a + b for a, b in zip(self._serving, self._moving, strict=True)]
             stage = counts.index(min(counts)) if self._balanced else self._draw.randrange(len(counts))
+            counts[stage] += 1
             self._serving[stage] += 1

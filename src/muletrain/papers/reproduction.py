@@ -1,0 +1,118 @@
+"""What a reproduction says: published and ours side by side, what was calibrated, which bars it meets, what stays out of reach."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from matplotlib.figure import Figure
+
+POINTS = "%"
+"""Unit of shares: their differences are percentage points; those of everything else are relative."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A published number and ours."""
+
+    what: str
+    published: float
+    ours: float
+    unit: str = ""
+    calibrated: bool = False
+    """Ours was fitted to this number, or to one that contains it: no evidence."""
+
+    @property
+    def difference(self) -> float:
+        """Ours less published: percentage points for shares, else per cent of what was published."""
+        apart = self.ours - self.published
+        return apart if self.unit == POINTS else 100 * apart / self.published
+
+    @property
+    def difference_text(self) -> str:
+        apart = round(self.difference, 1) + 0.0  # no "-0.0"
+        return f"{apart:+.1f} {'points' if self.unit == POINTS else '%'}"
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What a paper states in words (or drew, and describes), and what we find."""
+
+    stated: str
+    ours: str
+    holds: bool
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What a reproduction is held to. ``at_least``: else ``value`` may be ``limit`` at most."""
+
+    what: str
+    value: float
+    limit: float
+    at_least: bool = False
+
+    @property
+    def met(self) -> bool:
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
+
+    def __str__(self) -> str:
+        sign = "≥" if self.at_least else "≤"
+        return f"{self.what}: {self.value:.4g} (bar: {sign} {self.limit:g})"
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A number that the paper does not give. ``origin``: what it was fitted to, or whence it was taken."""
+
+    name: str
+    value: float
+    unit: str
+    origin: str
+
+    def __str__(self) -> str:
+        return f"{self.name} = {self.value:.4g} {self.unit}".strip() + f" ({self.origin})"
+
+
+def nothing_to_draw(figure: Figure) -> None:
+    """For reproductions of single numbers."""
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """One table or figure. ``draw`` fills an empty figure."""
+
+    name: str
+    title: str
+    method: str
+    values: tuple[Value, ...] = ()
+    statements: tuple[Statement, ...] = ()
+    bars: tuple[Bar, ...] = ()
+    constants: tuple[Constant, ...] = ()
+    not_reproduced: tuple[str, ...] = ()
+    draw: Callable[[Figure], None] = field(default=nothing_to_draw, repr=False)
+
+    @property
+    def met(self) -> bool:
+        """Every bar, and every statement."""
+        return all(bar.met for bar in self.bars) and all(statement.holds for statement in self.statements)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "name": self.name,
+            "title": self.title,
+            "method": self.method,
+            "values": [
+                {"what": v.what, "published": v.published, "ours": v.ours, "unit": v.unit, "difference": v.difference,
+                 "calibrated": v.calibrated} for v in self.values
+            ],
+            "statements": [vars(s) for s in self.statements],
+            "bars": [{**vars(b), "met": b.met} for b in self.bars],
+            "constants": [vars(c) for c in self.constants],
+            "not_reproduced": list(self.not_reproduced),
+            "met": self.met,
+        }  # fmt: skip
