@@ -112,13 +112,35 @@ def test_a_peer_knows_itself_which_stage_it_serves() -> None:
     other.moved("b1", 0)
     other.moved("b1", 0)
     assert other.member("b1").since == 1, "the same move twice is one"
-    assert not own.admit(other.member("b1"))
+    own.hear_of(other.member("b1"))
     assert own.is_alive("b1")
     assert own.stage(1) == ("a1", "b1")
     assert other.admit(own.own), "its own word is the later one"
     assert other.member("b1").stage == 1
-    assert not own.admit(other.member("b1"))
+    own.hear_of(other.member("b1"))
     assert own.own == other.member("b1"), "they agree: no word is to follow"
+
+
+def test_what_is_said_of_others_never_stands_against_their_own_word() -> None:
+    """One lie about how late its word was would keep a peer from ever saying where it serves, and from being understood at all."""
+    members = tuple(Member(id=p, name=p, stage=k, trainer=True, addresses=()) for k, p in enumerate("ab"))
+    genesis = Genesis(
+        run_id="r", config=bytes(32), data=bytes(32), stages=2, members=members, collector="a", first_step=0
+    )
+    last = 2**48 - 1
+    roster = Roster(genesis, "a")
+    newcomer = Member(id="new", name="new", stage=1, trainer=True, addresses=())
+    for lie in (newcomer, *members):
+        roster.hear_of(lie.model_copy(update={"stage": 1 - lie.stage, "since": last}))
+    assert roster.own == members[0], "and not of a number that nobody takes"
+    assert roster.member("b") == members[1]
+    assert roster.member("new").stage == 0, "as far as anybody said"
+    roster.moved("new", 1)
+    Member.unpack(roster.member("new").pack())
+    roster.hear_of(newcomer.model_copy(update={"stage": 0, "since": last}))
+    assert roster.admit(newcomer.model_copy(update={"stage": 0}))
+    assert roster.admit(newcomer.model_copy(update={"since": 1}))
+    assert not roster.admit(newcomer), "an earlier word of its own"
 
 
 def test_who_would_leave_nobody_with_its_state_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:

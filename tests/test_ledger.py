@@ -9,7 +9,7 @@ import pytest
 
 from muletrain.errors import ProtocolError
 from muletrain.swarm.ledger import Ledger
-from muletrain.swarm.messages import RoundEntry
+from muletrain.swarm.messages import Entries, RoundEntry
 from muletrain.swarm.record import RecordBuilder, StepRecord, round_id
 
 LINEAGE = b"L" * 32
@@ -141,6 +141,15 @@ def test_record_refuses_contradictions() -> None:
         builder.add(entry(1, "a", ("a", "b"), without=("a",)))
     assert [e.holder for e in builder.entries()] == ["a"]
     builder.add(entry(1, "x", ("a",), without=("a",)))  # it took the gradient from one that is gone
+    assert list(Entries.unpack(Entries.of(builder.entries()).pack()).entries) == list(builder.entries())
+
+
+def test_what_a_stage_of_many_replicas_attests_to_fits_into_a_call() -> None:
+    """Else whoever misses one notice of a step would believe everyone dead that it asks."""
+    members = tuple(f"12D3KooW{k:044}" for k in range(100))
+    said = [entry(0, holder, members) for holder in members]
+    assert sum(len(e.pack()) for e in said) > 1 << 20
+    assert len(Entries.of(said).pack()) < 1 << 16
 
 
 def test_record_bounds_the_rounds_of_a_step() -> None:

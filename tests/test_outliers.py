@@ -171,8 +171,16 @@ def test_once_two_found_that_the_step_is_not_finite_nothing_else_is_computed_aga
 
 
 def test_who_keeps_what_another_computed_again_does_not_count() -> None:
-    seals = {"a": seal(0, 1, b=2.0), "b": seal(2, 3)}
-    assert trials.counted(seals) == {"a": {0, 1}, "b": set()}
+    seals = {"a": seal(0, 1, 2, 3, b=2.0), "b": seal(2, 3)}
+    assert trials.counted(seals) == {"a": {0, 1, 2, 3}, "b": set()}
+
+
+def test_findings_on_what_nobody_gave_up_take_nothing_away_and_protect_nobody() -> None:
+    """Else a liar's seal would leave gaps that its replicas run again for ever, or its own gradient would never be looked at."""
+    made_up: dict[str, Any] = dict.fromkeys("bcdefgh", 2.0)
+    seals = {"a": seal(0, 1, total=math.nan, **made_up), "b": seal(2, 3), "c": seal(4, 5)}
+    assert trials.counted(seals) == {"a": {0, 1}, "b": {2, 3}, "c": {4, 5}}
+    assert trials.due(seals) == Trial("a", "b", frozenset({0, 1}))
 
 
 def test_two_that_differ_decide_nothing_and_what_does_not_stand_out_is_taken() -> None:
@@ -255,6 +263,17 @@ def test_of_three_the_liar_is_expelled_and_no_number_changes(how: str) -> None:
     assert len(said(outcome, "peer_expelled peer_id=peer-1a")) == 4, "all others take note of it"
     assert said(outcome, "a third peer computed what")
     assert not said(outcome, "skipped=True")
+
+
+@pytest.mark.parametrize(("for_s", "end"), [(0.3, EXPELLED), (0.9, "was expelled: it computed false gradients")])
+def test_who_missed_that_it_is_expelled_hears_of_it_from_the_record_or_those_with_its_state(
+    for_s: float, end: str
+) -> None:
+    """It would go on otherwise, among those that do not listen to it any more, and its owner would never know."""
+    frozen = Fault(3.3, "freeze", ("peer-1a",), for_s)
+    outcome = play(Scenario(21, (2, 3), 2, 9, 8, 0.01, (corrupt("peer-1a", "hundredfold"), frozen)))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert end in outcome.ends["peer-1a"]
 
 
 def test_of_two_the_one_that_stands_out_is_left_out_of_the_step_and_no_number_changes() -> None:

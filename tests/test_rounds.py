@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from muletrain.clock import LoopClock
 from muletrain.compute.torch_compute import TorchCompute
+from muletrain.network.base import Frame
 from muletrain.policy.views import View, company, yields
 from muletrain.sim.scenario import Fault, Scenario
 from muletrain.sim.verdict import Outcome, readable
-from muletrain.sim.world import play
+from muletrain.sim.world import World, play
+from muletrain.swarm.computing import Computing
+from muletrain.swarm.knowledge import MAX_NUMBER
+from muletrain.swarm.messages import Forward
+from muletrain.swarm.peer import Peer
+from muletrain.swarm.pipeline import Pipeline
+from muletrain.swarm.sealing import Sealing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -133,6 +143,69 @@ def test_replicas_whose_weights_differ_go_on_with_the_first_one_s(wrong: int, mo
     assert len(seen) == 2
     assert said(outcome, "peer-1b has other weights than the other replicas")
     assert set(outcome.ends.values()) == {"finished"}
+
+
+def test_a_replica_that_tries_far_ahead_does_not_use_up_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, far = Sealing._next_attempt, MAX_NUMBER - 1
+
+    def next_attempt(self: Sealing) -> int:
+        ahead = self._ctx.net.peer_id == "peer-1c" and self.step == 0
+        return max(right(self), far if ahead else 0)
+
+    monkeypatch.setattr(Sealing, "_next_attempt", next_attempt)
+    outcome = played((2, 3), Fault(0.0, "kill", ("peer-1b",), on="shard"))
+    assert said(outcome, f"averaging step 0, attempt {far}: "), "that attempt failed, and another had to follow"
+    assert outcome.virtual_s < 30
+
+
+def test_word_of_the_end_may_come_before_it_where_nobody_writes_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = World._place
+
+    def nameless(self: World, name: str) -> Any:
+        nowhere = place(self, name)
+        nowhere.name = ""
+        return nowhere
+
+    monkeypatch.setattr(World, "_place", nameless)
+    outcome = play(Scenario(23, (2, 2), 4, 2, 4, 0.05, (), stalls=0.5))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+
+
+def test_an_order_to_step_back_that_comes_after_the_end_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Peer._dismiss
+
+    async def dismiss(self: Peer, peer: str, written: bool) -> None:
+        if not self._adoption.ordered.done():
+            self._adoption.ordered.set_result(None)
+        await self._ctx.clock.sleep(1.0)
+        await right(self, peer, written)
+
+    monkeypatch.setattr(Peer, "_dismiss", dismiss)
+    outcome = played((1, 1), microbatches=2)
+    assert set(outcome.ends.values()) == {"finished"}
+
+
+def test_what_is_abandoned_before_it_begins_gives_its_place_back() -> None:
+    async def scenario() -> None:
+        work = Computing(0, bytes(32), 4)
+        ctx: Any = SimpleNamespace(
+            plan=SimpleNamespace(capacity=8, trace=False),
+            clock=LoopClock(),
+            spawn=lambda serving, name: asyncio.create_task(serving),
+        )
+        pipeline = Pipeline(ctx, lambda step: work, None)
+        pipeline._check = lambda *_: None  # type: ignore[method-assign]
+        forward = Forward(
+            lineage=bytes(32), step=0, index=1, attempt=0, trainer="t", stage=0, accumulate=(0,), gradient=False, deadline_s=1.0
+        )  # fmt: skip
+        await pipeline.on_forward("t", forward, Frame("forward", {}, []))
+        assert pipeline.running(0) == [1]
+        work.over = True
+        pipeline.abandon()
+        await asyncio.sleep(0.01)
+        assert pipeline.running(0) == [], "else it would be busy with it for ever"
+
+    asyncio.run(scenario())
 
 
 # Who reduces with whom: pure --------------------------------------------------------------------------------------------

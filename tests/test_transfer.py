@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +12,13 @@ import torch
 
 from muletrain.clock import LoopClock
 from muletrain.config.schema import Codec
-from muletrain.errors import MuletrainError, ProtocolError
+from muletrain.errors import MuletrainError, ProtocolError, Refused
 from muletrain.events import Event, FrameRefused, Note
 from muletrain.network.memory import MemoryHub, MemoryNetwork
 from muletrain.policy.lineages import Chain
 from muletrain.swarm import snapshot, transfer
 from muletrain.swarm.context import Context, Plan
-from muletrain.swarm.messages import Block, Member
+from muletrain.swarm.messages import AskBlocks, AskSnapshot, Block, Member, Snapshot
 from muletrain.swarm.roster import Genesis, Roster
 from muletrain.swarm.snapshot import Receiver, Snapshots
 from muletrain.swarm.trail import Trail
@@ -271,6 +272,60 @@ def test_nobody_takes_what_is_absurd(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(snapshot, "SETTLE_TRIES", 2)
         with pytest.raises(MuletrainError, match="no replica of stage 0 gives"):
             await stage.receiver.fetch(lambda offer: True, rounds=2)
+
+    run(scenario)
+
+
+def test_a_copy_that_somebody_is_taking_is_not_broken_off_for_another_taker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newcomers that come one step after the other would have each other begin anew without end."""
+
+    async def scenario() -> None:
+        monkeypatch.setattr(snapshot, "MAX_COPIES", 2)
+        stage = Stage("a")
+        donor = stage.at["a"]
+
+        async def asked(step: int, after: int = 0) -> int:
+            donor.step, donor.chain = step, Chain(step, (bytes(32),) * 4)
+            stage.states["a"] = stage.contexts["a"].compute = State(step)  # other weights after each step
+            ask = AskSnapshot(stage=0, after=after).pack()
+            return Snapshot.unpack(await stage.networks["t"].call("a", AskSnapshot.KIND, ask, timeout_s=5)).step
+
+        donor.trail.reaches = lambda step: step >= 3
+        assert [await asked(3), await asked(4), await asked(5)] == [3, 4, 4]
+        assert await asked(6, after=5) == 6, "an earlier one is of no use"
+        monkeypatch.setattr(snapshot, "BUSY_S", 0.0)
+        assert await asked(7) == 7, "nobody takes those that there are"
+
+    run(scenario)
+
+
+def test_each_of_many_takers_gets_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than one donor serves at once used to be sent away until they gave up."""
+
+    async def scenario() -> None:
+        stage = Stage("a")
+        sent: list[str] = []
+        held_up = asyncio.Event()
+
+        async def send(self: Copy, ctx: Any, taker: str, blocks: tuple[int, ...]) -> None:
+            await held_up.wait()
+            sent.append(taker)
+
+        monkeypatch.setattr(Copy, "send", send)
+        digest = Snapshot.unpack(
+            await stage.networks["t"].call("a", AskSnapshot.KIND, AskSnapshot(stage=0).pack(), timeout_s=5)
+        ).digest
+        ask, takers = AskBlocks(digest=digest, blocks=(0,)).pack(), [f"t{k}" for k in range(20)]
+        for taker in takers:
+            network = stage.hub.join(taker)
+            for _ in range(snapshot.MAX_RUNS):
+                await network.call("a", AskBlocks.KIND, ask, timeout_s=5)
+            with pytest.raises(Refused, match="enough to send"):
+                await network.call("a", AskBlocks.KIND, ask, timeout_s=5)
+        held_up.set()
+        await asyncio.sleep(0.05)
+        assert Counter(sent) == dict.fromkeys(takers, snapshot.MAX_RUNS)
+        await network.call("a", AskBlocks.KIND, ask, timeout_s=5)
 
     run(scenario)
 

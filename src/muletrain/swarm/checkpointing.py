@@ -171,7 +171,11 @@ class Checkpoints:
     def on_ready(self, sender: PeerId, ready: PartReady) -> None:
         """Raises ProtocolError for a part that cannot be, or that contradicts its stage's own word."""
         plan, key = self._ctx.plan, ready.key
-        if ready.stage >= plan.stages or not 0 < ready.step <= plan.steps or not 0 < ready.size <= MAX_PART:
+        if (
+            ready.stage >= plan.stages
+            or not 0 < ready.step <= plan.steps
+            or not 0 < ready.size <= self._largest(ready.stage)
+        ):
             raise ProtocolError(f"checkpoint {ready.step}: stage {ready.stage} of {ready.size} bytes cannot be")
         if key in self._ended:
             return
@@ -193,6 +197,11 @@ class Checkpoints:
     async def on_end(self, sender: PeerId, end: CheckpointEnd) -> None:
         if end.step <= self._ctx.plan.steps:
             await self._end(end.key, end.reason)
+
+    def _largest(self, stage: int) -> int:
+        """Bytes that a part of ``stage`` may have: whoever fetches it makes room for as many as its writer says."""
+        known = self._ctx.plan.state_bytes[stage] if self._ctx.plan.state_bytes else 0
+        return 2 * known + (1 << 20) if known else MAX_PART
 
     async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
         """Raises MuletrainError when the part is not here."""

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 MAX_ATTEMPTS = 20
 """Rounds tried for one step before the peer gives up with an error instead of trying for ever."""
 MAX_NUMBER = 50 * MAX_ATTEMPTS
-"""Of an attempt: those that come and go try some each, and begin after what was tried."""
+"""Of attempts beyond what we know of: those that come and go try some each, and begin after what was tried."""
 GRACE_S = 0.25
 """Between the first sign that others are beyond what we wait for, and the question whether we missed it."""
 LATE_S = 3.0
@@ -217,7 +217,7 @@ class Knowledge:
             sender not in message.members
             or any(i >= self._ctx.plan.microbatches for i in message.indices)
             or (message.gave_up and any(i >= self._ctx.plan.microbatches for i in message.gave_up.indices))
-            or message.attempt >= MAX_NUMBER
+            or message.attempt >= self._latest_attempt() + MAX_NUMBER
         ):
             raise ProtocolError("seal with indices outside the step, or of an attempt that nobody makes")
         self.trail.arrived(sender)
@@ -275,14 +275,15 @@ class Knowledge:
         try:
             await self._ask(sender)
         except Behind as e:
-            self._behind = e if self.step == step else None
+            if self.step == step:
+                self._behind = e
         self.touched()
 
     def entries(self, sender: PeerId, step: int, lineage: bytes) -> Entries:
         """Of this step or an earlier one that is kept; none for any other."""
         if (step, lineage) == (self.step, self.lineage):
-            return Entries(entries=self._builder.entries())
-        return Entries(entries=self.trail.entries(sender, step, lineage))
+            return Entries.of(self._builder.entries())
+        return Entries.of(self.trail.entries(sender, step, lineage))
 
     def gradient_piece(self, sender: PeerId, round_: bytes, offset: int) -> bytes:
         """Of a round that we hold. Raises ProtocolError for any other."""

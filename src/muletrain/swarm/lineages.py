@@ -186,7 +186,7 @@ class Lineages:
                 raise Stays("not every stage of the others can be reached")
 
         try:
-            snapshot = await self._receiver.fetch(acceptable, rounds=ROUNDS, confirm=confirm)
+            snapshot = await self._receiver.fetch(acceptable, after=own.step, rounds=ROUNDS, confirm=confirm)
         except MuletrainError as e:
             ctx.emit(Note(level="warning", message=f"this peer stays with its side's history for now: {e}"))
             return None

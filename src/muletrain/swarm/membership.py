@@ -65,8 +65,10 @@ class Membership:
             answer = await ctx.net.call(peer, Introduce.KIND, introduction, timeout_s=CALL_S)
             self._deadline.measured(ctx.clock.now() - begin)
             for member in Acquaintances.unpack(answer).members:
-                if not ctx.roster.expelled(member.id):  # whoever answers may not know yet
+                if member.id == peer:
                     ctx.roster.admit(member)
+                elif not ctx.roster.expelled(member.id):  # whoever answers may not know yet
+                    ctx.roster.hear_of(member)
             ctx.roster.alive(peer)
         except ProtocolError as e:
             ctx.refused(peer, str(e))

@@ -6,7 +6,8 @@ Messages on streams are *frames* (a header of one of these models, perhaps tenso
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, TypeVar
+from collections import defaultdict
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -16,6 +17,9 @@ from muletrain.network.base import Channel, Frame
 from muletrain.optim.sketch import SIZE as SKETCH
 from muletrain.policy.lineages import MEMORY, Chain
 from muletrain.swarm.branches import BRANCH
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
 
 Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
 Natural = Annotated[int, Field(ge=0, lt=2**48)]
@@ -283,9 +287,37 @@ class AskEntries(Message):
     step: Natural
 
 
+class Attested(BaseModel):
+    """A round, and who attests to it: (holder, ``without``) of each. What they all say alike is there once, or the answer for a stage
+    of many replicas would grow with their square, beyond what a call carries."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    entry: RoundEntry
+    holders: Annotated[tuple[tuple[Id, Annotated[tuple[Id, ...], Field(max_length=4096)]], ...], Field(max_length=4096)]
+
+
 class Entries(Message):
     KIND: ClassVar[str] = "entries"
-    entries: Annotated[tuple[RoundEntry, ...], Field(max_length=1 << 16)]
+    rounds: Annotated[tuple[Attested, ...], Field(max_length=4096)]
+
+    @classmethod
+    def of(cls, entries: Iterable[RoundEntry]) -> Entries:
+        """Entries of one round must agree on all but ``holder`` and ``without``."""
+        by_round: defaultdict[tuple[int, bytes], list[RoundEntry]] = defaultdict(list)
+        for entry in entries:
+            by_round[entry.stage, entry.round].append(entry)
+        return cls(
+            rounds=tuple(
+                Attested(entry=alike[0], holders=tuple((e.holder, e.without) for e in alike))
+                for alike in by_round.values()
+            )
+        )
+
+    @property
+    def entries(self) -> Iterator[RoundEntry]:
+        for known in self.rounds:
+            for holder, without in known.holders:
+                yield known.entry.model_copy(update={"holder": holder, "without": without})
 
 
 class AskGradient(Message):
@@ -379,10 +411,12 @@ class Doubted(Message):
 
 
 class AskSnapshot(Message):
-    """Call to a peer of ``stage``: make a copy of the stage's state as it is before the current step."""
+    """Call to a peer of ``stage``: make a copy of the stage's state as it is before the current step, or offer one that is on its way to
+    others, if it is not of a step before ``after``."""
 
     KIND: ClassVar[str] = "ask_snapshot"
     stage: Natural
+    after: Natural = 0
 
 
 class Snapshot(Message):

@@ -48,6 +48,7 @@ from muletrain.swarm.pipeline import Pipeline
 from muletrain.swarm.place import Key
 from muletrain.swarm.rebalancing import Rebalancer
 from muletrain.swarm.router import Router
+from muletrain.swarm.sealing import expelled
 from muletrain.swarm.snapshot import Receiver, Snapshots
 from muletrain.swarm.stepper import Stepper
 from muletrain.swarm.trainer import Trainer
@@ -158,7 +159,7 @@ class Peer:
         try:
             waiting: set[asyncio.Future[Any]] = {main, self._ctx.failure, self._adoption.ordered}
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if not main.done() and not self.begins_anew:
+            if self._ctx.failure.done() and not main.done() and not self.begins_anew:
                 self._ctx.failure.result()
             return self.begins_anew or await main
         finally:
@@ -251,13 +252,16 @@ class Peer:
         return written
 
     def _without(self, record: StepRecord) -> tuple[PeerId, ...]:
-        """Nobody counts on those that leave after ``record``, or are expelled by it, any more. The ids of those that leave."""
+        """Nobody counts on those that leave after ``record``, or are expelled by it, any more. The ids of those that leave. Raises
+        MuletrainError where we are expelled, and missed that."""
         ctx, me = self._ctx, self._ctx.net.peer_id
         for stage, entry in enumerate(record.stages):
             for peer in entry.expelled:
                 if ctx.roster.knows(peer) and ctx.roster.member(peer).stage == stage:
                     ctx.emit(PeerExpelled(peer_id=peer, name=ctx.roster.name(peer), step=record.step + 1))
                     ctx.roster.expel(peer)
+        if ctx.roster.expelled(me):
+            raise expelled(record.step)
         known = {m.id: m for m in ctx.roster.members()}
         leavers = record.leavers(lambda peer: peer in known and known[peer].trainer)
         for peer in leavers:
@@ -322,7 +326,9 @@ class Peer:
         await self._let_go()
         await self._membership.introduce()
         own = self.stepper.chain
-        return await self._take_state(_later(own) if why.weights_hold else lambda offer: offer.step >= own.step)
+        if why.weights_hold:
+            return await self._take_state(_later(own), own.step + 1)
+        return await self._take_state(lambda offer: offer.step >= own.step, own.step)
 
     async def _go_over(self, renamed: Chain | None) -> bool:
         """Take the state of the lineage that stays, or (``renamed``) its name alone, or go on in ours where that cannot be had; True if the
@@ -346,8 +352,9 @@ class Peer:
         await self.stepper.let_go()
         self._pipeline.abandon()
 
-    async def _take_state(self, acceptable: Callable[[Snapshot], bool]) -> bool:
-        """What was agreed on meanwhile is applied step by step from there (``Stepper.replay``)."""
+    async def _take_state(self, acceptable: Callable[[Snapshot], bool], after: int = 0) -> bool:
+        """Of a step not before ``after``, if possible. What was agreed on meanwhile is applied step by step from there
+        (``Stepper.replay``)."""
         ctx = self._ctx
         self._pursuits += 1
         if self._pursuits > MAX_PURSUITS:
@@ -355,7 +362,7 @@ class Peer:
                 f"{MAX_PURSUITS} states of stage {ctx.roster.own.stage} were too old to be of use when they had come: this peer's link, or "
                 f"its replicas', is too slow for the stage's gradients; join with more bandwidth, or cut the model into more stages"
             )
-        return await self._take_up(await self._receiver.fetch(acceptable))
+        return await self._take_up(await self._receiver.fetch(acceptable, after=after))
 
     async def _take_up(self, snapshot: Snapshot) -> bool:
         """Go on with the state that was loaded. True if no step follows."""
@@ -481,7 +488,7 @@ class Peer:
     async def _finish(self) -> bool:
         """The last checkpoint is waited for, by everyone. False if it could not be written."""
         ctx, key = self._ctx, self._where()
-        if ctx.roster.collector() is None:
+        if ctx.roster.collector() is None and not self._finished.done():  # others may have told us
             self._finished.set_result(True)
         for work in (self._hear_of_end(key), self._offer_last(key)):
             ctx.spawn(work, "last checkpoint")

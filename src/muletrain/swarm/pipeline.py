@@ -108,12 +108,19 @@ class Pipeline:
         if self.ctx.plan.trace:
             self.ctx.emit(MicrobatchTaken(step=message.step, index=message.index, stage=message.stage))
         held.task = self.ctx.spawn(self._serve(held, frame.tensors), f"serve {key}")
+        held.task.add_done_callback(lambda _: self._release(held))  # it may be cancelled before it begins
 
     def abandon(self) -> None:
         """What was begun for a step that is over must not be taken for work of one that is begun again."""
         for held in self._held.values():
             if held.task is not None and held.work.over:
                 held.task.cancel()
+
+    def _release(self, held: _Held) -> None:
+        """Its place in the queue, if it has it still."""
+        key = (held.message.step, held.message.index)
+        if self._held.get(key) is held:
+            del self._held[key]
 
     async def _serve(self, held: _Held, tensors: list[Encoded]) -> None:
         try:
@@ -130,7 +137,7 @@ class Pipeline:
             return
         finally:
             self.ctx.compute.discard(held.microbatch)
-            del self._held[held.message.step, held.message.index]
+            self._release(held)
         await self._answer(held, loss, gradient)
 
     async def _work(self, held: _Held, tensors: list[Encoded]) -> tuple[float, Encoded | None]:

@@ -46,6 +46,8 @@ class Genesis(Message):
 
 
 MAX_MEMBERS = 4096
+MAX_SINCE = 1 << 32
+"""``Member.since`` of ours that we believe others to have heard of: a lie must not use up all that can be said later."""
 MAX_GONE = 64
 """Members believed dead, or gone in order, of which a peer knows still; or four times the living, if those are more. They may be alive
 beyond a partition, and are asked now and then; but in a long run machines come and go without end."""
@@ -61,6 +63,8 @@ class Roster:
         self._dead: dict[str, None] = {}
         self._left: dict[str, None] = {}
         """Both by when we heard of it."""
+        self._hearsay: set[str] = set()
+        """Members that have not said themselves which stage they serve."""
         self._expelled: set[str] = set()
         self._own_id = ""
         if isinstance(own, Member):
@@ -73,22 +77,32 @@ class Roster:
     def own(self) -> Member:
         return self._members[self._own_id]
 
+    def hear_of(self, member: Member) -> None:
+        """Others say that ``member`` is there; where it serves, its own word will tell. What they believe of ourselves is no news,
+        however late; but where they have it wrong, what we say next is later still. Raises ProtocolError as ``admit``."""
+        own = self.own
+        if member.id == own.id:
+            if own.since <= member.since < MAX_SINCE and member.stage != own.stage:
+                self._members[own.id] = own.model_copy(update={"since": member.since + 1})
+        elif member.id not in self._members:
+            self.admit(member.model_copy(update={"since": 0}))
+            self._hearsay.add(member.id)
+
     def admit(self, member: Member) -> bool:
-        """Count ``member`` in: a newcomer, or one that serves another stage since a later step. It is believed dead until it is heard
-        of. True if that is news. What others believe of ourselves is none, however late; but where they have it wrong, what we say next
-        is later still. Raises ProtocolError for a stage that the run does not have, or when it is full, and for one that was expelled."""
+        """Count ``member`` in, as it says itself: a newcomer, or one that serves another stage since a later step. It is believed dead
+        until it is heard of. True if that is news. Raises ProtocolError for a stage that the run does not have, or when it is full, and
+        for one that was expelled."""
         if member.id in self._expelled:
             raise ProtocolError(f"{member.name} was expelled: it computed false gradients")
         known = self._members.get(member.id)
-        if known is not None and member.id == self._own_id:
-            if member.since >= known.since and member.stage != known.stage:
-                self._members[member.id] = known.model_copy(update={"since": member.since + 1})
+        if known is not None and (member.id == self._own_id or known == member):
             return False
-        if known == member or (known is not None and known.since >= member.since):
+        if known is not None and known.since >= member.since and member.id not in self._hearsay:
             return False
         if member.stage >= self.genesis.stages or (known is None and len(self._members) >= MAX_MEMBERS):
             raise ProtocolError(f"{member.name}: the run has no room for it, or no stage {member.stage}")
         self._members[member.id] = member
+        self._hearsay.discard(member.id)
         self._left.pop(member.id, None)
         self._dead[member.id] = None
         self._forget()
@@ -100,6 +114,7 @@ class Roster:
             limit = max(MAX_GONE, 4 * (len(self._members) - len(self._dead) - len(self._left)))
             for peer in [p for p in gone if p != self.genesis.collector][: max(0, len(gone) - limit)]:
                 del gone[peer], self._members[peer]
+                self._hearsay.discard(peer)
 
     def move(self, stage: int) -> None:
         """This peer serves ``stage`` from now on."""

@@ -39,6 +39,14 @@ FILLED_MAX_S = 0.2
 """Between two questions to the replicas whether the gaps are filled: they all wait for that, and for nothing else."""
 
 
+def expelled(step: int) -> MuletrainError:
+    """What ends a peer whose gradients of ``step`` were false."""
+    return MuletrainError(
+        f"step {step}: this peer does not compute what its replicas compute, so it leaves. Its memory or its accelerator may be faulty: "
+        f"test them before it joins again"
+    )
+
+
 class LeftOut(Exception):
     """Replicas that do not count on us go on, and we do not (``policy.views``)."""
 
@@ -160,7 +168,8 @@ class Sealing(Knowledge):
         for peer in [p for p in roster.others() if roster.member(p).stage != roster.own.stage][:MEETING_POINTS]:
             try:
                 answer = await ctx.net.call(peer, AskViews.KIND, ask, timeout_s=ctx.probe_deadline.seconds(1))
-                heard |= {v.member: View(v.attempt, v.members) for v in Views.unpack(answer).views if v.member != me}
+                views = (v for v in Views.unpack(answer).views if v.member in roster.replicas())
+                heard |= {v.member: View(v.attempt, v.members) for v in views}
             except (PeerUnreachable, DeadlineExceeded) as e:
                 ctx.suspect(peer, str(e))
             except NetworkError:  # it is at another step: others will say so
@@ -359,9 +368,6 @@ class Sealing(Knowledge):
             ctx.emit(Note(level="warning", message=what))
             wrong = d.liar == me if d.decided else d.member == me
             if wrong and (me in liars or (self._refuted == self.step - 1 and ctx.roster.needs_us() is None)):
-                raise MuletrainError(
-                    f"step {self.step}: this peer does not compute what its replicas compute, so it leaves. Its memory or its accelerator "
-                    f"may be faulty: test them before it joins again"
-                )
+                raise expelled(self.step)
             self._refuted = self.step if wrong else self._refuted
         return tuple(sorted(liars))

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
-from muletrain.errors import CheckpointError, MuletrainError, NetworkError, PeerUnreachable, ProtocolError
+from muletrain.errors import CheckpointError, MuletrainError, NetworkError, PeerUnreachable, ProtocolError, Refused
 from muletrain.events import Note
 from muletrain.swarm.branches import branch_of
 from muletrain.swarm.messages import AskBlocks, AskManifest, AskSnapshot, Snapshot
-from muletrain.swarm.transfer import Copy, Manifest, Partial, Taker
+from muletrain.swarm.transfer import LANES, Copy, Manifest, Partial, Taker
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -36,8 +36,10 @@ HEADERS = 1 << 16
 """Bytes of a state beside its tensors' own."""
 KEPT_S = 60.0
 """After the last question for it, a copy is dropped."""
-MAX_RUNS = 8
-"""Runs of blocks on their way at once, all takers together."""
+BUSY_S = 10.0
+"""After the last question for it, a copy is still on its way to somebody."""
+MAX_RUNS, ALL_RUNS = 2 * LANES, 256
+"""Runs of blocks that wait at once, of one taker and of all: they take turns, so that each comes on."""
 CALL_S = 60.0
 """A bound for a dead donor, not for a large state."""
 SETTLE_S, SETTLE_TRIES = 0.02, 500
@@ -65,7 +67,7 @@ class Snapshots:
         self._ctx, self._stepper = ctx, stepper
         self._kept: dict[bytes, _Kept] = {}
         self._making = asyncio.Lock()
-        self._runs = 0
+        self._runs: Counter[PeerId] = Counter()
         for kind, answer in (
             (AskSnapshot, self._on_ask),
             (AskManifest, self._on_manifest),
@@ -78,12 +80,24 @@ class Snapshots:
         ask, own = AskSnapshot.unpack(payload), self._ctx.roster.own
         if ask.stage != own.stage or self._ctx.closed:
             raise MuletrainError(f"this peer does not serve stage {ask.stage} (any more)")
+        if self._ctx.roster.expelled(sender):  # it missed that
+            raise MuletrainError("the peer that asks was expelled: it computed false gradients")
         async with self._making:
             label = own.stage, self._stepper.step, self._stepper.applied
-            offer = self.offered(*label, part=False) or await self._make()
+            offer = self.offered(*label, part=False) or self._on_its_way(ask.after) or await self._make()
             self._kept[offer.digest].takers.add(sender)
             self._stepper.trail.follow(sender, offer.step)
             return offer.pack()
+
+    def _on_its_way(self, after: int) -> Snapshot | None:
+        """Where all copies that we may keep are being taken, the newest of them: another would break one off. The steps since then are
+        to be had, too."""
+        now, stepper = self._ctx.clock.now(), self._stepper
+        if len(self._kept) < MAX_COPIES or any(now - k.asked > BUSY_S for k in self._kept.values()):
+            return None
+        offers = [k.offer for k in self._kept.values() if not k.part and k.offer.step >= after]
+        leading = [o for o in offers if stepper.chain.at(o.step) == o.lineage and stepper.trail.reaches(o.step)]
+        return max(leading, key=lambda o: o.step, default=None)
 
     def offered(self, stage: int, step: int, lineage: bytes, *, part: bool) -> Snapshot | None:
         """A copy of that state, or of that ``part`` of a checkpoint, if one is kept."""
@@ -156,9 +170,9 @@ class Snapshots:
         copy = self._asked(ask.digest, sender)
         if any(k * copy.block >= copy.size for k in ask.blocks):
             raise ProtocolError("blocks that the copy does not have")
-        if self._runs >= MAX_RUNS:
+        if self._runs[sender] >= MAX_RUNS or self._runs.total() >= ALL_RUNS:
             raise MuletrainError("this donor has enough to send")
-        self._runs += 1
+        self._runs[sender] += 1
         self._ctx.spawn(self._send(copy, sender, ask.blocks), "blocks")
         return b""
 
@@ -166,7 +180,7 @@ class Snapshots:
         try:
             await copy.send(self._ctx, taker, blocks)
         finally:
-            self._runs -= 1
+            self._runs[taker] -= 1
         with contextlib.suppress(MuletrainError):  # on a slow link that took its time
             self._asked(copy.digest, taker)
 
@@ -178,22 +192,25 @@ class Receiver:
         self._ctx = ctx
         self.taker = Taker(ctx)
         self._partial: Partial | None = None
+        self._refusal = ""
 
     async def fetch(
         self,
         acceptable: Callable[[Snapshot], bool],
         *,
+        after: int = 0,
         rounds: int = ROUNDS,
         confirm: Callable[[Snapshot], Awaitable[None]] | None = None,
     ) -> Snapshot:
-        """Load a replica's state that is ``acceptable``. ``confirm`` is asked just before our own is given up. Raises MuletrainError when
-        there is none to be had, and what ``confirm`` raises."""
+        """Load a replica's state that is ``acceptable``, of a step not before ``after`` if possible. ``confirm`` is asked just
+        before our own is given up. Raises MuletrainError when there is none to be had, and what ``confirm`` raises."""
         ctx, stage = self._ctx, self._ctx.roster.own.stage
         for round_ in range(rounds):
             replicas, living = ctx.roster.replicas(), [d for d in ctx.roster.replicas() if ctx.roster.is_alive(d)]
-            snapshot, good = _best(await self._offers(living, acceptable))
+            snapshot, good = _best(await self._offers(living, acceptable, after))
             if snapshot is None:  # nobody waits for the dead while the living have it
-                snapshot, good = _best(await self._offers([d for d in replicas if d not in living], acceptable))
+                dead = [d for d in replicas if d not in living]
+                snapshot, good = _best(await self._offers(dead, acceptable, after))
             if snapshot is not None:
                 try:
                     await self._take(snapshot, good, confirm)
@@ -203,12 +220,12 @@ class Receiver:
                     self._partial = None
                     return snapshot
             await ctx.clock.sleep(min(PAUSE_MAX_S, PAUSE_S * 2.0**round_))
-        raise MuletrainError(f"no replica of stage {stage} gives this peer the stage's state")
+        raise MuletrainError(f"no replica of stage {stage} gives this peer the stage's state{self._refusal}")
 
     async def _offers(
-        self, donors: list[PeerId], acceptable: Callable[[Snapshot], bool]
+        self, donors: list[PeerId], acceptable: Callable[[Snapshot], bool], after: int = 0
     ) -> list[tuple[PeerId, Snapshot]]:
-        ask = AskSnapshot(stage=self._ctx.roster.own.stage)
+        ask = AskSnapshot(stage=self._ctx.roster.own.stage, after=after)
         offers = await asyncio.gather(*(self._offered(d, ask) for d in donors))
         return [o for o in offers if o is not None and acceptable(o[1])]
 
@@ -218,6 +235,7 @@ class Receiver:
         except (NetworkError, ProtocolError) as e:
             if isinstance(ask, AskSnapshot):  # of a checkpoint's part nobody knows who has it
                 self._ctx.emit(Note(level="info", message=f"no state from {donor[-6:]}: {e}"))
+                self._refusal = f"; one said: {e}" if isinstance(e, Refused) else self._refusal
             return None
 
     async def has_donor(self, acceptable: Callable[[Snapshot], bool]) -> bool:

@@ -82,6 +82,10 @@ class Trail:
         if len(past) > 1:
             self._ctx.spawn(self._pack(past[-2]), "pack")
 
+    def reaches(self, step: int) -> bool:
+        """Is ``step`` kept, and all that followed?"""
+        return bool(self._past) and self._past[0].builder.step <= step
+
     def _excess(self) -> bool:
         return sum(p.nbytes for p in list(self._past)[:-1]) > self._limit
 

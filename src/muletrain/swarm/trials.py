@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from muletrain.network.base import PeerId
     from muletrain.optim.sketch import Sketch
-    from muletrain.swarm.messages import GivenUp, Seal
+    from muletrain.swarm.messages import Finding, GivenUp, Seal
 
 MAX_TRIALS = 6
 """In one step: each takes an attempt at averaging, and these are bounded."""
@@ -65,7 +65,7 @@ def finite(seals: Mapping[PeerId, Seal]) -> bool:
 def due(seals: Mapping[PeerId, Seal]) -> Trial | None:
     """What is to be computed again before these accumulators are reduced: one replica's at a time."""
     return _appeal(seals) or (
-        _first_trial(seals) if sum(len(s.findings) for s in seals.values()) < MAX_TRIALS else None
+        _first_trial(seals) if sum(len(_asked_for(s, seals)) for s in seals.values()) < MAX_TRIALS else None
     )
 
 
@@ -78,7 +78,7 @@ def _first_trial(seals: Mapping[PeerId, Seal]) -> Trial | None:
     if any(same and not _finite(_of(seals[j], m)) for m, j, same in _findings(seals)):
         return None  # the step is not finite, as two have found: nothing else matters
     sums = {m: s for m in seals if _stands(m, seals) and (s := _own_sum(seals[m], seals)) is not None}
-    suspects = [m for m in outlying(sums) if not seals[m].findings]
+    suspects = [m for m in outlying(sums) if not _asked_for(seals[m], seals)]
     for member in suspects:
         judge = _judge(seals, suspects) or (member if len(seals) == 1 else None)
         if judge is not None:
@@ -130,16 +130,24 @@ def _findings(seals: Mapping[PeerId, Seal]) -> Iterator[tuple[PeerId, PeerId, bo
 
 
 def _stands(member: PeerId, seals: Mapping[PeerId, Seal]) -> bool:
-    """Does its accumulator count? Not if another computed it again; if it did so itself, for want of others, it does."""
+    """Does its accumulator count? Not if another computed it again, and holds it; if it did so itself, for want of others, it does."""
     if any(f.member == member for f in seals[member].findings):
         return True
-    found = any(f.member == member for m, s in seals.items() if m != member for f in s.findings)
+    own = set(seals[member].indices)
+    found = any(
+        f.member == member and own <= set(s.indices) for m, s in seals.items() if m != member for f in s.findings
+    )
     return seals[member].gave_up is None and not found
+
+
+def _asked_for(seal: Seal, seals: Mapping[PeerId, Seal]) -> list[Finding]:
+    """Findings on what was given up. Others protect nobody: they may be made up."""
+    return [f for f in seal.findings if f.member in seals and seals[f.member].gave_up is not None]
 
 
 def _own_sum(seal: Seal, seals: Mapping[PeerId, Seal]) -> Sum | None:
     """Without what it computed again for others."""
-    theirs = [f for f in seal.findings if f.member in seals and seals[f.member].gave_up is not None]
+    theirs = _asked_for(seal, seals)
     count = len(seal.indices) - sum(len(_given_up(seals[f.member]).indices) for f in theirs)
     if count <= 0:
         return None
