@@ -76,6 +76,15 @@ def test_over_a_slow_link_one_state_and_the_later_gradients_lead_to_serving_and_
     assert max(took[1:]) < 1.1 * min(took[1:]), "the others take their time as before"
 
 
+def test_two_that_catch_up_do_not_wait_for_each_other() -> None:
+    frozen = tuple(Fault(1.0, "freeze", (p,), 15.0) for p in ("peer-0b", "peer-0c"))
+    outcome = play(Scenario(3, (3, 1), 1, 40, 4, 0.1, frozen))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert any("no settled state here now" in text for _, text in outcome.timeline), "one asked the other"
+    for name in ("peer-0b", "peer-0c"):
+        assert next(t for t, _, microbatches in applied(outcome, name) if t > 16.0 and microbatches) < 16.0 + 8.0
+
+
 def test_a_newcomer_does_not_wait_for_a_member_that_does_not_answer() -> None:
     frozen, joins = Fault(1.0, "freeze", ("peer-1b",), 40.0), Fault(2.0, "join", (NEWCOMER,))
     outcome = play(Scenario(3, (2, 2), 2, 40, 4, 0.01, (frozen, joins)))
@@ -133,6 +142,22 @@ def virtually(work: Any) -> None:
     problems: list[str] = []
     run_virtually(work, 600, problems)
     assert problems == []
+
+
+def test_those_believed_dead_are_tried_less_and_less() -> None:
+    async def scenario() -> None:
+        ctx, tries = context(), list[float]()
+        ctx.roster.dead("b")
+        begin = ctx.clock.now()
+        while (now := ctx.clock.now() - begin) < 3600.0:
+            tries += [now] if ctx.worth_a_try(("b",)) else []
+            await ctx.clock.sleep(0.5)
+        assert sum(t < 10.0 for t in tries) >= 8, "after a short partition they meet soon"
+        assert 49 <= sum(t >= 600.0 for t in tries) <= 51, "once a minute"
+        ctx.roster.alive("b")
+        assert ctx.worth_a_try(("b",)) == ctx.worth_a_try(("b",)) == ("b",)
+
+    run_virtually(scenario(), 4000, [])
 
 
 def test_steps_are_kept_for_those_on_their_way_and_no_longer() -> None:

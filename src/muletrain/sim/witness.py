@@ -38,6 +38,8 @@ class Witness:
         self._scenario, self._history, self._broken = scenario, history, broken
         self._together_s = max((f.at_s + f.for_s for f in scenario.faults), default=0.0) + MERGED_S
         self._records: dict[tuple[int, bytes], bytes] = {}
+        self._in_need: set[str] = set()
+        """Branches that began when a stage had nobody."""
         self._weights: dict[tuple[int, bytes], tuple[str, bytes]] = {}
         self._counted: Counter[tuple[int, int, str]] = Counter()
 
@@ -67,15 +69,18 @@ class Witness:
         if requests > self._scenario.capacity:
             self._broken(f"{peer} holds {requests} requests, and has room for {self._scenario.capacity}")
 
-    def stepped_back(self, peer: str) -> None:
-        """Nobody does while each stage has a live peer that can be reached; nor does a side of a partition that has every stage."""
+    def stepped_back(self, peer: str, lineage: str, served: set[int]) -> None:
+        """Nobody does while each stage has a live peer that can be reached; nor does a side of a partition that has every stage.
+        ``served``: the stages of those that are still there; the others may have come to the end, and gone."""
         scenario, kinds = self._scenario, {f.kind for f in self._scenario.faults}
         parted = bool(kinds & {"partition", "blackhole"})
         gone = {p for f in scenario.faults if f.kind in {"kill", "leave", "move"} for p in f.who}
         safe = {stage_of(p) for p, _ in scenario.members if p not in gone} == set(range(len(scenario.stages)))
         if parted:
             safe = kinds <= {"partition", "blackhole", "slow"} and any(peer in side for side in scenario.whole_sides)
-        if safe and not kinds & {"freeze", "cut"}:
+        if served != set(range(len(scenario.stages))):
+            self._in_need.add(lineage)
+        if safe and lineage not in self._in_need and not kinds & {"freeze", "cut"}:
             self._broken(f"{peer} stepped back, though every stage had a peer")
 
     def reported(self, peer: str, event: StepApplied) -> None:

@@ -229,7 +229,8 @@ class World:
         if isinstance(event, StepApplied):
             self._witness.reported(name, event)
         if isinstance(event, SteppedBack):
-            self._witness.stepped_back(name)
+            there = (peer for p, peer in self.peers.items() if not self.tasks[p].done())
+            self._witness.stepped_back(name, event.lineage, {peer.roster.own.stage for peer in there})
         if isinstance(event, SHOWN):
             fields = {
                 k: v for k, v in event.__dict__.items() if k not in ("t", "peer", "sent", "lineage") and "_s" not in k

@@ -21,7 +21,7 @@ from muletrain.swarm.messages import AskHeld, Doubted, Held, Message
 from muletrain.swarm.uplink import Uplink
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 
     from torch import Tensor
 
@@ -48,6 +48,7 @@ CAPACITY = 16
 MAX_PAUSES = 30
 """Waits for a peer that says it still works on a microbatch: doubling up to the longest, 15 s in all."""
 PAUSE_S, PAUSE_MAX_S = 0.05, 0.5
+TRY_AGAIN_S = 60.0
 SEND_TIMEOUT_S = 120.0
 """Handing one frame to the transport: a bound for a dead transport, not for a slow link (frames are a few MB)."""
 
@@ -174,6 +175,8 @@ class Context:
     uplink: Uplink = field(init=False)
     _awaited: defaultdict[PeerId, set[asyncio.Future[Any]]] = field(default_factory=lambda: defaultdict(set))
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    _tried: dict[PeerId, tuple[float, float]] = field(default_factory=dict)
+    """Of those believed dead: when they were tried first, and last."""
     failure: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def __post_init__(self) -> None:
@@ -218,12 +221,30 @@ class Context:
 
     async def tell(self, peers: tuple[PeerId, ...], message: Message) -> None:
         """A notice to several peers at once; those that cannot be reached are believed dead, the rest hears it."""
+        peers = self.worth_a_try(peers)
         results = await asyncio.gather(*(self.send(p, message) for p in peers), return_exceptions=True)
         for peer, result in zip(peers, results, strict=True):
             if isinstance(result, NetworkError):
                 self.suspect(peer, str(result))
             elif isinstance(result, BaseException):
                 raise result
+
+    def worth_a_try(self, peers: Iterable[PeerId]) -> tuple[PeerId, ...]:
+        """The living; and those believed dead that were not tried for a quarter of the time since they are (a minute at most): they may be
+        back, but a try costs a connection, and in a long run many have gone for good."""
+        now, worth = self.clock.now(), []
+        for peer in peers:
+            if self.roster.is_alive(peer):
+                self._tried.pop(peer, None)
+                worth.append(peer)
+                continue
+            since, last = self._tried.get(peer, (now, -math.inf))
+            if now - last >= min(TRY_AGAIN_S, (now - since) / 4):
+                self._tried[peer] = since, now
+                worth.append(peer)
+        if len(self._tried) > 2 * len(self.roster.members()):  # the roster forgets, too
+            self._tried = {p: tried for p, tried in self._tried.items() if self.roster.knows(p)}
+        return tuple(worth)
 
     def refused(self, peer: PeerId, reason: str) -> None:
         """Report something wrong that arrived."""
@@ -363,7 +384,7 @@ class Context:
     async def ask_held(self, peers: tuple[PeerId, ...], lineage: bytes, step: int) -> dict[PeerId, Held]:
         """What those of ``peers`` that answer hold. Those believed dead are asked, too, for they may be back; but nobody waits for
         them while others live."""
-        asked = {p: asyncio.create_task(self.probe(p, lineage, step)) for p in peers}
+        asked = {p: asyncio.create_task(self.probe(p, lineage, step)) for p in self.worth_a_try(peers)}
         living = [task for p, task in asked.items() if self.roster.is_alive(p)]
         try:
             if asked:

@@ -358,7 +358,7 @@ class Knowledge:
         """Those believed dead, too: a link that healed says nothing by itself. But nobody waits for them."""
         roster = self._ctx.roster
         living = roster.others()
-        for peer in sorted(set(roster.everyone()) - set(living)):
+        for peer in self._ctx.worth_a_try(sorted(set(roster.everyone()) - set(living))):
             self._ctx.spawn(self.find_out(peer), "ask after the dead")
         await asyncio.gather(*(self._ask(peer) for peer in living))
 
@@ -393,7 +393,9 @@ class Knowledge:
 
     async def _ask_entries(self) -> None:
         """A lost notice must not stop the run: any peer may know the entries we miss."""
-        if not any(await asyncio.gather(*(self._entries_from(peer) for peer in self._ctx.roster.everyone()))):
+        if not any(
+            await asyncio.gather(*(self._entries_from(p) for p in self._ctx.worth_a_try(self._ctx.roster.everyone())))
+        ):
             await self._ask_everyone()
 
     async def _entries_from(self, peer: PeerId) -> bool:

@@ -128,6 +128,8 @@ class Snapshots:
     async def _make(self) -> Snapshot:
         stepper, ctx = self._stepper, self._ctx
         for _ in range(SETTLE_TRIES):
+            if stepper.away:  # that takes long, and others may have it
+                break
             label, over = (stepper.step, stepper.applied), stepper.over
             if stepper.settled:
                 state = await ctx.compute.state()
@@ -135,7 +137,7 @@ class Snapshots:
                     past = stepper.chain.lineages[:-1]
                     return await self.offer(ctx.roster.own.stage, *label, state, part=False, over=over, past=past)
             await ctx.clock.sleep(SETTLE_S)  # an update is being applied
-        raise ProtocolError("no settled state here now: this peer is catching up, too")
+        raise MuletrainError("no settled state here now: this peer is catching up, too")
 
     def _keep(self, kept: _Kept) -> None:
         if not self._kept:
