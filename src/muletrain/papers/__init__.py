@@ -22,6 +22,7 @@ INDEX = {
     "swarm-table6": ("swarm_utilisation", "table_6", "parameters and FLOP of four layers"),
     "swarm-fig3": ("swarm_utilisation", "figure_3", "computing and idle time of a batch; when tensor parallelism pays"),
     "swarm-fig5": ("swarm_rebalancing", "figure_5", "throughput over the 32 hours"),
+    "swarm-fig6": ("swarm_scaling", "figure_6", "throughput from 8 to 128 nodes"),
     "swarm-fig7": ("swarm_rebalancing", "figure_7", "rebalancing with 4 to 32 stages"),
     "atom": ("atom", "reproduce", "how many minibatches hide swapping; up to 20 x over GPipe"),
     "hybrid-table2": ("hybrid", "table_2", "minutes a batch of four systems in four cases"),

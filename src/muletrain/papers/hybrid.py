@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
-SYSTEMS = ("Ours", "PipeDream", "Dapple", "Swarm")
-"""As the paper names them; its own, the hub of servers, is 'Ours'."""
+SYSTEMS = ("hub", "PipeDream", "Dapple", "Swarm")
+"""As the paper names them; its own, "Ours" there, is the hub."""
 WIDTHS = {"xxlarge": 4096, "Llama-33B": 6656}
 PUBLISHED_MIN = {
-    "xxlarge": {"Ours": (56.1, 65.4, 74.8, 82.2), "PipeDream": (43.5, 66.2, 85.2, 115.7), "Dapple": (44.3, 55.9, 79.1, 114.6),
+    "xxlarge": {"hub": (56.1, 65.4, 74.8, 82.2), "PipeDream": (43.5, 66.2, 85.2, 115.7), "Dapple": (44.3, 55.9, 79.1, 114.6),
                 "Swarm": (53.7, 62.8, 77.5, 96.8)},
-    "Llama-33B": {"Ours": (194.6, 216.7, 243.6, 253.6), "PipeDream": (170.2, 204.6, 294.7, 369.8),
+    "Llama-33B": {"hub": (194.6, 216.7, 243.6, 253.6), "PipeDream": (170.2, 204.6, 294.7, 369.8),
                   "Dapple": (168.9, 185.2, 268.5, 356.4), "Swarm": (248.4, 272.7, 256.1, 292.5)},
 }  # fmt: skip
 """Minutes a batch in cases 1 to 4."""
@@ -84,7 +84,7 @@ def slowdown(system: str, unreliable: float, drop: float) -> float:
     The hub's pool of tasks hands over what is left; SWARM also loses what the device had accumulated (sec. 4.1); a static pipeline
     waits until the device is back.
     """
-    if system == "Ours":
+    if system == "hub":
         return 1 / (1 - unreliable * drop / 2)
     if system == "Swarm":
         return 1 / (1 - unreliable * drop)
@@ -94,7 +94,7 @@ def slowdown(system: str, unreliable: float, drop: float) -> float:
 @cache
 def unreliable_share() -> float:
     """Of all work in case 4: solved from one number, how much longer the hub takes there than in case 3 ('xxlarge')."""
-    longer = PUBLISHED_MIN["xxlarge"]["Ours"][3] / PUBLISHED_MIN["xxlarge"]["Ours"][2]
+    longer = PUBLISHED_MIN["xxlarge"]["hub"][3] / PUBLISHED_MIN["xxlarge"]["hub"][2]
     return (1 - 1 / longer) * 2 / DROP
 
 
@@ -106,7 +106,7 @@ def case_4_min(model: str, system: str) -> float:
 def _ordered(model: str) -> bool:
     """The hub before SWARM before both static pipelines."""
     found = {system: case_4_min(model, system) for system in SYSTEMS}
-    return found["Ours"] < found["Swarm"] < min(found["PipeDream"], found["Dapple"])
+    return found["hub"] < found["Swarm"] < min(found["PipeDream"], found["Dapple"])
 
 
 RATES = (0.2, 0.3, 0.4, 0.5, 0.6)
@@ -118,8 +118,8 @@ def _gains(rate: float, drop: float) -> tuple[float, float]:
     count = min(10, round(16 * rate))
     power = 6 + 10 / SLOWER
     share = count / SLOWER / power
-    batch_s = 60 * PUBLISHED_MIN["Llama-33B"]["Ours"][0] * 16  # of one V100
-    hub_s = batch_s / power * slowdown("Ours", share, drop)
+    batch_s = 60 * PUBLISHED_MIN["Llama-33B"]["hub"][0] * 16  # of one V100
+    hub_s = batch_s / power * slowdown("hub", share, drop)
     swarm_s = batch_s / power * slowdown("Swarm", share, drop)
     speeds = [BATCH / batch_s] * 6 + [BATCH / batch_s / SLOWER] * 10
     lost = [0.0] * (16 - count) + [drop] * count
@@ -133,14 +133,14 @@ def table_2() -> Reproduction:
               for model in WIDTHS for system in SYSTEMS]  # fmt: skip
     fourths = [
         Value(f"{model}, {system}, case 4", PUBLISHED_MIN[model][system][3], case_4_min(model, system), "min",
-              (model, system) == ("xxlarge", "Ours"))
+              (model, system) == ("xxlarge", "hub"))
         for model in WIDTHS for system in SYSTEMS
     ]  # fmt: skip
     observed = [PUBLISHED_MIN[m][s][1] - PUBLISHED_MIN[m][s][0] for m in WIDTHS for s in SYSTEMS]
     second = [exchange_min(model, CASE_2) + within_min(model, CASE_2) for model in WIDTHS]
     gains = [_gains(rate, drop) for rate in RATES for drop in RATES]
     high = _gains(0.6, 0.9)[0]
-    ratio = {other: max(PUBLISHED_MIN[m][other][3] / PUBLISHED_MIN[m]["Ours"][3] for m in WIDTHS) for other in SYSTEMS}
+    ratio = {other: max(PUBLISHED_MIN[m][other][3] / PUBLISHED_MIN[m]["hub"][3] for m in WIDTHS) for other in SYSTEMS}
     statements = (
         *(Statement(f"case 4, {model}: the hub is fastest, then SWARM, then the static pipelines",
                     ", ".join(f"{s} {case_4_min(model, s):.0f}" for s in SYSTEMS) + " min", _ordered(model)) for model in WIDTHS),
@@ -161,7 +161,7 @@ def table_2() -> Reproduction:
         constants=(
             Constant("tokens of a sequence", TOKENS, "", "not in the paper; as in SWARM's experiments"),
             Constant("share of the work that unreliable devices do in case 4", unreliable_share(), "",
-                     "solved from 'Ours', xxlarge, case 4 over case 3"),
+                     "solved from the hub, xxlarge, case 4 over case 3"),
             *(Constant(f"{model}, {s}, case 1", PUBLISHED_MIN[model][s][0], "min", "as published")
               for model in WIDTHS for s in SYSTEMS),
         ),
