@@ -23,6 +23,13 @@ class Policy(StrEnum):
     MULETRAIN = "muletrain"
 
 
+class Fidelity(StrEnum):
+    """How closely it is played."""
+
+    FLOW = "flow"
+    PROTOCOL = "protocol"
+
+
 class Strategy(StrEnum):
     """Which peers serve what, and who gets the next microbatch."""
 
@@ -104,6 +111,12 @@ def fleet(
     model: Annotated[str | None, typer.Option(help="A preset, e.g. 'llama-7b'. Default: gpt3-xl, or CONFIG's.")] = None,
     strategy: Annotated[Strategy, typer.Option(help="How the fleet is used.")] = Strategy.SWARM,
     hours: Annotated[float, typer.Option(min=0.01, help="How long.")] = 2.0,
+    fidelity: Annotated[
+        Fidelity,
+        typer.Option(
+            help="'flow': rates between events, seconds for days. 'protocol': every message of the code that trains, on a virtual clock."
+        ),
+    ] = Fidelity.FLOW,
     config: Annotated[
         Path | None, typer.Option(metavar="CONFIG.toml", help="A run's configuration, as for 'muletrain run'.")
     ] = None,
@@ -125,9 +138,8 @@ def fleet(
 ) -> None:
     """What would happen: throughput, idle time by cause, bytes by link, and recovery of a run on these machines, while they come and go.
 
-    Rates instead of messages (flow fidelity), with the policies that decide in production: days with thousands of machines take seconds.
-    The optimum is all machines that are there, busy all the time."""
+    The policies are those that decide in production. The optimum is all machines that are there, busy all the time."""
     from muletrain.cli.whatif import what_if
 
     assert strategy is Strategy.SWARM
-    what_if(file, config, model, overrides or [], hours=hours, seed=seed, plot=plot, json=json)
+    what_if(file, config, model, overrides or [], hours=hours, seed=seed, plot=plot, json=json, fidelity=fidelity.value)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from muletrain.config.schema import RunConfig
+    from muletrain.sim.fleet import Fidelity
     from muletrain.sim.ledger import Outcome
     from muletrain.sim.machines import Setting
 
@@ -37,7 +38,7 @@ USUAL = ("train.batch=1024", "train.microbatch=1")
 
 def what_if(
     path: Path | None, config: Path | None, model: str | None, overrides: Sequence[str], *,
-    hours: float, seed: int, plot: Path | None, json: bool,
+    hours: float, seed: int, plot: Path | None, json: bool, fidelity: Fidelity = "flow",
 ) -> None:  # fmt: skip
     """Raises ConfigError, CapacityError and DataError, which say where to look."""
     if plot is not None:
@@ -48,7 +49,9 @@ def what_if(
     with located(origins, Fleet):
         run, spec = _run(fleet, config, given)
         scene = setting(fleet, run, spec)
-        outcome = simulate_fleet(scene, run, weather(fleet.churn, Path(file).parent), hours=hours, seed=seed)
+        outcome = simulate_fleet(
+            scene, run, weather(fleet.churn, Path(file).parent), hours=hours, seed=seed, fidelity=fidelity
+        )
     if json:
         print(jsonlib.dumps(_as_json(outcome, scene)))
     else:
@@ -109,6 +112,8 @@ def _results(scene: Setting, outcome: Outcome) -> Table:
     recovery = "nothing slowed it by more than 5 %"
     if not math.isnan(median_s):
         recovery = f"median {format_duration(median_s)}, longest {format_duration(longest_s)}"
+    if outcome.recoveries_s is None:
+        recovery = "not measured at this fidelity"
     if outcome.not_recovered:
         recovery = (
             (recovery if outcome.recoveries_s else "") + ("; " if outcome.recoveries_s else "") + "at the end not yet"

@@ -74,7 +74,16 @@ class Pipe:
 class ShapedNetwork:
     """A ``Network`` whose traffic takes the time the links would take. ``links`` gives the path to a peer."""
 
-    def __init__(self, inner: Network, links: Callable[[PeerId], Link], own: FleetPeer, clock: Clock) -> None:
+    def __init__(
+        self,
+        inner: Network,
+        links: Callable[[PeerId], Link],
+        own: FleetPeer,
+        clock: Clock,
+        weigh: Callable[[Frame], int] = lambda frame: size(pack(frame)),
+    ) -> None:
+        """``weigh``: bytes that a frame counts for."""
+        self._weigh = weigh
         self._inner, self._links, self._own, self._clock = inner, links, own, clock
         self.peer_id = inner.peer_id
         self._stalls = Stalls(own.stall, own.index, clock.now())
@@ -133,7 +142,7 @@ class ShapedNetwork:
             return await self._inner.send(peer, frame, channel=channel, timeout_s=timeout_s)
         if (error := self._broken.pop((peer, channel), None)) is not None:
             raise error
-        link, nbytes = self._links(peer), size(pack(frame))
+        link, nbytes = self._links(peer), self._weigh(frame)
         if self._departure(peer, link, nbytes)[0] > self._clock.now() + timeout_s:
             await self._clock.sleep(timeout_s)
             raise DeadlineExceeded(f"sending to {peer[-6:]}: not taken within {timeout_s:.1f} s")
@@ -188,7 +197,7 @@ class ShapedNetwork:
             if sender != self.peer_id:
                 if sender in self._cut:
                     return
-                await self._take(size(pack(frame)))
+                await self._take(self._weigh(frame))
             await handler(sender, frame)
 
         self._inner.receive(shaped)

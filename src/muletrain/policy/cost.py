@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -55,16 +54,11 @@ def all_reduce_s(nbytes: float, members: int, narrowest: float, path: float) -> 
 
 
 def makespan_s(items: int, service: Sequence[tuple[int, float]]) -> float:
-    """The least time in which ``items`` pieces of work are done by machines as (how many, seconds apiece), each a whole piece at a time."""
-    rate = sum(n / s for n, s in service)
-    if rate <= 0:
-        return math.inf
-    low, high = items / rate, items / rate + max(s for n, s in service if n)
-    for _ in range(50):
-        middle = (low + high) / 2
-        done = sum(n * math.floor(middle / s * (1 + 1e-12)) for n, s in service)
-        low, high = (low, middle) if done >= items else (middle, high)
-    return high
+    """The time in which ``items`` pieces of work are done by machines as (how many, seconds apiece), each a whole piece at a time and given
+    out as they come: the last one is left to one machine, on average for half of what the slowest takes."""
+    present = [(n, s) for n, s in service if n]
+    shared_s = items / sum(n / s for n, s in present)
+    return shared_s if sum(n for n, _ in present) == 1 else shared_s + max(s for _, s in present) / 2
 
 
 def steady_shares(expected_s: Sequence[float], counts: Sequence[int]) -> list[float]:

@@ -1,9 +1,9 @@
-"""What would happen: a fleet file and a run's configuration, played at flow fidelity."""
+"""What would happen: a fleet file and a run's configuration, played at either fidelity: as rates, or with every message."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from muletrain.sim.churn import TRACE_A, read_trace
 from muletrain.sim.flow import HOUR_S, Flow, Rules, Weather
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from muletrain.sim.ledger import Outcome
     from muletrain.sim.machines import Setting
 
+Fidelity = Literal["flow", "protocol"]
 EXAMPLE = Path(__file__).parent / "fleets" / "spot-t4.toml"
 
 
@@ -27,9 +28,16 @@ def weather(churn: Churn, folder: Path) -> Weather:
     )  # fmt: skip
 
 
-def simulate_fleet(setting: Setting, config: RunConfig, weather: Weather, *, hours: float, seed: int = 0) -> Outcome:
-    """Strategy ``swarm`` for so many hours, as fast as the flow engine plays it. The same seed gives the same outcome."""
-    fleet = config.fleet
+def simulate_fleet(
+    setting: Setting, config: RunConfig, weather: Weather, *, hours: float, seed: int = 0, fidelity: Fidelity = "flow"
+) -> Outcome:
+    """Strategy ``swarm`` for so many hours. The same seed gives the same outcome. Raises CapacityError where a stage gets no machine."""
+    fleet, horizon_s = config.fleet, HOUR_S * hours
+    trainers = fleet.trainers or TRAINERS
+    if fidelity == "protocol":
+        from muletrain.sim.actors import Actors
+
+        return Actors(setting, config, weather, horizon_s, trainers=trainers, seed=seed).play()
     rules = Rules(fleet.rebalance, fleet.rebalance_period, fleet.adopt_after, config.checkpoint.every)
-    rates = Rates(setting, trainers=fleet.trainers or TRAINERS, delayed=config.optimizer.delayed)
-    return Flow(rates, weather, rules, HOUR_S * hours, seed).play().outcome()
+    rates = Rates(setting, trainers=trainers, delayed=config.optimizer.delayed)
+    return Flow(rates, weather, rules, horizon_s, seed).play().outcome()

@@ -1,24 +1,22 @@
 """Flow fidelity: a run under churn on rates instead of messages, so that days with thousands of machines take seconds.
 
 Machines of a kind are alike, and between two events (one leaves, comes, moves) everything flows at a constant rate (``rates``). What
-is decided is decided by the policies that decide in production: where newcomers go (``policy.seating``), who moves
+is decided is decided by the policies that decide in production: where newcomers go (``machines.seat``), who moves
 (``policy.rebalance``, as the live rebalancer asks it), who adopts a stage that lost all its peers (``policy.adoption``).
 """
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Literal
 
-from muletrain.errors import CapacityError
 from muletrain.policy.adoption import Standing, adopters
 from muletrain.policy.rebalance import Load, View, by_queue, by_throughput
-from muletrain.policy.seating import most_needed
 from muletrain.sim.ledger import Ledger
+from muletrain.sim.machines import fetch_s, mortal, seat, seated
 from muletrain.swarm.context import CAPACITY
 from muletrain.swarm.rebalancing import HORIZON_PERIODS
 
@@ -30,8 +28,6 @@ if TYPE_CHECKING:
     from muletrain.sim.rates import Counts, Rate, Rates
 
 HOUR_S = 3600.0
-STATE_BYTES_PER_S = 240e6
-"""At which a newcomer checks and loads what comes over the fastest link (benchmarks/state_transfer)."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,7 @@ class Flow:
         self._kinds, self._cost = setting.kinds, setting.cost
         self._stages = len(setting.cut)
         self._draw = random.Random(f"flow/{self.seed}")
-        self._serving: list[Counts] = [(0,) * len(self._kinds)] * self._stages
+        self._serving: list[Counts] = seated(setting)
         self._present = [kind.count for kind in self._kinds]
         """By kind, serving or on the way."""
         self._promised = [0] * self._stages
@@ -100,16 +96,7 @@ class Flow:
         self._wanted: set[tuple[int, int]] = set()
         self._restless = True
         self._work = tuple(s.forward_flops for s in self._cost.stages)
-        mortal = [k for k, kind in enumerate(self._kinds) if not kind.reliable]
-        self._mortal = mortal or list(range(len(self._kinds)))
-        for kind in range(len(self._kinds)):
-            for _ in range(self._kinds[kind].count):
-                self._add(self._seat(kind), kind, 1)
-        if not all(map(any, self._serving)):
-            stage = [any(counts) for counts in self._serving].index(False)
-            raise CapacityError(
-                f"machines[0].count: stage {stage} gets no machine, for those with room for it are needed elsewhere; add one that holds it"
-            )
+        self._mortal = mortal(setting)
         self._rate = self._rated()
         self.ledger = Ledger(self.rates, self.horizon_s, self._serving, self._present)
 
@@ -164,15 +151,6 @@ class Flow:
     def _rated(self) -> Rate:
         rate = self.rates.of(self._serving)
         return rate._replace(slowest=0.0, linked=0.0, throughput=0.0) if self._lost else rate
-
-    def _seat(self, kind: int) -> int:
-        """As a newcomer is told (``runs.seating``): where only its device serves, if it can, the most loaded stage."""
-        own = self._kinds[kind]
-        alike = [k for k, other in enumerate(self._kinds) if other.device == own.device]
-        totals = list(map(sum, self._serving))
-        unmixed = [s for s in own.fits if sum(self._serving[s][k] for k in alike) == totals[s]]
-        served = [a + b for a, b in zip(totals, self._promised, strict=True)]
-        return most_needed(unmixed or sorted(own.fits), served, self._work, own.quarters)
 
     # Churn ------------------------------------------------------------------------------------------------------------
 
@@ -263,7 +241,7 @@ class Flow:
         self.ledger.stalled(stalled_s)
 
     def _come(self, kind: int) -> None:
-        stage = self._seat(kind)
+        stage = seat(self.rates.setting, kind, self._serving, self._promised)
         self._present[kind] += 1
         self._fetch(_Moving(kind, None, stage), "joined")
         self._draw_leaving()
@@ -281,14 +259,8 @@ class Flow:
         self.ledger.change(self._serving, self._present, self._rate)
         nbytes = self._cost.stages[moving.target].state_bytes
         self.ledger.fetched(moving.kind, self._serving[moving.target], nbytes)
-        self._at(self._now + nbytes / self._fetch_rate(moving), lambda: self._has_state(moving))
-
-    def _fetch_rate(self, moving: _Moving) -> float:
-        """From all replicas at once [bytes/s]."""
-        links, kinds = self.rates.setting.links, self._kinds
-        donors = [(n, k) for k, n in enumerate(self._serving[moving.target]) if n]
-        sent = sum(n * min(kinds[k].up_bytes_per_s, links[k][moving.kind].bandwidth_bytes_per_s) for n, k in donors)
-        return min(STATE_BYTES_PER_S, kinds[moving.kind].down_bytes_per_s, sent or math.inf)
+        takes_s = fetch_s(self.rates.setting, moving.kind, moving.target, self._serving[moving.target])
+        self._at(self._now + takes_s, lambda: self._has_state(moving))
 
     def _has_state(self, moving: _Moving) -> None:
         if moving in self._moving:

@@ -49,7 +49,8 @@ class Outcome:
     lost_microbatches: float
     repeated_microbatches: float
     events: dict[str, int]
-    recoveries_s: tuple[float, ...]
+    recoveries_s: tuple[float, ...] | None
+    """None: not measured at this fidelity."""
     not_recovered: bool
     curve: tuple[Point, ...]
 

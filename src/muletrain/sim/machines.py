@@ -15,11 +15,14 @@ from muletrain.config.schema import Codec, Precision
 from muletrain.errors import CapacityError, ConfigError
 from muletrain.policy.cost import RunCost, StageCost, service_s
 from muletrain.policy.devices import DEVICES, closest_device, find_device
+from muletrain.policy.seating import most_needed
 from muletrain.swarm.context import CAPACITY
 from muletrain.units import format_memory
 from muletrain.wire.codec import IDS16, IDS32, encoded_size
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from muletrain.config.fleet import Fleet, FleetPeer, Link, Machine
     from muletrain.config.schema import RunConfig
     from muletrain.model.spec import ModelSpec
@@ -67,6 +70,53 @@ class Setting:
     cut: Cut
     left_out: tuple[str, ...]
     """Machines that no stage fits on."""
+
+
+STATE_BYTES_PER_S = 240e6
+"""At which a newcomer checks and loads what comes over the fastest link (benchmarks/state_transfer)."""
+
+
+def seat(setting: Setting, kind: int, serving: Sequence[Sequence[int]], promised: Sequence[int]) -> int:
+    """The stage that a newcomer is told to serve (``runs.seating``): where only its device serves, if it can, the most loaded one.
+    ``serving``: peers by stage and kind; ``promised``: by stage, newcomers on their way."""
+    own = setting.kinds[kind]
+    alike = [k for k, other in enumerate(setting.kinds) if other.device == own.device]
+    totals = list(map(sum, serving))
+    unmixed = [s for s in sorted(own.fits) if sum(serving[s][k] for k in alike) == totals[s]]
+    served = [a + b for a, b in zip(totals, promised, strict=True)]
+    work = [s.forward_flops for s in setting.cost.stages]
+    return most_needed(unmixed or sorted(own.fits), served, work, own.quarters)
+
+
+def seated(setting: Setting) -> list[tuple[int, ...]]:
+    """Everyone, in the order of the file, by stage and kind. Raises CapacityError where a stage gets nobody."""
+    serving = [[0] * len(setting.kinds) for _ in setting.cut]
+    nobody = [0] * len(setting.cut)
+    for k, kind in enumerate(setting.kinds):
+        for _ in range(kind.count):
+            serving[seat(setting, k, serving, nobody)][k] += 1
+    if not all(map(any, serving)):
+        stage = [any(counts) for counts in serving].index(False)
+        raise CapacityError(
+            f"machines[0].count: stage {stage} gets no machine, for those with room for it are needed elsewhere; add one that holds it"
+        )
+    return list(map(tuple, serving))
+
+
+def fetch_s(setting: Setting, kind: int, stage: int, donors: Sequence[int]) -> float:
+    """The time in which a machine of ``kind`` gets a stage's state from all of its replicas at once."""
+    sent = sum(
+        n * min(setting.kinds[k].up_bytes_per_s, setting.links[k][kind].bandwidth_bytes_per_s)
+        for k, n in enumerate(donors)
+        if n
+    )
+    rate = min(STATE_BYTES_PER_S, setting.kinds[kind].down_bytes_per_s, sent or math.inf)
+    return setting.cost.stages[stage].state_bytes / rate
+
+
+def mortal(setting: Setting) -> list[int]:
+    """Kinds of which machines leave unasked: those that are not reliable, or any if all are."""
+    return [k for k, kind in enumerate(setting.kinds) if not kind.reliable] or list(range(len(setting.kinds)))
 
 
 def run_cost(config: RunConfig, spec: ModelSpec, cut: Cut) -> RunCost:

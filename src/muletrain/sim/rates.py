@@ -4,6 +4,10 @@ A stage does what its peers do, each as fast as its compute and its links allow;
 than the trainers' window lets under way (Little's law). A step is the longest of: what lies before a stage, there and back, and that
 stage's share of all microbatches, in whole ones; and at its end gradients are averaged and the record is agreed on. Nothing in it is
 fitted.
+
+Held against every message of the production code (``actors``; tests/test_fidelities.py) it is within 5 % for small fleets whose speeds
+differ by a factor of a few. It is too fast by 17 % where one kind is twelve times as fast as another and steps are short, and by 7 %
+where delayed averaging over narrow links holds up the next step's activations: links are not shared between the two here.
 """
 
 from __future__ import annotations
@@ -93,11 +97,10 @@ class Rates:
             carried_s = [max(s, self._carried_s(stage, k, before, behind)) for k, s in enumerate(taken_s)]
         computes, carries = (sum(n / s for n, s in zip(here, each, strict=True)) for each in (taken_s, carried_s))
         items, peers = self._cost.microbatches, sum(here)
-        whole = items < WHOLE * peers
         return _Stage(
             peers=peers, computes=computes, carries=carries, path_s=self._path_s(stage, before or here, here),
             service_s=peers / computes, ending_s=self._ending_s(stage, here),
-            makespan_s=makespan_s(items, list(zip(here, carried_s, strict=True))) if whole else items / carries,
+            makespan_s=makespan_s(items, list(zip(here, carried_s, strict=True))),
         )  # fmt: skip
 
     def _carried_s(self, stage: int, k: int, before: Counts | None, behind: Counts | None) -> float:
@@ -198,7 +201,5 @@ def _places(setting: Setting) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, found.values()))
 
 
-WHOLE = 25
-"""Microbatches a peer and step, from which on it matters little that each is computed by one peer."""
 ROUNDS, EPSILON = 4, 1e-9
 """Of fitting what senders prefer to what receivers can take; all shares sum to 1."""

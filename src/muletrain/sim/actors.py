@@ -1,0 +1,338 @@
+"""Protocol fidelity: the peers that train in production, every message of theirs, on a virtual clock.
+
+Only two things are not real: what is computed (nothing; it takes the time that the cost model says) and how large tensors are (tiny;
+links take the time that those of the run would take). Wiring, admission, windows, sealing, averaging, records, joining and moving are
+the production code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import tempfile
+from collections import Counter
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from blake3 import blake3
+
+from muletrain.clock import LoopClock
+from muletrain.compute.executor import InlineExecutor
+from muletrain.compute.paced import PacedCompute
+from muletrain.config.fleet import limited_peer
+from muletrain.config.schema import Codec
+from muletrain.errors import MuletrainError
+from muletrain.events import StepApplied, StepDone, SteppedBack
+from muletrain.network.memory import MemoryHub
+from muletrain.network.shaped import ShapedNetwork
+from muletrain.sim.loop import run_virtually
+from muletrain.sim.machines import fetch_s, mortal, seat, seated
+from muletrain.sim.tally import Tally
+from muletrain.swarm.checkpointing import Book
+from muletrain.swarm.context import CAPACITY, Context, Plan
+from muletrain.swarm.messages import Member
+from muletrain.swarm.peer import Peer
+from muletrain.swarm.place import Folder
+from muletrain.swarm.roster import Genesis, Roster
+from muletrain.swarm.service import Service
+from muletrain.wire.frame import pack, size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from muletrain.compute.base import Microbatch, Update
+    from muletrain.config.schema import RunConfig
+    from muletrain.events import Event
+    from muletrain.network.base import Frame
+    from muletrain.sim.flow import Weather
+    from muletrain.sim.ledger import Outcome
+    from muletrain.sim.machines import Setting
+    from muletrain.swarm.adoption import StepBack
+
+WIDTH, TOKENS, VOCAB = 2, 1, 256
+PARAMS = 12 * 4096
+"""Of each stage: shards of up to 12 replicas are of the same size."""
+PLACE = "shared"
+"""Where all checkpoints go."""
+STEPS = 1 << 20
+"""More than there is time for."""
+
+
+class HollowCompute:
+    """Computes nothing, at once; see ``Compute``. Every microbatch has the same gradient."""
+
+    def __init__(self, stage: int, stages: int) -> None:
+        self.stage, self.stages, self.n_params = stage, stages, PARAMS
+        self._sums: Counter[int] = Counter()
+
+    async def forward(self, mb: Microbatch, inputs: Tensor) -> Tensor:
+        return _activations()
+
+    async def backward(self, mb: Microbatch, grad: Tensor, *, accumulate: bool) -> Tensor | None:
+        self._sums[mb.step] += accumulate
+        return _activations() if self.stage else None
+
+    async def loss_backward(
+        self, mb: Microbatch, inputs: Tensor, targets: Tensor, *, accumulate: bool
+    ) -> tuple[float, Tensor | None]:
+        self._sums[mb.step] += accumulate
+        return 1.0, _activations() if self.stage else None
+
+    def discard(self, mb: Microbatch) -> None:
+        pass
+
+    def gradient(self, step: int) -> Tensor:
+        return torch.full((PARAMS,), float(self._sums[step]))
+
+    async def apply(self, gradient: Tensor, update: Update) -> None:
+        self.clear(update.step)
+
+    def clear(self, step: int) -> None:
+        self._sums.pop(step, None)
+
+    async def digest(self) -> bytes:
+        return blake3(b"hollow").digest()
+
+    async def state(self) -> dict[str, Tensor]:
+        return {f"{kind}/w": torch.zeros(PARAMS) for kind in ("model", "moment1", "moment2")}
+
+    async def load_state(self, state: dict[str, Tensor]) -> None:
+        pass
+
+    async def offload(self, fn: Callable[..., Any], *args: object) -> Any:
+        return fn(*args)
+
+    def close(self) -> None:
+        pass
+
+
+def _activations() -> Tensor:
+    return torch.ones(1, TOKENS, WIDTH)
+
+
+class _Tokens:
+    def microbatch(self, step: int, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        return np.zeros((1, TOKENS), np.int64), np.zeros((1, TOKENS), np.int64)
+
+
+class Actors:
+    """The peers of one setting, for ``horizon_s``. ``play`` them once."""
+
+    def __init__(
+        self, setting: Setting, config: RunConfig, weather: Weather, horizon_s: float, *, trainers: int, seed: int
+    ) -> None:
+        self._setting, self._config, self._weather, self._horizon_s = setting, config, weather, horizon_s
+        self._hub, self._clock, self._tally = MemoryHub(), LoopClock(), Tally(setting, horizon_s)
+        self._problems: list[str] = []
+        self._draw = random.Random(f"actors/{seed}")
+        self._mortal = mortal(setting)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._rosters: dict[str, Roster] = {}
+        """Of those that are there."""
+        self._kind_of: dict[str, int] = {}
+        self._served: dict[str, int] = {}
+        """Stages that peers came to."""
+        self._averaging = [s.averaged_bytes / (4 * PARAMS) for s in setting.cost.stages]
+        stage_of = {
+            self._name(k): s for s, counts in enumerate(seated(setting)) for k, n in enumerate(counts) for _ in range(n)
+        }
+        self._training = set(sorted(stage_of, key=self._rank)[:trainers])
+        members = tuple(self._member(name, stage) for name, stage in stage_of.items())
+        self._genesis = Genesis(
+            run_id="fleet", config=bytes(32), data=bytes(32), stages=len(setting.cut), members=members,
+            collector=min(stage_of, key=self._rank), first_step=0,
+        )  # fmt: skip
+
+    def _name(self, kind: int) -> str:
+        name = f"{self._setting.kinds[kind].name}-{len(self._kind_of)}"
+        self._kind_of[name] = kind
+        return name
+
+    def _rank(self, name: str) -> tuple[bool, int, int]:
+        """Trainers are machines that stay, if there are such, and spread over the kinds."""
+        kind = self._kind_of[name]
+        before = sum(other == kind for other in list(self._kind_of.values())[: list(self._kind_of).index(name)])
+        return not self._setting.kinds[kind].reliable, before, kind
+
+    def _member(self, name: str, stage: int) -> Member:
+        trains = name in self._training or not any(kind.reliable for kind in self._setting.kinds)
+        return Member(
+            id=name, name=name, stage=stage, trainer=trains, addresses=(), place=Folder(Path(), keep=1, name=PLACE).name
+        )
+
+    def play(self) -> Outcome:
+        """Raises MuletrainError where something broke that should not."""
+        problems = self._problems
+        with tempfile.TemporaryDirectory(prefix="mule-fleet-") as folder:
+            self._folder = Path(folder)
+            run_virtually(self._run(), math.inf, problems)
+        if problems:
+            raise MuletrainError(f"the virtual fleet broke: {problems[0]}")
+        return self._tally.outcome()
+
+    async def _run(self) -> None:
+        for member in self._genesis.members:
+            self._begin(member.id, Roster(self._genesis, member.id), joining=False)
+        self._changed()
+        churn = [asyncio.create_task(work) for work in (self._traced(), self._leaving(), self._bursts())]
+        await asyncio.sleep(self._horizon_s)
+        self._changed()
+        for task in (*churn, *self._tasks.values()):
+            task.cancel()
+        await asyncio.gather(*churn, *self._tasks.values(), return_exceptions=True)
+
+    # Churn ------------------------------------------------------------------------------------------------------------
+
+    async def _traced(self) -> None:
+        gone: list[int] = []
+        for change in self._weather.trace:
+            await asyncio.sleep(max(0.0, change.time_s - self._clock.now()))
+            for _ in range(-change.peers):
+                gone += [] if (kind := self._take_any()) is None else [kind]
+            for _ in range(change.peers):
+                self._come(gone.pop(0) if gone else self._draw.choice(self._mortal))
+
+    async def _leaving(self) -> None:
+        """Each by itself: in so short a while that none is left out, each with its part of the chance."""
+        while self._weather.leave_per_s:
+            await asyncio.sleep(self._draw.expovariate(self._weather.leave_per_s * self._most))
+            if self._draw.random() * self._most < len(self._those_that_may_go()):
+                self._replace(self._take_any())
+
+    @property
+    def _most(self) -> int:
+        """More of those that may go than there ever are: nobody comes but for one that left."""
+        return sum(self._setting.kinds[k].count for k in self._mortal) + sum(
+            max(0, c.peers) for c in self._weather.trace
+        )
+
+    async def _bursts(self) -> None:
+        while self._weather.bursts_per_s:
+            await asyncio.sleep(self._draw.expovariate(self._weather.bursts_per_s))
+            for _ in range(round(self._weather.burst_share * len(self._those_that_may_go()))):
+                self._replace(self._take_any())
+
+    def _those_that_may_go(self) -> list[str]:
+        return [name for name in self._rosters if self._kind_of[name] in self._mortal]
+
+    def _take_any(self) -> int | None:
+        """As SIGKILL does. The kind of whom it took."""
+        able = self._those_that_may_go()
+        if not able:
+            return None
+        name = self._draw.choice(able)
+        self._hub.kill(name)
+        self._tasks[name].cancel()
+        del self._rosters[name]
+        self._tally.happened("left")
+        self._changed()
+        return self._kind_of[name]
+
+    def _replace(self, kind: int | None) -> None:
+        if kind is not None:
+            after_s = self._draw.expovariate(1 / self._weather.away_s)
+            asyncio.get_running_loop().call_later(after_s, self._come, kind)
+
+    def _come(self, kind: int) -> None:
+        if self._clock.now() >= self._horizon_s:
+            return
+        name = self._name(kind)
+        stage = seat(self._setting, kind, self._serving(), [0] * len(self._setting.cut))
+        self._tally.happened("joined")
+        self._begin(name, Roster(self._genesis, self._member(name, stage)), joining=True)
+        self._changed()
+
+    def _serving(self) -> list[list[int]]:
+        serving = [[0] * len(self._setting.kinds) for _ in self._setting.cut]
+        for name, roster in self._rosters.items():
+            serving[roster.own.stage][self._kind_of[name]] += 1
+        return serving
+
+    def _changed(self) -> None:
+        self._tally.present(self._clock.now(), self._serving())
+
+    # Peers ------------------------------------------------------------------------------------------------------------
+
+    def _begin(self, name: str, roster: Roster, *, joining: bool) -> None:
+        self._rosters[name] = roster
+        self._served[name] = roster.own.stage
+        work = self._peer(name, self._network(name), roster, joining=joining)
+        self._tasks[name] = asyncio.create_task(work, name=name)
+
+    def _network(self, name: str) -> ShapedNetwork:
+        kind = self._kind_of[name]
+        own, links = self._setting.kinds[kind], self._setting.links[kind]
+        limits = replace(limited_peer(own.up_bytes_per_s), down_bytes_per_s=own.down_bytes_per_s)
+        return ShapedNetwork(
+            self._hub.join(name), lambda peer: links[self._kind_of[peer]], limits, self._clock, self._weight
+        )
+
+    def _weight(self, frame: Frame) -> int:
+        """Bytes that the run's own frame would have."""
+        cost, stage = self._setting.cost, int(frame.header.get("stage", 0))
+        if frame.kind == "forward":
+            return cost.forward_bytes[stage]
+        if frame.kind == "backward":
+            return cost.backward_bytes[stage]
+        nbytes = size(pack(frame))
+        return int(nbytes * self._averaging[stage]) if frame.kind in ("shard", "reduced") else nbytes
+
+    async def _peer(self, name: str, network: ShapedNetwork, roster: Roster, *, joining: bool) -> None:
+        k = self._kind_of[name]
+        kind, place = self._setting.kinds[k], Folder(self._folder, keep=1, name=PLACE)
+
+        async def make(joins: bool, back: StepBack | None) -> Peer:
+            stage = roster.own.stage
+            if joins:
+                if self._served.get(name, stage) != stage:
+                    self._tally.happened("moved")
+                self._served[name] = stage
+                self._changed()
+                await self._clock.sleep(fetch_s(self._setting, k, stage, self._serving()[stage]))
+            compute = PacedCompute(
+                HollowCompute(stage, self._plan.stages), self._clock, kind.forward_s[stage], kind.backward_s[stage]
+            )
+            ctx = Context(
+                network, self._clock, compute, roster, self._plan, lambda e: self._note(name, e), background=InlineExecutor()
+            )  # fmt: skip
+            fits = kind.fits.__contains__
+            return Peer(ctx, source=_Tokens(), book=Book(place), joining=joins, back=back, fits=fits)
+
+        try:
+            await Service(make, joining=joining).run()
+        except MuletrainError as e:
+            self._rosters.pop(name, None)
+            self._tally.happened(f"ended: {e}")
+        except Exception as e:
+            self._problems.append(f"{name}: {type(e).__name__}: {e}")
+        finally:
+            await network.close()
+
+    @cached_property
+    def _plan(self) -> Plan:
+        config, cost = self._config, self._setting.cost
+        return Plan(
+            stages=len(cost.stages), steps=STEPS, microbatches=cost.microbatches, sequences=1, width=WIDTH, vocab=VOCAB,
+            sequence_length=lambda step: TOKENS, activations=Codec.FP32, gradients=Codec.FP32, clip=None, lr=lambda step: 0.0,
+            checkpoint_every=config.checkpoint.every, capacity=CAPACITY, adopt_after_s=config.fleet.adopt_after, from_seed=True,
+            rebalance=config.fleet.rebalance, rebalance_s=config.fleet.rebalance_period,
+            work=tuple(s.forward_flops for s in cost.stages), state_bytes=tuple(s.state_bytes for s in cost.stages),
+            delayed=config.optimizer.delayed,
+        )  # fmt: skip
+
+    def _note(self, name: str, event: Event) -> None:
+        now, kind = self._clock.now(), self._kind_of[name]
+        if isinstance(event, StepDone):
+            self._tally.done(now, event.step)
+        elif isinstance(event, SteppedBack):
+            self._tally.step_back(event.step, event.to)
+        elif isinstance(event, StepApplied):
+            self._tally.applied(kind, event, [(self._kind_of[p], classes) for p, classes in event.sent.items()])

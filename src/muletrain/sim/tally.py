@@ -1,0 +1,94 @@
+"""What a fleet of production peers did, from the events that they emit: the same ``Outcome`` as the flow fidelity's."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING
+
+from muletrain.sim.ledger import Outcome, Point
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from muletrain.events import StepApplied, TrafficClass
+    from muletrain.sim.machines import Setting
+
+CLASSES: dict[str, str] = {"activation": "activations", "gradient": "gradients", "averaging": "averaging"}
+"""What travels otherwise is control; states take their time, but are not frames of their true size."""
+
+
+class Tally:
+    """Told of the events of all peers, and of who is there. ``idle`` has what a peer's own clock tells apart: averaging with all that is
+    agreed on, and waiting for something to compute."""
+
+    def __init__(self, setting: Setting, horizon_s: float) -> None:
+        self._setting, self._horizon_s = setting, horizon_s
+        self._microbatches = setting.cost.microbatches
+        self._steps = 0
+        self._lost = self._repeated = 0
+        self._ends: list[float] = [0.0]
+        self._back: set[tuple[int, int]] = set()
+        self._events: Counter[str] = Counter()
+        self._since: Counter[str] = Counter()
+        self._averaging = 0.0
+        self._bytes: defaultdict[tuple[str, str], defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._curve: list[Point] = []
+        self._now, self._optimum, self._possible = 0.0, 0.0, 0.0
+        self._peers: tuple[int, ...] = ()
+
+    def present(self, now: float, serving: Sequence[Sequence[int]]) -> None:
+        """From now on these are there, by stage and kind."""
+        self._possible += self._optimum * (now - self._now)
+        self._now = now
+        kinds = self._setting.kinds
+        self._optimum = sum(n * kinds[k].whole_per_s for counts in serving for k, n in enumerate(counts))
+        self._peers = tuple(map(sum, serving))
+
+    def happened(self, what: str) -> None:
+        self._events[what] += 1
+        self._since[what] += 1
+
+    def done(self, now: float, step: int) -> None:
+        """``step`` steps are done; several may say so."""
+        if step <= self._steps:
+            return
+        took_s = now - self._ends[-1]
+        self._steps = step
+        self._ends.append(now)
+        self._curve.append(
+            Point(now, self._microbatches / max(took_s, 1e-9), self._optimum, self._peers, dict(self._since))
+        )
+        self._since = Counter()
+
+    def step_back(self, step: int, to: int) -> None:
+        """All who step back say so."""
+        if (step, to) in self._back:
+            return
+        self._back.add((step, to))
+        self._lost += (self._steps - to) * self._microbatches
+        self._steps = to
+        self.happened("stepped back")
+
+    def applied(self, kind: int, event: StepApplied, sent: Sequence[tuple[int, Mapping[TrafficClass, int]]]) -> None:
+        """By one peer; ``sent``: by the receiver's kind."""
+        kinds = self._setting.kinds
+        self._repeated += event.recomputed
+        self._averaging += (event.averaging_s + event.apply_s) * kinds[kind].whole_per_s
+        for receiver, classes in sent:
+            for name, nbytes in classes.items():
+                self._bytes[kinds[kind].region, kinds[receiver].region][CLASSES.get(name, "control")] += nbytes
+
+    def outcome(self) -> Outcome:
+        """Of the step under way as much counts as has passed of the time that the one before took."""
+        last = self._ends[-2:]
+        usual_s = last[-1] - last[0] if len(last) == 2 else self._horizon_s
+        steps = self._steps + min(0.99, (self._horizon_s - last[-1]) / usual_s)
+        done, possible = steps * self._microbatches, self._possible or 1.0
+        share, averaging, lost = done / possible, self._averaging / possible, self._lost / possible
+        idle = {"averaging": averaging, "steps taken back": lost, "waiting for work": 1 - share - averaging - lost}
+        return Outcome(
+            hours=self._horizon_s / 3600, steps=steps, throughput=done / self._horizon_s, share_of_optimum=share, idle=idle,
+            bytes={link: dict(classes) for link, classes in sorted(self._bytes.items())}, lost_microbatches=self._lost,
+            repeated_microbatches=self._repeated, events=dict(sorted(self._events.items())), recoveries_s=None,
+            not_recovered=False, curve=tuple(self._curve),
+        )  # fmt: skip

@@ -1,0 +1,116 @@
+"""The two fidelities of ``simulate fleet`` on the same small fleets: rates, and every message of the production code."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from muletrain.config.fleet import load_fleet
+from muletrain.config.load import load_config
+from muletrain.model.spec import ModelSpec
+from muletrain.sim.fleet import Fidelity, simulate_fleet, weather
+from muletrain.sim.machines import setting
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from muletrain.sim.ledger import Outcome
+
+AGREE = 0.05
+SETTINGS = (
+    "model.width=256", "model.heads=4", "model.context=512", "model.vocab=512", "train.microbatch=1", "train.batch=64",
+    "fleet.stages=2", "fleet.rebalance=off", "checkpoint.every=0",
+)  # fmt: skip
+KIND = '[[machines]]\nname = "{}"\ncount = {}\nforward_ms = 200\nbackward_ms = 400\n'
+EQUAL = KIND.format("a", 5)
+UNEQUAL = KIND.format("a", 4).replace("200", "250").replace("400", "500") + KIND.format("b", 2).replace(
+    "200", "100"
+).replace("400", "200")
+FAR = EQUAL + "[defaults]\nlocal_rtt_ms = 100\n"
+NARROW = KIND.format("a", 4) + "up_mbps = 10\ndown_mbps = 10\n"
+REGIONS = (
+    KIND.format("a", 4) + 'region = "x"\n' + KIND.format("b", 4) + 'region = "y"\n[defaults]\nrtt_ms = 200\nbandwidth_mbps = 20\n'
+)  # fmt: skip
+STAYS = KIND.format("lab", 2) + KIND.format("spot", 4) + 'reliable = false\n[churn]\ntrace = "t.csv"\n'
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def played(tmp_path: Path, text: str, seconds: float, fidelity: Fidelity, *overrides: str, seed: int = 0) -> Outcome:
+    file = tmp_path / "fleet.toml"
+    file.write_text(text)
+    fleet, config = load_fleet(file), load_config(None, [*SETTINGS, "model.layers=4", *overrides])
+    scene = setting(fleet, config, ModelSpec.from_config(config.model))
+    churn = weather(fleet.churn, tmp_path)
+    return simulate_fleet(scene, config, churn, hours=seconds / 3600, seed=seed, fidelity=fidelity)
+
+
+def warm(outcome: Outcome) -> float:
+    """Microbatches/s after the first step, in which nobody has measured anything yet."""
+    first, last = outcome.curve[0], outcome.curve[-1]
+    return 64 * (len(outcome.curve) - 1) / (last.time_s - first.time_s)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds", "overrides"),
+    [
+        pytest.param(EQUAL, 85.0, (), id="equal"),
+        pytest.param(UNEQUAL, 60.0, (), id="unequal"),
+        pytest.param(FAR, 90.0, (), id="far"),
+        pytest.param(NARROW, 130.0, ("train.batch=32",), id="narrow", marks=pytest.mark.slow),
+        pytest.param(REGIONS, 65.0, (), id="regions"),
+        pytest.param(
+            KIND.format("a", 4) + "up_mbps = 200\ndown_mbps = 200\n", 95.0, ("optimizer.delayed=true",), id="delayed"
+        ),
+    ],
+)
+def test_both_fidelities_agree(tmp_path: Path, text: str, seconds: float, overrides: tuple[str, ...]) -> None:
+    flow, protocol = (played(tmp_path, text, seconds, f, *overrides) for f in ("flow", "protocol"))
+    scale = 0.5 if "train.batch=32" in overrides else 1.0
+    assert flow.throughput == pytest.approx(scale * warm(protocol), rel=AGREE)
+
+
+def test_both_fidelities_agree_when_a_machine_dies(tmp_path: Path) -> None:
+    """In the middle of a step; what it held runs again beside the rest, each microbatch once."""
+    (tmp_path / "t.csv").write_text("time_s,change\n50,-1\n")
+    flow, protocol = (played(tmp_path, STAYS, 110.0, f) for f in ("flow", "protocol"))
+    assert flow.events == protocol.events == {"left": 1}
+    assert flow.throughput == pytest.approx(protocol.throughput, rel=AGREE)
+    assert 0 < protocol.repeated_microbatches < 40
+
+
+@pytest.mark.slow
+def test_both_fidelities_agree_under_churn(tmp_path: Path) -> None:
+    """Other machines go at other times: within 15 %, and the production peers survive it all."""
+    text = STAYS.replace("4", "6", 1).replace('trace = "t.csv"', "leave_per_hour = 20\naway_min = 1")
+    settings = ("fleet.rebalance=throughput", "fleet.rebalance_period=10")
+    flow, protocol = (played(tmp_path, text, 300.0, f, *settings) for f in ("flow", "protocol"))
+    assert protocol.events["left"] > 5
+    assert protocol.events["joined"] > 3
+    assert flow.share_of_optimum == pytest.approx(protocol.share_of_optimum, rel=0.15)
+
+
+def test_bytes_agree(tmp_path: Path) -> None:
+    flow, protocol = (played(tmp_path, REGIONS, 65.0, f) for f in ("flow", "protocol"))
+    for link in (("x", "x"), ("x", "y"), ("y", "x"), ("y", "y")):
+        each = [
+            sum(sent for what, sent in o.bytes[link].items() if what != "control") / o.steps for o in (flow, protocol)
+        ]
+        assert each[0] == pytest.approx(each[1], rel=0.35)  # what is under way when it ends has not been reported
+    total = [sum(sum(sent.values()) for sent in o.bytes.values()) / o.steps for o in (flow, protocol)]
+    assert total[0] == pytest.approx(total[1], rel=0.2)
+
+
+def test_the_same_seed_gives_the_same_messages(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("time_s,change\n12,-1\n")
+    outcomes = [played(tmp_path, STAYS, 25.0, "protocol", "train.batch=16", seed=s) for s in (1, 1)]
+    assert outcomes[0] == outcomes[1]
