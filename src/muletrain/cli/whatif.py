@@ -172,16 +172,16 @@ def draw(outcome: Outcome, scene: Setting, path: Path) -> None:
     tokens = scene.cost.tokens
     figure = Figure(figsize=(10, 8), layout="constrained")
     top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=(3, 3, 1.5))
-    top.plot(hours, [p.optimum * tokens for p in outcome.curve], color="0.7", label="optimum of the machines there")
+    top.plot(hours, [p.optimum * tokens for p in outcome.curve], color="0.7", label="optimum")
     top.plot(hours, [p.throughput * tokens for p in outcome.curve], label="throughput")
     top.set(ylabel="tokens/s", ylim=(0, None), title=f"{100 * outcome.share_of_optimum:.1f} % of the optimum")
-    top.legend(loc="lower left")
+    top.legend(loc="upper left", bbox_to_anchor=BESIDE)
     stages = len(scene.cut)
     for s in range(stages):
         middle.step(hours, [p.peers[s] for p in outcome.curve], where="pre", label=f"stage {s}", alpha=0.8)
     middle.set(ylabel="peers by stage", ylim=(0, None))
     if stages <= NAMED_STAGES:
-        middle.legend(loc="lower left", ncols=4)
+        middle.legend(loc="upper left", bbox_to_anchor=BESIDE)
     kinds = sorted({what for p in outcome.curve for what in p.events})
     for row, what in enumerate(kinds):
         seen = [(h, p.events[what]) for h, p in zip(hours, outcome.curve, strict=True) if what in p.events]
@@ -190,5 +190,6 @@ def draw(outcome: Outcome, scene: Setting, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+BESIDE = (1.0, 1.0)
 NAMED_STAGES = 12
 """In a legend; of more nobody could tell the colours apart."""

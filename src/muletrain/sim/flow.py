@@ -17,6 +17,7 @@ from muletrain.policy.adoption import Standing, adopters
 from muletrain.policy.rebalance import Load, View, by_queue, by_throughput
 from muletrain.sim.ledger import Ledger
 from muletrain.sim.machines import fetch_s, mortal, seat, seated
+from muletrain.sim.rates import Rate
 from muletrain.swarm.context import CAPACITY
 from muletrain.swarm.rebalancing import HORIZON_PERIODS
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from muletrain.policy.rebalance import Move
     from muletrain.sim.churn import Change
-    from muletrain.sim.rates import Counts, Rate, Rates
+    from muletrain.sim.rates import Counts, Rates
 
 HOUR_S = 3600.0
 
@@ -150,7 +151,7 @@ class Flow:
 
     def _rated(self) -> Rate:
         rate = self.rates.of(self._serving)
-        return rate._replace(slowest=0.0, linked=0.0, throughput=0.0) if self._lost else rate
+        return Rate(rate.even, 0.0, 0.0, 0.0, 0.0) if self._lost else rate
 
     # Churn ------------------------------------------------------------------------------------------------------------
 

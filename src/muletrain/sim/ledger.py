@@ -20,7 +20,8 @@ SAMPLES = 50
 RECOVERED = 0.95
 """Of the share of the optimum before a machine left."""
 CAUSES = (
-    "uneven stages", "links", "ends of steps", "fetching state", "run again", "a stage without peers", "steps taken back"
+    "uneven stages", "links", "few microbatches under way", "ends of steps", "fetching state", "run again",
+    "a stage without peers", "steps taken back",
 )  # fmt: skip
 
 
@@ -134,7 +135,8 @@ class Ledger:
             return
         idle["uneven stages"] += seconds * (rate.even - rate.slowest)
         idle["links"] += seconds * (rate.slowest - rate.linked)
-        idle["ends of steps"] += seconds * (rate.linked - rate.throughput)
+        idle["few microbatches under way"] += seconds * (rate.linked - rate.windowed)
+        idle["ends of steps"] += seconds * (rate.windowed - rate.throughput)
         done = seconds * rate.throughput
         if again:
             idle["run again"] += done

@@ -32,12 +32,14 @@ AGREEMENT_HOPS = 5
 
 
 class Rate(NamedTuple):
-    """Microbatches/s. What is lost from one to the next: to uneven stages, to links, to the ends of steps."""
+    """Microbatches/s. What is lost from one to the next: to uneven stages, to links, to the bound on what is under way, to the ends of
+    steps."""
 
     even: float
     """If what serves were spread evenly."""
     slowest: float
     linked: float
+    windowed: float
     throughput: float
 
 
@@ -64,7 +66,7 @@ class Rates:
         """Of a whole fleet, by stage and kind."""
         even = sum(n * v for n, v in zip(map(sum, zip(*serving, strict=True)), self.whole_per_s, strict=True))
         if not all(map(any, serving)):
-            return Rate(even, 0.0, 0.0, 0.0)
+            return Rate(even, 0.0, 0.0, 0.0, 0.0)
         microbatches = self._cost.microbatches
         stages = self._looked_at(serving)
         before_s = busiest_s = 0.0
@@ -75,10 +77,11 @@ class Rates:
         slowest, carries = min([stage.computes for stage in stages]), min([stage.carries for stage in stages])
         ending_s = max([stage.ending_s for stage in stages])
         window = self._trainers * max(2, min([stage.peers for stage in stages]) * CAPACITY // (2 * self._trainers))
-        linked = min(slowest, carries, window / before_s)
+        linked = min(slowest, carries)
+        windowed = min(linked, window / before_s)
         computing_s = max(busiest_s, microbatches * before_s / window)
         step_s = max(computing_s, ending_s) if self._delayed else computing_s + ending_s
-        return Rate(even, slowest, linked, min(linked, microbatches / step_s))
+        return Rate(even, slowest, linked, windowed, min(windowed, microbatches / step_s))
 
     def _looked_at(self, serving: Sequence[Counts]) -> list[_Stage]:
         """What changed since the last time is computed anew, and its neighbours with it."""
