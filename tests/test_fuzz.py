@@ -179,6 +179,27 @@ def test_room_for_one_request_at_a_time_slows_the_run_and_changes_no_number(
     assert len(refused) > 10
 
 
+@pytest.mark.parametrize("how", ["nan", "hundredfold"])
+def test_the_judge_dies_before_its_word_and_nobody_else_serves_the_stage(how: str) -> None:
+    """What was given up is computed again by who gave it up, and counts."""
+    faults = (
+        Fault(0.0, "corrupt", ("peer-1a",), 0.8, how=how),
+        Fault(0.0, "kill", ("peer-1b",), on="seal", nth=2),
+    )
+    outcome = play(Scenario(1, (1, 2), 1, 2, 8, 0.01, faults))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert any("computes it again" in text for _, text in outcome.timeline)
+    assert outcome.virtual_s < 10.0
+
+
+def test_the_judge_freezes_while_it_computes_and_the_member_goes_on_without_it() -> None:
+    """It comes back to a trial that nobody waits for any more, and holds nobody up."""
+    faults = (Fault(0.0, "corrupt", ("peer-1a",), 0.8, how="nan"), Fault(1.6, "freeze", ("peer-1b",), 6.0))
+    outcome = play(Scenario(1, (1, 2), 1, 3, 8, 0.01, faults))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert outcome.virtual_s < 20.0
+
+
 def test_a_queue_without_bound_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     right = reference.facts_of
     monkeypatch.setattr(

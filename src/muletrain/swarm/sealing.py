@@ -224,7 +224,7 @@ class Sealing(Knowledge):
         ctx = self._ctx
         assert self.announced is not None  # it covers too little, or too much
         if self.announced.members == (ctx.net.peer_id,):
-            self.ledger.barred = False  # nobody else is there to do it
+            self._stand_for_it()
         if ctx.net.peer_id in cover.chosen:
             self.ledger.reopen(keep=True)
         else:
@@ -319,16 +319,25 @@ class Sealing(Knowledge):
             self.ledger.reopen(keep=True, only=trial.indices)
 
         async def computed() -> None:
-            """The judge's own ledger is the truth; without it there is nothing to wait for."""
+            """The judge's own ledger is the truth; without it there is nothing to wait for, nor when the member, for which the judge was
+            lost for a while, computed it itself."""
+            asked = trial.member if me == trial.judge else trial.judge
             for pause in itertools.count():
                 if me == trial.judge and trial.indices <= self.ledger.held:
                     return
-                if me != trial.judge:
-                    answer = (await ctx.ask_held((trial.judge,), self.lineage, self.step)).get(trial.judge)
-                    if answer is not None and answer.beyond(self.step):
-                        raise Behind(f"step {self.step}: {judge} is at step {answer.step}")
-                    if answer is None or not answer.current or trial.indices <= set(answer.held):
+                answer = (await ctx.ask_held((asked,), self.lineage, self.step)).get(asked) if asked != me else None
+                if answer is not None and answer.beyond(self.step):
+                    raise Behind(f"step {self.step}: {ctx.roster.name(asked)} is at step {answer.step}")
+                if me == trial.judge:
+                    if answer is not None and answer.current and trial.indices & set(answer.held):
                         return
+                elif (
+                    answer is None
+                    or not answer.current
+                    or trial.indices <= set(answer.held)
+                    or self._latest_attempt() > attempt
+                ):
+                    return
                 await self._pause(pause)
 
         await self._run_again(trial.indices, attempt, computed)
@@ -348,6 +357,12 @@ class Sealing(Knowledge):
         self._findings, self.ledger.barred = findings, barred
         self.ledger.seal()
         self._gave_up = GivenUp(indices=self.announced.indices, sketch=self.announced.sketch, excused=excused)
+
+    def _stand_for_it(self) -> None:
+        """Nobody else is there (any more) to compute what this peer gave up: what it computes again itself counts."""
+        self.ledger.barred = False
+        if not any(f.member == self._ctx.net.peer_id for f in self._findings):
+            self._gave_up = None
 
     def _sentenced(self, disagreements: list[trials.Disagreement]) -> tuple[PeerId, ...]:
         """Who is expelled with this step; says what is known of the rest. Raises MuletrainError on who is expelled, or computed
