@@ -18,6 +18,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.stash[LEFT_OUT] = len(without)
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """More would only spin: the tensors are tiny, and other tests run beside this one."""
+    torch.set_num_threads(1)
+
+
 LEFT_OUT = pytest.StashKey[int]()
 
 

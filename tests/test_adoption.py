@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-torch.set_num_threads(1)
 pytestmark = pytest.mark.timeout(400)
 OLD, NEW = (10, bytes(32)), (20, b"n" * 32)
 

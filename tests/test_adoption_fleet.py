@@ -6,7 +6,6 @@ import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 from .fleet_run import checkpoint_weights
 from .reference import train_plainly
@@ -30,7 +29,6 @@ def test_whoever_dies_the_run_ends_with_the_numbers_of_one_process(plan: str, su
         command("run", "--chaos", plan, settings=settings), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )  # fmt: skip
     facts, cache = facts_of(tmp_path)
-    torch.set_num_threads(1)
     expected, _ = train_plainly(facts, facts.source(cache))
     out, _ = fleet.communicate(timeout=800)
     assert fleet.returncode == 0, out

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from muletrain.compute.base import Compute
 
-torch.set_num_threads(1)
 SPEC = ModelSpec.from_config(
     ModelConfig(layers=4, width=32, heads=4, kv_heads=2, ffn=48, vocab=61, context=16, dropout=0.2)
 )

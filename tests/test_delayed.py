@@ -7,7 +7,6 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 from muletrain.compute import scaling
 from muletrain.compute.torch_compute import TorchCompute
@@ -18,7 +17,7 @@ from muletrain.sim.world import play
 from muletrain.swarm.stepper import Stepper
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.timeout(200)
 # fmt: off
@@ -27,14 +26,6 @@ SCENARIOS = [
     Scenario(32, (2, 1), 2, 4, 10, 0.02, (Fault(3.5, "join", ("peer-1j0",)),)),
 ]
 # fmt: on
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def delayed(scenario: Scenario) -> Scenario:

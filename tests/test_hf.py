@@ -22,7 +22,6 @@ from muletrain.runs.first_weights import write_first_checkpoint
 if TYPE_CHECKING:
     from pathlib import Path
 
-torch.set_num_threads(1)
 END = "<|endoftext|>"
 INDEX = "model.safetensors.index.json"
 

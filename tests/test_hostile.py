@@ -247,7 +247,6 @@ class Checked(TorchCompute):
 
 async def warm_up() -> None:
     """torch's first backward pass takes seconds on a busy machine."""
-    torch.set_num_threads(1)
     compute = Checked(1)
     inputs, targets = (decode(t) for t in frames(1, 0)[0].tensors)
     await compute.loss_backward(Microbatch(0, 0), inputs, targets, accumulate=True)

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from muletrain.events import Event, FrameRefused, PeerJoined, StepDone
 from muletrain.runs.fleet import LocalFleet
@@ -66,7 +65,6 @@ class Vandal:
 
 def test_garbage_from_strangers_and_from_a_member_costs_no_number(tmp_path: Path) -> None:
     facts, cache = facts_of(tmp_path, "train.steps=8")
-    torch.set_num_threads(1)
     expected, _ = train_plainly(facts, facts.source(cache))
     vandal, rogue = Vandal(), "peer-2"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +13,6 @@ from muletrain.sim.scenario import Fault, Scenario
 from muletrain.sim.verdict import Outcome, readable
 from muletrain.sim.world import play
 
-torch.set_num_threads(1)
 pytestmark = pytest.mark.timeout(200)
 
 

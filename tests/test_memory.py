@@ -82,7 +82,6 @@ def peak_of(work: Callable[[], None]) -> int:
 
 
 def measure(folder: Path) -> dict[str, int]:
-    torch.set_num_threads(1)
     for path in ("small", "large"):  # the first time is for what any model takes: kernels, threads, modules
         ours = facts(64 if path == "small" else 512, folder / path)
         peaks = {

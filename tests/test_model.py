@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 
 

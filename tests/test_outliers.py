@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,19 +23,8 @@ from muletrain.swarm.messages import Finding, GivenUp, Member, Seal
 from muletrain.swarm.roster import Genesis, Roster
 from muletrain.swarm.trials import Disagreement, Trial
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 pytestmark = pytest.mark.timeout(240)
 EXPELLED = "does not compute what its replicas compute"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # What stands out ------------------------------------------------------------------------------------------------------

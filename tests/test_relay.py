@@ -256,7 +256,6 @@ def test_where_nobody_leads_there_people_are_told_which_port_to_open() -> None:
 def test_a_fleet_with_two_peers_that_cannot_listen_computes_what_one_process_computes(tmp_path: Path) -> None:
     """They serve adjacent stages; of two members that may carry between them one is killed: the one that does."""
     facts, cache = facts_of(tmp_path, "fleet.stages=3", "fleet.peers=5", "fleet.trainers=2")
-    torch.set_num_threads(1)
     expected, _ = train_plainly(facts, facts.source(cache))
     private, relays, lost, ways = ("peer-3", "peer-4"), {"peer-1", "peer-2"}, set[str](), list[str]()
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 from muletrain.config.load import load_config
 from muletrain.data.tokens import TokenCache
@@ -135,7 +134,6 @@ def settings() -> list[str]:
 
 def assert_undisturbed(run: Run, *overrides: str) -> None:
     facts = RunFacts.of(load_config(None, [*SMALL, *overrides]))
-    torch.set_num_threads(1)
     expected, _ = train_plainly(facts, facts.source(TokenCache.build(facts.config.data, facts.spec.vocab)))
     assert latest_checkpoint(run.run_folder).name == f"step-{STEPS:08d}"
     assert relative_difference(checkpoint_weights(run.run_folder), expected) <= 1e-5

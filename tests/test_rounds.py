@@ -24,7 +24,7 @@ from muletrain.swarm.pipeline import Pipeline
 from muletrain.swarm.sealing import Sealing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -33,15 +33,6 @@ def played(stages: tuple[int, ...], *faults: Fault, microbatches: int = 8) -> Ou
     outcome = play(Scenario(21, stages, 2, 3, microbatches, 0.01, faults))
     assert outcome.violations == [], "\n".join(readable(outcome))
     return outcome
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """More than one would only spin: the tensors are tiny."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def said(outcome: Outcome, text: str, within: tuple[float, float] = (0.0, 1e9)) -> list[float]:

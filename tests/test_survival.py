@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from muletrain.cli.train import run_local
 from muletrain.errors import ConfigError
@@ -45,7 +44,6 @@ def test_chaos_costs_no_number(tmp_path: Path) -> None:
         command("run", "--chaos", plan, settings=settings), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )  # fmt: skip
     facts, cache = facts_of(tmp_path)
-    torch.set_num_threads(1)
     expected, _ = train_plainly(facts, facts.source(cache))
     out, _ = fleet.communicate(timeout=250)
     assert fleet.returncode == 0, out

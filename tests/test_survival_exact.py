@@ -8,7 +8,6 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 from muletrain.events import (
     Event,
@@ -72,7 +71,6 @@ def test_whatever_happens_at_whatever_point_the_numbers_are_those_of_one_process
         stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     facts, cache = facts_of(tmp_path, *settings[len(EXACT) :])
-    torch.set_num_threads(1)
     expected, _ = train_plainly(facts, facts.source(cache))
     out, _ = fleet.communicate(timeout=540)
     assert fleet.returncode == 0, out

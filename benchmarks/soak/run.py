@@ -87,7 +87,7 @@ def one(rng: random.Random, kind: str, at: float) -> list[tuple[float, str]]:
         case "move":
             return [(at, f"move any to stage{rng.randrange(STAGES)}{when}")]
         case "corrupt":
-            return [(at, f"corrupt any{when}")]
+            return [(at, f"corrupt newcomer{when}")]  # it may be expelled for that
         case "partition":
             return [(at, f"partition {PEERS - 1}|1{when} for {rng.uniform(3, 12):.1f}s")]
         case _:
