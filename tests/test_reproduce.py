@@ -227,3 +227,11 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"pip install 'muletrain\[plots\]'"):
         draw(Reproduction("n", "t", "m"), tmp_path / "x.png")
+
+
+def test_the_report_in_the_repository_has_them_all() -> None:
+    folder = Path(__file__).parents[1] / "docs" / "reproduction"
+    text = (folder / "README.md").read_text()
+    for name in INDEX:
+        assert f"## {name}\n" in text
+        assert (folder / f"{name}.png").exists()
