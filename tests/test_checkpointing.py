@@ -79,7 +79,7 @@ class Stages:
                 for n, s in self.stages.items()
             ),
         )  # fmt: skip
-        self.plan = dataclasses.replace(FACTS.plan(), stages=self.genesis.stages)
+        self.plan = dataclasses.replace(FACTS.plan(), stages=self.genesis.stages, state_bytes=())
         self.events: list[Event] = []
         self.refused: list[str] = []
         self.contexts: dict[str, Context] = {}

@@ -14,7 +14,7 @@ from muletrain.errors import ProtocolError
 from muletrain.optim.sketch import SIZE, packed, sketch, unpacked
 from muletrain.policy.outliers import Sum, alike, outlying, strange
 from muletrain.runs.chaos import spoil_next
-from muletrain.sim.reference import facts_of, stage_compute
+from muletrain.sim.reference import SingleProcess, facts_of, stage_compute
 from muletrain.sim.scenario import Fault, Scenario
 from muletrain.sim.verdict import Outcome, readable
 from muletrain.sim.world import play
@@ -254,15 +254,25 @@ def test_of_three_the_liar_is_expelled_and_no_number_changes(how: str) -> None:
     assert not said(outcome, "skipped=True")
 
 
-@pytest.mark.parametrize(("for_s", "end"), [(0.3, EXPELLED), (0.9, "was expelled: it computed false gradients")])
-def test_who_missed_that_it_is_expelled_hears_of_it_from_the_record_or_those_with_its_state(
-    for_s: float, end: str
-) -> None:
+def test_who_missed_that_it_is_expelled_hears_of_it_from_the_record_or_those_with_its_state() -> None:
     """It would go on otherwise, among those that do not listen to it any more, and its owner would never know."""
-    frozen = Fault(3.3, "freeze", ("peer-1a",), for_s)
-    outcome = play(Scenario(21, (2, 3), 2, 9, 8, 0.01, (corrupt("peer-1a", "hundredfold"), frozen)))
-    assert outcome.violations == [], "\n".join(readable(outcome))
-    assert end in outcome.ends["peer-1a"]
+    liar = corrupt("peer-1a", "hundredfold")
+    undisturbed = play(Scenario(21, (2, 3), 2, 9, 8, 0.01, (liar,)))
+    expelled_s = min(t for t, text in undisturbed.timeline if "peer_expelled" in text)
+    heard = set()
+    for before_s in (
+        0.01,
+        0.015,
+        0.02,
+        0.025,
+    ):  # in one of these moments it has not announced what the others judge it by
+        frozen = Fault(expelled_s - before_s, "freeze", ("peer-1a",), 0.9)
+        outcome = play(Scenario(21, (2, 3), 2, 9, 8, 0.01, (liar, frozen)))
+        assert outcome.violations == [], "\n".join(readable(outcome))
+        end = outcome.ends["peer-1a"]
+        heard |= {text for text in (EXPELLED, "was expelled: it computed false gradients") if text in end}
+        assert heard, end
+    assert len(heard) == 2
 
 
 def test_of_two_the_one_that_stands_out_is_left_out_of_the_step_and_no_number_changes() -> None:
@@ -308,18 +318,24 @@ def test_the_judge_may_die(judge: str) -> None:
 def not_finite(patch: pytest.MonkeyPatch, stage: int, *, activations: bool = False, factor: float = math.nan) -> None:
     """Microbatch 3 of step 1 is like that, whoever computes it: also where a single process does."""
     forward, differentiate = TorchCompute._forward, TorchCompute._differentiate
+    mean_gradient = SingleProcess.mean_gradient
 
     def spoiled_forward(self: TorchCompute, mb: Any, inputs: Any, reserved: int) -> Any:
         held, output = forward(self, mb, inputs, reserved)
         return held, output * math.nan if activations and self.stage == stage and mb == (1, 3) else output
 
     def spoiled(self: TorchCompute, mb: Any, output: Any, leaf: Any, seed: Any, accumulate: bool) -> Any:
-        whole = self.stages == 1  # the single process
-        bad = mb == (1, 3) and (whole or (not activations and self.stage == stage))
+        bad = mb == (1, 3) and not activations and self.stage == stage
         return differentiate(self, mb, output, leaf, seed * factor if bad else seed, accumulate)
+
+    def spoiled_mean(self: SingleProcess, step: int, inputs: Any, targets: Any) -> Any:
+        up_to, before = (k * mean_gradient(self, step, inputs[:k], targets[:k]) for k in (4, 3))
+        third = (up_to - before) / len(inputs)
+        return mean_gradient(self, step, inputs, targets) + (third * (factor - 1) if step == 1 else 0.0)
 
     patch.setattr(TorchCompute, "_forward", spoiled_forward)
     patch.setattr(TorchCompute, "_differentiate", spoiled)
+    patch.setattr(SingleProcess, "mean_gradient", spoiled_mean)
 
 
 @pytest.mark.parametrize(

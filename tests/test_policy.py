@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from muletrain.policy.claims import claimant
 from muletrain.policy.cover import resolve
-from muletrain.policy.deadline import CEILING_S, FLOOR_S, RECENT, Deadline, Usual
+from muletrain.policy.deadline import CEILING_S, FLOOR_S, RECENT, Deadline, Usual, backoff_s
 from muletrain.policy.shards import BLOCK, CHUNK, chunk_ranges, shard_ranges
 from muletrain.policy.wiring import Wiring
 
@@ -142,3 +142,8 @@ def test_shards_and_chunks_tile_the_gradient(n_params: int, members: int) -> Non
     assert all(a % BLOCK == 0 and 0 < b - a <= CHUNK for a, b in tiles)
     sizes = [b - a for a, b in ranges]
     assert max(sizes) - min(sizes) <= 2 * BLOCK
+
+
+def test_pauses_double_up_to_the_longest_however_often_was_tried() -> None:
+    assert [backoff_s(k, 0.05, 0.3) for k in range(5)] == [0.05, 0.1, 0.2, 0.3, 0.3]
+    assert backoff_s(5000, 0.05, 0.3) == 0.3

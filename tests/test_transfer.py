@@ -77,6 +77,7 @@ class Stage:
                 step=3,
                 applied=bytes(32),
                 settled=True,
+                away=False,
                 over=False,
                 trail=Trail(self.contexts[n], 0),
                 chain=Chain(3, (bytes(32),)),

@@ -54,3 +54,8 @@ class Usual:
         """The ``attempt``-th time, from 0; doubles."""
         base = self._times * statistics.median(self._recent_s) if self._recent_s else self._unmeasured_s
         return min(CEILING_S, max(self._floor_s, base) * 2.0 ** min(attempt, 10))
+
+
+def backoff_s(times: int, first_s: float, longest_s: float) -> float:
+    """The pause after having tried ``times`` times before: it doubles, up to the longest."""
+    return min(longest_s, first_s * 2.0 ** min(times, 30))  # a float ends at 2**1024, and some try for hours

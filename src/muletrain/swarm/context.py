@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from muletrain.errors import DeadlineExceeded, NetworkError, PeerUnreachable
 from muletrain.events import FrameRefused, PeerSuspected, SlotWorked
 from muletrain.network.base import Channel
-from muletrain.policy.deadline import Deadline, Usual
+from muletrain.policy.deadline import Deadline, Usual, backoff_s
 from muletrain.swarm.branches import branch_of
 from muletrain.swarm.messages import AskHeld, Doubted, Held, Message
 from muletrain.swarm.uplink import Uplink
@@ -371,7 +371,7 @@ class Context:
             current = [held for held in answers.values() if held.current]
             if not any(index in held.running and held.stage in stages for held in current):
                 break
-            await self.clock.sleep(min(PAUSE_MAX_S, PAUSE_S * 2.0**pause))
+            await self.clock.sleep(backoff_s(pause, PAUSE_S, PAUSE_MAX_S))
         have = {held.stage for held in current if index in held.held}
         losses = (dict(zip(held.held, held.held_losses, strict=False)).get(index) for held in current)
         loss = next((known for known in losses if known is not None and not math.isnan(known)), None)

@@ -11,6 +11,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from muletrain.events import Note
+from muletrain.policy.deadline import backoff_s
 
 if TYPE_CHECKING:
     from muletrain.swarm.context import Context
@@ -50,5 +51,5 @@ class Departure:
             there = any(answered)
             if there and all(answered):
                 break
-            await ctx.clock.sleep(min(PAUSE_MAX_S, PAUSE_S * 2.0**attempt))
+            await ctx.clock.sleep(backoff_s(attempt, PAUSE_S, PAUSE_MAX_S))
         return there

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import Malformed, MuletrainError, NetworkError, ProtocolError
 from muletrain.events import Event, EventError, Note, PeerExpelled, PeerJoined, PeerLeft, StepApplied, StepDone
+from muletrain.policy.deadline import backoff_s
 from muletrain.policy.lineages import Chain, forked_at, gives_way
 from muletrain.swarm.adoption import Adoption, StepBack
 from muletrain.swarm.branches import branch_of
@@ -309,7 +310,7 @@ class Peer:
                 if attempt % 2 and (attempt == TRIES - 1 or await self._receiver.has_donor(acceptable)):
                     ctx.emit(Note(level="warning", message=f"{e}: this peer takes a replica's state"))
                     return await self._take_state(acceptable)
-            await ctx.clock.sleep(min(PAUSE_MAX_S, PAUSE_S * 2.0**attempt))
+            await ctx.clock.sleep(backoff_s(attempt, PAUSE_S, PAUSE_MAX_S))
         await self.stepper.rejoin(Chain(back.step, (back.lineage,)))
         self._adoption.state = "serves"
         self._say_back()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import DeadlineExceeded, MuletrainError, PeerUnreachable, ProtocolError
 from muletrain.events import MicrobatchRerouted
-from muletrain.policy.deadline import Deadline
+from muletrain.policy.deadline import Deadline, backoff_s
 from muletrain.policy.wiring import Wiring
 from muletrain.swarm.messages import Backward, Busy, Done, Forward, Lost, Request
 from muletrain.swarm.silence import Silence
@@ -151,7 +151,7 @@ class Router:
                 raise StageLost(f"stage {self._stage}: step {request.step} has ended")
             peer = self._choose(failed, full)
             if peer is None and full:
-                await self._ctx.clock.sleep(min(BUSY_PAUSE_S * 2.0 ** min(tries, 10), BUSY_PAUSE_MAX_S))
+                await self._ctx.clock.sleep(backoff_s(tries, BUSY_PAUSE_S, BUSY_PAUSE_MAX_S))
                 full.clear()
                 continue
             if peer is None and again:

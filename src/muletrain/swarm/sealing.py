@@ -15,7 +15,7 @@ from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError, Pee
 from muletrain.events import Note
 from muletrain.optim.sketch import packed, sketch, unpacked
 from muletrain.policy.cover import Cover, resolve
-from muletrain.policy.deadline import Deadline
+from muletrain.policy.deadline import Deadline, backoff_s
 from muletrain.policy.views import View, company, yields
 from muletrain.swarm import trials
 from muletrain.swarm.averaging import Round
@@ -253,7 +253,7 @@ class Sealing(Knowledge):
         await self._meet()
         if self.announced is not None and yields(self._ctx.net.peer_id, self.announced.members, self._views()):
             raise LeftOut
-        await self._ctx.clock.sleep(min(FILLED_MAX_S, PAUSE_S * 2.0**times))
+        await self._ctx.clock.sleep(backoff_s(times, PAUSE_S, FILLED_MAX_S))
 
     async def _run_again(
         self, gaps: frozenset[int], attempt: int, done: Callable[[], Coroutine[Any, Any, None]]

@@ -16,6 +16,7 @@ from blake3 import blake3
 
 from muletrain.errors import CheckpointError, MuletrainError, NetworkError, PeerUnreachable, ProtocolError, Refused
 from muletrain.events import Note
+from muletrain.policy.deadline import backoff_s
 from muletrain.swarm.branches import branch_of
 from muletrain.swarm.messages import AskBlocks, AskManifest, AskSnapshot, Snapshot
 from muletrain.swarm.transfer import LANES, Copy, Manifest, Partial, Taker
@@ -221,7 +222,7 @@ class Receiver:
                 else:
                     self._partial = None
                     return snapshot
-            await ctx.clock.sleep(min(PAUSE_MAX_S, PAUSE_S * 2.0**round_))
+            await ctx.clock.sleep(backoff_s(round_, PAUSE_S, PAUSE_MAX_S))
         raise MuletrainError(f"no replica of stage {stage} gives this peer the stage's state{self._refusal}")
 
     async def _offers(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from muletrain.compute.base import Update
 from muletrain.errors import MuletrainError, NetworkError, Refused
 from muletrain.events import Note
+from muletrain.policy.deadline import backoff_s
 from muletrain.swarm.averaging import Averager, Round, RoundFailed
 from muletrain.swarm.computing import Computing
 from muletrain.swarm.holding import Holding, fetch_gradient
@@ -176,7 +177,7 @@ class Stepper(Sealing):
                 holding = await self._gathered(self._taken(None))
                 if holding is not None:
                     return holding
-                await self._ctx.clock.sleep(min(PAUSE_MAX_S, PAUSE_S * 2.0**tries))
+                await self._ctx.clock.sleep(backoff_s(tries, PAUSE_S, PAUSE_MAX_S))
         raise AssertionError  # itertools.count does not end
 
     async def _begin_ahead(self) -> None:
@@ -217,7 +218,7 @@ class Stepper(Sealing):
         """Attempts, until one succeeds or somebody else's did (_HeldElsewhere)."""
         for tries in range(MAX_ATTEMPTS):
             if tries >= SWIFT_TRIES:  # what keeps us from agreeing takes longer
-                pause = min(PAUSE_MAX_S, PAUSE_S * 2.0 ** (tries - SWIFT_TRIES))
+                pause = backoff_s(tries - SWIFT_TRIES, PAUSE_S, PAUSE_MAX_S)
                 await self._waits.watched(self._ctx.clock.sleep(pause))
             attempt = self._next_attempt()
             self.averager.begin()

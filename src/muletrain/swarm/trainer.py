@@ -11,6 +11,7 @@ import torch
 
 from muletrain.errors import MuletrainError
 from muletrain.policy.claims import claimant
+from muletrain.policy.deadline import backoff_s
 from muletrain.swarm.messages import Gap, Request, TrainerDone
 from muletrain.swarm.router import StageLost
 from muletrain.wire.codec import encode_ids
@@ -156,7 +157,7 @@ class Trainer:
                 try:
                     return (await self._router.request(request, accumulate, tensors, gradient=False)).loss
                 except StageLost:  # its peers may still be at the step before, or be found out about
-                    await self._ctx.clock.sleep(min(PAUSE_MAX_S, PAUSE_S * 2.0**tries))
+                    await self._ctx.clock.sleep(backoff_s(tries, PAUSE_S, PAUSE_MAX_S))
                     accumulate, loss = await self._still_missing(index, accumulate)
                     self._router.refresh()
         raise MuletrainError(
