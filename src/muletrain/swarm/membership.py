@@ -44,18 +44,21 @@ class Membership:
             told: set[PeerId] = set()
             while new := [p for p in roster.everyone() if p not in told]:
                 told.update(new)
-                await self._answers({self._ctx.spawn(self._introduce_to(p), "introduce to") for p in new})
+                await self._answers({self._ctx.spawn(self._introduce_to(p), "introduce to"): p for p in new})
             if roster.own == own:
                 return
 
-    async def _answers(self, calls: set[asyncio.Task[None]]) -> None:
+    async def _answers(self, calls: dict[asyncio.Task[None], PeerId]) -> None:
+        """Whoever takes much longer than others is not counted on until it answers."""
         clock = self._ctx.clock
         begin = clock.now()
         while calls and (rest_s := begin + self._deadline.seconds() - clock.now()) > 0:
             with contextlib.suppress(DeadlineExceeded):
                 first = asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
                 await clock.deadline(first, rest_s, "the answers to an introduction")
-            calls = {call for call in calls if not call.done()}
+            calls = {call: peer for call, peer in calls.items() if not call.done()}
+        for peer in calls.values():
+            self._ctx.suspect(peer, "it has not answered our introduction yet")
 
     async def _introduce_to(self, peer: PeerId) -> None:
         ctx = self._ctx
