@@ -80,10 +80,9 @@ def seat(setting: Setting, kind: int, serving: Sequence[Sequence[int]], promised
     """The stage that a newcomer is told to serve (``runs.seating``): where only its device serves, if it can, the most loaded one.
     ``serving``: peers by stage and kind; ``promised``: by stage, newcomers on their way."""
     own = setting.kinds[kind]
-    alike = [k for k, other in enumerate(setting.kinds) if other.device == own.device]
-    totals = list(map(sum, serving))
-    unmixed = [s for s in sorted(own.fits) if sum(serving[s][k] for k in alike) == totals[s]]
-    served = [a + b for a, b in zip(totals, promised, strict=True)]
+    strange = [k for k, other in enumerate(setting.kinds) if other.device != own.device]
+    unmixed = [s for s in sorted(own.fits) if not any([serving[s][k] for k in strange])]
+    served = [sum(counts) + coming for counts, coming in zip(serving, promised, strict=True)]
     work = [s.forward_flops for s in setting.cost.stages]
     return most_needed(unmixed or sorted(own.fits), served, work, own.quarters)
 
