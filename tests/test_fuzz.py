@@ -200,6 +200,13 @@ def test_the_judge_freezes_while_it_computes_and_the_member_goes_on_without_it()
     assert outcome.virtual_s < 20.0
 
 
+def test_nobody_waits_for_a_replica_that_waits_for_those_that_go_on_without_it() -> None:
+    """After a partition whose sides, and two newcomers, know different ones of each other; the run stood for six minutes."""
+    outcome = play(Scenario.draw(587))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert outcome.virtual_s < 30.0
+
+
 def test_a_queue_without_bound_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     right = reference.facts_of
     monkeypatch.setattr(

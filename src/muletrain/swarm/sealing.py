@@ -106,13 +106,17 @@ class Sealing(Knowledge):
         def lost() -> bool:
             return not all(map(ctx.roster.is_alive, view))
 
+        def outdated() -> bool:
+            return self._latest_attempt(view) > attempt
+
         await self._waits.until(
-            lambda: lost() or not missing(), self._seal_deadline, "the stage's replicas to seal", self._ask_replicas
-        )
+            lambda: lost() or outdated() or not missing(),  # who is missing may wait for what those do that went on
+            self._seal_deadline, "the stage's replicas to seal", self._ask_replicas,
+        )  # fmt: skip
         if yields(me, view, self._views()):
             raise LeftOut
         self._lost.update(m for m in view if not ctx.roster.is_alive(m))
-        if lost() or self._latest_attempt(view) > attempt:  # sets of different attempts say nothing together
+        if lost() or outdated():  # sets of different attempts say nothing together
             return None
         seals = {m: seal if m == me else self._seals[m] for m in view}
         self._compare(seals)
