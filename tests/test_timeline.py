@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from muletrain.errors import ConfigError
 from muletrain.events import PeerSuspected, SlotWorked
 from muletrain.sim.scenario import BACKWARD_S, FORWARD_S, Fault, Scenario
 from muletrain.sim.world import play
-from muletrain.timeline import chrome_trace
+from muletrain.timeline import check_trace, chrome_trace
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def by_thread(rows: list[dict[str, Any]]) -> dict[tuple[int, int], list[dict[str, Any]]]:
@@ -52,3 +56,10 @@ def test_what_goes_on_at_the_same_time_is_drawn_below_each_other() -> None:
     }
     assert first != second
     assert chrome_trace([]) == {"traceEvents": [], "displayTimeUnit": "ms"}
+
+
+@pytest.mark.parametrize("name", ["", "nowhere/out.json"])
+def test_where_no_trace_can_be_written_nothing_is_begun(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="give a file, in a folder that there is"):
+        check_trace(tmp_path / name)
+    check_trace(tmp_path / "out.json")

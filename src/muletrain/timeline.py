@@ -10,6 +10,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from muletrain import events as ev
+from muletrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -43,6 +44,12 @@ def chrome_trace(events: Iterable[ev.Event]) -> dict[str, Any]:
             row |= {"ph": "i", "s": "p", "name": event.kind, "tid": 0, "args": fields}
         rows.append(row)
     return {"traceEvents": [*_names(processes, busy_until), *rows], "displayTimeUnit": "ms"}
+
+
+def check_trace(path: Path) -> None:
+    """Before anything runs. Raises ConfigError where no file can be written there."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigError(f"--trace {path}: give a file, in a folder that there is")
 
 
 def write_trace(path: Path, events: Iterable[ev.Event]) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from muletrain.cli.console import make_console
+from muletrain.timeline import check_trace, write_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,6 +27,8 @@ SHOWN_FAILURES = 3
 
 def play_one(seed: int, *, json: bool, trace: Path | None = None) -> int:
     """Print the scenario's timeline. ``trace``: where to write all that the peers did. Returns the number of broken promises."""
+    if trace is not None:
+        check_trace(trace)
     with _processes(1) as pool:
         result = pool.submit(_play, seed, trace).result()
     _show(result, json=json)
@@ -82,7 +85,6 @@ def _play(seed: int, trace: Path | None = None) -> dict[str, Any]:
     from muletrain.sim.scenario import Scenario
     from muletrain.sim.verdict import readable
     from muletrain.sim.world import play
-    from muletrain.timeline import write_trace
 
     outcome = play(replace(Scenario.draw(seed), trace=trace is not None))
     if trace is not None:

@@ -25,7 +25,7 @@ from muletrain.runs.folder import ROOT, held, new_run_folder
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.ticket import Ticket
 from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE
-from muletrain.timeline import write_trace
+from muletrain.timeline import check_trace, write_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -48,8 +48,7 @@ def run_local(
     """``chaos``: faults to inject (``policy/chaos.py``). ``trace``: where to write a timeline. Raises MuletrainError for what cannot run,
     before anything is started."""
     if trace is not None:
-        if not trace.absolute().parent.is_dir():
-            raise ConfigError(f"--trace {trace}: there is no folder {trace.absolute().parent}")
+        check_trace(trace)
         overrides = [*overrides, "fleet.trace=true"]
     if chaos is None and seed is not None:
         raise ConfigError("--seed draws the faults of --chaos; for the run's own seed use --set train.seed=N")

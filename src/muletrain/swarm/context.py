@@ -49,6 +49,7 @@ MAX_PAUSES = 30
 """Waits for a peer that says it still works on a microbatch: doubling up to the longest, 15 s in all."""
 PAUSE_S, PAUSE_MAX_S = 0.05, 0.5
 TRY_AGAIN_S = 60.0
+"""Between two tries of a peer that is believed dead for long."""
 SEND_TIMEOUT_S = 120.0
 """Handing one frame to the transport: a bound for a dead transport, not for a slow link (frames are a few MB)."""
 

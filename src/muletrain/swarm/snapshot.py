@@ -184,6 +184,7 @@ class Snapshots:
             await copy.send(self._ctx, taker, blocks)
         finally:
             self._runs[taker] -= 1
+            self._runs += Counter()  # only those that still have some stay
         with contextlib.suppress(MuletrainError):  # on a slow link that took its time
             self._asked(copy.digest, taker)
 

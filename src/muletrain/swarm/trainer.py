@@ -89,9 +89,8 @@ class Trainer:
             for i in [i for i in mine if self._begun.get(i) is False]:
                 self._perhaps_lost[i].add(gap.stage)
             mine = [i for i in mine if self._begun.get(i)]
-        self._refilling.update(
-            (gap.stage, i) for i in mine
-        )  # now: another replica's word of it may be next, before the tasks begin
+        # at once: another replica's word of the same gap may come before the tasks begin
+        self._refilling.update((gap.stage, i) for i in mine)
         repairs = [asyncio.create_task(self._refill(i, gap.stage)) for i in mine]
         self._repairs.update(repairs)
         for repair in repairs:
