@@ -293,6 +293,11 @@ def test_a_part_that_cannot_be_is_refused(tmp_path: Path) -> None:
         for wrong in ({"stage": 2}, {"step": 0}, {"step": 1001}, {"size": 0}, {"size": 1 << 43}):
             with pytest.raises(ProtocolError, match="cannot be"):
                 ready(**wrong)
+        plan, known = stages.plan, 1000
+        own._ctx.plan = dataclasses.replace(plan, state_bytes=(known, known))
+        with pytest.raises(ProtocolError, match="cannot be"):  # whoever fetches it makes room for as much
+            ready(size=2 * known + (1 << 20) + 1)
+        own._ctx.plan = plan
         ready("collector")
         assert not own._open, "a stage's own peers say first what its part is"
         ready()

@@ -136,17 +136,31 @@ def test_replicas_whose_weights_differ_go_on_with_the_first_one_s(wrong: int, mo
     assert set(outcome.ends.values()) == {"finished"}
 
 
-def test_a_replica_that_tries_far_ahead_does_not_use_up_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, far = Sealing._next_attempt, MAX_NUMBER - 1
+def peer_1c_tries(attempt: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Sealing._next_attempt
 
     def next_attempt(self: Sealing) -> int:
         ahead = self._ctx.net.peer_id == "peer-1c" and self.step == 0
-        return max(right(self), far if ahead else 0)
+        return max(right(self), attempt if ahead else 0)
 
     monkeypatch.setattr(Sealing, "_next_attempt", next_attempt)
+
+
+def test_a_replica_that_tries_far_ahead_does_not_use_up_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer_1c_tries(far := MAX_NUMBER - 1, monkeypatch)
     outcome = played((2, 3), Fault(0.0, "kill", ("peer-1b",), on="shard"))
     assert said(outcome, f"averaging step 0, attempt {far}: "), "that attempt failed, and another had to follow"
     assert outcome.virtual_s < 30
+
+
+def test_an_attempt_that_nobody_can_have_come_to_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sender would leave no numbers to the others."""
+    peer_1c_tries(2 * MAX_NUMBER, monkeypatch)
+    outcome = play(Scenario(21, (2, 3), 2, 1, 8, 0.01, ()))
+    refused = said(
+        outcome, "frame_refused remote=peer-1c reason=seal: seal with indices outside the step, or of an attempt that"
+    )
+    assert len(refused) >= 2, "by both of its replicas"
 
 
 def test_word_of_the_end_may_come_before_it_where_nobody_writes_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,8 @@ MAX_SOCKET_PATH = {"darwin": 103}
 """Bytes of a unix socket's path by platform (``sun_path`` without its final zero); 107 elsewhere."""
 SOCKET = "p2pclient-12345678901.sock"
 """The longest name that hivemind gives one."""
+START_S = 90.0
+"""A tenth of a second does where the machine is idle; where fleets shared two cores, 15 s (hivemind's own limit) were not enough."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Daemon:
             p2p: GatedP2P = await prefixed.create(
                 host_maddrs=[f"/{'ip6' if ':' in listen else 'ip4'}/{listen}/tcp/{port}"],
                 announce_maddrs=list(announce) or None, identity_path=str(identity), check_if_identity_free=False,
+                startup_timeout=START_S,
                 nat_port_map=not local, auto_nat=not local, idle_timeout=60, use_relay=False,
                 force_reachability="private" if private else None,
             )  # fmt: skip
@@ -98,19 +101,6 @@ def _check_port_free(listen: str, port: int) -> int:
         if e.errno in (errno.EADDRINUSE, errno.EACCES):
             raise NetworkError(f"network.port: {what}; choose another (--port), or 0 for any free one") from e
         raise NetworkError(f"network.listen: {what}; give an address of this machine, or 0.0.0.0 for all") from e
-
-
-def _free_port(listen: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in listen else socket.AF_INET) as probe:
-        probe.bind((listen, 0))
-        return int(probe.getsockname()[1])
-
-
-def _daemon_address(listen: str, port: int, addresses: list[str]) -> tuple[str, int]:
-    """Where we reach our own daemon. ``port`` 0: it told which one it took."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(listen, listen)
-    told = (a.split("/") for a in addresses)
-    return host, port or next(int(parts[4]) for parts in told if parts[2] == host and parts[3] == "tcp")
 
 
 async def end_daemon(p2p: GatedP2P) -> None:

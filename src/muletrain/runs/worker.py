@@ -385,7 +385,9 @@ class Worker:
                 book=book, on_step=on_step, on_report=self._log.emit,
                 reports=self._spec.keeps_ticket, joining=joins, back=back, fits=lambda s: facts.needs()[s].fits(machine.offer),
             )  # fmt: skip
-            peer.report(_joined(roster.own, own, str(machine.device), machine.precision.value, self._spec.threads))
+            peer.reporting.tell(
+                _joined(roster.own, own, str(machine.device), machine.precision.value, self._spec.threads)
+            )
             if self._stop.is_set():
                 self._end_in_order(peer)
             return peer

@@ -97,7 +97,8 @@ class Membership:
 
     async def _ask(self, peer: PeerId) -> None:
         try:
-            answer = await self._ctx.net.call(peer, WhoAreYou.KIND, WhoAreYou().pack(), timeout_s=CALL_S)
+            limit_s = self._deadline.seconds()  # the next step may wait for this answer
+            answer = await self._ctx.net.call(peer, WhoAreYou.KIND, WhoAreYou().pack(), timeout_s=limit_s)
             self._admit(peer, Member.unpack(answer))
         except ProtocolError as e:
             self._ctx.refused(peer, str(e))

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import Malformed, MuletrainError, NetworkError, ProtocolError
-from muletrain.events import Event, EventError, Note, PeerExpelled, PeerJoined, PeerLeft, StepApplied, StepDone
+from muletrain.events import Event, Note, PeerExpelled, PeerLeft
 from muletrain.policy.deadline import backoff_s
 from muletrain.policy.lineages import Chain, forked_at, gives_way
 from muletrain.swarm.adoption import Adoption, StepBack
 from muletrain.swarm.branches import branch_of
 from muletrain.swarm.checkpointing import Book, CheckpointEnd, Checkpoints, PartReady
 from muletrain.swarm.context import StepStats
+from muletrain.swarm.early import Early
 from muletrain.swarm.knowledge import Behind
 from muletrain.swarm.lineages import GivesWay, Lineages
 from muletrain.swarm.membership import Membership
@@ -48,6 +48,7 @@ from muletrain.swarm.messages import (
 from muletrain.swarm.pipeline import Pipeline
 from muletrain.swarm.place import Key
 from muletrain.swarm.rebalancing import Rebalancer
+from muletrain.swarm.reporting import Reporting
 from muletrain.swarm.router import Router
 from muletrain.swarm.sealing import expelled
 from muletrain.swarm.snapshot import Receiver, Snapshots
@@ -64,9 +65,6 @@ if TYPE_CHECKING:
     from muletrain.swarm.record import StepRecord
     from muletrain.swarm.trainer import Source
 
-EARLY_LIMIT = 4096
-EARLY_BYTES = 1 << 30
-"""Frames of the next step kept while this one is being applied, and the bytes of their tensors."""
 ANNOUNCE_S = 10.0
 """Between announcements in the directory; a record lives three times as long."""
 TRIES, PAUSE_S, PAUSE_MAX_S = 12, 0.2, 10.0
@@ -106,8 +104,7 @@ class Peer:
         self._ctx = ctx
         self.roster, self.emit = ctx.roster, ctx.emit
         self._on_step = on_step
-        self._on_report = on_report
-        self._reports = reports
+        self.reporting = Reporting(ctx, on_report, apart=reports)
         self._joining, self._back = joining, back
         stage, plan = ctx.roster.own.stage, ctx.plan
         onwards = Router(ctx, stage + 1) if stage + 1 < plan.stages else None
@@ -127,9 +124,8 @@ class Peer:
         self._checkpoints = Checkpoints(ctx, self._snapshots, self._receiver, book)
         self._adoption = Adoption(ctx, self._checkpoints, self._where, fits, back, self._lineages.goes_on)
         self._membership = Membership(ctx)
-        self._early: list[tuple[PeerId, Frame]] = []
+        self._early = Early()
         self._finished: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._last_step: StepDone | None = None
         self._over = False
         self._leaves = False
         self._pursuits = 0
@@ -229,7 +225,10 @@ class Peer:
                 ctx.emit(Note(level="warning" if followed == 1 else "info", message=message))
                 record = replayed
             self._end_trainers(step)
-            self._report(record)
+            self.rebalancer.count(ctx.stats)
+            self.reporting.applied(record, self.stepper.work)
+            if self._on_step(record):
+                self.stepper.stop_requested = True
             last = record.stop or step + 1 == plan.steps
             gone = () if last else self._without(record)
             if ctx.net.peer_id not in gone and (
@@ -266,7 +265,7 @@ class Peer:
         known = {m.id: m for m in ctx.roster.members()}
         leavers = record.leavers(lambda peer: peer in known and known[peer].trainer)
         for peer in leavers:
-            if peer in known and (self._speaks() or peer == me):
+            if peer in known and (self.reporting.speaks() or peer == me):
                 ctx.emit(PeerLeft(peer_id=peer, name=known[peer].name, step=record.step + 1))
             if peer != me:
                 ctx.roster.left(peer)
@@ -372,7 +371,7 @@ class Peer:
         if snapshot.over:
             self._over = self.stepper.over = True
             return True
-        self._early = [(s, f) for s, f in self._early if f.header.get("step", 0) >= snapshot.step]
+        self._early.forget(snapshot.step)
         self._ctx.stats = StepStats(started=self._ctx.clock.now())
         self._say_back()
         return False
@@ -414,71 +413,6 @@ class Peer:
         trainer = self._trainers.get(work.step)
         if trainer is not None and work.missing():
             trainer.spawn(trainer.adopt(work.missing()), "adopt")
-
-    def _report(self, record: StepRecord) -> None:
-        ctx = self._ctx
-        stats, now = ctx.stats, ctx.clock.now()
-        work = self.stepper.work
-        self.rebalancer.count(stats)
-        for receiver, nbytes in ctx.net.carried().items():
-            stats.sent[receiver]["relayed"] += nbytes
-        took = now - stats.started
-        busy = stats.forward_s + stats.backward_s
-        busy += 0 if ctx.plan.delayed else stats.averaging_s + stats.apply_s
-        self.report(
-            StepApplied(
-                step=record.step + 1,
-                stage=ctx.roster.own.stage,
-                lineage=record.hash.hex(),
-                skipped=record.skip,
-                microbatches=work.accumulated,
-                recomputed=work.recomputed,
-                forward_s=stats.forward_s,
-                backward_s=stats.backward_s,
-                averaging_s=stats.averaging_s,
-                apply_s=stats.apply_s,
-                wait_s=max(0.0, took - busy),
-                sent={p: dict(c) for p, c in stats.sent.items()},
-            )
-        )
-        losses = work.losses.values()
-        self._last_step = StepDone(
-            step=record.step + 1,
-            loss=sum(losses) / len(losses) if losses else math.nan,
-            grad_norm=record.gradient_norm,
-            lr=ctx.plan.lr(record.step),
-            tokens=ctx.plan.microbatches * ctx.plan.sequences * ctx.plan.sequence_length(record.step),
-            duration_s=took,
-            lineage=record.hash.hex(),
-        )
-        if self._speaks() or self._reports:  # once on each machine
-            ctx.emit(self._last_step)
-            if record.skip:
-                message = f"step {record.step + 1}: the gradient is not finite, so everyone skips the step: the weights stay as they are"
-                ctx.emit(Note(level="warning", message=message))
-        ctx.stats = StepStats(started=now)
-        if self._on_step(record):
-            self.stepper.stop_requested = True
-
-    def _speaks(self) -> bool:
-        """What all see alike is for us to tell."""
-        collector = self._ctx.roster.collector()
-        return (collector.id if collector is not None else self._ctx.roster.genesis.collector) == self._ctx.net.peer_id
-
-    def report(self, event: StepApplied | PeerJoined) -> None:
-        """Into our log, and into the collector's if that is on another machine."""
-        self._ctx.emit(event)
-        if self._reports:
-            self._ctx.spawn(self._pass_on(Report(event=event.to_json())), "report")
-
-    async def _pass_on(self, report: Report) -> None:
-        collector = self._ctx.roster.collector()
-        if collector is None or collector.id == self._ctx.net.peer_id:
-            return
-        try:
-            await self._ctx.send(collector.id, report)
-        except NetworkError as e:
-            self._ctx.suspect(collector.id, str(e))
 
     async def _checkpoint(self, key: Key) -> None:
         """Our part of it, while training goes on."""
@@ -524,20 +458,13 @@ class Peer:
         while True:
             try:
                 await ctx.net.announce(
-                    f"{ctx.roster.genesis.run_id}/peers", json.dumps(self._status()).encode(), 3 * ANNOUNCE_S
+                    f"{ctx.roster.genesis.run_id}/peers",
+                    json.dumps(self.reporting.status(self.stepper.step)).encode(),
+                    3 * ANNOUNCE_S,
                 )
             except NetworkError as e:  # a hint that did not get through
                 ctx.emit(Note(level="info", message=f"the directory was not told of us: {e}"))
             await ctx.clock.sleep(ANNOUNCE_S)
-
-    def _status(self) -> dict[str, Any]:
-        """What 'muletrain status' shows."""
-        own, plan, last = self._ctx.roster.own, self._ctx.plan, self._last_step
-        status = {"name": own.name, "stage": own.stage, "stages": plan.stages, "trainer": own.trainer}
-        status |= {"step": self.stepper.step, "steps": plan.steps}
-        if last is not None and math.isfinite(last.loss) and last.duration_s > 0:
-            status |= {"loss": last.loss, "tokens_per_s": last.tokens / last.duration_s}
-        return status
 
     # What arrives ---------------------------------------------------------------------------------------------------
 
@@ -570,9 +497,8 @@ class Peer:
             ahead = int(self._ctx.plan.delayed)
             if not loads:
                 self.stepper.on_later(sender, applied=agreeing or step > self.stepper.step + ahead)
-            kept = sum(t.nbytes for _, f in self._early for t in f.tensors)
-            if step <= self.stepper.step + 1 + ahead and len(self._early) < EARLY_LIMIT and kept < EARLY_BYTES:
-                self._early.append((sender, frame))  # else we are far behind, and find that out
+            if step <= self.stepper.step + 1 + ahead:  # else we are far behind, and find that out
+                self._early.keep(sender, frame)
             return
         if isinstance(message, Seal | RoundEntry):
             await self._membership.acquaint(sender, message.stage)
@@ -621,8 +547,8 @@ class Peer:
 
     async def _on_other(self, sender: PeerId, message: Message, frame: Frame) -> None:
         match message:
-            case Report() if not self._reports:
-                self._on_report(self._reported(sender, message), self._ctx.roster.name(sender))
+            case Report():
+                self.reporting.told(sender, message)
             case Block():
                 self._receiver.taker.on_block(sender, message, frame.tensors[0])
             case PartReady():
@@ -630,30 +556,11 @@ class Peer:
             case CheckpointEnd():
                 await self._checkpoints.on_end(sender, message)
             case _:
-                raise ProtocolError(f"{frame.kind}: this peer does not collect reports")
-
-    def _reported(self, sender: PeerId, message: Report) -> Event:
-        """An event that ``sender`` may report: about itself. Raises ProtocolError."""
-        try:
-            event = Event.from_json(message.event)
-        except EventError as e:
-            raise ProtocolError(f"report: {e}") from None
-        member = self._ctx.roster.member(sender)
-        match event:
-            case PeerJoined():
-                own = (event.peer_id, event.name, event.stage) == (sender, member.name, member.stage)
-            case StepApplied():
-                own = event.stage == member.stage
-            case _:
-                own = False
-        if not own:
-            raise ProtocolError(f"report: a {event.kind} event that is not about its sender")
-        return event
+                raise ProtocolError(f"{frame.kind}: not for this peer")
 
     async def _redeliver(self) -> None:
         """Frames that came while the last step was being applied are of this one."""
-        early, self._early = self._early, []
-        for sender, frame in early:
+        for sender, frame in self._early.take():
             try:
                 await self._on_frame(sender, frame)
             except ProtocolError as e:
