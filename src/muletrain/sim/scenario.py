@@ -29,9 +29,9 @@ LOSES_A_STAGE = 0.4
 class Fault:
     """At ``at_s``: 'kill', 'freeze', 'cut' (one from everyone else, or two from each other), 'slow' or 'damage' (the next frame of)
     ``who``, for ``for_s``; a 'partition' between ``who`` and all others, or a 'blackhole', of which nobody is told; 'join': a newcomer,
-    whose name says its stage; or ``who`` wants to 'leave' in order, or to 'move' to the next stage (or to stage ``to``). A kill or damage
-    with ``on`` waits, from ``at_s`` on, for the ``nth`` frame of that kind that ``who`` would send: it dies instead, or that frame is damaged. 'corrupt':
-    ``who`` computes wrongly (``how``: see ``sim.faulty``)."""
+    whose name says its stage; or ``who`` wants to 'leave' in order, or to 'move' to the next stage (or to stage ``to``). A kill or
+    damage with ``on`` waits, from ``at_s`` on, for the ``nth`` frame of that kind that ``who`` would send: it dies instead, or that
+    frame is damaged. 'corrupt': ``who`` computes wrongly (``how``: see ``sim.faulty``)."""
 
     at_s: float
     kind: str
