@@ -100,6 +100,8 @@ class PeerJoined(Event):
     params: int
     """Parameters of its stage."""
     threads: int
+    chip: str = ""
+    """What computes, by its maker's name."""
 
 
 @dataclass(frozen=True)

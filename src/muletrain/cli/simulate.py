@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json as jsonlib
 from enum import StrEnum
-from pathlib import Path  # noqa: TC003  # typer reads annotations
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -129,16 +129,13 @@ def fleet(
             "wire.activations=fp16, optimizer.delayed=true. Repeatable.",
         ),
     ] = None,
+    costs: Annotated[
+        Path | None,
+        typer.Option(metavar="COSTS.toml", help="What 'simulate calibrate' measured: times that no fleet file says."),
+    ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(metavar="OUT.png", help="Draw throughput, peers by stage and events over time; needs matplotlib."),
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="OUT.json",
-            help="Write what the slots of each peer did, for https://ui.perfetto.dev (with --fidelity protocol).",
-        ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Draws who leaves and when; the same seed gives the same figures.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -150,14 +147,21 @@ def fleet(
 
     assert strategy is Strategy.SWARM
     what_if(
-        file,
-        config,
-        model,
-        overrides or [],
-        hours=hours,
-        seed=seed,
-        plot=plot,
-        trace=trace,
-        json=json,
-        fidelity=fidelity.value,
-    )
+        file, config, model, overrides or [], hours=hours, seed=seed, plot=plot, json=json, fidelity=fidelity.value, costs=costs
+    )  # fmt: skip
+
+
+@app.command()
+def calibrate(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Folders of real runs.", show_default=False)],
+    out: Annotated[Path, typer.Option(metavar="COSTS.toml", help="Where to write what was measured.")] = Path(
+        "costs.toml"
+    ),
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """What real runs take beside what a fleet file says, measured from their events, for 'simulate fleet --costs'.
+
+    Needs three steps or more; 'muletrain run --trace out.json' (or --set fleet.trace=true) makes runs that tell about messages, too."""
+    from muletrain.cli.calibrate import calibrate
+
+    calibrate(runs, out, json=json)

@@ -12,13 +12,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from muletrain.cli.console import make_console
+from muletrain.config.costs import Costs, load_costs
 from muletrain.config.fleet import Fleet, load_located_fleet
 from muletrain.config.load import load_config, located
-from muletrain.errors import ConfigError, MuletrainError
+from muletrain.errors import MuletrainError
 from muletrain.model.spec import ModelSpec
+from muletrain.sim.calibrate import calibrated, with_speeds
 from muletrain.sim.fleet import EXAMPLE, simulate_fleet, weather
 from muletrain.sim.machines import setting, stages_for
-from muletrain.timeline import check_trace, write_trace
 from muletrain.units import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
@@ -27,52 +28,49 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from muletrain.config.schema import RunConfig
-    from muletrain.events import Event
     from muletrain.sim.fleet import Fidelity
     from muletrain.sim.ledger import Outcome
     from muletrain.sim.machines import Setting
 
 LINKS = 10
 """Pairs of regions in the table; '--json' has all."""
+FAR = 4.0
+"""Times as large as the stages that costs were measured with: then people are told."""
 USUAL = ("train.batch=1024", "train.microbatch=1")
 """What a run of this kind sets, where the user says nothing."""
 
 
 def what_if(
     path: Path | None, config: Path | None, model: str | None, overrides: Sequence[str], *,
-    hours: float, seed: int, plot: Path | None, json: bool, trace: Path | None = None, fidelity: Fidelity = "flow",
+    hours: float, seed: int, plot: Path | None, json: bool, fidelity: Fidelity = "flow", costs: Path | None = None,
 ) -> None:  # fmt: skip
-    """Raises ConfigError, CapacityError and DataError, which say where to look."""
+    """``costs``: what 'simulate calibrate' wrote. Raises ConfigError, CapacityError and DataError, which say where to look."""
     if plot is not None:
         _need_matplotlib()
-    if trace is not None:
-        if fidelity != "protocol":
-            raise ConfigError("--trace shows what the slots of each peer do; rates have none: add --fidelity protocol")
-        check_trace(trace)
     file = EXAMPLE if path is None else path
+    measured = Costs() if costs is None else load_costs(costs)
     fleet, origins = load_located_fleet(file)
     given = [*overrides, *([f"model.preset={model}"] if model else [])]
     with located(origins, Fleet):
+        fleet = with_speeds(fleet, measured)
         run, spec = _run(fleet, config, given)
-        scene = setting(fleet, run, spec)
-        seen: list[Event] = []
+        scene = calibrated(setting(fleet, run, spec), measured)
         outcome = simulate_fleet(
-            scene, run, weather(fleet.churn, Path(file).parent), hours=hours, seed=seed, fidelity=fidelity,
-            watch=seen.append if trace is not None else None,
-        )  # fmt: skip
-    if trace is not None:
-        write_trace(trace, seen)
-    if plot is not None:
-        draw(outcome, scene, plot)
+            scene, run, weather(fleet.churn, Path(file).parent), hours=hours, seed=seed, fidelity=fidelity
+        )
     if json:
-        print(jsonlib.dumps(_as_json(outcome, scene)))
+        print(jsonlib.dumps({**_as_json(outcome, scene), "costs": measured.model_dump()}))
     else:
         console = make_console()
         if path is None:
             console.print(f"no fleet was named, so this is the example {escape(str(EXAMPLE))}\n", soft_wrap=True)
         _tell(console, fleet, run, spec, scene, outcome)
-        for written in (p for p in (plot, trace) if p is not None):
-            console.print(f"wrote {escape(str(written))}", soft_wrap=True)
+        if costs is not None:
+            _tell_of_costs(console, measured, spec, scene)
+    if plot is not None:
+        draw(outcome, scene, plot)
+        if not json:
+            make_console().print(f"wrote {escape(str(plot))}", soft_wrap=True)
 
 
 def _run(fleet: Fleet, config: Path | None, given: list[str]) -> tuple[RunConfig, ModelSpec]:
@@ -116,12 +114,28 @@ def _tell(console: Console, fleet: Fleet, run: RunConfig, spec: ModelSpec, scene
         console.print(f"an estimate: {escape(estimate)}; 'tflops' beside 'device' says what you measured")
 
 
+def _tell_of_costs(console: Console, costs: Costs, spec: ModelSpec, scene: Setting) -> None:
+    runs = ", ".join(costs.runs) or "nowhere"
+    console.print(
+        f"measured in {escape(runs)}: {costs.call_ms:g} ms more a call where the file paces machines, {costs.hop_ms:g} ms a message, "
+        f"{costs.ending_ms:g} ms at the end of a step"
+    )
+    params = max(spec.stage_params(scene.cut, s) for s in range(len(scene.cut)))
+    if costs.stage_params and not 1 / FAR <= params / costs.stage_params <= FAR:
+        console.print(
+            f"that was with stages of up to {format_count(costs.stage_params)} parameters; these have {format_count(params)}, so the end "
+            f"of a step takes another time than that"
+        )
+
+
 def _results(scene: Setting, outcome: Outcome) -> Table:
     table = Table(show_header=False, title="what it does", title_justify="left")
     median_s, longest_s = outcome.recovery_s
     recovery = "nothing slowed it by more than 5 %"
     if not math.isnan(median_s):
         recovery = f"median {format_duration(median_s)}, longest {format_duration(longest_s)}"
+    if outcome.recoveries_s is None:
+        recovery = "not measured at this fidelity"
     if outcome.not_recovered:
         recovery = (
             (recovery if outcome.recoveries_s else "") + ("; " if outcome.recoveries_s else "") + "at the end not yet"

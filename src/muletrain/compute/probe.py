@@ -55,6 +55,11 @@ def choose_precision(device: torch.device) -> Precision:
     return Precision.BF16 if bf16 * MARGIN < fp32 else Precision.FP32
 
 
+def chip(device: torch.device) -> str:
+    """'NVIDIA H200', 'cpu'."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def device_count() -> int:
     """CUDA devices of this machine; opens none of them."""
     return torch.cuda.device_count()

@@ -21,6 +21,8 @@ class StageCost:
     """What a newcomer copies: weights and moments."""
     averaged_bytes: int
     """The gradient, as it travels."""
+    ending_s: float = 0.0
+    """Of a step's end what takes neither messages nor links, where it was measured."""
 
 
 @dataclass(frozen=True)

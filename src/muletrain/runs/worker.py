@@ -23,6 +23,7 @@ import safetensors.torch
 
 import muletrain
 from muletrain.clock import LoopClock
+from muletrain.compute.probe import chip
 from muletrain.config.fleet import Link, limited_peer, load_fleet
 from muletrain.config.schema import Precision, RunConfig
 from muletrain.data.tokens import TokenCache
@@ -385,9 +386,7 @@ class Worker:
                 book=book, on_step=on_step, on_report=self._log.emit,
                 reports=self._spec.keeps_ticket, joining=joins, back=back, fits=lambda s: facts.needs()[s].fits(machine.offer),
             )  # fmt: skip
-            peer.reporting.tell(
-                _joined(roster.own, own, str(machine.device), machine.precision.value, self._spec.threads)
-            )
+            peer.reporting.tell(_joined(roster.own, own, machine, self._spec.threads))
             if self._stop.is_set():
                 self._end_in_order(peer)
             return peer
@@ -463,10 +462,10 @@ class Worker:
             )
 
 
-def _joined(member: Member, compute: Compute, device: str, precision: str, threads: int) -> PeerJoined:
+def _joined(member: Member, compute: Compute, machine: Machine, threads: int) -> PeerJoined:
     return PeerJoined(
-        peer_id=member.id, name=member.name, stage=member.stage, device=device, precision=precision, trainer=member.trainer,
-        params=compute.n_params, threads=threads,
+        peer_id=member.id, name=member.name, stage=member.stage, device=str(machine.device), precision=machine.precision.value,
+        trainer=member.trainer, params=compute.n_params, threads=threads, chip=chip(machine.device),
     )  # fmt: skip
 
 

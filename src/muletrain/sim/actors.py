@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
+    from muletrain.clock import Clock
     from muletrain.compute.base import Microbatch, Update
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
@@ -67,10 +68,11 @@ STEPS = 1 << 20
 
 
 class HollowCompute:
-    """Computes nothing, at once; see ``Compute``. Every microbatch has the same gradient."""
+    """Computes nothing, at once; see ``Compute``. Every microbatch has the same gradient. ``ending_s``: see ``StageCost``."""
 
-    def __init__(self, stage: int, stages: int) -> None:
+    def __init__(self, stage: int, stages: int, clock: Clock, ending_s: float) -> None:
         self.stage, self.stages, self.n_params = stage, stages, PARAMS
+        self._clock, self._ending_s = clock, ending_s
         self._sums: Counter[int] = Counter()
 
     async def forward(self, mb: Microbatch, inputs: Tensor) -> Tensor:
@@ -93,6 +95,7 @@ class HollowCompute:
         return torch.full((PARAMS,), float(self._sums[step]))
 
     async def apply(self, gradient: Tensor, update: Update) -> None:
+        await self._clock.sleep(self._ending_s)
         self.clear(update.step)
 
     def clear(self, step: int) -> None:
@@ -127,18 +130,8 @@ class Actors:
     """The peers of one setting, for ``horizon_s``. ``play`` them once."""
 
     def __init__(
-        self,
-        setting: Setting,
-        config: RunConfig,
-        weather: Weather,
-        horizon_s: float,
-        *,
-        trainers: int,
-        seed: int,
-        watch: Callable[[Event], None] | None = None,
+        self, setting: Setting, config: RunConfig, weather: Weather, horizon_s: float, *, trainers: int, seed: int
     ) -> None:
-        """``watch`` is told of every event."""
-        self._watch = watch
         self._setting, self._config, self._weather, self._horizon_s = setting, config, weather, horizon_s
         self._hub, self._clock, self._tally = MemoryHub(), LoopClock(), Tally(setting, horizon_s)
         self._problems: list[str] = []
@@ -242,8 +235,8 @@ class Actors:
         self._hub.kill(name)
         self._tasks[name].cancel()
         del self._rosters[name]
-        self._changed()
         self._tally.happened("left")
+        self._changed()
         return self._kind_of[name]
 
     def _replace(self, kind: int | None) -> None:
@@ -307,9 +300,9 @@ class Actors:
                 self._served[name] = stage
                 self._changed()
                 await self._clock.sleep(fetch_s(self._setting, k, stage, self._serving()[stage]))
-            compute = PacedCompute(
-                HollowCompute(stage, self._plan.stages), self._clock, kind.forward_s[stage], kind.backward_s[stage]
-            )
+            ending_s = self._setting.cost.stages[stage].ending_s
+            hollow = HollowCompute(stage, self._plan.stages, self._clock, ending_s)
+            compute = PacedCompute(hollow, self._clock, kind.forward_s[stage], kind.backward_s[stage])
             ctx = Context(
                 network, self._clock, compute, roster, self._plan, lambda e: self._note(name, e), background=InlineExecutor()
             )  # fmt: skip
@@ -335,13 +328,11 @@ class Actors:
             checkpoint_every=config.checkpoint.every, capacity=CAPACITY, adopt_after_s=config.fleet.adopt_after, from_seed=True,
             rebalance=config.fleet.rebalance, rebalance_s=config.fleet.rebalance_period,
             work=tuple(s.forward_flops for s in cost.stages), state_bytes=tuple(s.state_bytes for s in cost.stages),
-            delayed=config.optimizer.delayed, trace=self._watch is not None,
+            delayed=config.optimizer.delayed,
         )  # fmt: skip
 
     def _note(self, name: str, event: Event) -> None:
         now, kind = self._clock.now(), self._kind_of[name]
-        if self._watch is not None:
-            self._watch(replace(event, t=now, peer=name))
         if isinstance(event, StepDone):
             self._tally.done(now, event.step)
         elif isinstance(event, SteppedBack):

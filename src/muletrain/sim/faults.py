@@ -43,8 +43,7 @@ class Faults:
         if fault.kind == "kill":
             world.kill(name)
         elif fault.kind == "move":
-            stages = len(world.scenario.stages)
-            world.peers[name].move((stage_of(name) + 1) % stages if fault.to is None else fault.to)
+            world.peers[name].move((stage_of(name) + 1) % len(world.scenario.stages))
         elif fault.kind == "leave":
             world.peers[name].leave()
         else:

@@ -50,6 +50,8 @@ class Kind:
     down_bytes_per_s: float
     assumed: str
     """What an estimate stands for; empty: nothing."""
+    declared: bool = False
+    """The file says how long it takes."""
 
     def service_s(self, stage: int) -> float:
         return self.forward_s[stage] + self.backward_s[stage]
@@ -222,6 +224,7 @@ def _kind(
         fits=frozenset(s for s, need in enumerate(needs) if need.fits(offer)),
         quarters=tuple(4 * need.of_device(offer) // max(1, offer.device) for need in needs),
         up_bytes_per_s=peer.up_bytes_per_s, down_bytes_per_s=peer.down_bytes_per_s, assumed=assumed,
+        declared=peer.forward_s is not None,
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 A stage does what its peers do, each as fast as its compute and its links allow; the pipeline what its slowest stage does, and no more
 than the trainers' window lets under way (Little's law). A step is the longest of: what lies before a stage, there and back, and that
 stage's share of all microbatches, in whole ones; and at its end gradients are averaged and the record is agreed on. Nothing in it is
-fitted.
+fitted; what real runs take beside that comes with the setting (``calibrate``).
 
 Held against every message of the production code (``actors``; tests/test_fidelities.py) it is within 5 % for small fleets whose speeds
 differ by a factor of a few. It is too fast by 17 % where one kind is twelve times as fast as another and steps are short, and by 7 %
@@ -70,9 +70,10 @@ class Rates:
         microbatches = self._cost.microbatches
         stages = self._looked_at(serving)
         before_s = busiest_s = 0.0
+        way_s = stages[0].path_s / 2  # a step begins with what trainers give themselves
         for stage in stages:
             before_s += stage.path_s
-            busiest_s = max(busiest_s, before_s + stage.makespan_s)
+            busiest_s = max(busiest_s, before_s - way_s + stage.makespan_s)
             before_s += stage.service_s
         slowest, carries = min([stage.computes for stage in stages]), min([stage.carries for stage in stages])
         ending_s = max([stage.ending_s for stage in stages])
@@ -120,13 +121,19 @@ class Rates:
         return longest_s
 
     def _path_s(self, stage: int, senders: Counts, receivers: Counts) -> float:
-        """From the stage before and back, as often as each pair is on the way. To the first from trainers, who may be any of it."""
+        """From the stage before and back, as often as each pair is on the way. To the first from trainers, who are of it themselves, and
+        prefer what goes nowhere."""
         ways = self._ways_s[stage]
-        return sum(
+        path_s = sum(
             share * way_s
             for row, ways_s in zip(self.shares(stage, senders, receivers), ways, strict=True)
             for share, way_s in zip(row, ways_s, strict=True)
         )
+        if stage:
+            return path_s
+        peers, takes = sum(receivers), sum(n / s for n, s in zip(receivers, self.service_s[0], strict=True))
+        served_s = peers / takes
+        return steady_shares([served_s, served_s + path_s], [1, peers - 1])[1] * path_s
 
     @cached_property
     def _ways_s(self) -> list[list[list[float]]]:
@@ -173,14 +180,20 @@ class Rates:
         return peers, [sum(counts[k] / service_s[k] for k in place) for place in self.places]
 
     def _ending_s(self, stage: int, here: Counts) -> float:
-        """Averaging, and what is said beside it; the stage's longest delay counts."""
+        """Averaging, what is said beside it (the stage's longest delay counts), and what was measured of the rest."""
         kinds, links = self._kinds, self._links
         there = [k for k, n in enumerate(here) if n]
         pairs = [links[a][b] for a in there for b in there if a != b or here[a] > 1]
         narrowest = min(min(kinds[k].up_bytes_per_s, kinds[k].down_bytes_per_s) for k in there)
         path = min((p.bandwidth_bytes_per_s for p in pairs), default=math.inf)
-        averaging_s = all_reduce_s(self._cost.stages[stage].averaged_bytes, sum(here), narrowest, path)
-        return averaging_s + AGREEMENT_HOPS * max((p.delay_s for p in pairs), default=0.0)
+        cost = self._cost.stages[stage]
+        averaging_s = all_reduce_s(cost.averaged_bytes, sum(here), narrowest, path)
+        return averaging_s + AGREEMENT_HOPS * max((p.delay_s for p in pairs), default=0.0) + cost.ending_s
+
+    def pause_s(self, serving: Sequence[Counts]) -> float:
+        """From the last gradient of a step to the first forward of the next one."""
+        ending_s = max(self._ending_s(stage, here) for stage, here in enumerate(serving))
+        return ending_s + self._path_s(0, serving[0], serving[0]) / 2
 
 
 class _Stage(NamedTuple):
