@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,11 +14,13 @@ from muletrain.config.load import load_config
 from muletrain.model.spec import ModelSpec
 from muletrain.sim.fleet import Fidelity, simulate_fleet, weather
 from muletrain.sim.machines import setting
+from muletrain.timeline import chrome_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from muletrain.events import Event
     from muletrain.sim.ledger import Outcome
 
 AGREE = 0.05
@@ -45,13 +49,16 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def played(tmp_path: Path, text: str, seconds: float, fidelity: Fidelity, *overrides: str, seed: int = 0) -> Outcome:
+def played(
+    tmp_path: Path, text: str, seconds: float, fidelity: Fidelity, *overrides: str, seed: int = 0,
+    watch: Callable[[Event], None] | None = None,
+) -> Outcome:  # fmt: skip
     file = tmp_path / "fleet.toml"
     file.write_text(text)
     fleet, config = load_fleet(file), load_config(None, [*SETTINGS, "model.layers=4", *overrides])
     scene = setting(fleet, config, ModelSpec.from_config(config.model))
     churn = weather(fleet.churn, tmp_path)
-    return simulate_fleet(scene, config, churn, hours=seconds / 3600, seed=seed, fidelity=fidelity)
+    return simulate_fleet(scene, config, churn, hours=seconds / 3600, seed=seed, fidelity=fidelity, watch=watch)
 
 
 def warm(outcome: Outcome) -> float:
@@ -86,6 +93,25 @@ def test_both_fidelities_agree_when_a_machine_dies(tmp_path: Path) -> None:
     assert flow.events == protocol.events == {"left": 1}
     assert flow.throughput == pytest.approx(protocol.throughput, rel=AGREE)
     assert 0 < protocol.repeated_microbatches < 40
+
+
+def test_both_fidelities_agree_on_how_long_it_takes_to_recover(tmp_path: Path) -> None:
+    """Another machine comes 10 s after one died, and takes its state."""
+    (tmp_path / "t.csv").write_text("time_s,change\n50,-1\n60,1\n")
+    seen: list[Event] = []
+    flow = played(tmp_path, STAYS, 100.0, "flow")
+    protocol = played(tmp_path, STAYS, 100.0, "protocol", watch=seen.append)
+    assert not flow.not_recovered
+    assert not protocol.not_recovered
+    (expected_s,) = flow.recoveries_s
+    step_s = max(b.time_s - a.time_s for a, b in itertools.pairwise(protocol.curve))
+    assert protocol.recoveries_s == (pytest.approx(expected_s, abs=step_s),)
+    rows = chrome_trace(seen)["traceEvents"]
+    peers = {r["pid"]: r["args"]["name"] for r in rows if r["name"] == "process_name"}
+    worked = Counter(peers[r["pid"]] for r in rows if r.get("cat") == "compute")
+    assert len(peers) == 7
+    assert worked.keys() == set(peers.values())
+    assert all(0 <= r["ts"] <= 100e6 for r in rows if r["ph"] != "M"), "virtual microseconds"
 
 
 @pytest.mark.slow

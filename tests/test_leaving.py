@@ -194,3 +194,15 @@ def test_machines_may_come_and_go_without_end(gone: str) -> None:
     assert roster.others() == ("c",)
     roster.admit(Member(id="new0", name="new0", stage=1, trainer=False, addresses=()))
     assert roster.alive("new0")
+
+
+def test_who_moves_at_the_same_step_to_the_same_stage_is_heard_of() -> None:
+    """Each believes that the other has gone, and introduces itself to everyone else only; when those have gone, too, each would take
+    itself for the stage's only peer."""
+    moves = tuple(Fault(0.35, "move", (mover,), to=1) for mover in ("peer-0b", "peer-2b"))
+    for faults in (moves, (*moves, Fault(3.0, "kill", ("peer-1a",)))):
+        outcome = play(Scenario(1, (2, 1, 2), 2, 12, 8, 0.01, faults))
+        assert outcome.violations == [], "\n".join(readable(outcome))
+        assert {outcome.ends[p] for p in ("peer-0b", "peer-2b")} == {"finished"}
+        assert not said(outcome, "replicas that do not reach this peer go on without it")
+        assert outcome.virtual_s < 60

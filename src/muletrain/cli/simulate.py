@@ -137,6 +137,13 @@ def fleet(
         Path | None,
         typer.Option(metavar="OUT.png", help="Draw throughput, peers by stage and events over time; needs matplotlib."),
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="OUT.json",
+            help="Write what the slots of each peer did, for https://ui.perfetto.dev (with --fidelity protocol).",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Draws who leaves and when; the same seed gives the same figures.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -147,7 +154,8 @@ def fleet(
 
     assert strategy is Strategy.SWARM
     what_if(
-        file, config, model, overrides or [], hours=hours, seed=seed, plot=plot, json=json, fidelity=fidelity.value, costs=costs
+        file, config, model, overrides or [], hours=hours, seed=seed, plot=plot, json=json, fidelity=fidelity.value,
+        costs=costs, trace=trace,
     )  # fmt: skip
 
 

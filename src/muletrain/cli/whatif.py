@@ -15,11 +15,12 @@ from muletrain.cli.console import make_console
 from muletrain.config.costs import Costs, load_costs
 from muletrain.config.fleet import Fleet, load_located_fleet
 from muletrain.config.load import load_config, located
-from muletrain.errors import MuletrainError
+from muletrain.errors import ConfigError, MuletrainError
 from muletrain.model.spec import ModelSpec
 from muletrain.sim.calibrate import calibrated, with_speeds
 from muletrain.sim.fleet import EXAMPLE, simulate_fleet, weather
 from muletrain.sim.machines import setting, stages_for
+from muletrain.timeline import check_trace, write_trace
 from muletrain.units import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from muletrain.config.schema import RunConfig
+    from muletrain.events import Event
     from muletrain.sim.fleet import Fidelity
     from muletrain.sim.ledger import Outcome
     from muletrain.sim.machines import Setting
@@ -43,10 +45,15 @@ USUAL = ("train.batch=1024", "train.microbatch=1")
 def what_if(
     path: Path | None, config: Path | None, model: str | None, overrides: Sequence[str], *,
     hours: float, seed: int, plot: Path | None, json: bool, fidelity: Fidelity = "flow", costs: Path | None = None,
+    trace: Path | None = None,
 ) -> None:  # fmt: skip
     """``costs``: what 'simulate calibrate' wrote. Raises ConfigError, CapacityError and DataError, which say where to look."""
     if plot is not None:
         _need_matplotlib()
+    if trace is not None:
+        if fidelity != "protocol":
+            raise ConfigError("--trace shows what the slots of each peer do; rates have none: add --fidelity protocol")
+        check_trace(trace)
     file = EXAMPLE if path is None else path
     measured = Costs() if costs is None else load_costs(costs)
     fleet, origins = load_located_fleet(file)
@@ -55,9 +62,15 @@ def what_if(
         fleet = with_speeds(fleet, measured)
         run, spec = _run(fleet, config, given)
         scene = calibrated(setting(fleet, run, spec), measured)
+        seen: list[Event] = []
         outcome = simulate_fleet(
-            scene, run, weather(fleet.churn, Path(file).parent), hours=hours, seed=seed, fidelity=fidelity
-        )
+            scene, run, weather(fleet.churn, Path(file).parent), hours=hours, seed=seed, fidelity=fidelity,
+            watch=seen.append if trace is not None else None,
+        )  # fmt: skip
+    if trace is not None:
+        write_trace(trace, seen)
+    if plot is not None:
+        draw(outcome, scene, plot)
     if json:
         print(jsonlib.dumps({**_as_json(outcome, scene), "costs": measured.model_dump()}))
     else:
@@ -67,10 +80,8 @@ def what_if(
         _tell(console, fleet, run, spec, scene, outcome)
         if costs is not None:
             _tell_of_costs(console, measured, spec, scene)
-    if plot is not None:
-        draw(outcome, scene, plot)
-        if not json:
-            make_console().print(f"wrote {escape(str(plot))}", soft_wrap=True)
+        for written in (p for p in (plot, trace) if p is not None):
+            console.print(f"wrote {escape(str(written))}", soft_wrap=True)
 
 
 def _run(fleet: Fleet, config: Path | None, given: list[str]) -> tuple[RunConfig, ModelSpec]:
@@ -134,8 +145,6 @@ def _results(scene: Setting, outcome: Outcome) -> Table:
     recovery = "nothing slowed it by more than 5 %"
     if not math.isnan(median_s):
         recovery = f"median {format_duration(median_s)}, longest {format_duration(longest_s)}"
-    if outcome.recoveries_s is None:
-        recovery = "not measured at this fidelity"
     if outcome.not_recovered:
         recovery = (
             (recovery if outcome.recoveries_s else "") + ("; " if outcome.recoveries_s else "") + "at the end not yet"

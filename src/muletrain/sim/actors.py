@@ -130,8 +130,18 @@ class Actors:
     """The peers of one setting, for ``horizon_s``. ``play`` them once."""
 
     def __init__(
-        self, setting: Setting, config: RunConfig, weather: Weather, horizon_s: float, *, trainers: int, seed: int
+        self,
+        setting: Setting,
+        config: RunConfig,
+        weather: Weather,
+        horizon_s: float,
+        *,
+        trainers: int,
+        seed: int,
+        watch: Callable[[Event], None] | None = None,
     ) -> None:
+        """``watch`` is told of every event."""
+        self._watch = watch
         self._setting, self._config, self._weather, self._horizon_s = setting, config, weather, horizon_s
         self._hub, self._clock, self._tally = MemoryHub(), LoopClock(), Tally(setting, horizon_s)
         self._problems: list[str] = []
@@ -235,8 +245,8 @@ class Actors:
         self._hub.kill(name)
         self._tasks[name].cancel()
         del self._rosters[name]
-        self._tally.happened("left")
         self._changed()
+        self._tally.happened("left")
         return self._kind_of[name]
 
     def _replace(self, kind: int | None) -> None:
@@ -328,11 +338,13 @@ class Actors:
             checkpoint_every=config.checkpoint.every, capacity=CAPACITY, adopt_after_s=config.fleet.adopt_after, from_seed=True,
             rebalance=config.fleet.rebalance, rebalance_s=config.fleet.rebalance_period,
             work=tuple(s.forward_flops for s in cost.stages), state_bytes=tuple(s.state_bytes for s in cost.stages),
-            delayed=config.optimizer.delayed,
+            delayed=config.optimizer.delayed, trace=self._watch is not None,
         )  # fmt: skip
 
     def _note(self, name: str, event: Event) -> None:
         now, kind = self._clock.now(), self._kind_of[name]
+        if self._watch is not None:
+            self._watch(replace(event, t=now, peer=name))
         if isinstance(event, StepDone):
             self._tally.done(now, event.step)
         elif isinstance(event, SteppedBack):

@@ -43,7 +43,8 @@ class Faults:
         if fault.kind == "kill":
             world.kill(name)
         elif fault.kind == "move":
-            world.peers[name].move((stage_of(name) + 1) % len(world.scenario.stages))
+            stages = len(world.scenario.stages)
+            world.peers[name].move((stage_of(name) + 1) % stages if fault.to is None else fault.to)
         elif fault.kind == "leave":
             world.peers[name].leave()
         else:

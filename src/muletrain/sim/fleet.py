@@ -10,8 +10,11 @@ from muletrain.sim.flow import HOUR_S, Flow, Rules, Weather
 from muletrain.sim.rates import TRAINERS, Rates
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from muletrain.config.fleet import Churn
     from muletrain.config.schema import RunConfig
+    from muletrain.events import Event
     from muletrain.sim.ledger import Outcome
     from muletrain.sim.machines import Setting
 
@@ -29,15 +32,23 @@ def weather(churn: Churn, folder: Path) -> Weather:
 
 
 def simulate_fleet(
-    setting: Setting, config: RunConfig, weather: Weather, *, hours: float, seed: int = 0, fidelity: Fidelity = "flow"
+    setting: Setting,
+    config: RunConfig,
+    weather: Weather,
+    *,
+    hours: float,
+    seed: int = 0,
+    fidelity: Fidelity = "flow",
+    watch: Callable[[Event], None] | None = None,
 ) -> Outcome:
-    """Strategy ``swarm`` for so many hours. The same seed gives the same outcome. Raises CapacityError where a stage gets no machine."""
+    """Strategy ``swarm`` for so many hours. The same seed gives the same outcome. ``watch`` is told of every event of the peers, what
+    their slots do among them (fidelity 'protocol'). Raises CapacityError where a stage gets no machine."""
     fleet, horizon_s = config.fleet, HOUR_S * hours
     trainers = fleet.trainers or TRAINERS
     if fidelity == "protocol":
         from muletrain.sim.actors import Actors
 
-        return Actors(setting, config, weather, horizon_s, trainers=trainers, seed=seed).play()
+        return Actors(setting, config, weather, horizon_s, trainers=trainers, seed=seed, watch=watch).play()
     rules = Rules(fleet.rebalance, fleet.rebalance_period, fleet.adopt_after, config.checkpoint.every)
     rates = Rates(setting, trainers=trainers, delayed=config.optimizer.delayed)
     return Flow(rates, weather, rules, horizon_s, seed).play().outcome()

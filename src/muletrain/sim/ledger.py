@@ -50,8 +50,8 @@ class Outcome:
     lost_microbatches: float
     repeated_microbatches: float
     events: dict[str, int]
-    recoveries_s: tuple[float, ...] | None
-    """None: not measured at this fidelity."""
+    recoveries_s: tuple[float, ...]
+    """Until the fleet makes as much of its machines as before one left, nearly (``RECOVERED``)."""
     not_recovered: bool
     curve: tuple[Point, ...]
 

@@ -29,9 +29,9 @@ LOSES_A_STAGE = 0.4
 class Fault:
     """At ``at_s``: 'kill', 'freeze', 'cut' (one from everyone else, or two from each other), 'slow' or 'damage' (the next frame of)
     ``who``, for ``for_s``; a 'partition' between ``who`` and all others, or a 'blackhole', of which nobody is told; 'join': a newcomer,
-    whose name says its stage; or ``who`` wants to 'leave' in order, or to 'move' to the next stage. A kill or damage with ``on`` waits,
-    from ``at_s`` on, for the ``nth`` frame of that kind that ``who`` would send: it dies instead, or that frame is damaged. 'corrupt':
-    ``who`` computes wrongly (``how``: see ``sim.faulty``)."""
+    whose name says its stage; or ``who`` wants to 'leave' in order, or to 'move' to the next stage (or to stage ``to``). A kill or
+    damage with ``on`` waits, from ``at_s`` on, for the ``nth`` frame of that kind that ``who`` would send: it dies instead, or that
+    frame is damaged. 'corrupt': ``who`` computes wrongly (``how``: see ``sim.faulty``)."""
 
     at_s: float
     kind: str
@@ -40,11 +40,12 @@ class Fault:
     on: str = ""
     nth: int = 1
     how: str = ""
+    to: int | None = None
 
     def __str__(self) -> str:
         lasting = f" for {self.for_s:.1f} s" if self.for_s else ""
         exactly = f" at {self.on} {self.nth}" if self.on else ""
-        how = f" ({self.how})" if self.how else ""
+        how = f" ({self.how})" if self.how else "" if self.to is None else f" to stage {self.to}"
         return f"{self.kind}{how} {', '.join(self.who)}{lasting}{exactly}"
 
 
@@ -170,6 +171,7 @@ class Scenario:
             if kind == "slow" or not cut_off & killed:
                 faults.append(Fault(at_s, kind, (who, other) if pair else (who,), lasting))
                 away |= cut_off if kind != "slow" else set()
+        faults += _moving_along(random.Random(f"moves/{seed}"), faults, mortal)
         thin = random.Random(f"narrow/{seed}")
         newcomers = [p for f in faults if f.kind == "join" for p in f.who]
         narrow = tuple((p, 10 ** thin.uniform(4.5, 7.0)) for p in newcomers if thin.random() < 0.3)
@@ -191,6 +193,20 @@ class Scenario:
         every = _one_trains(base.members[:trainers], _in_order([*faults, *lost]))
         drawn = replace(base, faults=every, trainers=trainers, narrow=narrow, relays=relays, skew=skew)
         return replace(drawn, stalls=stalls, overrides=overrides)
+
+
+def _moving_along(rng: random.Random, faults: list[Fault], mortal: dict[int, list[str]]) -> list[Fault]:
+    """Of every other peer that moves, one of another stage that moves to the same stage at the same moment."""
+    also: list[Fault] = []
+    for fault in [f for f in faults if f.kind == "move"]:
+        stage = stage_of(fault.who[0])
+        to = (stage + 1) % len(mortal)
+        others = [p for s, peers in mortal.items() if s not in (stage, to) for p in peers]
+        if others and rng.random() < 0.5:
+            mover = rng.choice(others)
+            mortal[stage_of(mover)].remove(mover)
+            also.append(replace(fault, who=(mover,), to=to))
+    return also
 
 
 def _lost_stage(base: Scenario, faults: list[Fault], rng: random.Random, span: float) -> tuple[Fault, ...]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
+from statistics import median
 from typing import TYPE_CHECKING
 
-from muletrain.sim.ledger import Outcome, Point
+from muletrain.sim.ledger import RECOVERED, Outcome, Point
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 CLASSES: dict[str, str] = {"activation": "activations", "gradient": "gradients", "averaging": "averaging"}
 """What travels otherwise is control; states take their time, but are not frames of their true size."""
+USUAL_STEPS = 5
+"""Whose share of the optimum, in the median, is what a fleet does when nothing disturbs it."""
 
 
 class Tally:
@@ -34,17 +37,29 @@ class Tally:
         self._bytes: defaultdict[tuple[str, str], defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._curve: list[Point] = []
         self._now, self._optimum, self._possible = 0.0, 0.0, 0.0
+        self._before = 0.0
+        """Possible until the last step's end."""
+        self._shares: deque[float] = deque(maxlen=USUAL_STEPS)
+        self._left_s: float | None = None
+        """When the first machine left since the last step's end, or since a recovery that goes on."""
+        self._outage: tuple[float, float] | None = None
+        self._recoveries_s: list[float] = []
         self._peers: tuple[int, ...] = ()
 
     def present(self, now: float, serving: Sequence[Sequence[int]]) -> None:
         """From now on these are there, by stage and kind."""
-        self._possible += self._optimum * (now - self._now)
-        self._now = now
+        self._pass_time(now)
         kinds = self._setting.kinds
         self._optimum = sum(n * kinds[k].whole_per_s for counts in serving for k, n in enumerate(counts))
         self._peers = tuple(map(sum, serving))
 
+    def _pass_time(self, now: float) -> None:
+        self._possible += self._optimum * (now - self._now)
+        self._now = now
+
     def happened(self, what: str) -> None:
+        if what == "left" and self._left_s is None:
+            self._left_s = self._now
         self._events[what] += 1
         self._since[what] += 1
 
@@ -59,6 +74,26 @@ class Tally:
             Point(now, self._microbatches / max(took_s, 1e-9), self._optimum, self._peers, dict(self._since))
         )
         self._since = Counter()
+        self._pass_time(now)
+        self._look(self._microbatches / (self._possible - self._before or 1.0), now - took_s)
+        self._before = self._possible
+
+    def _look(self, share: float, begin_s: float) -> None:
+        """A step that began at ``begin_s`` made so much of the optimum. A fleet recovers from when a machine left until the last step
+        that was slower for it has ended."""
+        if (
+            self._outage is None
+            and self._left_s is not None
+            and self._shares
+            and share < RECOVERED * median(self._shares)
+        ):
+            self._outage = self._left_s, median(self._shares)
+        if self._outage is not None and share >= RECOVERED * self._outage[1]:
+            self._recoveries_s.append(begin_s - self._outage[0])
+            self._outage = None
+        if self._outage is None:
+            self._left_s = None
+            self._shares.append(share)
 
     def step_back(self, step: int, to: int) -> None:
         """All who step back say so."""
@@ -89,6 +124,6 @@ class Tally:
         return Outcome(
             hours=self._horizon_s / 3600, steps=steps, throughput=done / self._horizon_s, share_of_optimum=share, idle=idle,
             bytes={link: dict(classes) for link, classes in sorted(self._bytes.items())}, lost_microbatches=self._lost,
-            repeated_microbatches=self._repeated, events=dict(sorted(self._events.items())), recoveries_s=None,
-            not_recovered=False, curve=tuple(self._curve),
+            repeated_microbatches=self._repeated, events=dict(sorted(self._events.items())),
+            recoveries_s=tuple(self._recoveries_s), not_recovered=self._outage is not None, curve=tuple(self._curve),
         )  # fmt: skip

@@ -267,8 +267,8 @@ class Peer:
         for peer in leavers:
             if peer in known and (self.reporting.speaks() or peer == me):
                 ctx.emit(PeerLeft(peer_id=peer, name=known[peer].name, step=record.step + 1))
-            if peer != me:
-                ctx.roster.left(peer)
+            if peer != me and peer in known and peer in record.stages[known[peer].stage].leaves:
+                ctx.roster.left(peer)  # else it is back already, at another stage
         return leavers
 
     async def _leave(self) -> bool:

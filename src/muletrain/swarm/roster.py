@@ -79,13 +79,20 @@ class Roster:
 
     def hear_of(self, member: Member) -> None:
         """Others say that ``member`` is there; where it serves, its own word will tell. What they believe of ourselves is no news,
-        however late; but where they have it wrong, what we say next is later still. Raises ProtocolError as ``admit``."""
-        own = self.own
+        however late; but where they have it wrong, what we say next is later still. One that left is back where they heard of it
+        since: who leaves a stage at the same step as we do does not introduce itself to us, nor we to it. Raises ProtocolError as
+        ``admit``."""
+        own, known = self.own, self._members.get(member.id)
         if member.id == own.id:
             if own.since <= member.since < MAX_SINCE and member.stage != own.stage:
                 self._members[own.id] = own.model_copy(update={"since": member.since + 1})
-        elif member.id not in self._members:
+        elif known is None:
             self.admit(member.model_copy(update={"since": 0}))
+            self._hearsay.add(member.id)
+        elif member.id in self._left and member.since > known.since:
+            self._hearsay.add(member.id)
+            self.admit(member)
+            self._members[member.id] = member.model_copy(update={"since": known.since})
             self._hearsay.add(member.id)
 
     def admit(self, member: Member) -> bool:
