@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def run_fleet(
-    config: RunConfig, folder: Path, *, threads: int = 1, timeout_s: float = 300.0,
+    config: RunConfig, folder: Path, *, threads: int = 1, timeout_s: float = 600.0,
     watch: Callable[[LocalFleet, Event], None] = lambda fleet, event: None, lost: Collection[str] = (),
     tick: Callable[[LocalFleet], None] = lambda fleet: None, stages: tuple[int, ...] | None = None,
     wrap: Callable[[str], list[str]] = lambda name: [], each: Callable[[str], dict[str, Any]] = lambda name: {},

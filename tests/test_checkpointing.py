@@ -40,7 +40,7 @@ from muletrain.swarm.roster import Genesis, Member, Roster
 from muletrain.swarm.snapshot import Receiver, Snapshots
 from muletrain.wire.statefile import cut, state_buffers
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(360)
 
 FACTS = RunFacts.of(load_config(None, ["model.width=64", "model.heads=2", "train.steps=1000", "fleet.peers=3"]))
 LINEAGE = bytes(32)
@@ -467,7 +467,7 @@ class Command:
     def of(self, kind: str, **fields: Any) -> list[dict[str, Any]]:
         return [e for e in list(self.events) if e["kind"] == kind and fields.items() <= e.items()]
 
-    def until(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    def until(self, condition: Callable[[], object], timeout_s: float = 180.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, self.events[-5:]

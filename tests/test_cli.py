@@ -33,7 +33,7 @@ def start(*arguments: str, cwd: Path, **env: str) -> subprocess.Popen[str]:
 def muletrain(*arguments: str, cwd: Path, code: int = 0) -> str:
     """Standard output; standard error where the exit code should not be 0."""
     process = start(*arguments, cwd=cwd)
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=400)
     assert process.returncode == code, out + err
     return out if code == 0 else err
 
@@ -149,7 +149,7 @@ def test_ctrl_c_ends_the_run_in_order(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=180)
     assert process.returncode == 0, out + err
     assert "in order" in out
     (log,) = tmp_path.glob("runs/*/peer-0.jsonl")
@@ -164,7 +164,7 @@ def test_ctrl_c_before_training_leaves_nothing(tmp_path: Path, moment: float) ->
         process = start("run", *SMALL, cwd=tmp_path, TMPDIR=scratch)
         time.sleep(moment)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        process.communicate(timeout=180)
         assert peers_left(tmp_path) == []
         assert list(Path(scratch).iterdir()) == [], "sockets and keys are removed"
 
@@ -180,7 +180,7 @@ def test_a_killed_command_leaves_no_process_and_no_temporary_file(tmp_path: Path
             time.sleep(0.02)
         time.sleep(moment)
         process.kill()
-        process.communicate(timeout=60)
+        process.communicate(timeout=180)
         while peers_left(tmp_path):
             assert time.monotonic() < deadline + 60
             time.sleep(0.1)
@@ -196,7 +196,7 @@ def test_a_full_disk_ends_the_checkpoint_not_the_training(tmp_path: Path) -> Non
         assert time.monotonic() < deadline
         time.sleep(0.02)
     (found[0] / "checkpoints").write_text("in the way")
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 2, out + err
     assert "30 of 30 steps" in out
     assert "no checkpoint of step 10" in out
@@ -235,7 +235,7 @@ def test_a_peer_that_dies_before_the_start_ends_the_run(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     os.kill(int(children[-1]), signal.SIGKILL)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=180)
     assert process.returncode == 2, out + err
     assert "peer-3" in err
     assert peers_left(tmp_path) == []

@@ -19,7 +19,7 @@ from muletrain.swarm.stepper import Stepper
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(400)
 # fmt: off
 SCENARIOS = [
     Scenario(31, (2, 2), 2, 4, 8, 0.1, (Fault(0.0, "kill", ("peer-1b",), on="shard"),)),  # what it had runs again, beside the next step

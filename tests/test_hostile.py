@@ -58,7 +58,7 @@ from muletrain.wire.frame import pack, read_frame
 
 from .mutations import mutated
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = pytest.mark.timeout(1000)
 
 MICROBATCHES = 64
 FACTS = RunFacts.of(
@@ -314,7 +314,7 @@ class Target:
         return [e for e in self.events if isinstance(e, FrameRefused)]
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     deadline = asyncio.get_running_loop().time() + timeout_s
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, "did not happen in time"

@@ -20,7 +20,7 @@ from .reference import train_plainly
 from .test_equivalence import facts_of, relative_difference
 
 pytestmark = [
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="finds the fleet's ports in /proc (Linux)"),
 ]
 HALF_A_HANDSHAKE = b"\x13/multistream/1.0.0\n\x07/noise\n\x00\x20" + bytes(7)  # 32 bytes of noise are announced

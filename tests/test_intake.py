@@ -18,7 +18,7 @@ from muletrain.wire.frame import pack, read_frame
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 def on_a_stream(talk: Callable[[Intake, socket.socket], Awaitable[None]], early: bytes = b"") -> None:

@@ -31,7 +31,7 @@ from muletrain.swarm.trail import Trail
 from muletrain.swarm.uplink import Uplink
 
 torch.set_num_threads(1)
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(400)
 NEWCOMER = "peer-0j0"
 
 

@@ -12,7 +12,7 @@ from muletrain.swarm.messages import ShardFacts
 from muletrain.swarm.record import StageEntry, StepRecord
 from muletrain.swarm.roster import MAX_GONE, MAX_MEMBERS, Genesis, Member, Roster
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(400)
 
 
 def record(*stages: list[str | None]) -> StepRecord:

@@ -436,7 +436,7 @@ async def repeat(times: int, work: Callable[[int], Awaitable[Any]]) -> None:
         await work(n)
 
 
-async def poll(condition: Any, timeout_s: float = 10.0) -> None:
+async def poll(condition: Any, timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"

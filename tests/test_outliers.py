@@ -23,7 +23,7 @@ from muletrain.swarm.messages import Finding, GivenUp, Member, Seal
 from muletrain.swarm.roster import Genesis, Roster
 from muletrain.swarm.trials import Disagreement, Trial
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 EXPELLED = "does not compute what its replicas compute"
 
 

@@ -77,7 +77,7 @@ def test_the_papers_rule_moves_peers_too() -> None:
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_real_fleet_of_one_and_four_does_more_after_moving(tmp_path: Path) -> None:
     """1 + 4 paced peers become 2 + 3, the throughput with them; one of the two dies, and another comes."""
     profile = tmp_path / "fleet.toml"

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from muletrain.network.libp2p import Libp2pNetwork
     from muletrain.runs.fleet import LocalFleet
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 NUMBERS = itertools.count(1)
 NOWHERE = {"announce": ("/ip4/192.0.2.1/udp/1",), "private": True}
 """Nobody can dial it: its daemon tells an address of no use, and nobody can guess the other."""
@@ -252,7 +252,7 @@ def test_where_nobody_leads_there_people_are_told_which_port_to_open() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(800)
 def test_a_fleet_with_two_peers_that_cannot_listen_computes_what_one_process_computes(tmp_path: Path) -> None:
     """They serve adjacent stages; of two members that may carry between them one is killed: the one that does."""
     facts, cache = facts_of(tmp_path, "fleet.stages=3", "fleet.peers=5", "fleet.trainers=2")

@@ -26,7 +26,7 @@ from tests.test_equivalence import relative_difference
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 STEPS = 24
 SMALL = [
@@ -59,7 +59,7 @@ class Run:
 
     def wait(self, code: int = 0) -> str:
         assert self._process is not None
-        out, _ = self._process.communicate(timeout=300)
+        out, _ = self._process.communicate(timeout=600)
         assert self._process.returncode == code, out
         return out
 
@@ -257,7 +257,7 @@ def test_killed_at_ten_random_moments(run: Run) -> None:
 def _refused(run: Run, *overrides: str) -> str:
     process = subprocess.run(
         [sys.executable, "-m", "muletrain.cli.main", "run", "--resume", str(run.run_folder), *overrides],
-        cwd=run.folder, capture_output=True, text=True, timeout=120,
+        cwd=run.folder, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert process.returncode == 2, process.stdout + process.stderr
     return process.stdout + process.stderr

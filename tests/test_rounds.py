@@ -26,7 +26,7 @@ from muletrain.swarm.sealing import Sealing
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 def played(stages: tuple[int, ...], *faults: Fault, microbatches: int = 8) -> Outcome:

@@ -20,7 +20,7 @@ from .fleet_run import checkpoint_weights
 from .reference import train_plainly
 from .test_equivalence import EXACT, facts_of, relative_difference
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 def command(*arguments: str, settings: list[str]) -> list[str]:
@@ -45,7 +45,7 @@ def test_chaos_costs_no_number(tmp_path: Path) -> None:
     )  # fmt: skip
     facts, cache = facts_of(tmp_path)
     expected, _ = train_plainly(facts, facts.source(cache))
-    out, _ = fleet.communicate(timeout=250)
+    out, _ = fleet.communicate(timeout=500)
     assert fleet.returncode == 0, out
     (run,) = (tmp_path / "runs").iterdir()
     assert relative_difference(checkpoint_weights(run), expected) <= 1e-5
@@ -101,7 +101,7 @@ class Command:
         assert self.process.stdout is not None
         self.said.extend(json.loads(line) for line in self.process.stdout)
 
-    def wait_for(self, kind: str, timeout_s: float = 100.0, **fields: Any) -> dict[str, Any]:
+    def wait_for(self, kind: str, timeout_s: float = 300.0, **fields: Any) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             for event in list(self.said):

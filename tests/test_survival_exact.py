@@ -59,7 +59,7 @@ def plan(seed: int) -> list[Fault]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", range(5))
 def test_whatever_happens_at_whatever_point_the_numbers_are_those_of_one_process(tmp_path: Path, seed: int) -> None:
     profile = tmp_path / "fleet.toml"
