@@ -27,7 +27,7 @@ from muletrain.sim.machines import run_cost, setting
 from muletrain.swarm.context import Plan
 
 TINY = (
-    "model.width=64", "model.heads=2", "model.layers=4", "model.context=32", "model.vocab=512", "train.microbatch=1", "train.batch=16",
+    "model.width=64", "model.heads=2", "model.layers=4", "model.context=32", "model.vocab=512", "train.microbatch=1", "train.batch=32",
     "checkpoint.every=0", "fleet.rebalance=off", "fleet.stages=2",
 )  # fmt: skip
 FLEET = (
@@ -47,7 +47,11 @@ class Recorded(Actors):
 
     def _note(self, name: str, event: Event) -> None:
         super()._note(name, event)
-        write(self.folder, name, [event], now=self._clock.now())
+        write(self.folder, self.process(name), [event], now=self._clock.now())
+
+    def process(self, name: str) -> str:
+        """Named as the profile numbers them: kind by kind."""
+        return f"peer-{sorted(self._kind_of, key=self._kind_of.__getitem__).index(name)}"
 
 
 def write(folder: Path, peer: str, events: list[Event], now: float = 0.0) -> None:
@@ -69,7 +73,7 @@ def run_folder(folder: Path, *overrides: str) -> RunConfig:
     return config
 
 
-def played(folder: Path, costs: Costs, seconds: float = 40.0) -> None:
+def played(folder: Path, costs: Costs, seconds: float = 60.0) -> None:
     """A virtual run in which things take what ``costs`` says."""
     folder.mkdir()
     (folder / "fleet.toml").write_text(FLEET)
@@ -78,7 +82,8 @@ def played(folder: Path, costs: Costs, seconds: float = 40.0) -> None:
     actors = Recorded(scene, config, Weather(), seconds, trainers=2, seed=0)
     actors.folder = folder
     for member in actors._genesis.members:
-        write(folder, member.name, [joined(member.name, member.stage)])
+        process = actors.process(member.name)
+        write(folder, process, [joined(process, member.stage)])
     actors.play()
 
 
@@ -147,13 +152,13 @@ def test_each_of_them_takes_time(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for file in (None, tmp_path / "costs.toml"):
         what_if(tmp_path / "fleet.toml", None, None, TINY, hours=0.1, seed=0, plot=None, json=True, costs=file)
         speeds.append(json.loads(capsys.readouterr().out)["throughput"])
-    assert speeds[1] < 0.9 * speeds[0]
+    assert speeds[1] < 0.95 * speeds[0]
 
 
 def test_the_command_writes_costs_and_says_how_far_off_the_model_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    played(tmp_path / "run", Costs(ending_ms=100.0), seconds=25.0)
+    played(tmp_path / "run", Costs(ending_ms=100.0), seconds=45.0)
     calibrate([tmp_path / "run"], tmp_path / "costs.toml", json=False)
     assert "not measured" not in (out := capsys.readouterr().out)
     assert "with what was measured" in out

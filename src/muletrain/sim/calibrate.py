@@ -1,7 +1,8 @@
 """What real runs take beside what a fleet file says, from their events: the few constants of ``config.costs.Costs``.
 
-Each is a median of what was measured by itself, and goes into the model where it belongs; none is chosen so that a run's throughput
-comes out right. So the throughput of the very runs they were measured in is a first check (``Sample.predicted``).
+Each is a median of what was measured by itself (of calls, which add up, the mean), and goes into the model where it belongs; none is
+chosen so that a run's throughput comes out right. So the throughput of the very runs they were measured in is a first check
+(``Sample.predicted``).
 
 - ``call``: what a forward or a backward took beyond the declared time (paced fleets).
 - ``devices``: the operations of the microbatches that a peer did, over the time that it was busy with them.
@@ -98,8 +99,8 @@ def fit(samples: Sequence[Sample]) -> Fit:
         for device, flops in sample.flops.items():
             speeds[device].append(flops)
     costs = Costs(
-        runs=tuple(str(s.folder) for s in samples), call_ms=_ms(calls), hop_ms=messages.hop_ms, ending_ms=_ms(endings),
-        stage_params=max(s.params for s in samples),
+        runs=tuple(str(s.folder) for s in samples), call_ms=_ms([[fmean(c)] for c in calls if c]),
+        hop_ms=messages.hop_ms, ending_ms=_ms(endings), stage_params=max(s.params for s in samples),
         devices=tuple(DeviceSpeed(device=d, tflops=_typical(found) / 1e12) for d, found in sorted(speeds.items())),
     )  # fmt: skip
     counts = {"call_ms": calls, "hop_ms": hops, "ending_ms": endings, **speeds}

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 Counts = tuple[int, ...]
 """Peers of each kind at one stage."""
 TRAINERS = 2
-AGREEMENT_HOPS = 5
-"""Messages one after the other at the end of a step, beside the gradient: all is through, seals, shards, their mean, entries."""
+AGREEMENT_HOPS = 2
+"""Messages one after the other before averaging: all is through, seals."""
 
 
 class Rate(NamedTuple):
@@ -180,15 +180,25 @@ class Rates:
         return peers, [sum(counts[k] / service_s[k] for k in place) for place in self.places]
 
     def _ending_s(self, stage: int, here: Counts) -> float:
-        """Averaging, what is said beside it (the stage's longest delay counts), and what was measured of the rest."""
-        kinds, links = self._kinds, self._links
-        there = [k for k, n in enumerate(here) if n]
-        pairs = [links[a][b] for a in there for b in there if a != b or here[a] > 1]
-        narrowest = min(min(kinds[k].up_bytes_per_s, kinds[k].down_bytes_per_s) for k in there)
-        path = min((p.bandwidth_bytes_per_s for p in pairs), default=math.inf)
-        cost = self._cost.stages[stage]
-        averaging_s = all_reduce_s(cost.averaged_bytes, sum(here), narrowest, path)
-        return averaging_s + AGREEMENT_HOPS * max((p.delay_s for p in pairs), default=0.0) + cost.ending_s
+        """Averaging, what is said beside it (the stage's longest delay counts), and what was measured of the rest. A peer sends its shards,
+        and the mean of its own once the others' shards have come: those of fast links are there before a slow one has sent its own."""
+        kinds, links, cost = self._kinds, self._links, self._cost.stages[stage]
+        there, peers = [k for k, n in enumerate(here) if n], sum(here)
+        if peers < 2:
+            return cost.ending_s
+        delay_s, halves = 0.0, []
+        for a in there:
+            paths = [links[a][b] for b in there if a != b or here[a] > 1]
+            narrowest, path = (
+                min(kinds[a].up_bytes_per_s, kinds[a].down_bytes_per_s),
+                min([p.bandwidth_bytes_per_s for p in paths]),
+            )
+            halves += [all_reduce_s(cost.averaged_bytes, peers, narrowest, path) / 2] * min(2, here[a])
+            delay_s = max(delay_s, *[p.delay_s for p in paths])
+        slowest_s, other_s = sorted(halves)[-1:-3:-1]
+        averaging_s = max(slowest_s, other_s + delay_s) + slowest_s + delay_s
+        hops = AGREEMENT_HOPS + (stage > 0)  # the next step begins at stage 0, which hears of the others' entries
+        return averaging_s + hops * delay_s + cost.ending_s
 
     def pause_s(self, serving: Sequence[Counts]) -> float:
         """From the last gradient of a step to the first forward of the next one."""
