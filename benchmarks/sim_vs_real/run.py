@@ -196,7 +196,9 @@ def main() -> None:
     console.print(found.costs.model_dump(exclude={"runs"}), found.counts)
     show(rows, console)
     worst = {f: max(abs(rows[n][f"{f}_error"]) for n in CASES if n not in CALIBRATED) for f in ("flow", "protocol")}
-    console.print(", ".join(f"{f}: off by {w:.1%} at most" for f, w in worst.items()), f"(bar: {BAR:.0%}, for protocol)")
+    console.print(
+        ", ".join(f"{f}: off by {w:.1%} at most" for f, w in worst.items()), f"(bar: {BAR:.0%}, for protocol)"
+    )
     results = {"costs": found.costs.model_dump(exclude={"runs"}), "counts": found.counts, "rows": rows, "worst": worst}
     (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     if worst["protocol"] > BAR:
