@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from muletrain.clock import LoopClock
 from muletrain.compute.paced import PacedCompute
+from muletrain.network.memory import MemoryHub
+from muletrain.sim.loop import run_virtually
 from muletrain.sim.scenario import BACKWARD_S, FORWARD_S, Fault, Scenario
 from muletrain.sim.verdict import readable
 from muletrain.sim.world import play
+from muletrain.swarm.context import Context
+from muletrain.swarm.messages import AskHeld, Held, Member
+from muletrain.swarm.roster import Genesis, Roster
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,6 +96,40 @@ def test_a_false_alarm_costs_what_was_computed_twice_and_nothing_else() -> None:
     assert sum(int(found[1]) for found in applied if found) == STEPS * MICROBATCHES
     applied = [re.search(rf"{LATER} stage=1 .* recomputed=(\d+)", text) for _, text in happened]
     assert sum(int(found[1]) for found in applied if found) <= silent
+
+
+def test_who_is_slow_to_answer_gets_twice_the_time_when_it_is_asked_again() -> None:
+    """Where everyone is, as on cores that fleets share, all would believe each other dead for ever."""
+    a, b = (Member(id=p, name=p, stage=s, trainer=True, addresses=()) for s, p in enumerate("ab"))
+    genesis = Genesis(
+        run_id="run", config=bytes(32), data=bytes(32), stages=2, members=(a, b), collector="a", first_step=0
+    )
+    answers_s, took_s = [0.1, 5.0, 5.0, 5.0, 0.1, 5.0], []
+    left_s = list(answers_s)
+
+    async def answer(sender: str, payload: bytes) -> bytes:
+        await asyncio.sleep(left_s.pop(0))
+        return Held(current=True, step=0, stage=1).pack()
+
+    async def scenario() -> list[bool]:
+        hub, clock = MemoryHub(), LoopClock()
+        net, other = hub.join("a"), hub.join("b")
+        other.serve(AskHeld.KIND, answer)
+        nothing: Any = None
+        ctx = Context(net, clock, nothing, Roster(genesis, "a"), nothing, emit=lambda event: None)
+        answered = []
+        for _ in answers_s:
+            ctx.roster.alive("b")  # a frame of its came
+            begin = clock.now()
+            answered.append(await ctx.probe("b", genesis.lineage, 0) is not None)
+            took_s.append(clock.now() - begin)
+        await ctx.close()
+        await net.close()
+        await other.close()
+        return answered
+
+    assert run_virtually(scenario(), 100.0, []) == [True, False, False, True, True, True]
+    assert took_s[1:4] == pytest.approx([1.5, 3.0, 5.0])
 
 
 def test_a_peer_that_comes_back_gets_work_again() -> None:

@@ -7,7 +7,8 @@ fitted; what real runs take beside that comes with the setting (``calibrate``).
 
 Held against every message of the production code (``actors``; tests/test_fidelities.py) it is within 5 % for small fleets whose speeds
 differ by a factor of a few. It is too fast by 17 % where one kind is twelve times as fast as another and steps are short, by 12 % where
-trainers of a short step prefer the nearer of two peers to what it can do (``benchmarks/sim_vs_real``), and by 7 % where delayed averaging over narrow links holds up the next step's activations: links are not shared between the two here.
+trainers of a short step prefer the nearer of two peers to what it can do (``benchmarks/sim_vs_real``), and by 7 % where delayed
+averaging over narrow links holds up the next step's activations: links are not shared between the two here.
 """
 
 from __future__ import annotations

@@ -50,6 +50,8 @@ MAX_PAUSES = 30
 PAUSE_S, PAUSE_MAX_S = 0.05, 0.5
 TRY_AGAIN_S = 60.0
 """Between two tries of a peer that is believed dead for long."""
+MAX_ALARMS = 3
+"""After which the time that an answer has does not double any more."""
 SEND_TIMEOUT_S = 120.0
 """Handing one frame to the transport: a bound for a dead transport, not for a slow link (frames are a few MB)."""
 
@@ -178,6 +180,9 @@ class Context:
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     _tried: dict[PeerId, tuple[float, float]] = field(default_factory=dict)
     """Of those believed dead: when they were tried first, and last."""
+    _alarms: Counter[PeerId] = field(default_factory=Counter)
+    """Probes that peers, believed alive, did not answer in time, since they last did. Only answers are measured, so that where everyone is
+    slow (cores that fleets share) each probe would come to the same wrong end as the one before (RFC 6298, 5.5)."""
     failure: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def __post_init__(self) -> None:
@@ -349,9 +354,17 @@ class Context:
 
     async def _ask_held(self, peer: PeerId, lineage: bytes, step: int, attempt: int) -> Held:
         ask = AskHeld(lineage=lineage, step=step)
-        begin = self.clock.now()
-        answer = await self.net.call(peer, AskHeld.KIND, ask.pack(), timeout_s=self.probe_deadline.seconds(attempt))
+        begin, alarms = self.clock.now(), self._alarms[peer]
+        waits = alarms if (lives := self.roster.is_alive(peer)) else 0
+        limit_s = self.probe_deadline.seconds(attempt + waits)
+        try:
+            answer = await self.net.call(peer, AskHeld.KIND, ask.pack(), timeout_s=limit_s)
+        except DeadlineExceeded:
+            if lives and alarms == self._alarms[peer] < MAX_ALARMS:
+                self._alarms[peer] += 1
+            raise
         held = Held.unpack(answer)
+        del self._alarms[peer]
         for deadline in (self.probe_deadline, self.doubt_deadline):
             deadline.measured(self.clock.now() - begin)
         if held.branch != branch_of(lineage):
