@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from statistics import mean
@@ -21,7 +22,7 @@ from muletrain.sim.verdict import Outcome, readable
 from muletrain.sim.world import play
 from muletrain.swarm import peer, stepper, trail, transfer
 from muletrain.swarm import uplink as uplink_module
-from muletrain.swarm.context import Context, Plan
+from muletrain.swarm.context import AT_ONCE, Context, Plan
 from muletrain.swarm.holding import PIECE, Holding
 from muletrain.swarm.messages import Member, RoundEntry, ShardFacts
 from muletrain.swarm.record import RecordBuilder
@@ -157,6 +158,25 @@ def test_those_believed_dead_are_tried_less_and_less() -> None:
         assert 49 <= sum(t >= 600.0 for t in tries) <= 51, "once a minute"
         ctx.roster.alive("b")
         assert ctx.worth_a_try(("b",)) == ctx.worth_a_try(("b",)) == ("b",)
+
+    run_virtually(scenario(), 4000, [])
+
+
+def test_those_long_dead_are_not_all_tried_at_once() -> None:
+    async def scenario() -> None:
+        ctx = context()
+        gone = [f"gone-{k}" for k in range(40)]
+        for name in gone:
+            ctx.roster.admit(Member(id=name, name=name, stage=0, trainer=False, addresses=()))
+        tries = Counter(ctx.worth_a_try(gone))
+        assert tries.keys() == set(gone), "they may be back in a moment"
+        await ctx.clock.sleep(300.0)
+        for _ in range(600):
+            tried = ctx.worth_a_try(gone)
+            assert len(tried) <= AT_ONCE
+            tries.update(tried)
+            await ctx.clock.sleep(1.0)
+        assert min(tries.values()) >= 9, "each about once a minute"
 
     run_virtually(scenario(), 4000, [])
 

@@ -50,6 +50,8 @@ MAX_PAUSES = 30
 PAUSE_S, PAUSE_MAX_S = 0.05, 0.5
 TRY_AGAIN_S = 60.0
 """Between two tries of a peer that is believed dead for long."""
+AT_ONCE = 4
+"""Of those, tried at the same time: many that went together would else be dialled together, again and again."""
 MAX_ALARMS = 3
 """After which the time that an answer has does not double any more."""
 SEND_TIMEOUT_S = 120.0
@@ -238,14 +240,15 @@ class Context:
     def worth_a_try(self, peers: Iterable[PeerId]) -> tuple[PeerId, ...]:
         """The living; and those believed dead that were not tried for a quarter of the time since they are (a minute at most): they may be
         back, but a try costs a connection, and in a long run many have gone for good."""
-        now, worth = self.clock.now(), []
+        now, worth, long_dead = self.clock.now(), [], 0
         for peer in peers:
             if self.roster.is_alive(peer):
                 self._tried.pop(peer, None)
                 worth.append(peer)
                 continue
             since, last = self._tried.get(peer, (now, -math.inf))
-            if now - last >= min(TRY_AGAIN_S, (now - since) / 4):
+            if now - last >= min(TRY_AGAIN_S, (now - since) / 4) and long_dead < AT_ONCE:
+                long_dead += now - since > TRY_AGAIN_S
                 self._tried[peer] = since, now
                 worth.append(peer)
         if len(self._tried) > 2 * len(self.roster.members()):  # the roster forgets, too
