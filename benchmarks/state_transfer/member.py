@@ -93,7 +93,13 @@ async def main(rank: int, donors: int, folder: Path) -> None:
         compute: Any = State()
         ctx = Context(network, LoopClock(), compute, Roster(genesis, network.peer_id), plan, emit=lambda event: None)
         now: Any = SimpleNamespace(
-            step=0, applied=bytes(32), settled=True, over=False, trail=Trail(ctx, 0), chain=Chain(0, (bytes(32),))
+            step=0,
+            applied=bytes(32),
+            settled=True,
+            away=False,
+            over=False,
+            trail=Trail(ctx, 0),
+            chain=Chain(0, (bytes(32),)),
         )
         Snapshots(ctx, now)
         receiver = Receiver(ctx)
