@@ -90,7 +90,6 @@ class Roster:
             self.admit(member.model_copy(update={"since": 0}))
             self._hearsay.add(member.id)
         elif member.id in self._left and member.since > known.since:
-            self._hearsay.add(member.id)
             self.admit(member)
             self._members[member.id] = member.model_copy(update={"since": known.since})
             self._hearsay.add(member.id)
