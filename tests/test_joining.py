@@ -171,6 +171,9 @@ def test_those_long_dead_are_not_all_tried_at_once() -> None:
         tries = Counter(ctx.worth_a_try(gone))
         assert tries.keys() == set(gone), "they may be back in a moment"
         await ctx.clock.sleep(300.0)
+        ctx.roster.admit(Member(id="new", name="new", stage=0, trainer=False, addresses=()))
+        assert ctx.worth_a_try([*gone, "new"])[-1] == "new", "whoever has just gone does not wait for them"
+        await ctx.clock.sleep(60.0)
         for _ in range(600):
             tried = ctx.worth_a_try(gone)
             assert len(tried) <= AT_ONCE

@@ -16,12 +16,14 @@ from muletrain.policy.views import View, company, yields
 from muletrain.sim.scenario import Fault, Scenario
 from muletrain.sim.verdict import Outcome, readable
 from muletrain.sim.world import World, play
+from muletrain.swarm import early
 from muletrain.swarm.computing import Computing
 from muletrain.swarm.knowledge import MAX_NUMBER
 from muletrain.swarm.messages import Forward
 from muletrain.swarm.peer import Peer
 from muletrain.swarm.pipeline import Pipeline
 from muletrain.swarm.sealing import Sealing
+from muletrain.wire.codec import encode_raw
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -211,6 +213,21 @@ def test_what_is_abandoned_before_it_begins_gives_its_place_back() -> None:
         assert pipeline.running(0) == [], "else it would be busy with it for ever"
 
     asyncio.run(scenario())
+
+
+def test_of_frames_that_come_early_no_more_are_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early, "LIMIT", 3)
+    kept = early.Early()
+    for step in (5, 4, 6, 7):
+        kept.keep("a", Frame("seal", {"step": step}))
+    kept.forget(before=5)
+    kept.keep("b", Frame("seal", {"step": 8}))
+    assert [(sender, frame.header["step"]) for sender, frame in kept.take()] == [("a", 5), ("a", 6), ("b", 8)]
+    assert kept.take() == []
+    monkeypatch.setattr(early, "BYTES", 100)
+    for step in (1, 2, 3):
+        kept.keep("a", Frame("shard", {"step": step}, [encode_raw(bytes(60))]))
+    assert len(kept.take()) == 2, "the last that is kept may go beyond"
 
 
 # Who reduces with whom: pure --------------------------------------------------------------------------------------------

@@ -247,12 +247,14 @@ class Context:
                 worth.append(peer)
                 continue
             since, last = self._tried.get(peer, (now, -math.inf))
-            if now - last >= min(TRY_AGAIN_S, (now - since) / 4) and long_dead < AT_ONCE:
-                long_dead += now - since > TRY_AGAIN_S
+            long = now - since > TRY_AGAIN_S
+            if now - last >= min(TRY_AGAIN_S, (now - since) / 4) and not (long and long_dead == AT_ONCE):
+                long_dead += long
                 self._tried[peer] = since, now
                 worth.append(peer)
         if len(self._tried) > 2 * len(self.roster.members()):  # the roster forgets, too
             self._tried = {p: tried for p, tried in self._tried.items() if self.roster.knows(p)}
+            self._alarms = Counter({p: n for p, n in self._alarms.items() if self.roster.knows(p)})
         return tuple(worth)
 
     def refused(self, peer: PeerId, reason: str) -> None:

@@ -31,7 +31,7 @@ class Early:
         return taken
 
     def forget(self, before: int) -> None:
-        """Those of the steps up to ``before``, which is not among them."""
+        """Those of the steps before ``before``."""
         for sender, frame in self.take():
             if frame.header.get("step", 0) >= before:
                 self.keep(sender, frame)
