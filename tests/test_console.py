@@ -103,6 +103,21 @@ def test_stages_without_a_peer_are_listed() -> None:
     assert {stage: [p.name for p in peers] for stage, peers in view.stages().items()} == {0: [], 1: ["a", "b"], 2: []}
 
 
+def test_those_that_have_gone_are_counted_and_not_named_any_more() -> None:
+    view = fold([started(), joined("a", 0), joined("b", 1, OTHER_ID), ev.PeerSuspected(OTHER_ID, "late"), done(1)])
+    assert plain_line(view).endswith("stage 0: a (ready); stage 1: b (suspected)")
+    for step in range(2, 30):
+        view.fold(done(step))
+    assert plain_line(view).endswith("stage 0: a (ready); stage 1: nobody; 1 gone")
+    assert "1 gone" in shown(status(view))
+    view.fold(applied("b", 1))
+    assert plain_line(view).endswith("stage 1: b")
+    view.ended("b")
+    view.fold(applied("b", 1))
+    view.fold(ev.PeerSuspected(OTHER_ID, "late"))
+    assert plain_line(view).endswith("stage 1: nobody; 1 gone"), "its process is no more, whatever comes of it late"
+
+
 def test_ids_become_names_and_addresses_stay() -> None:
     view = fold([joined("a", 0)])
     assert [view.name_of(x) for x in (ID, OTHER_ID, "/ip4/1.2.3.4/tcp/5", "a")] == [

@@ -110,10 +110,11 @@ class JsonConsole:
 
 def plain_line(view: RunView) -> str:
     """Progress in one line, for logs and pipes."""
-    stages = view.stages().items()
+    stages = view.stages(present=True).items()
     peers = "; ".join(f"stage {s}: {', '.join(map(_named_state, peers)) or 'nobody'}" for s, peers in stages)
+    gone = f"; {gone} gone" if (gone := view.gone()) else ""
     return (
-        f"step {view.step}/{view.steps}  {_loss(view)}  {_rate(view.tokens_per_s)} tokens/s  {_left(view)}  {peers}"
+        f"step {view.step}/{view.steps}  {_loss(view)}  {_rate(view.tokens_per_s)} tokens/s  {_left(view)}  {peers}{gone}"
     ).rstrip()
 
 
@@ -141,11 +142,13 @@ def _peers(view: RunView) -> RenderableType:
         table.add_column(header)
     for header in ("step", "microbatches", "idle", "sent"):
         table.add_column(header, justify="right")
-    for stage, peers in view.stages().items():
+    for stage, peers in view.stages(present=True).items():
         if not peers:
             table.add_row(str(stage), "[bold red]nobody[/]")
         for n, peer in enumerate(peers):
             table.add_row(str(stage) if n == 0 else "", *_peer_row(peer))
+    if gone := view.gone():
+        table.add_row("", f"[dim]{gone} gone[/]")
     return table
 
 

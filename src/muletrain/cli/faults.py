@@ -52,6 +52,10 @@ class FaultsView:
                     fault.noticed_s = max(0.0, event.t - fault.event.t)
                 return
 
+    def killed(self, name: str) -> bool:
+        """Was it killed on purpose?"""
+        return any(fault.event.what == "kill" and name in fault.event.who for fault in self._faults)
+
     def __len__(self) -> int:
         return len(self._faults)
 

@@ -136,7 +136,10 @@ class Session:
         for name, code in self.fleet.exit_codes().items():
             if code < 0 and name not in self._ended and not self.interrupted:
                 self._ended.add(name)
+                self.view.ended(name)
                 hint = ": out of memory?" if code == -signal.SIGKILL else ""
+                if self.view.faults.killed(name):
+                    hint = ", as --chaos planned"
                 how = f"was killed by signal {-code} ({signal.strsignal(-code)}){hint}"
                 message = f"the process of {name} {how}; its log is {self.folder / name}.log"
                 self._deaths.append(message)

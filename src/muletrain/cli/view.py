@@ -12,6 +12,8 @@ from muletrain.units import format_bytes, format_count, format_duration
 
 SMOOTHING = 0.9  # weight of the past in the shown loss: about the last ten steps
 WINDOW = 20  # steps over which speed is measured: long enough to even out, short enough to follow
+FORGOTTEN = 20  # steps after which a peer that the others leave out is not shown among them any more
+GONE = frozenset({"left", "expelled", "ended"})  # states of peers of which nothing more is to be expected
 
 
 @dataclass
@@ -27,6 +29,8 @@ class PeerView:
     params: int = 0
     threads: int = 0
     state: str = "joining"
+    suspected_at: int = 0
+    """Step of the run, where that is its state."""
     step: int = 0
     microbatches: int = 0
     recomputed: int = 0
@@ -103,13 +107,27 @@ class RunView:
             return math.nan
         return max(0, self.steps - self.step) * sum(e.duration_s for e in self._recent) / len(self._recent)
 
-    def stages(self) -> dict[int, list[PeerView]]:
-        """Peers by stage, both in order; stages without a peer are there, empty, if we hear of the whole run."""
+    def stages(self, *, present: bool = False) -> dict[int, list[PeerView]]:
+        """Peers by stage, both in order; stages without a peer are there, empty, if we hear of the whole run. ``present``: those only
+        that have not gone, for in a long run most of those that ever came have."""
         count = self.started.stages if self.started and self.whole else 0
         found: dict[int, list[PeerView]] = {s: [] for s in range(count)}
         for peer in sorted(self.peers.values(), key=lambda p: (p.stage, p.name)):
-            found.setdefault(peer.stage, []).append(peer)
+            if not (present and self._has_gone(peer)):
+                found.setdefault(peer.stage, []).append(peer)
         return found
+
+    def gone(self) -> int:
+        """Peers that were here once."""
+        return sum(map(self._has_gone, self.peers.values()))
+
+    def _has_gone(self, peer: PeerView) -> bool:
+        return peer.state in GONE or (peer.state == "suspected" and self.step - peer.suspected_at > FORGOTTEN)
+
+    def ended(self, name: str) -> None:
+        """The process of the peer ``name`` was killed."""
+        if name in self.peers:
+            self.peers[name].state = "ended"
 
     def name_of(self, peer_id: str) -> str:
         """A peer's name, or the end of its id (all ids begin alike) when it has not joined yet."""
@@ -176,7 +194,8 @@ class RunView:
 
     def _apply(self, event: ev.StepApplied) -> None:
         peer = self.peers.setdefault(event.peer, PeerView(event.peer))
-        peer.stage, peer.step, peer.state = event.stage, event.step, "training"
+        peer.stage, peer.step = event.stage, event.step
+        peer.state = "training" if peer.state != "ended" else peer.state  # what it said last may come late
         peer.microbatches += event.microbatches
         peer.recomputed += event.recomputed
         peer.compute_s += event.forward_s + event.backward_s
@@ -201,8 +220,8 @@ class RunView:
 
     def _suspect(self, event: ev.PeerSuspected) -> None:
         peer = self.peers.get(self.name_of(event.peer_id))
-        if peer is not None:
-            peer.state = "suspected"
+        if peer is not None and peer.state != "suspected" and peer.state not in GONE:
+            peer.state, peer.suspected_at = "suspected", self.step
 
     def _finish(self, event: ev.RunFinished) -> None:
         self.finished = event
