@@ -82,8 +82,8 @@ class World:
         self.refusals[net.peer_id], self.got[net.peer_id] = told, got
         return net
 
-    async def next(self, net: Network) -> tuple[str, Frame]:
-        return await asyncio.wait_for(self.got[net.peer_id].get(), 10)
+    async def next(self, net: Network, timeout_s: float = 10.0) -> tuple[str, Frame]:
+        return await asyncio.wait_for(self.got[net.peer_id].get(), timeout_s)
 
     async def close(self) -> None:
         await asyncio.gather(*(n.close() for n in self._networks))

@@ -8,6 +8,7 @@ import itertools
 import os
 import signal
 import time
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,7 +19,8 @@ from muletrain.config.schema import Codec
 from muletrain.errors import DeadlineExceeded, PeerUnreachable
 from muletrain.events import Note, StepApplied, StepDone
 from muletrain.network.base import Frame
-from muletrain.network.relay import ACCEPTED, RELAY, WORKS
+from muletrain.network.relay import ACCEPTED, RELAY, WORKS, _Asked
+from muletrain.sim.loop import run_virtually
 from muletrain.wire.codec import decode, encode
 from muletrain.wire.frame import pack
 from tests.fleet_run import checkpoint_weights, run_fleet
@@ -63,7 +65,7 @@ async def until_it_is_there(w: World, sender: Libp2pNetwork, receiver: Libp2pNet
     n = next(NUMBERS)
 
     async def come() -> None:
-        while (got := await w.next(receiver))[0] != sender.peer_id or number(got[1]) != n:
+        while (got := await w.next(receiver, 60.0))[0] != sender.peer_id or number(got[1]) != n:
             pass
 
     arrived = asyncio.create_task(come())
@@ -169,6 +171,24 @@ def test_who_is_dead_is_unreachable_as_before() -> None:
                 assert time.monotonic() - begin < 10
 
     asyncio.run(scenario())
+
+
+def test_members_are_asked_for_a_way_to_the_dead_less_and_less() -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        asked, when, begin = _Asked(), list[float](), loop.time()
+        while loop.time() < begin + 7200.0:
+            if loop.time() >= asked.again:
+                asked.in_vain()
+                when.append(loop.time())
+            await asyncio.sleep(1.0)
+        gaps = [round(b - a) for a, b in pairwise(when)]
+        assert gaps[:4] == [5, 5, 5, 10]
+        assert set(gaps[10:]) == {300}
+
+    problems: list[str] = []
+    run_virtually(scenario(), 8000, problems)
+    assert problems == []
 
 
 def test_what_a_relay_changes_is_never_taken() -> None:

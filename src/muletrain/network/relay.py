@@ -26,6 +26,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from muletrain.errors import MuletrainError, ProtocolError
 from muletrain.network.base import Frame
+from muletrain.policy.deadline import backoff_s
 from muletrain.wire.frame import pack, read_frame
 
 if TYPE_CHECKING:
@@ -44,8 +45,9 @@ PING_S, DIAL_S, ASK_S = 3.0, 1.5, 8.0
 """An answer on a connection that works, on a starved machine, too; a direct dial; a way by one member, the other end's trials included."""
 SURE_S = 5.0
 """A ping before a connection is given up for a pipe."""
-AGAIN_S = 5.0
-"""Between two questions to a member for a way to the same peer."""
+AGAIN_S, AGAIN_MAX_S, OFTEN = 5.0, 300.0, 3
+"""Between two questions to a member for a way to the same peer. After so many in vain it doubles, up to the longest: most of those that
+nobody reaches have gone for good, and each question has all members dial them."""
 PAUSE_S = 0.5
 """For the other end, whose connection with the relay may have broken, to get another: only it can."""
 RACE = 3
@@ -68,6 +70,18 @@ class _Pipe:
     def close(self) -> None:
         for writer in self.writers:
             writer.close()
+
+
+@dataclass
+class _Asked:
+    """A member that had no way to a peer. ``again``: when it is asked next."""
+
+    times: int = 0
+    again: float = 0.0
+
+    def in_vain(self) -> None:
+        self.times += 1
+        self.again = _now() + backoff_s(max(0, self.times - OFTEN), AGAIN_S, AGAIN_MAX_S)
 
 
 class Relay:
@@ -95,11 +109,11 @@ class Relay:
         self._pipes: list[_Pipe] = []
         self._carrying: list[_Pipe] = []
         self._finding: dict[str, asyncio.Task[bool]] = {}
-        self._in_vain: dict[str, dict[str, float]] = {}
-        """By peer, who was asked for a way to it and had none, and when."""
+        self._in_vain: dict[str, dict[str, _Asked]] = {}
+        """By peer, who was asked for a way to it and had none."""
         self._times: dict[str, float] = {}
         self._relayed: set[str] = set()
-        """Whom we have reached by way of others."""
+        """Whom we have reached by way of others, and not looked for in vain since."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
 
@@ -118,7 +132,7 @@ class Relay:
         return any(peer in pipe.peers for pipe in self._pipes)
 
     def relayed(self, peer: str) -> bool:
-        """Have we ever reached it by way of another?"""
+        """Did we reach it by way of another, the last time?"""
         return peer in self._relayed
 
     def advice(self) -> str:
@@ -177,6 +191,7 @@ class Relay:
             return True
         if peer not in self._relayed or not self._in_vain.pop(peer, None):
             return False
+        self._relayed.discard(peer)  # if this is in vain, too, it is like any other that nobody reaches
         await asyncio.sleep(PAUSE_S)
         return await self._search(peer)
 
@@ -194,9 +209,12 @@ class Relay:
 
     async def _candidates(self, peer: str) -> list[str]:
         """Members with which we have a connection of our own, the fastest first."""
-        self._in_vain = {p: recent for p, asked in self._in_vain.items() if (recent := _recent(asked))}
         connected = {p.peer_id.to_base58() for p in await self._p2p._client.list_peers()}
-        able = connected & set(self._p2p.gate.known()) - {peer} - self._in_vain.get(peer, {}).keys()
+        self._in_vain = {
+            p: lately for p, asked in self._in_vain.items() if p not in connected and (lately := _lately(asked))
+        }
+        tired = {member for member, asked in self._in_vain.get(peer, {}).items() if _now() < asked.again}
+        able = connected & set(self._p2p.gate.known()) - {peer} - tired
         return sorted(
             (m for m in able if not self.indirect(m)), key=lambda m: (self._times.get(m, 0.0), random.random())
         )
@@ -225,7 +243,7 @@ class Relay:
         except Exception:  # the daemon's errors have no common base
             answered = None
         if answered is None:
-            self._in_vain.setdefault(peer, {})[member] = _now()
+            self._in_vain.setdefault(peer, {}).setdefault(member, _Asked()).in_vain()
             return None
         self._times[member] = _now() - begin
         return member, *answered
@@ -423,8 +441,8 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _recent(asked: dict[str, float]) -> dict[str, float]:
-    return {member: at for member, at in asked.items() if _now() < at + AGAIN_S}
+def _lately(asked: dict[str, _Asked]) -> dict[str, _Asked]:
+    return {member: of for member, of in asked.items() if _now() < of.again + AGAIN_MAX_S}
 
 
 def not_dialled(error: Exception) -> bool:

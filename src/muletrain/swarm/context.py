@@ -48,8 +48,8 @@ CAPACITY = 16
 MAX_PAUSES = 30
 """Waits for a peer that says it still works on a microbatch: doubling up to the longest, 15 s in all."""
 PAUSE_S, PAUSE_MAX_S = 0.05, 0.5
-TRY_AGAIN_S = 60.0
-"""Between two tries of a peer that is believed dead for long."""
+LONG_S, RARELY_S = 60.0, 300.0
+"""Who is believed dead since then is so for long; between two tries of those that are for longest."""
 AT_ONCE = 4
 """Of those, tried at the same time: many that went together would else be dialled together, again and again."""
 MAX_ALARMS = 3
@@ -238,8 +238,8 @@ class Context:
                 raise result
 
     def worth_a_try(self, peers: Iterable[PeerId]) -> tuple[PeerId, ...]:
-        """The living; and those believed dead that were not tried for a quarter of the time since they are (a minute at most): they may be
-        back, but a try costs a connection, and in a long run many have gone for good."""
+        """The living; and those believed dead that were not tried for a quarter of the time since they are (``RARELY_S`` at most): they
+        may be back, but a try costs connections, and in a long run many have gone for good. Whoever comes back by itself says so."""
         now, worth, long_dead = self.clock.now(), [], 0
         for peer in peers:
             if self.roster.is_alive(peer):
@@ -247,8 +247,8 @@ class Context:
                 worth.append(peer)
                 continue
             since, last = self._tried.get(peer, (now, -math.inf))
-            long = now - since > TRY_AGAIN_S
-            if now - last >= min(TRY_AGAIN_S, (now - since) / 4) and not (long and long_dead == AT_ONCE):
+            long = now - since > LONG_S
+            if now - last >= min(RARELY_S, (now - since) / 4) and not (long and long_dead == AT_ONCE):
                 long_dead += long
                 self._tried[peer] = since, now
                 worth.append(peer)
