@@ -9,6 +9,7 @@ import os
 import random
 import selectors
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -470,6 +471,44 @@ def test_a_killed_peer_is_unreachable_quickly_and_can_come_back() -> None:
                 assert await a.connect([address], timeout_s=20) == peer
                 assert await a.call(peer, "echo", b"2", timeout_s=10) == b"2"
                 assert await a.send(peer, Frame("x", {}), timeout_s=10) > 0
+
+    asyncio.run(scenario())
+
+
+def sockets() -> int:
+    """Open in this process."""
+    found = 0
+    for fd in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):  # that of the listing itself
+            found += stat.S_ISSOCK(os.fstat(int(fd)).st_mode)
+    return found
+
+
+def test_who_cannot_be_reached_costs_no_socket() -> None:
+    """Refused, or given up while the daemon dials: no socket waits until errors, which hold what they came from, are collected."""
+    from hivemind.p2p import PeerID
+
+    async def scenario() -> None:
+        kept: list[object] = []
+        async with world() as w:
+            a = await w.open()
+            with child(w.folder / "child") as (process, address, daemon):
+                peer = await a.connect([address], timeout_s=10)
+                await a.send(peer, Frame("x", {"n": 0}))
+                await a._p2p._client.disconnect(PeerID.from_base58(peer))
+                before = sockets()
+                os.kill(daemon, signal.SIGSTOP)
+                for _ in range(5):
+                    with pytest.raises(DeadlineExceeded) as error:
+                        await a.send(peer, Frame("x", {"n": 1}), timeout_s=0.1)
+                    kept.append(error)
+                for pid in (process.pid, daemon):
+                    os.kill(pid, signal.SIGKILL)
+                for _ in range(20):
+                    with pytest.raises(PeerUnreachable) as error:
+                        await a.send(peer, Frame("x", {"n": 2}), timeout_s=30)
+                    kept.append(error)
+                await poll(lambda: sockets() <= before)
 
     asyncio.run(scenario())
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
+from hivemind.p2p.p2p_daemon_bindings.utils import raise_if_failed, read_pbmsg_safe, write_pbmsg
 from hivemind.proto import p2pd_pb2
 
 from muletrain.errors import AdmissionError, DeadlineExceeded, MuletrainError, PeerUnreachable
@@ -15,11 +17,15 @@ from muletrain.network.relay import PATIENCE_S, Relay, not_dialled
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from hivemind.utils.multiaddr import Multiaddr
+
     from muletrain.network.gate import Gate
 
 T = TypeVar("T")
 ADMIT = "muletrain/admit"
 ADMIT_TIMEOUT_S = 20.0
+REACH_S = 10
+"""For so long the daemon tries to get a connection; a minute where it is not told."""
 _MAX_REASON = 300
 
 
@@ -112,8 +118,39 @@ class GatedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
 
     async def call_binary_stream_handler(self, peer_id: PeerID, handler_name: str) -> Any:
         await self.enter(peer_id)
-        opened = super().call_binary_stream_handler
-        return await self._by_any_way(peer_id, lambda: opened(peer_id, handler_name))
+        return await self._by_any_way(peer_id, lambda: self.open_stream(peer_id, handler_name))
+
+    async def open_stream(
+        self, peer: PeerID, name: str
+    ) -> tuple[StreamInfo, asyncio.StreamReader, asyncio.StreamWriter]:
+        """A stream to ``peer``, admitted or not."""
+        opened = p2pd_pb2.StreamOpenRequest(peer=peer.to_bytes(), proto=[name], timeout=REACH_S)
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=opened)
+        response, reader, writer = await self._request(request)
+        return StreamInfo.from_protobuf(response.streamInfo), reader, writer
+
+    async def dial(self, peer: PeerID, addresses: list[Multiaddr]) -> None:
+        """Get a connection with ``peer`` by one of ``addresses``, admitted or not."""
+        dialled = p2pd_pb2.ConnectRequest(
+            peer=peer.to_bytes(), addrs=[a.to_bytes() for a in addresses], timeout=REACH_S
+        )
+        _, _, writer = await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=dialled))
+        writer.close()
+
+    async def _request(
+        self, request: p2pd_pb2.Request
+    ) -> tuple[p2pd_pb2.Response, asyncio.StreamReader, asyncio.StreamWriter]:
+        """What the daemon answers, and the socket. hivemind's own requests leave that to the garbage collector when they fail, or are given
+        up: with a few dozen peers dead a process had more than a hundred open."""
+        reader, writer = await self._client.control.daemon_connector.open_connection()
+        try:
+            await write_pbmsg(writer, request)
+            await read_pbmsg_safe(reader, response := p2pd_pb2.Response())
+            raise_if_failed(response)
+        except BaseException:
+            writer.close()
+            raise
+        return response, reader, writer
 
     async def _add_protobuf_unary_handler(self, handle_name: str, handler: Any, *args: Any, **kwargs: Any) -> None:
         async def gated(request: Any, context: Any) -> Any:

@@ -374,7 +374,7 @@ class Libp2pNetwork:
         return peer
 
     async def _dial(self, target: PeerID, transports: list[Multiaddr]) -> None:
-        await self._p2p._client.connect(target, transports)
+        await self._p2p.dial(target, transports)
         await self._p2p.enter(target)
 
     # The end --------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hivemind.p2p import P2P, PeerID
+from hivemind.p2p import PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
 from muletrain.errors import MuletrainError, ProtocolError
@@ -251,14 +251,7 @@ class Relay:
     async def _request(self, peer: str, header: dict[str, Any]) -> tuple[Ends, bytes] | None:
         """Begin a stream; the answer. None if it was closed instead. Raises what the daemon raises, and TimeoutError."""
         async with asyncio.timeout(ASK_S):
-            opening = asyncio.create_task(P2P.call_binary_stream_handler(self._p2p, PeerID.from_base58(peer), RELAY))
-            opening.add_done_callback(self._tasks.discard)
-            self._tasks.add(opening)
-            try:
-                _, reader, writer = await asyncio.shield(opening)
-            except asyncio.CancelledError:
-                opening.add_done_callback(_close_opened)
-                raise
+            _, reader, writer = await self._p2p.open_stream(PeerID.from_base58(peer), RELAY)
             try:
                 for buffer in pack(Frame("relay", header)):
                     writer.write(buffer)
@@ -289,7 +282,7 @@ class Relay:
         server = await asyncio.start_server(take, "127.0.0.1", 0)
         try:
             port = server.sockets[0].getsockname()[1]
-            await self._p2p._client.connect(target, [Multiaddr(f"/ip4/127.0.0.1/tcp/{port}")])
+            await self._p2p.dial(target, [Multiaddr(f"/ip4/127.0.0.1/tcp/{port}")])
         finally:
             server.close()
             if not came.done():
@@ -380,7 +373,7 @@ class Relay:
                 if not (dialled := [Multiaddr(a.rsplit("/p2p/", 1)[0]) for a in addresses]):
                     return False
                 async with asyncio.timeout(DIAL_S):
-                    await self._p2p._client.connect(PeerID.from_base58(origin), dialled)
+                    await self._p2p.dial(PeerID.from_base58(origin), dialled)
         except Exception:  # the daemon's errors have no common base, nor have the parser's
             return False
         return await self._ping(origin, SURE_S)
@@ -452,8 +445,3 @@ def not_dialled(error: Exception) -> bool:
 
 def _few(addresses: list[Any]) -> bool:
     return len(addresses) <= MAX_ADDRESSES and all(isinstance(a, str) and len(a) <= 256 for a in addresses)
-
-
-def _close_opened(opening: asyncio.Task[Any]) -> None:
-    if not opening.cancelled() and opening.exception() is None:
-        opening.result()[2].close()
