@@ -74,7 +74,7 @@ def warm(outcome: Outcome) -> float:
         pytest.param(UNEQUAL, 60.0, (), id="unequal"),
         pytest.param(FAR, 90.0, (), id="far"),
         pytest.param(NARROW, 130.0, ("train.batch=32",), id="narrow", marks=pytest.mark.slow),
-        pytest.param(REGIONS, 65.0, (), id="regions"),
+        pytest.param(REGIONS, 125.0, (), id="regions"),  # in fewer steps what wiring draws is 2 %
         pytest.param(
             KIND.format("a", 4) + "up_mbps = 200\ndown_mbps = 200\n", 95.0, ("optimizer.delayed=true",), id="delayed"
         ),

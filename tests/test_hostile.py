@@ -307,7 +307,7 @@ class Target:
 
     async def handled(self) -> None:
         """All that was sent."""
-        await until(lambda: all(q.empty() for q in self.net._inbox.values()), 30)
+        await until(lambda: not self.net._inbox, 30)
         await asyncio.sleep(0.1)
 
     def refused(self) -> list[FrameRefused]:
@@ -415,7 +415,7 @@ def test_who_sends_a_wrong_forward_is_named_by_its_receiver(change: dict[str, An
             position, tensor = change["tensors"]
             forward.tensors[position] = tensor
         else:
-            forward.header |= change
+            forward = Frame(forward.kind, forward.header | change, forward.tensors)
         await target.send("first", forward)
         await until(target.refused)
         (event,) = target.refused()
@@ -433,7 +433,8 @@ def test_a_gradient_or_a_chunk_of_another_kind_is_refused_at_the_door(tmp_path: 
     async def scenario() -> None:
         target = Target(0, tmp_path, answers=False)
         await until(lambda: target.peer._pipeline.router._pending)
-        pending = next(iter(target.peer._pipeline.router._pending.values()))
+        owed = next(iter(target.peer._pipeline.router._pending.values()))
+        pending = next(iter(owed.values()))
         request = pending.request.identity()
         wrong = [encode(torch.zeros(*TOKENS, WIDTH - 1), Codec.FP32), encode(torch.zeros(*TOKENS, WIDTH), Codec.INT8)]
         for gradient in wrong:

@@ -97,6 +97,14 @@ def test_record_is_the_same_whatever_the_order_of_arrival_and_whoever_was_given_
     assert a.hash == b.hash == c.hash
 
 
+def test_of_two_complete_rounds_of_a_stage_the_lowest_counts_whichever_came_first() -> None:
+    low, high = entry(1, round=b"\x11" * 32), entry(1, round=b"\xee" * 32)
+    for both in ((low, high), (high, low)):
+        found = record(entry(0), *both)
+        assert found is not None
+        assert found.stages[1].round == low.round
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -16,6 +17,7 @@ from muletrain.sim.scenario import BACKWARD_S, FORWARD_S, Fault, Scenario
 from muletrain.sim.verdict import readable
 from muletrain.sim.world import play
 from muletrain.swarm.context import Context
+from muletrain.swarm.knowledge import Knowledge
 from muletrain.swarm.messages import AskHeld, Held, Member
 from muletrain.swarm.roster import Genesis, Roster
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from muletrain.compute.base import Microbatch
+    from muletrain.swarm.context import Plan
 
 SERVICE_S = FORWARD_S + BACKWARD_S
 STEPS, MICROBATCHES, DELAY_S = 8, 8, 0.01
@@ -130,6 +133,43 @@ def test_who_is_slow_to_answer_gets_twice_the_time_when_it_is_asked_again() -> N
 
     assert run_virtually(scenario(), 100.0, []) == [True, False, False, True, True, True]
     assert took_s[1:4] == pytest.approx([1.5, 3.0, 5.0])
+
+
+def test_before_it_tries_again_a_peer_looks_at_what_it_works_on_itself() -> None:
+    """What its own pipeline is about to accumulate, another of its stage would have, too, if it were given out again."""
+    a, b = (Member(id=p, name=p, stage=s, trainer=True, addresses=()) for s, p in enumerate("ab"))
+    genesis = Genesis(
+        run_id="run", config=bytes(32), data=bytes(32), stages=2, members=(a, b), collector="a", first_step=0
+    )
+
+    async def answer(sender: str, payload: bytes) -> bytes:
+        return Held(current=True, step=0, stage=1).pack()
+
+    async def scenario() -> None:
+        hub, clock, nothing = MemoryHub(), LoopClock(), cast("Any", None)
+        net, other = hub.join("a"), hub.join("b")
+        other.serve(AskHeld.KIND, answer)
+        plan = cast("Plan", SimpleNamespace(stages=2, microbatches=4, delayed=False))
+        ctx = Context(net, clock, nothing, Roster(genesis, "a"), plan, emit=lambda event: None)
+        running = [3]
+        knowledge = Knowledge(ctx, 0, genesis.lineage, lambda step: running, lambda work: None)
+        assert knowledge.ledger.begin(3)
+
+        def done() -> None:
+            running.clear()
+            knowledge.ledger.commit(3, 2.5)
+
+        asyncio.get_running_loop().call_later(1.0, done)
+        assert await ctx.still_missing(genesis.lineage, 0, 3, (0, 1)) == ((1,), 2.5)
+        assert 1.0 <= clock.now() < 2.0
+        assert await ctx.still_missing(genesis.lineage, 0, 2, (0, 1)) == ((0, 1), None)
+        await ctx.close()
+        await net.close()
+        await other.close()
+
+    problems: list[str] = []
+    run_virtually(scenario(), 100.0, problems)
+    assert not problems
 
 
 def test_a_peer_that_comes_back_gets_work_again() -> None:

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,13 +26,36 @@ class Channel(StrEnum):
     BULK = "bulk"
 
 
-@dataclass(slots=True)
+class Header(Protocol):
+    """What a frame's header is made from."""
+
+    def model_dump(self) -> dict[str, Any]: ...
+
+
 class Frame:
     """One message on a stream: a kind, a msgpack-able header (validated by the actor that handles ``kind``), tensors or raw blobs."""
 
-    kind: str
-    header: dict[str, Any]
-    tensors: list[Encoded] = field(default_factory=list)
+    __slots__ = ("_header", "kind", "message", "nbytes", "tensors")
+
+    def __init__(
+        self,
+        kind: str,
+        header: dict[str, Any] | None,
+        tensors: list[Encoded] | None = None,
+        message: Header | None = None,
+    ) -> None:
+        """``header`` None: that of ``message``, made when it is asked for."""
+        self.kind, self._header, self.message = kind, header, message
+        self.tensors = tensors if tensors is not None else []
+        self.nbytes: int | None = None
+        """As it travels, where somebody has looked (``wire.frame.frame_size``)."""
+
+    @property
+    def header(self) -> dict[str, Any]:
+        if self._header is None:
+            assert self.message is not None  # one of the two is there
+            self._header = self.message.model_dump()
+        return self._header
 
 
 CallHandler = Callable[[PeerId, bytes], Awaitable[bytes]]

@@ -8,9 +8,9 @@ back-pressure. A dead peer is unreachable; a frozen one takes frames until its q
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import DeadlineExceeded, MuletrainError, PeerUnreachable, ProtocolError, Refused
@@ -44,6 +44,8 @@ class MemoryHub:
         """What becomes of a frame on its way."""
         self.sending: Callable[[PeerId, str], None] = lambda sender, kind: None
         """Told of every frame before it is sent to another peer; it may kill the sender."""
+        self.hands_over = False
+        """Frames arrive as they were sent, neither packed nor read back: for worlds that damage none, and count bytes elsewhere."""
         self.relays = False
         """Do members carry for those that are cut off from each other?"""
         self._cut: Counter[frozenset[PeerId]] = Counter()
@@ -145,6 +147,19 @@ class MemoryHub:
             await event.wait()
 
 
+@dataclass(slots=True)
+class _Stream:
+    """What of one sender waits on one channel: (when it arrives, by whom it was carried, the frame). ``coming``: senders that wait for
+    room."""
+
+    frames: asyncio.Queue[tuple[float, PeerId, bytes | Frame]]
+    coming: int = 0
+
+    @property
+    def empty(self) -> bool:
+        return self.frames.empty() and not self.coming
+
+
 class MemoryNetwork:
     """``Network`` of one peer of a ``MemoryHub``."""
 
@@ -153,7 +168,9 @@ class MemoryNetwork:
         self.counters = Counters()
         self._delivery = Delivery()
         self._handlers: dict[str, CallHandler] = {}
-        self._inbox: dict[tuple[PeerId, Channel], asyncio.Queue[tuple[float, PeerId, bytes | Frame]]] = {}
+        self._inbox: dict[tuple[PeerId, Channel], _Stream] = {}
+        self._senders: set[PeerId] = set()
+        """Of all streams that were ever opened to us."""
         self._carried: Counter[PeerId] = Counter()
         self._lost: LossHandler = lambda peer: None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -211,31 +228,45 @@ class MemoryNetwork:
         if not own:
             self._hub.sending(self.peer_id, frame.kind)
             self._hub.reach(peer, self.peer_id)  # perhaps we were killed by that
-        packed: bytes | Frame = reread(frame) if own else self._hub.damage(self.peer_id, peer, b"".join(pack(frame)))
+        item = self._as_sent(peer, frame)
         way = self._hub.way(self.peer_id, peer) or DIRECT
         on_its_way_s = 0.0 if own else target._delay_s(self.peer_id) + self._hub.stall_s(self.peer_id, peer, channel)
         arrives = asyncio.get_running_loop().time() + on_its_way_s
-        queue = target._queue(self.peer_id, channel)
-        try:
-            async with asyncio.timeout(timeout_s) if queue.full() else contextlib.nullcontext():
-                await queue.put((arrives, way, packed))
-        except TimeoutError:
-            raise DeadlineExceeded(f"sending to {peer[-6:]}: not taken within {timeout_s:.1f} s") from None
-        sent = len(packed) if isinstance(packed, bytes) else 0
+        stream = target._stream(self.peer_id, channel)
+        if stream.frames.full():
+            stream.coming += 1
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await stream.frames.put((arrives, way, item))
+            except TimeoutError:
+                raise DeadlineExceeded(f"sending to {peer[-6:]}: not taken within {timeout_s:.1f} s") from None
+            finally:
+                stream.coming -= 1
+        else:
+            stream.frames.put_nowait((arrives, way, item))
+        sent = 0 if own else len(item) if isinstance(item, bytes) else frame.nbytes or 0
         self.counters.sent[peer, frame.kind] += sent
         if way in self._hub.peers:
             self._hub.peers[way]._carried[peer] += sent
         return sent
 
-    def _queue(self, sender: PeerId, channel: Channel) -> asyncio.Queue[tuple[float, PeerId, bytes | Frame]]:
-        if (sender, channel) not in self._inbox:
-            self._inbox[sender, channel] = asyncio.Queue(QUEUE)
-            self._spawn(self._drain(sender, self._inbox[sender, channel]))
-        return self._inbox[sender, channel]
+    def _as_sent(self, peer: PeerId, frame: Frame) -> bytes | Frame:
+        if self._hub.hands_over:
+            return frame
+        return reread(frame) if peer == self.peer_id else self._hub.damage(self.peer_id, peer, b"".join(pack(frame)))
 
-    async def _drain(self, sender: PeerId, queue: asyncio.Queue[tuple[float, PeerId, bytes | Frame]]) -> None:
-        while True:
-            arrives, way, item = await queue.get()
+    def _stream(self, sender: PeerId, channel: Channel) -> _Stream:
+        """In a large fleet most are idle, and take no room."""
+        key = (sender, channel)
+        if key not in self._inbox:
+            stream = self._inbox[key] = _Stream(asyncio.Queue(QUEUE))
+            self._senders.add(sender)
+            self._spawn(self._drain(sender, channel, stream))
+        return self._inbox[key]
+
+    async def _drain(self, sender: PeerId, channel: Channel, stream: _Stream) -> None:
+        while not stream.empty:
+            arrives, way, item = await stream.frames.get()
             if (wait_s := arrives - asyncio.get_running_loop().time()) > 0:
                 await asyncio.sleep(wait_s)
             await self._hub.passable(sender, self.peer_id)
@@ -249,9 +280,10 @@ class MemoryNetwork:
                 continue
             self.counters.received[sender, frame.kind] += sum(t.nbytes for t in frame.tensors)
             await self._delivery.deliver(sender, frame)
+        del self._inbox[sender, channel]
 
     def has_stream_of(self, sender: PeerId) -> bool:
-        return any(peer == sender for peer, _ in self._inbox)
+        return sender in self._senders
 
     def on_lost(self, handler: LossHandler) -> None:
         self._lost = handler

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError, PeerUnreachable
@@ -22,7 +23,7 @@ from muletrain.network.base import (
     PeerId,
     RefusalHandler,
 )
-from muletrain.wire.frame import pack, size
+from muletrain.wire.frame import frame_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,6 +72,18 @@ class Pipe:
         return self._stalls.after(max(earliest, self.free))
 
 
+@dataclass(slots=True)
+class _OnTheWay:
+    """To one receiver on one channel: (arrival, frame), and how many senders are about to add one."""
+
+    frames: asyncio.Queue[tuple[float, Frame]]
+    coming: int = 0
+
+    @property
+    def empty(self) -> bool:
+        return self.frames.empty() and not self.coming
+
+
 class ShapedNetwork:
     """A ``Network`` whose traffic takes the time the links would take. ``links`` gives the path to a peer."""
 
@@ -80,7 +93,7 @@ class ShapedNetwork:
         links: Callable[[PeerId], Link],
         own: FleetPeer,
         clock: Clock,
-        weigh: Callable[[Frame], int] = lambda frame: size(pack(frame)),
+        weigh: Callable[[Frame], int] = frame_size,
     ) -> None:
         """``weigh``: bytes that a frame counts for."""
         self._weigh = weigh
@@ -89,7 +102,7 @@ class ShapedNetwork:
         self._stalls = Stalls(own.stall, own.index, clock.now())
         self._up, self._down = Pipe(self._stalls), Pipe(self._stalls)
         self._paths: dict[PeerId, Pipe] = {}
-        self._pipes: dict[tuple[PeerId, Channel], asyncio.Queue[tuple[float, Frame]]] = {}
+        self._pipes: dict[tuple[PeerId, Channel], _OnTheWay] = {}
         self._broken: dict[tuple[PeerId, Channel], MuletrainError] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._cut: frozenset[PeerId] = frozenset()
@@ -147,7 +160,16 @@ class ShapedNetwork:
             await self._clock.sleep(timeout_s)
             raise DeadlineExceeded(f"sending to {peer[-6:]}: not taken within {timeout_s:.1f} s")
         depart = self._book(peer, link, nbytes)
-        await self._pipe(peer, channel).put((depart + link.delay_s, frame))
+        if depart + link.delay_s <= self._clock.now() and (peer, channel) not in self._pipes and peer not in self._cut:
+            # nothing holds it up, or goes before it
+            await self._inner.send(peer, frame, channel=channel, timeout_s=timeout_s)
+            return nbytes
+        pipe = self._pipe(peer, channel)
+        pipe.coming += 1
+        try:
+            await pipe.frames.put((depart + link.delay_s, frame))
+        finally:
+            pipe.coming -= 1
         await self._sleep_until(depart)  # taken by the uplink: the caller may go on
         return nbytes
 
@@ -172,18 +194,19 @@ class ShapedNetwork:
         if (wait := time - self._clock.now()) > 0:
             await self._clock.sleep(wait)
 
-    def _pipe(self, peer: PeerId, channel: Channel) -> asyncio.Queue[tuple[float, Frame]]:
+    def _pipe(self, peer: PeerId, channel: Channel) -> _OnTheWay:
         key = (peer, channel)
         if key not in self._pipes:
-            self._pipes[key] = asyncio.Queue(IN_FLIGHT)
-            task = asyncio.create_task(self._carry(peer, channel, self._pipes[key]))
+            pipe = self._pipes[key] = _OnTheWay(asyncio.Queue(IN_FLIGHT))
+            task = asyncio.create_task(self._carry(peer, channel, pipe))
             self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         return self._pipes[key]
 
-    async def _carry(self, peer: PeerId, channel: Channel, pipe: asyncio.Queue[tuple[float, Frame]]) -> None:
-        """Deliver in order, each frame at its time."""
-        while True:
-            arrival, frame = await pipe.get()
+    async def _carry(self, peer: PeerId, channel: Channel, pipe: _OnTheWay) -> None:
+        """Deliver in order, each frame at its time, as long as there are some."""
+        while not pipe.empty:
+            arrival, frame = await pipe.frames.get()
             await self._sleep_until(arrival)
             if peer in self._cut:
                 continue
@@ -191,6 +214,7 @@ class ShapedNetwork:
                 await self._inner.send(peer, frame, channel=channel)
             except MuletrainError as e:  # the next sender learns of it
                 self._broken[peer, channel] = PeerUnreachable(str(e)) if isinstance(e, NetworkError) else e
+        del self._pipes[peer, channel]
 
     def receive(self, handler: FrameHandler) -> None:
         async def shaped(sender: PeerId, frame: Frame) -> None:

@@ -6,6 +6,7 @@ the two whole sets must go. Every member computes the same answer from the same 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,8 +36,10 @@ def resolve(sealed: Mapping[str, frozenset[int]], microbatches: int) -> Cover:
         if not indices <= universe:
             raise ValueError(f"{member} sealed indices outside 0..{microbatches - 1}: {sorted(indices - universe)}")
     members = sorted(sealed)
-    contested = [m for m in members if any(sealed[m] & sealed[o] for o in members if o != m)]
-    free = [m for m in members if m not in contested]
+    holders = Counter(i for indices in sealed.values() for i in indices)
+    twice = frozenset(i for i, n in holders.items() if n > 1)
+    contested = [m for m in members if sealed[m] & twice]
+    free = [m for m in members if not sealed[m] & twice]
     best = _exact(contested, sealed) if len(contested) <= EXACT_LIMIT else _greedy(contested, sealed)
     chosen = tuple(sorted([*free, *best]))
     covered = frozenset().union(*(sealed[m] for m in chosen))

@@ -44,15 +44,20 @@ class Usual:
 
     def __init__(self, unmeasured_s: float, floor_s: float, times: float) -> None:
         self._recent_s: deque[float] = deque(maxlen=RECENT)
+        self._median_s: float | None = None
+        """Of these; None: not looked for yet."""
         self._unmeasured_s, self._floor_s, self._times = unmeasured_s, floor_s, times
 
     def measured(self, seconds: float) -> None:
         """An answer took ``seconds``."""
         self._recent_s.append(seconds)
+        self._median_s = None
 
     def seconds(self, attempt: int = 0) -> float:
         """The ``attempt``-th time, from 0; doubles."""
-        base = self._times * statistics.median(self._recent_s) if self._recent_s else self._unmeasured_s
+        if self._median_s is None and self._recent_s:
+            self._median_s = statistics.median(self._recent_s)
+        base = self._unmeasured_s if self._median_s is None else self._times * self._median_s
         return min(CEILING_S, max(self._floor_s, base) * 2.0 ** min(attempt, 10))
 
 

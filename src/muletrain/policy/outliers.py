@@ -48,22 +48,24 @@ def outlying(sums: Mapping[str, Sum]) -> list[str]:
 
     None where all of several are not finite (they confirm each other), and nothing is said of a finite one that has no others.
     """
-    sound = {m: s for m, s in sums.items() if 0 < s.length < math.inf}
+    lengths = {m: s.length for m, s in sums.items()}
+    sound = {m: (lengths[m], s.count) for m, s in sums.items() if 0 < lengths[m] < math.inf}
     if not sound:  # all zero: nothing to compare with; all infinite: that is what the step is, if there are several
-        suspects = [m for m, s in sums.items() if len(sums) == 1 and s.length == math.inf]
+        suspects = [m for m in sums if len(sums) == 1 and lengths[m] == math.inf]
     else:
         suspects = [m for m in sums if m not in sound or _stands_out(m, sound)]
     return sorted(suspects, key=lambda m: (sums[m].count, m))
 
 
-def _stands_out(member: str, sums: Mapping[str, Sum]) -> bool:
-    own, others = sums[member], [s for m, s in sums.items() if m != member]
+def _stands_out(member: str, sums: Mapping[str, tuple[float, int]]) -> bool:
+    """``sums``: length, and count."""
+    (own, count), others = sums[member], [s for m, s in sums.items() if m != member]
     if not others:
         return False
     # of an even number of others the median that suspects less: one of two others may be the liar
-    large = statistics.median_high(s.length * math.sqrt(max(1.0, s.count / own.count)) for s in others)
-    small = statistics.median_low(s.length / math.sqrt(max(1.0, own.count / s.count)) for s in others)
-    return own.length > FACTOR * large or (len(sums) >= LEAST_FOR_SMALL and own.length * FACTOR < small)
+    large = statistics.median_high([length * math.sqrt(max(1.0, n / count)) for length, n in others])
+    small = statistics.median_low([length / math.sqrt(max(1.0, count / n)) for length, n in others])
+    return own > FACTOR * large or (len(sums) >= LEAST_FOR_SMALL and own * FACTOR < small)
 
 
 def strange(length: float, before: Sequence[float]) -> bool:

@@ -67,21 +67,21 @@ class Wiring:
 
         ``under_way``: what each peer has of ours already; those passed over for it are not owed anything later.
         """
-        usable = [p for p, e in self._entries.items() if not e.banned and p not in exclude]
-        if not usable:
+        usual_s = self._usual_s()
+        expected_s = {
+            p: usual_s if e.measured_s is None else e.measured_s
+            for p, e in self._entries.items()
+            if not e.banned and p not in exclude
+        }
+        if not expected_s:
             return None
-        prompt = self._prompt(usable, under_way or {})
+        prompt = _prompt(expected_s, under_way or {})
         smallest = min(self._entries[p].total_s for p in prompt)
         peer = self._rng.choice(sorted(p for p in prompt if self._entries[p].total_s == smallest))
-        for late in set(usable) - set(prompt):
+        for late in expected_s.keys() - prompt:
             self._entries[late].total_s = max(self._entries[late].total_s, smallest)
-        self._entries[peer].total_s += self.expected_s(peer)
+        self._entries[peer].total_s += expected_s[peer]
         return peer
-
-    def _prompt(self, usable: list[str], under_way: Mapping[str, int]) -> list[str]:
-        """Those who would begin a microbatch before any other could have finished it."""
-        soonest_s = min((under_way.get(p, 0) + 1) * self.expected_s(p) for p in usable)
-        return [p for p in usable if under_way.get(p, 0) * self.expected_s(p) <= soonest_s]
 
     def measured(self, peer: str, seconds: float) -> None:
         """A microbatch took ``seconds`` of this peer's and the link's time (waiting in queues not included)."""
@@ -93,9 +93,10 @@ class Wiring:
     def expected_s(self, peer: str) -> float:
         """The average for ``peer``; before its first measurement the mean of the others', or 1 s when there are none."""
         own = self._entries[peer].measured_s
-        if own is not None:
-            return own
-        known = [m for e in self._entries.values() if (m := e.measured_s) is not None]
+        return self._usual_s() if own is None else own
+
+    def _usual_s(self) -> float:
+        known = [e.measured_s for e in self._entries.values() if e.measured_s is not None]
         return sum(known) / len(known) if known else 1.0
 
     def peers(self) -> list[str]:
@@ -103,3 +104,9 @@ class Wiring:
 
     def _floor(self) -> float:
         return min((e.total_s for e in self._entries.values() if not e.banned), default=0.0)
+
+
+def _prompt(expected_s: Mapping[str, float], under_way: Mapping[str, int]) -> set[str]:
+    """Those who would begin a microbatch before any other could have finished it."""
+    soonest_s = min((under_way.get(p, 0) + 1) * s for p, s in expected_s.items())
+    return {p for p, s in expected_s.items() if under_way.get(p, 0) * s <= soonest_s}

@@ -4,18 +4,22 @@ of virtual machines may run faster or slower than it."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import selectors
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, Unpack
 
 from muletrain.clock import LoopClock
 from muletrain.errors import MuletrainError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator
     from concurrent.futures import Executor
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+GARBAGE = 200_000
+"""Objects between two looks for what holds on to itself."""
 
 
 class Hang(MuletrainError):
@@ -87,6 +91,19 @@ class SkewedClock(LoopClock):
 
     async def deadline(self, awaitable: Awaitable[T], seconds: float, what: str) -> T:
         return await super().deadline(awaitable, seconds / self._rate, what)
+
+
+@contextmanager
+def seldom_collected() -> Iterator[None]:
+    """A large fleet is millions of objects that stay: the garbage collector does not look at them over and over."""
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(GARBAGE, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 def run_virtually(work: Coroutine[Any, Any, T], limit_s: float, problems: list[str]) -> T:

@@ -21,7 +21,7 @@ from muletrain.policy.cost import all_reduce_s, makespan_s, steady_shares
 from muletrain.swarm.context import CAPACITY
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from muletrain.sim.machines import Setting
 
@@ -58,6 +58,7 @@ class Rates:
         """Kinds that are linked alike."""
         self._serving: list[Counts | None] = [None] * len(setting.cut)
         self._stages: list[_Stage | None] = [None] * len(setting.cut)
+        self._known: dict[tuple[str, int], tuple[tuple[Counts, ...], float]] = {}
         self._limited = any(
             min(k.up_bytes_per_s, k.down_bytes_per_s, *(link.bandwidth_bytes_per_s for link in row)) < math.inf
             for k, row in zip(self._kinds, self._links, strict=True)
@@ -103,10 +104,18 @@ class Rates:
         computes, carries = (sum(n / s for n, s in zip(here, each, strict=True)) for each in (taken_s, carried_s))
         items, peers = self._cost.microbatches, sum(here)
         return _Stage(
-            peers=peers, computes=computes, carries=carries, path_s=self._path_s(stage, before or here, here),
-            service_s=peers / computes, ending_s=self._ending_s(stage, here),
+            peers=peers, computes=computes, carries=carries,
+            path_s=self._unless_known("path", self._path_s, stage, before or here, here),
+            service_s=peers / computes, ending_s=self._unless_known("ending", self._ending_s, stage, here),
             makespan_s=makespan_s(items, list(zip(here, carried_s, strict=True))),
         )  # fmt: skip
+
+    def _unless_known(self, what: str, find: Callable[..., float], stage: int, *peers: Counts) -> float:
+        """What changes next to a stage changes less than half of what is asked about it."""
+        known = self._known.get((what, stage))
+        if known is None or known[0] != peers:
+            known = self._known[what, stage] = peers, find(stage, *peers)
+        return known[1]
 
     def _carried_s(self, stage: int, k: int, before: Counts | None, behind: Counts | None) -> float:
         """What the links of a peer of kind ``k`` take for a microbatch [s]: its own, and all paths to a neighbouring stage together."""
@@ -117,9 +126,13 @@ class Rates:
         )  # fmt: skip
         for others, sent in ((behind, on), (before, cost.backward_bytes[stage])):
             if others:
-                paths = sum(n * self._links[k][o].bandwidth_bytes_per_s for o, n in enumerate(others) if n)
+                paths = sum([n * bandwidth for n, bandwidth in zip(others, self._bandwidths[k], strict=True) if n])
                 longest_s = max(longest_s, sent / paths)
         return longest_s
+
+    @cached_property
+    def _bandwidths(self) -> list[list[float]]:
+        return [[link.bandwidth_bytes_per_s for link in row] for row in self._links]
 
     def _path_s(self, stage: int, senders: Counts, receivers: Counts) -> float:
         """From the stage before and back, as often as each pair is on the way. To the first from trainers, who are of it themselves, and

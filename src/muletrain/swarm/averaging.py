@@ -22,6 +22,7 @@ from muletrain.optim.norms import square_norm
 from muletrain.policy.deadline import Deadline
 from muletrain.policy.shards import CHUNK, chunk_ranges, shard_ranges
 from muletrain.swarm.messages import Reduced, Shard, ShardFacts
+from muletrain.swarm.waiting import unless_done
 from muletrain.wire.codec import decode, encode
 
 if TYPE_CHECKING:
@@ -240,7 +241,7 @@ class Averager:
                 if self._held_elsewhere():
                     raise RoundFailed(f"{what} did not come, but a replica holds the whole gradient") from None
                 probe = self._ctx.probe(sender, plan.lineage, plan.step, attempt)
-                held = await self._ctx.unless_done(arrival, probe)
+                held = await unless_done(arrival, probe)
                 if arrival.done():
                     continue
                 if held is None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from muletrain.compute.base import Compute
     from muletrain.config.schema import Codec
     from muletrain.events import Event, TrafficClass
-    from muletrain.network.base import Network, PeerId
+    from muletrain.network.base import Frame, Network, PeerId
     from muletrain.policy.chaos import Phase
     from muletrain.swarm.roster import Roster
 
@@ -175,11 +175,14 @@ class Context:
     """How long a wait goes on without any news."""
     met: Callable[[PeerId, bytes], None] = lambda peer, branch: None
     """Told of a peer on another branch than ours."""
+    own_held: Callable[[int, bytes], Held] = lambda step, lineage: Held(current=False, step=step, stage=0)
+    """What this peer itself answers to AskHeld."""
     closed: bool = False
     """The peer has left its stage (calls may still come)."""
     uplink: Uplink = field(init=False)
     _awaited: defaultdict[PeerId, set[asyncio.Future[Any]]] = field(default_factory=lambda: defaultdict(set))
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    _looked_after: set[PeerId] = field(default_factory=set)
     _tried: dict[PeerId, tuple[float, float]] = field(default_factory=dict)
     """Of those believed dead: when they were tried first, and last."""
     _alarms: Counter[PeerId] = field(default_factory=Counter)
@@ -212,11 +215,14 @@ class Context:
         if not self.failure.done():
             self.failure.cancel()
 
-    async def send(self, peer: PeerId, message: Message, tensors: list[Any] | None = None) -> None:
-        """Send a frame and count it. Raises PeerUnreachable or DeadlineExceeded."""
+    async def send(
+        self, peer: PeerId, message: Message, tensors: list[Any] | None = None, *, frame: Frame | None = None
+    ) -> None:
+        """Send a frame and count it. ``frame``: the message's, where it is made already. Raises PeerUnreachable or DeadlineExceeded."""
         begin = self.clock.now()
+        frame = frame or message.frame(tensors)
         async with self.uplink.spare() if message.CHANNEL is Channel.BULK else self.uplink.urgent():
-            sent = await self.net.send(peer, message.frame(tensors), channel=message.CHANNEL, timeout_s=SEND_TIMEOUT_S)
+            sent = await self.net.send(peer, frame, channel=message.CHANNEL, timeout_s=SEND_TIMEOUT_S)
         if sent:
             self.stats.sent[peer][TRAFFIC.get(message.KIND, "control")] += sent
         if tensors and (step := getattr(message, "step", None)) is not None:
@@ -230,7 +236,8 @@ class Context:
     async def tell(self, peers: tuple[PeerId, ...], message: Message) -> None:
         """A notice to several peers at once; those that cannot be reached are believed dead, the rest hears it."""
         peers = self.worth_a_try(peers)
-        results = await asyncio.gather(*(self.send(p, message) for p in peers), return_exceptions=True)
+        frame = message.frame()
+        results = await asyncio.gather(*(self.send(p, message, frame=frame) for p in peers), return_exceptions=True)
         for peer, result in zip(peers, results, strict=True):
             if isinstance(result, NetworkError):
                 self.suspect(peer, str(result))
@@ -278,15 +285,6 @@ class Context:
             yield
         finally:
             self._awaited[peer].discard(answer)
-
-    async def unless_done(self, answer: asyncio.Future[Any], work: Coroutine[Any, Any, R]) -> R | None:
-        """``work``, or None: it is cancelled when ``answer`` comes, or is given up, before it ends."""
-        task = asyncio.create_task(work)
-        try:
-            await asyncio.wait({task, answer}, return_when=asyncio.FIRST_COMPLETED)
-            return task.result() if task.done() else None
-        finally:
-            task.cancel()
 
     def give_up(self, peer: PeerId, reason: str) -> None:
         """Nothing will come from ``peer`` any more."""
@@ -337,10 +335,11 @@ class Context:
 
     def look_after(self, peer: PeerId, lineage: bytes, step: int) -> None:
         """Others have doubts about ``peer``, or a stream with it ended: find out whether it is there, once at a time."""
-        name = f"look after {peer[-6:]}"
-        asked = peer in self.doubted or any(task.get_name() == name for task in self._tasks)
+        asked = peer in self.doubted or peer in self._looked_after
         if self.roster.is_alive(peer) and peer != self.net.peer_id and not asked:
-            self.spawn(self.probe(peer, lineage, step, hearsay=True), name)
+            self._looked_after.add(peer)
+            looking = self.spawn(self.probe(peer, lineage, step, hearsay=True), f"look after {peer[-6:]}")
+            looking.add_done_callback(lambda _: self._looked_after.discard(peer))
 
     async def is_gone(self, peer: PeerId, lineage: bytes, step: int) -> bool:
         """``peer`` cannot be reached at all, which says more than that it does not answer."""
@@ -380,14 +379,14 @@ class Context:
     async def still_missing(
         self, lineage: bytes, step: int, index: int, stages: tuple[int, ...]
     ) -> tuple[tuple[int, ...], float | None]:
-        """Before a retry: those of ``stages`` in which no other peer has the microbatch in its accumulator (those that have, recompute
-        without accumulating), and its loss [nats/token], where one that has it knows. While someone still works on it, wait: what is
-        about to be accumulated must not be twice."""
+        """Before a retry: those of ``stages`` in which nobody, ourselves included, has the microbatch in its accumulator (those that have,
+        recompute without accumulating), and its loss [nats/token], where one that has it knows. While someone still works on it, wait:
+        what is about to be accumulated must not be twice."""
         if not stages:
             return (), None
         for pause in range(MAX_PAUSES):
             answers = await self.ask_held(self.roster.everyone(), lineage, step)
-            current = [held for held in answers.values() if held.current]
+            current = [held for held in (*answers.values(), self.own_held(step, lineage)) if held.current]
             if not any(index in held.running and held.stage in stages for held in current):
                 break
             await self.clock.sleep(backoff_s(pause, PAUSE_S, PAUSE_MAX_S))

@@ -17,6 +17,7 @@ from muletrain.errors import PeerUnreachable, ProtocolError
 from muletrain.policy.shards import BLOCK
 from muletrain.swarm.averaging import contents
 from muletrain.swarm.messages import AskGradient
+from muletrain.swarm.waiting import unless_done
 from muletrain.wire.codec import Encoded, decode, encode
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ async def _while_there(ctx: Context, holder: PeerId, entry: RoundEntry, work: as
             if work.done():
                 work.result()
                 return
-            if await ctx.unless_done(work, ctx.probe(holder, entry.lineage, entry.step)) is None and not work.done():
+            if await unless_done(work, ctx.probe(holder, entry.lineage, entry.step)) is None and not work.done():
                 raise PeerUnreachable(f"{holder[-6:]} answers no probe")
     finally:
         work.cancel()

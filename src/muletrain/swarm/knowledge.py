@@ -31,7 +31,7 @@ from muletrain.swarm.messages import (
 )
 from muletrain.swarm.record import RecordBuilder
 from muletrain.swarm.trail import Trail
-from muletrain.swarm.waiting import Waits
+from muletrain.swarm.waiting import MAX_SILENCE, Waits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -48,6 +48,8 @@ MAX_NUMBER = 50 * MAX_ATTEMPTS
 """Of attempts beyond what we know of: those that come and go try some each, and begin after what was tried."""
 GRACE_S = 0.25
 """Between the first sign that others are beyond what we wait for, and the question whether we missed it."""
+ASKED = 64
+"""Living peers that are asked at once what they know; so many more that all were asked before a wait is given up."""
 LATE_S = 3.0
 """From when we first ask it, a peer may be at an earlier step for this time at least, before it is left out."""
 
@@ -97,12 +99,14 @@ class Knowledge:
         """The last step at which another computed otherwise what we had."""
         self.trail = Trail(ctx, ctx.trail_bytes)
         ctx.changed = self._waits.hurry
+        ctx.own_held = self.held
         self.met: Callable[[PeerId, int], None] = lambda peer, step: None
         """Told of a peer of another lineage, and of its step (see ``Lineages``)."""
         self.others_at = step
         """The furthest step, of our lineage, that we heard of another peer."""
         self.ahead: Computing | None = None
         """The next step, if it is computed already."""
+        self._asked_round = 0
         self.work = Computing(step, lineage, ctx.plan.microbatches)
         self._enter(Chain(step, (lineage,)))
 
@@ -167,6 +171,11 @@ class Knowledge:
         """Finite gradients came to a mean that is not."""
         self._findings: tuple[Finding, ...] = ()
         self._builder = RecordBuilder(step, lineage, self._ctx.plan.stages, self.applied)
+        self._holders: list[RoundEntry] = []
+        self._holders_of: tuple[int, int] | None = None
+        """What was known when these were the ones."""
+        self._attested_of: tuple[bytes, int, int] | None = None
+        """The round that we attested to, and what was known then."""
 
     @property
     def chain(self) -> Chain:
@@ -186,12 +195,16 @@ class Knowledge:
         return {p for p in self._ctx.roster.replicas() if not self._ctx.roster.is_alive(p)}
 
     def _all_through(self) -> bool:
-        return not self.work.missing()
+        return self.work.all_through
 
     def _held_by_replicas(self) -> list[RoundEntry]:
         """What live replicas attest that they hold of this step."""
-        alive = self._ctx.roster.is_alive
-        return [e for e in self._builder.held(self._ctx.roster.own.stage) if alive(e.holder)]
+        known = self._builder.known, self._ctx.roster.version
+        if self._holders_of != known:  # waits ask whenever anything arrives
+            alive = self._ctx.roster.is_alive
+            self._holders = [e for e in self._builder.held(self._ctx.roster.own.stage) if alive(e.holder)]
+            self._holders_of = known
+        return self._holders
 
     def _latest_attempt(self, members: Collection[PeerId] | None = None) -> int:
         """The highest that a live replica (of ``members``) announced in this step."""
@@ -355,12 +368,13 @@ class Knowledge:
         return [held for held in await asyncio.gather(*asked) if held is not None]
 
     async def _ask_everyone(self) -> None:
-        """Those believed dead, too: a link that healed says nothing by itself. But nobody waits for them."""
-        roster = self._ctx.roster
-        living = roster.others()
-        for peer in self._ctx.worth_a_try(sorted(set(roster.everyone()) - set(living))):
+        """In a large fleet some, and others the next time: all ask. Those believed dead, too, for a link that healed says nothing by
+        itself; but nobody waits for them."""
+        roster, self._asked_round = self._ctx.roster, self._asked_round + 1
+        for peer in self._ctx.worth_a_try(p for p in roster.everyone() if not roster.is_alive(p)):
             self._ctx.spawn(self.find_out(peer), "ask after the dead")
-        await asyncio.gather(*(self._ask(peer) for peer in living))
+        count = max(ASKED, math.ceil(len(roster.others()) / (MAX_SILENCE - 1)))
+        await asyncio.gather(*(self._ask(peer) for peer in roster.spread(count, self._asked_round)))
 
     async def _ask(self, peer: PeerId) -> Held | None:
         """Learn what ``peer`` knows of this step (and return it); leave it out when it stays at an earlier one. Raises Behind if it is at a

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import Malformed, MuletrainError, NetworkError, ProtocolError
 from muletrain.events import Event, Note, PeerExpelled, PeerLeft
-from muletrain.policy.deadline import backoff_s
+from muletrain.policy.deadline import RECENT, backoff_s
 from muletrain.policy.lineages import Chain, forked_at, gives_way
 from muletrain.swarm.adoption import Adoption, StepBack
 from muletrain.swarm.branches import branch_of
@@ -192,7 +192,7 @@ class Peer:
             returned = self.rebalancer.settled = True
         else:
             await self.stepper.open()
-        for peer in ctx.roster.others():  # how long an answer takes, before one is missed
+        for peer in ctx.roster.spread(RECENT):  # how long an answer takes, before one is missed
             ctx.spawn(ctx.measure(peer, self.stepper.lineage, self.stepper.step), "measure")
         ctx.stats.started = ctx.clock.now()
         while True:
@@ -392,8 +392,7 @@ class Peer:
             self._adopt(work)
         elif self._source is not None:
             self._inwards.refresh()
-            covered = lambda: self.stepper.covered(work)  # noqa: E731
-            trainer = Trainer(self._ctx, self._source, self._inwards, _window(self._ctx), work, covered)
+            trainer = Trainer(self._ctx, self._source, self._inwards, _window(self._ctx), work)
             self._trainers[work.step] = trainer
             trainer.spawn(trainer.run_step(retry=retry), "trainer step")
 

@@ -16,11 +16,15 @@ import msgpack
 
 from muletrain.errors import ProtocolError
 from muletrain.swarm.branches import branch_of, hashed
+from muletrain.swarm.messages import RoundEntry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from muletrain.swarm.messages import RoundEntry, ShardFacts
+    from muletrain.swarm.messages import ShardFacts
+
+_FACTS = tuple(name for name in RoundEntry.model_fields if name not in ("holder", "without"))
+"""What every holder of a round says alike."""
 
 
 def round_id(
@@ -119,17 +123,27 @@ class _Known:
 
     facts: RoundEntry
     holders: dict[str, RoundEntry] = field(default_factory=dict)
+    _lacking: set[str] = field(init=False)
+    """Members that neither hold the gradient, as far as we know, nor are given up by one that does."""
 
-    def add(self, entry: RoundEntry) -> None:
-        before = self.holders.get(entry.holder, entry).without
-        without = tuple(sorted({*entry.without, *before}))
-        self.holders[entry.holder] = entry.model_copy(update={"without": without})
+    def __post_init__(self) -> None:
+        self._lacking = set(self.facts.members)
+
+    def add(self, entry: RoundEntry) -> bool:
+        """False where that is no news."""
+        before = self.holders.get(entry.holder)
+        if before is not None:
+            if set(entry.without) <= set(before.without):
+                return False
+            entry = entry.model_copy(update={"without": tuple(sorted({*entry.without, *before.without}))})
+        self.holders[entry.holder] = entry
+        self._lacking -= {entry.holder, *entry.without}
+        return True
 
     @property
     def complete(self) -> bool:
         """Every member holds the gradient, or is given up by one that does: an applied gradient can be had from somebody."""
-        given_up = {m for e in self.holders.values() for m in e.without}
-        return self.holders.keys() | given_up >= set(self.facts.members)
+        return not self._lacking
 
 
 @dataclass
@@ -142,6 +156,8 @@ class RecordBuilder:
     stages: int
     previous: bytes
     """hash(R_{t-1})"""
+    known: int = 0
+    """Counts what was learnt."""
     _rounds: dict[tuple[int, bytes], _Known] = field(default_factory=dict)
     _record: StepRecord | None = None
 
@@ -164,11 +180,16 @@ class RecordBuilder:
         key = (entry.stage, entry.round)
         if key not in self._rounds and sum(s == entry.stage for s, _ in self._rounds) >= self.MAX_ROUNDS:
             raise ProtocolError(f"stage {entry.stage}: more than {self.MAX_ROUNDS} rounds in one step")
-        known = self._rounds.setdefault(key, _Known(facts_of(entry)))
-        if facts_of(entry) != known.facts:
+        if key not in self._rounds:
+            self._rounds[key] = _Known(facts_of(entry))
+        known = self._rounds[key]
+        if not _alike(entry, known.facts):
             raise ProtocolError(f"stage {entry.stage}: {entry.holder[-6:]} contradicts what others hold of one round")
-        known.add(entry)
-        self._record = self._built()
+        complete = known.complete
+        if known.add(entry):
+            self.known += 1
+            if known.complete and not complete:
+                self._record = self._built()
 
     def entries(self) -> tuple[RoundEntry, ...]:
         return tuple(e for known in self._rounds.values() for e in known.holders.values())
@@ -188,16 +209,21 @@ class RecordBuilder:
         return self._record
 
     def _built(self) -> StepRecord | None:
-        complete = []
-        for stage in range(self.stages):
-            rounds = sorted(r for (s, r), known in self._rounds.items() if s == stage and known.complete)
-            if not rounds:
-                return None
-            facts = self._rounds[stage, rounds[0]].facts
-            complete.append(StageEntry(rounds[0], facts.shards, facts.stop, facts.leaves, facts.expelled))
-        return StepRecord(self.step, self.previous, tuple(complete))
+        lowest: dict[int, bytes] = {}
+        for (stage, round_), known in self._rounds.items():
+            if known.complete:
+                lowest[stage] = min(lowest.get(stage, round_), round_)
+        if len(lowest) < self.stages:
+            return None
+        complete = [self._rounds[stage, lowest[stage]].facts for stage in range(self.stages)]
+        entries = (StageEntry(f.round, f.shards, f.stop, f.leaves, f.expelled) for f in complete)
+        return StepRecord(self.step, self.previous, tuple(entries))
 
 
 def facts_of(entry: RoundEntry) -> RoundEntry:
     """What every holder of the round says alike."""
     return entry.model_copy(update={"holder": "", "without": ()})
+
+
+def _alike(a: RoundEntry, b: RoundEntry) -> bool:
+    return all(getattr(a, name) == getattr(b, name) for name in _FACTS)

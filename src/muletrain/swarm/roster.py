@@ -7,7 +7,9 @@ changes routing and rounds, never numbers.
 
 from __future__ import annotations
 
-from typing import Annotated
+import bisect
+from collections import defaultdict
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgpack
 from pydantic import Field, model_validator
@@ -15,6 +17,11 @@ from pydantic import Field, model_validator
 from muletrain.errors import ProtocolError
 from muletrain.swarm.branches import BRANCH, hashed
 from muletrain.swarm.messages import Digest, Id, Member, Message, Natural
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
 
 
 class Genesis(Message):
@@ -54,7 +61,7 @@ beyond a partition, and are asked now and then; but in a long run machines come 
 
 
 class Roster:
-    """The members, and this peer's belief about who is alive."""
+    """The members, and this peer's belief about who is alive. Questions come with every frame, news seldom: answers are kept until then."""
 
     def __init__(self, genesis: Genesis, own: str | Member) -> None:
         """``own``: the id of one that begins, or a newcomer. Raises ProtocolError for an id that is not in the genesis."""
@@ -67,11 +74,25 @@ class Roster:
         """Members that have not said themselves which stage they serve."""
         self._expelled: set[str] = set()
         self._own_id = ""
+        self._answers: dict[str, Any] = {}
+        self.version = 0
+        """Counts changes of who is there, and of who is alive."""
         if isinstance(own, Member):
             self.admit(own)
             self._dead.clear()
         self._own_id = own.id if isinstance(own, Member) else own
         self.member(self._own_id)
+        self._changed()
+
+    def _changed(self) -> None:
+        self.version += 1
+        self._answers.clear()
+
+    def _kept(self, question: str, answer: Callable[[], T]) -> T:
+        if question not in self._answers:
+            self._answers[question] = answer()
+        kept: T = self._answers[question]
+        return kept
 
     @property
     def own(self) -> Member:
@@ -86,6 +107,7 @@ class Roster:
         if member.id == own.id:
             if own.since <= member.since < MAX_SINCE and member.stage != own.stage:
                 self._members[own.id] = own.model_copy(update={"since": member.since + 1})
+                self._changed()
         elif known is None:
             self.admit(member.model_copy(update={"since": 0}))
             self._hearsay.add(member.id)
@@ -93,6 +115,7 @@ class Roster:
             self.admit(member)
             self._members[member.id] = member.model_copy(update={"since": known.since})
             self._hearsay.add(member.id)
+            self._changed()
 
     def admit(self, member: Member) -> bool:
         """Count ``member`` in, as it says itself: a newcomer, or one that serves another stage since a later step. It is believed dead
@@ -112,6 +135,7 @@ class Roster:
         self._left.pop(member.id, None)
         self._dead[member.id] = None
         self._forget()
+        self._changed()
         return True
 
     def _forget(self) -> None:
@@ -125,23 +149,29 @@ class Roster:
     def move(self, stage: int) -> None:
         """This peer serves ``stage`` from now on."""
         self._members[self._own_id] = self.own.model_copy(update={"stage": stage, "since": self.own.since + 1})
+        self._changed()
 
     def moved(self, peer: str, stage: int) -> None:
         """``peer`` serves ``stage`` from now on, and is about to say so, or has said so."""
         known = self._members.get(peer)
         if known is not None and known.stage != stage:
             self._members[peer] = known.model_copy(update={"stage": stage, "since": known.since + 1})
+            self._changed()
 
     def collector(self) -> Member | None:
         """Who collects checkpoints and reports, into the place that it names: the genesis' collector, after it who shares its place,
         then whoever has one; of the live ones, by id. None: nobody has a place."""
-        first = self._members[self.genesis.collector]
-        able = [m for m in self._members.values() if m.place and (m.id == self._own_id or self.is_alive(m.id))]
-        return min(able, key=lambda m: (m.id != first.id, m.place != first.place, m.id), default=None)
+
+        def found() -> Member | None:
+            first = self._members[self.genesis.collector]
+            able = [m for m in self._members.values() if m.place and (m.id == self._own_id or self.is_alive(m.id))]
+            return min(able, key=lambda m: (m.id != first.id, m.place != first.place, m.id), default=None)
+
+        return self._kept("collector", found)
 
     def members(self) -> tuple[Member, ...]:
         """Everyone that has not left, ourselves included, by id."""
-        return tuple(m for p, m in sorted(self._members.items()) if p not in self._left)
+        return self._kept("members", lambda: tuple(m for p, m in sorted(self._members.items()) if p not in self._left))
 
     def knows(self, peer: str) -> bool:
         return peer in self._members
@@ -165,6 +195,7 @@ class Roster:
             return False
         self._dead[peer] = None
         self._forget()
+        self._changed()
         return True
 
     def alive(self, peer: str) -> bool:
@@ -172,8 +203,10 @@ class Roster:
         if peer in self._expelled:
             return False
         news = peer in self._dead or peer in self._left
-        self._dead.pop(peer, None)
-        self._left.pop(peer, None)
+        if news:
+            self._dead.pop(peer, None)
+            self._left.pop(peer, None)
+            self._changed()
         return news
 
     def left(self, peer: str) -> None:
@@ -190,6 +223,7 @@ class Roster:
             self._dead.pop(peer, None)
             self._left[peer] = None
             self._forget()
+            self._changed()
 
     def expelled(self, peer: str) -> bool:
         return peer in self._expelled
@@ -204,19 +238,35 @@ class Roster:
 
     def stage(self, stage: int) -> tuple[str, ...]:
         """Live peers of ``stage``, sorted."""
-        return tuple(sorted(m.id for m in self._members.values() if m.stage == stage and self.is_alive(m.id)))
+        return self._kept("stages", self._by_stage).get(stage, ())
+
+    def _by_stage(self) -> dict[int, tuple[str, ...]]:
+        found: defaultdict[int, list[str]] = defaultdict(list)
+        for peer, member in sorted(self._members.items()):
+            if self.is_alive(peer):
+                found[member.stage].append(peer)
+        return {stage: tuple(peers) for stage, peers in found.items()}
 
     def others(self) -> tuple[str, ...]:
         """Live peers but ourselves."""
-        return tuple(sorted(p for p in self._members if self.is_alive(p) and p != self._own_id))
+        return self._kept("others", lambda: tuple(p for p in self.everyone() if self.is_alive(p)))
 
     def everyone(self) -> tuple[str, ...]:
         """All members but ourselves and those that left, believed dead or not."""
-        return tuple(sorted(p for p in self._members if p != self._own_id and p not in self._left))
+        return self._kept("everyone", lambda: tuple(m.id for m in self.members() if m.id != self._own_id))
+
+    def spread(self, count: int, turn: int = 0) -> tuple[str, ...]:
+        """So many of the live others, evenly spread, from the one after us on: everyone is in as many of such choices as others are. Each
+        ``turn`` others, until all had theirs."""
+        others = self.others()
+        after = bisect.bisect(others, self._own_id)
+        chosen = min(count, len(others))
+        return tuple(others[(after + turn + k * len(others) // chosen) % len(others)] for k in range(chosen))
 
     def replicas(self) -> tuple[str, ...]:
         """The other members of our stage, believed dead or not."""
-        return tuple(p for p in self.everyone() if self._members[p].stage == self.own.stage)
+        own = self.own.stage
+        return self._kept("replicas", lambda: tuple(p for p in self.everyone() if self._members[p].stage == own))
 
     def trainers(self) -> tuple[str, ...]:
-        return tuple(sorted(m.id for m in self._members.values() if m.trainer and self.is_alive(m.id)))
+        return self._kept("trainers", lambda: tuple(m.id for m in self.members() if m.trainer and self.is_alive(m.id)))

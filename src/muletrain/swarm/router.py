@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import DeadlineExceeded, MuletrainError, PeerUnreachable, ProtocolError
@@ -19,10 +19,11 @@ from muletrain.policy.deadline import Deadline, backoff_s
 from muletrain.policy.wiring import Wiring
 from muletrain.swarm.messages import Backward, Busy, Done, Forward, Lost, Request
 from muletrain.swarm.silence import Silence
+from muletrain.swarm.waiting import unless_done
 from muletrain.wire.codec import decode
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Callable, Collection, Coroutine, Iterable
 
     from muletrain.network.base import PeerId
     from muletrain.swarm.computing import Computing
@@ -74,14 +75,25 @@ _Reply = tuple["Backward | Done | Busy | Lost", "list[Encoded]"]
 
 @dataclass
 class _Pending:
-    """One peer's answer to one request. ``shape``: of the gradient that is to come, that of what was sent; None if none is. ``doubted`` is
-    set when the peer falls silent (``Silence``)."""
+    """One peer's answer to one request. ``shape``: of the gradient that is to come, that of what was sent; None if none is. ``elsewhere``
+    gets it from another peer, which accumulates nothing."""
 
     peer: PeerId
     shape: tuple[int, ...] | None
     request: Request
-    reply: asyncio.Future[_Reply]
-    doubted: asyncio.Future[None]
+    elsewhere: Callable[[], Coroutine[Any, Any, Answer]]
+    reply: asyncio.Future[_Reply | Answer]
+    """Or what another peer made of the same, meanwhile."""
+    copy: asyncio.Task[Answer] | None = None
+    """That one's, once the peer is doubted (``Silence``)."""
+
+    def compute_twice(self) -> None:
+        self.copy = asyncio.create_task(self.elsewhere())
+        self.copy.add_done_callback(self._copied)
+
+    def _copied(self, copy: asyncio.Task[Answer]) -> None:
+        if not (copy.cancelled() or copy.exception() or self.reply.done()):
+            self.reply.set_result(copy.result())
 
 
 class Router:
@@ -92,7 +104,8 @@ class Router:
         self._stage = stage
         self._wiring = Wiring(random.Random(f"{ctx.net.peer_id}/{stage}"))
         self._deadline = Deadline()
-        self._pending: dict[tuple[PeerId, int, int, int, str], _Pending] = {}
+        self._pending: dict[PeerId, dict[tuple[int, int, int, str], _Pending]] = {}
+        """By whom an answer is owed; nobody who owes none."""
         self._silence = Silence(ctx, stage, self._owed)
         ctx.on_doubt.append(self._doubt)
         self._current: set[tuple[int, bytes]] | None = None
@@ -101,7 +114,7 @@ class Router:
         """Requests of other steps are given up from now on: nobody answers them any more, and nobody is to be banned for that."""
         self._current = {(work.step, work.lineage) for work in under_way}
         self.refresh()
-        for pending in self._pending.values():
+        for pending in [p for owed in self._pending.values() for p in owed.values()]:
             if not self._is_current(pending.request) and not pending.reply.done():
                 pending.reply.set_exception(_Over(f"step {pending.request.step} has ended"))
 
@@ -119,7 +132,7 @@ class Router:
     def on_reply(self, sender: PeerId, reply: Backward | Done | Busy | Lost, tensors: list[Encoded]) -> None:
         """Match an answer with its request; late answers to requests that were given up, or sent elsewhere since, are dropped.
         Raises ProtocolError for a gradient of another shape or codec than was sent, or where none was to come, or the reverse."""
-        pending = self._pending.get((sender, *reply.key))
+        pending = self._pending.get(sender, {}).get(reply.key)
         if pending is None or pending.reply.done():
             return
         if isinstance(reply, Backward | Done) and isinstance(reply, Done) != (pending.shape is None):
@@ -190,7 +203,7 @@ class Router:
         usable = {p for p in self._wiring.peers() if self._ctx.roster.is_alive(p)} - failed
         trusted = (usable - self._ctx.doubted) or usable
         out = set(self._wiring.peers()) - trusted | full
-        return self._wiring.choose(out, Counter(p.peer for p in self._pending.values()))
+        return self._wiring.choose(out, {p: len(owed) for p, owed in self._pending.items()})
 
     async def _from(
         self,
@@ -206,38 +219,34 @@ class Router:
         """The answer of ``peer``. When it is doubted, another works on the microbatch, too, but accumulates nothing, here and in the
         stages behind: if the peer lives, the microbatch is in its accumulator; if not, that is lost whatever we do, and the stage
         runs what it held again. So a false alarm costs this one computation, and no microbatch is ever in two accumulators."""
-        pending = self._begin(peer, request, tuple(tensors[0].shape) if gradient else None)
-        first = asyncio.create_task(self._try(pending, accumulate, tensors, unfinite=unfinite))
-        copy: asyncio.Task[Answer] | None = None
+        elsewhere = partial(self.request, request, (), tensors, {*tried, peer}, gradient=gradient, unfinite=unfinite)
+        pending = self._begin(peer, request, tuple(tensors[0].shape) if gradient else None, elsewhere)
         try:
-            either: set[asyncio.Future[Any]] = {first, pending.doubted}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not first.done():
-                self._rerouted(peer, request, "it is silent: another computes the same, too")
-                copy = asyncio.create_task(
-                    self.request(request, (), tensors, {*tried, peer}, gradient=gradient, unfinite=unfinite)
-                )
-                await asyncio.wait({first, copy}, return_when=asyncio.FIRST_COMPLETED)
-                if first.done() and first.exception() is not None:
-                    await asyncio.wait({copy})
-                if copy.done() and copy.exception() is None:
-                    return copy.result()
-            return await first
+            return await self._try(pending, accumulate, tensors, unfinite=unfinite)
+        except MuletrainError:
+            if pending.copy is None:
+                raise
+            await asyncio.wait({pending.copy})
+            if pending.copy.exception() is not None:
+                raise
+            return pending.copy.result()
         finally:
-            del self._pending[peer, *request.key]
-            tasks = [first] if copy is None else [first, copy]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            del self._pending[peer][request.key]
+            if not self._pending[peer]:
+                del self._pending[peer]
+            if pending.copy is not None:
+                pending.copy.cancel()
+                await asyncio.wait({pending.copy})
 
     def _owed(self, peer: PeerId) -> Request | None:
-        return next((p.request for p in self._pending.values() if p.peer == peer), None)
+        return next((p.request for p in self._pending.get(peer, {}).values()), None)
 
     def _doubt(self, peer: PeerId) -> None:
         others = set(self._ctx.roster.stage(self._stage)) - self._ctx.doubted
-        for pending in self._pending.values():
-            if pending.peer == peer and others and not pending.doubted.done():
-                pending.doubted.set_result(None)
+        for pending in self._pending.get(peer, {}).values() if others else ():
+            if pending.copy is None and not pending.reply.done():
+                self._rerouted(peer, pending.request, "it is silent: another computes the same, too")
+                pending.compute_twice()
 
     async def _missing(self, request: Request, accumulate: tuple[int, ...]) -> tuple[int, ...]:
         """What failed here may have gone through there: stages from ours on that hold it already do not accumulate it again."""
@@ -252,16 +261,16 @@ class Router:
         await asyncio.gather(*(ctx.probe(p, request.lineage, request.step) for p in members))
         self.refresh()
 
-    def _begin(self, peer: PeerId, request: Request, shape: tuple[int, ...] | None) -> _Pending:
-        key = peer, *request.key
-        if key in self._pending:
+    def _begin(
+        self, peer: PeerId, request: Request, shape: tuple[int, ...] | None, elsewhere: Callable[[], Coroutine[Any, Any, Answer]]
+    ) -> _Pending:  # fmt: skip
+        if request.key in self._pending.get(peer, {}):
             raise ProtocolError(
                 f"microbatch {request.step}/{request.index} attempt {request.attempt} is already under way"
             )
         self._silence.expect(peer)
-        loop = asyncio.get_running_loop()
-        pending = _Pending(peer, shape, request, loop.create_future(), loop.create_future())
-        self._pending[key] = pending
+        pending = _Pending(peer, shape, request, elsewhere, asyncio.get_running_loop().create_future())
+        self._pending.setdefault(peer, {})[request.key] = pending
         return pending
 
     async def _try(
@@ -276,8 +285,11 @@ class Router:
         begin = clock.now()
         with self._ctx.awaiting(peer, pending.reply):
             # a frozen receiver takes only what its buffers hold
-            await self._ctx.unless_done(pending.reply, self._ctx.send(peer, message, list(tensors)))
-            reply, answer = await self._await(peer, request, pending)
+            await unless_done(pending.reply, self._ctx.send(peer, message, list(tensors)))
+            got = await self._await(peer, request, pending)
+        if isinstance(got, Answer):
+            return got
+        reply, answer = got
         if isinstance(reply, Busy):
             raise _Full
         if isinstance(reply, Lost):
@@ -287,7 +299,7 @@ class Router:
         self._wiring.measured(peer, max(took - reply.away_s, 1e-6))
         return Answer(peer, reply.loss, answer[0] if answer else None, unfinite)
 
-    async def _await(self, peer: PeerId, request: Request, pending: _Pending) -> _Reply:
+    async def _await(self, peer: PeerId, request: Request, pending: _Pending) -> _Reply | Answer:
         for attempt in itertools.count():
             what = f"microbatch {request.step}/{request.index} at stage {self._stage}"
             try:
@@ -296,7 +308,7 @@ class Router:
                 )
             except DeadlineExceeded:
                 probe = self._ctx.probe(peer, request.lineage, request.step, attempt)
-                held = await self._ctx.unless_done(pending.reply, probe)
+                held = await unless_done(pending.reply, probe)
                 if pending.reply.done():
                     return pending.reply.result()
                 if held is None:

@@ -35,6 +35,8 @@ MAX_LOST = 2
 """Times that a replica is lost while it is counted on, before it is left out of the step: some links carry messages one way only."""
 PAUSE_S, PAUSE_MAX_S = 0.05, 2.0
 """Before the next question; doubles."""
+HEARD_S = 0.5
+"""Before a peer that finds itself expelled goes: others judge by its seal, too, and word of its end must not overtake that."""
 FILLED_MAX_S = 0.2
 """Between two questions to the replicas whether the gaps are filled: they all wait for that, and for nothing else."""
 
@@ -70,7 +72,7 @@ class Sealing(Knowledge):
         if (trial := trials.due(seals)) is not None:
             await self._compute_again(trial, attempt)
             return None
-        expelled = self._sentenced(trials.disagreements(seals))
+        expelled = await self._sentenced(trials.disagreements(seals))
         sealed = {m: s for m, s in sealed.items() if m not in expelled}
         stop, leaves = any(s.stop for s in seals.values()), tuple(sorted(m for m in sealed if seals[m].leaves))
         ident = round_id(self.lineage, stage, self.step, attempt, sealed, cover.chosen, stop, leaves, expelled)
@@ -368,7 +370,7 @@ class Sealing(Knowledge):
         if not any(f.member == self._ctx.net.peer_id for f in self._findings):
             self._gave_up = None
 
-    def _sentenced(self, disagreements: list[trials.Disagreement]) -> tuple[PeerId, ...]:
+    async def _sentenced(self, disagreements: list[trials.Disagreement]) -> tuple[PeerId, ...]:
         """Who is expelled with this step; says what is known of the rest. Raises MuletrainError on who is expelled, or computed
         otherwise than its replicas step after step."""
         ctx, me = self._ctx, self._ctx.net.peer_id
@@ -387,6 +389,7 @@ class Sealing(Knowledge):
             ctx.emit(Note(level="warning", message=what))
             wrong = d.liar == me if d.decided else d.member == me
             if wrong and (me in liars or (self._refuted == self.step - 1 and ctx.roster.needs_us() is None)):
+                await ctx.clock.sleep(HEARD_S)
                 raise expelled(self.step)
             self._refuted = self.step if wrong else self._refuted
         return tuple(sorted(liars))

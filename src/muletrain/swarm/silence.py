@@ -8,6 +8,8 @@ miss the question's own, patient deadline (``Context.probe``), since then what i
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from muletrain.policy.deadline import Usual
@@ -21,49 +23,75 @@ if TYPE_CHECKING:
 
 FLOOR_S = 0.3
 """Silences are asked about from here on."""
+LOOK_S, TICK_S = 1.0, 1e-3
+"""Between two looks, at most (what was measured meanwhile counts), and at least (clocks are not exact)."""
+
+
+@dataclass(slots=True)
+class _Debtor:
+    """Owes answers. ``attempt``: how often it was asked about since it was ``heard`` of."""
+
+    heard: float
+    asked: float = -math.inf
+    attempt: int = 0
+    asking: bool = False
 
 
 class Silence:
-    """Listens to the peers of one stage that owe us answers."""
+    """Listens to the peers of one stage that owe us answers. One task does for all: there are many answers, and hardly ever a silence."""
 
     def __init__(self, ctx: Context, stage: int, owed: Callable[[PeerId], Request | None]) -> None:
         """``owed``: one of the requests that a peer has not answered."""
         self._ctx, self._stage, self._owed = ctx, stage, owed
         self._usual = Usual(unmeasured_s=10.0, floor_s=FLOOR_S, times=2.0)
         """Between two answers of a peer that owes us some; to ask once too often is better than to wait."""
-        self._heard: dict[PeerId, float] = {}
-        self._listening: set[PeerId] = set()
+        self._debtors: dict[PeerId, _Debtor] = {}
+        self._listening = False
 
     def expect(self, peer: PeerId) -> None:
         """``peer`` is about to owe us an answer."""
         if self._owed(peer) is None:
-            self._heard[peer] = self._ctx.clock.now()
-        if peer not in self._listening:
-            self._listening.add(peer)
-            self._ctx.spawn(self._listen(peer), f"listen to {peer[-6:]}")
+            self._debtors[peer] = _Debtor(self._ctx.clock.now())
+        if not self._listening:
+            self._listening = True
+            self._ctx.spawn(self._listen(), f"listen to stage {self._stage}")
 
     def heard(self, peer: PeerId) -> None:
         """``peer`` answered."""
-        now = self._ctx.clock.now()
-        self._usual.measured(now - self._heard[peer])
-        self._heard[peer] = now
+        now, debtor = self._ctx.clock.now(), self._debtors[peer]
+        self._usual.measured(now - debtor.heard)
+        debtor.heard, debtor.attempt = now, 0
         self._ctx.doubted.discard(peer)
 
-    async def _listen(self, peer: PeerId) -> None:
-        """Until it owes nothing. The deadline of a request, which may wait in a queue, would find out much later that a peer froze."""
-        ctx, attempt, asked = self._ctx, 0, 0.0
+    async def _listen(self) -> None:
+        """While anybody owes us something. The deadline of a request, which may wait in a queue, would find out much later that a peer
+        froze."""
         try:
-            while (request := self._owed(peer)) is not None:
-                heard = self._heard[peer]
-                attempt = attempt if asked > heard else 0
-                wait = max(asked, heard) + self._usual.seconds(attempt) - ctx.clock.now()
-                if wait > 0:
-                    await ctx.clock.sleep(min(wait, FLOOR_S))  # what is measured meanwhile counts
-                    continue
-                attempt, asked = attempt + 1, ctx.clock.now()
-                if ctx.roster.stage(self._stage) == (peer,):
-                    continue  # a stage's last peer is not given up for being slow
-                if await ctx.probe(peer, request.lineage, request.step) is None:
-                    ctx.give_up(peer, "it is silent, and answers no probe")
+            while self._debtors:
+                await self._ctx.clock.sleep(self._ask_the_late())
         finally:
-            self._listening.discard(peer)
+            self._listening = False
+
+    def _ask_the_late(self) -> float:
+        """How long until the next is [s]; whoever owes us something only from now on is not before that."""
+        now, wait_s = self._ctx.clock.now(), min(LOOK_S, self._usual.seconds())
+        for peer, debtor in list(self._debtors.items()):
+            request = self._owed(peer)
+            if request is None:
+                del self._debtors[peer]
+            elif not debtor.asking:
+                due = max(debtor.asked, debtor.heard) + self._usual.seconds(debtor.attempt)
+                if due > now:
+                    wait_s = min(wait_s, due - now)
+                    continue
+                debtor.asked, debtor.attempt = now, debtor.attempt + 1
+                # a stage's last peer is not given up for being slow
+                if self._ctx.roster.stage(self._stage) != (peer,):
+                    debtor.asking = True
+                    self._ctx.spawn(self._ask(peer, debtor, request), f"listen to {peer[-6:]}")
+        return max(wait_s, TICK_S)
+
+    async def _ask(self, peer: PeerId, debtor: _Debtor, request: Request) -> None:
+        if await self._ctx.probe(peer, request.lineage, request.step) is None:
+            self._ctx.give_up(peer, "it is silent, and answers no probe")
+        debtor.asking = False

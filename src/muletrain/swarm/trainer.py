@@ -17,7 +17,7 @@ from muletrain.swarm.router import StageLost
 from muletrain.wire.codec import encode_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable
+    from collections.abc import Coroutine, Iterable
 
     import numpy as np
     import numpy.typing as npt
@@ -43,12 +43,9 @@ class Source(Protocol):
 class Trainer:
     """Injects the microbatches of one step that it claims, within a window."""
 
-    def __init__(
-        self, ctx: Context, source: Source, router: Router, window: int, work: Computing, own_held: Callable[[], frozenset[int]]
-    ) -> None:  # fmt: skip
-        """``router``: towards stage 0. ``window``: microbatches to have under way. ``own_held``: what this peer's own accumulator holds."""
+    def __init__(self, ctx: Context, source: Source, router: Router, window: int, work: Computing) -> None:
+        """``router``: towards stage 0. ``window``: microbatches to have under way."""
         self._ctx = ctx
-        self._own_held = own_held
         self._source = source
         self._router = router
         self._window = asyncio.Semaphore(window)
@@ -165,6 +162,4 @@ class Trainer:
 
     async def _still_missing(self, index: int, stages: tuple[int, ...]) -> tuple[tuple[int, ...], float | None]:
         """Those of ``stages`` that lack it, and its loss, if anyone knows."""
-        missing, loss = await self._ctx.still_missing(self._lineage, self._step, index, stages)
-        own = self._ctx.roster.own.stage
-        return tuple(s for s in missing if s != own or index not in self._own_held()), loss
+        return await self._ctx.still_missing(self._lineage, self._step, index, stages)

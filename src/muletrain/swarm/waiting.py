@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from muletrain.errors import DeadlineExceeded, MuletrainError
@@ -102,3 +104,26 @@ class Waits:
             await asyncio.wait({task})
             _ = task.cancelled() or task.exception()  # retrieved, even where something else is raised
         return task.result()
+
+
+async def unless_done(answer: asyncio.Future[Any], work: Coroutine[Any, Any, T]) -> T | None:
+    """``work``, or None: it is cancelled when ``answer`` comes, or is given up, before it ends."""
+    if answer.done():
+        work.close()
+        return None
+    limit = asyncio.timeout(None)  # a deadline that comes with the answer: no task for what hardly ever waits
+
+    def over(_: asyncio.Future[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the work has just ended
+            limit.reschedule(-math.inf)
+
+    answer.add_done_callback(over)
+    try:
+        async with limit:
+            return await work
+    except TimeoutError:
+        if not limit.expired():  # it is the work's own
+            raise
+        return None
+    finally:
+        answer.remove_done_callback(over)

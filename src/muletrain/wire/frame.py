@@ -43,6 +43,13 @@ def pack(frame: Frame) -> list[Buffer]:
     return [PREFIX.pack(MAGIC, VERSION, 0, len(header), payload) + header, *buffers]
 
 
+def frame_size(frame: Frame) -> int:
+    """Bytes of it, as it travels; looked at once."""
+    if frame.nbytes is None:
+        frame.nbytes = size(pack(frame))
+    return frame.nbytes
+
+
 def size(buffers: Sequence[Buffer]) -> int:
     return sum(len(b) for b in buffers)
 

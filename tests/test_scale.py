@@ -1,0 +1,188 @@
+"""Large fleets: what a message costs does not grow with the fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import Counter
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+import torch
+
+from muletrain.clock import LoopClock
+from muletrain.config.fleet import load_fleet
+from muletrain.config.load import load_config
+from muletrain.model.spec import ModelSpec
+from muletrain.network.memory import MemoryHub, MemoryNetwork
+from muletrain.sim.fleet import simulate_fleet, weather
+from muletrain.sim.loop import run_virtually
+from muletrain.sim.machines import setting
+from muletrain.swarm.context import Context
+from muletrain.swarm.knowledge import Knowledge
+from muletrain.swarm.messages import AskHeld, Held, Member
+from muletrain.swarm.roster import Genesis, Roster
+from muletrain.swarm.waiting import MAX_SILENCE
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+    from pathlib import Path
+    from types import FrameType
+
+    from muletrain.sim.ledger import Outcome
+    from muletrain.swarm.context import Plan
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def played(tmp_path: Path, peers: int, stages: int, batch: int, seconds: float) -> Outcome:
+    """A second a microbatch and stage, 50 ms there and back."""
+    file = tmp_path / "fleet.toml"
+    file.write_text(
+        f'[[machines]]\nname = "a"\ncount = {peers}\nforward_ms = 333\nbackward_ms = 667\n[defaults]\nlocal_rtt_ms = 50\n'
+    )
+    settings = (
+        "model.width=256", "model.heads=4", "model.context=512", "model.vocab=512", "train.microbatch=1", f"train.batch={batch}",
+        f"fleet.stages={stages}", f"model.layers={stages}", "checkpoint.every=0",
+    )  # fmt: skip
+    fleet, config = load_fleet(file), load_config(None, settings)
+    scene = setting(fleet, config, ModelSpec.from_config(config.model))
+    return simulate_fleet(scene, config, weather(fleet.churn, tmp_path), hours=seconds / 3600, fidelity="protocol")
+
+
+class Work:
+    """Lines of ours that run, every turn of a loop counted, and messages that are sent meanwhile, from the first one on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.lines = self.messages = 0
+        right = MemoryNetwork.send
+
+        async def send(network: MemoryNetwork, *args: Any, **options: Any) -> int:
+            self.messages += 1
+            sys.settrace(self._enter)
+            return await right(network, *args, **options)
+
+        monkeypatch.setattr(MemoryNetwork, "send", send)
+
+    def _enter(self, frame: FrameType, event: str, arg: object) -> Any:
+        return self._line if "muletrain" in frame.f_code.co_filename else None
+
+    def _line(self, frame: FrameType, event: str, arg: object) -> Any:
+        self.lines += event == "line"
+        return self._line
+
+
+def test_what_a_message_costs_does_not_grow_with_the_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stages, three times as many peers; two steps, with all that is agreed on at their ends."""
+    each = []
+    before = sys.gettrace()
+    for peers in (8, 24):
+        with monkeypatch.context() as patched:
+            work = Work(patched)
+            try:
+                outcome = played(tmp_path, peers, 2, 2 * peers, 22.0)
+            finally:
+                sys.settrace(before)
+            assert outcome.steps > 2
+            each.append(work.lines / work.messages)
+    assert each[1] < 1.3 * each[0]
+
+
+def test_what_a_roster_answers_follows_the_news() -> None:
+    """Answers are kept until something changes."""
+    members = tuple(
+        Member(id=f"p{k}", name=f"p{k}", stage=k % 2, trainer=k < 3, addresses=(), place="here") for k in range(6)
+    )
+    genesis = Genesis(
+        run_id="r", config=bytes(32), data=bytes(32), stages=2, members=members, collector="p0", first_step=0
+    )
+    roster = Roster(genesis, "p2")
+
+    def answers() -> tuple[Any, ...]:
+        return (
+            roster.stage(0), roster.stage(1), roster.others(), roster.everyone(), roster.replicas(), roster.trainers(),
+            roster.members(), roster.collector(),
+        )  # fmt: skip
+
+    def found() -> tuple[Any, ...]:
+        roster._answers.clear()
+        return answers()
+
+    newcomer = members[0].model_copy(update={"id": "p9", "name": "p9"})
+    back, self_at_7 = members[5].model_copy(update={"since": 3}), members[2].model_copy(update={"since": 7})
+    news = [
+        lambda: roster.dead("p0"), lambda: roster.admit(newcomer), lambda: roster.alive("p9"), lambda: roster.alive("p0"),
+        lambda: roster.moved("p4", 1), lambda: roster.left("p1"), lambda: roster.alive("p1"), lambda: roster.expel("p3"),
+        lambda: roster.move(1), lambda: roster.hear_of(self_at_7), lambda: roster.left("p5"), lambda: roster.hear_of(back),
+        lambda: roster.hear_of(newcomer.model_copy(update={"id": "p8", "name": "p8"})),
+    ]  # fmt: skip
+    for heard in news:
+        before, version = answers(), roster.version
+        heard()
+        assert answers() == found() != before
+        assert roster.version > version
+
+
+def test_those_that_are_asked_first_are_spread_evenly() -> None:
+    members = tuple(Member(id=f"p{k:02}", name=f"p{k}", stage=0, trainer=True, addresses=()) for k in range(40))
+    genesis = Genesis(
+        run_id="r", config=bytes(32), data=bytes(32), stages=1, members=members, collector="p00", first_step=0
+    )
+    asked = [Roster(genesis, m.id).spread(8) for m in members]
+    assert {len(set(peers)) for peers in asked} == {8}
+    assert all(m.id not in peers for m, peers in zip(members, asked, strict=True))
+    times = [sum(m.id in peers for peers in asked) for m in members]
+    assert max(times) <= 10
+    assert min(times) >= 6
+    after_us = tuple(f"p{k % 40:02}" for k in range(6, 45))
+    assert Roster(genesis, "p05").spread(100) == after_us
+
+
+@pytest.mark.parametrize(("peers", "at_once"), [(40, 39), (200, 64), (501, 100)])
+def test_all_are_asked_what_they_know_before_a_wait_is_given_up(peers: int, at_once: int) -> None:
+    """Some at a time; one that is believed dead beside them."""
+    members = tuple(Member(id=f"p{k:03}", name=f"p{k}", stage=0, trainer=True, addresses=()) for k in range(peers))
+    genesis = Genesis(
+        run_id="r", config=bytes(32), data=bytes(32), stages=1, members=members, collector="p000", first_step=0
+    )
+    asked: Counter[str] = Counter()
+
+    def answers(peer: str) -> Callable[[str, bytes], Awaitable[bytes]]:
+        async def answer(sender: str, payload: bytes) -> bytes:
+            asked[peer] += 1
+            return Held(current=True, step=0, stage=0).pack()
+
+        return answer
+
+    async def scenario() -> None:
+        hub, nothing = MemoryHub(), cast("Any", None)
+        nets = {m.id: hub.join(m.id) for m in members}
+        for peer, net in nets.items():
+            net.serve(AskHeld.KIND, answers(peer))
+        plan = cast("Plan", SimpleNamespace(stages=1, microbatches=1, delayed=False))
+        ctx = Context(nets["p007"], LoopClock(), nothing, Roster(genesis, "p007"), plan, emit=lambda event: None)
+        knowledge = Knowledge(ctx, 0, genesis.lineage, lambda step: [], lambda work: None)
+        for _ in range(MAX_SILENCE - 1):
+            before = asked.total()
+            await knowledge._ask_everyone()
+            assert asked.total() - before == at_once
+        ctx.roster.dead("p003")
+        before = asked["p003"]
+        await knowledge._ask_everyone()
+        await asyncio.sleep(1)
+        assert asked["p003"] == before + 1
+        await ctx.close()
+        for net in nets.values():
+            await net.close()
+
+    problems: list[str] = []
+    run_virtually(scenario(), 100.0, problems)
+    assert not problems
+    assert asked.keys() == {m.id for m in members} - {"p007"}

@@ -1,0 +1,105 @@
+"""Work that an answer makes pointless."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from muletrain.sim.loop import run_virtually
+from muletrain.swarm.waiting import unless_done
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+
+def virtually(work: Coroutine[Any, Any, None]) -> None:
+    problems: list[str] = []
+    run_virtually(work, 100.0, problems)
+    assert not problems
+
+
+def answer() -> asyncio.Future[None]:
+    return asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_who_is_cancelled_at_the_moment_at_which_the_answer_comes_does_not_go_on(turns: int) -> None:
+    async def scenario() -> None:
+        known = answer()
+        waiting = asyncio.create_task(unless_done(known, asyncio.sleep(10)))
+        await asyncio.sleep(0)
+        known.set_result(None)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        in_time = waiting.cancel()
+        await asyncio.wait({waiting})
+        assert waiting.cancelled() == in_time
+
+    virtually(scenario())
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "result"),
+    [(False, False, ("inner", "done")), (True, False, ("inner", None)), (False, True, None), (True, True, None)],
+)
+def test_one_in_another_ends_with_its_own_answer_and_no_cancellation_is_left(
+    inner: bool, outer: bool, result: object
+) -> None:
+    async def scenario() -> None:
+        answers = answer(), answer()
+
+        async def within() -> tuple[str, Any]:
+            return "inner", await unless_done(answers[0], asyncio.sleep(0.05, "done"))
+
+        task = asyncio.current_task()
+        assert task is not None
+        for known, comes in zip(answers, (inner, outer), strict=True):
+            if comes:
+                asyncio.get_running_loop().call_later(0.01, known.set_result, None)
+        assert await unless_done(answers[1], within()) == result
+        assert not task.cancelling()
+        await asyncio.sleep(0.05)
+
+    virtually(scenario())
+
+
+def test_work_that_ends_with_the_answer_keeps_its_result_or_error() -> None:
+    async def scenario() -> None:
+        for error in (None, TimeoutError("its own"), ValueError("its own")):
+            known = answer()
+
+            async def work(known: asyncio.Future[None] = known, error: Exception | None = error) -> str:
+                known.set_result(None)
+                if error is not None:
+                    raise error
+                return "done"
+
+            if error is None:
+                assert await unless_done(known, work()) == "done"
+            else:
+                with pytest.raises(type(error), match="its own"):
+                    await unless_done(known, work())
+            await asyncio.sleep(0)
+            assert await unless_done(known, work()) is None, "it does not even begin"
+
+    virtually(scenario())
+
+
+def test_a_task_group_that_fails_with_the_answer_fails() -> None:
+    async def scenario() -> None:
+        known = answer()
+
+        async def fails() -> None:
+            await known
+            raise ValueError
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fails())
+            asyncio.get_running_loop().call_later(0.01, known.set_result, None)
+            await unless_done(known, asyncio.sleep(10))
+            await asyncio.sleep(10)
+
+    with pytest.raises(ExceptionGroup):
+        virtually(scenario())
