@@ -38,6 +38,8 @@ NARROW = KIND.format("a", 4) + "up_mbps = 10\ndown_mbps = 10\n"
 REGIONS = (
     KIND.format("a", 4) + 'region = "x"\n' + KIND.format("b", 4) + 'region = "y"\n[defaults]\nrtt_ms = 200\nbandwidth_mbps = 20\n'
 )  # fmt: skip
+NEXT_DOOR = KIND.format("a", 2) + 'region = "x"\n' + KIND.format("b", 2) + 'region = "y"\n[defaults]\nrtt_ms = 300\n'
+"""Of each stage one peer is next to a sender, and another, which computes as fast, is far."""
 STAYS = KIND.format("lab", 2) + KIND.format("spot", 4) + 'reliable = false\n[churn]\ntrace = "t.csv"\n'
 
 
@@ -75,6 +77,13 @@ def warm(outcome: Outcome) -> float:
         pytest.param(FAR, 90.0, (), id="far"),
         pytest.param(NARROW, 130.0, ("train.batch=32",), id="narrow", marks=pytest.mark.slow),
         pytest.param(REGIONS, 125.0, (), id="regions"),  # in fewer steps what wiring draws is 2 %
+        pytest.param(NEXT_DOOR, 80.0, ("train.batch=32",), id="next door"),  # who is far is not late
+        pytest.param(
+            NEXT_DOOR.replace("200", "60").replace("400", "120").replace("300", "160"),
+            30.0,
+            ("train.batch=32", "fleet.trainers=1"),
+            id="next door, short work",
+        ),  # who is far does as much
         pytest.param(
             KIND.format("a", 4) + "up_mbps = 200\ndown_mbps = 200\n", 95.0, ("optimizer.delayed=true",), id="delayed"
         ),

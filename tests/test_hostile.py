@@ -92,7 +92,7 @@ def frames(stage: int, index: int) -> list[Frame]:
     at: dict[str, Any] = {"lineage": GENESIS.lineage, "step": 0}
     request = {**at, "index": index, "attempt": 0, "trainer": "first"}
     targets, deadline_s = encode_ids(ids(generator)), 0.02 if stage == 0 else 0.2
-    answer = {"loss": 5.0, "away_s": 0.1}
+    answer = {"loss": 5.0, "busy_s": 0.2, "away_s": 0.1}
     chunk, few = encode(torch.randn(4096, generator=generator), Codec.FP32), (index, (index + 1) % (MICROBATCHES - 1))
     digest = bytes([index]) * 32
     facts = {"content": digest, "square_norm": 1.0, "finite": True}
@@ -287,7 +287,7 @@ class Target:
         ):  # so the step never ends
             wanted = {k: frame.header[k] for k in ("lineage", "step", "index", "attempt", "trainer")}
             gradient = encode(torch.ones(frame.tensors[0].shape), Codec.FP32)
-            answer = Backward(**wanted, stage=1, loss=5.0, away_s=0.0).frame([gradient])
+            answer = Backward(**wanted, stage=1, loss=5.0, busy_s=0.0, away_s=0.0).frame([gradient])
             for _ in range(12):  # most are damaged on their way
                 for name in ("third", "last"):  # one of them was asked
                     await self.others[name].send(self.name, answer)
@@ -438,8 +438,8 @@ def test_a_gradient_or_a_chunk_of_another_kind_is_refused_at_the_door(tmp_path: 
         request = pending.request.identity()
         wrong = [encode(torch.zeros(*TOKENS, WIDTH - 1), Codec.FP32), encode(torch.zeros(*TOKENS, WIDTH), Codec.INT8)]
         for gradient in wrong:
-            await target.send(pending.peer, Backward(**request, stage=1, loss=1.0, away_s=0.0).frame([gradient]))
-        await target.send(pending.peer, Done(**request, stage=1, loss=1.0, away_s=0.0).frame())  # without one
+            await target.send(pending.peer, Backward(**request, stage=1, loss=1.0, busy_s=0.0, away_s=0.0).frame([gradient]))
+        await target.send(pending.peer, Done(**request, stage=1, loss=1.0, busy_s=0.0, away_s=0.0).frame())  # without one
         for chunk in (encode(torch.zeros(9), Codec.FP16), encode(torch.zeros(3, 3), Codec.FP32)):
             await target.send("second", Shard(round=bytes(32), step=0, chunk=0).frame([chunk]))
         await target.handled()

@@ -30,12 +30,14 @@ class _Entry:
 
 
 class Wiring:
-    """One sender's view of the peers of one stage. Measurements are the sender's own, so near peers look faster (sec. 3.2).
+    """One sender's view of the peers of one stage. Measurements are the sender's own, so peers behind slow links look slow (sec. 3.2).
 
-    Three departures from algorithm 1. Two because its start-up values distort shares: the average is corrected for its
+    Four departures from algorithm 1. Two because its start-up values distort shares: the average is corrected for its
     start at zero (as Adam's moments are), so that a rarely chosen peer is not mistaken for a fast one; and a newcomer starts
-    at the smallest running total, not at epsilon, so that it is not flooded until it has caught up. The third because the
-    averages contain a little time that occupies nobody (links, scheduling), which weighs more for a fast peer: within the
+    at the smallest running total, not at epsilon, so that it is not flooded until it has caught up. The third because a peer
+    computes while its links carry: what is measured is the longer of the two, not their sum, by which a peer next door would
+    get twice as much as one that computes as fast 200 ms away, and the fleet would wait for it. The fourth because the
+    averages contain a little time that occupies nobody (scheduling), which weighs more for a fast peer: within the
     trainers' bounded window the slow peer's queue then grows until the fast one starves. So nothing is queued behind a peer's
     work while another would have finished it by then.
     """
@@ -84,7 +86,8 @@ class Wiring:
         return peer
 
     def measured(self, peer: str, seconds: float) -> None:
-        """A microbatch took ``seconds`` of this peer's and the link's time (waiting in queues not included)."""
+        """A microbatch took ``seconds`` of this peer's time, or of the way there and back, whichever is longer (waiting in queues not
+        included)."""
         entry = self._entries.get(peer)
         if entry is not None:
             entry.mean_s += self._gamma * (seconds - entry.mean_s)

@@ -6,9 +6,8 @@ stage's share of all microbatches, in whole ones; and at its end gradients are a
 fitted; what real runs take beside that comes with the setting (``calibrate``).
 
 Held against every message of the production code (``actors``; tests/test_fidelities.py) it is within 5 % for small fleets whose speeds
-differ by a factor of a few. It is too fast by 17 % where one kind is twelve times as fast as another and steps are short, by 12 % where
-trainers of a short step prefer the nearer of two peers to what it can do (``benchmarks/sim_vs_real``), and by 7 % where delayed
-averaging over narrow links holds up the next step's activations: links are not shared between the two here.
+differ by a factor of a few. It is too fast by 17 % where one kind is twelve times as fast as another and steps are short, and by 7 %
+where delayed averaging over narrow links holds up the next step's activations: links are not shared between the two here.
 """
 
 from __future__ import annotations
@@ -147,7 +146,7 @@ class Rates:
             return path_s
         peers, takes = sum(receivers), sum(n / s for n, s in zip(receivers, self.service_s[0], strict=True))
         served_s = peers / takes
-        return steady_shares([served_s, served_s + path_s], [1, peers - 1])[1] * path_s
+        return steady_shares([served_s, max(served_s, path_s)], [1, peers - 1])[1] * path_s
 
     @cached_property
     def _ways_s(self) -> list[list[list[float]]]:
@@ -172,7 +171,7 @@ class Rates:
         served_s = [n / t if t else 0.0 for n, t in zip(there, takes, strict=True)]
         rows = []
         for part, ways in zip(sends, self._ways_s[stage], strict=True):
-            expected = [s + way for s, way in zip(served_s, ways, strict=True)]
+            expected = [max(s, way) for s, way in zip(served_s, ways, strict=True)]
             rows.append([part / sent * share for share in steady_shares(expected, there)])
         for _ in range(ROUNDS):
             columns = [sum(column) for column in zip(*rows, strict=True)]

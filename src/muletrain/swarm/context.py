@@ -158,8 +158,6 @@ class Context:
     """The compute slot: backward before forward when both wait."""
     probe_deadline: Deadline = field(default_factory=lambda: Deadline(unmeasured_s=10.0, floor_s=1.5))
     """On a starved machine a living peer's event loop stalls for a second at times (imports, garbage collection)."""
-    doubt_deadline: Usual = field(default_factory=lambda: Usual(unmeasured_s=10.0, floor_s=0.25, times=4.0))
-    """Of the same answers, where being wrong costs little: see ``doubt``."""
     doubted: set[PeerId] = field(default_factory=set)
     on_doubt: list[Callable[[PeerId], None]] = field(default_factory=list)
     """Told of those that are doubted from now on."""
@@ -180,6 +178,8 @@ class Context:
     closed: bool = False
     """The peer has left its stage (calls may still come)."""
     uplink: Uplink = field(init=False)
+    _usual: dict[PeerId, Usual] = field(default_factory=dict)
+    """How long a peer's answers to probes take, for doubts."""
     _awaited: defaultdict[PeerId, set[asyncio.Future[Any]]] = field(default_factory=lambda: defaultdict(set))
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     _looked_after: set[PeerId] = field(default_factory=set)
@@ -262,6 +262,7 @@ class Context:
         if len(self._tried) > 2 * len(self.roster.members()):  # the roster forgets, too
             self._tried = {p: tried for p, tried in self._tried.items() if self.roster.knows(p)}
             self._alarms = Counter({p: n for p, n in self._alarms.items() if self.roster.knows(p)})
+            self._usual = {p: usual for p, usual in self._usual.items() if self.roster.knows(p)}
         return tuple(worth)
 
     def refused(self, peer: PeerId, reason: str) -> None:
@@ -306,7 +307,7 @@ class Context:
         asking = asyncio.create_task(self._ask_held(peer, lineage, step, attempt))
         asking.add_done_callback(lambda t: t.cancelled() or t.exception())  # whoever probes may have given up already
         try:
-            await asyncio.wait({asking}, timeout=self.doubt_deadline.seconds(attempt))
+            await asyncio.wait({asking}, timeout=self.doubt_s(peer, attempt))
             if not asking.done() and self.roster.is_alive(peer):
                 self._doubt(peer, lineage, step, hearsay=hearsay)
             held = await asking
@@ -322,6 +323,12 @@ class Context:
         if held.current:  # at another step it is of no use to this one, however well it may be
             self.roster.alive(peer)
         return held
+
+    def doubt_s(self, peer: PeerId, attempt: int = 0) -> float:
+        """After how long without an answer ``peer`` is doubted, which costs little: a multiple of what its own answers take, for it may be
+        far, where others are next door. One that never answered is not doubted before it is believed dead."""
+        usual = self._usual.get(peer)
+        return self.probe_deadline.seconds(attempt) if usual is None else usual.seconds(attempt)
 
     def _doubt(self, peer: PeerId, lineage: bytes, step: int, *, hearsay: bool) -> None:
         """Route around ``peer`` until it is heard of, and let the others ask, too, so that all know at the same time whether it lives.
@@ -369,8 +376,11 @@ class Context:
             raise
         held = Held.unpack(answer)
         del self._alarms[peer]
-        for deadline in (self.probe_deadline, self.doubt_deadline):
-            deadline.measured(self.clock.now() - begin)
+        took_s = self.clock.now() - begin
+        self.probe_deadline.measured(took_s)
+        if peer not in self._usual:
+            self._usual[peer] = Usual(unmeasured_s=math.inf, floor_s=0.25, times=4.0)
+        self._usual[peer].measured(took_s)
         if held.branch != branch_of(lineage):
             self.met(peer, held.branch)
             held = held.model_copy(update={"current": False, "step": 0, "lineage": b"", "rival": False})

@@ -86,7 +86,7 @@ async def _while_there(ctx: Context, holder: PeerId, entry: RoundEntry, work: as
     """Wait for ``work``, and ask ``holder``, who is to do it, now and then whether it is there. Raises PeerUnreachable if not."""
     try:
         for attempt in itertools.count():
-            await asyncio.wait({work}, timeout=ctx.doubt_deadline.seconds(attempt))
+            await asyncio.wait({work}, timeout=ctx.doubt_s(holder, attempt))
             if work.done():
                 work.result()
                 return

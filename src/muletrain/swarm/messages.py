@@ -127,13 +127,15 @@ class Forward(Request):
 
 
 class Backward(Request):
-    """The gradient of a forward's output, back to its sender. ``busy_s``: the answering peer's own service time (receiving,
-    forward, backward, sending); ``away_s``: all the rest of the time it held the request (its queue, the later stages)."""
+    """The gradient of a forward's output, back to its sender. ``busy_s``: the answering peer's own service time (decoding, forward,
+    backward); ``away_s``: all the rest of the time it held the request (its queue, the later stages). What is left of the time until
+    the answer came is the way there and back."""
 
     KIND: ClassVar[str] = "backward"
     TENSORS: ClassVar[int] = 1
     stage: Natural
     loss: float
+    busy_s: Seconds
     away_s: Seconds
 
 
@@ -144,6 +146,7 @@ class Done(Request):
     KIND: ClassVar[str] = "done"
     stage: Natural
     loss: float
+    busy_s: Seconds
     away_s: Seconds
 
 

@@ -257,9 +257,12 @@ class Pipeline:
             step, index = held.message.step, held.message.index
             self.ctx.emit(MicrobatchServed(step=step, index=index, stage=stage, busy_s=held.busy_s))
         if gradient is None:
-            await self._reply(held.sender, Done(**identity, stage=stage, loss=loss, away_s=away), [])
+            await self._reply(
+                held.sender, Done(**identity, stage=stage, loss=loss, busy_s=held.busy_s, away_s=away), []
+            )
         else:
-            await self._reply(held.sender, Backward(**identity, stage=stage, loss=loss, away_s=away), [gradient])
+            answer = Backward(**identity, stage=stage, loss=loss, busy_s=held.busy_s, away_s=away)
+            await self._reply(held.sender, answer, [gradient])
 
     async def _reply(self, peer: PeerId, message: Request, tensors: list[Encoded]) -> None:
         try:

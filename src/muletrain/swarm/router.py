@@ -242,11 +242,20 @@ class Router:
         return next((p.request for p in self._pending.get(peer, {}).values()), None)
 
     def _doubt(self, peer: PeerId) -> None:
-        others = set(self._ctx.roster.stage(self._stage)) - self._ctx.doubted
-        for pending in self._pending.get(peer, {}).values() if others else ():
-            if pending.copy is None and not pending.reply.done():
-                self._rerouted(peer, pending.request, "it is silent: another computes the same, too")
-                pending.compute_twice()
+        if peer in self._pending:
+            self._ctx.spawn(self._have_copied(peer), f"copies for {peer[-6:]}")
+
+    async def _have_copied(self, peer: PeerId) -> None:
+        """What ``peer`` owes is computed by others, too, oldest first, and as fast as they can: most that are doubted are heard of again
+        before long, and what was given to others by then is computed twice."""
+        while peer in self._ctx.doubted:
+            others = set(self._wiring.peers()) - self._ctx.doubted
+            owed = (p for p in self._pending.get(peer, {}).values() if p.copy is None and not p.reply.done())
+            if (pending := next(owed, None)) is None or not others:
+                return
+            self._rerouted(peer, pending.request, "it is silent: another computes the same, too")
+            pending.compute_twice()
+            await self._ctx.clock.sleep(1 / sum(1 / self._wiring.expected_s(p) for p in others))
 
     async def _missing(self, request: Request, accumulate: tuple[int, ...]) -> tuple[int, ...]:
         """What failed here may have gone through there: stages from ours on that hold it already do not accumulate it again."""
@@ -296,7 +305,8 @@ class Router:
             raise (_FoundUnfinite if reply.unfinite else _Gone)(reply.reason)
         took = clock.now() - begin
         self._deadline.measured(took)
-        self._wiring.measured(peer, max(took - reply.away_s, 1e-6))
+        way_s = took - reply.busy_s - reply.away_s
+        self._wiring.measured(peer, max(reply.busy_s, way_s, 1e-6))  # they overlap: the longer is what it can do
         return Answer(peer, reply.loss, answer[0] if answer else None, unfinite)
 
     async def _await(self, peer: PeerId, request: Request, pending: _Pending) -> _Reply | Answer:
