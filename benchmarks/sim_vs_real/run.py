@@ -23,7 +23,7 @@ from muletrain.config.costs import Costs
 from muletrain.config.fleet import Fleet, load_fleet
 from muletrain.config.load import load_config
 from muletrain.config.schema import RunConfig
-from muletrain.events import Event, EventTail, MicrobatchTaken, StepDone
+from muletrain.events import Event, EventTail, MicrobatchTaken, Note, StepDone
 from muletrain.model.spec import ModelSpec
 from muletrain.runs.fleet import LocalFleet
 from muletrain.sim.calibrate import calibrated, fit, observe
@@ -46,8 +46,9 @@ KILL_S = 12.0
 SETTINGS = [
     "model.width=128", "model.heads=4", "model.layers=6", "model.context=64", "model.vocab=512", "train.microbatch=1",
     f"train.batch={MICROBATCHES}", f"train.steps={STEPS}", "compute.precision=fp32", "compute.threads=1", "checkpoint.every=0",
-    "fleet.trainers=2", "fleet.rebalance=off", "fleet.trace=true",
+    "fleet.trainers=2", "fleet.rebalance=off", "fleet.trace=true", "optimizer.lr=1e-5",
 ]  # fmt: skip
+"""So small a step that no gradient stands out from those of its replicas, or that would be computed again (benchmarks/outliers)."""
 PACING = "[pacing]\nforward_ms = 60\nbackward_ms = 120\n"
 KIND = '[[machines]]\nname = "{}"\ncount = {}\n'
 SLOW_LINKS = "up_mbps = 50\ndown_mbps = 50\n[defaults]\nlocal_rtt_ms = 100\n"
@@ -136,6 +137,12 @@ def measured(folder: Path) -> float:
     return MICROBATCHES * (STEPS - SKIP) / (done[STEPS] - done[SKIP])
 
 
+def trials(folder: Path) -> int:
+    """Gradients that were computed again because they stood out."""
+    notes = [e for e in EventTail(folder).poll() if isinstance(e, Note) and "stands out" in e.message]
+    return len({e.message for e in notes})
+
+
 def predicted(case: Case, folder: Path, costs: Costs, fidelity: Fidelity) -> float:
     """Microbatches/s in the same steps."""
     config, fleet = prepared(case, folder)
@@ -159,7 +166,7 @@ def reached_s(outcome: Outcome, steps: int) -> float:
 
 def row(name: str, folder: Path, costs: Costs) -> dict[str, Any]:
     case, real = CASES[name], measured(folder)
-    found: dict[str, Any] = {"measured": real}
+    found: dict[str, Any] = {"measured": real, "trials": trials(folder)}
     for fidelity in ("flow", "protocol"):
         found[fidelity] = predicted(case, folder, costs, fidelity)
         found[f"{fidelity}_error"] = found[fidelity] / real - 1
