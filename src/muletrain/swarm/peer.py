@@ -192,7 +192,8 @@ class Peer:
             returned = self.rebalancer.settled = True
         else:
             await self.stepper.open()
-        for peer in ctx.roster.spread(RECENT):  # how long an answer takes, before one is missed
+        asked = dict.fromkeys((*ctx.roster.spread(RECENT), *ctx.roster.receivers()))
+        for peer in asked:  # how long an answer takes, before one is missed
             ctx.spawn(ctx.measure(peer, self.stepper.lineage, self.stepper.step), "measure")
         ctx.stats.started = ctx.clock.now()
         while True:

@@ -263,6 +263,11 @@ class Roster:
         chosen = min(count, len(others))
         return tuple(others[(after + turn + k * len(others) // chosen) % len(others)] for k in range(chosen))
 
+    def receivers(self) -> tuple[str, ...]:
+        """Live peers to which microbatches go from here: those of the next stage, and a trainer's of the first."""
+        first = self.stage(0) if self.own.trainer else ()
+        return tuple(p for p in (*first, *self.stage(self.own.stage + 1)) if p != self._own_id)
+
     def replicas(self) -> tuple[str, ...]:
         """The other members of our stage, believed dead or not."""
         own = self.own.stage
