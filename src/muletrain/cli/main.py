@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from muletrain import __version__
+from muletrain.cli.plan import plan
 from muletrain.cli.simulate import app as simulate_app
 from muletrain.errors import ConfigError, DataError, MuletrainError, no_room
 from muletrain.policy.chaos import HELP as CHAOS_HELP
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 
 app.add_typer(simulate_app, name="simulate")
+app.command()(plan)
 
 ConfigFile = Annotated[
     Path | None, typer.Argument(metavar="CONFIG.toml", help="Configuration; without one, the defaults.")

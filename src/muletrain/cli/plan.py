@@ -1,0 +1,177 @@
+"""``muletrain plan``: where to place stages and replicas on machines with unequal links."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import time
+from collections import Counter
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from muletrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from muletrain.config.matrices import Matrices
+    from muletrain.policy.place import Placement
+    from muletrain.policy.placement import Task
+
+
+class Search(StrEnum):
+    """Who looks for a placement."""
+
+    MULETRAIN = "muletrain"
+    DTFM = "dtfm"
+    KERNIGHAN_LIN = "kernighan-lin"
+    RANDOM = "random"
+
+
+def plan(
+    network: Annotated[
+        str,
+        typer.Option(
+            metavar="NET.json",
+            help="'delay_ms' and 'bandwidth_gbps', each a list of N lists of N numbers from row to column (bandwidth 0: no link), and, if "
+            "you like, N names as 'regions'; or a network that ships: dtfm-case1 to dtfm-case5, dtfm-case1-text to dtfm-case3-text.",
+        ),
+    ],
+    stages: Annotated[int, typer.Option(min=1, help="Pipeline stages.")],
+    pipelines: Annotated[int, typer.Option(min=1, help="Pipelines side by side: replicas of each stage.")],
+    activation_bytes: Annotated[
+        str, typer.Option(metavar="BYTES", help="What a stage sends to the next for one macro-batch, e.g. '471 MB'.")
+    ],
+    gradient_bytes: Annotated[
+        str, typer.Option(metavar="BYTES", help="The gradient of one stage, e.g. '0.65e9' or '650 MB'.")
+    ],
+    search: Annotated[
+        Search,
+        typer.Option(help="'muletrain' (annealing), DT-FM's evolutionary search, its Kernighan-Lin baseline, or one draw."),
+    ] = Search.MULETRAIN,
+    seed: Annotated[int, typer.Option(min=0, help="Draws what is random; the same seed finds the same.")] = 0,
+    time_limit: Annotated[
+        str, typer.Option(metavar="TIME", help="At most so long, e.g. '30' (seconds) or '2m'. More is searched in more time.")
+    ] = "30",
+    spares: Annotated[
+        bool, typer.Option("--spares", help="The network has more devices than places: leave those out that fit worst.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Place pipeline stages and their replicas on machines with unequal links, so that a step spends the least time in communication.
+
+    The cost model is DT-FM's (Yuan et al. 2022, sec. 3). A link takes delay + bytes x 8 / bandwidth; delays and bandwidths of two unequal
+    directions are averaged. Data-parallel: the largest, over stages and their devices, of the sum over the stage's other devices of 2 x
+    link(gradient bytes / group size). Pipeline: the sum over neighbouring stages of the slowest link(activation bytes) between matched
+    devices. Cost = data-parallel + 2 x pipeline (forward and backward).
+
+    --json prints cost_s, data_parallel_s, pipeline_s (one way), matching (pairs of devices for each two neighbouring stages), assignment
+    (stages in pipeline order, each a list of device indices, position = pipeline), spares, a lower_bound_s for the best cost there can be,
+    and whether the search is complete, or was ended by the time limit."""
+    from rich.progress import Progress
+
+    from muletrain.cli.console import make_console
+    from muletrain.config.matrices import load_matrices
+    from muletrain.policy.place import place
+
+    matrices = load_matrices(network)
+    task = _task(matrices, stages, pipelines, spares, _bytes("activation", activation_bytes), _bytes("gradient", gradient_bytes))
+    limit_s, started = _seconds(time_limit), time.monotonic()
+    console = make_console()
+    with Progress(console=console, transient=True, disable=json or not console.is_terminal) as progress:
+        bar = progress.add_task("searching", total=1.0)
+
+        def watch(share: float, best_s: float) -> None:
+            progress.update(bar, completed=share, description=f"searching: {best_s:.4g} s")
+
+        placement = place(task, search.value, seed=seed, time_limit_s=limit_s, watch=watch)
+    took_s = time.monotonic() - started
+    if json:
+        print(jsonlib.dumps({**_as_json(placement), "search": search.value, "seed": seed, "seconds": round(took_s, 3)}))
+        return
+    cost = placement.cost
+    console.print(
+        f"[bold]{matrices.name}[/bold]: {len(task.delay_ms)} devices, {stages} stages x {pipelines} pipelines; search {search.value}, seed {seed}, "
+        f"{took_s:.1f} s{'' if placement.complete else ' (ended by the time limit)'}",
+        soft_wrap=True,
+    )
+    console.print(
+        f"cost [bold]{cost.cost_s:.4g} s[/bold] a step = {cost.data_parallel_s:.4g} s data-parallel + 2 x {cost.pipeline_s:.4g} s pipeline; no "
+        f"placement costs less than {placement.lower_bound_s:.4g} s (a simple bound, seldom reached)",
+        soft_wrap=True,
+    )
+    console.print(_table(placement, task, matrices))
+    if placement.spares:
+        console.print(f"left out: {', '.join(map(str, placement.spares))}")
+
+
+def _task(matrices: Matrices, stages: int, pipelines: int, spares: bool, activation_bytes: int, gradient_bytes: int) -> Task:
+    import numpy as np
+
+    from muletrain.policy.placement import Task
+
+    devices, places = len(matrices.delay_ms), stages * pipelines
+    if devices != places and not (spares and devices > places):
+        shapes = [f"{k} x {devices // k}" for k in range(1, devices + 1) if devices % k == 0]
+        near = sorted(shapes, key=lambda shape: abs(int(shape.split()[0]) - stages))[:3]
+        leave = ", or add --spares to leave some out" if devices > places else ""
+        raise ConfigError(
+            f"{matrices.name} has {devices} devices, and {stages} stages x {pipelines} pipelines need {places}; choose numbers whose product is "
+            f"{devices} ({', '.join(near)}){leave}"
+        )
+    delay_ms, bandwidth_gbps = np.array(matrices.delay_ms), np.array(matrices.bandwidth_gbps)
+    return Task(delay_ms, bandwidth_gbps, (pipelines,) * stages, activation_bytes, gradient_bytes)
+
+
+def _bytes(what: str, text: str) -> int:
+    from muletrain.units import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except ValueError as e:
+        raise ConfigError(f"--{what}-bytes: {e}") from None
+
+
+def _seconds(text: str) -> float:
+    from muletrain.units import parse_duration
+
+    try:
+        seconds = parse_duration(text)
+    except ValueError as e:
+        raise ConfigError(f"--time-limit: {e}") from None
+    if seconds <= 0:
+        raise ConfigError("--time-limit: give some time, e.g. 30")
+    return seconds
+
+
+def _as_json(p: Placement) -> dict[str, Any]:
+    return {
+        "cost_s": p.cost.cost_s, "data_parallel_s": p.cost.data_parallel_s, "pipeline_s": p.cost.pipeline_s,
+        "matching": p.matching, "assignment": p.assignment, "spares": p.spares,
+        "lower_bound_s": p.lower_bound_s, "gap": p.gap, "complete": p.complete, "tried": p.tried,
+    }  # fmt: skip
+
+
+def _table(placement: Placement, task: Task, matrices: Matrices) -> Table:
+    from rich.table import Table
+
+    from muletrain.policy.placement import link_times
+
+    link, share = link_times(task, task.activation_bytes), 2 * link_times(task, task.gradient_bytes / task.pipelines)
+    table = Table("stage", "devices by pipeline")
+    if matrices.regions:
+        table.add_column("regions")
+    for heading in ("data-parallel", "slowest link to the next stage"):
+        table.add_column(heading, justify="right")
+    for k, stage in enumerate(placement.assignment):
+        row = [str(k), " ".join(map(str, stage))]
+        if matrices.regions:
+            count = Counter(matrices.regions[d] for d in stage)
+            row.append(", ".join(region if n == 1 else f"{n} x {region}" for region, n in count.most_common()))
+        row.append(f"{max(sum(share[d, other] for other in stage) for d in stage):.4g} s")
+        pairs = placement.matching[k] if k < len(placement.matching) else []
+        slowest = max(pairs, key=lambda pair: link[pair], default=None)
+        row.append("" if slowest is None else f"{link[slowest]:.4g} s ({slowest[0]} to {slowest[1]})")
+        table.add_row(*row)
+    return table

@@ -1,0 +1,224 @@
+"""The searches that DT-FM compares (Yuan et al. 2022, sec. 3.4): its evolutionary search with its own local search, the same with a
+circular Kernighan-Lin, and random placements.
+
+Where the paper leaves something open, this follows what its published scheduler does (github.com/DS3Lab/DT-FM): five points are taken over
+from the first parent, groups that became too large give devices to the first that is too small; an offspring that costs no more than its
+first parent replaces the worse of the two; a local search makes up to one cycle of moves for each group.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from muletrain.policy.annealing import Found, finite
+from muletrain.policy.pipelines import Threader
+from muletrain.policy.placement import link_times, slots
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from muletrain.policy.placement import Task
+
+    Floats = NDArray[np.float64]
+    Labels = NDArray[np.intp]
+    Watch = Callable[[float, float], None]
+
+TRIALS, POPULATION = 4900, 100
+CROSSOVER_POINTS = 5
+
+
+class Groups:
+    """Groups of a task's devices as labels (n,): the group of each device, K for those left out; and what they cost."""
+
+    def __init__(self, task: Task, rng: np.random.Generator) -> None:
+        self._task, self._rng = task, rng
+        self.devices = np.array(task.devices)
+        self.k, self.n = len(task.replicas), len(self.devices)
+        self.sizes = np.array([*task.replicas, self.n - sum(task.replicas)])
+        pick = np.ix_(self.devices, self.devices)
+        self.activation = finite(link_times(task, task.activation_bytes)[pick])
+        self.gradient = finite(link_times(task, task.gradient_bytes)[pick])
+        shares = {m: finite(2 * link_times(task, task.gradient_bytes / m)[pick]) for m in set(task.replicas)}
+        self._exchange = [shares[m] for m in task.replicas]
+        self._compute = np.array(task.compute_s)[self.devices] if task.compute_s else np.zeros(self.n)
+        self._threader = Threader(self.activation)
+
+    def draw(self) -> Labels:
+        return self._rng.permutation(np.repeat(np.arange(self.k + 1), self.sizes))
+
+    def members(self, labels: Labels) -> list[tuple[int, ...]]:
+        order = np.argsort(labels, kind="stable").tolist()
+        ends = np.cumsum(self.sizes).tolist()
+        return [tuple(order[end - m : end]) for end, m in zip(ends[:-1], self._task.replicas, strict=True)]
+
+    def cost(self, labels: Labels, unless_above: float = math.inf) -> float:
+        """With the best matching and order [s]; inf where data-parallel costs alone are above ``unless_above``."""
+        groups = self.members(labels)
+        exchange = max(float(table[np.ix_(g, g)].sum(1).max()) for table, g in zip(self._exchange, groups, strict=True))
+        if exchange > unless_above:
+            return math.inf
+        compute = sum(float(self._compute[list(g)].max()) for g in groups)
+        return exchange + 2 * self._threader.cost([self._by_pipeline(g) for g in groups]) + compute
+
+    def assignment(self, labels: Labels) -> tuple[tuple[int, ...], ...]:
+        rows = self._threader.thread([self._by_pipeline(g) for g in self.members(labels)])
+        return tuple(tuple(self.devices[list(row)].tolist()) for row in rows)
+
+    def _by_pipeline(self, group: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(sorted(slots(group, self._task.pipelines)))
+
+
+def random_placements(task: Task, *, seed: int, draws: int = POPULATION) -> list[float]:
+    """What random groups cost with the best matching and order [s]."""
+    groups = Groups(task, np.random.default_rng(seed))
+    return [groups.cost(groups.draw()) for _ in range(draws)]
+
+
+def random_search(task: Task, *, seed: int, time_limit_s: float, watch: Watch) -> Found:
+    """One random placement, with the best matching and order: the floor."""
+    groups = Groups(task, np.random.default_rng(seed))
+    return Found(groups.assignment(groups.draw()), 1, True)
+
+
+def evolve(
+    task: Task, *, seed: int, time_limit_s: float, watch: Watch, kernighan_lin: bool = False, trials: int = TRIALS, population: int = POPULATION
+) -> Found:  # fmt: skip
+    """The hybrid genetic search of sec. 3.4, until ``trials`` offspring were made or the time is over."""
+    deadline = time.monotonic() + time_limit_s
+    rng = np.random.default_rng(seed)
+    groups = Groups(task, rng)
+    improve = (KernighanLin if kernighan_lin else FastLinks)(groups).improve
+    people = [groups.draw() for _ in range(population)]
+    costs = [groups.cost(labels) for labels in people]
+    tried = population
+    for trial in range(trials):
+        if time.monotonic() > deadline:
+            break
+        first, second = rng.integers(population, size=2).tolist()
+        child = improve(_crossed(people[first], people[second], groups, rng))
+        cost = groups.cost(child, unless_above=costs[first])
+        tried += 1
+        if cost <= costs[first]:
+            worse = first if costs[first] > costs[second] else second
+            people[worse], costs[worse] = child, cost
+        if trial % 20 == 0:
+            watch(trial / trials, min(costs))
+    best = people[min(range(population), key=costs.__getitem__)]
+    return Found(groups.assignment(best), tried, tried == population + trials)
+
+
+def _crossed(first: Labels, second: Labels, groups: Groups, rng: np.random.Generator) -> Labels:
+    """The second parent with some devices where the first has them, and groups of the right sizes again."""
+    child = second.copy()
+    points = rng.permutation(groups.n)[:CROSSOVER_POINTS]
+    child[points] = first[points]
+    have = np.bincount(child, minlength=groups.k + 1)
+    for d in range(groups.n) if (have != groups.sizes).any() else ():
+        if have[child[d]] > groups.sizes[child[d]]:
+            to = int(np.flatnonzero(have < groups.sizes)[0])
+            have[child[d]] -= 1
+            have[to] += 1
+            child[d] = to
+    return child
+
+
+class _Cyclic:
+    """Local search by cycles of moves: a device goes from group to group along the best gains until the first one has one again, so that
+    sizes stay (circular Kernighan-Lin, Kang and Moon 2000)."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+
+    def _mover(self, labels: Labels, locked: NDArray[np.bool_], group: int) -> tuple[int, Floats] | None:
+        """The device of ``group`` to move next, and the gain by each target (-inf for its own); None if there is none."""
+        raise NotImplementedError
+
+    def improve(self, labels: Labels) -> Labels:
+        """Up to one cycle a group, then back to the best of the states between them."""
+        k = self._groups.k
+        locked, reached = np.zeros(self._groups.n, dtype=bool), set[int]()
+        states, gains = [labels], [0.0]
+        while len(states) <= k and len(reached) < k:
+            found = self._cycle(states[-1], locked, reached)
+            if found is None:
+                break
+            states.append(found[0])
+            gains.append(gains[-1] + found[1])
+        return states[int(np.argmax(gains))]
+
+    def _cycle(self, labels: Labels, locked: NDArray[np.bool_], reached: set[int]) -> tuple[Labels, float] | None:
+        """Labels after the best closed part of one cycle, and its gain; None where no device may move. Locks what was moved."""
+        movers = [self._mover(labels, locked, g) for g in range(self._groups.k)]
+        tops = [-math.inf if m is None else float(m[1].max()) for m in movers]
+        start = group = int(np.argmax(tops))
+        mover, at = movers[start], labels.copy()
+        moves: list[tuple[int, int]] = []  # device, and where it came from
+        total, best, kept = 0.0, 0.0, 0  # gain so far, the best of a cycle closed at once, and after how many moves that is
+        while mover is not None and len(moves) < self._groups.n:
+            device, gain = mover
+            target = int(gain.argmax())
+            if moves and total + gain[start] > best:
+                best, kept = total + float(gain[start]), len(moves)
+            at[device] = target
+            locked[device] = True
+            reached.add(target)
+            moves.append((device, group))
+            total += float(gain[target])
+            if target == start:
+                break
+            group = target
+            mover = self._mover(at, locked, group)
+        if not moves:
+            return None
+        for device, origin in moves[kept + 1 :]:
+            at[device] = origin
+        at[moves[kept][0]] = start
+        return at, best
+
+
+class FastLinks(_Cyclic):
+    """DT-FM's own (sec. 3.4): of each group the device with the fastest link inside it may move; it gains the mean link to the target group,
+    which pipelines would have to use, less that fast one, which they can use then."""
+
+    def __init__(self, groups: Groups) -> None:
+        super().__init__(groups)
+        self._near = groups.activation + np.diag([math.inf] * groups.n)
+
+    def _mover(self, labels: Labels, locked: NDArray[np.bool_], group: int) -> tuple[int, Floats] | None:
+        members = np.flatnonzero(labels == group)
+        fastest = self._near[members[:, None], members].min(1, initial=math.inf)
+        fastest[locked[members]] = math.inf
+        if not len(members) or fastest.min() == math.inf:
+            return None
+        device = int(members[fastest.argmin()])
+        k = self._groups.k
+        sums = np.bincount(labels, weights=self._groups.activation[device], minlength=k)[:k]
+        gain = sums / np.maximum(np.bincount(labels, minlength=k)[:k], 1) - fastest.min()
+        gain[group] = -math.inf
+        return device, gain
+
+
+class KernighanLin(_Cyclic):
+    """The baseline: a move gains by all links to the target group, less those inside its own. A link weighs what it costs a pipeline less
+    what it costs to exchange gradients over it."""
+
+    def __init__(self, groups: Groups) -> None:
+        super().__init__(groups)
+        self._weight = groups.activation - groups.gradient
+
+    def _mover(self, labels: Labels, locked: NDArray[np.bool_], group: int) -> tuple[int, Floats] | None:
+        free = np.flatnonzero((labels == group) & ~locked)
+        if not len(free):
+            return None
+        inside = labels == np.arange(self._groups.k)[:, None]  # (K, n)
+        gains = self._weight[free] @ inside.T
+        gains -= gains[:, [group]]
+        gains[:, group] = -math.inf
+        row, _ = np.unravel_index(gains.argmax(), gains.shape)
+        return int(free[row]), gains[row]

@@ -1,0 +1,428 @@
+"""Placements: the cost model by hand and by brute force, searches against enumeration, what holds whatever the network, and the command."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import combinations, pairwise, permutations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from muletrain.cli.main import app
+from muletrain.config.matrices import load_matrices, shipped
+from muletrain.errors import ConfigError
+from muletrain.papers import dtfm as paper
+from muletrain.papers import reproduce
+from muletrain.policy.annealing import _Chains
+from muletrain.policy.dtfm import FastLinks, Groups, KernighanLin
+from muletrain.policy.pipelines import bottleneck_matching, shortest_path
+from muletrain.policy.place import SEARCHES, Placement, place
+from muletrain.policy.placement import Assignment, Task, evaluate, lower_bound_s
+
+
+def network(seed: int, devices: int) -> tuple[np.ndarray, np.ndarray]:
+    """Delays and bandwidths, unequal in the two directions."""
+    rng = np.random.default_rng(seed)
+    return rng.uniform(1, 200, (devices, devices)), rng.uniform(0.1, 5, (devices, devices))
+
+
+def task_of(seed: int, replicas: tuple[int, ...], spares: int = 0, *, unequal: bool = False) -> Task:
+    devices = sum(replicas) + spares
+    compute = tuple(np.random.default_rng(seed).uniform(0.1, 2, devices).tolist()) if unequal else ()
+    return Task(*network(seed, devices), replicas, 3e8, 5e8, compute)
+
+
+def link_s(task: Task, a: int, b: int, nbytes: float) -> float:
+    delay = (task.delay_ms[a, b] + task.delay_ms[b, a]) / 2e3
+    return float(delay + 8 * nbytes / ((task.bandwidth_gbps[a, b] + task.bandwidth_gbps[b, a]) / 2 * 1e9))
+
+
+def exhaustive(task: Task) -> float:
+    """The best of all groups, of all ways to match them, in all orders."""
+    pipelines = max(task.replicas)
+
+    def partitions(left: frozenset[int], sizes: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
+        if not sizes:
+            yield []
+            return
+        for group in combinations(sorted(left), sizes[0]):
+            for rest in partitions(left - set(group), sizes[1:]):
+                yield [group, *rest]
+
+    @cache
+    def exchange(group: tuple[int, ...]) -> float:
+        share = task.gradient_bytes / len(group)
+        return max(sum(2 * link_s(task, d, e, share) for e in group if e != d) for d in group)
+
+    @cache
+    def by_pipeline(group: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """All ways to give each pipeline a device of the group."""
+        each, more = divmod(pipelines, len(group))
+        ways = (sorted((*group * each, *extra)) for extra in combinations(group, more))
+        return [way for slots in ways for way in set(permutations(slots))]
+
+    @cache
+    def hop(a: tuple[int, ...], b: tuple[int, ...]) -> float:
+        return min(
+            max(link_s(task, d, e, task.activation_bytes) for d, e in zip(x, y, strict=True))
+            for x in by_pipeline(a)
+            for y in by_pipeline(b)
+        )
+
+    best = math.inf
+    for groups in partitions(frozenset(task.devices), task.replicas):
+        compute = sum(max(task.compute_s[d] for d in group) for group in groups) if task.compute_s else 0.0
+        fixed = max(map(exchange, groups)) + compute
+        if fixed < best:
+            best = min(best, *(fixed + 2 * sum(hop(a, b) for a, b in pairwise(order)) for order in permutations(groups)), best)
+    return best
+
+
+def valid(task: Task, assignment: Assignment) -> bool:
+    return math.isfinite(evaluate(task, assignment).cost_s)
+
+
+# --- the cost model ----------------------------------------------------------------------------------------------------
+
+
+def test_the_cost_of_two_stages_of_two_devices_by_hand() -> None:
+    delay = np.array([[0, 10, 20, 30], [30, 0, 40, 50], [20, 40, 0, 60], [30, 50, 60, 0]], dtype=float)
+    gbps = np.array([[9, 1, 2, 4], [3, 9, 2, 4], [2, 2, 9, 8], [4, 4, 8, 9]], dtype=float)
+    task = Task(delay, gbps, (2, 2), activation_bytes=1e9, gradient_bytes=1e9)
+    cost = evaluate(task, ((0, 1), (3, 2)))
+    # 0-1: mean delay 20 ms, mean bandwidth 2; half a gigabyte is 4 Gbit: 2 s. 2-3: 60 ms, 0.5 s.
+    assert cost.data_parallel_s == pytest.approx(2 * (0.020 + 4 / 2))
+    assert cost.pipeline_s == pytest.approx(max(0.030 + 8 / 4, 0.040 + 8 / 2))
+    assert cost.cost_s == pytest.approx(cost.data_parallel_s + 2 * cost.pipeline_s)
+
+
+def test_every_other_device_of_the_stage_counts_and_the_slowest_device() -> None:
+    delay = np.array([[0, 1, 2], [1, 0, 4], [2, 4, 0]], dtype=float) * 1000
+    task = Task(delay, np.full((3, 3), 8.0), (3,), 0.0, 3e9)
+    assert evaluate(task, ((0, 1, 2),)).cost_s == pytest.approx(2 * (2 + 1 + 4 + 1))
+    assert evaluate(replace(task, compute_s=(1.0, 7.0, 2.0)), ((0, 1, 2),)).compute_s == 7.0
+
+
+@pytest.mark.parametrize(
+    "assignment",
+    [
+        ((0, 1), (2, 2)),  # too few devices
+        ((0, 1), (1, 2)),  # one device twice
+        ((0, 1), (2, 4)),  # not there
+        ((0, 1),),
+        ((0, 1, 2), (3,)),
+    ],
+)
+def test_what_is_no_placement(assignment: Assignment) -> None:
+    with pytest.raises(ValueError, match="stage|device"):
+        evaluate(task_of(0, (2, 2)), assignment)
+
+
+def test_pipelines_are_spread_evenly_over_a_smaller_stage() -> None:
+    task = task_of(0, (4, 2))
+    assert valid(task, ((0, 1, 2, 3), (4, 5, 4, 5)))
+    with pytest.raises(ValueError, match="evenly"):
+        evaluate(task, ((0, 1, 2, 3), (4, 4, 4, 5)))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_bottleneck_matching_is_the_best_of_all(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    size = int(rng.integers(1, 7))
+    weights = rng.integers(0, 6, (size, size)).astype(float) if seed % 2 else rng.random((size, size))
+    value, match = bottleneck_matching(weights)
+    assert value == min(max(weights[i, p[i]] for i in range(size)) for p in permutations(range(size)))
+    assert sorted(match) == list(range(size))
+    assert max(weights[i, match[i]] for i in range(size)) == value
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_path_through_the_stages_is_the_shortest(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    size = int(rng.integers(1, 8))
+    weights = rng.random((size, size))
+    weights += weights.T
+    cost, order = shortest_path(weights)
+    assert cost == pytest.approx(min(sum(weights[a, b] for a, b in pairwise(p)) for p in permutations(range(size))))
+    assert sorted(order) == list(range(size))
+    assert cost == pytest.approx(sum(weights[a, b] for a, b in pairwise(order)))
+
+
+def test_the_path_through_many_stages_is_a_short_one() -> None:
+    places = np.random.default_rng(0).permutation(30)
+    cost, order = shortest_path(np.abs(places[:, None] - places).astype(float))
+    assert sorted(order) == list(range(30))
+    assert cost == 29, "on a line the order of the places"
+
+
+# --- searches ----------------------------------------------------------------------------------------------------------
+
+SHAPES = [
+    task_of(1, (3, 3, 3)), task_of(2, (3, 3, 3)), task_of(3, (2, 2, 2)), task_of(4, (2, 2), 2), task_of(5, (1, 1, 1, 1)),
+    task_of(6, (4,), 1), task_of(7, (3, 1, 2)), task_of(8, (3, 2), 1), task_of(9, (2, 2, 2), 1, unequal=True), task_of(10, (1,)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("task", SHAPES, ids=lambda task: f"{task.replicas} of {len(task.delay_ms)}")
+def test_ours_finds_what_enumeration_finds(task: Task) -> None:
+    best = exhaustive(task)
+    found = place(task, seed=0, time_limit_s=20)
+    assert found.cost.cost_s == pytest.approx(best)
+    assert found.lower_bound_s <= best * (1 + 1e-9)
+    for search in SEARCHES:
+        assert place(task, search, time_limit_s=0.5).cost.cost_s >= best * (1 - 1e-9)
+
+
+@pytest.mark.slow
+def test_small_instances_are_solved_each_time() -> None:
+    for seed in range(100):
+        task = task_of(seed, random.Random(seed).choice([(3, 3, 3), (2, 2, 2), (3, 3), (2, 2)]))
+        assert place(task, seed=seed).cost.cost_s == pytest.approx(exhaustive(task)), seed
+
+
+@pytest.mark.parametrize(
+    "task", [task_of(1, (4, 4, 4)), task_of(2, (3, 1, 2, 4), 2, unequal=True)], ids=["equal", "unequal"]
+)
+def test_sums_kept_by_the_chains_are_those_of_the_evaluator(task: Task) -> None:
+    chains = _Chains(task, np.random.default_rng(0))
+    for _ in range(3):
+        for sweep in range(40):
+            chains.swap_devices(chains.heat, 0.5)
+            if sweep % 3:
+                chains.swap_pipelines(chains.heat, 0.5)
+        before = chains.now.cost.copy()
+        for r in range(len(before)):
+            rows = chains.devices[chains.now.at[: len(task.replicas) * task.pipelines, r]].reshape(len(task.replicas), -1)
+            assert before[r] == pytest.approx(evaluate(task, tuple(map(tuple, rows.tolist()))).cost_s)
+        chains.thread()
+        assert (chains.now.cost <= before * (1 + 1e-9)).all(), "the best matching and order are no worse"
+        assert (chains.now.cost < before * (1 - 1e-9)).any()
+
+
+@pytest.mark.parametrize("local", [FastLinks, KernighanLin])
+def test_local_searches_keep_the_sizes_of_groups(local: type[FastLinks] | type[KernighanLin]) -> None:
+    groups = Groups(task_of(3, (3, 3, 2), 2), np.random.default_rng(3))
+    search, moved = local(groups), 0
+    for _ in range(20):
+        labels = groups.draw()
+        better = search.improve(labels)
+        assert np.array_equal(np.bincount(better), groups.sizes)
+        assert np.array_equal(better == 3, labels == 3), "those left out stay out"
+        moved += not np.array_equal(labels, better)
+        assert groups.cost(better) == pytest.approx(evaluate(search._groups._task, groups.assignment(better)).cost_s)
+    assert moved > 5
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_a_seed_is_honoured(search: str) -> None:
+    task = task_of(0, (3, 3, 3, 3))
+
+    def run(seed: int) -> Placement:
+        return place(task, search, seed=seed, time_limit_s=0.6 if search == "muletrain" else 60)
+
+    first, again, other = run(1), run(1), run(2)
+    assert first.complete
+    assert first == again
+    assert search != "random" or first.assignment != other.assignment
+
+
+def test_the_time_limit_is_kept_and_told() -> None:
+    found = place(paper.task_of("dtfm-case5"), "dtfm", time_limit_s=0.3)
+    assert not found.complete
+    assert valid(paper.task_of("dtfm-case5"), found.assignment)
+
+
+# --- what holds whatever the network -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_names_and_units_change_nothing_and_links_that_are_not_used_neither(seed: int) -> None:
+    task = task_of(seed, (2, 2, 2))
+    best = place(task).cost.cost_s
+    order = np.random.default_rng(seed).permutation(6)
+    pick = np.ix_(order, order)
+    assert place(replace(task, delay_ms=task.delay_ms[pick], bandwidth_gbps=task.bandwidth_gbps[pick])).cost.cost_s == pytest.approx(best)
+    twice = replace(task, delay_ms=2 * task.delay_ms, bandwidth_gbps=task.bandwidth_gbps / 2)
+    assert place(twice).cost.cost_s == pytest.approx(2 * best)
+    found = place(task)
+    used = {pair for hop in found.matching for pair in hop} | {p for s in found.assignment for p in combinations(s, 2)}
+    worse = task.delay_ms.copy()
+    for a, b in permutations(range(6), 2):
+        if (a, b) not in used and (b, a) not in used:
+            worse[a, b] *= 10
+    assert not np.array_equal(worse, task.delay_ms)
+    assert place(replace(task, delay_ms=worse)).cost.cost_s == pytest.approx(best)
+
+
+def test_links_that_are_not_there_are_avoided() -> None:
+    task = task_of(0, (2, 2))
+    gbps = task.bandwidth_gbps.copy()
+    for a, b in [(0, 1), (2, 3)]:  # one direction is enough
+        gbps[a, b] = 0
+    for search in ("muletrain", "dtfm", "kernighan-lin"):
+        found = place(replace(task, bandwidth_gbps=gbps), search)
+        assert not {(0, 1), (2, 3)} & {tuple(sorted(stage)) for stage in found.assignment}
+
+
+def cut(task: Task, first: int) -> Task:
+    """No links between the first devices and the others."""
+    gbps = task.bandwidth_gbps.copy()
+    gbps[:first, first:] = gbps[first:, :first] = 0
+    return replace(task, bandwidth_gbps=gbps)
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (Task(*network(0, 3), (2, 2), 1.0, 1.0), "2 stages need 4 devices, and there are 3"),
+        (replace(task_of(0, (2, 2)), fits=(True, True, False, True)), "fits into the memory of 3 of 4"),
+        (cut(task_of(0, (2, 2)), 1), "the network falls apart: 4 devices must reach each other, and at most 3 do; devices 0 have"),
+        (replace(task_of(0, (3,)), bandwidth_gbps=np.array([[0, 1, 1], [1, 0, 0], [1, 0, 0.0]])), "without missing links"),
+    ],
+)
+def test_what_no_placement_can_do(task: Task, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        place(task, time_limit_s=1)
+
+
+def test_whoever_is_cut_off_or_has_no_memory_is_left_out() -> None:
+    task = cut(task_of(0, (2, 2), 2), 1)
+    found = place(replace(task, fits=(True, True, True, False, True, True)))
+    assert found.spares == (0, 3)
+
+
+# --- published networks ------------------------------------------------------------------------------------------------
+
+
+def test_all_networks_that_ship_are_whole() -> None:
+    assert len(shipped()) == 8
+    for name in shipped():
+        m = load_matrices(name)
+        assert m.name == name
+        assert len(m.delay_ms) == len(m.bandwidth_gbps) == len(m.regions) == 64
+    assert load_matrices("dtfm-case1-text").bandwidth_gbps[0][63] == 25
+    assert load_matrices("dtfm-case3-text").delay_ms[0][63] == 10
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("case", range(1, 6))
+def test_the_proven_optimum_is_found_from_every_seed(case: int) -> None:
+    for seed in range(10):
+        found = place(paper.task_of(f"dtfm-case{case}"), seed=seed, time_limit_s=30)
+        assert found.cost.cost_s == pytest.approx(paper.CASES[case - 1].optimum, abs=6e-4), seed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_published_searches_end_where_they_did() -> None:
+    found = reproduce("dtfm-search")
+    assert [str(b) for b in found.bars if not b.met] + [s.stated for s in found.statements if not s.holds] == []
+
+
+# --- the command -------------------------------------------------------------------------------------------------------
+
+
+def plan(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["plan", *arguments])
+    if isinstance(result.exception, ConfigError):
+        return str(result.exception)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def net(tmp_path: Path, **others: Any) -> str:
+    delay, gbps = network(5, 6)
+    file = tmp_path / "net.json"
+    file.write_text(json.dumps({"delay_ms": delay.tolist(), "bandwidth_gbps": gbps.tolist(), **others}))
+    return str(file)
+
+
+SIZES = ("--activation-bytes", "300 MB", "--gradient-bytes", "0.5e9")
+
+
+def test_the_command_prints_what_can_be_checked(tmp_path: Path) -> None:
+    arguments = ("--network", net(tmp_path), "--stages", "3", "--pipelines", "2", *SIZES, "--seed", "4", "--json")
+    found = json.loads(plan(*arguments))
+    task = Task(*network(5, 6), (2, 2, 2), 3e8, 5e8)
+    stages = found["assignment"]
+    assert sorted(d for stage in stages for d in stage) == list(range(6))
+    data_parallel = max(2 * link_s(task, a, b, 2.5e8) for a, b in stages)
+    pipeline = sum(max(link_s(task, a, b, 3e8) for a, b in zip(x, y, strict=True)) for x, y in pairwise(stages))
+    assert found["data_parallel_s"] == pytest.approx(data_parallel)
+    assert found["pipeline_s"] == pytest.approx(pipeline)
+    assert found["cost_s"] == pytest.approx(data_parallel + 2 * pipeline) == pytest.approx(exhaustive(task))
+    assert found["matching"] == [[list(pair) for pair in zip(x, y, strict=True)] for x, y in pairwise(stages)]
+    assert found["lower_bound_s"] <= found["cost_s"]
+    again = json.loads(plan(*arguments))
+    assert {**again, "seconds": 0} == {**found, "seconds": 0}
+
+
+def test_the_command_shows_a_table(tmp_path: Path) -> None:
+    cities = ["rome", "rome", "oslo", "oslo", "kyiv", "kyiv"]
+    out = plan("--network", net(tmp_path, regions=cities), "--stages", "2", "--pipelines", "2", *SIZES, "--spares")
+    for word in ("cost", "data-parallel", "slowest link to the next stage", "left out: "):
+        assert word in out
+    assert any(city in out for city in cities)
+
+
+def test_help_states_the_convention() -> None:
+    words = " ".join(plan("--help").replace("│", " ").split())
+    assert "A link takes delay + bytes x 8 / bandwidth" in words
+    assert "Cost = data-parallel + 2 x pipeline" in words
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        ({"delay_ms": [[0, 1], [1]]}, r"delay_ms\[1\] has 1 values and there are 2 rows"),
+        ({"delay_ms": [[0, -1], [1, 0]]}, r"delay_ms\[0\]\[1\]: expected a finite number of at least 0, got -1"),
+        ({"bandwidth_gbps": [[0, float("nan")], [1, 0]]}, r"bandwidth_gbps\[0\]\[1\]: .* 0 for no link, got nan"),
+        ({"delay_ms": [[0, "1"], [1, 0]]}, r"delay_ms\[0\]\[1\]: expected a number, got \"1\""),
+        ({"delay_ms": [[0, True], [1, 0]]}, "expected a number, got true"),
+        ({"delay_ms": 3}, "expected a list of N lists"),
+        ({"delay_ms": None}, "delay_ms: missing"),
+        ({"delay_ms": [[0]]}, "delay_ms has 1 rows and bandwidth_gbps 6"),
+        ({"delays_ms": []}, "did you mean 'delay_ms'"),
+        ({"regions": ["a"]}, "expected a list of 6 names"),
+        ({}, r"has 6 devices, and 2 stages x 2 pipelines need 4; .*product is 6 \(2 x 3, .*--spares"),
+    ],
+)
+def test_what_is_wrong_with_a_network_is_told(tmp_path: Path, others: dict[str, Any], said: str) -> None:
+    with pytest.raises(AssertionError, match=said):
+        raise AssertionError(plan("--network", net(tmp_path, **others), "--stages", "2", "--pipelines", "2", *SIZES))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--network", "dtfm-case9"), "did you mean 'dtfm-case"),
+        (("--network", "nowhere"), "no such file and no shipped network; shipped are dtfm-case1,"),
+        (("--network", "dtfm-case1", "--time-limit", "0"), "--time-limit: give some time"),
+        (("--network", "dtfm-case1", "--time-limit", "soon"), "--time-limit: expected a duration"),
+        (("--network", "dtfm-case1", "--gradient-bytes", "lots"), "--gradient-bytes: expected a size"),
+    ],
+)
+def test_what_cannot_be_planned(arguments: tuple[str, ...], said: str) -> None:
+    assert said in plan("--stages", "8", "--pipelines", "8", *SIZES, *arguments)
+
+
+def test_a_bound_is_one() -> None:
+    for case, published in enumerate(paper.CASES, 1):
+        assert 0 < lower_bound_s(paper.task_of(f"dtfm-case{case}")) <= published.optimum + 1e-3
+
+
+def test_published_optima_cost_what_was_published() -> None:
+    """Case 1: each stage takes one GPU of each machine, each pipeline stays in its machine."""
+    task = paper.task_of("dtfm-case1")
+    stages = tuple(tuple(8 * p + s for p in range(8)) for s in range(8))
+    assert evaluate(task, stages).cost_s == pytest.approx(paper.CASES[0].optimum, abs=6e-4)
