@@ -68,7 +68,12 @@ def reached(case: int, seed: int, limit_s: float) -> dict[str, float]:
     found = place(task_of(f"dtfm-case{case}"), seed=seed, time_limit_s=limit_s, watch=watch)
     ended_s = time.perf_counter() - started
     hit = found.cost.cost_s <= optimum + 6e-4
-    return {"seed": seed, "cost_s": found.cost.cost_s, "reached_s": min(first_s, ended_s) if hit else math.inf, "ended_s": ended_s}
+    return {
+        "seed": seed,
+        "cost_s": found.cost.cost_s,
+        "reached_s": min(first_s, ended_s) if hit else math.inf,
+        "ended_s": ended_s,
+    }
 
 
 def timed(task: Task, search: str, limit_s: float, seed: int = 0) -> dict[str, float]:
@@ -81,14 +86,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=10, help="of the five networks")
     parser.add_argument("--networks", type=int, default=2, help="of each kind without symmetry")
-    parser.add_argument("--long", type=float, default=300.0, help="seconds of the search that the others are held against")
+    parser.add_argument(
+        "--long", type=float, default=300.0, help="seconds of the search that the others are held against"
+    )
     arguments = parser.parse_args()
-    out: dict[str, Any] = {"machine": f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}", "cases": {}}
+    out: dict[str, Any] = {
+        "machine": f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}",
+        "cases": {},
+    }
     path = Path(__file__).parent / "results.json"
     for case in range(1, 6):
         runs = [reached(case, seed, 30.0) for seed in range(arguments.seeds)]
         times = [r["reached_s"] for r in runs]
-        print(f"case {case}: {sum(t < math.inf for t in times)} of {len(runs)}, {fmean(times):.1f} s (at most {max(times):.1f})", flush=True)
+        hits = sum(t < math.inf for t in times)
+        print(
+            f"case {case}: {hits} of {len(runs)}, {fmean(times):.1f} s (at most {max(times):.1f})",
+            flush=True,
+        )
         out["cases"][f"case {case}"] = runs
         path.write_text(json.dumps(out, indent=1) + "\n")
     out["asymmetric"] = {}

@@ -48,11 +48,16 @@ def plan(
     ],
     search: Annotated[
         Search,
-        typer.Option(help="'muletrain' (annealing), DT-FM's evolutionary search, its Kernighan-Lin baseline, or one draw."),
+        typer.Option(
+            help="'muletrain' (annealing), DT-FM's evolutionary search, its Kernighan-Lin baseline, or one draw."
+        ),
     ] = Search.MULETRAIN,
     seed: Annotated[int, typer.Option(min=0, help="Draws what is random; the same seed finds the same.")] = 0,
     time_limit: Annotated[
-        str, typer.Option(metavar="TIME", help="At most so long, e.g. '30' (seconds) or '2m'. More is searched in more time.")
+        str,
+        typer.Option(
+            metavar="TIME", help="At most so long, e.g. '30' (seconds) or '2m'. More is searched in more time."
+        ),
     ] = "30",
     spares: Annotated[
         bool, typer.Option("--spares", help="The network has more devices than places: leave those out that fit worst.")
@@ -76,7 +81,9 @@ def plan(
     from muletrain.policy.place import place
 
     matrices = load_matrices(network)
-    task = _task(matrices, stages, pipelines, spares, _bytes("activation", activation_bytes), _bytes("gradient", gradient_bytes))
+    task = _task(
+        matrices, stages, pipelines, spares, _bytes("activation", activation_bytes), _bytes("gradient", gradient_bytes)
+    )
     limit_s, started = _seconds(time_limit), time.monotonic()
     console = make_console()
     with Progress(console=console, transient=True, disable=json or not console.is_terminal) as progress:
@@ -91,22 +98,22 @@ def plan(
         print(jsonlib.dumps({**_as_json(placement), "search": search.value, "seed": seed, "seconds": round(took_s, 3)}))
         return
     cost = placement.cost
-    console.print(
-        f"[bold]{matrices.name}[/bold]: {len(task.delay_ms)} devices, {stages} stages x {pipelines} pipelines; search {search.value}, seed {seed}, "
-        f"{took_s:.1f} s{'' if placement.complete else ' (ended by the time limit)'}",
-        soft_wrap=True,
-    )
-    console.print(
-        f"cost [bold]{cost.cost_s:.4g} s[/bold] a step = {cost.data_parallel_s:.4g} s data-parallel + 2 x {cost.pipeline_s:.4g} s pipeline; no "
-        f"placement costs less than {placement.lower_bound_s:.4g} s (a simple bound, seldom reached)",
-        soft_wrap=True,
-    )
+    ended = "" if placement.complete else " (ended by the time limit)"
+    for line in (
+        f"[bold]{matrices.name}[/bold]: {len(task.delay_ms)} devices, {stages} stages x {pipelines} pipelines; search {search.value}, seed "
+        f"{seed}, {took_s:.1f} s{ended}",
+        f"cost [bold]{cost.cost_s:.4g} s[/bold] a step = {cost.data_parallel_s:.4g} s data-parallel + 2 x {cost.pipeline_s:.4g} s "
+        f"pipeline; no placement costs less than {placement.lower_bound_s:.4g} s (a simple bound, seldom reached)",
+    ):
+        console.print(line, soft_wrap=True)
     console.print(_table(placement, task, matrices))
     if placement.spares:
         console.print(f"left out: {', '.join(map(str, placement.spares))}")
 
 
-def _task(matrices: Matrices, stages: int, pipelines: int, spares: bool, activation_bytes: int, gradient_bytes: int) -> Task:
+def _task(
+    matrices: Matrices, stages: int, pipelines: int, spares: bool, activation_bytes: int, gradient_bytes: int
+) -> Task:
     import numpy as np
 
     from muletrain.policy.placement import Task
@@ -117,8 +124,8 @@ def _task(matrices: Matrices, stages: int, pipelines: int, spares: bool, activat
         near = sorted(shapes, key=lambda shape: abs(int(shape.split()[0]) - stages))[:3]
         leave = ", or add --spares to leave some out" if devices > places else ""
         raise ConfigError(
-            f"{matrices.name} has {devices} devices, and {stages} stages x {pipelines} pipelines need {places}; choose numbers whose product is "
-            f"{devices} ({', '.join(near)}){leave}"
+            f"{matrices.name} has {devices} devices, and {stages} stages x {pipelines} pipelines need {places}; choose numbers whose "
+            f"product is {devices} ({', '.join(near)}){leave}"
         )
     delay_ms, bandwidth_gbps = np.array(matrices.delay_ms), np.array(matrices.bandwidth_gbps)
     return Task(delay_ms, bandwidth_gbps, (pipelines,) * stages, activation_bytes, gradient_bytes)

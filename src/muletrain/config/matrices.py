@@ -92,7 +92,11 @@ def _read(path: Path) -> Matrices:
             f"{path}: delay_ms has {len(delay_ms)} rows and bandwidth_gbps {len(bandwidth_gbps)}; give both a row for each device"
         )
     regions = raw.get("regions", [])
-    if not isinstance(regions, list) or not all(isinstance(r, str) for r in regions) or len(regions) not in (0, len(delay_ms)):
+    if (
+        not isinstance(regions, list)
+        or not all(isinstance(r, str) for r in regions)
+        or len(regions) not in (0, len(delay_ms))
+    ):
         raise ConfigError(f"{path}: regions: expected a list of {len(delay_ms)} names, one a device; or leave it out")
     return Matrices(path.stem, delay_ms, bandwidth_gbps, tuple(regions))
 
@@ -104,7 +108,9 @@ def _matrix(path: Path, key: str, rows: Any) -> list[list[float]]:
         raise ConfigError(f"{path}: {key}: expected a list of N lists of N numbers, one a device")
     for i, row in enumerate(rows):
         if len(row) != len(rows):
-            raise ConfigError(f"{path}: {key}[{i}] has {len(row)} values and there are {len(rows)} rows; give each row one a device")
+            raise ConfigError(
+                f"{path}: {key}[{i}] has {len(row)} values and there are {len(rows)} rows; give each row one a device"
+            )
         for j, value in enumerate(row):
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ConfigError(f"{path}: {key}[{i}][{j}]: expected a number, got {json.dumps(value)[:40]}")

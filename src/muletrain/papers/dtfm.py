@@ -51,7 +51,9 @@ CASES = (
 def task_of(network: str) -> Task:
     """What the five cases place, on a network that ships."""
     m = load_matrices(network)
-    return Task(np.array(m.delay_ms), np.array(m.bandwidth_gbps), (PIPELINES,) * STAGES, ACTIVATION_BYTES, GRADIENT_BYTES)
+    return Task(
+        np.array(m.delay_ms), np.array(m.bandwidth_gbps), (PIPELINES,) * STAGES, ACTIVATION_BYTES, GRADIENT_BYTES
+    )
 
 
 @cache
@@ -77,7 +79,9 @@ def search() -> Reproduction:
                 values.append(Value(f"{case.name}: {name}", low, ours[kind], "s"))
             else:
                 inside = 0.97 * low <= ours[kind] <= 1.03 * high
-                ranges.append(Statement(f"{case.name}: {name} ends between {low} and {high} s", f"{ours[kind]:.2f} s", inside))
+                ranges.append(
+                    Statement(f"{case.name}: {name} ends between {low} and {high} s", f"{ours[kind]:.2f} s", inside)
+                )
         values.append(Value(f"{case.name}: optimum, and muletrain's search", case.optimum, ours["muletrain"], "s"))
         excess.append(values[-1].difference)
     reproduced = [v for v in values if "optimum" not in v.what]

@@ -42,8 +42,10 @@ FIRST_ROUND = 20
 """Sweeps of the first round, times devices."""
 AGREED = 3
 """Rounds that end at the best cost, from random placements each, before it is taken for the optimum."""
-THREADINGS = 10
+THREADINGS = 3
 """How often in a round each chain gets the best matching and order."""
+PROGRESS = 50
+"""Sweeps between two looks at the clock."""
 SAME = 1e-9
 """Costs nearer than that (relative) are equal."""
 
@@ -106,13 +108,17 @@ class _Chains:
     def _draw(self, replicas: tuple[int, ...], sizes: list[int]) -> None:
         spares = self.n - sum(replicas)
         at = np.empty((self.stages * self.pipelines + spares, CHAINS), dtype=np.intp)
-        self._table = np.zeros((self.stages + 1, CHAINS), dtype=np.intp)  # rows of ``_exchange`` for the stage's size begin there
+        self._table = np.zeros(
+            (self.stages + 1, CHAINS), dtype=np.intp
+        )  # rows of ``_exchange`` for the stage's size begin there
         for r in range(CHAINS):
             random = r % len(HOT) == 0
             left = (self._rng.permutation(self.n) if random else self._near_ones_together()).tolist()
             drawn = self._rng.permutation(replicas).tolist()
             members: list[list[int]] = [[] for _ in drawn]
-            height = int(self._rng.integers(1, self.stages + 1))  # so many stages are filled side by side, pipeline by pipeline
+            height = int(
+                self._rng.integers(1, self.stages + 1)
+            )  # so many stages are filled side by side, pipeline by pipeline
             for first in range(0, self.stages, height):
                 for p in range(self.pipelines):
                     for k in range(first, min(first + height, self.stages)):
@@ -145,7 +151,9 @@ class _Chains:
         self._stage = np.full((self.n, CHAINS), self.stages)  # of each device
         for k, row in enumerate(self._rows(at)):
             self._stage[row, chains] = k
-        self._sums = np.zeros((self.stages + 1, self.n, CHAINS))  # what a device would take to exchange with all of a stage
+        self._sums = np.zeros(
+            (self.stages + 1, self.n, CHAINS)
+        )  # what a device would take to exchange with all of a stage
         for start in range(0, len(self._exchange), self.n):
             table = self._exchange[start : start + self.n]
             for k in range(self.stages):
@@ -244,7 +252,7 @@ class _Chains:
     def matching_sweeps(self, sweeps: int) -> list[bool]:
         """Which sweeps exchange pipelines: none where that changes nothing."""
         drawn = self._rng.random(sweeps) < MATCHING_MOVES
-        return (drawn & (min(self.stages, self.pipelines) > 1)).tolist()
+        return [bool(d) and min(self.stages, self.pipelines) > 1 for d in drawn]
 
     def best(self) -> tuple[float, Assignment]:
         r = int(self.now.cost.argmin())
@@ -253,19 +261,23 @@ class _Chains:
 
 
 def search(task: Task, *, seed: int, time_limit_s: float, watch: Callable[[float, float], None]) -> Found:
-    """Rounds from random placements, each twice as long as the one before, until ``AGREED`` of them ended at the same best cost or the
+    """Rounds, each from new placements and twice as long as the one before, until ``AGREED`` of them ended at the same best cost or the
     work is done that the time limit allows on a slow core. So the same seed and limit find the same; on a slower machine yet, time ends it
     (``Found.complete`` is false). ``watch`` hears now and then which share of that work is done, and the best cost."""
     rng = np.random.default_rng(seed)
     deadline = time.monotonic() + time_limit_s
     budget = max(THREADINGS, int(time_limit_s / _sweep_s(task)))
     done, length, agreed = 0, FIRST_ROUND * len(task.devices), 0
-    best_s, best = np.inf, ()
-    complete = True
+    best_s, complete = np.inf, True
+    best: Assignment = ()
+
+    def progress(sweeps: int, cost_s: float) -> None:
+        watch((done + sweeps) / budget, min(best_s, cost_s))
+
     while done < budget and agreed < AGREED and complete:
         sweeps = length if budget - done >= 3 * length else budget - done
         chains = _Chains(task, rng)
-        complete = _anneal(chains, sweeps, deadline, lambda n: watch((done + n) / budget, min(best_s, chains.best()[0])))
+        complete = _anneal(chains, sweeps, deadline, progress)
         found_s, found = chains.best()
         agreed = agreed + 1 if abs(found_s - best_s) <= SAME * found_s else agreed if found_s > best_s else 1
         if found_s < best_s:
@@ -275,29 +287,28 @@ def search(task: Task, *, seed: int, time_limit_s: float, watch: Callable[[float
     return Found(best, done * CHAINS * TRIES, complete)
 
 
-def _anneal(chains: _Chains, sweeps: int, deadline: float, watch: Callable[[int], None]) -> bool:
+def _anneal(chains: _Chains, sweeps: int, deadline: float, progress: Callable[[int, float], None]) -> bool:
     """Whether there was time for all of it."""
-    scale = chains.usual_change()
-    matching = chains.matching_sweeps(sweeps)
+    scale, matching = chains.usual_change(), chains.matching_sweeps(sweeps)
     every = -(-sweeps // THREADINGS)
-    for k in range(sweeps):
-        share = k / sweeps
-        temperature, weight = scale * chains.heat * (COLD / chains.heat) ** share, GUIDE * max(0.0, 1 - share / GUIDED)
-        if matching[k]:
-            chains.swap_pipelines(temperature, weight)
-        else:
-            chains.swap_devices(temperature, weight)
-        if k % every == every - 1:
+    done = 0
+    while done < sweeps:
+        share = done / sweeps
+        temperature = scale * chains.heat * (COLD / chains.heat) ** share
+        weight = GUIDE * max(0.0, 1 - share / GUIDED)
+        (chains.swap_pipelines if matching[done] else chains.swap_devices)(temperature, weight)
+        done += 1
+        if done % every == 0 or done == sweeps:
             chains.thread()
-        if k % 50 == 49:
-            watch(k)
+        if done % PROGRESS == 0:
+            progress(done, chains.best()[0])
             if time.monotonic() > deadline:
+                chains.thread()
                 break
-    chains.thread()
-    return k == sweeps - 1
+    return done == sweeps
 
 
 def _sweep_s(task: Task) -> float:
     """What a sweep takes on a slow core."""
     places = len(task.devices)
-    return 4e-4 + 4e-8 * CHAINS * TRIES * places
+    return 8e-4 + 8e-8 * CHAINS * TRIES * places

@@ -87,7 +87,8 @@ def random_search(task: Task, *, seed: int, time_limit_s: float, watch: Watch) -
 
 
 def evolve(
-    task: Task, *, seed: int, time_limit_s: float, watch: Watch, kernighan_lin: bool = False, trials: int = TRIALS, population: int = POPULATION
+    task: Task, *, seed: int, time_limit_s: float, watch: Watch, kernighan_lin: bool = False, trials: int = TRIALS,
+    population: int = POPULATION,
 ) -> Found:  # fmt: skip
     """The hybrid genetic search of sec. 3.4, until ``trials`` offspring were made or the time is over."""
     deadline = time.monotonic() + time_limit_s
@@ -159,7 +160,11 @@ class _Cyclic:
         start = group = int(np.argmax(tops))
         mover, at = movers[start], labels.copy()
         moves: list[tuple[int, int]] = []  # device, and where it came from
-        total, best, kept = 0.0, 0.0, 0  # gain so far, the best of a cycle closed at once, and after how many moves that is
+        total, best, kept = (
+            0.0,
+            0.0,
+            0,
+        )  # gain so far, the best of a cycle closed at once, and after how many moves that is
         while mover is not None and len(moves) < self._groups.n:
             device, gain = mover
             target = int(gain.argmax())
@@ -183,8 +188,8 @@ class _Cyclic:
 
 
 class FastLinks(_Cyclic):
-    """DT-FM's own (sec. 3.4): of each group the device with the fastest link inside it may move; it gains the mean link to the target group,
-    which pipelines would have to use, less that fast one, which they can use then."""
+    """DT-FM's own (sec. 3.4): of each group the device with the fastest link inside it may move; it gains the mean link to the target
+    group, which pipelines would have to use, less that fast one, which they can use then."""
 
     def __init__(self, groups: Groups) -> None:
         super().__init__(groups)

@@ -125,7 +125,7 @@ def _two_opt(weights: NDArray[np.float64], order: list[int]) -> tuple[float, tup
     w, n = weights.tolist(), len(order)
 
     def step(i: int, j: int) -> float:
-        return float(w[order[i]][order[j]]) if 0 <= i and j < n else 0.0
+        return float(w[order[i]][order[j]]) if i >= 0 and j < n else 0.0
 
     improved = True
     while improved:

@@ -63,8 +63,8 @@ def place(
     cost = evaluate(task, found.assignment)
     if not np.isfinite(cost.cost_s):
         raise ConfigError(
-            f"the {search} search found no placement without missing links (bandwidth 0 in one or both directions): all devices of a stage "
-            f"need links to each other; change stages and pipelines, {'give it more time, ' if search == 'muletrain' else ''}or leave devices out"
+            f"the {search} search found no placement without missing links (bandwidth 0 in one or both directions), and all devices of a "
+            f"stage need links to each other: change stages and pipelines, leave devices out, or search longer"
         )
     used = {d for stage in found.assignment for d in stage}
     spares = tuple(d for d in range(len(task.delay_ms)) if d not in used)
