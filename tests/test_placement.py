@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.optimize import linear_sum_assignment
 from typer.testing import CliRunner
 
 from muletrain.cli.main import app
@@ -143,6 +144,17 @@ def test_the_bottleneck_matching_is_the_best_of_all(seed: int) -> None:
     assert value == min(max(weights[i, p[i]] for i in range(size)) for p in permutations(range(size)))
     assert sorted(match) == list(range(size))
     assert max(weights[i, match[i]] for i in range(size)) == value
+
+
+@pytest.mark.parametrize("size", [9, 17])
+def test_the_bottleneck_matching_of_many(size: int) -> None:
+    """More columns than a byte has bits."""
+    weights = np.random.default_rng(size).random((size, size))
+    value, match = bottleneck_matching(weights)
+    assert sorted(match) == list(range(size))
+    assert max(weights[i, match[i]] for i in range(size)) == value
+    rows, columns = linear_sum_assignment(weights >= value)
+    assert (weights >= value)[rows, columns].any(), "no matching is below"
 
 
 @pytest.mark.parametrize("seed", range(10))
