@@ -2,9 +2,10 @@
 
 A state is a whole placement, matching and order included, so that a move changes a few sums, and thousands are tried in one sweep of
 array operations; for each chain the first of its tries that Metropolis' rule accepts is taken, which is what trying one after another
-would do. Maxima are flat where several links are equally slow: at first each hop's root mean square and the mean over the stages' data-
-parallel costs are added (the guide), so that a hop that has one slow link less is better; the weight of that falls to zero. Now and then
-each chain gets the best matching and order for its groups (``pipelines``).
+would do. Most chains begin with near devices side by side: in as many neighbouring stages as the chain's turn says, which makes pipelines
+cheap (all stages), data-parallel groups (one stage), or something between. Maxima are flat where several links are equally slow: at first
+each hop's root mean square and the mean over the stages' data-parallel costs are added (the guide), so that a hop that has one slow link
+less is better; the weight of that falls to zero. Now and then each chain gets the best matching and order for its groups (``pipelines``).
 
 Arrays: K stages, P pipelines, n devices that fit, R chains, Q = tries x R proposals (proposal q is of chain q mod R).
 """
@@ -108,17 +109,16 @@ class _Chains:
     def _draw(self, replicas: tuple[int, ...], sizes: list[int]) -> None:
         spares = self.n - sum(replicas)
         at = np.empty((self.stages * self.pipelines + spares, CHAINS), dtype=np.intp)
-        self._table = np.zeros(
-            (self.stages + 1, CHAINS), dtype=np.intp
-        )  # rows of ``_exchange`` for the stage's size begin there
+        # rows of ``_exchange`` for the stage's size begin there
+        self._table = np.zeros((self.stages + 1, CHAINS), dtype=np.intp)
+        any_height = int(self._rng.integers(self.stages))
         for r in range(CHAINS):
-            random = r % len(HOT) == 0
-            left = (self._rng.permutation(self.n) if random else self._near_ones_together()).tolist()
+            group, kind = divmod(r, len(HOT))
+            left = (self._near_ones_together() if kind else self._rng.permutation(self.n)).tolist()
             drawn = self._rng.permutation(replicas).tolist()
             members: list[list[int]] = [[] for _ in drawn]
-            height = int(
-                self._rng.integers(1, self.stages + 1)
-            )  # so many stages are filled side by side, pipeline by pipeline
+            # so many stages are filled side by side, pipeline by pipeline: each number in turn
+            height = 1 + (group + any_height) % self.stages
             for first in range(0, self.stages, height):
                 for p in range(self.pipelines):
                     for k in range(first, min(first + height, self.stages)):
