@@ -23,7 +23,7 @@ from muletrain.config.costs import Costs
 from muletrain.config.fleet import Fleet, load_fleet
 from muletrain.config.load import load_config
 from muletrain.config.schema import RunConfig
-from muletrain.events import Event, EventTail, MicrobatchTaken, Note, StepDone
+from muletrain.events import Event, EventTail, Note, StepDone
 from muletrain.model.spec import ModelSpec
 from muletrain.runs.fleet import LocalFleet
 from muletrain.sim.calibrate import calibrated, fit, observe
@@ -41,8 +41,8 @@ BAR = 0.1
 STEPS, SKIP = 12, 2
 """Of each run; those that are left out: nobody has measured anything yet."""
 MICROBATCHES = 32
-KILL_S = 12.0
-"""After the first microbatch was taken."""
+KILL_STEP, KILL_S = 5, 1.0
+"""In which step, and how long after it began: the first step of real fleets takes longer than simulated ones, by as much as it likes."""
 SETTINGS = [
     "model.width=128", "model.heads=4", "model.layers=6", "model.context=64", "model.vocab=512", "train.microbatch=1",
     f"train.batch={MICROBATCHES}", f"train.steps={STEPS}", "compute.precision=fp32", "compute.threads=1", "checkpoint.every=0",
@@ -63,7 +63,7 @@ SPOT = KIND.format("lab", 1) + KIND.format("spot", 1) + "reliable = false\n" + K
 
 @dataclass(frozen=True)
 class Case:
-    """``killed``: the only machine of that name, ``KILL_S`` after the beginning."""
+    """``killed``: the only machine of that name."""
 
     title: str
     machines: str
@@ -91,7 +91,7 @@ class Killer:
     killed: list[str] = field(default_factory=list)
 
     def watch(self, fleet: LocalFleet, event: Event) -> None:
-        if isinstance(event, MicrobatchTaken) and self.begin is None:
+        if isinstance(event, StepDone) and event.step == KILL_STEP - 1:
             self.begin = event.t
 
     def tick(self, fleet: LocalFleet) -> None:
@@ -147,8 +147,10 @@ def predicted(case: Case, folder: Path, costs: Costs, fidelity: Fidelity) -> flo
     """Microbatches/s in the same steps."""
     config, fleet = prepared(case, folder)
     scene = calibrated(setting(fleet, config, ModelSpec.from_config(config.model)), costs)
-    weather = Weather(trace=(Change(KILL_S, -1),) if case.killed else ())
-    outcome = simulate_fleet(scene, config, weather, hours=150 / 3600, fidelity=fidelity)
+    outcome = simulate_fleet(scene, config, Weather(), hours=150 / 3600, fidelity=fidelity)
+    if case.killed:
+        weather = Weather(trace=(Change(reached_s(outcome, KILL_STEP - 1) + KILL_S, -1),))
+        outcome = simulate_fleet(scene, config, weather, hours=150 / 3600, fidelity=fidelity)
     return MICROBATCHES * (STEPS - SKIP) / (reached_s(outcome, STEPS) - reached_s(outcome, SKIP))
 
 
