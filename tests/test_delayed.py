@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(400)
 # fmt: off
 SCENARIOS = [
     Scenario(31, (2, 2), 2, 4, 8, 0.1, (Fault(0.0, "kill", ("peer-1b",), on="shard"),)),  # what it had runs again, beside the next step
-    Scenario(32, (2, 1), 2, 4, 10, 0.02, (Fault(3.5, "join", ("peer-1j0",)),)),
+    Scenario(32, (2, 1), 2, 4, 10, 0.02, (Fault(2.4, "join", ("peer-1j0",)),)),
 ]
 # fmt: on
 
