@@ -7,7 +7,6 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 from muletrain.config.fleet import load_fleet
 from muletrain.config.load import load_config
@@ -17,7 +16,7 @@ from muletrain.sim.machines import setting
 from muletrain.timeline import chrome_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from muletrain.events import Event
@@ -41,14 +40,6 @@ REGIONS = (
 NEXT_DOOR = KIND.format("a", 2) + 'region = "x"\n' + KIND.format("b", 2) + 'region = "y"\n[defaults]\nrtt_ms = 300\n'
 """Of each stage one peer is next to a sender, and another, which computes as fast, is far."""
 STAYS = KIND.format("lab", 2) + KIND.format("spot", 4) + 'reliable = false\n[churn]\ntrace = "t.csv"\n'
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def played(

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-import torch
 
 from muletrain.clock import LoopClock
 from muletrain.config.fleet import load_fleet
@@ -26,20 +25,12 @@ from muletrain.swarm.roster import Genesis, Roster
 from muletrain.swarm.waiting import MAX_SILENCE
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import Awaitable, Callable
     from pathlib import Path
     from types import FrameType
 
     from muletrain.sim.ledger import Outcome
     from muletrain.swarm.context import Plan
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def played(tmp_path: Path, peers: int, stages: int, batch: int, seconds: float) -> Outcome:

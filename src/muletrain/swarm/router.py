@@ -305,8 +305,11 @@ class Router:
             raise (_FoundUnfinite if reply.unfinite else _Gone)(reply.reason)
         took = clock.now() - begin
         self._deadline.measured(took)
-        way_s = took - reply.busy_s - reply.away_s
-        self._wiring.measured(peer, max(reply.busy_s, way_s, 1e-6))  # they overlap: the longer is what it can do
+        busy_s = min(
+            reply.busy_s, took
+        )  # by our own clock: what a peer says of itself must not spoil what is thought of others
+        way_s = took - busy_s - reply.away_s
+        self._wiring.measured(peer, max(busy_s, way_s, 1e-6))  # they overlap: the longer is what it can do
         return Answer(peer, reply.loss, answer[0] if answer else None, unfinite)
 
     async def _await(self, peer: PeerId, request: Request, pending: _Pending) -> _Reply | Answer:
