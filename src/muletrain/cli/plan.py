@@ -1,4 +1,4 @@
-"""``muletrain plan``: where to place stages and replicas on machines with unequal links."""
+"""``muletrain plan``: which strategy is best on a fleet (``plan_fleet``); where to place stages and replicas on a network."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json as jsonlib
 import time
 from collections import Counter
 from enum import StrEnum
+from pathlib import Path  # noqa: TC003 # typer reads it
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -29,51 +30,168 @@ class Search(StrEnum):
     RANDOM = "random"
 
 
+FLEETS, NETWORKS = "A fleet", "A network, whose links are all that counts"
+"""Which options go together, in the help."""
+
+
 def plan(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="FLEET.toml",
+            help="Machines and links ('muletrain config --fleet' explains it). Default: an example, whose path is printed.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="A preset, e.g. 'llama-7b'. Default: gpt3-xl, or CONFIG's.", rich_help_panel=FLEETS),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="Sequences of one step. Default: 1024, or CONFIG's.", rich_help_panel=FLEETS),
+    ] = None,
+    microbatch: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Sequences of one microbatch. Default: what does most, or CONFIG's.", rich_help_panel=FLEETS
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="CONFIG.toml",
+            help="A run's configuration, as for 'muletrain run'; its number of stages is not taken.",
+            rich_help_panel=FLEETS,
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Override one field of the run, e.g. wire.activations=fp16. Repeatable.",
+            rich_help_panel=FLEETS,
+        ),
+    ] = None,
+    costs: Annotated[
+        Path | None,
+        typer.Option(metavar="COSTS.toml", help="What 'simulate calibrate' measured.", rich_help_panel=FLEETS),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="OUT.png",
+            help="Draw which region serves which stage, and the links between; needs matplotlib.",
+            rich_help_panel=FLEETS,
+        ),
+    ] = None,
     network: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="NET.json",
-            help="'delay_ms' and 'bandwidth_gbps', each a list of N lists of N numbers from row to column (bandwidth 0: no link), and, if "
-            "you like, N names as 'regions'; or a network that ships: dtfm-case1 to dtfm-case5, dtfm-case1-text to dtfm-case3-text.",
+            help="Instead of a fleet file: 'delay_ms' and 'bandwidth_gbps', each a list of N lists of N numbers from row to column "
+            "(bandwidth 0: no link), and, if you like, N names as 'regions'; or a network that ships: dtfm-case1 to dtfm-case5, "
+            "dtfm-case1-text to dtfm-case3-text.",
+            rich_help_panel=NETWORKS,
         ),
-    ],
-    stages: Annotated[int, typer.Option(min=1, help="Pipeline stages.")],
-    pipelines: Annotated[int, typer.Option(min=1, help="Pipelines side by side: replicas of each stage.")],
+    ] = None,
+    pipelines: Annotated[
+        int | None,
+        typer.Option(min=1, help="Pipelines side by side: replicas of each stage.", rich_help_panel=NETWORKS),
+    ] = None,
     activation_bytes: Annotated[
-        str, typer.Option(metavar="BYTES", help="What a stage sends to the next for one macro-batch, e.g. '471 MB'.")
-    ],
+        str | None,
+        typer.Option(
+            metavar="BYTES",
+            help="What a stage sends to the next for one macro-batch, e.g. '471 MB'.",
+            rich_help_panel=NETWORKS,
+        ),
+    ] = None,
     gradient_bytes: Annotated[
-        str, typer.Option(metavar="BYTES", help="The gradient of one stage, e.g. '0.65e9' or '650 MB'.")
-    ],
+        str | None,
+        typer.Option(
+            metavar="BYTES", help="The gradient of one stage, e.g. '0.65e9' or '650 MB'.", rich_help_panel=NETWORKS
+        ),
+    ] = None,
     search: Annotated[
         Search,
         typer.Option(
-            help="'muletrain' (annealing), DT-FM's evolutionary search, its Kernighan-Lin baseline, or one draw."
+            help="'muletrain' (annealing), DT-FM's evolutionary search, its Kernighan-Lin baseline, or one draw.",
+            rich_help_panel=NETWORKS,
         ),
     ] = Search.MULETRAIN,
+    spares: Annotated[
+        bool,
+        typer.Option(
+            "--spares",
+            help="The network has more devices than places: leave those out that fit worst.",
+            rich_help_panel=NETWORKS,
+        ),
+    ] = False,
+    stages: Annotated[
+        int | None, typer.Option(min=1, help="Pipeline stages. Default with a fleet file: what does most.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Draws what is random; the same seed finds the same.")] = 0,
     time_limit: Annotated[
         str,
         typer.Option(
-            metavar="TIME", help="At most so long, e.g. '30' (seconds) or '2m'. More is searched in more time."
+            metavar="TIME",
+            help="At most so long for placements, e.g. '30' (seconds) or '2m'. More is searched in more time.",
         ),
     ] = "30",
-    spares: Annotated[
-        bool, typer.Option("--spares", help="The network has more devices than places: leave those out that fit worst.")
-    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Place pipeline stages and their replicas on machines with unequal links, so that a step spends the least time in communication.
+    """Which strategy is best on these machines, and where everything goes.
 
-    The cost model is DT-FM's (Yuan et al. 2022, sec. 3). A link takes delay + bytes x 8 / bandwidth; delays and bandwidths of two unequal
-    directions are averaged. Data-parallel: the largest, over stages and their devices, of the sum over the stage's other devices of 2 x
-    link(gradient bytes / group size). Pipeline: the sum over neighbouring stages of the slowest link(activation bytes) between matched
-    devices. Cost = data-parallel + 2 x pipeline (forward and backward).
+    With FLEET.toml: for each strategy the predicted throughput, where the time of a step goes, memory by machine, traffic by link, the
+    price of a billion tokens (where the file has prices), and the strategy that is recommended: the fastest of those that 'muletrain run'
+    has today. Stages and microbatch are those with which a strategy does most. Strategy swarm is predicted by the rates of 'muletrain
+    simulate fleet', pipeline by its schedules (GPipe, 1F1B) played on the placement that is found, swap by ATOM's constraints. --json
+    prints the whole plan (docs/plan.md explains it).
 
-    --json prints cost_s, data_parallel_s, pipeline_s (one way), matching (pairs of devices for each two neighbouring stages), assignment
-    (stages in pipeline order, each a list of device indices, position = pipeline), spares, a lower_bound_s for the best cost there can be,
-    and whether the search is complete, or was ended by the time limit."""
+    With --network: where to place pipeline stages and their replicas on machines with unequal links, so that a step spends the least time
+    in communication; --stages, --pipelines, --activation-bytes and --gradient-bytes are needed then. The cost model is DT-FM's (Yuan et al.
+    2022, sec. 3). A link takes delay + bytes x 8 / bandwidth; delays and bandwidths of two unequal directions are averaged. Data-parallel:
+    the largest, over stages and their devices, of the sum over the stage's other devices of 2 x link(gradient bytes / group size).
+    Pipeline: the sum over neighbouring stages of the slowest link(activation bytes) between matched devices. Cost = data-parallel + 2 x
+    pipeline (forward and backward). --json prints cost_s, data_parallel_s, pipeline_s (one way), matching (pairs of devices for each two
+    neighbouring stages), assignment (stages in pipeline order, each a list of device indices, position = pipeline), spares, a
+    lower_bound_s for the best cost there can be, and whether the search is complete, or was ended by the time limit."""
+    limit_s = _seconds(time_limit)
+    for_network = {
+        "--pipelines": pipelines, "--activation-bytes": activation_bytes, "--gradient-bytes": gradient_bytes,
+    }  # fmt: skip
+    if network is None:
+        given = [name for name, value in for_network.items() if value is not None]
+        given += ["--spares"] * spares + ["--search"] * (search is not Search.MULETRAIN)
+        if given:
+            raise ConfigError(f"{given[0]} belongs to --network; with a fleet file it follows from the model")
+        from muletrain.cli.plan_fleet import plan_fleet
+
+        plan_fleet(
+            file, config, model, batch, microbatch, stages, overrides or [], seed=seed, time_limit_s=limit_s, plot=plot, json=json,
+            costs=costs,
+        )  # fmt: skip
+        return
+    for_fleets = {
+        "FLEET.toml": file, "--model": model, "--batch": batch, "--microbatch": microbatch, "--config": config, "--set": overrides,
+        "--costs": costs, "--plot": plot,
+    }  # fmt: skip
+    if given := [name for name, value in for_fleets.items() if value]:
+        raise ConfigError(f"{given[0]} stands beside --network, which has links only; give a fleet file or a network")
+    if stages is None or pipelines is None or activation_bytes is None or gradient_bytes is None:
+        missing = [name for name, value in {"--stages": stages, **for_network}.items() if value is None]
+        raise ConfigError(f"--network needs {', '.join(missing)} too; a fleet file with a model needs none of these")
+    _plan_network(
+        network, stages, pipelines, _bytes("activation", activation_bytes), _bytes("gradient", gradient_bytes), search, seed,
+        limit_s, spares=spares, json=json,
+    )  # fmt: skip
+
+
+def _plan_network(
+    network: str, stages: int, pipelines: int, activation_bytes: int, gradient_bytes: int, search: Search, seed: int, limit_s: float,
+    *, spares: bool, json: bool,
+) -> None:  # fmt: skip
     from rich.progress import Progress
 
     from muletrain.cli.console import make_console
@@ -81,10 +199,8 @@ def plan(
     from muletrain.policy.place import place
 
     matrices = load_matrices(network)
-    task = _task(
-        matrices, stages, pipelines, spares, _bytes("activation", activation_bytes), _bytes("gradient", gradient_bytes)
-    )
-    limit_s, started = _seconds(time_limit), time.monotonic()
+    task = _task(matrices, stages, pipelines, spares, activation_bytes, gradient_bytes)
+    started = time.monotonic()
     console = make_console()
     with Progress(console=console, transient=True, disable=json or not console.is_terminal) as progress:
         bar = progress.add_task("searching", total=1.0)

@@ -49,7 +49,7 @@ def what_if(
 ) -> None:  # fmt: skip
     """``costs``: what 'simulate calibrate' wrote. Raises ConfigError, CapacityError and DataError, which say where to look."""
     if plot is not None:
-        _need_matplotlib()
+        need_matplotlib()
     if trace is not None:
         if fidelity != "protocol":
             raise ConfigError("--trace shows what the slots of each peer do; rates have none: add --fidelity protocol")
@@ -188,7 +188,7 @@ def _links(outcome: Outcome) -> Table:
     return table
 
 
-def _need_matplotlib() -> None:
+def need_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as e:

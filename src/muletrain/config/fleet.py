@@ -66,6 +66,11 @@ class FleetPeer:
     """Paced service time per microbatch of one stage; None: as fast as it computes."""
     backward_s: float | None
     stall: Stall | None
+    host_bytes: int | None = None
+    """Memory beside an accelerator's own, if stated."""
+    load_bytes_per_s: float = math.inf
+    """From there into the accelerator's."""
+    price_per_hour: float | None = None
 
 
 def limited_peer(bytes_per_s: float) -> FleetPeer:
@@ -86,6 +91,23 @@ class Machine(Section):
     tflops: float | None = Field(default=None, gt=0, description="sustained speed [TFLOP/s]", examples=[35.0])
     speed: float = Field(default=1.0, gt=0, description="speed relative to the pacing below [1]")
     memory_gib: float | None = Field(default=None, gt=0, description="memory for training [GiB]", examples=[24.0])
+    host_gib: float | None = Field(
+        default=None,
+        gt=0,
+        description="memory beside that of a GPU, for training; default: enough [GiB]",
+        examples=[64.0],
+    )
+    load_gbytes: float = Field(
+        default=12.0,
+        gt=0,
+        description="from there into the GPU; default: PCIe 3.0 x16 in practice; for plans that swap layers [GB/s]",
+    )
+    price_per_hour: float | None = Field(
+        default=None,
+        ge=0,
+        description="of one machine, in any currency, the same for all; for plans [1/hour]",
+        examples=[0.35],
+    )
     reliable: bool = Field(
         default=True, description="expected to stay to the end (false: a spot instance, a volunteer)"
     )
@@ -279,6 +301,9 @@ class Fleet(Section):
             forward_s=_over(forward_ms, 1000),
             backward_s=_over(backward_ms, 1000),
             stall=Stall(every_s, self.stalls.duration_s) if every_s else None,
+            host_bytes=None if m.host_gib is None else int(m.host_gib * 2**30),
+            load_bytes_per_s=m.load_gbytes * 1e9,
+            price_per_hour=m.price_per_hour,
         )
 
 

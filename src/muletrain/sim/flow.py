@@ -101,6 +101,11 @@ class Flow:
         self._rate = self._rated()
         self.ledger = Ledger(self.rates, self.horizon_s, self._serving, self._present)
 
+    @property
+    def serving(self) -> list[Counts]:
+        """By stage and kind, now."""
+        return list(self._serving)
+
     # Time -------------------------------------------------------------------------------------------------------------
 
     def play(self) -> Ledger:

@@ -148,21 +148,22 @@ def _flat_size(codec: Codec, elements: int) -> int:
 def stages_for(fleet: Fleet, config: RunConfig, spec: ModelSpec) -> int:
     """The fewest stages of which every kind of machine can hold each; where there is no such number, of which each fits some machine.
     Raises CapacityError."""
-    peers = _first_of_each(fleet)
+    peers = first_of_each(fleet)
     possible = range(1, min(spec.layers, len(fleet.peers())) + 1)
     for enough in (all, any):
         for stages in possible:
-            needs = _needs(config, spec, spec.cut(stages))
-            if all(enough(need.fits(_offer(peer)) for peer in peers) for need in needs):
+            needs = stage_needs(config, spec, spec.cut(stages))
+            if all(enough(need.fits(offer_of(peer)) for peer in peers) for need in needs):
                 return stages
     return possible[-1]
 
 
-def setting(fleet: Fleet, config: RunConfig, spec: ModelSpec) -> Setting:
-    """Raises ConfigError and CapacityError, whose messages begin with the field of the fleet file that they are about."""
-    cut = spec.cut(config.fleet.stages)
-    needs, cost = _needs(config, spec, cut), run_cost(config, spec, cut)
-    machines = _first_of_each(fleet)
+def setting(fleet: Fleet, config: RunConfig, spec: ModelSpec, cut: Cut | None = None) -> Setting:
+    """``cut``: if it is known already. Raises ConfigError and CapacityError, whose messages begin with the field of the fleet file that
+    they are about."""
+    cut = cut or spec.cut(config.fleet.stages)
+    needs, cost = stage_needs(config, spec, cut), run_cost(config, spec, cut)
+    machines = first_of_each(fleet)
     _check_memory(fleet, spec, needs)
     found = [
         _kind(n, peer, machine, config, needs, cost)
@@ -179,7 +180,7 @@ def setting(fleet: Fleet, config: RunConfig, spec: ModelSpec) -> Setting:
     return Setting(tuple(found[n] for n in able), links, cost, cut, left_out)
 
 
-def _first_of_each(fleet: Fleet) -> list[FleetPeer]:
+def first_of_each(fleet: Fleet) -> list[FleetPeer]:
     firsts, index = [], 0
     for machine in fleet.machines:
         firsts.append(fleet.peers()[index])
@@ -187,7 +188,8 @@ def _first_of_each(fleet: Fleet) -> list[FleetPeer]:
     return firsts
 
 
-def _needs(config: RunConfig, spec: ModelSpec, cut: Cut, graphs: int = 1) -> list[StageMemory]:
+def stage_needs(config: RunConfig, spec: ModelSpec, cut: Cut, graphs: int = 1) -> list[StageMemory]:
+    """What each stage of this run needs of its machine."""
     precision = Precision.BF16 if config.compute.precision is Precision.AUTO else config.compute.precision
     return [
         stage_memory(
@@ -199,19 +201,20 @@ def _needs(config: RunConfig, spec: ModelSpec, cut: Cut, graphs: int = 1) -> lis
     ]  # fmt: skip
 
 
-def _offer(peer: FleetPeer) -> Offer:
-    """What lies beside an accelerator's own memory is taken to be enough."""
+def offer_of(peer: FleetPeer) -> Offer:
+    """What lies beside an accelerator's own memory is taken to be enough where nobody says."""
     device = find_device(peer.device) if peer.device else None
     usual = AMPLE if device is None else device.memory_bytes
-    host = None if device is not None and not device.accelerator else AMPLE
+    beside = AMPLE if peer.host_bytes is None else peer.host_bytes
+    host = None if device is not None and not device.accelerator else beside
     return Offer(usual if peer.memory_bytes is None else peer.memory_bytes, host)
 
 
 def _kind(
     n: int, peer: FleetPeer, machine: Machine, config: RunConfig, needs: list[StageMemory], cost: RunCost
 ) -> Kind:
-    offer = _offer(peer)
-    flops, assumed = (math.inf, "") if peer.forward_s else _flops(n, peer)
+    offer = offer_of(peer)
+    flops, assumed = (math.inf, "") if peer.forward_s else flops_of(n, peer)
     services = [
         (peer.forward_s, peer.backward_s)
         if peer.forward_s and peer.backward_s
@@ -228,7 +231,7 @@ def _kind(
     )  # fmt: skip
 
 
-def _flops(n: int, peer: FleetPeer) -> tuple[float, str]:
+def flops_of(n: int, peer: FleetPeer) -> tuple[float, str]:
     """Stated, or the catalogue's; and what of it is an estimate."""
     if peer.flops is not None:
         return peer.flops * peer.speed, ""
@@ -257,7 +260,7 @@ def _recomputes(config: RunConfig, need: StageMemory, offer: Offer) -> bool:
 
 
 def _check_memory(fleet: Fleet, spec: ModelSpec, needs: list[StageMemory]) -> None:
-    offers = [_offer(p) for p in _first_of_each(fleet)]
+    offers = [offer_of(p) for p in first_of_each(fleet)]
     total = sum(offer.device * m.count for offer, m in zip(offers, fleet.machines, strict=True))
     largest = max(range(len(offers)), key=lambda n: offers[n].device)
     needed = sum(need.of_device(offers[largest]) for need in needs)

@@ -213,10 +213,13 @@ class Rates:
         hops = AGREEMENT_HOPS + (stage > 0)  # the next step begins at stage 0, which hears of the others' entries
         return averaging_s + hops * delay_s + cost.ending_s
 
+    def ending_s(self, serving: Sequence[Counts]) -> float:
+        """Averaging and what is agreed on at the end of a step, in the stage where that takes longest."""
+        return max(self._ending_s(stage, here) for stage, here in enumerate(serving))
+
     def pause_s(self, serving: Sequence[Counts]) -> float:
         """From the last gradient of a step to the first forward of the next one."""
-        ending_s = max(self._ending_s(stage, here) for stage, here in enumerate(serving))
-        return ending_s + self._path_s(0, serving[0], serving[0]) / 2
+        return self.ending_s(serving) + self._path_s(0, serving[0], serving[0]) / 2
 
 
 class _Stage(NamedTuple):

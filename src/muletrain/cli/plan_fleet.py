@@ -1,0 +1,262 @@
+"""``muletrain plan FLEET.toml``: what each strategy would do on a fleet, and which one to take, told in a table and drawn."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+from muletrain.cli.console import make_console
+from muletrain.cli.whatif import USUAL, need_matplotlib
+from muletrain.config.costs import Costs, load_costs
+from muletrain.config.fleet import Fleet, load_located_fleet
+from muletrain.config.load import load_config, located
+from muletrain.errors import ConfigError
+from muletrain.model.spec import ModelSpec
+from muletrain.policy.strategies import title
+from muletrain.sim.calibrate import with_speeds
+from muletrain.sim.fleet import EXAMPLE
+from muletrain.sim.planner import plan
+from muletrain.sim.question import Question
+from muletrain.units import format_bytes, format_count, format_duration, format_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from muletrain.config.fleet import Machine
+    from muletrain.config.plan import Memory, Plan, Prediction, Traffic
+
+LINKS = 6
+"""Pairs of regions in the table; '--json' has all."""
+
+
+def plan_fleet(
+    path: Path | None, config: Path | None, model: str | None, batch: int | None, microbatch: int | None, stages: int | None,
+    overrides: Sequence[str], *, seed: int, time_limit_s: float, plot: Path | None, json: bool, costs: Path | None = None,
+) -> None:  # fmt: skip
+    """``costs``: what 'simulate calibrate' wrote. Raises ConfigError and CapacityError, which say where to look."""
+    if plot is not None:
+        need_matplotlib()
+    file = EXAMPLE if path is None else path
+    measured = Costs() if costs is None else load_costs(costs)
+    fleet, origins = load_located_fleet(file)
+    console = make_console()
+    with located(origins, Fleet):
+        fleet = with_speeds(fleet, measured)
+        question = _question(fleet, config, model, batch, microbatch, stages, overrides, measured)
+        with Progress(console=console, transient=True, disable=json or not console.is_terminal) as progress:
+            bar = progress.add_task("planning", total=1.0)
+
+            def watch(what: str, share: float) -> None:
+                progress.update(bar, completed=share, description=f"planning: {what}")
+
+            found = plan(question, seed=seed, time_limit_s=time_limit_s, watch=watch)
+    if plot is not None:
+        from muletrain.cli.plan_picture import draw
+
+        draw(found, fleet, plot)
+    if json:
+        print(found.model_dump_json())
+        return
+    if path is None:
+        console.print(f"no fleet was named, so this is the example {escape(str(EXAMPLE))}\n", soft_wrap=True)
+    tell(console, found, fleet)
+    if plot is not None:
+        console.print(f"wrote {escape(str(plot))}", soft_wrap=True)
+
+
+def _question(
+    fleet: Fleet, config: Path | None, model: str | None, batch: int | None, microbatch: int | None, stages: int | None,
+    overrides: Sequence[str], measured: Costs,
+) -> Question:  # fmt: skip
+    given = [*overrides, *([f"model.preset={model}"] if model else []), *([f"train.batch={batch}"] if batch else [])]
+    if microbatch:
+        given.append(f"train.microbatch={microbatch}")
+    named = any(text.startswith(("model.", "model =")) for text in given)
+    base = [] if config is not None else [*USUAL, *([] if named else ["model.preset=gpt3-xl"])]
+    run = load_config(config, [*base, *given])
+    fixed = config is not None or any(text.startswith("train.microbatch") for text in given)
+    if stages is None and any(text.startswith("fleet.stages") for text in overrides):
+        stages = run.fleet.stages
+    spec = ModelSpec.from_config(run.model)
+    if stages is not None and stages > spec.layers:
+        raise ConfigError(f"--stages {stages}: the model has {spec.layers} layers, and a stage needs one at least")
+    return Question(fleet, run, spec, stages, run.train.microbatch if fixed else None, measured)
+
+
+def tell(console: Console, plan: Plan, fleet: Fleet) -> None:
+    """The whole plan, for people."""
+    kinds = ", ".join(f"{m.count} x {m.device or m.name} in {m.region}" for m in fleet.machines)
+    console.print(f"[bold]{escape(plan.fleet)}[/bold]: {escape(kinds)}")
+    console.print(
+        f"{plan.model} ({format_count(plan.params)} parameters), {plan.batch} sequences of {plan.context} tokens a step\n"
+    )
+    console.print(_table(plan))
+    for p in plan.strategies:
+        if p.problem:
+            console.print(f"{title(p)} is not possible: {escape(p.problem)}", soft_wrap=True)
+    if plan.recommended is not None:
+        chosen = plan.strategies[plan.recommended]
+        console.print(f"\n[bold]recommended: {title(chosen)}[/bold]; {plan.why}", soft_wrap=True)
+        console.print(_layout(chosen, fleet))
+        console.print(_memory(chosen))
+        if chosen.spares:
+            console.print(f"without work: {escape(_by_entry(chosen.spares, fleet))}", soft_wrap=True)
+    else:
+        console.print(f"\nnothing is recommended: {plan.why}")
+    for note in _notes(plan, fleet):
+        console.print(escape(note), soft_wrap=True)
+
+
+def _notes(plan: Plan, fleet: Fleet) -> list[str]:
+    churn = fleet.churn
+    notes = [f"{title(p)}: {note}" for p in plan.strategies if not p.problem for note in p.notes]
+    if churn.trace or churn.leave_per_hour or churn.bursts_per_hour:
+        notes.append("machines come and go here, which no figure above knows of; 'muletrain simulate fleet' plays it")
+    if any(peer.forward_s for peer in fleet.peers()):
+        notes.append(
+            "machines are paced (forward_ms): a stage takes what the file says, however many layers it has; --stages says how many"
+        )
+    return [
+        *notes,
+        *(f"an estimate: {a}; 'tflops' beside 'device' says what you measured" for a in plan.assumed),
+    ]
+
+
+def _table(plan: Plan) -> Table:
+    """A column for each strategy."""
+    table = Table("a step of", title="what each strategy is predicted to do", title_justify="left")
+    for n, p in enumerate(plan.strategies):
+        table.add_column(title(p), justify="right", style="bold" if n == plan.recommended else None)
+    able = [None if p.problem else p for p in plan.strategies]
+
+    def row(label: str, show: Callable[[Prediction], str], end: bool = False) -> None:
+        table.add_row(label, *("" if p is None else show(p) for p in able), end_section=end)
+
+    table.add_row(
+        "runs today", *("not possible" if p.problem else "yes" if p.runnable else "not yet" for p in plan.strategies)
+    )
+    row(
+        "stages",
+        lambda p: str(len(p.stages)) if p.strategy != "swap" else f"1, in {len(p.swapped)} parts" if p.swapped else "1",
+    )
+    row("machines", lambda p: str(sum(len(s.machines) for s in p.stages)))
+    row("microbatches", lambda p: f"{sum(p.microbatches)} x {p.microbatch}", end=True)
+    row("tokens/s", lambda p: format_count(p.tokens_per_s))
+    row("time", lambda p: format_duration(p.step_s))
+    for label, part in (
+        ("  compute", "compute_s"), ("  pipeline links", "pipeline_s"), ("  data-parallel", "data_parallel_s"), ("  bubble", "bubble_s")
+    ):  # fmt: skip
+        row(label, lambda p, part=part: _part(getattr(p.split, part), p.step_s), end=part == "bubble_s")  # type: ignore[misc]
+    if any(p is not None and p.price_per_billion_tokens is not None for p in able):
+        row("price of 10^9 tokens", lambda p: _price(p.price_per_billion_tokens), end=True)
+    _memory_rows(plan, row)
+    _traffic_rows(plan, row)
+    return table
+
+
+def _part(seconds: float, step_s: float) -> str:
+    return f"{format_duration(seconds)}, {100 * seconds / step_s:.0f} %" if seconds >= 5e-4 * step_s else "-"
+
+
+def _price(price: float | None) -> str:
+    return "?" if price is None else f"{price:,.2f}" if price < 100 else f"{price:,.0f}"
+
+
+def _memory_rows(plan: Plan, row: Callable[..., None]) -> None:
+    rows = {(p.strategy, p.schedule, m.machine): m for p in plan.strategies for m in p.memory}
+    entries = {m.machine: m for m in rows.values()}
+    row("memory (+ beside GPU)", lambda p: "")
+    for n, (entry, m) in enumerate(entries.items()):
+        has = "" if m.device_has is None else f", {format_memory(m.device_has)}"
+
+        def show(p: Prediction, entry: str = entry) -> str:
+            found = rows.get((p.strategy, p.schedule, entry))
+            if found is None:
+                return "-"
+            return format_memory(found.device_needs) if not found.host_needs else _sum(found)
+
+        row(f"  {entry}{has}", show, end=n == len(entries) - 1)
+
+
+def _sum(m: Memory) -> str:
+    """'11 + 17 GiB'."""
+    one, two = format_memory(m.device_needs), format_memory(m.host_needs)
+    same = one.split()[1] == two.split()[1]
+    return f"{one.split()[0] if same else one} + {two}"
+
+
+def _traffic_rows(plan: Plan, row: Callable[..., None]) -> None:
+    most: dict[tuple[str, str], Traffic] = {}
+    for t in (t for p in plan.strategies for t in p.traffic):
+        key = t.sender, t.receiver
+        most[key] = max(most.get(key, t), t, key=lambda t: t.total)
+    busiest = sorted(most.values(), key=lambda t: -t.total)[:LINKS]
+    row("bytes between regions", lambda p: "")
+    for t in busiest:
+
+        def show(p: Prediction, pair: tuple[str, str] = (t.sender, t.receiver)) -> str:
+            return next((format_bytes(own.total) for own in p.traffic if (own.sender, own.receiver) == pair), "-")
+
+        row(f"  {t.sender} to {t.receiver}\n    {link_speed(t)}", show)
+    if len(most) > len(busiest):
+        row(f"  {len(most) - len(busiest)} more in --json", lambda p: "")
+
+
+def link_speed(t: Traffic) -> str:
+    """'1.1 Gb/s, 34 ms'."""
+    if t.bandwidth_bytes_per_s is None:
+        return f"{1000 * t.delay_s:.3g} ms"
+    mbps = 8e-6 * t.bandwidth_bytes_per_s
+    width = f"{mbps / 1000:.3g} Gb/s" if mbps >= 1000 else f"{mbps:.3g} Mb/s"
+    return f"{width}, {1000 * t.delay_s:.3g} ms"
+
+
+def _layout(p: Prediction, fleet: Fleet) -> Table:
+    entries = entry_of(fleet)
+    table = Table("stage", "layers", "machines", title="who serves what", title_justify="left")
+    for n, stage in enumerate(p.stages):
+        counts = Counter((entries[name].region, entries[name].device or entries[name].name) for name in stage.machines)
+        who = ", ".join(f"{count} x {device} in {region}" for (region, device), count in sorted(counts.items()))
+        first, end = stage.layers
+        table.add_row(str(n), f"{first} to {end - 1}" if end - first > 1 else str(first), escape(who))
+    return table
+
+
+def _memory(p: Prediction) -> Table:
+    table = Table("memory", title="the fullest machine of each kind", title_justify="left")
+    for heading in ("weights", "optimizer", "gradients", "activations", "buffers", "on device", "beside it"):
+        table.add_column(heading, justify="right")
+    for m in p.memory:
+        parts = (m.weights, m.optimizer, m.gradients, m.activations, m.buffers)
+        table.add_row(
+            f"{m.machine}, stage {m.stage}", *map(format_memory, parts), _of(m.device_needs, m.device_has), _beside(m)
+        )
+    return table
+
+
+def _beside(m: Memory) -> str:
+    return _of(m.host_needs, m.host_has) if m.host_needs else "-"
+
+
+def _of(needs: int, has: int | None) -> str:
+    return format_memory(needs) + ("" if has is None else f" of {format_memory(has)}")
+
+
+def entry_of(fleet: Fleet) -> dict[str, Machine]:
+    """Of each machine, by name."""
+    entries = (m for m in fleet.machines for _ in range(m.count))
+    return {peer.name: entry for peer, entry in zip(fleet.peers(), entries, strict=True)}
+
+
+def _by_entry(names: Sequence[str], fleet: Fleet) -> str:
+    """'20 x spot-east, lab'."""
+    entries = entry_of(fleet)
+    counts = Counter(entries[name].name for name in names)
+    return ", ".join(entry if n == 1 else f"{n} x {entry}" for entry, n in counts.items())

@@ -1,0 +1,243 @@
+"""Strategy ``pipeline`` on a fleet: membership as planned (DT-FM), the schedules GPipe and 1F1B.
+
+For each number of stages the placement search finds where stages and pipelines go (``policy.place``), once; schedules are played on what
+it found with every microbatch that fits, and the fastest is kept, one of each schedule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from muletrain.config.plan import Prediction, Stage
+from muletrain.errors import CapacityError, ConfigError
+from muletrain.policy.place import place
+from muletrain.policy.placement import Task
+from muletrain.policy.schedules import Station, in_flight, recomputing
+from muletrain.policy.strategies import (
+    Member,
+    averaging_s,
+    pipeline_shares,
+    pipeline_split,
+    roughly_s,
+)
+from muletrain.sim.question import Bytes, fullest, traffic
+from muletrain.swarm.context import CAPACITY
+from muletrain.units import format_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from muletrain.config.fleet import Link
+    from muletrain.config.plan import Memory
+    from muletrain.policy.placement import Assignment
+    from muletrain.policy.schedules import Schedule
+    from muletrain.sim.question import Question, Scene
+
+SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe")
+UNLIMITED_GBPS = 1e6
+"""What the search takes for a link without a limit."""
+NOT_YET = "'muletrain run' has no planned membership yet"
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Machines by stage and pipeline; ``kinds``: of each machine (``Setting.kinds``), by its index."""
+
+    scene: Scene
+    kinds: tuple[int, ...]
+    names: tuple[str, ...]
+    assignment: Assignment
+
+    def kind(self, stage: int, pipeline: int) -> int:
+        return self.kinds[self.assignment[stage][pipeline]]
+
+    def link(self, a: int, b: int) -> Link:
+        """Between two machines."""
+        return self.scene.setting.links[self.kinds[a]][self.kinds[b]]
+
+    def pipelines(self, schedule: Schedule) -> list[tuple[Station, ...]]:
+        found = [
+            tuple(self._station(s, p) for s in range(len(self.assignment))) for p in range(len(self.assignment[0]))
+        ]
+        cost, kinds = self.scene.setting.cost, self.scene.setting.kinds
+        if schedule == "gpipe" and cost.microbatches / len(found) > CAPACITY and not any(k.declared for k in kinds):
+            found = [recomputing(stations) for stations in found]  # nobody has room for all graphs
+        return found
+
+    def _station(self, s: int, p: int) -> Station:
+        cost, kind = self.scene.setting.cost, self.scene.setting.kinds[self.kind(s, p)]
+        on_s = on_delay_s = back_s = back_delay_s = 0.0
+        own = self.assignment[s][p]
+        if s + 1 < len(self.assignment):
+            link = self.link(own, self.assignment[s + 1][p])
+            on_s, on_delay_s = cost.forward_bytes[s + 1] / link.bandwidth_bytes_per_s, link.delay_s
+        if s:
+            link = self.link(own, self.assignment[s - 1][p])
+            back_s, back_delay_s = cost.backward_bytes[s] / link.bandwidth_bytes_per_s, link.delay_s
+        return Station(kind.forward_s[s], kind.backward_s[s], on_s, on_delay_s, back_s, back_delay_s)
+
+    def ending_s(self) -> float:
+        """Averaging, in the stage where it takes longest."""
+        cost, kinds, links = self.scene.setting.cost, self.scene.setting.kinds, self.scene.setting.links
+        longest_s = 0.0
+        for stage, devices in zip(cost.stages, self.assignment, strict=True):
+            here = Counter(self.kinds[d] for d in devices)
+            paths = [links[a][b] for a in here for b in here if a != b or here[a] > 1]
+            if paths:
+                members = [Member(kinds[k].up_bytes_per_s, kinds[k].down_bytes_per_s) for k in here.elements()]
+                narrowest = min(path.bandwidth_bytes_per_s for path in paths)
+                takes_s = averaging_s(stage.averaged_bytes, members, narrowest, max(path.delay_s for path in paths))
+                longest_s = max(longest_s, takes_s + stage.ending_s)
+        return longest_s
+
+
+def predict(
+    question: Question, seed: int, time_limit_s: float, watch: Callable[[float], None] = lambda share: None
+) -> list[Prediction]:
+    """One for each schedule."""
+    counts = question.stage_counts()
+    best: dict[Schedule, tuple[float, Placed]] = {}
+    problem = ""
+    too_full: dict[Schedule, str] = {}
+    for n, stages in enumerate(counts):
+        try:
+            for schedule, found in _fastest(question, stages, seed, time_limit_s / len(counts)).items():
+                if isinstance(found, str):
+                    too_full[schedule] = found
+                    continue
+                step_s, placed = found
+                if schedule not in best or step_s < best[schedule][0]:
+                    best[schedule] = step_s, placed
+        except (CapacityError, ConfigError) as e:
+            problem = str(e)
+        watch((n + 1) / len(counts))
+    return [
+        _told(question, best[schedule][1], schedule)
+        if schedule in best
+        else Prediction(strategy="pipeline", schedule=schedule, runnable=False, problem=too_full.get(schedule, problem))
+        for schedule in SCHEDULES
+    ]  # fmt: skip
+
+
+def _fastest(
+    question: Question, stages: int, seed: int, time_limit_s: float
+) -> dict[Schedule, tuple[float, Placed] | str]:
+    """By schedule: an estimate of a step, and where everything goes; or which machine lacks room. Raises CapacityError and ConfigError."""
+    best: dict[Schedule, tuple[float, Placed] | str] = {}
+    first: Placed | None = None
+    for microbatch in question.microbatches():
+        try:
+            scene = question.scene(stages, microbatch)
+        except CapacityError:
+            if first is None:
+                raise
+            break  # larger ones do not fit either
+        able = [k for k, kind in enumerate(scene.setting.kinds) if len(kind.fits) == stages]
+        if first is None:
+            first = _placed(question, scene, able, seed, time_limit_s)
+        elif {first.kinds[d] for stage in first.assignment for d in stage} - set(able):
+            break
+        placed = Placed(scene, first.kinds, first.names, first.assignment)
+        for schedule in SCHEDULES:
+            pipelines = placed.pipelines(schedule)
+            shares = pipeline_shares(pipelines, scene.setting.cost.microbatches)
+            known = best.get(schedule, "")
+            if full := [row for row in _memory(question, placed, schedule, shares) if not _fits(row)]:
+                best[schedule] = known or _too_full(full[0], schedule)
+                continue
+            stations, share = max(zip(pipelines, shares, strict=True), key=lambda p: roughly_s(*p))
+            step_s = pipeline_split([stations], [share], schedule, placed.ending_s()).step_s
+            if isinstance(known, str) or step_s < known[0]:
+                best[schedule] = step_s, placed
+    return best
+
+
+def _placed(question: Question, scene: Scene, able: Sequence[int], seed: int, time_limit_s: float) -> Placed:
+    setting = scene.setting
+    every = [(k, name) for k in able for name in question.names[setting.kinds[k].name]]
+    stages = len(setting.cut)
+    pipelines = min(len(every) // stages, setting.cost.microbatches)
+    if not pipelines:
+        short = next((k.name for k in setting.kinds if len(k.fits) < stages), None)
+        room = f"; '{short}' has no room for the largest" if short is not None else ""
+        raise CapacityError(
+            f"{len(every)} machines hold any stage, and {stages} stages need one each{room}: plan other stages"
+        )
+    kinds, names = tuple(k for k, _ in every), tuple(name for _, name in every)
+    delay_ms = np.array([[1000 * setting.links[a][b].delay_s for b in kinds] for a in kinds])
+    gbps = np.array(
+        [[min(UNLIMITED_GBPS, 8e-9 * setting.links[a][b].bandwidth_bytes_per_s) for b in kinds] for a in kinds]
+    )
+    each = setting.cost.microbatches / pipelines
+    times_s = [each * max(map(setting.kinds[k].service_s, range(stages))) for k in kinds]
+    task = Task(
+        delay_ms, gbps, (pipelines,) * stages, each * max(setting.cost.backward_bytes), max(s.averaged_bytes for s in setting.cost.stages),
+        compute_s=tuple(times_s),
+    )  # fmt: skip
+    return Placed(scene, kinds, names, place(task, seed=seed, time_limit_s=time_limit_s).assignment)
+
+
+def _memory(question: Question, placed: Placed, schedule: Schedule, shares: Sequence[int]) -> tuple[Memory, ...]:
+    setting, stages = placed.scene.setting, len(placed.assignment)
+    needs, rows = question.needs(placed.scene), {}
+    boundary = 4.0 * setting.cost.tokens * question.spec.width
+    for s in range(stages):
+        for p, share in enumerate(shares):
+            kind = setting.kinds[placed.kind(s, p)].name
+            owed = in_flight(schedule, stages, s, share) if s else 0  # of the first stage the inputs are tokens
+            if (kind, s, owed) not in rows:
+                rows[kind, s, owed] = question.memory(kind, s, needs[s], inputs=owed * boundary)
+    return fullest(rows.values())
+
+
+def _fits(row: Memory) -> bool:
+    return row.device_needs <= (row.device_has or math.inf) and row.host_needs <= (row.host_has or math.inf)
+
+
+def _too_full(row: Memory, schedule: Schedule) -> str:
+    rest = "; it keeps the inputs of a whole step" if schedule == "gpipe" else ""
+    return (
+        f"'{row.machine}' needs {format_memory(row.device_needs)} for stage {row.stage} and has {format_memory(row.device_has or 0)}{rest}"
+        f": take a smaller batch or more stages"
+    )
+
+
+def _told(question: Question, placed: Placed, schedule: Schedule) -> Prediction:
+    setting = placed.scene.setting
+    pipelines = placed.pipelines(schedule)
+    shares = pipeline_shares(pipelines, setting.cost.microbatches)
+    split = pipeline_split(pipelines, shares, schedule, placed.ending_s())
+    stages = tuple(
+        Stage(layers=layers, machines=tuple(placed.names[d] for d in devices))
+        for layers, devices in zip(setting.cut, placed.assignment, strict=True)
+    )
+    used = [name for stage in stages for name in stage.machines]
+    tokens = question.run.train.batch * question.spec.context
+    return Prediction(
+        strategy="pipeline", schedule=schedule, runnable=False, microbatch=setting.cost.sequences, microbatches=shares, stages=stages,
+        spares=question.unused(used), step_s=split.step_s, tokens_per_s=tokens / split.step_s, split=split,
+        memory=_memory(question, placed, schedule, shares),
+        traffic=traffic([k.region for k in setting.kinds], setting.links, _sent(placed, shares)),
+        price_per_billion_tokens=question.price(used, split.step_s),
+        notes=("nobody leaves: a pipeline waits for its slowest machine, and ends with any one",),
+    )  # fmt: skip
+
+
+def _sent(placed: Placed, shares: Sequence[int]) -> Bytes:
+    cost, sent = placed.scene.setting.cost, Bytes()
+    for s, stage in enumerate(placed.assignment):
+        for p, share in enumerate(shares):
+            if s:
+                a, b = placed.kind(s - 1, p), placed.kind(s, p)
+                sent[a, b, "activations"] += share * cost.forward_bytes[s]
+                sent[b, a, "gradients"] += share * cost.backward_bytes[s]
+        here = [0] * len(placed.scene.setting.kinds)
+        for d in stage:
+            here[placed.kinds[d]] += 1
+        sent.averaging(here, cost.stages[s].averaged_bytes)
+    return sent

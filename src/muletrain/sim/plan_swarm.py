@@ -1,0 +1,152 @@
+"""Strategy ``swarm`` on a fleet: the stages and the microbatch with which it does most, by the simulator's rates (``rates``, ``flow``)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from muletrain.config.fleet import Link
+from muletrain.config.plan import Prediction, Split, Stage
+from muletrain.errors import CapacityError
+from muletrain.sim.flow import Flow, Rules, Weather
+from muletrain.sim.question import Bytes, fullest, traffic
+from muletrain.sim.rates import TRAINERS, Rates
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from muletrain.config.plan import Memory, Traffic
+    from muletrain.sim.machines import Setting
+    from muletrain.sim.question import Question, Scene
+    from muletrain.sim.rates import Counts
+
+SETTLING_PERIODS = 240
+"""Of rebalancing, at the usual period four hours: by then nobody moves any more."""
+ALIKE = 0.01
+"""Of two layouts that differ by less, the one with fewer stages, and then the one with larger microbatches."""
+FREE = Link(0.0, float("inf"))
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A fleet after rebalancing, as nobody comes or goes. ``serving``: by stage and kind."""
+
+    scene: Scene
+    serving: Sequence[Counts]
+    throughput: float
+    """Microbatches/s."""
+
+    @property
+    def step_s(self) -> float:
+        return self.scene.setting.cost.microbatches / self.throughput
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.throughput * self.scene.setting.cost.tokens
+
+
+def predict(question: Question, watch: Callable[[float], None] = lambda share: None) -> Prediction:
+    """The best that was found; or why there is none."""
+    found, problems = [], []
+    candidates = [(s, m) for s in question.stage_counts() for m in question.microbatches()]
+    for n, (stages, microbatch) in enumerate(candidates):
+        try:
+            found.append(settled(question.scene(stages, microbatch)))
+        except CapacityError as e:
+            problems.append(e)
+        watch((n + 1) / len(candidates))
+    if not found:
+        return Prediction(strategy="swarm", runnable=True, problem=str(problems[-1]))
+    return _told(question, chosen(found))
+
+
+def chosen(found: Sequence[Settled]) -> Settled:
+    """The fastest, or what is as fast and less divided."""
+    best = max(s.tokens_per_s for s in found)
+    near = [s for s in found if s.tokens_per_s >= (1 - ALIKE) * best]
+    return min(near, key=lambda s: (len(s.serving), -s.scene.setting.cost.sequences))
+
+
+def settled(scene: Scene) -> Settled:
+    """Raises CapacityError where a stage gets no machine."""
+    fleet = scene.run.fleet
+    rates = rates_of(scene.setting, scene)
+    rules = Rules(fleet.rebalance, fleet.rebalance_period, fleet.adopt_after, 0)
+    flow = Flow(rates, Weather(), rules, SETTLING_PERIODS * fleet.rebalance_period, seed=0)
+    flow.play()
+    return Settled(scene, flow.serving, rates.of(flow.serving).throughput)
+
+
+def rates_of(setting: Setting, scene: Scene, *, delayed: bool | None = None) -> Rates:
+    run = scene.run
+    late = run.optimizer.delayed if delayed is None else delayed
+    return Rates(setting, trainers=run.fleet.trainers or TRAINERS, delayed=late)
+
+
+def split(found: Settled) -> Split:
+    """See ``policy.strategies`` for what is counted as what."""
+    setting = found.scene.setting
+    microbatches = setting.cost.microbatches
+    at_once, free = (rates_of(s, found.scene, delayed=False) for s in (setting, _without_links(setting)))
+    computing_s, free_s = (
+        microbatches / r.of(found.serving).throughput - r.ending_s(found.serving) for r in (at_once, free)
+    )
+    compute_s = microbatches / at_once.of(found.serving).slowest
+    return Split(
+        compute_s=compute_s, bubble_s=max(0.0, free_s - compute_s), pipeline_s=max(0.0, computing_s - free_s),
+        data_parallel_s=max(0.0, found.step_s - computing_s),
+    )  # fmt: skip
+
+
+def _without_links(setting: Setting) -> Setting:
+    wide = tuple(replace(k, up_bytes_per_s=float("inf"), down_bytes_per_s=float("inf")) for k in setting.kinds)
+    return replace(setting, kinds=wide, links=tuple((FREE,) * len(wide) for _ in wide))
+
+
+def _told(question: Question, found: Settled) -> Prediction:
+    scene, setting = found.scene, found.scene.setting
+    stages = _stages(question, found)
+    used = [name for stage in stages for name in stage.machines]
+    return Prediction(
+        strategy="swarm", runnable=True, microbatch=setting.cost.sequences, microbatches=(setting.cost.microbatches,), stages=stages,
+        spares=question.unused(used), step_s=found.step_s, tokens_per_s=found.tokens_per_s, split=split(found),
+        memory=_memory(question, scene, found.serving), traffic=sent(found), price_per_billion_tokens=question.price(used, found.step_s),
+    )  # fmt: skip
+
+
+def _stages(question: Question, found: Settled) -> tuple[Stage, ...]:
+    setting, taken = found.scene.setting, Counter[str]()
+    stages = []
+    for layers, counts in zip(setting.cut, found.serving, strict=True):
+        machines: list[str] = []
+        for kind, n in zip(setting.kinds, counts, strict=True):
+            machines += question.names[kind.name][taken[kind.name] : taken[kind.name] + n]
+            taken[kind.name] += n
+        stages.append(Stage(layers=layers, machines=tuple(machines)))
+    return tuple(stages)
+
+
+def _memory(question: Question, scene: Scene, serving: Sequence[Counts]) -> tuple[Memory, ...]:
+    needs, kinds = question.needs(scene), scene.setting.kinds
+    return fullest(
+        question.memory(kind.name, s, needs[s])
+        for s, counts in enumerate(serving)
+        for kind, n in zip(kinds, counts, strict=True)
+        if n
+    )
+
+
+def sent(found: Settled) -> tuple[Traffic, ...]:
+    """Of a step, from region to region."""
+    setting, serving, bytes_by = found.scene.setting, found.serving, Bytes()
+    rates, cost = rates_of(setting, found.scene), setting.cost
+    for stage in range(1, len(serving)):
+        shares = rates.shares(stage, serving[stage - 1], serving[stage])
+        for (a, *_), row in zip(rates.places, shares, strict=True):
+            for (b, *_), share in zip(rates.places, row, strict=True):
+                bytes_by[a, b, "activations"] += cost.microbatches * share * cost.forward_bytes[stage]
+                bytes_by[b, a, "gradients"] += cost.microbatches * share * cost.backward_bytes[stage]
+    for stage, here in enumerate(serving):
+        bytes_by.averaging(here, cost.stages[stage].averaged_bytes)
+    return traffic([k.region for k in setting.kinds], setting.links, bytes_by)

@@ -1,0 +1,34 @@
+"""``muletrain plan``: every strategy on a fleet, and which one to take."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from muletrain.config.plan import Plan
+from muletrain.errors import CapacityError
+from muletrain.policy.strategies import recommend
+from muletrain.sim import plan_pipeline, plan_swap, plan_swarm
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from muletrain.sim.question import Question
+
+
+def plan(
+    question: Question, *, seed: int = 0, time_limit_s: float = 30.0,
+    watch: Callable[[str, float], None] = lambda what, share: None,
+) -> Plan:  # fmt: skip
+    """``watch`` hears what is looked for, and which share of that is done. Raises ConfigError, and CapacityError where no strategy is
+    possible."""
+    found = [plan_swarm.predict(question, lambda share: watch("swarm", share))]
+    found += plan_pipeline.predict(question, seed, time_limit_s, lambda share: watch("pipeline", share))
+    found.append(plan_swap.predict(question))
+    if all(p.problem for p in found):
+        raise CapacityError(found[0].problem)
+    best, why = recommend(found)
+    run, spec = question.run, question.spec
+    return Plan(
+        fleet=question.fleet.name, model=run.model.preset or "model", params=spec.params, batch=run.train.batch, context=spec.context,
+        strategies=tuple(found), recommended=best, why=why, assumed=question.assumed(),
+    )  # fmt: skip

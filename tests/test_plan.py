@@ -1,0 +1,367 @@
+"""``muletrain plan FLEET.toml``: schedules and swapping by hand, predictions against the simulator, and errors that say what to change."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from muletrain.cli.main import app
+from muletrain.config import plan as schema
+from muletrain.config.fleet import load_fleet
+from muletrain.config.load import load_config
+from muletrain.config.plan import Plan, Prediction
+from muletrain.errors import CapacityError, MuletrainError
+from muletrain.model.spec import ModelSpec
+from muletrain.papers import atom
+from muletrain.policy.schedules import ORDERS, Station, in_flight, pass_s, play
+from muletrain.policy.strategies import (
+    Member,
+    Swapper,
+    averaging_s,
+    pipeline_shares,
+    pipeline_split,
+    recommend,
+    shared_out,
+    swap_split,
+)
+from muletrain.policy.swapping import Layer, accumulation, held_bytes, round_s, swapping
+from muletrain.sim.fleet import simulate_fleet
+from muletrain.sim.flow import Weather
+from muletrain.sim.plan_swarm import settled
+from muletrain.sim.question import Question
+
+ROOT = Path(__file__).parents[1]
+BOTH = pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+TIMES = st.floats(0.1, 3.0)
+
+# --- schedules ---------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_equal_stages_without_links_have_the_textbook_s_bubble(schedule: Any) -> None:
+    """Huang et al. 2019, sec. 2.3: stages - 1 of microbatches + stages - 1 slots."""
+    stations = (Station(1.0, 2.0),) * 4
+    assert pass_s(schedule, stations, 8) == pytest.approx((8 + 4 - 1) * 3.0)
+
+
+def test_links_by_hand() -> None:
+    """One microbatch: there and back; two in GPipe: the second is sent while the first computes."""
+    first, last = Station(1.0, 2.0, on_s=0.5, on_delay_s=0.25), Station(1.0, 2.0, back_s=0.5, back_delay_s=0.25)
+    for schedule in ORDERS:
+        assert pass_s(schedule, (first, last), 1) == pytest.approx(1 + 0.75 + 3 + 0.75 + 2)  # type: ignore[arg-type]
+    assert pass_s("gpipe", (first, last), 2) == pytest.approx(1 + 0.75 + 2 + 2 + 2 + 0.75 + 2)
+    assert pass_s("1f1b", (first, last), 2) == pytest.approx(1 + 0.75 + 3 + 3 + 0.75 + 2)
+
+
+def test_a_send_slot_sends_one_thing_after_another() -> None:
+    narrow = (Station(1.0, 1.0, on_s=10.0), Station(1.0, 1.0, back_s=0.0))
+    assert pass_s("gpipe", narrow, 3) == pytest.approx(1 + 3 * 10 + 1 + 3 + 1)
+
+
+@BOTH
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(TIMES, TIMES, TIMES, TIMES), min_size=1, max_size=5), st.integers(1, 9))
+def test_no_schedule_beats_its_busiest_slot(schedule: Any, times: list[tuple[float, ...]], microbatches: int) -> None:
+    stations = tuple(Station(f, b, on, 0.1, back, 0.1) for f, b, on, back in times)
+    end_s = pass_s(schedule, stations, microbatches)
+    assert end_s >= microbatches * max(s.forward_s + s.backward_s for s in stations) - 1e-9
+    once_s = sum(s.forward_s + s.backward_s + s.on_s + s.back_s + 0.2 for s in stations)
+    assert end_s <= microbatches * once_s + 1e-9
+
+
+@BOTH
+def test_what_is_extrapolated_is_what_would_be_played(schedule: Any) -> None:
+    stations = (Station(1.0, 2.0, 2.5, 0.4), Station(1.5, 2.2, 0.3, 0.4, 2.5, 0.4), Station(0.9, 2.0, 0, 0, 0.3, 0.4))
+    assert pass_s(schedule, stations, 500) == pytest.approx(play(ORDERS[schedule](3, 500), stations), rel=0.005)
+
+
+@BOTH
+def test_no_stage_owes_more_backwards_than_it_has_room_for(schedule: Any) -> None:
+    for stage, order in enumerate(ORDERS[schedule](4, 6)):
+        owed, most = 0, 0
+        for kind, _ in order:
+            owed += 1 if kind == "forward" else -1
+            most = max(most, owed)
+        assert most == in_flight(schedule, 4, stage, 6)
+
+
+@given(st.integers(0, 500), st.lists(st.floats(0.01, 10), min_size=1, max_size=9))
+def test_everything_is_shared_out_in_proportion(items: int, speeds: list[float]) -> None:
+    found = shared_out(items, speeds)
+    assert sum(found) == items
+    assert all(abs(n - items * v / sum(speeds)) < 1 + 1e-6 for n, v in zip(found, speeds, strict=True))
+
+
+def test_a_pipeline_s_step_by_hand() -> None:
+    """The slow pipeline gets a third; its 2 microbatches take 2 x 6 s, beside the other's 4 x 3 s."""
+    pipelines = [(Station(1.0, 2.0),), (Station(2.0, 4.0),)]
+    shares = pipeline_shares(pipelines, 6)
+    assert shares == (4, 2)
+    split = pipeline_split(pipelines, shares, "1f1b", 1.5)
+    assert (split.compute_s, split.bubble_s, split.pipeline_s, split.data_parallel_s) == pytest.approx((12, 0, 0, 1.5))
+
+
+def test_averaging_by_hand() -> None:
+    members = [Member(10.0, 20.0), Member(20.0, 20.0)]
+    assert averaging_s(100.0, members[:1], 5.0, 1.0) == 0.0
+    assert averaging_s(100.0, members, math.inf, 0.5) == pytest.approx(2 / 2 * 100 / 10 + 4 * 0.5)
+
+
+# --- swapping ----------------------------------------------------------------------------------------------------------
+
+
+def test_c_is_atom_s() -> None:
+    """Equal layers: b 12 d^2 / W against 2 x 12 d^2 L (1 + L / 6d) / F (its sec. III-C)."""
+    params, tokens, width = 12.0 * atom.WIDTH**2, atom.TOKENS, atom.WIDTH
+    forward_s = 2 * params * tokens * (1 + tokens / (6 * width)) / atom.FP16_FLOP_PER_S
+    layers = [Layer(forward_s, 3 * forward_s, 4 * params, 0.0)] * 4
+    found = swapping(layers, 2.5 * 4 * params, atom.LOAD_BYTES_PER_S)
+    assert len(found.runs) == 4
+    assert found.accumulate == pytest.approx(atom.accumulation(4, atom.FP16_FLOP_PER_S))
+
+
+def test_a_model_that_fits_is_not_swapped() -> None:
+    layers = [Layer(1.0, 2.0, 10.0, 1.0)] * 4
+    found = swapping(layers, 44.0, 1.0)
+    assert (found.runs, found.accumulate, found.device_bytes) == (((0, 4),), 0.0, 44.0)
+    assert round_s(layers, found.runs, 1.0, 3) == pytest.approx(3 * 4 * 3.0)
+
+
+def test_a_round_waits_for_what_loads_longer_than_its_neighbour_computes() -> None:
+    """Two halves of 20 bytes at 1 B/s: forward 2 m and backward 4 m beside them, 2 m and 4 m alone."""
+    layers, runs = [Layer(1.0, 2.0, 10.0, 1.0)] * 4, ((0, 2), (2, 4))
+    assert accumulation(layers, runs, 1.0) == 10.0
+    assert round_s(layers, runs, 1.0, 10) == pytest.approx(10 * 12)
+    assert round_s(layers, runs, 1.0, 1) == pytest.approx(20 + 2 + 20 + 4)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.floats(1, 9), st.floats(0, 9)), min_size=1, max_size=9), st.floats(1, 100))
+def test_swapping_keeps_to_the_memory_with_as_few_parts_as_can_be(
+    sizes: list[tuple[float, float]], memory: float
+) -> None:
+    layers = [Layer(1.0, 2.0, load, work) for load, work in sizes]
+    alone = tuple((i, i + 1) for i in range(len(layers)))
+    if held_bytes(layers, alone) > memory:
+        with pytest.raises(CapacityError, match="smaller microbatch"):
+            swapping(layers, min(memory, 1e-3), 1.0)
+        return
+    found = swapping(layers, memory, 1.0)
+    assert held_bytes(layers, found.runs) == found.device_bytes <= memory
+    whole = sum(load + work for load, work in sizes)
+    assert (len(found.runs) == 1) == (whole <= memory)
+
+
+def test_a_step_of_swapping_machines_by_hand() -> None:
+    layers = (Layer(1.0, 2.0, 10.0, 1.0),)
+    split = swap_split([Swapper(layers, ((0, 1),), 1.0, 1)] * 3, 30, 2.0)
+    assert (split.compute_s, split.data_parallel_s) == pytest.approx((30.0, 2.0))
+    assert split.bubble_s == pytest.approx(1.5)  # the last pieces
+
+
+# --- recommended -------------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_run_is_not_recommended() -> None:
+    slow = Prediction(strategy="swarm", runnable=True, tokens_per_s=10.0)
+    fast = Prediction(strategy="pipeline", schedule="1f1b", runnable=False, tokens_per_s=25.0)
+    best, why = recommend([fast, slow])
+    assert best == 1
+    assert "not yet runnable: pipeline, 1F1B (2.50 times as fast)" in why
+    assert recommend([slow.model_copy(update={"problem": "no room"}), fast])[0] is None
+
+
+# --- a fleet -----------------------------------------------------------------------------------------------------------
+
+FLEET = """
+[[machines]]
+name = "near"
+count = 3
+region = "x"
+tflops = 0.02
+memory_gib = 1.0
+price_per_hour = 0.5
+[[machines]]
+name = "far"
+count = 2
+region = "y"
+tflops = 0.03
+memory_gib = 1.0
+price_per_hour = 1.0
+up_mbps = 200
+down_mbps = 200
+[defaults]
+rtt_ms = 60
+bandwidth_mbps = 100
+"""
+MANY_SMALL = FLEET.replace("memory_gib = 1.0", "memory_gib = 0.01").replace("count = 3", "count = 40")
+TINY = (
+    "model.width=256", "model.heads=4", "model.layers=4", "model.context=512", "model.vocab=512", "checkpoint.every=0",
+    "train.microbatch=1",
+)  # fmt: skip
+
+
+def planned(tmp_path: Path, *arguments: str, text: str = FLEET) -> str:
+    (tmp_path / "fleet.toml").write_text(text)
+    sets = [x for setting in TINY for x in ("--set", setting)]
+    result = CliRunner().invoke(
+        app, ["plan", str(tmp_path / "fleet.toml"), "--batch", "64", "--time-limit", "1", *sets, *arguments]
+    )
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.output
+
+
+def test_a_plan_adds_up(tmp_path: Path) -> None:
+    found = Plan.model_validate_json(planned(tmp_path, "--json"))
+    names = {"near-0", "near-1", "near-2", "far-0", "far-1"}
+    assert [p.problem for p in found.strategies] == [""] * len(found.strategies)
+    for p in found.strategies:
+        used = [name for stage in p.stages for name in stage.machines]
+        assert p.split is not None
+        assert p.split.step_s == pytest.approx(p.step_s)
+        assert p.tokens_per_s == pytest.approx(64 * 512 / p.step_s)
+        assert sum(p.microbatches) * p.microbatch == 64
+        assert len(used) == len(set(used))
+        assert {*used, *p.spares} == names
+        assert not set(used) & set(p.spares)
+        assert [layers for stage in p.stages for layers in range(*stage.layers)] == list(range(4))
+        assert {m.machine for m in p.memory} == {name.split("-")[0] for name in used}
+        for m in p.memory:
+            assert m.device_has == 2**30 >= m.device_needs
+            whole = m.weights + m.optimizer + m.gradients + m.activations + m.buffers
+            assert m.device_needs + m.host_needs <= 2 * whole
+        hourly = sum(0.5 if name.startswith("near") else 1.0 for name in used)
+        assert p.price_per_billion_tokens == pytest.approx(hourly / 3600 / p.tokens_per_s * 1e9)
+    assert found.recommended is not None
+    assert found.strategies[found.recommended].strategy == "swarm"
+
+
+def test_what_crosses_links_is_what_the_layout_says(tmp_path: Path) -> None:
+    """Two stages side by side in two regions: 64 microbatches there and back, and halves of nothing."""
+    text = FLEET.replace("count = 3", "count = 1").replace("count = 2", "count = 1")
+    found = Plan.model_validate_json(planned(tmp_path, "--json", "--stages", "2", text=text))
+    swarm, *pipelines = (p for p in found.strategies if p.strategy in ("swarm", "pipeline"))
+    for p in (swarm, *pipelines):
+        assert {(t.sender, t.receiver) for t in p.traffic} == {("x", "y"), ("y", "x")}
+        assert sum(t.averaging for t in p.traffic) == 0
+        assert sum(t.gradients for t in p.traffic) == pytest.approx(64 * (512 * 256 + 4 * 512 * 256 / 4096))
+        assert p.traffic[0].bandwidth_bytes_per_s == 12.5e6
+        assert p.traffic[0].delay_s == 0.03
+
+
+def test_swarm_is_predicted_as_the_simulator_plays_it(tmp_path: Path) -> None:
+    (tmp_path / "fleet.toml").write_text(FLEET)
+    run = load_config(None, [*TINY, "train.batch=64"])
+    question = Question(load_fleet(tmp_path / "fleet.toml"), run, ModelSpec.from_config(run.model))
+    for stages in (1, 2, 4):
+        scene = question.scene(stages, 1)
+        played = simulate_fleet(scene.setting, scene.run, Weather(), hours=24)
+        assert settled(scene).throughput == pytest.approx(played.throughput, rel=0.01)
+
+
+def test_prices_and_links_that_are_not_stated(tmp_path: Path) -> None:
+    text = FLEET.replace("price_per_hour = 1.0\n", "").replace("bandwidth_mbps = 100\n", "")
+    found = Plan.model_validate_json(planned(tmp_path, "--json", text=text))
+    assert all(p.price_per_billion_tokens is None for p in found.strategies if not p.spares)
+
+
+def test_one_machine(tmp_path: Path) -> None:
+    text = '[[machines]]\nname = "a"\ndevice = "CPU"\n'
+    found = Plan.model_validate_json(planned(tmp_path, "--json", text=text))
+    assert [p.problem for p in found.strategies] == [""] * len(found.strategies)
+    assert all(p.split is not None and p.split.data_parallel_s == 0 for p in found.strategies)
+    assert found.assumed == ("CPU: 0.3 TFLOP/s (eight cores of 40 GFLOP/s in fp32)",)
+
+
+def test_machines_whose_memory_is_too_small_are_left_out(tmp_path: Path) -> None:
+    text = FLEET.replace(
+        'region = "x"\ntflops = 0.02\nmemory_gib = 1.0', 'region = "x"\ntflops = 0.02\nmemory_gib = 0.01'
+    )
+    found = Plan.model_validate_json(planned(tmp_path, "--json", text=text))
+    for p in found.strategies:
+        assert set(p.spares) >= {"near-0", "near-1", "near-2"}
+
+
+def test_paced_machines_take_what_the_file_says(tmp_path: Path) -> None:
+    text = '[[machines]]\nname = "a"\ncount = 2\nforward_ms = 100\nbackward_ms = 200\n'
+    found = Plan.model_validate_json(planned(tmp_path, "--json", text=text))
+    problems = {p.strategy: p.problem for p in found.strategies}
+    assert problems["swarm"] == ""
+    assert "paced" in problems["swap"]
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "said"),
+    [
+        (FLEET, ("--set", "model.width=8192", "--set", "model.layers=48"), ("machines[", "'near'", "add", "smaller model")),
+        (MANY_SMALL, (), ("machines[0].memory_gib", "machine with more memory")),
+        (FLEET, ("--stages", "9"), ("--stages 9", "4 layers")),
+        (FLEET.replace("tflops = 0.02\n", ""), (), ("machines[0].tflops", "missing")),
+        (FLEET, ("--pipelines", "2"), ("--pipelines belongs to --network",)),
+        (FLEET, ("--network", "dtfm-case1"), ("stands beside --network",)),
+        (FLEET, ("--microbatch", "3"), ("does not divide",)),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned_is_told(
+    tmp_path: Path, text: str, arguments: tuple[str, ...], said: tuple[str, ...]
+) -> None:
+    with pytest.raises(MuletrainError) as error:
+        planned(tmp_path, *arguments, text=text)
+    assert all(word in str(error.value) for word in said), str(error.value)
+
+
+def test_a_network_says_what_it_needs() -> None:
+    result = CliRunner().invoke(app, ["plan", "--network", "dtfm-case1", "--stages", "8"])
+    assert "--pipelines, --activation-bytes, --gradient-bytes" in str(result.exception)
+
+
+def test_people_see_a_table_and_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = planned(tmp_path, "--plot", str(tmp_path / "plan.png"))
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    words = " ".join(out.split())
+    for said in (
+        "recommended: swarm",
+        "not yet",
+        "pipeline links",
+        "x to y",
+        "100 Mb/s, 30 ms",
+        "price of 10^9 tokens",
+    ):
+        assert said in words
+
+
+def test_without_a_file_the_example_is_planned() -> None:
+    result = CliRunner().invoke(app, ["plan", "--stages", "3", "--microbatch", "1", "--time-limit", "0.2"])
+    assert "this is the example" in result.output
+    assert "spot-t4.toml" in result.output
+
+
+def test_every_field_is_explained() -> None:
+    text = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    kinds = (schema.Plan, schema.Prediction, schema.Split, schema.Stage, schema.Memory, schema.Traffic)
+    missing = [f"{kind.__name__}.{name}" for kind in kinds for name in kind.model_fields if f"`{name}`" not in text]
+    assert missing == []
+
+
+@pytest.mark.slow
+def test_random_fleets_do_what_was_predicted() -> None:
+    """Three of those of benchmarks/plan, by all messages of the production code."""
+    spec = importlib.util.spec_from_file_location("plan_benchmark", ROOT / "benchmarks" / "plan" / "run.py")
+    assert spec is not None
+    assert spec.loader is not None
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    for seed in range(3):
+        row = benchmark.compared(seed)
+        assert abs(row["error"]) <= 0.1, json.dumps(row)
+        assert row["behind"] <= 0.05, json.dumps(row)
