@@ -88,6 +88,21 @@ def test_both_fidelities_agree(tmp_path: Path, text: str, seconds: float, overri
     assert flow.throughput == pytest.approx(scale * warm(protocol), rel=AGREE)
 
 
+def test_a_deep_pipeline_begins_as_fast_as_it_goes_on(tmp_path: Path) -> None:
+    """First answers are compared with each other: to compute one twice at each stage in turn took four steps' time with 8 stages."""
+    deep = ("fleet.stages=8", "model.layers=8", "train.batch=16")
+    outcome = played(tmp_path, KIND.format("a", 16), 50.0, "protocol", *deep)
+    first_s, second_s = (point.time_s for point in outcome.curve[:2])
+    assert first_s < 1.5 * (second_s - first_s)
+    assert not outcome.repeated_microbatches
+
+
+def test_a_deep_pipeline_is_full(tmp_path: Path) -> None:
+    """As many microbatches are under way for each peer of a stage as there are stages."""
+    deep = ("fleet.stages=16", "model.layers=16", "train.batch=128", "compute.checkpointing=never")
+    assert played(tmp_path, KIND.format("a", 16), 3600.0, "flow", *deep).idle["few microbatches under way"] < 0.01
+
+
 def test_both_fidelities_agree_when_a_machine_dies(tmp_path: Path) -> None:
     """In the middle of a step; what it held runs again beside the rest, each microbatch once."""
     (tmp_path / "t.csv").write_text("time_s,change\n50,-1\n")

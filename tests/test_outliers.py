@@ -257,17 +257,17 @@ def test_of_three_the_liar_is_expelled_and_no_number_changes(how: str) -> None:
 def test_who_missed_that_it_is_expelled_hears_of_it_from_the_record_or_those_with_its_state() -> None:
     """It would go on otherwise, among those that do not listen to it any more, and its owner would never know."""
     liar = corrupt("peer-1a", "hundredfold")
-    undisturbed = play(Scenario(21, (2, 3), 2, 9, 8, 0.01, (liar,)))
+    undisturbed = play(Scenario(22, (2, 3), 2, 9, 8, 0.01, (liar,)))
     expelled_s = min(t for t, text in undisturbed.timeline if "peer_expelled" in text)
     heard = set()
     for before_s in (
+        0.002,
         0.01,
         0.015,
         0.02,
-        0.025,
-    ):  # in one of these moments it has not announced what the others judge it by
+    ):  # in one of these moments it has what the others judge it by, in another not
         frozen = Fault(expelled_s - before_s, "freeze", ("peer-1a",), 0.9)
-        outcome = play(Scenario(21, (2, 3), 2, 9, 8, 0.01, (liar, frozen)))
+        outcome = play(Scenario(22, (2, 3), 2, 9, 8, 0.01, (liar, frozen)))
         assert outcome.violations == [], "\n".join(readable(outcome))
         end = outcome.ends["peer-1a"]
         heard |= {text for text in (EXPELLED, "was expelled: it computed false gradients") if text in end}
@@ -288,9 +288,13 @@ def test_who_computes_falsely_step_after_step_leaves() -> None:
     assert EXPELLED in outcome.ends["peer-1b"]
 
 
-def test_false_gradients_of_a_middle_stage_are_not_blamed_on_those_before_it() -> None:
-    outcome = played((3, 2, 3), Fault(2.2, "corrupt", ("peer-1b",), 0.8, how="hundredfold"))
-    assert set(outcome.ends.values()) == {"finished"}
+@pytest.mark.parametrize(("stages", "begin_s"), [((3, 2, 3), 2.2), ((2, 3, 2), 0.0)])
+def test_false_gradients_of_a_middle_stage_are_not_blamed_on_those_before_it(
+    stages: tuple[int, ...], begin_s: float
+) -> None:
+    """Nor in the very first step, when nobody knows yet how long gradients are: then two peers of three decide."""
+    outcome = played(stages, Fault(begin_s, "corrupt", ("peer-1b",), 0.8, how="hundredfold"))
+    assert {end for p, end in outcome.ends.items() if p != "peer-1b"} == {"finished"}
     assert said(outcome, "frame_refused remote=peer-1b")
     assert not [line for line in said(outcome, "frame_refused") if "remote=peer-1b" not in line]
     assert not said(outcome, "the gradient of peer-0")

@@ -27,7 +27,7 @@ from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage
 from muletrain.optim.schedule import learning_rate
 from muletrain.runs.checkpoint import FORMAT
-from muletrain.swarm.context import CAPACITY, Plan
+from muletrain.swarm.context import Plan, capacity
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,7 +80,7 @@ class RunFacts:
             ),
             activations=c.wire.activations, gradients=c.wire.gradients, clip=c.optimizer.clip,
             lr=functools.partial(learning_rate, c.optimizer, total_steps=t.steps),
-            checkpoint_every=c.checkpoint.every, capacity=CAPACITY, rebalance=c.fleet.rebalance,
+            checkpoint_every=c.checkpoint.every, capacity=capacity(c.fleet.stages), rebalance=c.fleet.rebalance,
             rebalance_s=c.fleet.rebalance_period, work=tuple(self.stage_costs()),
             state_bytes=tuple((16 if c.optimizer.delayed else 12) * self.spec.stage_params(self.cut, s) for s in range(c.fleet.stages)),
             trace=c.fleet.trace, adopt_after_s=c.fleet.adopt_after, from_seed=c.model.from_ is None, delayed=c.optimizer.delayed,
@@ -100,7 +100,7 @@ class RunFacts:
             stage_memory(
                 self.spec, self.cut, s, tokens=self.tokens, precision=precision,
                 state_on_cpu=c.optimizer.state_device == "cpu", delayed=c.optimizer.delayed,
-                graphs=min(CAPACITY, c.microbatches) if c.compute.checkpointing == "never" else 1,
+                graphs=min(capacity(c.fleet.stages), c.microbatches) if c.compute.checkpointing == "never" else 1,
             )
             for s in range(c.fleet.stages)
         ]  # fmt: skip

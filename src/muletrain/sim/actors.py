@@ -34,7 +34,7 @@ from muletrain.sim.loop import run_virtually, seldom_collected
 from muletrain.sim.machines import fetch_s, mortal, seat, seated
 from muletrain.sim.tally import Tally
 from muletrain.swarm.checkpointing import Book
-from muletrain.swarm.context import CAPACITY, Context, Plan
+from muletrain.swarm.context import Context, Plan, capacity
 from muletrain.swarm.messages import Backward, Forward, Member, Reduced, Shard
 from muletrain.swarm.peer import Peer
 from muletrain.swarm.place import Folder
@@ -352,7 +352,8 @@ class Actors:
         return Plan(
             stages=len(cost.stages), steps=STEPS, microbatches=cost.microbatches, sequences=1, width=WIDTH, vocab=VOCAB,
             sequence_length=lambda step: TOKENS, activations=Codec.FP32, gradients=Codec.FP32, clip=None, lr=lambda step: 0.0,
-            checkpoint_every=config.checkpoint.every, capacity=CAPACITY, adopt_after_s=config.fleet.adopt_after, from_seed=True,
+            checkpoint_every=config.checkpoint.every, capacity=capacity(len(cost.stages)),
+            adopt_after_s=config.fleet.adopt_after, from_seed=True,
             rebalance=config.fleet.rebalance, rebalance_s=config.fleet.rebalance_period,
             work=tuple(s.forward_flops for s in cost.stages), state_bytes=tuple(s.state_bytes for s in cost.stages),
             delayed=config.optimizer.delayed, trace=self._watch is not None,

@@ -18,7 +18,7 @@ from muletrain.policy.rebalance import Load, View, by_queue, by_throughput
 from muletrain.sim.ledger import Ledger
 from muletrain.sim.machines import fetch_s, mortal, seat, seated
 from muletrain.sim.rates import Rate
-from muletrain.swarm.context import CAPACITY
+from muletrain.swarm.context import capacity
 from muletrain.swarm.rebalancing import HORIZON_PERIODS
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ class Flow:
             self.ledger.happened("stage lost")
             self._at(self._now + self.rules.adopt_after_s, lambda: self._adopt(stage))
         self._changed()
-        self._run_again(stage, held + min(CAPACITY // 2, cost.microbatches * share))
+        self._run_again(stage, held + min(capacity(self._stages) // 2, cost.microbatches * share))
 
     def _does(self, stage: int) -> float:
         """Microbatches/s of its peers together."""

@@ -16,7 +16,7 @@ from muletrain.errors import CapacityError, ConfigError
 from muletrain.policy.cost import RunCost, StageCost, service_s
 from muletrain.policy.devices import DEVICES, closest_device, find_device
 from muletrain.policy.seating import most_needed
-from muletrain.swarm.context import CAPACITY
+from muletrain.swarm.context import capacity
 from muletrain.units import format_memory
 from muletrain.wire.codec import IDS16, IDS32, encoded_size
 
@@ -195,7 +195,7 @@ def stage_needs(config: RunConfig, spec: ModelSpec, cut: Cut, graphs: int = 1) -
         stage_memory(
             spec, cut, s, tokens=config.train.microbatch * spec.context, precision=precision, delayed=config.optimizer.delayed,
             state_on_cpu=config.optimizer.state_device == "cpu",
-            graphs=min(CAPACITY, config.microbatches) if config.compute.checkpointing == "never" else graphs,
+            graphs=min(capacity(len(cut)), config.microbatches) if config.compute.checkpointing == "never" else graphs,
         )
         for s in range(len(cut))
     ]  # fmt: skip
@@ -218,7 +218,7 @@ def _kind(
     services = [
         (peer.forward_s, peer.backward_s)
         if peer.forward_s and peer.backward_s
-        else service_s(stage, flops, recompute=_recomputes(config, need, offer))
+        else service_s(stage, flops, recompute=_recomputes(config, len(needs), need, offer))
         for stage, need in zip(cost.stages, needs, strict=True)
     ]
     return Kind(
@@ -251,11 +251,11 @@ def flops_of(n: int, peer: FleetPeer) -> tuple[float, str]:
     return device.flops * peer.speed, assumed
 
 
-def _recomputes(config: RunConfig, need: StageMemory, offer: Offer) -> bool:
+def _recomputes(config: RunConfig, stages: int, need: StageMemory, offer: Offer) -> bool:
     """As a peer decides: activations are kept where memory has room for those of all that it holds."""
     if config.compute.checkpointing != "auto":
         return config.compute.checkpointing == "always"
-    kept = min(CAPACITY, config.microbatches) * need.activations
+    kept = min(capacity(stages), config.microbatches) * need.activations
     return kept > min(STASH_SHARE * offer.device, offer.device - need.of_device(offer))
 
 

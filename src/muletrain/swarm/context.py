@@ -42,9 +42,6 @@ TRAFFIC: dict[str, TrafficClass] = {
     "block": "state",
 }
 """Class of traffic of a frame kind, for the byte counts; everything else is control."""
-CAPACITY = 16
-"""Requests a peer holds at once: enough to cover a round trip of several service times. At 100 ms and 180 ms of service a fleet kept
-0.84 of its throughput with 8 and keeps 0.91 with 16 (benchmarks/slow_links)."""
 MAX_PAUSES = 30
 """Waits for a peer that says it still works on a microbatch: doubling up to the longest, 15 s in all."""
 PAUSE_S, PAUSE_MAX_S = 0.05, 0.5
@@ -56,6 +53,13 @@ MAX_ALARMS = 3
 """After which the time that an answer has does not double any more."""
 SEND_TIMEOUT_S = 120.0
 """Handing one frame to the transport: a bound for a dead transport, not for a slow link (frames are a few MB)."""
+
+
+def capacity(stages: int) -> int:
+    """Requests a peer holds at once, twice of what trainers have under way for each. At least 16, to cover a round trip of several service
+    times: at 100 ms and 180 ms of service a fleet kept 0.84 of its throughput with 8 and keeps 0.91 with 16 (benchmarks/slow_links). And
+    a pipeline is full with as many microbatches under way for each of a stage's peers as there are stages."""
+    return max(16, 3 * stages)
 
 
 @dataclass(frozen=True)

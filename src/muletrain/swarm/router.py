@@ -68,6 +68,7 @@ class Answer:
     loss: float
     gradient: Encoded | None
     unfinite: bool
+    took_s: float
 
 
 _Reply = tuple["Backward | Done | Busy | Lost", "list[Encoded]"]
@@ -238,6 +239,10 @@ class Router:
                 pending.copy.cancel()
                 await asyncio.wait({pending.copy})
 
+    def expects_another_than(self, peer: PeerId) -> bool:
+        """Does somebody else owe an answer, and is not doubted?"""
+        return any(p != peer and p not in self._ctx.doubted for p in self._pending)
+
     def _owed(self, peer: PeerId) -> Request | None:
         return next((p.request for p in self._pending.get(peer, {}).values()), None)
 
@@ -310,7 +315,7 @@ class Router:
         )  # by our own clock: what a peer says of itself must not spoil what is thought of others
         way_s = took - busy_s - reply.away_s
         self._wiring.measured(peer, max(busy_s, way_s, 1e-6))  # they overlap: the longer is what it can do
-        return Answer(peer, reply.loss, answer[0] if answer else None, unfinite)
+        return Answer(peer, reply.loss, answer[0] if answer else None, unfinite, took)
 
     async def _await(self, peer: PeerId, request: Request, pending: _Pending) -> _Reply | Answer:
         for attempt in itertools.count():
