@@ -26,7 +26,7 @@ from muletrain.policy.strategies import (
     roughly_s,
 )
 from muletrain.sim.question import Bytes, fullest, traffic
-from muletrain.swarm.context import CAPACITY
+from muletrain.swarm.context import capacity
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
@@ -65,7 +65,11 @@ class Placed:
             tuple(self._station(s, p) for s in range(len(self.assignment))) for p in range(len(self.assignment[0]))
         ]
         cost, kinds = self.scene.setting.cost, self.scene.setting.kinds
-        if schedule == "gpipe" and cost.microbatches / len(found) > CAPACITY and not any(k.declared for k in kinds):
+        if (
+            schedule == "gpipe"
+            and cost.microbatches / len(found) > capacity(len(self.assignment))
+            and not any(k.declared for k in kinds)
+        ):
             found = [recomputing(stations) for stations in found]  # nobody has room for all graphs
         return found
 
