@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import ConfigError
 from muletrain.model.presets import preset_fields
-from muletrain.policy.partition import Cut, partition
+from muletrain.policy.partition import Chain, Cut, Shared, partition
 
 if TYPE_CHECKING:
     from muletrain.config.schema import ModelConfig
@@ -147,6 +147,21 @@ class ModelSpec:
             )
         costs = [self.layer_flops()] * self.layers
         return partition(costs, stages, first_extra=self.embedding_flops, last_extra=self.head_flops)
+
+    def chain(self, sequences: int, tokens: int, *, parameter_bytes: float, token_bytes: float) -> Chain:
+        """For ``policy.partition_chain`` and the hub: one microbatch of ``sequences`` of ``tokens``, forward and backward [FLOP].
+
+        ``parameter_bytes``: what a parameter takes with its gradient and its part of the optimizer; ``token_bytes``: what a layer keeps of
+        a token until its backward. Embedding and head belong to the first and the last layer; shared layers are held once a stage."""
+        work = [3.0 * sequences * tokens * self.layer_flops(tokens)] * self.layers
+        work[0] += 3.0 * sequences * tokens * self.embedding_flops
+        work[-1] += 3.0 * sequences * tokens * self.head_flops
+        block = self.layer_params * parameter_bytes
+        state = [0.0 if self.share_layers else block] * self.layers
+        state[0] += self.embedding_params * parameter_bytes
+        state[-1] += self.head_params * parameter_bytes
+        shared = (Shared(block, tuple(range(self.layers))),) if self.share_layers else ()
+        return Chain(tuple(work), tuple(state), (token_bytes * sequences * tokens,) * self.layers, shared)
 
 
 def _default_ffn(width: int) -> int:

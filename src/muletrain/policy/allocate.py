@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from muletrain.errors import ConfigError
+from muletrain.errors import CapacityError, ConfigError
 from muletrain.policy import hub_annealing, hybrid
 from muletrain.policy.hub import HubCost, HubStage, HubTask, evaluate
 
@@ -64,19 +64,9 @@ def allocate(
 
 
 def check(task: HubTask, stages: int | None) -> None:
-    """Raises ConfigError for what cannot work whatever the search."""
+    """Raises ConfigError for what cannot work whatever the search, CapacityError where no reliable device holds the largest layer."""
     count, servers, layers = len(task.flops), [d for d, r in enumerate(task.reliable) if r], len(task.chain.work)
-    for name in ("delay_ms", "bandwidth_gbps"):
-        if np.shape(getattr(task, name)) != (count, count):
-            raise ConfigError(
-                f"{name}: {count} devices need {count} x {count} numbers, not {np.shape(getattr(task, name))}"
-            )
-    if len(task.reliable) != count or len(task.memory_bytes) not in (0, count):
-        raise ConfigError(f"reliable and memory_bytes need an entry for each of {count} devices")
-    if not all(0 < f < math.inf for f in task.flops):
-        raise ConfigError(
-            f"device {next(d for d, f in enumerate(task.flops) if not 0 < f < math.inf)} has no speed; leave it out"
-        )
+    _check_numbers(task)
     if not servers:
         raise ConfigError(
             f"none of {count} devices is reliable, and a hub needs reliable ones as servers; use the swarm strategy"
@@ -94,6 +84,32 @@ def check(task: HubTask, stages: int | None) -> None:
             f"the network of reliable devices falls apart: devices {', '.join(map(str, cut_off))} have no links to the others (bandwidth "
             f"0 in one or both directions); leave them out, or give them links"
         )
+    needs = max(task.chain.memory_bytes(n, n + 1) for n in range(layers))
+    if task.memory_bytes and needs > (most := max(task.memory_bytes[d] for d in servers)):
+        raise CapacityError(
+            f"the largest layer needs {needs / 2**30:.3g} GiB, and no reliable device has more than {most / 2**30:.3g} GiB; use machines "
+            f"with more memory, smaller microbatches or another optimizer"
+        )
+
+
+def _check_numbers(task: HubTask) -> None:
+    count = len(task.flops)
+    for name in ("delay_ms", "bandwidth_gbps"):
+        numbers = np.asarray(getattr(task, name), dtype=float)
+        if numbers.shape != (count, count):
+            raise ConfigError(f"{name}: {count} devices need {count} x {count} numbers, not {numbers.shape}")
+        wrong = ~(numbers >= 0) | (np.isinf(numbers) & (name == "delay_ms"))
+        np.fill_diagonal(wrong, False)
+        if wrong.any():
+            a, b = np.argwhere(wrong)[0]
+            raise ConfigError(
+                f"{name}: {numbers[a, b]} from device {a} to {b}; give a number from 0 on (no link is bandwidth 0)"
+            )
+    if len(task.reliable) != count or len(task.memory_bytes) not in (0, count):
+        raise ConfigError(f"reliable and memory_bytes need an entry for each of {count} devices")
+    for device, flops in enumerate(task.flops):
+        if not 0 < flops < math.inf:
+            raise ConfigError(f"flops: device {device} has {flops}; leave it out, or give its speed")
 
 
 def _cut_off(task: HubTask, servers: Sequence[int]) -> list[int]:

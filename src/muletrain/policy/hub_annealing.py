@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 from muletrain.errors import CapacityError
@@ -18,12 +19,14 @@ from muletrain.policy.hub import HubStage, HubTask, evaluate
 from muletrain.policy.hub_pace import Group, Pace
 from muletrain.policy.partition import Capacity, partition_chain
 
-HOT, COLD = 0.1, 2e-4
-"""First and last temperature, as shares of the time."""
-GUIDE = 0.5
+HOT, COLD = (0.03, 0.1), 2e-4
+"""First (by chain, in turns) and last temperature, as shares of the time."""
+GUIDE = 1.0
 """Weight of the guide."""
 ROUNDS = ((12, 50), (4, 150), (2, 500))
 """Chains of each round, and the moves of each, times devices."""
+LEAST = 4
+"""Chains of the first round: where there are fewer beginnings, several have the same."""
 PROGRESS = 50
 """Moves between two looks at the clock."""
 
@@ -48,13 +51,14 @@ def search(task: HubTask, *, seed: int, stages: int | None, time_limit_s: float)
     solutions = _heuristics(task, seed, stages)
     chains = [tuple(Group(s.frontal, s.backward, s.clients) for s in solution) for solution in solutions]
     chains += [] if chains else [_by_memory(task, stages)]
+    chains *= -(-LEAST // len(chains)) if len(chains) < LEAST else 1
     tried, complete = len(chains), True
     for count, moves in ROUNDS:
         chains = sorted(chains, key=lambda state: pace.of(state)[0])[:count]
         annealed = []
-        for state in chains:
+        for n, state in enumerate(chains):
             chain = _Chain(task, pace, state, rng, fixed=stages is not None)
-            complete = complete and chain.run(moves * len(task.flops), deadline)
+            complete = complete and chain.run(moves * len(task.flops), HOT[n % len(HOT)], deadline)
             tried += chain.moves
             annealed.append(chain.best)
         chains = annealed
@@ -64,14 +68,13 @@ def search(task: HubTask, *, seed: int, stages: int | None, time_limit_s: float)
 
 
 def _heuristics(task: HubTask, seed: int, stages: int | None) -> list[list[HubStage]]:
-    """The paper's solution, and what it would be with other numbers of stages."""
-    most = min(sum(task.reliable), len(task.chain.work))
+    """The paper's solution, and what it would be with other numbers of stages, if any are allowed."""
+    edges = hybrid.distances(task)
     found = []
-    for count in (stages,) if stages else (None, *range(1, most + 1)):
-        try:
-            found.append(hybrid.allocate(task, seed=seed, stages=count))
-        except CapacityError:
-            continue
+    with suppress(CapacityError):
+        found.append(hybrid.allocate(task, seed=seed, stages=stages))
+    if stages is None:
+        found += [hybrid.assemble(task, ordered, edges) for ordered in hybrid.orders(task, edges, seed)]
     return found
 
 
@@ -112,11 +115,11 @@ class _Chain:
         self._count, self._most = len(task.flops), min(sum(task.reliable), pace.layers)
         self.best, self.moves = state, 0
 
-    def run(self, moves: int, deadline: float) -> bool:
-        """Whether there was time for all of them."""
+    def run(self, moves: int, hot: float, deadline: float) -> bool:
+        """Walks on from the best state. Whether there was time for all moves."""
         state, rng = self.best, self._rng
-        best_s, guide_s = self._pace.of(state)
-        now = best_s + GUIDE * guide_s
+        best_s, smooth_s = self._pace.of(state)
+        now = best_s + GUIDE * smooth_s
         for move in range(moves):
             if move % PROGRESS == 0 and time.monotonic() > deadline:
                 return False
@@ -124,10 +127,11 @@ class _Chain:
             other = self._propose(state)
             if other is None:
                 continue
-            time_s, guide_s = self._pace.of(other)
-            then = time_s + GUIDE * guide_s
-            temperature = now * HOT * (COLD / HOT) ** (move / moves)
-            if then <= now + temperature * rng.expovariate(1.0):
+            temperature = now * hot * (COLD / hot) ** (move / moves)
+            limit = now + temperature * rng.expovariate(1.0)
+            time_s, smooth_s = self._pace.of(other, limit / (1 + GUIDE))
+            then = time_s + GUIDE * smooth_s
+            if then <= limit:
                 state, now = other, then
                 if time_s < best_s:
                     best_s, self.best = time_s, state

@@ -60,11 +60,13 @@ class Pace:
         self._hops: dict[tuple[Devices, Devices], float] = {}
         self.layers = len(task.chain.work)
 
-    def of(self, groups: Sequence[Group]) -> tuple[float, float]:
+    def of(self, groups: Sequence[Group], limit_s: float = math.inf) -> tuple[float, float]:
         """Of stages in order: the time of the slowest one with the best layers, inf where memory suffices for none, and the same as if
-        layers could be cut anywhere."""
+        layers could be cut anywhere, which is never more: where already that is above the limit, the first is not looked for (inf)."""
         overheads, speeds, ends = self.stages(groups)
         smooth_s = smooth(overheads, speeds, self._work[-1])
+        if smooth_s > limit_s:
+            return math.inf, smooth_s
         return fastest(overheads, speeds, ends, self._work, smooth_s), smooth_s
 
     def stages(self, groups: Sequence[Group]) -> tuple[list[float], list[float], list[list[int]]]:

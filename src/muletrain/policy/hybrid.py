@@ -1,17 +1,18 @@
 """HYBRID's allocation of a hub (sec. 3.3.3), one step after another: servers into stages by divisive clustering, stages in order by
 annealing, servers into roles, clients to the nearest stage, layers by total speed.
 
-Where the paper leaves something open: a cluster is divided between its two farthest members, each of the others to the nearer one, and
-equally near ones to the slower half (in a data centre all are equally near: halves of equal speed). The next one to be divided is the
-widest. Eq. 3 is taken as it is written, with the speed of all servers, so that each level seems faster until transfers cost more than
-that. The first stage has no stage before it, and all its servers go to the other side, but for the slowest: the one with the longest way.
-Beyond the paper: levels at which memory does not suffice are passed over, and clients that cannot hold or reach the nearest stage go to
-the nearest that they can.
+Where the paper leaves something open: a cluster is divided between its two farthest members; the others follow, those first for which
+it matters most, to the half that is nearer on average, and if both are, to the slower one (in a data centre: halves of equal speed). The
+next one to be divided is the widest. Eq. 3 is taken as it is written, with the speed of all servers, so that each level seems faster than
+the one before until transfers cost more than that; from three stages on, equally slow transfers cost no more. The first stage has no
+stage before it, and all its servers go to the other side, but for the slowest: the one with the longest way. Beyond the paper: levels at
+which memory does not suffice are passed over, and clients that cannot hold or reach the nearest stage go to the nearest that they can.
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -41,37 +42,40 @@ HOT, COLD = 1.0, 1e-3
 def allocate(task: HubTask, *, seed: int, stages: int | None = None) -> list[HubStage]:
     """The paper's solution; ``stages``: so many, instead of by the stopping rule. Raises CapacityError where no level fits into memory."""
     edges = distances(task)
-    rng = np.random.default_rng(seed)
     best: list[Cluster] = []
-    best_s, refused = math.inf, None
-    for clusters in levels(task, edges):
-        if len(clusters) > len(task.chain.work) or (stages and len(clusters) > stages):
-            break
-        ordered = in_order(clusters, edges, rng)
-        try:
-            cut_by_speed(task, ordered)
-        except CapacityError as error:
-            refused = error
-            continue
+    best_s = math.inf
+    for ordered in orders(task, edges, seed):
         time_s = pipeline_s(task, ordered, edges)
         if stages is None and time_s > best_s:
             break
-        if stages in (None, len(clusters)):
+        if stages in (None, len(ordered)):
             best, best_s = ordered, time_s
     if not best:
-        raise refused or CapacityError(
-            "no level of the clustering fits into the memory of its machines; use more stages"
+        raise CapacityError(
+            "at no level of the paper's clustering do all machines hold the layers of their stage; leave out those with the least memory, "
+            "or use the muletrain search, which does that"
         )
     return assemble(task, best, edges)
+
+
+def orders(task: HubTask, edges: Floats, seed: int) -> Iterator[list[Cluster]]:
+    """Of each level that fits into memory, the clusters in the order of the pipeline."""
+    rng = np.random.default_rng(seed)
+    for clusters in levels(task, edges):
+        if len(clusters) > len(task.chain.work):
+            return
+        ordered = in_order(clusters, edges, rng)
+        with suppress(CapacityError):
+            cut_by_speed(task, ordered)
+            yield ordered
 
 
 def distances(task: HubTask) -> Floats:
     """Of each two devices: what a microbatch's activations take between them, mean of both directions [s], (N, N). Where a link is missing,
     a hundred times the largest there is."""
     gbps = np.asarray(task.bandwidth_gbps, dtype=float)
-    one_way = np.asarray(task.delay_ms, dtype=float) / 1000 + task.activation_bytes * 8e-9 / np.where(
-        gbps > 0, gbps, np.nan
-    )
+    load = task.activation_bytes * 8e-9 / np.where(gbps > 0, gbps, np.nan)
+    one_way = np.asarray(task.delay_ms, dtype=float) / 1000 + load
     mean: Floats = (one_way + one_way.T) / 2
     np.fill_diagonal(mean, 0.0)
     return np.where(np.isnan(mean), 100 * (np.nanmax(mean) or 1.0), mean)
@@ -94,7 +98,7 @@ def _divide(task: HubTask, cluster: Cluster, edges: Floats) -> list[Cluster]:
     seeds = [cluster[i] for i in np.unravel_index(inside.argmax(), inside.shape)]
     halves, speeds = [[d] for d in seeds], [task.flops[d] for d in seeds]
     for d in sorted(set(cluster) - set(seeds), key=lambda d: (-abs(edges[d, seeds[0]] - edges[d, seeds[1]]), d)):
-        a, b = (float(edges[d, seed]) for seed in seeds)
+        a, b = (float(edges[d, half].mean()) for half in halves)
         half = int(speeds[1] < speeds[0]) if math.isclose(a, b) else int(b < a)
         halves[half].append(d)
         speeds[half] += task.flops[d]
@@ -123,12 +127,12 @@ def in_order(clusters: Sequence[Cluster], edges: Floats, rng: np.random.Generato
 
     best, best_s, now_s, moves = list(order), length(order), length(order), MOVES * count
     scale = float(weights[~np.eye(count, dtype=bool)].mean()) or 1.0
-    for move in range(moves):
-        i, j = sorted(rng.integers(count, size=2).tolist())
+    temperatures = scale * HOT * (COLD / HOT) ** np.linspace(0, 1, moves)
+    ends = np.sort(rng.integers(count, size=(moves, 2)), axis=1).tolist()
+    for (i, j), slack_s in zip(ends, (temperatures * rng.standard_exponential(moves)).tolist(), strict=True):
         other = [*order[:i], *order[i : j + 1][::-1], *order[j + 1 :]]
         then_s = length(other)
-        temperature = scale * HOT * (COLD / HOT) ** (move / moves)
-        if then_s <= now_s + temperature * rng.standard_exponential():
+        if then_s <= now_s + slack_s:
             order, now_s = other, then_s
             if now_s < best_s:
                 best, best_s = list(order), now_s
