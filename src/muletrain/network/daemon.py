@@ -25,6 +25,9 @@ SOCKET = "p2pclient-12345678901.sock"
 """The longest name that hivemind gives one."""
 START_S = 90.0
 """A tenth of a second does where the machine is idle; where fleets shared two cores, 15 s (hivemind's own limit) were not enough."""
+GARBAGE = "50"
+"""Per cent of its live memory that the daemon lets pile up as garbage (Go's GOGC; 100 is the default). It keeps a little of every peer it
+ever met: half the garbage, half the growth."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Daemon:
         identity = folder / "identity"
         key = Key.at(identity)
         local = listen.startswith("127.")
+        os.environ.setdefault("GOGC", GARBAGE)  # the daemon inherits it
         prefixed: Any = type("LocalP2P", (GatedP2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
         try:
             p2p: GatedP2P = await prefixed.create(
