@@ -118,6 +118,19 @@ def test_replicas_that_lose_sight_of_each_other_for_a_while_both_come_to_the_end
     assert set(outcome.ends.values()) == {"finished"}
 
 
+def test_who_waits_for_one_that_left_the_step_to_others_leaves_it_to_them_too() -> None:
+    """After a partition two of four replicas go on without the other two, of which one knows it. What the other holds they believed to be
+    there, and tried 20 times to average without it. Found by 'muletrain fuzz'."""
+    faults = (
+        Fault(0.595, "partition", ("peer-0a", "peer-0c", "peer-1a", "peer-2a"), 1.163),
+        Fault(0.654, "damage", ("peer-0a",), 15.9),
+        Fault(0.811, "join", ("peer-0j0",), 0.0),
+        Fault(1.530, "slow", ("peer-2b",), 13.9),
+    )
+    outcome = play(Scenario(435, (3, 2, 2), 2, 2, 5, 0.0, faults, overrides=("optimizer.delayed=true",)))
+    assert outcome.violations == []
+
+
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_replicas_whose_weights_differ_go_on_with_the_first_one_s(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that differs in the last bit after step 0: the later one of the two takes the state of the first."""

@@ -111,8 +111,12 @@ class Sealing(Knowledge):
         def outdated() -> bool:
             return self._latest_attempt(view) > attempt
 
+        def passed_over() -> bool:
+            """Others have tried once more since, and still go on without us: who is missing may have left the step to them already."""
+            return yields(me, view, {m: v for m, v in self._views().items() if v.attempt > attempt})
+
         await self._waits.until(
-            lambda: lost() or outdated() or not missing(),  # who is missing may wait for what those do that went on
+            lambda: lost() or outdated() or passed_over() or not missing(),  # who is missing may wait for those that went on
             self._seal_deadline, "the stage's replicas to seal", self._ask_replicas,
         )  # fmt: skip
         if yields(me, view, self._views()):
