@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -20,9 +21,11 @@ from typer.testing import CliRunner
 from muletrain.cli.main import app
 from muletrain.config.matrices import load_matrices, shipped
 from muletrain.errors import ConfigError
-from muletrain.papers import dtfm as paper
+from muletrain.papers import dtfm_searches as paper
+from muletrain.papers import reproduce
+from muletrain.policy import annealing
 from muletrain.policy.annealing import _Chains
-from muletrain.policy.dtfm import FastLinks, Groups, KernighanLin
+from muletrain.policy.dtfm import FastLinks, Groups, KernighanLin, random_placements
 from muletrain.policy.pipelines import bottleneck_matching, shortest_path
 from muletrain.policy.place import SEARCHES, Placement, place
 from muletrain.policy.placement import Assignment, Task, evaluate, lower_bound_s
@@ -249,10 +252,15 @@ def test_a_seed_is_honoured(search: str) -> None:
     assert search != "random" or first.assignment != other.assignment
 
 
-def test_the_time_limit_is_kept_and_told() -> None:
-    found = place(paper.task_of("dtfm-case5"), "dtfm", time_limit_s=0.3)
+@pytest.mark.parametrize("search", ["dtfm", "muletrain"])
+def test_the_time_limit_is_kept_and_told(search: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours by a machine that is a hundred times slower than the slowest it reckons with: it cools down all the same."""
+    monkeypatch.setattr(annealing, "_sweep_s", lambda task: 1e-5)
+    task, started = paper.task_of("dtfm-case5"), time.monotonic()
+    found = place(task, search, time_limit_s=1.0)
+    assert time.monotonic() - started < 5
     assert not found.complete
-    assert valid(paper.task_of("dtfm-case5"), found.assignment)
+    assert found.cost.cost_s < min(random_placements(task, seed=0, draws=20))
 
 
 # --- what holds whatever the network -----------------------------------------------------------------------------------
@@ -303,7 +311,7 @@ def cut(task: Task, first: int) -> Task:
         (replace(task_of(0, (2, 2)), fits=(True, True, False, True)), "fits into the memory of 3 of 4"),
         (
             cut(task_of(0, (2, 2)), 1),
-            "the network falls apart: 4 devices must reach each other, and at most 3 do; devices 0 have",
+            "the network falls apart: 4 devices must reach each other, and at most 3 do; device 0 has no links",
         ),
         (
             replace(task_of(0, (3,)), bandwidth_gbps=np.array([[0, 1, 1], [1, 0, 0], [1, 0, 0.0]])),
@@ -346,10 +354,17 @@ def test_the_proven_optimum_is_found_from_every_seed(case: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_the_published_searches_end_where_they_did() -> None:
-    found = paper.search()
+    found = reproduce("dtfm")
     assert [str(b) for b in found.bars if not b.met] + [s.stated for s in found.statements if not s.holds] == []
+
+
+def test_512_devices_are_planned_in_the_time_that_there_is() -> None:
+    task = task_of(0, (32,) * 16)
+    found = place(task, time_limit_s=4)
+    assert valid(task, found.assignment)
+    assert found.cost.cost_s < min(random_placements(task, seed=0, draws=3))
 
 
 # --- the command -------------------------------------------------------------------------------------------------------
@@ -398,6 +413,20 @@ def test_the_command_shows_a_table(tmp_path: Path) -> None:
     assert any(city in out for city in cities)
 
 
+@pytest.mark.parametrize("search", SEARCHES)
+def test_one_device_is_a_plan_of_its_own(tmp_path: Path, search: str) -> None:
+    alone = net(tmp_path, delay_ms=[[0]], bandwidth_gbps=[[0]])
+    arguments = ("--network", alone, "--stages", "1", "--pipelines", "1", "--search", search, "--time-limit", "0.2")
+    found = json.loads(plan(*arguments, *SIZES, "--json"))
+    assert (found["cost_s"], found["assignment"], found["gap"]) == (0, [[0]], 0)
+
+
+def test_a_network_without_links_is_told(tmp_path: Path) -> None:
+    none = net(tmp_path, bandwidth_gbps=[[0] * 6] * 6)
+    said = plan("--network", none, "--stages", "3", "--pipelines", "2", *SIZES)
+    assert "the network falls apart: 6 devices must reach each other, and at most 1 do" in said
+
+
 def test_help_states_the_convention() -> None:
     words = " ".join(plan("--help").replace("│", " ").split())
     assert "A link takes delay + bytes x 8 / bandwidth" in words
@@ -410,6 +439,11 @@ def test_help_states_the_convention() -> None:
         ({"delay_ms": [[0, 1], [1]]}, r"delay_ms\[1\] has 1 values and there are 2 rows"),
         ({"delay_ms": [[0, -1], [1, 0]]}, r"delay_ms\[0\]\[1\]: expected a finite number of at least 0, got -1"),
         ({"bandwidth_gbps": [[0, float("nan")], [1, 0]]}, r"bandwidth_gbps\[0\]\[1\]: .* 0 for no link, got nan"),
+        (
+            {"delay_ms": [[0, 1e10], [1, 0]]},
+            r"delay_ms\[0\]\[1\]: 10000000000.0 is no link there is; give milliseconds",
+        ),
+        ({"bandwidth_gbps": [[0, 1e-10], [1, 0]]}, r"1e-10 is no link there is; give Gbit/s, and 0 for no link"),
         ({"delay_ms": [[0, "1"], [1, 0]]}, r"delay_ms\[0\]\[1\]: expected a number, got \"1\""),
         ({"delay_ms": [[0, True], [1, 0]]}, "expected a number, got true"),
         ({"delay_ms": 3}, "expected a list of N lists"),

@@ -7,12 +7,13 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from muletrain.cli.main import app
 from muletrain.errors import ConfigError
-from muletrain.papers import INDEX, atom, hybrid, reproduce, swarm_rebalancing, swarm_systems
+from muletrain.papers import INDEX, atom, dtfm_steps, hybrid, reproduce, swarm_rebalancing, swarm_systems
 from muletrain.papers import swarm_utilisation as utilisation
 from muletrain.papers.baselines import dedloc, megatron
 from muletrain.papers.baselines.pipeline import Link, StageTime, gpipe, one_f_one_b, steady_s, step_s
@@ -175,6 +176,30 @@ def test_a_reproduction_that_misses_its_bar_says_so(tmp_path: Path) -> None:
     assert "✗ far off: 2 (bar: ≤ 1)" in text
     assert "0 of 1" in text
     assert "- why" in text
+
+
+def test_dtfm_s_steps_by_hand() -> None:
+    """The same link everywhere: overlapping hides the computing forward, blocking hides nothing; a slow device is waited for."""
+    latency_s, s_per_byte, work = 0.1, 1e-8, dtfm_steps.Work(24, 1024)
+    everywhere = dtfm_steps.Links(np.full((64, 64), latency_s), np.full((64, 64), s_per_byte))
+    layout = tuple(tuple(range(8 * k, 8 * k + 8)) for k in range(8))
+    c, t = work.forward_s, s_per_byte * dtfm_steps.MESSAGE_BYTES
+    assert c < t < 3 * c * 2
+    assert work.gradient_bytes == pytest.approx(0.655e9, rel=0.01)
+    exchange_s = 2 * 7 * (latency_s + s_per_byte * work.gradient_bytes / 8)
+    overlapped = 24 * c + 2 * 7 * (latency_s + t) + 127 * (t + max(t, 2 * c)) + exchange_s
+    blocking = 24 * c + 2 * 7 * (latency_s + t) + 127 * (3 * c + 2 * (latency_s + t)) + exchange_s
+    assert dtfm_steps.overlapped_s(everywhere, layout, work) == pytest.approx(overlapped)
+    assert dtfm_steps.blocking_s(everywhere, layout, work) == pytest.approx(blocking)
+    everywhere.s_per_byte[13, :] = everywhere.s_per_byte[:, 13] = 5 * s_per_byte
+    assert dtfm_steps.overlapped_s(everywhere, layout, work) > overlapped + 127 * 2 * 4 * t
+    assert dtfm_steps.blocking_s(everywhere, layout, work) > blocking + 127 * 2 * 4 * t
+
+
+def test_dtfm_s_ratios_need_no_search_for_megatron_and_random() -> None:
+    for case in range(1, 6):
+        small, large = (dtfm_steps.step_s("megatron", case, dtfm_steps.Work(24, batch)) for batch in (1024, 4096))
+        assert large > small > dtfm_steps.step_s("random", case, dtfm_steps.Work(24, 1024))
 
 
 def run(*arguments: str) -> tuple[int, str]:

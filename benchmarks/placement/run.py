@@ -1,4 +1,6 @@
-"""How good are the searches for a placement, and how fast? On DT-FM's five networks, and on such as have no symmetry."""
+"""How good are the searches for a placement, and how fast? On DT-FM's five networks, and on such as have no symmetry. See README.md.
+
+``python run.py [--parts cases asymmetric large]``: the results of other parts stay as they were."""
 
 from __future__ import annotations
 
@@ -6,117 +8,157 @@ import argparse
 import json
 import math
 import platform
+import subprocess
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
+from networks import asymmetric, large
+from rich.console import Console
+from rich.progress import Progress
 
-from muletrain.papers.dtfm import ACTIVATION_BYTES, CASES, GRADIENT_BYTES, task_of
+from muletrain.papers.dtfm_searches import CASES, task_of
 from muletrain.policy.dtfm import random_placements
 from muletrain.policy.place import place
-from muletrain.policy.placement import Task
+from muletrain.policy.placement import Task, evaluate, link_times
 
-# between AWS regions, measured by DT-FM: its published scheduler has two more than its paper [ms, Gbit/s]
-CITIES = ("oregon", "virginia", "ohio", "tokyo", "seoul", "singapore", "sydney", "london", "frankfurt", "ireland")
-PATHS = (
-    ((67, 0.79), (49, 1.10), (96, 0.523), (124, 0.46), (163, 0.341), (139, 0.36), (136, 0.42), (143, 0.404), (124, 0.482)),
-    ((11, 1.12), (143, 0.524), (172, 0.5), (230, 0.364), (197, 0.383), (76, 1.16), (90, 1.02), (67, 1.05)),
-    ((130, 0.694), (159, 0.529), (197, 0.452), (185, 0.484), (86, 1.05), (99, 0.799), (77, 1.14)),
-    ((34, 1.10), (73, 1.01), (100, 0.761), (210, 0.366), (223, 0.36), (199, 0.465)),
-    ((74, 1.14), (148, 0.58), (238, 0.342), (235, 0.358), (228, 0.335)),
-    ((92, 0.816), (169, 0.5), (155, 0.535), (179, 0.492)),
-    ((262, 0.326), (265, 0.328), (254, 0.344)),
-    ((14, 1.14), (12, 1.09)),
-    ((24, 1.08),),
-)  # fmt: skip
+HERE = Path(__file__).parent
+RESULTS = HERE / "results.json"
+NEAR_S = 6e-4
+"""Published optima are rounded to a millisecond."""
+Row = dict[str, Any]
 
 
-def jittered(cities: list[int], seed: int, stages: int = 8, pipelines: int = 8) -> Task:
-    """Devices in these cities; every link is up to 20 % better or worse than its cities', in each direction by itself."""
-    rng = np.random.default_rng(seed)
-    base = {(i, i): (5.0, 2.0) for i in range(len(CITIES))}
-    for i, row in enumerate(PATHS):
-        for j, path in enumerate(row, i + 1):
-            base[i, j] = base[j, i] = path
-    both = np.array([[base[a, b] for b in cities] for a in cities])
-    delay, gbps = (both[:, :, k] * rng.uniform(0.8, 1.2, both.shape[:2]) for k in (0, 1))
-    return Task(delay, gbps, (pipelines,) * stages, ACTIVATION_BYTES, GRADIENT_BYTES)
-
-
-def asymmetric(seed: int) -> dict[str, Task]:
-    """By name: unequal regions, and cities at random."""
-    rng = np.random.default_rng(seed)
-    four = [0] * 26 + [1] * 19 + [2] * 12 + [3] * 7
-    return {
-        f"four unequal regions, {seed}": jittered(four, seed),
-        f"64 devices in ten cities, {seed}": jittered(rng.integers(0, 10, 64).tolist(), seed + 100),
-    }
-
-
-def reached(case: int, seed: int, limit_s: float) -> dict[str, float]:
-    """When the proven optimum was found first, and when the search ended."""
-    optimum, started = CASES[case - 1].optimum, time.perf_counter()
-    first_s = math.inf
+def timed(task: Task, search: str, limit_s: float, seed: int, reached_s: float = 0.0) -> Row:
+    """One search. ``first_*``: when it was at ``reached_s`` first."""
+    started_s, started_cpu_s = time.perf_counter(), time.process_time()
+    first: list[float] = []
 
     def watch(share: float, best_s: float) -> None:
-        nonlocal first_s
-        if best_s <= optimum + 6e-4:
-            first_s = min(first_s, time.perf_counter() - started)
+        if not first and best_s <= reached_s:
+            first.extend((time.perf_counter() - started_s, time.process_time() - started_cpu_s))
 
-    found = place(task_of(f"dtfm-case{case}"), seed=seed, time_limit_s=limit_s, watch=watch)
-    ended_s = time.perf_counter() - started
-    hit = found.cost.cost_s <= optimum + 6e-4
-    return {
-        "seed": seed,
-        "cost_s": found.cost.cost_s,
-        "reached_s": min(first_s, ended_s) if hit else math.inf,
-        "ended_s": ended_s,
-    }
+    found = place(task, search, seed=seed, time_limit_s=limit_s, watch=watch)
+    took = {"seconds": time.perf_counter() - started_s, "cpu_s": time.process_time() - started_cpu_s}
+    if not first and found.cost.cost_s <= reached_s:
+        first.extend(took.values())
+    firsts = dict(zip(("first_s", "first_cpu_s"), first, strict=True)) if first else {}
+    gap = {"lower_bound_s": found.lower_bound_s, "complete": found.complete, "tried": found.tried}
+    return {"seed": seed, "cost_s": found.cost.cost_s, **firsts, **took, **gap}
 
 
-def timed(task: Task, search: str, limit_s: float, seed: int = 0) -> dict[str, float]:
-    started = time.perf_counter()
-    found = place(task, search, seed=seed, time_limit_s=limit_s)
-    return {"cost_s": found.cost.cost_s, "seconds": time.perf_counter() - started, "tried": found.tried}
+class Annealer:
+    """``annealer.c``, compiled here. Its costs are checked by our evaluator."""
+
+    def __init__(self, folder: str) -> None:
+        self._program = str(Path(folder) / "annealer")
+        subprocess.run(["cc", "-O3", "-o", self._program, str(HERE / "annealer.c"), "-lm"], check=True)
+
+    def search(self, task: Task, cpu_s: float, seed: int) -> Row:
+        sizes, share = (len(task.replicas), task.pipelines), task.gradient_bytes / task.pipelines
+        tables = np.stack([link_times(task, task.activation_bytes), 2 * link_times(task, share)])
+        problem = "\n".join(
+            [f"{sizes[0]} {sizes[1]}", *(" ".join(map(repr, row)) for t in tables.tolist() for row in t)]
+        )
+        command = [self._program, str(seed), str(cpu_s)]
+        out = subprocess.run(command, input=problem, capture_output=True, text=True, check=True).stdout.split("\n")
+        assignment = tuple(tuple(map(int, line.split())) for line in out[1 : 1 + sizes[0]])
+        cost_s = evaluate(task, assignment).cost_s
+        if not math.isclose(cost_s, float(out[0].split()[0]), rel_tol=1e-6):
+            raise RuntimeError(f"annealer.c says {out[0]}, and the evaluator {cost_s}")
+        return {"seed": seed, "cost_s": cost_s, "cpu_s": cpu_s, "tried": int(out[0].split()[1])}
+
+
+def cases(seeds: int) -> list[tuple[str, str, Callable[[], Row]]]:
+    """The proven optimum, from so many seeds, within 30 s."""
+    return [
+        (f"case {n}", f"seed {seed}", lambda n=n, seed=seed: timed(
+            task_of(f"dtfm-case{n}"), "muletrain", 30.0, seed, CASES[n - 1].optimum + NEAR_S)) for n in range(1, 6)
+        for seed in range(seeds)
+    ]  # fmt: skip
+
+
+def without_symmetry(networks: int, long_s: float, annealer: Annealer) -> list[tuple[str, str, Callable[[], Row]]]:
+    """The paper's searches, ours, and a plain annealer."""
+    jobs: list[tuple[str, str, Callable[[], Row]]] = []
+    for k in range(networks):
+        for name, task in asymmetric(k).items():
+
+            def random(task: Task = task) -> Row:
+                return {"cost_s": fmean(random_placements(task, seed=0))}
+
+            dtfm: Row = {}
+
+            def evolved(task: Task = task, dtfm: Row = dtfm) -> Row:
+                dtfm.update(timed(task, "dtfm", math.inf, 0))
+                return dtfm
+
+            def equal(task: Task = task, dtfm: Row = dtfm) -> Row:
+                return timed(task, "muletrain", dtfm["seconds"], 0)
+
+            jobs += [
+                (name, "random, best matching, mean", random),
+                (name, "DT-FM, 4,900 trials", evolved),
+                (name, "muletrain, at DT-FM's time", equal),
+                (name, "muletrain, 60 s", lambda task=task: timed(task, "muletrain", 60.0, 0)),
+            ]
+            if len(set(task.replicas)) == 1:
+                jobs += [
+                    (name, "plain annealer, 60 s", lambda task=task: annealer.search(task, 60.0, 1)),
+                    (name, f"plain annealer, {long_s:g} s", lambda task=task: annealer.search(task, long_s, 2)),
+                ]
+    return jobs
+
+
+def many(long_s: float, annealer: Annealer) -> list[tuple[str, str, Callable[[], Row]]]:
+    """512 devices."""
+    return [
+        job
+        for k, p in ((16, 32), (32, 16))
+        for task in [large(k, p)]
+        for name in [f"512 devices, {k} stages x {p} pipelines"]
+        for job in (
+            (name, "random, best matching, mean", lambda task=task: {"cost_s": fmean(random_placements(task, seed=0, draws=10))}),
+            (name, "muletrain, 50 s", lambda task=task: timed(task, "muletrain", 50.0, 0)),
+            (name, f"muletrain, {long_s:g} s", lambda task=task: timed(task, "muletrain", long_s, 1)),
+            (name, f"plain annealer, {long_s:g} s", lambda task=task: annealer.search(task, long_s, 2)),
+        )
+    ]  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", nargs="+", default=["cases", "asymmetric", "large"])
     parser.add_argument("--seeds", type=int, default=10, help="of the five networks")
     parser.add_argument("--networks", type=int, default=2, help="of each kind without symmetry")
     parser.add_argument(
         "--long", type=float, default=300.0, help="seconds of the search that the others are held against"
     )
     arguments = parser.parse_args()
-    out: dict[str, Any] = {
-        "machine": f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}",
-        "cases": {},
-    }
-    path = Path(__file__).parent / "results.json"
-    for case in range(1, 6):
-        runs = [reached(case, seed, 30.0) for seed in range(arguments.seeds)]
-        times = [r["reached_s"] for r in runs]
-        hits = sum(t < math.inf for t in times)
-        print(
-            f"case {case}: {hits} of {len(runs)}, {fmean(times):.1f} s (at most {max(times):.1f})",
-            flush=True,
-        )
-        out["cases"][f"case {case}"] = runs
-        path.write_text(json.dumps(out, indent=1) + "\n")
-    out["asymmetric"] = {}
-    for seed in range(arguments.networks):
-        for name, task in asymmetric(seed).items():
-            rows = {"random": {"cost_s": fmean(random_placements(task, seed=0))}}
-            for search in ("kernighan-lin", "dtfm"):
-                rows[f"{search}, 4,900 trials"] = timed(task, search, math.inf)
-            rows["muletrain, at DT-FM's time"] = timed(task, "muletrain", rows["dtfm, 4,900 trials"]["seconds"])
-            rows["muletrain, 60 s"] = timed(task, "muletrain", 60.0)
-            rows["muletrain, long"] = timed(task, "muletrain", arguments.long, seed=1)
-            print(name, {k: round(r["cost_s"], 3) for k, r in rows.items()}, flush=True)
-            out["asymmetric"][name] = rows
-            path.write_text(json.dumps(out, indent=1) + "\n")
+    results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    console = Console(highlight=False)
+    with tempfile.TemporaryDirectory() as folder, Progress(console=console) as progress:
+        parts = {
+            "cases": lambda: cases(arguments.seeds),
+            "asymmetric": lambda: without_symmetry(arguments.networks, arguments.long, Annealer(folder)),
+            "large": lambda: many(arguments.long, Annealer(folder)),
+        }
+        for part in arguments.parts:
+            jobs = parts[part]()
+            bar = progress.add_task(part, total=len(jobs))
+            results[part] = {
+                "machine": f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}"
+            }
+            for name, kind, job in jobs:
+                progress.update(bar, description=f"{name}: {kind}")
+                row = results[part].setdefault(name, {})[kind] = job()
+                console.print(f"{name}: {kind}: {row['cost_s']:.4f} s, {row.get('cpu_s', 0.0):.1f} s of CPU")
+                RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+                progress.advance(bar)
 
 
 if __name__ == "__main__":

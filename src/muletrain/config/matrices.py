@@ -16,6 +16,10 @@ from typing import Any, NamedTuple
 from muletrain.config.problems import closest
 from muletrain.errors import ConfigError
 
+MOST, LEAST_GBPS = 1e9, 1e-9
+"""Of what we take for a slip: twelve days, 1e18 bit/s; less than a bit a second."""
+UNITS = {"delay_ms": "give milliseconds", "bandwidth_gbps": "give Gbit/s, and 0 for no link"}
+
 
 class Matrices(NamedTuple):
     """N x N, from row to column; diagonals mean nothing."""
@@ -117,4 +121,6 @@ def _matrix(path: Path, key: str, rows: Any) -> list[list[float]]:
             if not math.isfinite(value) or value < 0:
                 zero = ", 0 for no link" if key == "bandwidth_gbps" else ""
                 raise ConfigError(f"{path}: {key}[{i}][{j}]: expected a finite number of at least 0{zero}, got {value}")
+            if value > MOST or (key == "bandwidth_gbps" and 0 < value < LEAST_GBPS):
+                raise ConfigError(f"{path}: {key}[{i}][{j}]: {value} is no link there is; {UNITS[key]}")
     return [[float(value) for value in row] for row in rows]

@@ -47,6 +47,8 @@ THREADINGS = 3
 """How often in a round each chain gets the best matching and order."""
 PROGRESS = 50
 """Sweeps between two looks at the clock."""
+HICCUP = 0.05
+"""So much of a round's time may be lost, to other processes, before its cooling hurries."""
 SAME = 1e-9
 """Costs nearer than that (relative) are equal."""
 
@@ -262,12 +264,13 @@ class _Chains:
 
 def search(task: Task, *, seed: int, time_limit_s: float, watch: Callable[[float, float], None]) -> Found:
     """Rounds, each from new placements and twice as long as the one before, until ``AGREED`` of them ended at the same best cost or the
-    work is done that the time limit allows on a slow core. So the same seed and limit find the same; on a slower machine yet, time ends it
-    (``Found.complete`` is false). ``watch`` hears now and then which share of that work is done, and the best cost."""
+    work is done that the time limit allows on a slow core. So the same seed and limit find the same; on a slower machine yet, the
+    last round is shortened (``Found.complete`` is false). ``watch`` hears now and then which share of that work is done, and the best
+    cost."""
     rng = np.random.default_rng(seed)
     deadline = time.monotonic() + time_limit_s
     budget = max(THREADINGS, int(time_limit_s / _sweep_s(task)))
-    done, length, agreed = 0, FIRST_ROUND * len(task.devices), 0
+    done, length, agreed, tried = 0, FIRST_ROUND * len(task.devices), 0, 0
     best_s, complete = np.inf, True
     best: Assignment = ()
 
@@ -277,38 +280,42 @@ def search(task: Task, *, seed: int, time_limit_s: float, watch: Callable[[float
     while done < budget and agreed < AGREED and complete:
         sweeps = length if budget - done >= 3 * length else budget - done
         chains = _Chains(task, rng)
-        complete = _anneal(chains, sweeps, deadline, progress)
+        made = _anneal(chains, sweeps, deadline, progress)
+        complete = made == sweeps
         found_s, found = chains.best()
         agreed = agreed + 1 if abs(found_s - best_s) <= SAME * found_s else agreed if found_s > best_s else 1
         if found_s < best_s:
             best_s, best = found_s, found
+        tried += made
         done += sweeps
         length *= 2
-    return Found(best, done * CHAINS * TRIES, complete)
+    return Found(best, tried * CHAINS * TRIES, complete)
 
 
-def _anneal(chains: _Chains, sweeps: int, deadline: float, progress: Callable[[int, float], None]) -> bool:
-    """Whether there was time for all of it."""
+def _anneal(chains: _Chains, sweeps: int, deadline: float, progress: Callable[[int, float], None]) -> int:
+    """How many sweeps there was time for: where it runs out, cooling keeps pace with it."""
     scale, matching = chains.usual_change(), chains.matching_sweeps(sweeps)
-    every = -(-sweeps // THREADINGS)
-    done = 0
-    while done < sweeps:
-        share = done / sweeps
+    started, threading_s = time.monotonic(), 0.0
+    done = threaded = 0
+    share = late = 0.0  # of the sweeps, and of the time
+    while share < 1:
         temperature = scale * chains.heat * (COLD / chains.heat) ** share
         weight = GUIDE * max(0.0, 1 - share / GUIDED)
         (chains.swap_pipelines if matching[done] else chains.swap_devices)(temperature, weight)
         done += 1
-        if done % every == 0 or done == sweeps:
-            chains.thread()
         if done % PROGRESS == 0:
             progress(done, chains.best()[0])
-            if time.monotonic() > deadline:
-                chains.thread()
-                break
-    return done == sweeps
+            late = (time.monotonic() - started) / max(deadline - threading_s - started, 1e-9)
+        share = done / sweeps
+        if late > share + HICCUP * (1 - late):
+            share = min(late, 1.0)
+        if int(share * THREADINGS) > threaded:
+            threaded, before = int(share * THREADINGS), time.monotonic()
+            chains.thread()
+            threading_s = time.monotonic() - before
+    return done
 
 
 def _sweep_s(task: Task) -> float:
     """What a sweep takes on a slow core."""
-    places = len(task.devices)
-    return 8e-4 + 8e-8 * CHAINS * TRIES * places
+    return 4e-4 + 3.6e-8 * CHAINS * TRIES * len(task.devices)

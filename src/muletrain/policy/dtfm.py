@@ -3,14 +3,15 @@ circular Kernighan-Lin, and random placements.
 
 Where the paper leaves something open, this follows what its published scheduler does (github.com/DS3Lab/DT-FM): five points are taken over
 from the first parent, groups that became too large give devices to the first that is too small; an offspring that costs no more than its
-first parent replaces the worse of the two; a local search makes up to one cycle of moves for each group.
+first parent replaces the worse of the two; a local search makes up to one cycle of moves for each group, and what the last of them leads
+to is never taken.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -129,6 +130,15 @@ def _crossed(first: Labels, second: Labels, groups: Groups, rng: np.random.Gener
     return child
 
 
+class Move(NamedTuple):
+    """Out of a group."""
+
+    device: int
+    target: int
+    gains: Floats
+    """The most there is by each target (K,), -inf for its own."""
+
+
 class _Cyclic:
     """Local search by cycles of moves: a device goes from group to group along the best gains until the first one has one again, so that
     sizes stay (circular Kernighan-Lin, Kang and Moon 2000)."""
@@ -136,12 +146,12 @@ class _Cyclic:
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
 
-    def _mover(self, labels: Labels, locked: NDArray[np.bool_], group: int) -> tuple[int, Floats] | None:
-        """The device of ``group`` to move next, and the gain by each target (-inf for its own); None if there is none."""
+    def _mover(self, labels: Labels, locked: NDArray[np.bool_], group: int) -> Move | None:
+        """The best move out of ``group``; None if there is none."""
         raise NotImplementedError
 
     def improve(self, labels: Labels) -> Labels:
-        """Up to one cycle a group, then back to the best of the states between them."""
+        """Up to one cycle a group, then back to the best of the states before them; the published scheduler never takes the last state."""
         k = self._groups.k
         locked, reached = np.zeros(self._groups.n, dtype=bool), set[int]()
         states, gains = [labels], [0.0]
@@ -151,23 +161,18 @@ class _Cyclic:
                 break
             states.append(found[0])
             gains.append(gains[-1] + found[1])
-        return states[int(np.argmax(gains))]
+        return states[int(np.argmax(gains[:-1] or gains))]
 
     def _cycle(self, labels: Labels, locked: NDArray[np.bool_], reached: set[int]) -> tuple[Labels, float] | None:
         """Labels after the best closed part of one cycle, and its gain; None where no device may move. Locks what was moved."""
         movers = [self._mover(labels, locked, g) for g in range(self._groups.k)]
-        tops = [-math.inf if m is None else float(m[1].max()) for m in movers]
+        tops = [-math.inf if m is None else float(m.gains[m.target]) for m in movers]
         start = group = int(np.argmax(tops))
         mover, at = movers[start], labels.copy()
         moves: list[tuple[int, int]] = []  # device, and where it came from
-        total, best, kept = (
-            0.0,
-            0.0,
-            0,
-        )  # gain so far, the best of a cycle closed at once, and after how many moves that is
+        total, best, kept = 0.0, 0.0, 0  # gain so far, the best of a cycle closed at once, and after how many moves
         while mover is not None and len(moves) < self._groups.n:
-            device, gain = mover
-            target = int(gain.argmax())
+            device, target, gain = mover
             if moves and total + gain[start] > best:
                 best, kept = total + float(gain[start]), len(moves)
             at[device] = target
@@ -195,7 +200,7 @@ class FastLinks(_Cyclic):
         super().__init__(groups)
         self._near = groups.activation + np.diag([math.inf] * groups.n)
 
-    def _mover(self, labels: Labels, locked: NDArray[np.bool_], group: int) -> tuple[int, Floats] | None:
+    def _mover(self, labels: Labels, locked: NDArray[np.bool_], group: int) -> Move | None:
         members = np.flatnonzero(labels == group)
         fastest = self._near[members[:, None], members].min(1, initial=math.inf)
         fastest[locked[members]] = math.inf
@@ -203,10 +208,11 @@ class FastLinks(_Cyclic):
             return None
         device = int(members[fastest.argmin()])
         k = self._groups.k
-        sums = np.bincount(labels, weights=self._groups.activation[device], minlength=k)[:k]
-        gain = sums / np.maximum(np.bincount(labels, minlength=k)[:k], 1) - fastest.min()
+        # shares are added one by one, as the published scheduler does: rounding breaks the many ties of regular networks
+        shares = self._groups.activation[device] / np.bincount(labels)[labels]
+        gain = np.bincount(labels, weights=shares, minlength=k)[:k] - fastest.min()
         gain[group] = -math.inf
-        return device, gain
+        return Move(device, int(gain.argmax()), gain)
 
 
 class KernighanLin(_Cyclic):
@@ -215,15 +221,18 @@ class KernighanLin(_Cyclic):
 
     def __init__(self, groups: Groups) -> None:
         super().__init__(groups)
-        self._weight = groups.activation - groups.gradient
+        # added one by one, as the published scheduler does: rounding breaks the many ties of regular networks
+        self._weights = np.stack([groups.activation, -groups.gradient], axis=2).reshape(groups.n, -1)
 
-    def _mover(self, labels: Labels, locked: NDArray[np.bool_], group: int) -> tuple[int, Floats] | None:
+    def _mover(self, labels: Labels, locked: NDArray[np.bool_], group: int) -> Move | None:
         free = np.flatnonzero((labels == group) & ~locked)
         if not len(free):
             return None
-        inside = labels == np.arange(self._groups.k)[:, None]  # (K, n)
-        gains = self._weight[free] @ inside.T
+        width = self._groups.k + 1
+        to = np.repeat(labels, 2) + width * np.arange(len(free))[:, None]
+        sums = np.bincount(to.ravel(), weights=self._weights[free].ravel(), minlength=width * len(free))
+        gains = sums.reshape(-1, width)[:, :-1]
         gains -= gains[:, [group]]
         gains[:, group] = -math.inf
-        row, _ = np.unravel_index(gains.argmax(), gains.shape)
-        return int(free[row]), gains[row]
+        row, target = np.unravel_index(gains.argmax(), gains.shape)
+        return Move(int(free[row]), int(target), gains.max(0))

@@ -45,7 +45,7 @@ class Placement:
     @property
     def gap(self) -> float:
         """How much dearer than the best placement it is at most, as a share of its cost."""
-        return 1 - self.lower_bound_s / self.cost.cost_s if self.cost.cost_s else 0.0
+        return max(0.0, 1 - self.lower_bound_s / self.cost.cost_s) if self.cost.cost_s else 0.0
 
     @property
     def matching(self) -> list[list[tuple[int, int]]]:
@@ -86,8 +86,8 @@ def check(task: Task) -> None:
     if places > 1 and len(largest := _largest_component(task)) < places:
         cut_off = [d for d in task.devices if d not in largest]
         raise ConfigError(
-            f"the network falls apart: {places} devices must reach each other, and at most {len(largest)} do; devices "
-            f"{_some(cut_off)} have no links to these (bandwidth 0 in one or both directions)"
+            f"the network falls apart: {places} devices must reach each other, and at most {len(largest)} do; "
+            f"{_some(cut_off)} no links to these (bandwidth 0 in one or both directions)"
         )
 
 
@@ -108,5 +108,7 @@ def _largest_component(task: Task) -> set[int]:
 
 
 def _some(devices: list[int]) -> str:
-    shown = ", ".join(map(str, devices[:8]))
-    return f"{shown} and {len(devices) - 8} more" if len(devices) > 8 else shown
+    if len(devices) == 1:
+        return f"device {devices[0]} has"
+    more = f" and {len(devices) - 8} more" if len(devices) > 8 else ""
+    return f"devices {', '.join(map(str, devices[:8]))}{more} have"

@@ -92,7 +92,7 @@ def evaluate(task: Task, assignment: Assignment) -> Cost:
         for here, there in pairwise(assignment)
     ]
     compute_s = sum(max(task.compute_s[d] for d in stage) for stage in assignment) if task.compute_s else 0.0
-    return Cost(data_parallel_s, sum(hops), compute_s)
+    return Cost(data_parallel_s, math.fsum(hops), compute_s)
 
 
 def _link_s(task: Task, a: int, b: int, nbytes: float) -> float:
