@@ -130,13 +130,17 @@ def _crossed(first: Labels, second: Labels, groups: Groups, rng: np.random.Gener
     return child
 
 
-class Move(NamedTuple):
-    """Out of a group."""
+class Moves(NamedTuple):
+    """The best move out of each group."""
 
-    device: int
-    target: int
-    gains: Floats
-    """The most there is by each target (K,), -inf for its own."""
+    device: Labels
+    """(K,)."""
+    target: Labels
+    """(K,)."""
+    gain: Floats
+    """(K, K): the most there is from a group to each other; -inf to itself, and from a group that no device may leave."""
+    free: NDArray[np.bool_]
+    """(K,): a device may leave it."""
 
 
 class _Cyclic:
@@ -145,10 +149,18 @@ class _Cyclic:
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
+        self._ids = np.arange(groups.k)
 
-    def _mover(self, labels: Labels, locked: NDArray[np.bool_], group: int) -> Move | None:
-        """The best move out of ``group``; None if there is none."""
+    def _moves(self, labels: Labels, locked: NDArray[np.bool_]) -> Moves:
         raise NotImplementedError
+
+    def _sums(self, labels: Labels, weights: Floats) -> Floats:
+        """Of weights (rows, n * m), m for each device, by row and group: (rows, K + 1). They are added one by one, as the published
+        scheduler does: rounding breaks the many ties of regular networks."""
+        width = self._groups.k + 1
+        slots = np.repeat(labels, weights.shape[1] // len(labels)) + width * np.arange(len(weights))[:, None]
+        sums: Floats = np.bincount(slots.ravel(), weights.ravel(), width * len(weights)).astype(float)
+        return sums.reshape(-1, width)
 
     def improve(self, labels: Labels) -> Labels:
         """Up to one cycle a group, then back to the best of the states before them; the published scheduler never takes the last state."""
@@ -165,14 +177,12 @@ class _Cyclic:
 
     def _cycle(self, labels: Labels, locked: NDArray[np.bool_], reached: set[int]) -> tuple[Labels, float] | None:
         """Labels after the best closed part of one cycle, and its gain; None where no device may move. Locks what was moved."""
-        movers = [self._mover(labels, locked, g) for g in range(self._groups.k)]
-        tops = [-math.inf if m is None else float(m.gains[m.target]) for m in movers]
-        start = group = int(np.argmax(tops))
-        mover, at = movers[start], labels.copy()
+        best_moves, at = self._moves(labels, locked), labels.copy()
+        start = group = int(best_moves.gain.max(1).argmax())
         moves: list[tuple[int, int]] = []  # device, and where it came from
         total, best, kept = 0.0, 0.0, 0  # gain so far, the best of a cycle closed at once, and after how many moves
-        while mover is not None and len(moves) < self._groups.n:
-            device, target, gain = mover
+        while best_moves.free[group] and len(moves) < self._groups.n:
+            device, target, gain = int(best_moves.device[group]), int(best_moves.target[group]), best_moves.gain[group]
             if moves and total + gain[start] > best:
                 best, kept = total + float(gain[start]), len(moves)
             at[device] = target
@@ -183,7 +193,7 @@ class _Cyclic:
             if target == start:
                 break
             group = target
-            mover = self._mover(at, locked, group)
+            best_moves = self._moves(at, locked)
         if not moves:
             return None
         for device, origin in moves[kept + 1 :]:
@@ -200,19 +210,15 @@ class FastLinks(_Cyclic):
         super().__init__(groups)
         self._near = groups.activation + np.diag([math.inf] * groups.n)
 
-    def _mover(self, labels: Labels, locked: NDArray[np.bool_], group: int) -> Move | None:
-        members = np.flatnonzero(labels == group)
-        fastest = self._near[members[:, None], members].min(1, initial=math.inf)
-        fastest[locked[members]] = math.inf
-        if not len(members) or fastest.min() == math.inf:
-            return None
-        device = int(members[fastest.argmin()])
-        k = self._groups.k
-        # shares are added one by one, as the published scheduler does: rounding breaks the many ties of regular networks
-        shares = self._groups.activation[device] / np.bincount(labels)[labels]
-        gain = np.bincount(labels, weights=shares, minlength=k)[:k] - fastest.min()
-        gain[group] = -math.inf
-        return Move(device, int(gain.argmax()), gain)
+    def _moves(self, labels: Labels, locked: NDArray[np.bool_]) -> Moves:
+        fastest = np.where(labels[:, None] == labels, self._near, math.inf).min(1)
+        fastest[locked] = math.inf
+        by_group = np.where(labels == self._ids[:, None], fastest, math.inf)
+        device = by_group.argmin(1)
+        used = by_group[self._ids, device]
+        gain = self._sums(labels, self._groups.activation[device] / np.bincount(labels)[labels])[:, :-1] - used[:, None]
+        np.fill_diagonal(gain, -math.inf)
+        return Moves(device, gain.argmax(1), gain, used < math.inf)
 
 
 class KernighanLin(_Cyclic):
@@ -221,18 +227,14 @@ class KernighanLin(_Cyclic):
 
     def __init__(self, groups: Groups) -> None:
         super().__init__(groups)
-        # added one by one, as the published scheduler does: rounding breaks the many ties of regular networks
         self._weights = np.stack([groups.activation, -groups.gradient], axis=2).reshape(groups.n, -1)
 
-    def _mover(self, labels: Labels, locked: NDArray[np.bool_], group: int) -> Move | None:
-        free = np.flatnonzero((labels == group) & ~locked)
-        if not len(free):
-            return None
-        width = self._groups.k + 1
-        to = np.repeat(labels, 2) + width * np.arange(len(free))[:, None]
-        sums = np.bincount(to.ravel(), weights=self._weights[free].ravel(), minlength=width * len(free))
-        gains = sums.reshape(-1, width)[:, :-1]
-        gains -= gains[:, [group]]
-        gains[:, group] = -math.inf
-        row, target = np.unravel_index(gains.argmax(), gains.shape)
-        return Move(int(free[row]), int(target), gains.max(0))
+    def _moves(self, labels: Labels, locked: NDArray[np.bool_]) -> Moves:
+        sums, every = self._sums(labels, self._weights), np.arange(self._groups.n)
+        gains = sums - sums[every, labels][:, None]
+        gains[every, labels] = -math.inf
+        gains = gains[:, :-1]  # (n, K)
+        may_leave = (labels == self._ids[:, None]) & ~locked  # (K, n)
+        device = np.where(may_leave, gains.max(1), -math.inf).argmax(1)
+        gain = np.where(may_leave[:, :, None], gains, -math.inf).max(1)
+        return Moves(device, gains[device].argmax(1), gain, may_leave.any(1))
