@@ -98,7 +98,7 @@ def without_symmetry(networks: int, long_s: float, annealer: Annealer) -> list[t
                 return dtfm
 
             def equal(task: Task = task, dtfm: Row = dtfm) -> Row:
-                return timed(task, "muletrain", dtfm["seconds"], 0)
+                return timed(task, "muletrain", dtfm["cpu_s"], 0)
 
             jobs += [
                 (name, "random, best matching, mean", random),
