@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 from muletrain.cli.main import app
 from muletrain.config.matrices import load_matrices, shipped
 from muletrain.errors import ConfigError
+from muletrain.papers import dtfm
 from muletrain.papers import dtfm_searches as paper
-from muletrain.papers import reproduce
 from muletrain.policy import annealing
 from muletrain.policy.annealing import _Chains
 from muletrain.policy.dtfm import FastLinks, Groups, KernighanLin, random_placements
@@ -356,7 +356,7 @@ def test_the_proven_optimum_is_found_from_every_seed(case: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_published_searches_end_where_they_did() -> None:
-    found = reproduce("dtfm")
+    found = dtfm.reproduce()
     assert [str(b) for b in found.bars if not b.met] + [s.stated for s in found.statements if not s.holds] == []
 
 

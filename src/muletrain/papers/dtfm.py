@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from muletrain.papers.dtfm_searches import ACTIVATION_BYTES, CASES, DRAWS, GRADIENT_BYTES, costs, table
+from muletrain.papers.dtfm_searches import ACTIVATION_BYTES, CASES, DRAWS, GRADIENT_BYTES, SEEDS, costs, table
 from muletrain.papers.dtfm_steps import FLOP_PER_S, SYSTEMS, Work, ratios, slowdowns, step_s
 from muletrain.papers.reproduction import Bar, Constant, Reproduction, Statement, Value
 from muletrain.policy.dtfm import TRIALS
@@ -26,12 +26,12 @@ def reproduce() -> Reproduction:
         title="DT-FM: its search on five networks, 64 devices as 8 stages x 8 pipelines, and what that gains",
         method=f"The published delays and bandwidths, {GRADIENT_BYTES / 1e9} GB of gradient a stage and {ACTIVATION_BYTES / 1e9:.3f} GB of "
         f"activations a macro-batch; our implementation of the paper's evolutionary search and of its Kernighan-Lin baseline ({TRIALS} "
-        f"trials, population 100, one seed), the mean of {DRAWS} random placements with the best matching and order, and muletrain's own "
-        "search. Published are costs that the published scheduler ends at, and optima proven from the symmetry of these networks. Every "
-        "solution is checked by an evaluator that shares nothing with the searches. Then steps of GPT3-XL with 24, 32 and 40 layers and "
-        "batches of 1024, 2048 and 4096 sequences on these placements and on three random ones, on the networks as the text has them: "
-        "DT-FM's overlapping slots (sec. 3.5), and a Megatron-like runtime that waits for each message. No constant is fitted: all are "
-        "predictions.",
+        f"trials, population 100, the mean of {len(SEEDS)} seeds), the mean of {DRAWS} random placements with the best matching and "
+        "order, and muletrain's own search. Published are costs that the published scheduler ends at, and optima proven from the symmetry "
+        "of these networks. Every solution is checked by an evaluator that shares nothing with the searches. Then steps of GPT3-XL with "
+        "24, 32 and 40 layers and batches of 1024, 2048 and 4096 sequences on these placements and on three random ones, on the networks "
+        "as the text has them: DT-FM's overlapping slots (sec. 3.5), and a Megatron-like runtime that waits for each message. No constant "
+        "is fitted: all are predictions.",
         values=(*values, *gains),
         statements=(
             Statement("both searches beat random placements, and DT-FM's local search beats Kernighan-Lin (sec. 4.1)",
@@ -45,7 +45,7 @@ def reproduce() -> Reproduction:
         ),
         constants=(Constant("V100, fp16", FLOP_PER_S / 1e12, "TFLOP/s", "40 % of its peak; not in the paper"),),
         not_reproduced=(
-            "Single runs: the original never seeds its generators. Where its runs end apart, ours is held to their range.",
+            "Single runs: the original never seeds its generators. Where its runs are known to end apart, ours is held to their range.",
             "The curves of figure 5: pictures only; the sizes it was drawn with are not stated.",
             f"That it is enough: on case 2 muletrain's search finds placements {most:.0f} % cheaper.",
             "Steps have no bar: neither speeds of the GPUs nor microbatches are in the paper, PFLOPS are in pictures only, and Megatron's "
