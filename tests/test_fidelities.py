@@ -98,9 +98,10 @@ def test_a_deep_pipeline_begins_as_fast_as_it_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_deep_pipeline_is_full(tmp_path: Path) -> None:
-    """As many microbatches are under way for each peer of a stage as there are stages."""
+    """As many microbatches are under way for each peer of a stage as there are stages, and half as many again: those that wait for each
+    other cost a quarter. With eight it would be more than half."""
     deep = ("fleet.stages=16", "model.layers=16", "train.batch=128", "compute.checkpointing=never")
-    assert played(tmp_path, KIND.format("a", 16), 3600.0, "flow", *deep).idle["few microbatches under way"] < 0.01
+    assert played(tmp_path, KIND.format("a", 16), 3600.0, "flow", *deep).idle["few microbatches under way"] < 0.3
 
 
 def test_both_fidelities_agree_when_a_machine_dies(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from muletrain.config.fleet import load_fleet
 from muletrain.config.load import load_config
 from muletrain.errors import MuletrainError
 from muletrain.model.spec import ModelSpec
-from muletrain.policy.cost import all_reduce_s, makespan_s, steady_shares
+from muletrain.policy.cost import all_reduce_s, circulating, makespan_s, steady_shares
 from muletrain.policy.devices import DEVICES, find_device
 from muletrain.policy.wiring import Wiring
 from muletrain.sim.fleet import EXAMPLE, simulate_fleet, weather
@@ -58,6 +58,13 @@ def test_all_reduce_by_hand() -> None:
     assert all_reduce_s(100.0, 1, 10.0, 10.0) == 0.0
     assert all_reduce_s(100.0, 4, 10.0, math.inf) == pytest.approx(15.0)  # 2 * 3/4 * 100 / 10
     assert all_reduce_s(100.0, 4, 10.0, 2.0) == pytest.approx(25.0)  # 2 shards of 25 on each path
+
+
+def test_what_circulates_by_hand() -> None:
+    """One alone is held up by nobody; two meet, and wait for half of what is served; many are as fast as the slowest."""
+    assert circulating(1, [1.0, 2.0], 3.0) == pytest.approx(1 / 6)
+    assert circulating(2, [1.0, 2.0], 3.0) == pytest.approx(2 / (6 + 0.5 / 6 + 1.0 * 2 / 6))
+    assert circulating(99, [1.0, 2.0], 3.0) == pytest.approx(1 / 2, rel=1e-3)
 
 
 def test_steady_shares_are_what_wiring_comes_to() -> None:

@@ -63,6 +63,21 @@ def makespan_s(items: int, service: Sequence[tuple[int, float]]) -> float:
     return shared_s if sum(n for n, _ in present) == 1 else shared_s + max(s for _, s in present) / 2
 
 
+def circulating(jobs: int, demands_s: Sequence[float], away_s: float) -> float:
+    """Pieces of work per second, of which so many go round and round through queues with one server each, one after the other, and are
+    ``away_s`` in none of them. Mean value analysis (Reiser and Lavenberg 1980) for service that always takes as long: who comes finds
+    those that wait, and half of what is served."""
+    slowest = max(demands_s)
+    waiting, busy = [0.0] * len(demands_s), [0.0] * len(demands_s)
+    rate = 0.0
+    for n in range(1, jobs + 1):
+        spent_s = [d * (1 + q - u / 2) for d, q, u in zip(demands_s, waiting, busy, strict=True)]
+        rate = min(n / (away_s + sum(spent_s)), 1 / slowest)
+        waiting = [rate * s for s in spent_s]
+        busy = [min(1.0, rate * d) for d in demands_s]
+    return rate
+
+
 def steady_shares(expected_s: Sequence[float], counts: Sequence[int]) -> list[float]:
     """Of the microbatches of one sender, by kind of receiver: what ``policy.wiring`` comes to, each chosen in inverse proportion to its
     expected time."""
