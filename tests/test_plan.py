@@ -21,6 +21,8 @@ from muletrain.config.plan import Plan, Prediction
 from muletrain.errors import CapacityError, MuletrainError
 from muletrain.model.spec import ModelSpec
 from muletrain.papers import atom
+from muletrain.policy.allocate import allocate
+from muletrain.policy.hub import evaluate
 from muletrain.policy.schedules import ORDERS, Station, in_flight, pass_s, play
 from muletrain.policy.strategies import (
     Member,
@@ -33,8 +35,10 @@ from muletrain.policy.strategies import (
     swap_split,
 )
 from muletrain.policy.swapping import Layer, accumulation, held_bytes, round_s, swapping
+from muletrain.sim import plan_hub
 from muletrain.sim.fleet import simulate_fleet
 from muletrain.sim.flow import Weather
+from muletrain.sim.plan_hub import segments
 from muletrain.sim.plan_swarm import settled
 from muletrain.sim.question import Question
 
@@ -167,6 +171,34 @@ def test_a_step_of_swapping_machines_by_hand() -> None:
     assert split.bubble_s == pytest.approx(1.5)  # the last pieces
 
 
+# --- hub ---------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 6), st.integers(1, 6))
+def test_segments_are_equal_on_both_sides(senders: int, receivers: int) -> None:
+    found = segments(range(senders), range(receivers))
+    for side, count in ((0, senders), (1, receivers)):
+        for who in range(count):
+            assert sum(row[2] for row in found if row[side] == who) == pytest.approx(1 / count)
+
+
+def test_two_segments_for_three_as_in_the_paper() -> None:
+    """HYBRID sec. 3.2.1: the first of two gives two thirds of its half to the first of three, and a third to the second."""
+    first = [(receiver, share) for sender, receiver, share in segments((0, 1), (7, 8, 9)) if sender == 0]
+    assert first == [(7, pytest.approx(1 / 2 * 2 / 3)), (8, pytest.approx(1 / 2 * 1 / 3))]
+
+
+def test_a_hub_takes_what_the_paper_s_equations_say(tmp_path: Path) -> None:
+    (tmp_path / "fleet.toml").write_text(FLEET)
+    run = load_config(None, [*TINY, "train.batch=64"])
+    question = Question(load_fleet(tmp_path / "fleet.toml"), run, ModelSpec.from_config(run.model))
+    task = plan_hub._task(question, run)
+    allocated = plan_hub.Allocated(question, run, task, allocate(task, seed=0, time_limit_s=0.1))
+    split = allocated.split()
+    assert split.compute_s + split.pipeline_s == pytest.approx(evaluate(task, allocated.found.stages).step_s)
+    assert split.step_s == pytest.approx(max(allocated.found.cost.step_s, allocated.averaging_s()))
+
+
 # --- recommended -------------------------------------------------------------------------------------------------------
 
 
@@ -289,6 +321,14 @@ def test_machines_whose_memory_is_too_small_are_left_out(tmp_path: Path) -> None
     found = Plan.model_validate_json(planned(tmp_path, "--json", text=text))
     for p in found.strategies:
         assert set(p.spares) >= {"near-0", "near-1", "near-2"}
+
+
+def test_a_hub_needs_someone_who_stays(tmp_path: Path) -> None:
+    text = FLEET.replace("tflops", "reliable = false\ntflops")
+    found = Plan.model_validate_json(planned(tmp_path, "--json", text=text))
+    problems = {p.strategy: p.problem for p in found.strategies}
+    assert "reliable" in problems.pop("hub")
+    assert set(problems.values()) == {""}
 
 
 def test_paced_machines_take_what_the_file_says(tmp_path: Path) -> None:

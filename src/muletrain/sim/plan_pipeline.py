@@ -11,8 +11,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from muletrain.config.plan import Prediction, Stage
 from muletrain.errors import CapacityError, ConfigError
 from muletrain.policy.place import place
@@ -25,7 +23,7 @@ from muletrain.policy.strategies import (
     pipeline_split,
     roughly_s,
 )
-from muletrain.sim.question import Bytes, fullest, traffic
+from muletrain.sim.question import Bytes, fullest, matrices, traffic
 from muletrain.swarm.context import capacity
 from muletrain.units import format_memory
 
@@ -39,9 +37,6 @@ if TYPE_CHECKING:
     from muletrain.sim.question import Question, Scene
 
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe")
-UNLIMITED_GBPS = 1e6
-"""What the search takes for a link without a limit."""
-NOT_YET = "'muletrain run' has no planned membership yet"
 
 
 @dataclass(frozen=True)
@@ -173,10 +168,7 @@ def _placed(question: Question, scene: Scene, able: Sequence[int], seed: int, ti
             f"{len(every)} machines hold any stage, and {stages} stages need one each{room}: plan other stages"
         )
     kinds, names = tuple(k for k, _ in every), tuple(name for _, name in every)
-    delay_ms = np.array([[1000 * setting.links[a][b].delay_s for b in kinds] for a in kinds])
-    gbps = np.array(
-        [[min(UNLIMITED_GBPS, 8e-9 * setting.links[a][b].bandwidth_bytes_per_s) for b in kinds] for a in kinds]
-    )
+    delay_ms, gbps = matrices(setting.links, kinds)
     each = setting.cost.microbatches / pipelines
     times_s = [each * max(map(setting.kinds[k].service_s, range(stages))) for k in kinds]
     task = Task(

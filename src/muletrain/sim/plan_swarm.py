@@ -57,7 +57,10 @@ def predict(question: Question, watch: Callable[[float], None] = lambda share: N
             problems.append(e)
         watch((n + 1) / len(candidates))
     if not found:
-        return Prediction(strategy="swarm", runnable=True, problem=str(problems[-1]))
+        either = "; no other number of stages fits either: add machines or memory, or take a smaller model"
+        return Prediction(
+            strategy="swarm", runnable=True, problem=str(problems[-1]) + (either if question.stages is None else "")
+        )
     return _told(question, chosen(found))
 
 

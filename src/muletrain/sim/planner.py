@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from muletrain.config.plan import Plan
 from muletrain.errors import CapacityError
 from muletrain.policy.strategies import recommend
-from muletrain.sim import plan_pipeline, plan_swap, plan_swarm
+from muletrain.sim import plan_hub, plan_pipeline, plan_swap, plan_swarm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,11 +19,13 @@ def plan(
     question: Question, *, seed: int = 0, time_limit_s: float = 30.0,
     watch: Callable[[str, float], None] = lambda what, share: None,
 ) -> Plan:  # fmt: skip
-    """``watch`` hears what is looked for, and which share of that is done. Raises ConfigError, and CapacityError where no strategy is
-    possible."""
+    """``time_limit_s``: of searches for placements and allocations. ``watch`` hears what is looked for, and which share of it is done.
+
+    Raises ConfigError, and CapacityError where no strategy is possible."""
     found = [plan_swarm.predict(question, lambda share: watch("swarm", share))]
-    found += plan_pipeline.predict(question, seed, time_limit_s, lambda share: watch("pipeline", share))
+    found += plan_pipeline.predict(question, seed, time_limit_s / 2, lambda share: watch("pipeline", share))
     found.append(plan_swap.predict(question))
+    found.append(plan_hub.predict(question, seed, time_limit_s / 2, lambda share: watch("hub", share)))
     if all(p.problem for p in found):
         raise CapacityError(found[0].problem)
     best, why = recommend(found)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from muletrain.config.costs import Costs
 from muletrain.config.plan import Memory, Traffic
 from muletrain.sim.calibrate import calibrated
@@ -16,6 +18,8 @@ from muletrain.sim.machines import AMPLE, first_of_each, flops_of, offer_of, set
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from numpy.typing import NDArray
+
     from muletrain.compute.estimate import StageMemory
     from muletrain.config.fleet import Fleet, FleetPeer, Link
     from muletrain.config.schema import RunConfig
@@ -23,6 +27,8 @@ if TYPE_CHECKING:
     from muletrain.policy.partition import Cut
     from muletrain.sim.machines import Setting
 
+UNLIMITED_GBPS = 1e6
+"""What searches take for a link without a limit."""
 MICROBATCHES = (1, 2, 4, 8, 16)
 """Sequences that are tried."""
 
@@ -130,6 +136,14 @@ def fullest(rows: Iterable[Memory]) -> tuple[Memory, ...]:
         if row.machine not in found or row.device_needs > found[row.machine].device_needs:
             found[row.machine] = row
     return tuple(found.values())
+
+
+def matrices(links: Sequence[Sequence[Link]], kinds: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Delay [ms] and bandwidth [Gbit/s] between every two machines, (N, N). ``kinds``: of the machines, by which ``links`` are."""
+    delay_ms = np.array([[1000 * link.delay_s for link in row] for row in links])
+    gbps = np.array([[min(UNLIMITED_GBPS, 8e-9 * link.bandwidth_bytes_per_s) for link in row] for row in links])
+    pairs = np.ix_(kinds, kinds)
+    return delay_ms[pairs], gbps[pairs]
 
 
 class Bytes(defaultdict[tuple[int, int, str], float]):
