@@ -237,7 +237,7 @@ bandwidth_mbps = 100
 MANY_SMALL = FLEET.replace("memory_gib = 1.0", "memory_gib = 0.01").replace("count = 3", "count = 40")
 TINY = (
     "model.width=256", "model.heads=4", "model.layers=4", "model.context=512", "model.vocab=512", "checkpoint.every=0",
-    "train.microbatch=1",
+    "train.microbatch=1", "fleet.rebalance_period=20",
 )  # fmt: skip
 
 
@@ -298,6 +298,13 @@ def test_swarm_is_predicted_as_the_simulator_plays_it(tmp_path: Path) -> None:
         scene = question.scene(stages, 1)
         played = simulate_fleet(scene.setting, scene.run, Weather(), hours=24)
         assert settled(scene).throughput == pytest.approx(played.throughput, rel=0.01)
+
+
+def test_what_is_recommended_is_played(tmp_path: Path) -> None:
+    found = Plan.model_validate_json(planned(tmp_path, "--json", "--stages", "2", "--batch", "16", "--confirm"))
+    assert found.recommended is not None
+    for n, p in enumerate(found.strategies):
+        assert p.played_step_s == (pytest.approx(p.step_s, rel=0.2) if n == found.recommended else None)
 
 
 def test_prices_and_links_that_are_not_stated(tmp_path: Path) -> None:

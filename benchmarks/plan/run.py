@@ -17,18 +17,13 @@ from muletrain.config.fleet import Fleet, load_fleet
 from muletrain.config.load import load_config
 from muletrain.errors import CapacityError
 from muletrain.model.spec import ModelSpec
-from muletrain.sim.fleet import simulate_fleet
-from muletrain.sim.flow import Weather
-from muletrain.sim.plan_swarm import Settled, chosen, settled
+from muletrain.sim.plan_swarm import Settled, chosen, played_step_s, settled
 from muletrain.sim.question import Question
 
-PERIOD_S = 20.0
 RUN = (
     "model.width=256", "model.heads=4", "model.layers=8", "model.context=512", "model.vocab=512", "train.batch=48", "train.microbatch=1",
-    f"fleet.rebalance_period={PERIOD_S}", "checkpoint.every=0", "fleet.trainers=2",
+    "fleet.rebalance_period=20", "checkpoint.every=0", "fleet.trainers=2",
 )  # fmt: skip
-STEPS = 10
-"""That are played; the second half is measured, when rebalancing is over and peers have measured each other."""
 
 
 def draw(seed: int) -> str:
@@ -62,22 +57,13 @@ def candidates(fleet: Fleet) -> list[Settled]:
     return found
 
 
-def simulated_step_s(of: Settled) -> float:
-    """Mean of the second half of the steps."""
-    hours = (STEPS * of.step_s + 3 * PERIOD_S) / 3600
-    outcome = simulate_fleet(of.scene.setting, of.scene.run, Weather(), hours=hours, seed=0, fidelity="protocol")
-    times = [point.time_s for point in outcome.curve]
-    half = times[len(times) // 2 :]
-    return (half[-1] - half[0]) / (len(half) - 1)
-
-
 def compared(seed: int) -> dict[str, Any]:
     """One fleet: by stages what was predicted and what was played [s], and how the recommended one fared."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "fleet.toml").write_text(draw(seed))
         fleet = load_fleet(Path(folder) / "fleet.toml")
     found = candidates(fleet)
-    steps_s = {len(s.serving): (s.step_s, simulated_step_s(s)) for s in found}
+    steps_s = {len(s.serving): (s.step_s, played_step_s(s.scene, s.step_s)) for s in found}
     best = len(chosen(found).serving)
     predicted_s, played_s = steps_s[best]
     fastest_s = min(played for _, played in steps_s.values())

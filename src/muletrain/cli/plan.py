@@ -85,6 +85,14 @@ def plan(
             rich_help_panel=FLEETS,
         ),
     ] = None,
+    confirm: Annotated[
+        bool,
+        typer.Option(
+            "--confirm",
+            help="Play the recommended one with every message of the code that trains, too (minutes for tens of machines).",
+            rich_help_panel=FLEETS,
+        ),
+    ] = False,
     network: Annotated[
         str | None,
         typer.Option(
@@ -170,12 +178,12 @@ def plan(
 
         plan_fleet(
             file, config, model, batch, microbatch, stages, overrides or [], seed=seed, time_limit_s=limit_s, plot=plot, json=json,
-            costs=costs,
+            costs=costs, confirm=confirm,
         )  # fmt: skip
         return
     for_fleets = {
         "FLEET.toml": file, "--model": model, "--batch": batch, "--microbatch": microbatch, "--config": config, "--set": overrides,
-        "--costs": costs, "--plot": plot,
+        "--costs": costs, "--plot": plot, "--confirm": confirm,
     }  # fmt: skip
     if given := [name for name, value in for_fleets.items() if value]:
         raise ConfigError(f"{given[0]} stands beside --network, which has links only; give a fleet file or a network")

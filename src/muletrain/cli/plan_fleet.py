@@ -19,7 +19,7 @@ from muletrain.model.spec import ModelSpec
 from muletrain.policy.strategies import title
 from muletrain.sim.calibrate import with_speeds
 from muletrain.sim.fleet import EXAMPLE
-from muletrain.sim.planner import plan
+from muletrain.sim.planner import confirmed, plan
 from muletrain.sim.question import Question
 from muletrain.units import format_bytes, format_count, format_duration, format_memory
 
@@ -39,6 +39,7 @@ LINKS = 6
 def plan_fleet(
     path: Path | None, config: Path | None, model: str | None, batch: int | None, microbatch: int | None, stages: int | None,
     overrides: Sequence[str], *, seed: int, time_limit_s: float, plot: Path | None, json: bool, costs: Path | None = None,
+    confirm: bool = False,
 ) -> None:  # fmt: skip
     """``costs``: what 'simulate calibrate' wrote. Raises ConfigError and CapacityError, which say where to look."""
     if plot is not None:
@@ -57,6 +58,9 @@ def plan_fleet(
                 progress.update(bar, completed=share, description=f"planning: {what}")
 
             found = plan(question, seed=seed, time_limit_s=time_limit_s, watch=watch)
+            if confirm:
+                progress.update(bar, description="playing every message of the recommended one")
+                found = confirmed(question, found)
     if plot is not None:
         from muletrain.cli.plan_picture import draw
 
@@ -104,6 +108,13 @@ def tell(console: Console, plan: Plan, fleet: Fleet) -> None:
     if plan.recommended is not None:
         chosen = plan.strategies[plan.recommended]
         console.print(f"\n[bold]recommended: {title(chosen)}[/bold]; {plan.why}", soft_wrap=True)
+        if chosen.played_step_s is not None:
+            more = 100 * (chosen.played_step_s / chosen.step_s - 1)
+            console.print(
+                f"played with every message of the code that trains: {format_duration(chosen.played_step_s)} a step, {abs(more):.1f} % "
+                f"{'more' if more >= 0 else 'less'} than predicted",
+                soft_wrap=True,
+            )
         console.print(_layout(chosen, fleet))
         console.print(_memory(chosen))
         if chosen.spares:

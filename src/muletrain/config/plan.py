@@ -87,6 +87,9 @@ class Prediction(Section):
     spares: tuple[str, ...] = Field(default=(), description="machines that have nothing to do, or no room for it")
     step_s: float = Field(default=0.0, description="of one step [s]")
     tokens_per_s: float = Field(default=0.0)
+    played_step_s: float | None = Field(
+        default=None, description="of one step, by every message of the code that trains; null: not played [s]"
+    )
     split: Split | None = None
     memory: tuple[Memory, ...] = ()
     traffic: tuple[Traffic, ...] = Field(default=(), description="the largest first")

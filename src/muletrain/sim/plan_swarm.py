@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from muletrain.config.fleet import Link
 from muletrain.config.plan import Prediction, Split, Stage
 from muletrain.errors import CapacityError
+from muletrain.sim.fleet import simulate_fleet
 from muletrain.sim.flow import Flow, Rules, Weather
 from muletrain.sim.question import Bytes, fullest, traffic
 from muletrain.sim.rates import TRAINERS, Rates
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 SETTLING_PERIODS = 240
 """Of rebalancing, at the usual period four hours: by then nobody moves any more."""
+PLAYED = 10
+"""Steps."""
 ALIKE = 0.01
 """Of two layouts that differ by less, the one with fewer stages, and then the one with larger microbatches."""
 FREE = Link(0.0, float("inf"))
@@ -79,6 +82,16 @@ def settled(scene: Scene) -> Settled:
     flow = Flow(rates, Weather(), rules, SETTLING_PERIODS * fleet.rebalance_period, seed=0)
     flow.play()
     return Settled(scene, flow.serving, rates.of(flow.serving).throughput)
+
+
+def played_step_s(scene: Scene, expected_s: float, steps: int = PLAYED) -> float:
+    """Of one step, by every message of the production code [s]: the mean of the second half of so many, and of what fits into three periods
+    of rebalancing beside them. By then nobody moves any more, and peers have measured each other."""
+    hours = (steps * expected_s + 3 * scene.run.fleet.rebalance_period) / 3600
+    outcome = simulate_fleet(scene.setting, scene.run, Weather(), hours=hours, fidelity="protocol")
+    ends_s = [point.time_s for point in outcome.curve]
+    second = ends_s[len(ends_s) // 2 :]
+    return (second[-1] - second[0]) / (len(second) - 1)
 
 
 def rates_of(setting: Setting, scene: Scene, *, delayed: bool | None = None) -> Rates:

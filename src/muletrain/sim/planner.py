@@ -15,6 +15,17 @@ if TYPE_CHECKING:
     from muletrain.sim.question import Question
 
 
+def confirmed(question: Question, plan: Plan) -> Plan:
+    """With what the recommended layout takes when every message of the production code is played, from where machines are seated."""
+    if plan.recommended is None:
+        return plan
+    chosen = plan.strategies[plan.recommended]
+    scene = question.scene(len(chosen.stages), chosen.microbatch)
+    played = chosen.model_copy(update={"played_step_s": plan_swarm.played_step_s(scene, chosen.step_s)})
+    strategies = tuple(played if p is chosen else p for p in plan.strategies)
+    return plan.model_copy(update={"strategies": strategies})
+
+
 def plan(
     question: Question, *, seed: int = 0, time_limit_s: float = 30.0,
     watch: Callable[[str, float], None] = lambda what, share: None,
