@@ -55,6 +55,11 @@ class Placed:
         """Between two machines."""
         return self.scene.setting.links[self.kinds[a]][self.kinds[b]]
 
+    def fits(self, scene: Scene, able: Sequence[int]) -> bool:
+        """Another microbatch leaves everyone in place: kinds are the same, and those that serve hold any stage."""
+        same = [k.name for k in scene.setting.kinds] == [k.name for k in self.scene.setting.kinds]
+        return same and {self.kinds[d] for stage in self.assignment for d in stage} <= set(able)
+
     def pipelines(self, schedule: Schedule) -> list[tuple[Station, ...]]:
         found = [
             tuple(self._station(s, p) for s in range(len(self.assignment))) for p in range(len(self.assignment[0]))
@@ -139,7 +144,7 @@ def _fastest(
         able = [k for k, kind in enumerate(scene.setting.kinds) if len(kind.fits) == stages]
         if first is None:
             first = _placed(question, scene, able, seed, time_limit_s)
-        elif {first.kinds[d] for stage in first.assignment for d in stage} - set(able):
+        elif not first.fits(scene, able):
             break
         placed = Placed(scene, first.kinds, first.names, first.assignment)
         for schedule in SCHEDULES:
