@@ -142,7 +142,7 @@ def _notes(plan: Plan, fleet: Fleet) -> list[str]:
 
 def _table(plan: Plan) -> Table:
     """A column for each strategy."""
-    table = Table("a step of", title="what each strategy is predicted to do", title_justify="left")
+    table = Table("", title="what each strategy is predicted to do", title_justify="left")
     for n, p in enumerate(plan.strategies):
         table.add_column(title(p), justify="right", style="bold" if n == plan.recommended else None)
     able = [None if p.problem else p for p in plan.strategies]
@@ -183,24 +183,22 @@ def _price(price: float | None) -> str:
 def _memory_rows(plan: Plan, row: Callable[..., None]) -> None:
     rows = {(p.strategy, p.schedule, m.machine): m for p in plan.strategies for m in p.memory}
     entries = {m.machine: m for m in rows.values()}
-    row("memory (+ beside GPU)", lambda p: "")
+    row("GiB (+ beside GPU)", lambda p: "")
     for n, (entry, m) in enumerate(entries.items()):
-        has = "" if m.device_has is None else f", {format_memory(m.device_has)}"
+        has = "" if m.device_has is None else f", has {m.device_has / 2**30:.3g}"
 
         def show(p: Prediction, entry: str = entry) -> str:
             found = rows.get((p.strategy, p.schedule, entry))
             if found is None:
                 return "-"
-            return format_memory(found.device_needs) if not found.host_needs else _sum(found)
+            return _gib(found)
 
         row(f"  {entry}{has}", show, end=n == len(entries) - 1)
 
 
-def _sum(m: Memory) -> str:
-    """'11 + 17 GiB'."""
-    one, two = format_memory(m.device_needs), format_memory(m.host_needs)
-    same = one.split()[1] == two.split()[1]
-    return f"{one.split()[0] if same else one} + {two}"
+def _gib(m: Memory) -> str:
+    """'11.2 + 17': on the device, and beside it."""
+    return f"{m.device_needs / 2**30:.3g}" + (f" + {m.host_needs / 2**30:.3g}" if m.host_needs else "")
 
 
 def _traffic_rows(plan: Plan, row: Callable[..., None]) -> None:
