@@ -12,6 +12,7 @@ import random
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from statistics import fmean
 
 from muletrain.errors import CapacityError
 from muletrain.policy import hybrid
@@ -27,6 +28,8 @@ ROUNDS = ((12, 50), (4, 150), (2, 500))
 """Chains of each round, and the moves of each, times devices."""
 LEAST = 4
 """Chains of the first round: where there are fewer beginnings, several have the same."""
+MOVE_S, PAIR_S = 1.5e-4, 2e-7
+"""What a move takes on a slow core, and what each pair of devices of a stage adds [s]: by this the moves are cut to the time limit."""
 PROGRESS = 50
 """Moves between two looks at the clock."""
 
@@ -41,7 +44,7 @@ class Found:
     tried: int
     """Allocations whose time was looked at."""
     complete: bool
-    """It ended by itself, not by the time limit."""
+    """Its moves were done before the time limit."""
 
 
 def search(task: HubTask, *, seed: int, stages: int | None, time_limit_s: float) -> Found:
@@ -53,18 +56,27 @@ def search(task: HubTask, *, seed: int, stages: int | None, time_limit_s: float)
     chains += [] if chains else [_by_memory(task, stages)]
     chains *= -(-LEAST // len(chains)) if len(chains) < LEAST else 1
     tried, complete = len(chains), True
+    chains.sort(key=lambda state: pace.of(state)[0])
+    share = _affordable(task, chains[: ROUNDS[0][0]], time_limit_s)
     for count, moves in ROUNDS:
         chains = sorted(chains, key=lambda state: pace.of(state)[0])[:count]
         annealed = []
         for n, state in enumerate(chains):
             chain = _Chain(task, pace, state, rng, fixed=stages is not None)
-            complete = complete and chain.run(moves * len(task.flops), HOT[n % len(HOT)], deadline)
+            complete = complete and chain.run(int(share * moves * len(task.flops)), HOT[n % len(HOT)], deadline)
             tried += chain.moves
             annealed.append(chain.best)
         chains = annealed
     solutions += [found for state in chains if (found := _with_layers(task, pace, state))]
     best: list[HubStage] = min(solutions, key=lambda solution: evaluate(task, solution).step_s)
     return Found(tuple(best), tried, complete)
+
+
+def _affordable(task: HubTask, chains: list[State], time_limit_s: float) -> float:
+    """Which share of the moves there is time for. It depends on no clock: the same seed and limit find the same."""
+    pairs = fmean(max(len(group.servers) + len(group.clients) for group in state) ** 2 for state in chains)
+    moves = len(task.flops) * sum(min(count, len(chains)) * moves for count, moves in ROUNDS)
+    return min(1.0, time_limit_s / (moves * (MOVE_S + PAIR_S * pairs)))
 
 
 def _heuristics(task: HubTask, seed: int, stages: int | None) -> list[list[HubStage]]:
