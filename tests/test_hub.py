@@ -6,6 +6,7 @@ import math
 import random
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, pairwise, permutations, product
 from typing import Any
 
@@ -15,13 +16,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muletrain.errors import CapacityError, ConfigError
+from muletrain.policy import allocate as front
 from muletrain.policy import hub_annealing, hybrid
-from muletrain.policy.allocate import SEARCHES, allocate
+from muletrain.policy.allocate import SEARCHES
 from muletrain.policy.hub import HubStage, HubTask, evaluate
 from muletrain.policy.hub_annealing import State, _Chain, _with_layers
 from muletrain.policy.hub_pace import Group, Pace, fastest, smooth
 from muletrain.policy.partition import Capacity, Chain, partition_chain
 from muletrain.policy.pipelines import shortest_path
+
+allocate = partial(front.allocate, time_limit_s=1e4)
+"""However slow this machine is: another number of moves would be another solution."""
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer moves, for what does not depend on the quality."""
+    monkeypatch.setattr(hub_annealing, "ROUNDS", ((4, 20), (2, 50)))
 
 
 def task_of(seed: int, servers: int, clients: int, layers: int = 4) -> HubTask:
@@ -54,6 +65,7 @@ def test_two_stages_by_hand() -> None:
     assert cost.step_s == pytest.approx(10 * (0.050 + 1 + 0.010 + 0.5 + 2))
 
 
+@pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("stages", [None, 2])
 def test_never_slower_than_the_papers_way(seed: int, stages: int | None) -> None:
@@ -124,6 +136,7 @@ def fleet(seed: int) -> HubTask:
     return replace(task, memory_bytes=memory, chain=replace(task.chain, state_bytes=(1.0,) * 8))
 
 
+@pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("search", SEARCHES)
 def test_the_same_seed_finds_the_same(search: str) -> None:
     found = [allocate(fleet(1), search, seed=7) for _ in range(2)]
@@ -131,6 +144,7 @@ def test_the_same_seed_finds_the_same(search: str) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("search", SEARCHES)
 def test_slower_links_and_machines_by_the_same_factor_change_the_time_and_nothing_else(search: str) -> None:
     task = fleet(2)
@@ -158,6 +172,7 @@ def test_other_names_of_the_devices_change_nothing(seed: int) -> None:
     assert allocate(renamed, seed=seed).cost.step_s == pytest.approx(allocate(task, seed=seed).cost.step_s)
 
 
+@pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("search", SEARCHES)
 def test_links_between_clients_do_not_matter(search: str) -> None:
     task = fleet(3)
