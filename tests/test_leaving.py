@@ -59,9 +59,7 @@ def test_leaving_is_no_fault(leaver: str) -> None:
     assert said(outcome, f"peer-0a peer_left peer_id={leaver} name={leaver} step=1")
     assert not said(outcome, "peer_suspected")
     assert not said(outcome, "rerouted")
-    again = [text for text in said(outcome, "step_applied") if "recomputed=0" not in text]
-    assert all("step=1 stage=1" in text for text in again), "the first of each of stage 0 is compared"
-    assert sum(int(text.rpartition("recomputed=")[2]) for text in again) == 2
+    assert not [text for text in said(outcome, "step_applied") if "recomputed=0" not in text]
     assert len(said(outcome, f"{leaver} step_applied")) == 1
 
 

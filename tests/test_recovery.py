@@ -74,7 +74,7 @@ def test_of_a_dead_trainers_microbatches_only_what_died_with_it_is_computed_agai
     outcome = play(Scenario(1, (3, 2), 3, STEPS, MICROBATCHES, DELAY_S, (Fault(1.9, "kill", ("peer-0c",)),)))
     assert outcome.violations == [], "\n".join(readable(outcome))
     applied = [re.search(rf"{LATER} stage=1 .* recomputed=(\d+)", text) for _, text in outcome.timeline]
-    assert sum(int(found[1]) for found in applied if found) <= 4, "stage 0 lost four"
+    assert sum(int(found[1]) for found in applied if found) <= 5, "stage 0 lost five"
 
 
 @pytest.mark.parametrize("victim", ["peer-0b", "peer-1b"])
