@@ -495,9 +495,9 @@ def test_who_cannot_be_reached_costs_no_socket() -> None:
             with child(w.folder / "child") as (process, address, daemon):
                 peer = await a.connect([address], timeout_s=10)
                 await a.send(peer, Frame("x", {"n": 0}))
+                os.kill(daemon, signal.SIGSTOP)  # before it could dial us
                 await a._p2p._client.disconnect(PeerID.from_base58(peer))
                 before = sockets()
-                os.kill(daemon, signal.SIGSTOP)
                 for _ in range(5):
                     with pytest.raises(DeadlineExceeded) as error:
                         await a.send(peer, Frame("x", {"n": 1}), timeout_s=0.1)
