@@ -102,12 +102,13 @@ class LocalFleet:
             self.tell(name, "stop")
 
     def kill(self) -> None:
-        """End every process and what it started, now."""
+        """End every process and what it started, now. None may hear first that another, or we, have gone: it would put that down as
+        the reason, or tidy up under the feet of the rest."""
+        for name in self._running:
+            self.signal(name, signal.SIGKILL)
         for name, process in self._running.items():
-            self._hang_up(name)
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            self._hang_up(name)
 
     def signal(self, name: str, number: signal.Signals) -> None:
         """To the peer of that name and all it started, its daemon too."""

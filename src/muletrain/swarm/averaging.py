@@ -65,6 +65,11 @@ class Round:
     finite: bool = True
     """All accumulators were, when they were sealed."""
 
+    def others(self, member: PeerId) -> tuple[PeerId, ...]:
+        """In the order in which ``member`` sends to them: everyone starts with another receiver."""
+        k = self.members.index(member)
+        return (*self.members[k + 1 :], *self.members[:k])
+
     def chunks(self, owner: PeerId) -> list[tuple[int, tuple[int, int]]]:
         """(chunk number, element range) of the shard that ``owner`` reduces; numbers are unique within the round."""
         shards = [chunk_ranges(a, b) for a, b in shard_ranges(self.n_params, len(self.members))]
@@ -172,10 +177,8 @@ class Averager:
 
     async def _scatter(self, plan: Round, gradient: Tensor) -> None:
         """Send each other member its shard of our accumulator, a chunk of each in turn so that all can begin."""
-        me = plan.members.index(self._ctx.net.peer_id)
-        others = [*plan.members[me + 1 :], *plan.members[:me]]  # everyone starts with another receiver
         async with asyncio.TaskGroup() as group:
-            for member in others:
+            for member in plan.others(self._ctx.net.peer_id):
                 group.create_task(self._scatter_to(plan, member, gradient))
 
     async def _scatter_to(self, plan: Round, member: PeerId, gradient: Tensor) -> None:
@@ -186,7 +189,7 @@ class Averager:
     async def _own(self, plan: Round, gradient: Tensor, result: Tensor) -> ShardFacts:
         """Reduce our shard, and return it to everyone."""
         me = self._ctx.net.peer_id
-        others = [m for m in plan.members if m != me]
+        others = plan.others(me)
         facts = []
         for number, (a, b) in plan.chunks(me):
             parts: list[Tensor | Encoded] = []
