@@ -4,6 +4,9 @@ reads."""
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,6 +50,18 @@ PURE = LAYERS[-1] | {"policy"}
 
 def test_imports_run_downwards_only() -> None:
     assert violations(SOURCE) == []
+
+
+def test_of_hivemind_a_peer_loads_the_network_alone_and_others_still_find_all_of_it() -> None:
+    code = """
+import sys, muletrain.runs.worker
+assert "hivemind.dht.node" in sys.modules
+print(sorted({"scipy", "hivemind.averaging", "hivemind.moe"} & sys.modules.keys()))
+import hivemind
+print(hivemind.__version__, hivemind.DecentralizedAverager.__module__, hivemind.DHT is hivemind.dht.DHT)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == ["[]", f"{version('hivemind')} hivemind.averaging.averager True"], done.stderr
 
 
 def test_every_folder_has_a_layer() -> None:
