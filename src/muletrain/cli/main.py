@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from muletrain import __version__
+from muletrain.cli.doctor import doctor
 from muletrain.cli.plan import plan
 from muletrain.cli.simulate import app as simulate_app
 from muletrain.errors import ConfigError, DataError, MuletrainError, no_room
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 
 app.add_typer(simulate_app, name="simulate")
+app.command()(doctor)
 app.command()(plan)
 
 ConfigFile = Annotated[

@@ -92,7 +92,7 @@ class TokenCache:
         """
         corpus = Corpus(config)
         tokenizer = None if config.tokenizer == "train" else load_tokenizer(config.tokenizer, vocab)
-        parent = _cache_folder(config) / "tokens"
+        parent = cache_folder(config) / "tokens"
         folder = parent / _key(config, corpus, tokenizer, vocab)
         found = cls.open(folder)
         if found is None:
@@ -296,7 +296,8 @@ def _check_sides(train: _Side, heldout: _Side, share: float, path: str) -> None:
         )
 
 
-def _cache_folder(config: DataConfig) -> Path:
+def cache_folder(config: DataConfig) -> Path:
+    """Where caches go; it may have to be made."""
     if config.cache:
         return Path(config.cache).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "muletrain"

@@ -362,6 +362,15 @@ class Libp2pNetwork:
         """Loopback addresses only where there is nothing else: no other machine can dial them."""
         return [a for a in self._maddrs if not a.startswith(("/ip4/127.", "/ip6/::1/"))] or self._maddrs
 
+    async def seen_at(self, peer: PeerId) -> str:
+        """The IP address at the other end of a connection with ``peer``; '' where there is none but by way of others."""
+        assert self._relay is not None
+        if self._relay.indirect(peer):
+            return ""
+        known = (p for p in await self._p2p._client.list_peers() if p.peer_id.to_base58() == peer)
+        parts = (str(a).split("/") for p in known for a in p.addrs)
+        return next((part[2] for part in parts if part[1:2] in (["ip4"], ["ip6"])), "")
+
     async def connect(self, addresses: list[str], *, timeout_s: float) -> PeerId:
         try:
             peer = addresses[0].rsplit("/p2p/", 1)[1]

@@ -52,6 +52,7 @@ from muletrain.runs.reception import Papers, Reception
 from muletrain.runs.removal import serve_members
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.ticket import Ticket
+from muletrain.runs.vicinity import serve_sight
 from muletrain.runs.worker_files import EXIT_ERROR, EXIT_NO_CHECKPOINT, OWNER_FILE, SCRATCH, TICKET_FILE, write_secret
 from muletrain.swarm.checkpointing import Book
 from muletrain.swarm.context import Context
@@ -161,6 +162,7 @@ class Worker:
             private=spec.private, carries=spec.bandwidth_bytes_per_s is None,
         )  # fmt: skip
         serve_members(network, lambda: self._names())
+        serve_sight(network, carries=spec.bandwidth_bytes_per_s is None)
         links = self._limited(network)
         try:
             if spec.role == "found":

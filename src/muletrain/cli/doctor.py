@@ -1,0 +1,116 @@
+"""``muletrain doctor``: is this machine fit to train, and what to do if not."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+from dataclasses import asdict
+from pathlib import Path  # noqa: TC003 # typer reads it
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from muletrain.runs.doctor import Check
+
+STYLES = {"ok": "green", "warning": "yellow", "missing": "bold red", "not checked": "dim"}
+
+
+def doctor(
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="CONFIG.toml",
+            help="The run that is planned: how much memory and disk it needs. Default: the defaults.",
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Override one field of it, e.g. model.preset=gpt3-125m. Repeatable."
+        ),
+    ] = None,
+    ticket: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TICKET",
+            help="Of a run, waiting or training: ask its members about this machine's clock, and whether they can connect to it.",
+        ),
+    ] = None,
+    listen: Annotated[str, typer.Option(help="Address to listen on, as for 'start' and 'join'.")] = "0.0.0.0",
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="TCP port that 'start' or 'join' will be given; 0: any free one. Default: network.port.",
+        ),
+    ] = None,
+    announce: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ADDRESS", help="What others should dial instead, e.g. /ip4/1.2.3.4/tcp/4000. Repeatable."
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Check whether this machine can train: Python, torch, GPUs, memory, disk, clock, and how others reach it.
+
+    Says what to do about each thing that is wrong. Exits with 1 where something is missing that training needs; a warning is none.
+    """
+    if any(
+        check.verdict == "missing"
+        for check in _examined(config, overrides or [], ticket, listen, port, announce or [], json=json)
+    ):
+        raise typer.Exit(1)
+
+
+def _examined(
+    config: Path | None, overrides: Sequence[str], ticket: str | None, listen: str, port: int | None, announce: Sequence[str],
+    *, json: bool,
+) -> list[Check]:  # fmt: skip
+    from muletrain.cli.console import make_console
+    from muletrain.config.load import load_config
+    from muletrain.runs.doctor import Question, examine
+
+    run = load_config(config, overrides)
+    question = Question(
+        config=run.model_dump_json(by_alias=True), ticket=ticket, listen=listen, port=run.network.port if port is None else port,
+        announce=tuple(announce) or run.network.announce,
+    )  # fmt: skip
+    with make_console(sys.stderr).status("looking at this machine") as status:
+        checks = list(examine(question, lambda part: status.update(f"looking at the {part}")))
+    counts = {verdict: sum(c.verdict == verdict for c in checks) for verdict in ("missing", "warning")}
+    if json:
+        print(jsonlib.dumps({"ready": not counts["missing"], "checks": [asdict(check) for check in checks]}))
+        return checks
+    console = make_console()
+    console.print(table(checks))
+    warnings = f", {counts['warning']} warning{'s' * (counts['warning'] != 1)}" if counts["warning"] else ""
+    ready = f"{counts['missing']} missing" if counts["missing"] else "ready to train"
+    console.print(f"{ready}{warnings}", style=STYLES["missing" if counts["missing"] else "ok"])
+    return checks
+
+
+def table(checks: Sequence[Check]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    from muletrain.cli.view import printable
+
+    shown = Table(
+        "check", "", "result", "what to do", box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0)
+    )
+    for check in checks:
+        row = (
+            check.name,
+            Text(check.verdict, style=STYLES[check.verdict]),
+            printable(check.found),
+            printable(check.fix),
+        )
+        shown.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return shown
