@@ -14,9 +14,11 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import ANY
 
+import fsspec
 import pytest
 import safetensors.torch
 import torch
@@ -35,7 +37,8 @@ from muletrain.swarm import checkpointing
 from muletrain.swarm.checkpointing import MAX_OPEN, Book, CheckpointEnd, Checkpoints, PartReady
 from muletrain.swarm.context import Context
 from muletrain.swarm.messages import AskHeld, Block, Held
-from muletrain.swarm.place import Folder, Key, PartFacts, open_place
+from muletrain.swarm.peer import Peer
+from muletrain.swarm.place import Folder, Key, PartFacts, PartsGone, open_place
 from muletrain.swarm.roster import Genesis, Member, Roster
 from muletrain.swarm.snapshot import Receiver, Snapshots
 from muletrain.wire.statefile import cut, state_buffers
@@ -281,6 +284,122 @@ def test_a_part_that_changes_on_its_way_is_not_taken(tmp_path: Path, monkeypatch
     play(scenario)
 
 
+def test_who_announces_a_false_part_first_does_not_keep_the_checkpoint_from_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a type, too, that no checkpoint has."""
+    monkeypatch.setattr(checkpointing, "LOOK_S", 0.05)
+
+    async def scenario() -> None:
+        stages = Stages(tmp_path / "run")
+        liar, key = stages.checkpoints["other"], Key(4, LINEAGE)
+        opened = liar._opened(key)
+        assert opened is not None
+        opened.own = {"x": torch.zeros(8, dtype=torch.uint8)}
+        opened.parts[1] = PartFacts(8, bytes(32))
+        await liar._tell_of(key, opened, 1)
+        await asyncio.sleep(0.2)
+        liar._end = liar._tell_of = _nothing  # type: ignore[method-assign]  # it has said it
+        assert await stages.checkpoint(4)
+        Checkpoint.intact(tmp_path / "run" / "step-00000004")
+        await stages.close()
+
+    play(scenario)
+
+
+async def _nothing(*_: Any, **__: Any) -> None:
+    """Instead of something."""
+
+
+def test_of_the_end_of_a_checkpoint_its_collector_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        stages = Stages(tmp_path / "run")
+        key = Key(4, LINEAGE)
+        for name in ("collector", "other"):
+            own = stages.checkpoints[name]
+            await own.on_end("one", CheckpointEnd(step=4, lineage=LINEAGE))
+            await own.on_end("one", CheckpointEnd(step=4, lineage=LINEAGE, reason="so it says"))
+            with pytest.raises(ProtocolError, match="cannot be"):
+                await own.on_end("collector", CheckpointEnd(step=1001, lineage=LINEAGE))
+            assert key not in own._ended
+        assert await stages.checkpoint(4)
+        await stages.checkpoints["one"].on_end("collector", CheckpointEnd(step=8, lineage=LINEAGE, reason="no room"))
+        assert stages.checkpoints["one"]._ended[Key(8, LINEAGE)] == "no room"
+        await stages.close()
+
+    play(scenario)
+
+
+def test_that_the_run_has_ended_well_is_believed_of_the_collector_and_of_others_once_it_has_gone(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        stages = Stages(tmp_path / "run")
+
+        def peer(name: str, *, over: bool) -> Any:
+            return SimpleNamespace(_ctx=stages.contexts[name], _over=over, _finished=asyncio.Future())
+
+        async def told(at: Any, sender: str) -> asyncio.Task[None]:
+            task = asyncio.create_task(Peer._weigh(at, sender, True))
+            await asyncio.sleep(0.3)
+            return task
+
+        collector, early, one = peer("collector", over=True), peer("other", over=False), peer("other", over=True)
+        tasks = [await told(collector, "one"), await told(early, "collector"), await told(one, "one")]
+        assert not any(p._finished.done() for p in (collector, early, one))
+        known = peer("one", over=True)
+        tasks.append(await told(known, "collector"))
+        assert known._finished.result()
+        early._over = True
+        stages.kill("collector")
+        for left in (early, one):  # nobody is there who could know better
+            assert await asyncio.wait_for(left._finished, 10)
+        assert not collector._finished.done()
+        for task in tasks:
+            task.cancel()
+        await stages.close()
+
+    play(scenario)
+
+
+def test_who_gives_up_on_a_checkpoint_leaves_it_to_the_collector_that_shares_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointing, "LOOK_S", 0.05)
+
+    async def scenario() -> None:
+        stages = Stages(tmp_path / "run", sharing="other")
+        key = Key(4, LINEAGE)
+        await stages.write(4, "other")
+        await stages.checkpoints["other"]._end(key, "its parts did not come whole")
+        await stages.write(4, "collector")
+        assert await asyncio.wait_for(stages.checkpoints["collector"].ended(key), 20)
+        Checkpoint.intact(tmp_path / "run" / "step-00000004")
+        await stages.close()
+
+    play(scenario)
+
+
+def test_a_checkpoint_is_complete_with_all_its_parts_or_not_at_all(tmp_path: Path) -> None:
+    folder, store = Folder(tmp_path / "run", keep=2), open_place(f"memory://{tmp_path.name}", keep=2)
+    key, about = Key(4, LINEAGE), FACTS.manifest("run") | {"data": "d"}
+    buffers = state_buffers(state(0))
+    parts = {0: PartFacts(sum(map(len, buffers)), checkpointing._sha256(buffers))}
+    for place in (folder, store):
+        with pytest.raises(PartsGone) as gone:
+            place.publish(key, about, parts, FILES)
+        assert gone.value.stages == {0}
+        place.write_part(key, 0, parts[0], buffers)
+        place.publish(key, about, parts, FILES)
+        place.abandon(key)  # too late
+        assert place.complete() == {key: parts}
+    # somebody froze before its last step, and others were there first
+    folder.write_part(key, 0, parts[0], buffers[:1])
+    folder._finish(key)
+    assert names(tmp_path / "run") == ["step-00000004"]
+    Checkpoint.intact(tmp_path / "run" / "step-00000004")
+
+
 def test_a_part_that_cannot_be_is_refused(tmp_path: Path) -> None:
     async def scenario() -> None:
         stages = Stages(tmp_path / "run")
@@ -302,8 +421,8 @@ def test_a_part_that_cannot_be_is_refused(tmp_path: Path) -> None:
         assert not own._open, "a stage's own peers say first what its part is"
         ready()
         for sender in ("one", "other", "collector"):
-            with pytest.raises(ProtocolError, match="another part"):
-                ready(sender, digest=b"x" * 32)
+            ready(sender, digest=b"x" * 32)
+        assert own._open[Key(4, LINEAGE)].parts[1].digest == bytes(32), "the first counts until it is known to be false"
         for step in range(5, 4 + MAX_OPEN):
             ready(step=step)
         with pytest.raises(ProtocolError, match="others are not complete"):
@@ -338,6 +457,15 @@ def test_a_store_behind_a_url_holds_the_same_checkpoints(tmp_path: Path) -> None
     ]
     bring_newest_home(url, tmp_path / "elsewhere")
     assert Checkpoint.open(tmp_path / "elsewhere").step == 12
+    assert names(tmp_path / "elsewhere" / "checkpoints") == ["step-00000012"]
+    damage(tmp_path / "elsewhere" / "checkpoints" / "step-00000012" / "stage-0.safetensors")
+    bring_newest_home(url, tmp_path / "elsewhere")  # once more
+    assert Checkpoint.intact(tmp_path / "elsewhere" / "checkpoints" / "step-00000012")
+    fsspec.filesystem("memory").pipe_file(f"{where}/stage-1.safetensors", b"damaged")
+    bring_newest_home(url, tmp_path / "third")
+    found = Checkpoint.newest_intact(tmp_path / "third", lambda text: None)
+    assert found is not None
+    assert found.step == 8, "the newest that is whole"
     place.drop(100)
     assert set(place.complete()) == {Key(8, LINEAGE), Key(12, LINEAGE)}
 

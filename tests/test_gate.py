@@ -471,17 +471,22 @@ def test_nobody_comes_back_by_the_next_kick(founder: Someone) -> None:
     assert founder.trust.current(stays.id, ())
 
 
-def test_the_number_of_those_let_in_is_bounded(founder: Someone, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A member lets in one identity of its own after the other."""
-    monkeypatch.setattr(gate_module, "MAX_ADMITTED", 5)
+def test_the_number_of_those_known_is_bounded_and_who_has_gone_makes_room(
+    founder: Someone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a long run each process is somebody new."""
+    monkeypatch.setattr(gate_module, "MAX_ADMITTED", 8)
     host = guest(founder)
-    crowd = [guest(host, founder) for _ in range(4)]
-    with pytest.raises(AdmissionError, match="knows 5 others"):
+    for _ in range(40):
+        someone = guest(host, founder)
+        assert founder.gate.admitted(host.id)  # it speaks now and then
+        assert someone.speaks_to(founder)
+        assert len(founder.gate._admitted) <= 8
+    assert len(founder.gate._spoke) <= 8
+    monkeypatch.setattr(gate_module, "MAX_ADMITTED", len(founder.gate._admitted))
+    founder.gate._spoke = set(founder.gate._admitted)
+    with pytest.raises(AdmissionError, match="others already"):  # all are there
         guest(host, founder)
-    assert all(c.speaks_to(founder) for c in crowd)
-    crowd[0].forget(founder)
-    crowd[0].enter(founder)  # known already
-    assert len(founder.gate._admitted) == 5
 
 
 # Repeat offenders ---------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from muletrain.clock import LoopClock
@@ -27,7 +28,7 @@ from muletrain.network.base import Frame, PeerId
 from muletrain.network.intake import Intake
 from muletrain.network.memory import MemoryHub, unpack
 from muletrain.runs.assemble import RunFacts
-from muletrain.swarm.adoption import AskStanding, StandsAt
+from muletrain.swarm.adoption import AskStanding, HeldPart, StandsAt
 from muletrain.swarm.checkpointing import Book, CheckpointEnd, PartReady
 from muletrain.swarm.context import Context
 from muletrain.swarm.messages import (
@@ -48,6 +49,7 @@ from muletrain.swarm.messages import (
     RoundEntry,
     Seal,
     Shard,
+    ShardFacts,
     TrainerDone,
 )
 from muletrain.swarm.peer import OTHER_KINDS, STEP_KINDS, Peer
@@ -132,6 +134,20 @@ def frames(stage: int, index: int) -> list[Frame]:
         Block(digest=digest, block=index, begin=0).frame([encode_raw(digest)]),
         Report(event='{"kind": "note", "level": "info", "message": "x", "t": 1.0, "peer": "p"}').frame(),
     ]
+
+
+def test_what_would_end_a_peer_later_is_refused_when_it_comes() -> None:
+    """A square norm whose sums are not finite; a part of a checkpoint that no lineage names."""
+    fact = {"content": bytes(32), "finite": True}
+    assert ShardFacts.model_validate(fact | {"square_norm": 1e89}).square_norm == 1e89, (
+        "as much as fp32 gradients can have"
+    )
+    with pytest.raises(ValidationError):
+        ShardFacts.model_validate(fact | {"square_norm": 1.7e308})
+    part = {"step": 1, "stage": 0, "digest": bytes(32)}
+    HeldPart.model_validate(part | {"lineage": bytes(32)})
+    with pytest.raises(ValidationError):
+        HeldPart.model_validate(part | {"lineage": b""})
 
 
 def test_a_frame_of_every_kind_is_drawn_from() -> None:

@@ -232,14 +232,20 @@ def test_of_frames_that_come_early_no_more_are_kept_than_there_is_room_for(monke
     monkeypatch.setattr(early, "LIMIT", 3)
     kept = early.Early()
     for step in (5, 4, 6, 7):
-        kept.keep("a", Frame("seal", {"step": step}))
+        kept.keep("a", Frame("seal", {"step": step}), step)
     kept.forget(before=5)
-    kept.keep("b", Frame("seal", {"step": 8}))
+    kept.keep("b", Frame("seal", {"step": 8}), 8)
     assert [(sender, frame.header["step"]) for sender, frame in kept.take()] == [("a", 5), ("a", 6), ("b", 8)]
     assert kept.take() == []
     monkeypatch.setattr(early, "BYTES", 100)
     for step in (1, 2, 3):
-        kept.keep("a", Frame("shard", {"step": step}, [encode_raw(bytes(60))]))
+        kept.keep("a", Frame("shard", {"step": step}, [encode_raw(bytes(60))]), step)
+    kept.forget(before=2)
+    kept.keep("a", Frame("shard", {"step": "3"}, [encode_raw(bytes(60))]), 3)  # as a stranger may write it
+    kept.forget(before=3)
+    assert len(kept.take()) == 1
+    for step in (1, 2, 3):
+        kept.keep("a", Frame("shard", {"step": step}, [encode_raw(bytes(60))]), step)
     assert len(kept.take()) == 2, "the last that is kept may go beyond"
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -18,10 +19,10 @@ from muletrain.network.memory import MemoryHub, MemoryNetwork
 from muletrain.policy.lineages import Chain
 from muletrain.swarm import snapshot, transfer
 from muletrain.swarm.context import Context, Plan
-from muletrain.swarm.messages import AskBlocks, AskSnapshot, Block, Member, Snapshot
+from muletrain.swarm.messages import AskBlocks, AskPast, AskSnapshot, Block, Member, Snapshot
 from muletrain.swarm.roster import Genesis, Roster
 from muletrain.swarm.snapshot import Receiver, Snapshots
-from muletrain.swarm.trail import Trail
+from muletrain.swarm.trail import Trail, take_past
 from muletrain.swarm.transfer import Copy, Manifest
 from muletrain.swarm.uplink import Uplink
 from muletrain.wire.codec import encode_raw
@@ -162,6 +163,8 @@ def test_a_block_that_is_longer_than_it_may_be_is_refused() -> None:
         taker.on_block("a", Block(digest=bytes(32), block=0, begin=0), encode_raw(b"abc"))
         with pytest.raises(ProtocolError, match="more than it has"):
             taker.on_block("a", Block(digest=bytes(32), block=0, begin=3), encode_raw(b"def"))
+        with pytest.raises(ProtocolError, match="nothing of it"):  # it would be waited for as long as such came
+            taker.on_block("a", Block(digest=bytes(32), block=0, begin=3), encode_raw(b""))
         assert not expected.whole.done()
         taker.on_block("a", Block(digest=bytes(32), block=0, begin=3), encode_raw(b"de"))
         assert expected.whole.done()
@@ -224,7 +227,7 @@ def test_what_came_before_a_break_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
     """Both donors go away in the middle; the one that comes back sends what is missing, and no more."""
     right, sent, broken = Copy.send, list[int](), list[bool]()
 
-    async def send(self: Copy, ctx: Context, taker: str, blocks: tuple[int, ...]) -> None:
+    async def send(self: Copy, ctx: Context, taker: str, blocks: tuple[int, ...], done: Any) -> None:
         if not broken and len(sent) >= 40:
             broken.append(True)
             for donor in "ab":
@@ -233,7 +236,7 @@ def test_what_came_before_a_break_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
             return
         if stage.hub.way(ctx.net.peer_id, taker) is not None:
             sent.extend(blocks)
-        await right(self, ctx, taker, blocks)
+        await right(self, ctx, taker, blocks, done)
 
     stage: Stage
 
@@ -308,7 +311,7 @@ def test_each_of_many_takers_gets_its_turn(monkeypatch: pytest.MonkeyPatch) -> N
         sent: list[str] = []
         held_up = asyncio.Event()
 
-        async def send(self: Copy, ctx: Any, taker: str, blocks: tuple[int, ...]) -> None:
+        async def send(self: Copy, ctx: Any, taker: str, blocks: tuple[int, ...], done: Any) -> None:
             await held_up.wait()
             sent.append(taker)
 
@@ -327,6 +330,43 @@ def test_each_of_many_takers_gets_its_turn(monkeypatch: pytest.MonkeyPatch) -> N
         await asyncio.sleep(0.05)
         assert Counter(sent) == dict.fromkeys(takers, snapshot.MAX_RUNS)
         await network.call("a", AskBlocks.KIND, ask, timeout_s=5)
+
+    run(scenario)
+
+
+def test_a_past_gradient_in_other_pieces_than_it_has_is_refused() -> None:
+    async def scenario() -> None:
+        stage, entry = Stage("a"), cast("Any", SimpleNamespace(round=bytes(32)))
+        for tensors in ((("x", "uint8", (100,)),), (("0", "float64", (10,)),), (("0", "uint8", (10, 10)),)):
+            manifest = Manifest(tensors=tensors, block=100, digests=bytes(32))
+
+            async def past(sender: str, payload: bytes, packed: bytes = manifest.pack()) -> bytes:
+                return packed
+
+            stage.networks["a"].serve(AskPast.KIND, past)
+            with pytest.raises(ProtocolError, match="no stage has"):
+                await take_past(stage.contexts["t"], stage.receiver.taker, entry)
+
+    run(scenario)
+
+
+def test_a_copy_that_is_still_being_sent_is_kept_however_slow_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of blocks may take longer than a copy is kept after the last question for it."""
+
+    async def scenario() -> None:
+        monkeypatch.setattr(snapshot, "KEPT_S", 0.2)
+        monkeypatch.setattr(transfer, "RUN", 100)  # one question for all
+        whole = Copy._send_block
+
+        async def slowly(self: Copy, *args: Any) -> None:
+            await asyncio.sleep(0.02)
+            await whole(self, *args)
+
+        monkeypatch.setattr(Copy, "_send_block", slowly)
+        stage, begin = Stage("a"), time.monotonic()
+        await stage.receiver.fetch(lambda offer: True, rounds=1)
+        assert time.monotonic() - begin > 2 * snapshot.KEPT_S
+        stage.check()
 
     run(scenario)
 

@@ -38,7 +38,7 @@ MAX_ADMIT = 1 << 18
 BURST, PER_S = 200.0, 50.0
 """Admissions answered at once, and per second after that."""
 MAX_ADMITTED = 2 * MAX_KEPT
-"""Members and visitors of the last minutes: more is an attack."""
+"""Whom a peer knows at once; each process is somebody new, so in a long run most of them have gone."""
 OTHER_SECRET = "the other side does not hold this ticket's secret: the ticket is of another run or was replaced; ask for the current one"
 NO_ADMISSION = "the other side's answer is no admission; is it a muletrain of this version?"
 BANNED = "left out for some minutes, for having sent again and again what no correct peer sends; is it the same version and undamaged?"
@@ -77,6 +77,9 @@ class Gate:
         self._refused, self._renewed = refused, renewed
         self._admitted: dict[str, Chain] = {}  # their certificates are genuine
         self._let_us_in: set[str] = set()
+        self._spoke: set[str] = set()
+        """Who was heard or spoken to since a quarter of ``MAX_ADMITTED`` were admitted."""
+        self._admissions = 0
         self._nonce_key = os.urandom(32)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tokens, self._refilled = BURST, 0.0
@@ -85,6 +88,8 @@ class Gate:
     def admitted(self, peer: str) -> bool:
         """May it speak to us?"""
         chain = self._admitted.get(peer)
+        if chain is not None:
+            self._spoke.add(peer)
         return chain is not None and self.trust.current(peer, chain) and not self.offences.banned(peer)
 
     def entered(self, peer: str) -> bool:
@@ -125,8 +130,13 @@ class Gate:
             self._forget(
                 {p for p, c in self._admitted.items() if not self.trust.current(p, c)}
             )  # visitors whose time is over
+            if len(self._admitted) >= MAX_ADMITTED:  # who is there after all says hello again
+                self._forget(self._admitted.keys() - self._spoke)
             if len(self._admitted) >= MAX_ADMITTED:
                 raise AdmissionError(f"this peer knows {MAX_ADMITTED} others already; try again in some minutes")
+            self._admissions += 1
+            if self._admissions % (MAX_ADMITTED // 4) == 0:
+                self._spoke.clear()
         self._admitted[peer] = (
             () if self.trust.remains(peer) else chain
         )  # it needs none then, and nobody has checked it
@@ -134,6 +144,7 @@ class Gate:
 
     def _forget(self, peers: frozenset[str] | set[str]) -> None:
         self._let_us_in -= peers
+        self._spoke -= peers
         for peer in peers:
             del self._admitted[peer]
 

@@ -58,14 +58,27 @@ def bring_home(where: str, into: Path) -> None:
 
 
 def bring_newest_home(place: str, folder: Path) -> None:
-    """The newest complete checkpoint of ``place``, unless the run folder has it. Raises ConfigError or CheckpointError."""
+    """The newest complete checkpoint of ``place`` whose every part is what its manifest says, unless the run folder has it. Raises
+    ConfigError or CheckpointError."""
     try:
         source = open_place(place, keep=1)
-        newest = max(source.complete(), default=None)
+        complete = sorted(source.complete(), reverse=True)
     except OSError as e:
         raise CheckpointError(f"checkpoint.place: {place} cannot be read: {e}") from e
-    if newest is not None and not (into := folder / "checkpoints" / f"step-{newest.step:08d}").exists():
-        bring_home(source.where(newest), into)
+    for key in complete:
+        into = folder / "checkpoints" / f"step-{key.step:08d}"
+        if not _is_intact(into):
+            bring_home(source.where(key), into)
+        if _is_intact(into):
+            return
+
+
+def _is_intact(folder: Path) -> bool:
+    try:
+        Checkpoint.intact(folder)
+    except CheckpointError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -107,14 +120,21 @@ class Checkpoint:
             shutil.rmtree(partial, ignore_errors=True)
         for folder in sorted((run / "checkpoints").glob("step-*"), reverse=True):
             try:
-                checkpoint = cls.open(folder)
-                for file in checkpoint.manifest["parts"] + checkpoint.manifest["files"]:
-                    checkpoint.verify(file)
-            except (MuletrainError, KeyError, TypeError) as e:
+                return cls.intact(folder)
+            except CheckpointError as e:
                 say(f"{folder.name} is passed over: {e}")
-            else:
-                return checkpoint
         return None
+
+    @classmethod
+    def intact(cls, folder: Path) -> Checkpoint:
+        """Raises CheckpointError unless every part is what the manifest says."""
+        try:
+            checkpoint = cls.open(folder)
+            for file in checkpoint.manifest["parts"] + checkpoint.manifest["files"]:
+                checkpoint.verify(file)
+        except (MuletrainError, KeyError, TypeError) as e:
+            raise CheckpointError(str(e)) from e
+        return checkpoint
 
     def check_same_run(self, config: RunConfig) -> None:
         """Raises ConfigError naming the fields in which ``config`` is of another run than this checkpoint. A field that an older version

@@ -92,7 +92,7 @@ class HeldPart(Message):
 
     KIND: ClassVar[str] = "held_part"
     step: Natural
-    lineage: Annotated[bytes, Field(max_length=32)]
+    lineage: Digest
     stage: Natural
     digest: Digest
 

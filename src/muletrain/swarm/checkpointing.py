@@ -26,7 +26,7 @@ from muletrain.events import CheckpointFailed, CheckpointWritten, Note
 from muletrain.network.base import Channel
 from muletrain.policy.keeping import keepers
 from muletrain.swarm.messages import Digest, Message, Natural, Text
-from muletrain.swarm.place import Key, PartFacts
+from muletrain.swarm.place import Key, PartFacts, PartsGone
 from muletrain.wire.statefile import state_buffers
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from muletrain.network.base import PeerId
     from muletrain.swarm.context import Context
+    from muletrain.swarm.messages import Snapshot
     from muletrain.swarm.place import Place
     from muletrain.swarm.snapshot import Receiver, Snapshots
 
@@ -44,6 +45,8 @@ MAX_OPEN = 8
 MAX_PART = 1 << 42
 LOOK_S, LOOK_MAX_S = 1.0, 10.0
 """Between looks at what is missing of a checkpoint, when nothing is heard; doubles."""
+TURN_S = 30.0
+"""For its turn who asks for a part waits so long."""
 LIMIT_S = 600.0
 """After so long a checkpoint has failed."""
 REMEMBERED = 256
@@ -130,6 +133,7 @@ class Checkpoints:
         self._open: dict[Key, _Open] = {}
         self._ended: dict[Key, str] = {}
         self._over = asyncio.Event()
+        self._asking = asyncio.Lock()
         ctx.net.serve(AskPart.KIND, self._on_ask)
 
     # The writer -------------------------------------------------------------------------------------------------------
@@ -169,7 +173,7 @@ class Checkpoints:
     # What arrives -----------------------------------------------------------------------------------------------------
 
     def on_ready(self, sender: PeerId, ready: PartReady) -> None:
-        """Raises ProtocolError for a part that cannot be, or that contradicts its stage's own word."""
+        """Raises ProtocolError for a part that cannot be."""
         plan, key = self._ctx.plan, ready.key
         if (
             ready.stage >= plan.stages
@@ -183,7 +187,7 @@ class Checkpoints:
         if known is None and self._ctx.roster.member(sender).stage != ready.stage:
             return  # the stage's own word counts; this one comes again
         if known is not None and known != ready.facts:
-            raise ProtocolError(f"checkpoint {ready.step}, stage {ready.stage}: another part than its stage announced")
+            return  # the first counts, until it turns out to be false (``_fetch``): whoever contradicts may be right
         opened = self._opened(key)
         if opened is None:
             raise ProtocolError(f"checkpoint {ready.step}: {MAX_OPEN} others are not complete yet")
@@ -195,7 +199,13 @@ class Checkpoints:
         opened.changed.set()
 
     async def on_end(self, sender: PeerId, end: CheckpointEnd) -> None:
-        if end.step <= self._ctx.plan.steps:
+        """That it is complete, its collector says, and nobody else; that it failed, whoever has the disk on which it did. Raises
+        ProtocolError for a checkpoint that cannot be."""
+        roster, collector = self._ctx.roster, self._ctx.roster.collector()
+        if not 0 < end.step <= self._ctx.plan.steps:
+            raise ProtocolError(f"the end of checkpoint {end.step}, which cannot be")
+        collected = collector is not None and collector.id == sender
+        if collected or (end.reason and roster.member(sender).place == self._target()):
             await self._end(end.key, end.reason)
 
     def _largest(self, stage: int) -> int:
@@ -208,9 +218,18 @@ class Checkpoints:
         ask = AskPart.unpack(payload)
         if self._ctx.closed:
             raise MuletrainError("this peer begins anew; ask again")
-        offer, opened = self._snapshots.offered(ask.stage, *ask.key, part=True), self._open.get(ask.key)
+        async with self._asking:  # one at a time is read, and held, for all that want it
+            return (await self._offer(ask)).pack()
+
+    async def _offer(self, ask: AskPart) -> Snapshot:
+        until = self._ctx.clock.now() + TURN_S
+        while (offer := self._snapshots.offered(ask.stage, *ask.key, part=True)) is None and self._snapshots.crowded():
+            if self._ctx.clock.now() > until:
+                raise MuletrainError("this peer has enough copies to send; ask again")
+            await self._ctx.clock.sleep(LOOK_S)
         if offer is not None:
-            return offer.pack()
+            return offer
+        opened = self._open.get(ask.key)
         if opened is not None and opened.own is not None and ask.stage == self._ctx.roster.own.stage:
             state = opened.own
         else:
@@ -218,7 +237,7 @@ class Checkpoints:
                 state = await self.read(ask.key, ask.stage)
             except CheckpointError as e:
                 raise MuletrainError(str(e)) from None
-        return (await self._snapshots.offer(ask.stage, *ask.key, state, part=True)).pack()
+        return await self._snapshots.offer(ask.stage, *ask.key, state, part=True)
 
     async def read(self, key: Key, stage: int) -> dict[str, Tensor]:
         """A part that is in our place, on memory of its own. Raises CheckpointError."""
@@ -226,7 +245,7 @@ class Checkpoints:
             raise CheckpointError("this peer keeps no checkpoints")
         try:
             content = await self._ctx.aside(self._book.place.read_part, key, stage)
-            state: dict[str, Tensor] = safetensors.torch.load(content)
+            state: dict[str, Tensor] = await self._ctx.aside(safetensors.torch.load, content)
         except (OSError, safetensors.SafetensorError) as e:
             raise CheckpointError(f"stage {stage}'s part of checkpoint {key.step} is not here: {e}") from e
         return state
@@ -292,11 +311,12 @@ class Checkpoints:
                 continue
             except MuletrainError:
                 pause = min(LOOK_MAX_S, 2 * pause)
-            if ctx.clock.now() - opened.begin > LIMIT_S:
-                lacking = sorted(set(range(ctx.plan.stages)) - opened.parts.keys())
-                await self._end(key, f"no part of stages {lacking} came" if lacking else "its parts did not come whole")
-            elif self._book is not None and await ctx.aside(_is_complete, self._book.place, key):
+            if self._book is not None and await ctx.aside(_is_complete, self._book.place, key):
                 await self._end(key, "")  # whoever completed it could not say so
+            elif ctx.clock.now() - opened.begin > LIMIT_S:
+                lacking = sorted(set(range(ctx.plan.stages)) - opened.parts.keys())
+                reason = f"no part of stages {lacking} came" if lacking else "its parts did not come whole"
+                await (self._fail if self._collects() else self._end)(key, reason)
             elif (collector := ctx.roster.collector()) is not None and collector.id != ctx.net.peer_id:
                 await ctx.probe(collector.id, key.lineage, key.step)
                 if opened.own is not None:  # word of it may have been lost
@@ -306,13 +326,16 @@ class Checkpoints:
         """Fetch what we are to have; as the collector, publish what is whole. Raises NetworkError, ProtocolError or CheckpointError."""
         if self._book is None:
             return
-        collector = self._ctx.roster.collector()
-        collects = collector is not None and collector.id == self._ctx.net.peer_id
+        collects = self._collects()
         for stage in sorted(opened.parts.keys() - opened.here):
             if (collects and key in self._open) or self._keeps(stage):
                 await self._fetch(key, opened, stage)
         if collects and len(opened.here) == self._ctx.plan.stages and key in self._open:
             await self._publish(key, opened)
+
+    def _collects(self) -> bool:
+        collector = self._ctx.roster.collector()
+        return collector is not None and collector.id == self._ctx.net.peer_id
 
     def _keeps(self, stage: int) -> bool:
         roster = self._ctx.roster
@@ -321,9 +344,12 @@ class Checkpoints:
         return self._ctx.net.peer_id in keepers(places, stage, self._target())
 
     async def _fetch(self, key: Key, opened: _Open, stage: int) -> None:
-        state = await self.take(
-            key, stage, opened.parts[stage], sorted(opened.holders[stage] - {self._ctx.net.peer_id})
-        )
+        holders = sorted(opened.holders[stage] - {self._ctx.net.peer_id})
+        try:
+            state = await self.take(key, stage, opened.parts[stage], holders)
+        except ProtocolError:  # who announced it first did not speak the truth: the next one may
+            del opened.parts[stage], opened.holders[stage]
+            raise
         buffers = state_buffers(state)
         if not self._ended.get(key):
             await self._store(key, opened, stage, opened.parts[stage], buffers)
@@ -359,6 +385,9 @@ class Checkpoints:
         assert book is not None
         try:
             where = await ctx.aside(book.place.publish, key, book.about, dict(opened.parts), book.files)
+        except PartsGone as e:
+            opened.here -= e.stages  # fetched again
+            return
         except OSError as e:
             await self._fail(key, f"{_why(e)}: {book.place.where(key)} (free some space; training goes on)")
             return
@@ -390,8 +419,12 @@ class Checkpoints:
             opened.changed.set()
         if self._book is not None:
             place = self._book.place
-            if reason:  # first, so that there is room to tell of it
-                await self._ctx.aside(place.abandon, key)
+            if reason and (
+                place.name != self._target() or self._collects()
+            ):  # others may still gather it in a place that we share
+                await self._ctx.aside(place.abandon, key)  # first, so that there is room to tell of it
+            elif reason:
+                place.parts.pop(key, None)
             elif place.name != self._target():
                 await self._ctx.aside(place.drop, key.step)
             else:  # whoever published it removed what is older

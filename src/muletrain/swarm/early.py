@@ -16,25 +16,25 @@ class Early:
     """In the order in which they came."""
 
     def __init__(self) -> None:
-        self._frames: list[tuple[PeerId, Frame]] = []
+        self._frames: list[tuple[int, PeerId, Frame]] = []
         self._bytes = 0
 
-    def keep(self, sender: PeerId, frame: Frame) -> None:
-        """Unless there are too many of them."""
+    def keep(self, sender: PeerId, frame: Frame, step: int) -> None:
+        """A frame of ``step``, as its header was read; unless there are too many of them."""
         if len(self._frames) < LIMIT and self._bytes < BYTES:
-            self._frames.append((sender, frame))
+            self._frames.append((step, sender, frame))
             self._bytes += _bytes(frame)
 
     def take(self) -> list[tuple[PeerId, Frame]]:
         """All of them; none is left."""
-        taken, self._frames, self._bytes = self._frames, [], 0
+        taken = [(sender, frame) for _, sender, frame in self._frames]
+        self._frames, self._bytes = [], 0
         return taken
 
     def forget(self, before: int) -> None:
         """Those of the steps before ``before``."""
-        for sender, frame in self.take():
-            if frame.header.get("step", 0) >= before:
-                self.keep(sender, frame)
+        kept = [entry for entry in self._frames if entry[0] >= before]
+        self._frames, self._bytes = kept, sum(_bytes(frame) for _, _, frame in kept)
 
 
 def _bytes(frame: Frame) -> int:

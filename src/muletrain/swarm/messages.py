@@ -260,7 +260,8 @@ class ShardFacts(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     content: Digest
-    square_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    square_norm: Annotated[float, Field(ge=0, le=1e100, allow_inf_nan=False)]
+    """Of fp32 values it cannot be more, and sums of it stay finite."""
     finite: bool
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,8 @@ TRIES, PAUSE_S, PAUSE_MAX_S = 12, 0.2, 10.0
 """Times that a checkpoint's part is asked for before a peer gives up; the pause between doubles."""
 MAX_PURSUITS = 10
 """States that a peer takes one after the other, each too old to be of use when it has come, before it gives up."""
+WEIGH_S = 0.1
+"""Between two looks whether word of the end can be believed; doubles."""
 OFFER_S = 20.0
 """After the end, a stage whose part of the last checkpoint did not come from its writer offers it from every replica, then again."""
 
@@ -126,6 +129,8 @@ class Peer:
         self._membership = Membership(ctx)
         self._early = Early()
         self._finished: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._claims: set[PeerId] = set()
+        """Who said that the end is reached."""
         self._over = False
         self._leaves = False
         self._pursuits = 0
@@ -498,7 +503,7 @@ class Peer:
             if not loads:
                 self.stepper.on_later(sender, applied=agreeing or step > self.stepper.step + ahead)
             if step <= self.stepper.step + 1 + ahead:  # else we are far behind, and find that out
-                self._early.keep(sender, frame)
+                self._early.keep(sender, frame, step)
             return
         if isinstance(message, Seal | RoundEntry):
             await self._membership.acquaint(sender, message.stage)
@@ -614,9 +619,25 @@ class Peer:
         finished = Finished.unpack(payload)
         if not self._over:  # it goes next
             await self.stepper.find_out(sender)
-        if not self._finished.done():
-            self._finished.set_result(finished.written)
+        if sender not in self._claims:
+            self._claims.add(sender)
+            self._ctx.spawn(self._weigh(sender, finished.written), "word of the end")
         return b""
+
+    async def _weigh(self, sender: PeerId, written: bool) -> None:
+        """Whether the last checkpoint was written the collector says; of others it is believed once this peer is at the end, too, and
+        the collector that it could ask has gone."""
+        ctx, first = self._ctx, self._ctx.roster.collector()
+        if first is not None and first.id == ctx.net.peer_id:
+            return  # nobody knows better
+        for tries in itertools.count():
+            now = ctx.roster.collector()
+            there = first is not None and now is not None and now.id == first.id != sender
+            if self._finished.done():
+                return
+            if self._over and not there:
+                return self._finished.set_result(written)
+            await ctx.clock.sleep(backoff_s(tries, WEIGH_S, OFFER_S))
 
     def load(self) -> int:
         """Requests it holds, waiting or being worked on; at most ``Plan.capacity``."""

@@ -49,6 +49,14 @@ class PartFacts(NamedTuple):
     digest: bytes
 
 
+class PartsGone(OSError):
+    """Those ``stages``' parts are not where they were written: somebody else cleaned up."""
+
+    def __init__(self, stages: set[int]) -> None:
+        super().__init__(f"the parts of stages {sorted(stages)} are gone")
+        self.stages = stages
+
+
 class Place(ABC):
     """``name``: what peers that share it call it. ``keep``: that many of the newest complete checkpoints stay."""
 
@@ -72,9 +80,12 @@ class Place(ABC):
         self, key: Key, about: Mapping[str, Any], parts: Mapping[int, PartFacts], files: Mapping[str, bytes]
     ) -> str:
         """All ``parts`` are here: make the checkpoint complete, and remove what is older than the newest ``keep``. Returns where it
-        is. Two peers may do so at once."""
+        is. Two peers may do so at once. Raises PartsGone."""
         if key not in self.complete():
             folder = self._open(key)
+            gone = {s for s, f in parts.items() if self._size(f"{folder}/{_file(s)}") != f.size}
+            if gone:
+                raise PartsGone(gone)
             for name, content in files.items():
                 self._write(f"{folder}/{name}", [memoryview(content)])
             listed = [{"file": _file(s), "sha256": f.digest.hex(), "size": f.size} for s, f in sorted(parts.items())]
@@ -113,9 +124,10 @@ class Place(ABC):
         self.parts = {key: parts for key, parts in self.parts.items() if key.step >= before}
 
     def abandon(self, key: Key) -> None:
-        """Nothing will come of it."""
+        """Nothing will come of it, unless somebody else has completed it."""
         self.parts.pop(key, None)
-        self._remove(self._open(key))
+        if not self._is_complete(self._open(key)):
+            self._remove(self._open(key))
 
     def _prune(self, newest: Key) -> None:
         self.drop(newest.step)
@@ -152,6 +164,10 @@ class Place(ABC):
     def _read(self, path: str) -> bytes: ...
 
     @abstractmethod
+    def _size(self, path: str) -> int | None:
+        """Of a file [bytes]; None: there is none."""
+
+    @abstractmethod
     def _remove(self, path: str) -> None:
         """A folder of ours; none is fine."""
 
@@ -177,11 +193,13 @@ class Folder(Place):
         return not name.endswith(".partial")
 
     def _finish(self, key: Key) -> None:
+        if key in self.complete():  # somebody else was as fast
+            return self._remove(self._open(key))
         final = self._root / self._complete(key)
         shutil.rmtree(final, ignore_errors=True)
         try:
             os.replace(self._root / self._open(key), final)
-        except FileNotFoundError:  # somebody else was as fast
+        except FileNotFoundError:
             if key not in self.complete():
                 raise
         _sync_folder(self._root)
@@ -203,6 +221,12 @@ class Folder(Place):
 
     def _read(self, path: str) -> bytes:
         return (self._root / path).read_bytes()
+
+    def _size(self, path: str) -> int | None:
+        try:
+            return (self._root / path).stat().st_size
+        except FileNotFoundError:
+            return None
 
     def _remove(self, path: str) -> None:
         shutil.rmtree(self._root / path, ignore_errors=True)
@@ -247,6 +271,13 @@ class Store(Place):
     def _read(self, path: str) -> bytes:
         content: bytes = self._fs.cat_file(f"{self._root}/{path}")
         return content
+
+    def _size(self, path: str) -> int | None:
+        self._fs.invalidate_cache()
+        try:
+            return int(self._fs.size(f"{self._root}/{path}"))
+        except FileNotFoundError:
+            return None
 
     def _remove(self, path: str) -> None:
         full = f"{self._root}/{path}"

@@ -93,12 +93,17 @@ class Snapshots:
     def _on_its_way(self, after: int) -> Snapshot | None:
         """Where all copies that we may keep are being taken, the newest of them: another would break one off. The steps since then are
         to be had, too."""
-        now, stepper = self._ctx.clock.now(), self._stepper
-        if len(self._kept) < MAX_COPIES or any(now - k.asked > BUSY_S for k in self._kept.values()):
+        stepper = self._stepper
+        if not self.crowded():
             return None
         offers = [k.offer for k in self._kept.values() if not k.part and k.offer.step >= after]
         leading = [o for o in offers if stepper.chain.at(o.step) == o.lineage and stepper.trail.reaches(o.step)]
         return max(leading, key=lambda o: o.step, default=None)
+
+    def crowded(self) -> bool:
+        """Are all copies that may be kept on their way to somebody?"""
+        now = self._ctx.clock.now()
+        return len(self._kept) >= MAX_COPIES and all(now - k.asked <= BUSY_S for k in self._kept.values())
 
     def offered(self, stage: int, step: int, lineage: bytes, *, part: bool) -> Snapshot | None:
         """A copy of that state, or of that ``part`` of a checkpoint, if one is kept."""
@@ -180,13 +185,16 @@ class Snapshots:
         return b""
 
     async def _send(self, copy: Copy, taker: PeerId, blocks: tuple[int, ...]) -> None:
+        def sent() -> None:
+            """On a slow link even a block takes its time."""
+            with contextlib.suppress(MuletrainError):
+                self._asked(copy.digest, taker)
+
         try:
-            await copy.send(self._ctx, taker, blocks)
+            await copy.send(self._ctx, taker, blocks, sent)
         finally:
             self._runs[taker] -= 1
             self._runs += Counter()  # only those that still have some stay
-        with contextlib.suppress(MuletrainError):  # on a slow link that took its time
-            self._asked(copy.digest, taker)
 
 
 class Receiver:
@@ -196,6 +204,8 @@ class Receiver:
         self._ctx = ctx
         self.taker = Taker(ctx)
         self._partial: Partial | None = None
+        self._part: Partial | None = None
+        """Of a checkpoint's part."""
         self._refusal = ""
 
     async def fetch(
@@ -255,8 +265,11 @@ class Receiver:
         snapshot, good = _best([o for o in offers if o is not None and (o[1].step, o[1].lineage) == (step, lineage)])
         if snapshot is None:
             raise PeerUnreachable(f"no peer gives this part of checkpoint {step}")
-        partial = Partial.of(snapshot.digest, await self._manifest(snapshot, good, size + HEADERS))
+        if (partial := self._part) is None or partial.digest != snapshot.digest:
+            partial = Partial.of(snapshot.digest, await self._manifest(snapshot, good, size + HEADERS))
+        self._part = partial  # what came stays, should the rest not
         await self.taker.fetch(partial, good)
+        self._part = None
         return partial.state()
 
     async def _take(

@@ -160,6 +160,9 @@ async def take_past(ctx: Context, taker: Taker, entry: RoundEntry) -> Holding | 
     named = Manifest.unpack(packed)
     n_params = ctx.compute.n_params
     named.check(5 * n_params + HEADERS)
+    pieces = {(str(k), "uint8", 1) for k in range(0, n_params, PIECE)}
+    if {(name, dtype, len(shape)) for name, dtype, shape in named.tensors} != pieces:
+        raise ProtocolError("the pieces of a gradient that no stage has")
     partial = Partial.of(blake3(packed).digest(), named)
     await taker.fetch(partial, [p for p, answer in answers.items() if answer == packed])
     gradient = torch.empty(n_params)

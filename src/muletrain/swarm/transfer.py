@@ -26,6 +26,8 @@ from muletrain.swarm.uplink import PAUSE
 from muletrain.wire.codec import RAW, Encoded, decode_raw
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from muletrain.network.base import PeerId
@@ -128,13 +130,16 @@ class Copy:
             a, k = a + len(piece), k + 1
         return pieces
 
-    async def send(self, ctx: Context, taker: PeerId, blocks: tuple[int, ...]) -> None:
-        """Stream ``blocks`` to ``taker``; who does not get them asks another donor."""
+    async def send(
+        self, ctx: Context, taker: PeerId, blocks: tuple[int, ...], sent: Callable[[], object] = lambda: None
+    ) -> None:
+        """Stream ``blocks`` to ``taker``; who does not get them asks another donor. ``sent`` is called after each."""
         try:
             for k in blocks:
                 begin, end = self._span(k)
                 async with ctx.uplink.turn(end - begin, pause=self._pause):
                     await self._send_block(ctx, taker, k)
+                sent()
         except NetworkError:
             return
 
@@ -202,6 +207,8 @@ class Taker:
         expected, data = self._waiting.get((sender, message.digest, message.block)), decode_raw(tensor)
         if expected is None or message.begin != expected.came:
             return
+        if not len(data):
+            raise ProtocolError(f"block {message.block}: nothing of it")
         end = expected.came + len(data)
         if end > len(expected.into):
             raise ProtocolError(f"block {message.block}: more than it has")
