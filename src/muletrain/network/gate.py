@@ -86,10 +86,13 @@ class Gate:
         self.offences = Offences()
 
     def admitted(self, peer: str) -> bool:
-        """May it speak to us?"""
-        chain = self._admitted.get(peer)
-        if chain is not None:
+        """May it speak to us? It is about to."""
+        if peer in self._admitted:
             self._spoke.add(peer)
+        return self._may_speak(peer)
+
+    def _may_speak(self, peer: str) -> bool:
+        chain = self._admitted.get(peer)
         return chain is not None and self.trust.current(peer, chain) and not self.offences.banned(peer)
 
     def entered(self, peer: str) -> bool:
@@ -102,7 +105,7 @@ class Gate:
 
     def known(self) -> list[str]:
         """Everyone we may speak to."""
-        return [p for p in self._let_us_in if self.admitted(p)]
+        return [p for p in self._let_us_in if self._may_speak(p)]
 
     def forget_entry(self, peer: str) -> None:
         """It says that it does not know us: it was restarted."""

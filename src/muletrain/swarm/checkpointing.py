@@ -218,6 +218,8 @@ class Checkpoints:
         ask = AskPart.unpack(payload)
         if self._ctx.closed:
             raise MuletrainError("this peer begins anew; ask again")
+        if (offer := self._snapshots.offered(ask.stage, *ask.key, part=True)) is not None:
+            return offer.pack()
         async with self._asking:  # one at a time is read, and held, for all that want it
             return (await self._offer(ask)).pack()
 
