@@ -362,6 +362,32 @@ def test_that_the_run_has_ended_well_is_believed_of_the_collector_and_of_others_
     play(scenario)
 
 
+def test_a_part_may_take_its_time_while_the_collector_lives_and_word_of_the_end_is_said_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointing, "LOOK_S", 0.05)
+    monkeypatch.setattr(checkpointing, "LIMIT_S", 0.3)
+    take = Checkpoints.take
+
+    async def slowly(*args: Any) -> dict[str, Tensor]:
+        await asyncio.sleep(1.5)
+        return await take(*args)
+
+    monkeypatch.setattr(Checkpoints, "take", slowly)
+
+    async def scenario() -> None:
+        stages = Stages(tmp_path / "run")
+        writer, key = stages.checkpoints["one"], Key(4, LINEAGE)
+        assert await stages.checkpoint(4)
+        assert await asyncio.wait_for(writer.ended(key), 5)
+        del writer._ended[key]  # it did not hear of it
+        await stages.write(4, "one")
+        assert await asyncio.wait_for(writer.ended(key), 5)
+        await stages.close()
+
+    play(scenario)
+
+
 def test_who_gives_up_on_a_checkpoint_leaves_it_to_the_collector_that_shares_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,7 +48,7 @@ LOOK_S, LOOK_MAX_S = 1.0, 10.0
 TURN_S = 30.0
 """For its turn who asks for a part waits so long."""
 LIMIT_S = 600.0
-"""After so long a checkpoint has failed."""
+"""After so long without news a checkpoint has failed: of its collector, if there is one, else of its parts."""
 REMEMBERED = 256
 """Checkpoints that have ended."""
 
@@ -116,6 +116,8 @@ class _Open:
     """A checkpoint being written, as far as this peer heard of it."""
 
     begin: float
+    news: float
+    """When something of it was heard of last."""
     parts: dict[int, PartFacts] = field(default_factory=dict)
     holders: dict[int, set[PeerId]] = field(default_factory=dict)
     here: set[int] = field(default_factory=set)
@@ -182,6 +184,8 @@ class Checkpoints:
         ):
             raise ProtocolError(f"checkpoint {ready.step}: stage {ready.stage} of {ready.size} bytes cannot be")
         if key in self._ended:
+            if self._collects():  # word of that was lost
+                self._ctx.spawn(self._ctx.tell((sender,), self._ending(key)), "end of a checkpoint")
             return
         known = self._open[key].parts.get(ready.stage) if key in self._open else None
         if known is None and self._ctx.roster.member(sender).stage != ready.stage:
@@ -191,8 +195,10 @@ class Checkpoints:
         opened = self._opened(key)
         if opened is None:
             raise ProtocolError(f"checkpoint {ready.step}: {MAX_OPEN} others are not complete yet")
+        if sender not in opened.holders.setdefault(ready.stage, set()):
+            opened.news = self._ctx.clock.now()
         opened.parts[ready.stage] = ready.facts
-        opened.holders.setdefault(ready.stage, set()).add(sender)
+        opened.holders[ready.stage].add(sender)
         if self._book is not None and ready.place == self._book.place.name:
             opened.here.add(ready.stage)
             self._book.place.parts.setdefault(key, {})[ready.stage] = ready.facts
@@ -290,7 +296,7 @@ class Checkpoints:
         if key not in self._open:
             if len(self._open) >= MAX_OPEN and not at_any_rate:
                 return None
-            opened = self._open[key] = _Open(self._ctx.clock.now())
+            opened = self._open[key] = _Open(self._ctx.clock.now(), self._ctx.clock.now())
             self._ctx.spawn(self._see_through(key, opened), f"checkpoint {key.step}")
         return self._open[key]
 
@@ -315,12 +321,15 @@ class Checkpoints:
                 pause = min(LOOK_MAX_S, 2 * pause)
             if self._book is not None and await ctx.aside(_is_complete, self._book.place, key):
                 await self._end(key, "")  # whoever completed it could not say so
-            elif ctx.clock.now() - opened.begin > LIMIT_S:
+            elif ctx.clock.now() - opened.news > LIMIT_S:
                 lacking = sorted(set(range(ctx.plan.stages)) - opened.parts.keys())
                 reason = f"no part of stages {lacking} came" if lacking else "its parts did not come whole"
                 await (self._fail if self._collects() else self._end)(key, reason)
             elif (collector := ctx.roster.collector()) is not None and collector.id != ctx.net.peer_id:
-                await ctx.probe(collector.id, key.lineage, key.step)
+                if await ctx.probe(collector.id, key.lineage, key.step) is not None:
+                    opened.news = (
+                        ctx.clock.now()
+                    )  # it is for the collector to give up: on slow links parts take their time
                 if opened.own is not None:  # word of it may have been lost
                     await self._tell_of(key, opened, ctx.roster.own.stage)
 
@@ -380,6 +389,7 @@ class Checkpoints:
             await self._fail(key, f"{_why(e)}: {place.where(key)} (free some space; training goes on)")
         else:
             opened.here.add(stage)
+            opened.news = self._ctx.clock.now()
             opened.holders.setdefault(stage, set()).add(self._ctx.net.peer_id)
 
     async def _publish(self, key: Key, opened: _Open) -> None:
@@ -402,13 +412,15 @@ class Checkpoints:
             missing = f"no part of stages {lacking} came" if lacking else "its parts did not come whole"
             await self._fail(overtaken, f"{missing} before a later checkpoint was complete")
         await self._end(key, "")
-        await ctx.tell(ctx.roster.others(), CheckpointEnd(step=key.step, lineage=key.lineage))
+        await ctx.tell(ctx.roster.others(), self._ending(key))
 
     async def _fail(self, key: Key, reason: str) -> None:
         if key in self._open:
-            ended = CheckpointEnd(step=key.step, lineage=key.lineage, reason=reason[:4096])
-            await self._end(key, reason, say=True)
-            await self._ctx.tell(self._ctx.roster.others(), ended)
+            await self._end(key, reason[:4096], say=True)
+            await self._ctx.tell(self._ctx.roster.others(), self._ending(key))
+
+    def _ending(self, key: Key) -> CheckpointEnd:
+        return CheckpointEnd(step=key.step, lineage=key.lineage, reason=self._ended[key])
 
     async def _end(self, key: Key, reason: str, *, say: bool = False) -> None:
         if key in self._ended:
@@ -419,6 +431,9 @@ class Checkpoints:
         opened = self._open.pop(key, None)
         if opened is not None:
             opened.changed.set()
+        if not reason:
+            for overtaken in [k for k in self._open if k.step < key.step]:  # word of their end was lost
+                await self._end(overtaken, "a later checkpoint is complete")
         if self._book is not None:
             place = self._book.place
             if reason and (
