@@ -239,6 +239,14 @@ class Fleet(Section):
         """Every machine, ``count`` times, in the order of the file: 'desk' if there is one, else 'desk-0', 'desk-1'."""
         return self._expanded
 
+    def number(self, name: str) -> int:
+        """Index into ``peers()`` of the machine of that name; of 'peer-7', that no machine has, 7, and from the beginning again."""
+        found = next((peer.index for peer in self._expanded if peer.name == name), None)
+        if found is None:
+            tail = name.rsplit("-", 1)[-1]
+            found = int(tail) if tail.isdecimal() else 0
+        return found % len(self._expanded)
+
     def link(self, i: int, j: int) -> Link:
         """The path from peer ``i`` to peer ``j`` (indices into ``peers()``); no delay and no limit to oneself."""
         return Link(0.0, math.inf) if i == j else self.between_kinds(i, j)

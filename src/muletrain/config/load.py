@@ -78,6 +78,8 @@ def digest(config: RunConfig) -> str:
         include={"model": True, "data": True, "train": True, "optimizer": True, "wire": True, "fleet": {"stages"}},
         exclude={"data": {"path", "cache"}, "train": {"time_limit"}, "optimizer": {"state_device"}},
     )
+    if config.fleet.layers is not None:  # as even as can be, they follow from the rest
+        parts["fleet"]["layers"] = config.fleet.layers
     return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 

@@ -204,6 +204,11 @@ class FleetConfig(Section):
     """How many peers and what they do. Speeds and links of an emulated fleet come from its profile."""
 
     stages: PositiveInt = Field(default=2, description="parts the model is cut into [pipeline stages]")
+    layers: tuple[PositiveInt, ...] | None = Field(
+        default=None,
+        description="of each stage, together model.layers; default: cut as evenly as compute cost allows [transformer blocks]",
+        examples=[[2, 2]],
+    )
     peers: PositiveInt | None = Field(
         default=None,
         description="'run' starts as many, default: 2 per stage; 'start' waits for as many, default: until every stage has one [peers]",
@@ -239,6 +244,25 @@ class FleetConfig(Section):
     def local_peers(self) -> int:
         """Processes of a local fleet."""
         return self.peers or 2 * self.stages
+
+
+class PipelineConfig(Section):
+    """Strategy 'pipeline': membership as planned, which 'muletrain run --plan' fills in. Without seats: strategy 'swarm'."""
+
+    seats: tuple[tuple[str, ...], ...] = Field(
+        default=(),
+        description="names of peers, for each stage one a pipeline, e.g. [['a', 'b'], ['c', 'd']]: two stages, pipelines a-c and b-d",
+    )
+    schedule: Literal["gpipe", "1f1b"] = Field(
+        default="1f1b",
+        description="order of work at each stage. gpipe: forward before backward; 1f1b: backward first, few microbatches in between",
+    )
+    microbatches: tuple[PositiveInt, ...] = Field(
+        default=(), description="of a step, by pipeline; none: evenly [microbatches]"
+    )
+    spares: tuple[str, ...] = Field(
+        default=(), description="names of further peers of 'run': they stand in for those that are lost"
+    )
 
 
 class WireConfig(Section):
@@ -301,6 +325,7 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     fleet: FleetConfig = FleetConfig()
+    pipeline: PipelineConfig = PipelineConfig()
     wire: WireConfig = WireConfig()
     compute: ComputeConfig = ComputeConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -315,6 +340,7 @@ class RunConfig(Section):
             _check_sequences(self.model, self.train)
         _check_batch(self.train)
         _check_fleet(self.fleet)
+        _check_pipeline(self)
         _check_network(self.network)
         return self
 
@@ -350,9 +376,40 @@ def _check_shape(m: ModelConfig) -> None:
 
 
 def _check_depth(m: ModelConfig, f: FleetConfig) -> None:
+    if f.layers is not None and sum(f.layers) != m.layers:
+        raise ValueError(f"fleet.layers: {sum(f.layers)} in all, model.layers is {m.layers}; they must be the same")
     if f.stages > m.layers:
         raise ValueError(
             f"fleet.stages: {f.stages} stages for model.layers = {m.layers}; a stage needs at least one layer"
+        )
+
+
+def _check_pipeline(c: RunConfig) -> None:
+    p, stages = c.pipeline, c.fleet.stages
+    if c.fleet.layers is not None and len(c.fleet.layers) != stages:
+        raise ValueError(f"fleet.layers: {len(c.fleet.layers)} numbers for fleet.stages = {stages}; give one a stage")
+    if not p.seats:
+        if p.microbatches or p.spares:
+            raise ValueError(
+                "pipeline.seats: none, beside pipeline.microbatches or spares; name the peers of each stage"
+            )
+        return
+    if len(p.seats) != stages:
+        raise ValueError(f"pipeline.seats: {len(p.seats)} lists for fleet.stages = {stages}; give one a stage")
+    pipelines = len(p.seats[0])
+    if not pipelines or any(len(row) != pipelines for row in p.seats):
+        raise ValueError("pipeline.seats: as many names in each list as there are pipelines, and one pipeline at least")
+    names = [*(name for row in p.seats for name in row), *p.spares]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"pipeline.seats: '{twice}' is named twice; a peer has one seat, or is among pipeline.spares")
+    if pipelines > c.microbatches:
+        raise ValueError(
+            f"pipeline.seats: {pipelines} pipelines for {c.microbatches} microbatches (train.batch / train.microbatch); plan fewer"
+        )
+    if p.microbatches and (len(p.microbatches), sum(p.microbatches)) != (pipelines, c.microbatches):
+        raise ValueError(
+            f"pipeline.microbatches: {list(p.microbatches)} for {pipelines} pipelines and {c.microbatches} microbatches "
+            f"(train.batch / train.microbatch); give one number a pipeline, with that sum"
         )
 
 

@@ -6,6 +6,7 @@ multiply-add = 2 FLOPs.
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ from muletrain.model.presets import preset_fields
 from muletrain.policy.partition import Chain, Cut, Shared, partition
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from muletrain.config.schema import ModelConfig
 
 _FFN_MULTIPLE = 64  # the default feed-forward width is rounded up to it
@@ -139,8 +142,16 @@ class ModelSpec:
         total = (end - first) * self.layer_flops(tokens)
         return total + self.embedding_flops * (stage == 0) + self.head_flops * (stage == len(cut) - 1)
 
-    def cut(self, stages: int) -> Cut:
-        """The most even cut into ``stages`` by compute cost. Raises ConfigError for more stages than layers."""
+    def cut(self, stages: int, sizes: Sequence[int] | None = None) -> Cut:
+        """The most even cut into ``stages`` by compute cost, or the one into stages of ``sizes`` layers. Raises ConfigError for more stages
+        than layers, and for other layers than there are."""
+        if sizes is not None:
+            if len(sizes) != stages or sum(sizes) != self.layers or min(sizes) < 1:
+                raise ConfigError(
+                    f"fleet.layers: {list(sizes)} for {stages} stages and {self.layers} layers; give one number a stage"
+                )
+            ends = list(itertools.accumulate(sizes))
+            return tuple(zip([0, *ends[:-1]], ends, strict=True))
         if not 1 <= stages <= self.layers:
             raise ConfigError(
                 f"fleet.stages: {stages} stages for model.layers = {self.layers}; a stage needs at least one layer"

@@ -26,6 +26,7 @@ from muletrain.model.hf import import_hf
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage
 from muletrain.optim.schedule import learning_rate
+from muletrain.policy.seats import planned_seats
 from muletrain.runs.checkpoint import FORMAT
 from muletrain.swarm.context import Plan, capacity
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from muletrain.compute.estimate import StageMemory
     from muletrain.data.tokens import TokenCache
     from muletrain.policy.partition import Cut
+    from muletrain.policy.seats import Seats
     from muletrain.runs.machine import Machine
 
 
@@ -54,7 +56,7 @@ class RunFacts:
     def of(cls, config: RunConfig) -> RunFacts:
         """Raises ConfigError when the model cannot be cut as asked."""
         spec = ModelSpec.from_config(config.model)
-        return cls(config, spec, spec.cut(config.fleet.stages))
+        return cls(config, spec, spec.cut(config.fleet.stages, config.fleet.layers))
 
     def drawn(self) -> RunFacts:
         """The same with first weights from the seed, for who takes others anyway."""
@@ -70,6 +72,16 @@ class RunFacts:
         """Largest microbatch [tokens]."""
         return self.config.train.microbatch * self.spec.context
 
+    @property
+    def seats(self) -> Seats | None:
+        """Planned membership; None: strategy 'swarm'."""
+        return planned_seats(self.config)
+
+    @property
+    def capacity(self) -> int:
+        """``Plan.capacity``."""
+        return capacity(self.config.fleet.stages, self.seats)
+
     def plan(self) -> Plan:
         c, t = self.config, self.config.train
         return Plan(
@@ -80,7 +92,7 @@ class RunFacts:
             ),
             activations=c.wire.activations, gradients=c.wire.gradients, clip=c.optimizer.clip,
             lr=functools.partial(learning_rate, c.optimizer, total_steps=t.steps),
-            checkpoint_every=c.checkpoint.every, capacity=capacity(c.fleet.stages), rebalance=c.fleet.rebalance,
+            checkpoint_every=c.checkpoint.every, capacity=self.capacity, seats=self.seats, rebalance=c.fleet.rebalance,
             rebalance_s=c.fleet.rebalance_period, work=tuple(self.stage_costs()),
             state_bytes=tuple((16 if c.optimizer.delayed else 12) * self.spec.stage_params(self.cut, s) for s in range(c.fleet.stages)),
             trace=c.fleet.trace, adopt_after_s=c.fleet.adopt_after, from_seed=c.model.from_ is None, delayed=c.optimizer.delayed,
@@ -100,7 +112,7 @@ class RunFacts:
             stage_memory(
                 self.spec, self.cut, s, tokens=self.tokens, precision=precision,
                 state_on_cpu=c.optimizer.state_device == "cpu", delayed=c.optimizer.delayed,
-                graphs=min(capacity(c.fleet.stages), c.microbatches) if c.compute.checkpointing == "never" else 1,
+                graphs=min(self.capacity, c.microbatches) if c.compute.checkpointing == "never" else 1,
             )
             for s in range(c.fleet.stages)
         ]  # fmt: skip

@@ -35,6 +35,7 @@ MAY_CHANGE = {
     "optimizer": {"state_device"},
     "data": {"path", "cache"},  # its content is held against the checkpoint's digest
     "fleet": {"peers", "trainers", "profile", "rebalance", "rebalance_period", "adopt_after"},
+    "pipeline": None,
     "checkpoint": None,
     "compute": None,
     "network": None,

@@ -19,7 +19,7 @@ from muletrain import __version__
 from muletrain.compute.estimate import Offer
 from muletrain.errors import AdmissionError, CapacityError, NetworkError, ProtocolError
 from muletrain.events import Admitted, JoinRefused, Note, Waiting
-from muletrain.runs.seating import choose_stage, mixing
+from muletrain.runs.seating import choose_stage, mixing, planned
 from muletrain.swarm.messages import Digest, Id, Member, Message, Name, Natural, Text
 from muletrain.swarm.roster import Genesis
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from muletrain.compute.estimate import StageMemory
     from muletrain.events import Event
     from muletrain.network.base import Network, PeerId
+    from muletrain.policy.seats import Seats
 
 PIECE = 512 * 1024
 """Bytes of tokenizer or checkpoint in one answer; calls carry at most 1 MiB."""
@@ -156,6 +157,8 @@ class Lobby:
     """Memory each stage needs."""
     stage_costs: list[float]
     """Compute cost of each stage: the most loaded one gets the next peer."""
+    seats: Seats | None = None
+    """Planned membership."""
     first_step: int = 0
     parts: list[Path] = field(default_factory=list)
     """Each stage's state before ``first_step``, if that is not 0."""
@@ -189,7 +192,7 @@ class Lobby:
         if self._largest is None or self._largest.device < join.offer.device:
             self._largest = join.offer
         kinds = [[g.join.device for g in self._guests.values() if g.stage == s] for s in range(self.stages)]
-        stage = choose_stage(join, self.needs, self.stage_costs, kinds)
+        stage = choose_stage(planned(join, self.seats), self.needs, self.stage_costs, kinds)
         if mixed := set(kinds[stage]) - {join.device}:
             self.emit(Note(level="warning", message=mixing(stage, mixed, join.device)))
         return stage

@@ -22,7 +22,7 @@ from muletrain.runs.lobby import (
     Welcome,
     check_version,
 )
-from muletrain.runs.seating import choose_stage, mixing
+from muletrain.runs.seating import choose_stage, mixing, planned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from muletrain.compute.estimate import StageMemory
     from muletrain.events import Event
     from muletrain.network.base import Network, PeerId
+    from muletrain.policy.seats import Seats
     from muletrain.swarm.roster import Roster
 
 
@@ -52,6 +53,8 @@ class Reception:
     papers: Papers
     needs: list[StageMemory]
     stage_costs: list[float]
+    seats: Seats | None = None
+    """Planned membership."""
 
     def open(self) -> None:
         """From now on the lobby's calls are answered here."""
@@ -70,7 +73,7 @@ class Reception:
             check_version(join)
             live = [m for m in self.roster.members() if self.roster.is_alive(m.id)]
             kinds = [[m.device for m in live if m.stage == s] for s in range(len(self.needs))]
-            stage = choose_stage(join, self.needs, self.stage_costs, kinds)
+            stage = choose_stage(planned(join, self.seats), self.needs, self.stage_costs, kinds)
         except (AdmissionError, CapacityError) as e:
             self.emit(JoinRefused(remote=sender, reason=str(e)))
             raise
@@ -83,7 +86,10 @@ class Reception:
         ).pack()  # fmt: skip
 
     def _unique(self, name: str) -> str:
-        taken = {m.name for m in self.roster.members()}
+        seated = (
+            self.seats is not None and self.seats.stage_of(name) is not None
+        )  # whoever comes under the name of one lost has its seat
+        taken = {m.name for m in self.roster.members() if not seated or self.roster.is_alive(m.id)}
         return next(n for n in (name, *(f"{name[:100]}-{k}" for k in range(len(taken) + 1))) if n not in taken)
 
     async def _on_tokenizer(self, sender: PeerId, payload: bytes) -> bytes:

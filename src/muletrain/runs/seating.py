@@ -9,7 +9,14 @@ from muletrain.policy.seating import most_needed
 
 if TYPE_CHECKING:
     from muletrain.compute.estimate import StageMemory
+    from muletrain.policy.seats import Seats
     from muletrain.runs.lobby import Join
+
+
+def planned(join: Join, seats: Seats | None) -> Join:
+    """With the stage at which the plan has a seat for a machine of that name, unless it asks for one itself."""
+    stage = None if seats is None else seats.stage_of(join.name)
+    return join if stage is None or join.stage is not None else join.model_copy(update={"stage": stage})
 
 
 def choose_stage(join: Join, needs: list[StageMemory], costs: list[float], kinds: list[list[str]]) -> int:

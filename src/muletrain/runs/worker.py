@@ -219,7 +219,7 @@ class Worker:
             config_json=config.model_dump_json(by_alias=True),
             config_digest=facts.config_digest, data_digest=bytes.fromhex(cache.digest), tokenizer=cache.tokenizer_json,
             stages=config.fleet.stages, expected=config.fleet.peers or config.fleet.stages, trainers=config.fleet.trainers,
-            needs=facts.needs(), stage_costs=facts.stage_costs(),
+            needs=facts.needs(), stage_costs=facts.stage_costs(), seats=facts.seats,
             first_step=checkpoint.step if checkpoint else 0, parts=checkpoint.parts if checkpoint else [],
             part_digests=checkpoint.digests if checkpoint else [],
         )  # fmt: skip
@@ -353,7 +353,7 @@ class Worker:
             {**facts.manifest(genesis.run_id), "data": papers.data.hex(), "precision": machine.precision.value},
             {"tokenizer.json": papers.tokenizer},
         )
-        Reception(network, self._log.emit, roster, papers, facts.needs(), facts.stage_costs()).open()
+        Reception(network, self._log.emit, roster, papers, facts.needs(), facts.stage_costs(), facts.seats).open()
         before = self._names()
         self._names = lambda: before | {m.id: m.name for m in roster.members()}
         self._steps = genesis.first_step
@@ -427,11 +427,9 @@ class Worker:
         self._roster = roster
         if profile is not None and index is not None:
             fleet = load_fleet(profile, peers=facts.config.fleet.local_peers)
-            count = len(fleet.peers())
 
             def link(peer: PeerId) -> Link:
-                number = int(roster.member(peer).name.rsplit("-", 1)[-1])
-                return fleet.link(index, number % count)  # a newcomer's links are another's
+                return fleet.link(index, fleet.number(roster.member(peer).name))  # a newcomer's links are another's
 
             self._shaped = ShapedNetwork(network, link, fleet.peers()[index], self._clock)
         elif spec.faults:

@@ -177,7 +177,7 @@ def observe(folder: Path) -> Sample:
     applied = [e for e in events if isinstance(e, ev.StepApplied) and first <= e.step <= last]
     joined = [e for e in events if isinstance(e, ev.PeerJoined)]
     spec = ModelSpec.from_config(config.model)
-    cost = run_cost(config, spec, spec.cut(config.fleet.stages))
+    cost = run_cost(config, spec, spec.cut(config.fleet.stages, config.fleet.layers))
     fleet, kind_of = _fleet(config, {e.name: e.chip or e.device.partition(":")[0] for e in joined})
     speeds = _speeds(applied, config, cost, kind_of, fleet)
     able = [_able(machine, speeds.get(k)) for k, machine in enumerate(fleet.machines)]

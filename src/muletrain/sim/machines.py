@@ -161,7 +161,7 @@ def stages_for(fleet: Fleet, config: RunConfig, spec: ModelSpec) -> int:
 def setting(fleet: Fleet, config: RunConfig, spec: ModelSpec, cut: Cut | None = None) -> Setting:
     """``cut``: if it is known already. Raises ConfigError and CapacityError, whose messages begin with the field of the fleet file that
     they are about."""
-    cut = cut or spec.cut(config.fleet.stages)
+    cut = cut or spec.cut(config.fleet.stages, config.fleet.layers)
     needs, cost = stage_needs(config, spec, cut), run_cost(config, spec, cut)
     machines = first_of_each(fleet)
     _check_memory(fleet, spec, needs)

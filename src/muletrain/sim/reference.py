@@ -19,6 +19,7 @@ from muletrain.data.microbatch import sequence_length
 from muletrain.model.dropout import Masks, keep_mask
 from muletrain.model.spec import ModelSpec
 from muletrain.optim.schedule import learning_rate
+from muletrain.policy.seats import planned_seats
 from muletrain.swarm.context import Plan
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def facts_of(scenario: Scenario) -> Facts:
         lr=lambda step: learning_rate(config.optimizer, step, scenario.steps),
         checkpoint_every=scenario.checkpoint_every, adopt_after_s=scenario.adopt_after_s, from_seed=True, capacity=scenario.capacity,
         rebalance=scenario.rebalance, rebalance_s=scenario.rebalance_s, trace=scenario.trace, work=(1.0,) * len(scenario.stages),
-        state_bytes=(0,) * len(scenario.stages), delayed=config.optimizer.delayed,
+        state_bytes=(0,) * len(scenario.stages), delayed=config.optimizer.delayed, seats=planned_seats(config),
     )  # fmt: skip
     return Facts(config, spec, spec.cut(len(scenario.stages)), plan)
 

@@ -17,6 +17,8 @@ PARTITIONED = 0.2
 """Share of the scenarios that are about a partition."""
 DELAYED = 0.3
 """Share of the scenarios with delayed updates."""
+PLANNED = 0.2
+"""Share of the scenarios with planned membership."""
 POINTS = ("forward", "backward", "seal", "shard", "reduced", "round_entry")
 """Frames at which a peer may be killed exactly: between any two of them the protocol must be able to lose it."""
 
@@ -119,11 +121,14 @@ class Scenario:
         """Two or three stages of one to three replicas; up to four faults, of which none kills a stage off, nor leaves it to a replica
         that may be behind; and in some worlds a stage that loses all its peers at once."""
         overrides = ("optimizer.delayed=true",) if random.Random(f"delayed/{seed}").random() < DELAYED else ()
+        plans = random.Random(f"planned/{seed}")
+        schedule = plans.choice(["gpipe", "1f1b"]) if plans.random() < PLANNED else None
         apart = random.Random(f"apart/{seed}")
         skew = apart.choice([0.0, 0.0, 0.1, 0.5])
         stalls = random.Random(f"stalls/{seed}").choice([0.0, 0.0, 0.0, 0.01, 0.1])
         if apart.random() < PARTITIONED:
-            return replace(_partitioned(seed, apart), skew=skew, stalls=stalls, overrides=overrides)
+            drawn = _partitioned(seed, apart)
+            return replace(drawn, skew=skew, stalls=stalls, overrides=(*overrides, *planned(drawn.stages, schedule)))
         rng, places = random.Random(f"scenario/{seed}"), random.Random(f"places/{seed}")
         stages = tuple(rng.randint(1, 3) for _ in range(rng.randint(2, 3)))
         base = cls(
@@ -192,7 +197,16 @@ class Scenario:
         trainers = len(base.members) if lost else base.trainers
         every = _one_trains(base.members[:trainers], _in_order([*faults, *lost]))
         drawn = replace(base, faults=every, trainers=trainers, narrow=narrow, relays=relays, skew=skew)
-        return replace(drawn, stalls=stalls, overrides=overrides)
+        return replace(drawn, stalls=stalls, overrides=(*overrides, *planned(stages, schedule)))
+
+
+def planned(stages: tuple[int, ...], schedule: str | None) -> tuple[str, ...]:
+    """Settings of a run with so many replicas: as many pipelines as the smallest stage has, the rest are spares. None: nothing is
+    planned."""
+    if schedule is None:
+        return ()
+    names = [[f"peer-{s}{chr(97 + p)}" for p in range(min(stages))] for s in range(len(stages))]
+    return f"pipeline.seats={names}", f'pipeline.schedule="{schedule}"'
 
 
 def _moving_along(rng: random.Random, faults: list[Fault], mortal: dict[int, list[str]]) -> list[Fault]:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from muletrain.events import Event, TrafficClass
     from muletrain.network.base import Frame, Network, PeerId
     from muletrain.policy.chaos import Phase
+    from muletrain.policy.seats import Seats
     from muletrain.swarm.roster import Roster
 
 R = TypeVar("R")
@@ -55,11 +56,11 @@ SEND_TIMEOUT_S = 120.0
 """Handing one frame to the transport: a bound for a dead transport, not for a slow link (frames are a few MB)."""
 
 
-def capacity(stages: int) -> int:
+def capacity(stages: int, seats: Seats | None = None) -> int:
     """Requests a peer holds at once, twice of what trainers have under way for each. At least 16, to cover a round trip of several service
     times: at 100 ms and 180 ms of service a fleet kept 0.84 of its throughput with 8 and keeps 0.91 with 16 (benchmarks/slow_links). And
-    a pipeline is full with as many microbatches under way for each of a stage's peers as there are stages."""
-    return max(16, 3 * stages)
+    a pipeline is full with as many microbatches under way for each of a stage's peers as there are stages; GPipe has a whole step's."""
+    return max(16, 3 * stages, 0 if seats is None else seats.most_in_flight(0))
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,8 @@ class Plan:
     """Compute cost of a microbatch at each stage, any unit."""
     state_bytes: tuple[int, ...] = ()
     """What a newcomer to each stage copies."""
+    seats: Seats | None = None
+    """Strategy 'pipeline'; None: 'swarm'."""
     delayed: bool = False
     """Steps are averaged and applied while the next one computes (``computing``)."""
     trace: bool = False

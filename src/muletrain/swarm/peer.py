@@ -53,6 +53,7 @@ from muletrain.swarm.reporting import Reporting
 from muletrain.swarm.router import Router
 from muletrain.swarm.sealing import expelled
 from muletrain.swarm.snapshot import Receiver, Snapshots
+from muletrain.swarm.standins import Standins
 from muletrain.swarm.stepper import Stepper
 from muletrain.swarm.trainer import Trainer
 
@@ -107,7 +108,7 @@ class Peer:
         self._ctx = ctx
         self.roster, self.emit = ctx.roster, ctx.emit
         self._on_step = on_step
-        self.reporting = Reporting(ctx, on_report, apart=reports)
+        self.reporting, self._standins = Reporting(ctx, on_report, apart=reports), Standins(ctx)
         self._joining, self._back = joining, back
         stage, plan = ctx.roster.own.stage, ctx.plan
         onwards = Router(ctx, stage + 1) if stage + 1 < plan.stages else None
@@ -233,6 +234,7 @@ class Peer:
             self._end_trainers(step)
             self.rebalancer.count(ctx.stats)
             self.reporting.applied(record, self.stepper.work)
+            self._standins.look(speaks=self.reporting.speaks())
             if self._on_step(record):
                 self.stepper.stop_requested = True
             last = record.stop or step + 1 == plan.steps
@@ -675,6 +677,11 @@ def _later(own: Chain) -> Callable[[Snapshot], bool]:
 
 
 def _window(ctx: Context) -> int:
-    """Microbatches a trainer has under way: half of what the smallest stage admits, shared among the trainers."""
+    """Microbatches a trainer has under way: half of what the smallest stage admits, shared among the trainers. With planned membership, of
+    each pipeline: what one peer admits, shared among them; of GPipe all, for a step's forward passes come first."""
+    if (seats := ctx.plan.seats) is not None:
+        return (
+            ctx.plan.capacity if seats.schedule == "gpipe" else max(2, ctx.plan.capacity // len(ctx.roster.trainers()))
+        )
     smallest = min(len(ctx.roster.stage(s)) for s in range(ctx.plan.stages))
     return max(2, smallest * ctx.plan.capacity // (2 * len(ctx.roster.trainers())))

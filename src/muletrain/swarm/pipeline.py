@@ -6,7 +6,9 @@ room reserved for its backward, so gradients never wait for space and bounded qu
 
 from __future__ import annotations
 
+import asyncio
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,7 +22,6 @@ from muletrain.swarm.router import Unfinite
 from muletrain.wire.codec import IDS, decode, encode
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Callable
 
     from torch import Tensor
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from muletrain.wire.codec import Encoded
 
 BACKWARD, FORWARD = 0, 1
-"""Priorities on the compute slot."""
+"""Priorities on the compute slot; GPipe's are the other way round."""
 PATIENCE = 64
 """A request is abandoned after this many of its sender's deadlines, so that no place in the queue is held for ever."""
 
@@ -73,6 +74,15 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         self._opinions = None if self.router is None else Opinions(self.ctx, self.router)
+        seats, stage = self.ctx.plan.seats, self.ctx.roster.own.stage
+        self._forward, self._backward = FORWARD, BACKWARD
+        self._between: asyncio.Semaphore | nullcontext[None] = nullcontext()
+        """1F1B: held by a microbatch from before its forward until its backward is through, or it failed. Who waits for it waits for later
+        stages only, and the last one waits for nobody."""
+        if seats is not None and seats.schedule == "gpipe":
+            self._forward, self._backward = BACKWARD, FORWARD
+        elif seats is not None and self.router is not None:
+            self._between = asyncio.Semaphore(seats.most_in_flight(stage))
 
     def running(self, step: int) -> list[int]:
         """Microbatches of ``step`` that are being worked on."""
@@ -144,10 +154,17 @@ class Pipeline:
         inputs, targets = await self._receive(held, tensors)
         if self.router is None:
             return await self._last_stage(held, inputs, targets)
-        sent = [await self._compute_forward(held, inputs), tensors[1]]
+        async with self._between:
+            return await self._there_and_back(held, inputs, tensors[1], self.router)
+
+    async def _there_and_back(
+        self, held: _Held, inputs: Tensor, targets: Encoded, router: Router
+    ) -> tuple[float, Encoded | None]:
+        """Forward, all that comes behind, and backward."""
+        sent = [await self._compute_forward(held, inputs), targets]
         message = held.message
         backward = message.gradient or message.stage in message.accumulate
-        answer = await self.router.request(
+        answer = await router.request(
             held.request, message.accumulate, sent, gradient=backward, unfinite=message.unfinite
         )
         if answer.gradient is None:  # it is run again for a later stage alone
@@ -189,7 +206,7 @@ class Pipeline:
 
     async def _compute_forward(self, held: _Held, inputs: Tensor) -> Encoded:
         ctx = self.ctx
-        async with ctx.device(FORWARD):
+        async with ctx.device(self._forward):
             held.work.check()
             ctx.reached("forward", held.message.step)
             begin = ctx.clock.now()
@@ -208,7 +225,7 @@ class Pipeline:
         held.excused |= not trusted
         with _Accumulation(held) as accumulation:
             accumulation.loss = loss
-            async with ctx.device(BACKWARD):
+            async with ctx.device(self._backward):
                 held.work.check()
                 ctx.reached("backward", held.message.step)
                 begin = ctx.clock.now()
@@ -220,7 +237,7 @@ class Pipeline:
     async def _last_stage(self, held: _Held, inputs: Tensor, targets: Tensor) -> tuple[float, Encoded | None]:
         ctx = self.ctx
         with _Accumulation(held) as accumulation:
-            async with ctx.device(FORWARD):
+            async with ctx.device(self._forward):
                 held.work.check()
                 ctx.reached("forward", held.message.step)
                 ctx.reached("backward", held.message.step)

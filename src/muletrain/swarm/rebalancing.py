@@ -1,6 +1,6 @@
 """Peers move to where they are needed most (SWARM sec. 3.2 "Adaptive swarm rebalancing", app. D): every period each announces its load,
 computes the moves that follow from everyone's, and carries out its own. The rules are ``policy.rebalance``'s; what ours wants, it must
-want twice in a row, for on a busy machine speeds wander.
+want twice in a row, for on a busy machine speeds wander. With planned membership spares move to where a peer was lost, and nobody else.
 
 Announcements are hints: a view that misses one costs a move too many or too few, never a number, for leaving and joining keep
 their own promises.
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from muletrain.network.base import PeerId
+    from muletrain.policy.seats import Seats
     from muletrain.swarm.context import Context, StepStats
 
 SAMPLES = 20
@@ -132,6 +133,8 @@ class Rebalancer:
             ctx.net.peer_id: self._own(queue),
         }  # who serves counts, whether its announcement came or not
         view = View(loads, plan.work, plan.state_bytes)
+        if plan.seats is not None:
+            return self._stand_in(plan.seats, view)
         if plan.rebalance == "paper":
             moves = by_queue(view)
         else:
@@ -141,6 +144,22 @@ class Rebalancer:
         target = next((m.target for m in moves if m.peer == ctx.net.peer_id), None)
         if target is not None:
             ctx.emit(Note(level="info", message=f"stage {target} needs this peer more: {self._seen(view)}"))
+        return target
+
+    def _stand_in(self, seats: Seats, view: View) -> int | None:
+        """With planned membership only spares move, to where a peer was lost."""
+        names = {self._ctx.roster.name(p): load for p, load in view.loads.items()}
+        serving = [{n for n, load in names.items() if load.stage == s} for s in range(self._ctx.plan.stages)]
+
+        def able(name: str, stage: int) -> bool:
+            targets = names[name].targets
+            return targets is None or stage in targets
+
+        target = seats.moves(serving, able).get(self._ctx.roster.own.name)
+        if target is not None:
+            self._ctx.emit(
+                Note(level="info", message=f"stage {target} lost a peer and has no spare: this one goes there")
+            )
         return target
 
     def _seen(self, view: View) -> str:

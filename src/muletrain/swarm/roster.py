@@ -240,6 +240,10 @@ class Roster:
         """Live peers of ``stage``, sorted."""
         return self._kept("stages", self._by_stage).get(stage, ())
 
+    def seated(self, stage: int) -> dict[str, str]:
+        """Live peers of ``stage``, by name."""
+        return self._kept(f"seated {stage}", lambda: {self._members[p].name: p for p in self.stage(stage)})
+
     def _by_stage(self) -> dict[int, tuple[str, ...]]:
         found: defaultdict[int, list[str]] = defaultdict(list)
         for peer, member in sorted(self._members.items()):

@@ -163,7 +163,7 @@ class Router:
         for tries in itertools.count():
             if not self._is_current(request):
                 raise StageLost(f"stage {self._stage}: step {request.step} has ended")
-            peer = self._choose(failed, full)
+            peer = self._choose(request.index, failed, full)
             if peer is None and full:
                 await self._ctx.clock.sleep(backoff_s(tries, BUSY_PAUSE_S, BUSY_PAUSE_MAX_S))
                 full.clear()
@@ -199,10 +199,18 @@ class Router:
             accumulate = await self._missing(request, accumulate)
         raise AssertionError  # itertools.count does not end
 
-    def _choose(self, failed: set[PeerId], full: set[PeerId]) -> PeerId | None:
-        """Somebody else than a peer that is doubted, while there is one, be it that we have to wait for room."""
+    def _choose(self, index: int, failed: set[PeerId], full: set[PeerId]) -> PeerId | None:
+        """Somebody else than a peer that is doubted, while there is one, be it that we have to wait for room. With planned membership: who
+        has the seat, else a spare, else whoever serves the stage."""
         usable = {p for p in self._wiring.peers() if self._ctx.roster.is_alive(p)} - failed
         trusted = (usable - self._ctx.doubted) or usable
+        if (seats := self._ctx.plan.seats) is not None:
+            there = self._ctx.roster.seated(self._stage)
+            meant = (
+                there[name]
+                for name in seats.first_choice(self._stage, index, {n for n, p in there.items() if p in trusted})
+            )
+            trusted = set(meant) or trusted
         out = set(self._wiring.peers()) - trusted | full
         return self._wiring.choose(out, {p: len(owed) for p, owed in self._pending.items()})
 

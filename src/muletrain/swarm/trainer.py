@@ -46,11 +46,14 @@ class Trainer:
     """Injects the microbatches of one step that it claims, within a window."""
 
     def __init__(self, ctx: Context, source: Source, router: Router, window: int, work: Computing) -> None:
-        """``router``: towards stage 0. ``window``: microbatches to have under way."""
+        """``router``: towards stage 0. ``window``: microbatches to have under way (of each pipeline, if membership is planned: none waits
+        for another)."""
         self._ctx = ctx
         self._source = source
         self._router = router
-        self._window = asyncio.Semaphore(window)
+        seats = ctx.plan.seats
+        self._pipeline = (lambda index: 0) if seats is None else seats.pipeline
+        self._windows = [asyncio.Semaphore(window) for _ in range(1 if seats is None else seats.pipelines)]
         self._attempts: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
         self._step, self._lineage = work.step, work.lineage
         self._claimed: set[int] = set()
@@ -141,7 +144,7 @@ class Trainer:
     async def _through(self, index: int, accumulate: tuple[int, ...], *, retry: bool = False) -> float:
         """One microbatch, tried until it is through. Returns its loss [nats/token]. ``retry``: someone may have it already."""
         loss: float | None = None
-        async with self._window:
+        async with self._windows[self._pipeline(index)]:
             self._begun.setdefault(index, False)
             if retry:
                 accumulate, loss = await self._still_missing(index, accumulate)

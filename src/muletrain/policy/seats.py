@@ -1,0 +1,93 @@
+"""Planned membership, strategy ``pipeline`` (DT-FM sec. 3): which pipeline a microbatch belongs to, who serves it at each stage, and who
+stands in where a device is lost.
+
+A seat is one stage of one pipeline, and has the name of one peer. Which pipeline a microbatch of a step belongs to follows from its index
+alone, so that all peers agree without a word. Members of a stage whose names have no seat there are spares: they average along, and get
+microbatches once a seat of their stage is empty. Where there is no spare, all peers of the stage share what the empty seat would get, as
+under strategy ``swarm``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from muletrain.policy.schedules import in_flight
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from muletrain.config.schema import RunConfig
+    from muletrain.policy.schedules import Schedule
+
+
+@dataclass(frozen=True)
+class Seats:
+    """``names[stage][pipeline]``; ``microbatches`` of a step, by pipeline."""
+
+    names: tuple[tuple[str, ...], ...]
+    microbatches: tuple[int, ...]
+    schedule: Schedule
+
+    @property
+    def pipelines(self) -> int:
+        return len(self.microbatches)
+
+    def pipeline(self, index: int) -> int:
+        """Of the microbatch of that index."""
+        return self._turns[index]
+
+    @cached_property
+    def _turns(self) -> tuple[int, ...]:
+        """Evenly in turn, so that all pipelines fill at the same time and a slow one gets its few over the whole step."""
+        turns = [((k + 0.5) / n, p) for p, n in enumerate(self.microbatches) for k in range(n)]
+        return tuple(p for _, p in sorted(turns))
+
+    def stage_of(self, name: str) -> int | None:
+        """Where a peer of that name has its seat."""
+        return self._stages.get(name)
+
+    @cached_property
+    def _stages(self) -> dict[str, int]:
+        return {name: stage for stage, row in enumerate(self.names) for name in row}
+
+    def most_in_flight(self, stage: int) -> int:
+        """Microbatches of any one pipeline that are between their forward and their backward at ``stage``, at most."""
+        return max(in_flight(self.schedule, len(self.names), stage, n) for n in self.microbatches)
+
+    def first_choice(self, stage: int, index: int, there: Collection[str]) -> list[str]:
+        """Who of those ``there`` is to get the microbatch: the seat's, else the spares; empty: anyone of the stage."""
+        seat = self.names[stage][self.pipeline(index)]
+        return [seat] if seat in there else self.spares(stage, there)
+
+    def spares(self, stage: int, there: Collection[str]) -> list[str]:
+        return sorted(set(there) - set(self.names[stage]))
+
+    def empty(self, serving: Sequence[Collection[str]]) -> list[tuple[int, int]]:
+        """(stage, pipeline) of the seats whose peers are not among those that are ``serving`` their stage."""
+        return [
+            (s, p) for s, row in enumerate(self.names) for p, name in enumerate(row) if name not in serving[s]
+        ]  # fmt: skip
+
+    def moves(self, serving: Sequence[Collection[str]], able: Callable[[str, int], bool]) -> Mapping[str, int]:
+        """Spares that are to serve another stage: one to each that has an empty seat and no spare, of those whose own stage has more
+        than it has empty seats and that are ``able`` to; in the order of stages and names."""
+        lost = [sum(s == stage for s, _ in self.empty(serving)) for stage in range(len(self.names))]
+        spares = [self.spares(s, there) for s, there in enumerate(serving)]
+        free = [name for own, n in zip(spares, lost, strict=True) for name in own[n:]]
+        found: dict[str, int] = {}
+        for stage in (s for s, own in enumerate(spares) if lost[s] and not own):
+            if (name := next((n for n in free if n not in found and able(n, stage)), None)) is not None:
+                found[name] = stage
+        return found
+
+
+def planned_seats(config: RunConfig) -> Seats | None:
+    """Those of a run's configuration; None: strategy ``swarm``."""
+    p = config.pipeline
+    if not p.seats:
+        return None
+    each, more = divmod(config.microbatches, len(p.seats[0]))
+    evenly = tuple(each + (k < more) for k in range(len(p.seats[0])))
+    return Seats(p.seats, p.microbatches or evenly, p.schedule)
