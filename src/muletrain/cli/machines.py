@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muletrain.cli.console import make_console
+from muletrain.cli.planned import machines_of
 from muletrain.cli.session import POLL_S, Session
 from muletrain.cli.status import Announced, status_of
 from muletrain.cli.train import first_checkpoint, newest_checkpoint, opened, placed, prepare, save_config
@@ -52,20 +53,39 @@ def start_run(
     announce: tuple[str, ...],
     json: bool,
     resume: Path | None = None,
+    plan: Path | None = None,
+    strategy: str | None = None,
+    name: str | None = None,
 ) -> None:
-    """Found a run (or go on with one) and serve one of its peers; the report comes when it ends. Raises MuletrainError before
-    anything starts."""
-    with opened(path, overrides, "start", resume) as (folder, config):
-        _start(folder, config, listen=listen, port=port, announce=announce, json=json, resumed=resume is not None)
+    """Found a run (or go on with one) and serve one of its peers; the report comes when it ends. ``plan``, ``strategy``: see ``run_local``.
+    Raises MuletrainError before anything starts."""
+    _check_name(name)
+    with opened(path, overrides, "start", resume, plan, strategy) as (folder, config):
+        _start(
+            folder, config, listen=listen, port=port, announce=announce, json=json, resumed=resume is not None, name=name or _host()
+        )  # fmt: skip
 
 
 def _start(
-    folder: Path, config: RunConfig, *, listen: str, port: int, announce: tuple[str, ...], json: bool, resumed: bool
+    folder: Path,
+    config: RunConfig,
+    *,
+    listen: str,
+    port: int,
+    announce: tuple[str, ...],
+    json: bool,
+    resumed: bool,
+    name: str,
 ) -> None:
     from muletrain.runs.machine import free_memory_of_machine, own_devices
 
     devices = own_devices(config.compute.device)
-    names = _names(_host(), devices)
+    names = _names(name, devices)
+    if unknown := _unknown(names, config):
+        raise ConfigError(
+            f"pipeline.seats: the plan has no machine '{unknown[0]}', as this one is called: say which it is, by --name NAME (several "
+            f"GPUs are NAME-0, NAME-1 ...). It has {', '.join(machines_of(config))}"
+        )
     threads = config.compute.threads or max(1, (os.cpu_count() or 1) // len(devices))
     host_memory = free_memory_of_machine(len(devices))
     with LocalFleet(folder, threads) as fleet:
@@ -139,8 +159,7 @@ def join_run(
     from muletrain.runs.machine import free_memory_of_machine, own_devices
 
     Ticket.parse(ticket)
-    if name is not None and not re.fullmatch(r"\w[\w.-]{0,63}", name):
-        raise MuletrainError(f"--name {name!r}: up to 64 letters, digits, '.', '_' and '-', as it names files, too")
+    _check_name(name)
     if private and (port or announce):
         raise ConfigError("--private: this machine opens no port then; leave --port and --announce out, or --private")
     where = "none" if data is None else _own_data(data)
@@ -408,6 +427,16 @@ async def _as_member(
 
 def _names(host: str, devices: Sequence[str]) -> list[str]:
     return [host if len(devices) == 1 else f"{host}-{k}" for k in range(len(devices))]
+
+
+def _check_name(name: str | None) -> None:
+    if name is not None and not re.fullmatch(r"\w[\w.-]{0,63}", name):
+        raise MuletrainError(f"--name {name!r}: up to 64 letters, digits, '.', '_' and '-', as it names files, too")
+
+
+def _unknown(names: Sequence[str], config: RunConfig) -> list[str]:
+    """Of these, those that the run's plan does not have; none where nothing is planned."""
+    return [name for name in names if config.pipeline.seats and name not in machines_of(config)]
 
 
 def _port(port: int, peer: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -38,6 +39,26 @@ Overrides = Annotated[
 Resume = Annotated[
     Path | None,
     typer.Option(metavar="RUN_DIR", help="Go on with the run of this folder, from its newest complete checkpoint."),
+]
+PlanFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PLAN.json",
+        help="What 'muletrain plan FLEET.toml --json' printed: strategy, stages, microbatches, and which machine serves what.",
+    ),
+]
+
+
+class Choice(StrEnum):
+    """One of a plan's strategies that run."""
+
+    SWARM = "swarm"
+    ONE_F_ONE_B = "1f1b"
+    GPIPE = "gpipe"
+
+
+Strategy = Annotated[
+    Choice | None, typer.Option(help="Which of the plan's strategies. Default: the one that it recommends.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable events, one JSON object a line.")]
 JsonObject = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -84,12 +105,17 @@ def run(
     chaos: Annotated[str | None, typer.Option(metavar="PLAN", help=CHAOS_HELP)] = None,
     seed: Annotated[int | None, typer.Option(help="Draws the plan of '--chaos random', and who 'any' is.")] = None,
     trace: Trace = None,
+    plan: PlanFile = None,
+    strategy: Strategy = None,
     json: Json = False,
 ) -> None:
-    """Train with a local fleet: all peers are processes on this machine. Ctrl-C ends it in order, with a checkpoint."""
+    """Train with a local fleet: all peers are processes on this machine, with --plan one for each machine of the plan. Ctrl-C ends it in
+    order, with a checkpoint."""
     from muletrain.cli.train import run_local
 
-    run_local(config, overrides or [], json=json, resume=resume, chaos=chaos, seed=seed, trace=trace)
+    run_local(
+        config, overrides or [], json=json, resume=resume, chaos=chaos, seed=seed, trace=trace, plan=plan, strategy=strategy
+    )  # fmt: skip
 
 
 @app.command()
@@ -102,6 +128,11 @@ def start(
     ] = 0,
     announce: Announce = None,
     resume: Resume = None,
+    plan: PlanFile = None,
+    strategy: Strategy = None,
+    name: Annotated[
+        str | None, typer.Option(help="What others see of this machine: its name in the plan. Default: its host name.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Begin a run on several machines: prints a ticket, waits until every stage is served, trains, collects checkpoints."""
@@ -115,6 +146,9 @@ def start(
         announce=tuple(announce or ()),
         json=json,
         resume=resume,
+        plan=plan,
+        strategy=strategy,
+        name=name,
     )
 
 
@@ -144,7 +178,12 @@ def join(
     ] = None,
     device: Annotated[str, typer.Option(help="'auto' (every GPU, or the CPU), 'cpu', 'cuda:1'")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: all cores.")] = None,
-    name: Annotated[str | None, typer.Option(help="What others see of this machine; default: its host name.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help="What others see of this machine; in the run's plan, its name there. Default: its host name."
+        ),
+    ] = None,
     listen: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
     port: Annotated[
         int,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rich.progress import Progress
 
 from muletrain.cli.console import make_console
+from muletrain.cli.planned import check_many, indices_of, names_of, planned
 from muletrain.cli.session import Session
 from muletrain.config.dump import dump_toml
 from muletrain.config.fleet import load_fleet
@@ -44,31 +45,31 @@ def run_local(
     chaos: str | None = None,
     seed: int | None = None,
     trace: Path | None = None,
+    plan: Path | None = None,
+    strategy: str | None = None,
 ) -> None:
-    """``chaos``: faults to inject (``policy/chaos.py``). ``trace``: where to write a timeline. Raises MuletrainError for what cannot run,
+    """``plan``: a file with strategy, stages and machines, of which ``strategy`` is taken (default: the recommended one).
+    ``chaos``: faults to inject (``policy/chaos.py``). ``trace``: where to write a timeline. Raises MuletrainError for what cannot run,
     before anything is started."""
     if trace is not None:
         check_trace(trace)
         overrides = [*overrides, "fleet.trace=true"]
     if chaos is None and seed is not None:
         raise ConfigError("--seed draws the faults of --chaos; for the run's own seed use --set train.seed=N")
-    with opened(path, overrides, "run", resume) as (folder, config):
+    with opened(path, overrides, "run", resume, plan, strategy) as (folder, config):
         config = config.local()
-        plan = _chaos_plan(chaos, seed or 0, config) if chaos is not None else ()
+        check_many(config)
+        faults = _chaos_plan(chaos, seed or 0, config) if chaos is not None else ()
         try:
-            _run_local(folder, config, json=json, resumed=resume is not None, plan=plan, seed=seed or 0)
+            _run_local(folder, config, json=json, resumed=resume is not None, plan=faults, seed=seed or 0)
         finally:
             if trace is not None:
                 write_trace(trace, EventTail(folder).poll())
 
 
 def _chaos_plan(chaos: str, seed: int, config: RunConfig) -> tuple[Fault, ...]:
-    bounds = Bounds(tuple(_names(config)), config.fleet.stages, config.train.steps)
+    bounds = Bounds(tuple(names_of(config)), config.fleet.stages, config.train.steps)
     return draw(seed, bounds) if chaos.strip() == "random" else parse(chaos, bounds)
-
-
-def _names(config: RunConfig) -> list[str]:
-    return [f"peer-{i}" for i in range(config.fleet.local_peers)]
 
 
 def _run_local(
@@ -76,7 +77,7 @@ def _run_local(
 ) -> None:
     from muletrain.runs.checkpoint import Checkpoint
 
-    names = _names(config)
+    names = names_of(config)
     threads = threads_per_peer(config.compute.threads, len(names))
     with LocalFleet(folder, threads) as fleet:
         fleet.spawn(names)  # they import while we tokenise
@@ -99,15 +100,26 @@ def _run_local(
 
 @contextmanager
 def opened(
-    path: Path | None, overrides: Sequence[str], name: str, resume: Path | None
+    path: Path | None,
+    overrides: Sequence[str],
+    name: str,
+    resume: Path | None,
+    plan: Path | None = None,
+    choice: str | None = None,
 ) -> Iterator[tuple[Path, RunConfig]]:
-    """The run folder, ours until the end, and the configuration: of a new run, or of the one to go on with. Raises MuletrainError."""
+    """The run folder, ours until the end, and the configuration: of a new run (as ``plan`` says, if there is one), or of the one to go on
+    with. Raises MuletrainError."""
+    if resume is not None and plan is not None:
+        raise ConfigError(f"--plan {plan}: a run goes on with the plan that it has; begin another one, or leave it out")
+    if choice is not None and plan is None:
+        raise ConfigError("--strategy chooses among those of a plan: give it by --plan")
     if resume is not None and path is not None:
         raise ConfigError(f"{path}: a run goes on with its own configuration; change what may change by --set")
     if resume is not None and not (resume / "config.toml").is_file():
         raise MuletrainError(f"{resume}: not a run folder (it has no config.toml); give one from {ROOT}/")
     given, origins = load_located(path if resume is None else resume / "config.toml", overrides)
-    config = anchored(given)
+    with located(origins):
+        config = anchored(given if plan is None else planned(given, plan, choice, spares=name == "run"))
     folder = new_run_folder(path.stem if path is not None else name) if resume is None else resume
     try:
         with held(folder), located(origins):
@@ -226,6 +238,7 @@ def _workers(config: RunConfig, folder: Path, names: list[str], threads: int) ->
 
     devices = dealt(own_devices(config.compute.device), len(names))
     host = free_memory_of_machine(len(names))
+    indices = indices_of(config)
     check_local(RunFacts.of(resolve_start(config)).needs(), devices, config.compute.memory, host)
     return [
         WorkerSpec(
@@ -243,7 +256,7 @@ def _workers(config: RunConfig, folder: Path, names: list[str], threads: int) ->
             listen=config.network.listen,
             fleet_index=index,
         )
-        for index, (name, device) in enumerate(zip(names, devices, strict=True))
+        for index, name, device in zip(indices, names, devices, strict=True)
     ]
 
 

@@ -7,6 +7,7 @@ description; ``[1]`` is a pure number. ``examples`` gives the value printed for 
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -257,7 +258,7 @@ class PipelineConfig(Section):
         default="1f1b",
         description="order of work at each stage. gpipe: forward before backward; 1f1b: backward first, few microbatches in between",
     )
-    microbatches: tuple[PositiveInt, ...] = Field(
+    microbatches: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         default=(), description="of a step, by pipeline; none: evenly [microbatches]"
     )
     spares: tuple[str, ...] = Field(
@@ -345,8 +346,9 @@ class RunConfig(Section):
         return self
 
     def local(self) -> RunConfig:
-        """With what a local fleet has where nothing is said: two peers a stage, two trainers."""
-        peers = self.fleet.local_peers
+        """With what a local fleet has where nothing is said: the peers of the plan, or two a stage, and two trainers."""
+        p = self.pipeline
+        peers = self.fleet.peers or sum(map(len, p.seats)) + len(p.spares) or self.fleet.local_peers
         counts = {"peers": peers, "trainers": self.fleet.trainers or min(2, peers)}
         return self.model_copy(update={"fleet": self.fleet.model_copy(update=counts)})
 
@@ -397,15 +399,16 @@ def _check_pipeline(c: RunConfig) -> None:
     if len(p.seats) != stages:
         raise ValueError(f"pipeline.seats: {len(p.seats)} lists for fleet.stages = {stages}; give one a stage")
     pipelines = len(p.seats[0])
+    for name in (name for row in (*p.seats, p.spares) for name in row):
+        if not re.fullmatch(r"\w[\w.-]{0,63}", name):
+            raise ValueError(
+                f"pipeline.seats: {name!r}: names have up to 64 letters, digits, '.', '_' and '-', as they name files, too"
+            )
     if not pipelines or any(len(row) != pipelines for row in p.seats):
         raise ValueError("pipeline.seats: as many names in each list as there are pipelines, and one pipeline at least")
     names = [*(name for row in p.seats for name in row), *p.spares]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"pipeline.seats: '{twice}' is named twice; a peer has one seat, or is among pipeline.spares")
-    if pipelines > c.microbatches:
-        raise ValueError(
-            f"pipeline.seats: {pipelines} pipelines for {c.microbatches} microbatches (train.batch / train.microbatch); plan fewer"
-        )
     if p.microbatches and (len(p.microbatches), sum(p.microbatches)) != (pipelines, c.microbatches):
         raise ValueError(
             f"pipeline.microbatches: {list(p.microbatches)} for {pipelines} pipelines and {c.microbatches} microbatches "

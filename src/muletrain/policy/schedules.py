@@ -1,14 +1,18 @@
 """GPipe and 1F1B: who does what in which order, and how long that takes where stages and links are unequal.
 
 A schedule is one order of tasks a stage (GPipe: Huang et al. 2019, sec. 2.3; 1F1B: PipeDream, Narayanan et al. 2019, sec. 3.2, here with
-a flush at the end of each step). ``play`` gives each stage the three slots of DT-FM sec. 3.5: it receives, computes and sends at the same
-time, each slot one thing after another. (The baselines of the papers, whose sends block, are in ``papers.baselines``.)
+a flush at the end of each step): ``gpipe`` and ``one_f_one_b``, which the baselines of the papers play to the letter
+(``papers.baselines``). What trains (``swarm.pipeline``) waits for no task that could be done now, and its last stage computes forward
+and backward of a microbatch in one go, so ``play`` does the same: GPipe does forward before backward where both wait, 1F1B backward
+before forward, with no more microbatches in between than the order would have. Each stage has the three slots of DT-FM sec. 3.5: it
+receives, computes and sends at the same time.
 """
 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, replace
+from collections import deque
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
@@ -26,8 +30,9 @@ average."""
 
 @dataclass(frozen=True)
 class Station:
-    """One stage of one pipeline [s]: what it computes for a microbatch, and its links. ``on_s``: activations to the next stage, without
-    ``on_delay_s``; ``back_s``: their gradients to the stage before."""
+    """One stage of one pipeline [s]: what it computes for a microbatch, and what its transfers take: activations to the next stage
+    (``on``), gradients to the stage before (``back``). ``on_s``: on the path there, which carries one after the other; ``on_delay_s``
+    beyond that. ``on_up_s``: of this machine's uplink, ``on_down_s``: of the receiver's downlink, which all that they carry shares."""
 
     forward_s: float
     backward_s: float
@@ -35,6 +40,10 @@ class Station:
     on_delay_s: float = 0.0
     back_s: float = 0.0
     back_delay_s: float = 0.0
+    on_up_s: float = 0.0
+    on_down_s: float = 0.0
+    back_up_s: float = 0.0
+    back_down_s: float = 0.0
 
     @property
     def unlinked(self) -> Station:
@@ -44,7 +53,7 @@ class Station:
     @property
     def busy_s(self) -> float:
         """Of a microbatch, whichever slot has most to do."""
-        return max(self.forward_s + self.backward_s, self.on_s + self.back_s)
+        return max(self.forward_s + self.backward_s, self.on_s, self.back_s, self.on_up_s + self.back_up_s)
 
 
 def gpipe(stages: int, microbatches: int) -> list[list[Task]]:
@@ -69,6 +78,8 @@ def one_f_one_b(stages: int, microbatches: int) -> list[list[Task]]:
 
 
 ORDERS = {"gpipe": gpipe, "1f1b": one_f_one_b}
+FIRST: dict[Schedule, tuple[Kind, Kind]] = {"gpipe": ("forward", "backward"), "1f1b": ("backward", "forward")}
+"""What a stage does first, of what waits."""
 
 
 def in_flight(schedule: Schedule, stages: int, stage: int, microbatches: int) -> int:
@@ -81,52 +92,89 @@ def pass_s(schedule: Schedule, stations: tuple[Station, ...], microbatches: int)
     """Until the last stage is done with its last task [s]; of many microbatches (``PLAYED``) the rest is extrapolated."""
     played = max(PLAYED, 4 * len(stations))
     if microbatches <= played:
-        return play(ORDERS[schedule](len(stations), microbatches), stations)
+        return play(schedule, stations, microbatches)
     half_s, played_s = (pass_s(schedule, stations, n) for n in (played // 2, played))
     return played_s + (microbatches - played) * (played_s - half_s) / (played - played // 2)
 
 
-def play(orders: Sequence[Sequence[Task]], stations: Sequence[Station]) -> float:
+def play(schedule: Schedule, stations: Sequence[Station], microbatches: int) -> float:
     """Until the last stage is done with its last task [s]. Transfers take turns in the order in which they were computed."""
-    stages = len(orders)
-    done, free_s, sends_s, receives_s = [0] * stages, [0.0] * stages, [0.0] * stages, [0.0] * stages
-    computing = [False] * stages
-    arrived: dict[tuple[int, Kind, int], float] = {(0, "forward", m): 0.0 for _, m in orders[0]}
-    arrived |= {(stages - 1, "backward", m): 0.0 for _, m in orders[-1]}
-    ends: list[tuple[float, int]] = []
-    """Of what is computed now: when, and where."""
+    return _Play(schedule, stations, microbatches).run()
 
-    def begin(stage: int) -> None:
-        if computing[stage] or done[stage] == len(orders[stage]):
+
+class _Play:
+    """Of one step of one pipeline."""
+
+    def __init__(self, schedule: Schedule, stations: Sequence[Station], microbatches: int) -> None:
+        self._stations, self._last, self._first = stations, len(stations) - 1, FIRST[schedule]
+        self._room = [in_flight(schedule, len(stations), s, microbatches) for s in range(len(stations))]
+        """Microbatches whose forward may begin before the backward of another is through."""
+        self._room[-1] = microbatches  # it does both at once
+        self._waiting: list[dict[Kind, deque[int]]] = [{"forward": deque(), "backward": deque()} for _ in stations]
+        self._waiting[0]["forward"].extend(range(microbatches))
+        self._free = {name: [0.0] * len(stations) for name in ("forward", "backward", "up", "down")}
+        """When paths (by what they carry, and sender), uplinks and downlinks are free again."""
+        self._computing = [False] * len(stations)
+        self._events: list[tuple[float, bool, int, Kind, int]] = []
+        """(when, is it computed? else it arrives, where, what, microbatch)"""
+
+    def run(self) -> float:
+        now_s = 0.0
+        self._begin(now_s, 0)
+        while self._events:
+            now_s, touched = self._events[0][0], set[int]()
+            while self._events and self._events[0][0] == now_s:  # all of that moment, before anything is chosen
+                _, computed, stage, kind, microbatch = heapq.heappop(self._events)
+                touched.add(stage)
+                if computed:
+                    self._done(now_s, stage, kind, microbatch)
+                else:
+                    self._waiting[stage][kind].append(microbatch)
+            for stage in sorted(touched):
+                self._begin(now_s, stage)
+        return now_s
+
+    def _begin(self, now_s: float, stage: int) -> None:
+        if self._computing[stage]:
             return
-        kind, microbatch = orders[stage][done[stage]]
-        if (came_s := arrived.get((stage, kind, microbatch))) is not None:
-            spent_s = stations[stage].forward_s if kind == "forward" else stations[stage].backward_s
-            heapq.heappush(ends, (max(free_s[stage], came_s) + spent_s, stage))
-            computing[stage] = True
+        for kind in self._first:
+            if self._waiting[stage][kind] and (kind == "backward" or self._room[stage]):
+                self._computing[stage] = True
+                self._room[stage] -= kind == "forward"
+                end_s = now_s + self._takes_s(stage, kind)
+                heapq.heappush(self._events, (end_s, True, stage, kind, self._waiting[stage][kind].popleft()))
+                return
 
-    for stage in range(stages):
-        begin(stage)
-    while ends:
-        now_s, stage = heapq.heappop(ends)
-        (kind, microbatch), here = orders[stage][done[stage]], stations[stage]
-        computing[stage], free_s[stage] = False, now_s
-        done[stage] += 1
-        receiver = stage + 1 if kind == "forward" else stage - 1
-        if 0 <= receiver < stages:
-            takes_s, delay_s = (here.on_s, here.on_delay_s) if kind == "forward" else (here.back_s, here.back_delay_s)
-            sent_s = max(now_s, sends_s[stage], receives_s[receiver]) + takes_s
-            sends_s[stage] = receives_s[receiver] = sent_s
-            arrived[receiver, kind, microbatch] = sent_s + delay_s
-            begin(receiver)
-        begin(stage)
-    return max(free_s)
+    def _takes_s(self, stage: int, kind: Kind) -> float:
+        here = self._stations[stage]
+        if stage == self._last:
+            return here.forward_s + here.backward_s
+        return here.forward_s if kind == "forward" else here.backward_s
+
+    def _done(self, now_s: float, stage: int, kind: Kind, microbatch: int) -> None:
+        self._computing[stage] = False
+        if kind == "forward" and stage < self._last:
+            self._send(now_s, stage, stage + 1, "forward", microbatch)
+            return
+        self._room[stage] += 1
+        if stage:
+            self._send(now_s, stage, stage - 1, "backward", microbatch)
+
+    def _send(self, now_s: float, stage: int, receiver: int, kind: Kind, microbatch: int) -> None:
+        """As ``network.shaped`` does: a slow path leaves the uplink to others; a downlink takes no time for what comes alone."""
+        s, on = self._stations[stage], kind == "forward"
+        path_s, delay_s, up_s, down_s = (
+            (s.on_s, s.on_delay_s, s.on_up_s, s.on_down_s)
+            if on
+            else (s.back_s, s.back_delay_s, s.back_up_s, s.back_down_s)
+        )
+        free = self._free
+        free[kind][stage] = max(now_s, free[kind][stage]) + path_s
+        free["up"][stage] = max(now_s, free["up"][stage]) + up_s
+        came_s = max(free[kind][stage], free["up"][stage]) + delay_s
+        free["down"][receiver] = came_s = max(came_s - down_s, free["down"][receiver]) + down_s
+        heapq.heappush(self._events, (came_s, False, receiver, kind, microbatch))
 
 
 def unlinked(stations: Sequence[Station]) -> tuple[Station, ...]:
     return tuple(s.unlinked for s in stations)
-
-
-def recomputing(stations: Sequence[Station]) -> tuple[Station, ...]:
-    """Activations are computed again before each backward, but in the last stage, which does both at once."""
-    return (*(replace(s, backward_s=3 * s.forward_s) for s in stations[:-1]), stations[-1])

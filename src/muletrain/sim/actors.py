@@ -12,7 +12,7 @@ import math
 import random
 import tempfile
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
     from muletrain.network.base import Frame
+    from muletrain.policy.seats import Seats
     from muletrain.sim.flow import Weather
     from muletrain.sim.ledger import Outcome
     from muletrain.sim.machines import Setting
@@ -137,6 +138,15 @@ class _Tokens:
         return np.zeros((1, TOKENS), np.int64), np.zeros((1, TOKENS), np.int64)
 
 
+@dataclass(frozen=True)
+class Planned:
+    """Planned membership: seats, and of each machine that is there (spares, too), by name, its kind and its stage."""
+
+    seats: Seats
+    kinds: dict[str, int]
+    stages: dict[str, int]
+
+
 class Actors:
     """The peers of one setting, for ``horizon_s``. ``play`` them once."""
 
@@ -150,9 +160,10 @@ class Actors:
         trainers: int,
         seed: int,
         watch: Callable[[Event], None] | None = None,
+        planned: Planned | None = None,
     ) -> None:
-        """``watch`` is told of every event."""
-        self._watch = watch
+        """``watch`` is told of every event. ``planned``: who serves what; default: as newcomers are seated."""
+        self._watch, self._seats = watch, None if planned is None else planned.seats
         self._setting, self._config, self._weather, self._horizon_s = setting, config, weather, horizon_s
         self._hub, self._clock, self._tally = MemoryHub(), LoopClock(), Tally(setting, horizon_s)
         self._hub.hands_over, self._hub.delay_s = True, self._delay_s
@@ -166,14 +177,23 @@ class Actors:
         self._served: dict[str, int] = {}
         """Stages that peers came to."""
         self._averaging = [s.averaged_bytes / (4 * PARAMS) for s in setting.cost.stages]
-        stage_of = {
-            self._name(k): s for s, counts in enumerate(seated(setting)) for k, n in enumerate(counts) for _ in range(n)
-        }
-        self._training = set(sorted(stage_of, key=self._rank)[:trainers])
+        stage_of = (
+            {
+                self._name(k): s
+                for s, counts in enumerate(seated(setting))
+                for k, n in enumerate(counts)
+                for _ in range(n)
+            }
+            if planned is None
+            else planned.stages
+        )
+        self._kind_of.update({} if planned is None else planned.kinds)
+        rank = self._rank if planned is None else list(stage_of).index  # as the founder of a live run ranks them
+        self._training = set(sorted(stage_of, key=rank)[:trainers])
         members = tuple(self._member(name, stage) for name, stage in stage_of.items())
         self._genesis = Genesis(
             run_id="fleet", config=bytes(32), data=bytes(32), stages=len(setting.cut), members=members,
-            collector=min(stage_of, key=self._rank), first_step=0,
+            collector=min(stage_of, key=rank), first_step=0,
         )  # fmt: skip
 
     def _name(self, kind: int) -> str:
@@ -352,7 +372,7 @@ class Actors:
         return Plan(
             stages=len(cost.stages), steps=STEPS, microbatches=cost.microbatches, sequences=1, width=WIDTH, vocab=VOCAB,
             sequence_length=lambda step: TOKENS, activations=Codec.FP32, gradients=Codec.FP32, clip=None, lr=lambda step: 0.0,
-            checkpoint_every=config.checkpoint.every, capacity=capacity(len(cost.stages)),
+            checkpoint_every=config.checkpoint.every, capacity=capacity(len(cost.stages), self._seats), seats=self._seats,
             adopt_after_s=config.fleet.adopt_after, from_seed=True,
             rebalance=config.fleet.rebalance, rebalance_s=config.fleet.rebalance_period,
             work=tuple(s.forward_flops for s in cost.stages), state_bytes=tuple(s.state_bytes for s in cost.stages),

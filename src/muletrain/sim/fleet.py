@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from muletrain.config.fleet import Churn
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
+    from muletrain.sim.actors import Planned
     from muletrain.sim.ledger import Outcome
     from muletrain.sim.machines import Setting
 
@@ -40,15 +41,19 @@ def simulate_fleet(
     seed: int = 0,
     fidelity: Fidelity = "flow",
     watch: Callable[[Event], None] | None = None,
+    planned: Planned | None = None,
 ) -> Outcome:
-    """Strategy ``swarm`` for so many hours. The same seed gives the same outcome. ``watch`` is told of every event of the peers, what
-    their slots do among them (fidelity 'protocol'). Raises CapacityError where a stage gets no machine."""
+    """Strategy ``swarm`` for so many hours; with ``planned`` membership ``pipeline`` (fidelity 'protocol'). The same seed gives the same
+    outcome. ``watch`` is told of every event of the peers, what their slots do among them (fidelity 'protocol'). Raises CapacityError where
+    a stage gets no machine."""
     fleet, horizon_s = config.fleet, HOUR_S * hours
     trainers = fleet.trainers or TRAINERS
     if fidelity == "protocol":
         from muletrain.sim.actors import Actors
 
-        return Actors(setting, config, weather, horizon_s, trainers=trainers, seed=seed, watch=watch).play()
+        return Actors(
+            setting, config, weather, horizon_s, trainers=trainers, seed=seed, watch=watch, planned=planned
+        ).play()
     rules = Rules(fleet.rebalance, fleet.rebalance_period, fleet.adopt_after, config.checkpoint.every)
     rates = Rates(setting, trainers=trainers, delayed=config.optimizer.delayed)
     return Flow(rates, weather, rules, horizon_s, seed).play().outcome()

@@ -256,7 +256,12 @@ def _recomputes(config: RunConfig, stages: int, need: StageMemory, offer: Offer)
     if config.compute.checkpointing != "auto":
         return config.compute.checkpointing == "always"
     kept = min(capacity(stages), config.microbatches) * need.activations
-    return kept > min(STASH_SHARE * offer.device, offer.device - need.of_device(offer))
+    return kept > stash_room(offer, need)
+
+
+def stash_room(offer: Offer, need: StageMemory) -> float:
+    """For activations that are kept until their backward [bytes]."""
+    return min(STASH_SHARE * offer.device, offer.device - need.of_device(offer))
 
 
 def _check_memory(fleet: Fleet, spec: ModelSpec, needs: list[StageMemory]) -> None:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from muletrain.config.plan import Prediction, Stage
 from muletrain.errors import CapacityError, ConfigError
 from muletrain.policy.place import place
 from muletrain.policy.placement import Task
-from muletrain.policy.schedules import Station, in_flight, recomputing
+from muletrain.policy.schedules import Station, in_flight
+from muletrain.policy.seats import Seats
 from muletrain.policy.strategies import (
     Member,
     averaging_s,
@@ -23,8 +25,8 @@ from muletrain.policy.strategies import (
     pipeline_split,
     roughly_s,
 )
+from muletrain.sim.machines import seat, stash_room
 from muletrain.sim.question import Bytes, fullest, matrices, traffic
-from muletrain.swarm.context import capacity
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from muletrain.config.plan import Memory
     from muletrain.policy.placement import Assignment
     from muletrain.policy.schedules import Schedule
+    from muletrain.sim.actors import Planned
+    from muletrain.sim.machines import Kind
     from muletrain.sim.question import Question, Scene
 
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe")
@@ -47,6 +51,19 @@ class Placed:
     kinds: tuple[int, ...]
     names: tuple[str, ...]
     assignment: Assignment
+    spares: tuple[tuple[int, str], ...]
+    """(kind, name) of those that hold some stage and have no place."""
+
+    @cached_property
+    def serving(self) -> list[list[int]]:
+        """By stage and kind, spares where a live run seats them: they average along."""
+        serving = [[0] * len(self.scene.setting.kinds) for _ in self.assignment]
+        for here, devices in zip(serving, self.assignment, strict=True):
+            for d in devices:
+                here[self.kinds[d]] += 1
+        for k, _ in self.spares:
+            serving[seat(self.scene.setting, k, serving, [0] * len(serving))][k] += 1
+        return serving
 
     def kind(self, stage: int, pipeline: int) -> int:
         return self.kinds[self.assignment[stage][pipeline]]
@@ -60,37 +77,36 @@ class Placed:
         same = [k.name for k in scene.setting.kinds] == [k.name for k in self.scene.setting.kinds]
         return same and {self.kinds[d] for stage in self.assignment for d in stage} <= set(able)
 
-    def pipelines(self, schedule: Schedule) -> list[tuple[Station, ...]]:
-        found = [
-            tuple(self._station(s, p) for s in range(len(self.assignment))) for p in range(len(self.assignment[0]))
-        ]
-        cost, kinds = self.scene.setting.cost, self.scene.setting.kinds
-        if (
-            schedule == "gpipe"
-            and cost.microbatches / len(found) > capacity(len(self.assignment))
-            and not any(k.declared for k in kinds)
-        ):
-            found = [recomputing(stations) for stations in found]  # nobody has room for all graphs
-        return found
+    @property
+    def pipelines(self) -> list[tuple[Station, ...]]:
+        stages, pipelines = range(len(self.assignment)), range(len(self.assignment[0]))
+        return [tuple(self._station(s, p) for s in stages) for p in pipelines]
 
     def _station(self, s: int, p: int) -> Station:
         cost, kind = self.scene.setting.cost, self.scene.setting.kinds[self.kind(s, p)]
-        on_s = on_delay_s = back_s = back_delay_s = 0.0
-        own = self.assignment[s][p]
+        own, found = self.assignment[s][p], Station(kind.forward_s[s], kind.backward_s[s])
         if s + 1 < len(self.assignment):
-            link = self.link(own, self.assignment[s + 1][p])
-            on_s, on_delay_s = cost.forward_bytes[s + 1] / link.bandwidth_bytes_per_s, link.delay_s
+            link, there = self.link(own, self.assignment[s + 1][p]), self.scene.setting.kinds[self.kind(s + 1, p)]
+            nbytes = cost.forward_bytes[s + 1]
+            found = replace(
+                found, on_s=nbytes / link.bandwidth_bytes_per_s, on_delay_s=link.delay_s, on_up_s=nbytes / kind.up_bytes_per_s,
+                on_down_s=nbytes / there.down_bytes_per_s,
+            )  # fmt: skip
         if s:
-            link = self.link(own, self.assignment[s - 1][p])
-            back_s, back_delay_s = cost.backward_bytes[s] / link.bandwidth_bytes_per_s, link.delay_s
-        return Station(kind.forward_s[s], kind.backward_s[s], on_s, on_delay_s, back_s, back_delay_s)
+            link, there = self.link(own, self.assignment[s - 1][p]), self.scene.setting.kinds[self.kind(s - 1, p)]
+            nbytes = cost.backward_bytes[s]
+            found = replace(
+                found, back_s=nbytes / link.bandwidth_bytes_per_s, back_delay_s=link.delay_s, back_up_s=nbytes / kind.up_bytes_per_s,
+                back_down_s=nbytes / there.down_bytes_per_s,
+            )  # fmt: skip
+        return found
 
     def ending_s(self) -> float:
         """Averaging, in the stage where it takes longest."""
         cost, kinds, links = self.scene.setting.cost, self.scene.setting.kinds, self.scene.setting.links
         longest_s = 0.0
-        for stage, devices in zip(cost.stages, self.assignment, strict=True):
-            here = Counter(self.kinds[d] for d in devices)
+        for stage, counts in zip(cost.stages, self.serving, strict=True):
+            here = Counter({k: n for k, n in enumerate(counts) if n})
             paths = [links[a][b] for a in here for b in here if a != b or here[a] > 1]
             if paths:
                 members = [Member(kinds[k].up_bytes_per_s, kinds[k].down_bytes_per_s) for k in here.elements()]
@@ -123,7 +139,7 @@ def predict(
     return [
         _told(question, best[schedule][1], schedule)
         if schedule in best
-        else Prediction(strategy="pipeline", schedule=schedule, runnable=False, problem=too_full.get(schedule, problem))
+        else Prediction(strategy="pipeline", schedule=schedule, runnable=True, problem=too_full.get(schedule, problem))
         for schedule in SCHEDULES
     ]  # fmt: skip
 
@@ -146,9 +162,9 @@ def _fastest(
             first = _placed(question, scene, able, seed, time_limit_s)
         elif not first.fits(scene, able):
             break
-        placed = Placed(scene, first.kinds, first.names, first.assignment)
         for schedule in SCHEDULES:
-            pipelines = placed.pipelines(schedule)
+            placed = replace(first, scene=scheduled(question, scene, schedule, len(first.assignment[0])))
+            pipelines = placed.pipelines
             shares = pipeline_shares(pipelines, scene.setting.cost.microbatches)
             known = best.get(schedule, "")
             if full := [row for row in _memory(question, placed, schedule, shares) if not _fits(row)]:
@@ -159,6 +175,27 @@ def _fastest(
             if isinstance(known, str) or step_s < known[0]:
                 best[schedule] = step_s, placed
     return best
+
+
+def scheduled(question: Question, scene: Scene, schedule: Schedule, pipelines: int) -> Scene:
+    """GPipe keeps the activations of a whole step: machines that have no room for them compute forward again before each backward (but in
+    the last stage, which does both at once)."""
+    if schedule != "gpipe" or question.run.compute.checkpointing != "auto":
+        return scene
+    needs, setting = question.needs(scene), scene.setting
+    kept = math.ceil(setting.cost.microbatches / pipelines)
+
+    def backward_s(kind: Kind, stage: int) -> float:
+        if (
+            kind.declared
+            or stage == len(needs) - 1
+            or kept * needs[stage].activations <= stash_room(question.offer(kind.name), needs[stage])
+        ):
+            return kind.backward_s[stage]
+        return max(kind.backward_s[stage], 3 * kind.forward_s[stage])
+
+    kinds = (replace(kind, backward_s=tuple(backward_s(kind, s) for s in range(len(needs)))) for kind in setting.kinds)
+    return replace(scene, setting=replace(setting, kinds=tuple(kinds)))
 
 
 def _placed(question: Question, scene: Scene, able: Sequence[int], seed: int, time_limit_s: float) -> Placed:
@@ -180,7 +217,12 @@ def _placed(question: Question, scene: Scene, able: Sequence[int], seed: int, ti
         delay_ms, gbps, (pipelines,) * stages, each * max(setting.cost.backward_bytes), max(s.averaged_bytes for s in setting.cost.stages),
         compute_s=tuple(times_s),
     )  # fmt: skip
-    return Placed(scene, kinds, names, place(task, seed=seed, time_limit_s=time_limit_s).assignment)
+    assignment = place(task, seed=seed, time_limit_s=time_limit_s).assignment
+    placed = {names[d] for stage in assignment for d in stage}
+    spares = [
+        (k, name) for k, kind in enumerate(setting.kinds) for name in question.names[kind.name] if name not in placed
+    ]
+    return Placed(scene, kinds, names, assignment, tuple(spares))
 
 
 def _memory(question: Question, placed: Placed, schedule: Schedule, shares: Sequence[int]) -> tuple[Memory, ...]:
@@ -210,7 +252,7 @@ def _too_full(row: Memory, schedule: Schedule) -> str:
 
 def _told(question: Question, placed: Placed, schedule: Schedule) -> Prediction:
     setting = placed.scene.setting
-    pipelines = placed.pipelines(schedule)
+    pipelines = placed.pipelines
     shares = pipeline_shares(pipelines, setting.cost.microbatches)
     split = pipeline_split(pipelines, shares, schedule, placed.ending_s())
     stages = tuple(
@@ -220,25 +262,55 @@ def _told(question: Question, placed: Placed, schedule: Schedule) -> Prediction:
     used = [name for stage in stages for name in stage.machines]
     tokens = question.run.train.batch * question.spec.context
     return Prediction(
-        strategy="pipeline", schedule=schedule, runnable=False, microbatch=setting.cost.sequences, microbatches=shares, stages=stages,
+        strategy="pipeline", schedule=schedule, runnable=True, microbatch=setting.cost.sequences, microbatches=shares, stages=stages,
         spares=question.unused(used), step_s=split.step_s, tokens_per_s=tokens / split.step_s, split=split,
         memory=_memory(question, placed, schedule, shares),
         traffic=traffic([k.region for k in setting.kinds], setting.links, _sent(placed, shares)),
         price_per_billion_tokens=question.price(used, split.step_s),
-        notes=("nobody leaves: a pipeline waits for its slowest machine, and ends with any one",),
+        notes=_notes(placed),
     )  # fmt: skip
+
+
+def _notes(placed: Placed) -> tuple[str, ...]:
+    kinds = placed.scene.setting.kinds
+    notes = ["nobody leaves: where a machine is lost, a spare or the others of its stage stand in"]
+    mixed = next(
+        (devices for here in placed.serving if len(devices := {kinds[k].device for k, n in enumerate(here) if n}) > 1),
+        None,
+    )
+    if mixed is not None:
+        notes.append(
+            f"stages mix devices ({', '.join(sorted(mixed))}): where their arithmetic differs in the last bit, one of them leaves the run, "
+            f"unless optimizer.state_device = 'cpu'"
+        )
+    return tuple(notes)
 
 
 def _sent(placed: Placed, shares: Sequence[int]) -> Bytes:
     cost, sent = placed.scene.setting.cost, Bytes()
-    for s, stage in enumerate(placed.assignment):
+    for s in range(len(placed.assignment)):
         for p, share in enumerate(shares):
             if s:
                 a, b = placed.kind(s - 1, p), placed.kind(s, p)
                 sent[a, b, "activations"] += share * cost.forward_bytes[s]
                 sent[b, a, "gradients"] += share * cost.backward_bytes[s]
-        here = [0] * len(placed.scene.setting.kinds)
-        for d in stage:
-            here[placed.kinds[d]] += 1
-        sent.averaging(here, cost.stages[s].averaged_bytes)
+        sent.averaging(placed.serving[s], cost.stages[s].averaged_bytes)
     return sent
+
+
+def membership(question: Question, scene: Scene, chosen: Prediction) -> Planned:
+    """What the virtual world plays: everyone where ``chosen`` has them, and spares where a live run seats them."""
+    from muletrain.sim.actors import Planned  # torch takes seconds to load
+
+    setting, schedule = scene.setting, chosen.schedule
+    assert schedule
+    kind_of = {name: k for k, kind in enumerate(setting.kinds) for name in question.names[kind.name]}
+    stages = {name: s for s, stage in enumerate(chosen.stages) for name in stage.machines}
+    serving = [[0] * len(setting.kinds) for _ in chosen.stages]
+    for name, s in stages.items():
+        serving[s][kind_of[name]] += 1
+    for name in (n for n in kind_of if n not in stages):
+        stages[name] = seat(setting, kind_of[name], serving, [0] * len(serving))
+        serving[stages[name]][kind_of[name]] += 1
+    seats = Seats(tuple(stage.machines for stage in chosen.stages), chosen.microbatches, schedule)
+    return Planned(seats, {name: kind_of[name] for name in stages}, stages)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from muletrain.config.plan import Memory, Traffic
+    from muletrain.sim.actors import Planned
     from muletrain.sim.machines import Setting
     from muletrain.sim.question import Question, Scene
     from muletrain.sim.rates import Counts
@@ -84,11 +85,13 @@ def settled(scene: Scene) -> Settled:
     return Settled(scene, flow.serving, rates.of(flow.serving).throughput)
 
 
-def played_step_s(scene: Scene, expected_s: float, steps: int = PLAYED) -> float:
+def played_step_s(scene: Scene, expected_s: float, steps: int = PLAYED, planned: Planned | None = None) -> float:
     """Of one step, by every message of the production code [s]: the mean of the second half of so many, and of what fits into three periods
-    of rebalancing beside them. By then nobody moves any more, and peers have measured each other."""
-    hours = (steps * expected_s + 3 * scene.run.fleet.rebalance_period) / 3600
-    outcome = simulate_fleet(scene.setting, scene.run, Weather(), hours=hours, fidelity="protocol")
+    of rebalancing beside them. By then nobody moves any more, and peers have measured each other. Of ``planned`` membership, where nobody
+    moves, of so many alone."""
+    moving_s = 3 * scene.run.fleet.rebalance_period if planned is None else 0.0
+    hours = (steps * expected_s + moving_s) / 3600
+    outcome = simulate_fleet(scene.setting, scene.run, Weather(), hours=hours, fidelity="protocol", planned=planned)
     ends_s = [point.time_s for point in outcome.curve]
     second = ends_s[len(ends_s) // 2 :]
     return (second[-1] - second[0]) / (len(second) - 1)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from muletrain.compute.estimate import StageMemory
+    from muletrain.compute.estimate import Offer, StageMemory
     from muletrain.config.fleet import Fleet, FleetPeer, Link
     from muletrain.config.schema import RunConfig
     from muletrain.model.spec import ModelSpec
@@ -101,9 +101,12 @@ class Question:
     def peer(self, entry: str) -> FleetPeer:
         return next(p for p, m in zip(self.firsts, self.fleet.machines, strict=True) if m.name == entry)
 
+    def offer(self, entry: str) -> Offer:
+        return offer_of(self.peer(entry))
+
     def memory(self, entry: str, stage: int, need: StageMemory, *, inputs: float = 0.0) -> Memory:
         """``inputs``: of microbatches whose backward is owed, beyond the estimate."""
-        offer, kept = offer_of(self.peer(entry)), int(inputs)
+        offer, kept = self.offer(entry), int(inputs)
         return Memory(
             machine=entry, stage=stage, weights=need.weights, optimizer=need.moments, gradients=need.gradient,
             activations=need.activations + kept, buffers=need.copies,

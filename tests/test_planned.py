@@ -1,0 +1,111 @@
+"""``muletrain run --plan``: a plan's file becomes a run, by real processes, too; what does not fit is told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from muletrain.cli.planned import indices_of, names_of, planned
+from muletrain.config.load import load_config
+from muletrain.config.plan import Plan, Prediction, Stage
+from muletrain.errors import ConfigError
+from muletrain.events import Note, StepApplied, read_events
+from muletrain.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SMALL = ("model.width=32", "model.heads=2", "model.layers=3", "model.context=16", "model.vocab=512")
+STAGES = (Stage(layers=(0, 1), machines=("east",)), Stage(layers=(1, 3), machines=("west",)))
+SWARM = Prediction(strategy="swarm", runnable=True, microbatch=2, microbatches=(4,), stages=STAGES)
+PIPELINE = Prediction(
+    strategy="pipeline", schedule="1f1b", runnable=True, microbatch=2, microbatches=(4,), stages=STAGES, spares=("cellar",)
+)  # fmt: skip
+PLAN = Plan(
+    fleet="three", model="model", params=ModelSpec.from_config(load_config(None, SMALL).model).params, batch=8, context=16,
+    strategies=(SWARM, PIPELINE, Prediction(strategy="hub", runnable=False, problem="nobody stays")), recommended=1, why="",
+)  # fmt: skip
+
+
+def written(tmp_path: Path, **changes: Any) -> Path:
+    path = tmp_path / "plan.json"
+    path.write_text(PLAN.model_copy(update=changes).model_dump_json())
+    return path
+
+
+def test_a_plan_says_who_serves_what(tmp_path: Path) -> None:
+    config = planned(load_config(None, SMALL), written(tmp_path))
+    assert (config.fleet.stages, config.fleet.layers, config.fleet.peers) == (2, (1, 2), 3)
+    assert (config.train.batch, config.train.microbatch) == (8, 2)
+    assert (config.pipeline.seats, config.pipeline.schedule) == ((("east",), ("west",)), "1f1b")
+    assert names_of(config) == ["east", "west", "cellar"]
+    swarm = planned(load_config(None, SMALL), written(tmp_path), "swarm")
+    assert (swarm.fleet.stages, swarm.fleet.layers, swarm.pipeline.seats) == (2, (1, 2), ())
+
+
+def test_machines_of_the_plan_are_those_of_the_profile(tmp_path: Path) -> None:
+    profile = tmp_path / "fleet.toml"
+    profile.write_text('machines = [{ name = "cellar" }, { name = "west" }, { name = "east" }]')
+    config = planned(load_config(None, [*SMALL, f"fleet.profile={profile}"]), written(tmp_path))
+    assert indices_of(config) == [2, 1, 0]
+    profile.write_text('machines = [{ name = "east", count = 3 }]')
+    with pytest.raises(ConfigError, match="no machine 'cellar', which the plan names"):
+        indices_of(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "choice", "complaint"),
+    [
+        ({}, ["model.layers=4"], None, "the plan is for a model"),
+        ({}, ["train.batch=16"], None, "train.batch: 16, and .*plan.json is for 8"),
+        ({}, ["train.microbatch=1"], None, "train.microbatch: 1, and .* is for 2"),
+        ({}, [], "gpipe", "the plan has no strategy 'gpipe'; it has swarm, pipeline, 1F1B, hub"),
+        ({"recommended": None, "why": "nothing fits"}, [], None, "recommends nothing: nothing fits"),
+        ({"recommended": 2}, [], None, "hub is not possible on this fleet: nobody stays"),
+        ({"recommended": 9}, [], None, "recommended: 9, of 3 strategies"),
+        ({"version": 7}, [], None, "a plan of version 7"),
+        ({"strategies": (PIPELINE.model_copy(update={"strategy": "swap"}),), "recommended": 0}, [], None, "does not run yet"),
+        ({"strategies": (PIPELINE.model_copy(update={"spares": ("west",)}),), "recommended": 0}, [], None, "'west' is named twice"),
+        ({"strategies": (PIPELINE.model_copy(update={"microbatches": (5,)}),), "recommended": 0}, [], None, "pipeline.microbatches"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_the_plan_is_told(
+    tmp_path: Path, changes: dict[str, Any], given: list[str], choice: str | None, complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        planned(load_config(None, [*SMALL, *given]), written(tmp_path, **changes), choice)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"), [('{"cost_s": 1}', "places devices of a network"), ("[", "not what 'muletrain plan"), (None, "writes a plan")]
+)  # fmt: skip
+def test_what_is_no_plan_is_told(tmp_path: Path, text: str | None, complaint: str) -> None:
+    path = tmp_path / "plan.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=complaint):
+        planned(load_config(None, SMALL), path)
+
+
+def test_a_plan_runs_and_a_spare_takes_the_seat_of_a_peer_that_is_killed(tmp_path: Path) -> None:
+    sets = [x for setting in (*SMALL, "train.steps=10") for x in ("--set", setting)]
+    command = [sys.executable, "-m", "muletrain.cli.main", "run", "--plan", str(written(tmp_path)), *sets]
+    done = subprocess.run(
+        [*command, "--chaos", "kill west@step5"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    manifest = json.loads((folder / "checkpoints" / "step-00000010" / "manifest.json").read_text())
+    assert manifest["cut"] == [[0, 1], [1, 3]]
+    events = [e for file in folder.glob("*.jsonl") for e in read_events(file)]
+    applied = [e for e in events if isinstance(e, StepApplied)]
+    served = {e.step: e.microbatches for e in applied if e.peer == "cellar"}
+    assert {served[step] for step in range(1, 6)} == {0}
+    assert {served[step] for step in (9, 10)} == {4}
+    assert {e.microbatches for e in applied if e.peer == "east"} == {4}
+    said = [e.message for e in events if isinstance(e, Note)]
+    assert any("pipeline 0 has no 'west' at stage 1: cellar (spare) takes its microbatches" in text for text in said)
