@@ -24,8 +24,8 @@ from muletrain.errors import ConfigError
 from muletrain.papers import dtfm
 from muletrain.papers import dtfm_searches as paper
 from muletrain.policy import annealing
-from muletrain.policy.annealing import _Chains
 from muletrain.policy.dtfm import FastLinks, Groups, KernighanLin, random_placements
+from muletrain.policy.layouts import CHAINS, KINDS, Chains
 from muletrain.policy.pipelines import bottleneck_matching, shortest_path
 from muletrain.policy.place import SEARCHES, Placement, place
 from muletrain.policy.placement import Assignment, Task, evaluate, lower_bound_s
@@ -205,24 +205,33 @@ def test_small_instances_are_solved_each_time() -> None:
 
 
 @pytest.mark.parametrize(
-    "task", [task_of(1, (4, 4, 4)), task_of(2, (3, 1, 2, 4), 2, unequal=True)], ids=["equal", "unequal"]
+    "task", [task_of(1, (4,) * 6), task_of(2, (3, 1, 2, 4), 2, unequal=True)], ids=["equal", "unequal"]
 )
 def test_sums_kept_by_the_chains_are_those_of_the_evaluator(task: Task) -> None:
-    chains = _Chains(task, np.random.default_rng(0))
+    chains = Chains(task, np.random.default_rng(0))
+    warm, cold = np.full(CHAINS, 2.0), np.full(CHAINS, 0.5)
     for _ in range(3):
-        for sweep in range(40):
-            chains.swap_devices(chains.heat, 0.5)
-            if sweep % 3:
-                chains.swap_pipelines(chains.heat, 0.5)
-        before = chains.now.cost.copy()
-        for r in range(len(before)):
-            rows = chains.devices[chains.now.at[: len(task.replicas) * task.pipelines, r]].reshape(
-                len(task.replicas), -1
-            )
-            assert before[r] == pytest.approx(evaluate(task, tuple(map(tuple, rows.tolist()))).cost_s)
+        for _ in range(20):
+            chains.swap_devices(warm, 0.5)
+            chains.swap_runs(2, warm, 0.5)
+            chains.swap_pipelines(warm, 0.5)
+        chains.resample(warm, cold, 0.5)
+        before = chains.cost
+        for r in range(CHAINS):
+            assert before[r] == pytest.approx(evaluate(task, chains.assignment(r)).cost_s)
         chains.thread()
-        assert (chains.now.cost <= before * (1 + 1e-9)).all(), "the best matching and order are no worse"
-        assert (chains.now.cost < before * (1 - 1e-9)).any()
+        assert (chains.cost <= before * (1 + 1e-9)).all(), "the best matching and order are no worse"
+        assert (chains.cost < before * (1 - 1e-9)).any()
+
+
+def test_chains_that_do_well_are_continued_by_several() -> None:
+    """As often as their weight says at the colder temperature, and only by chains of the same kind."""
+    chains = Chains(task_of(1, (4, 4, 4)), np.random.default_rng(0))
+    before = chains.cost
+    chains.resample(np.full(CHAINS, 2.0), np.full(CHAINS, 2.0), 0.0)
+    assert np.array_equal(chains.cost, before), "no colder, no choice"
+    chains.resample(np.full(CHAINS, 2.0), np.full(CHAINS, 1e-3), 0.0)
+    assert chains.cost.tolist() == [before[r % KINDS :: KINDS].min() for r in range(CHAINS)]
 
 
 @pytest.mark.parametrize("local", [FastLinks, KernighanLin])

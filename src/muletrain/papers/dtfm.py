@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from muletrain.papers.dtfm_searches import ACTIVATION_BYTES, CASES, DRAWS, GRADIENT_BYTES, SEEDS, costs, table
+from muletrain.papers.dtfm_searches import ACTIVATION_BYTES, CASES, DRAWS, GRADIENT_BYTES, PATIENCE, costs, table
 from muletrain.papers.dtfm_steps import FLOP_PER_S, SYSTEMS, Work, ratios, slowdowns, step_s
 from muletrain.papers.reproduction import Bar, Constant, Reproduction, Statement, Value
 from muletrain.policy.dtfm import TRIALS
@@ -12,22 +12,24 @@ from muletrain.policy.dtfm import TRIALS
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+CHEAPER = "case 1, data centre: Kernighan-Lin"
+
 
 def reproduce() -> Reproduction:
-    """Costs by each search, and steps: minutes on one core."""
+    """Costs by each search, and steps: two minutes on one core."""
     values, ranges = table()
-    reproduced = [v for v in values if "optimum" not in v.what]
+    reproduced = [v for v in values if "optimum" not in v.what and v.what != CHEAPER]
     excess = max(v.difference for v in values if "optimum" in v.what)
     better = all(costs(n)["dtfm"] <= costs(n)["kernighan-lin"] + 1e-9 <= costs(n)["random"] + 1e-6 for n in range(1, 6))
     most = max(100 * (1 - costs(n)["muletrain"] / costs(n)["dtfm"]) for n in range(1, 6))
-    gains, stated = _steps()
+    gains, stated, over_kl = _steps()
     return Reproduction(
         name="dtfm",
         title="DT-FM: its search on five networks, 64 devices as 8 stages x 8 pipelines, and what that gains",
         method=f"The published delays and bandwidths, {GRADIENT_BYTES / 1e9} GB of gradient a stage and {ACTIVATION_BYTES / 1e9:.3f} GB of "
-        f"activations a macro-batch; our implementation of the paper's evolutionary search and of its Kernighan-Lin baseline ({TRIALS} "
-        f"trials, population 100, the mean of {len(SEEDS)} seeds), the mean of {DRAWS} random placements with the best matching and "
-        "order, and muletrain's own search. Published are costs that the published scheduler ends at, and optima proven from the symmetry "
+        f"activations a macro-batch; our implementation of the paper's evolutionary search and of its Kernighan-Lin baseline (one seed, "
+        f"population 100, until {PATIENCE} trials in a row brought nothing better, {TRIALS} at most), the mean of {DRAWS} random "
+        "placements with the best matching and order, and muletrain's own search. Published are costs that the published scheduler ends at, and optima proven from the symmetry "
         "of these networks. Every solution is checked by an evaluator that shares nothing with the searches. Then steps of GPT3-XL with "
         "24, 32 and 40 layers and batches of 1024, 2048 and 4096 sequences on these placements and on three random ones, on the networks "
         "as the text has them: DT-FM's overlapping slots (sec. 3.5), and a Megatron-like runtime that waits for each message. No constant "
@@ -40,23 +42,30 @@ def reproduce() -> Reproduction:
             *stated,
         ),
         bars=(
-            Bar("greatest difference to the published scheduler's costs [%]", max(abs(v.difference) for v in reproduced), 3.0),
+            Bar(
+                "greatest difference to the published scheduler's costs, Kernighan-Lin in case 1 aside [%]",
+                max(abs(v.difference) for v in reproduced), 3.0,
+            ),
             Bar("muletrain's search above the proven optimum, at most [%]", excess, 0.02),
         ),
         constants=(Constant("V100, fp16", FLOP_PER_S / 1e12, "TFLOP/s", "40 % of its peak; not in the paper"),),
         not_reproduced=(
             "Single runs: the original never seeds its generators. Where its runs are known to end apart, ours is held to their range.",
+            "Kernighan-Lin in case 1: published is what one machine a stage costs. Ours ends with two stages side by side that share two "
+            "machines half and half, which is cheaper; nothing that we read in the published code would keep it from that.",
+            f"That its search's placements make all steps faster than Kernighan-Lin's do: by this model {over_kl:.2f} x as fast, at least.",
+            "All trials: in case 2 this seed would go on to 43.5 s with 4,900.",
             "The curves of figure 5: pictures only; the sizes it was drawn with are not stated.",
             f"That it is enough: on case 2 muletrain's search finds placements {most:.0f} % cheaper.",
-            "Steps have no bar: neither speeds of the GPUs nor microbatches are in the paper, PFLOPS are in pictures only, and Megatron's "
-            "best layout in case 1 has tensor parallelism 2, which is not modelled.",
+            f"Ratios of steps: up to {max(abs(v.difference) for v in gains):.0f} % off, and without a bar: neither speeds of the GPUs nor microbatches are in the paper, "
+            "PFLOPS are in pictures only, and Megatron's best layout in case 1 has tensor parallelism 2, which is not modelled.",
         ),
         draw=_draw,
     )  # fmt: skip
 
 
-def _steps() -> tuple[list[Value], list[Statement]]:
-    """Ratios that the paper's text gives, over all sizes."""
+def _steps() -> tuple[list[Value], list[Statement], float]:
+    """Ratios that the paper's text gives, over all sizes; and the lowest to Kernighan-Lin's placements."""
     over_megatron = {n: ratios(n, "megatron") for n in range(1, 6)}
     elsewhere = [r for n in range(1, 5) for r in over_megatron[n].values()]
     world, slower = list(over_megatron[5].values()), slowdowns()
@@ -78,10 +87,8 @@ def _steps() -> tuple[list[Value], list[Statement]]:
         Statement("the gap between case 5 and Megatron in case 1 closes with larger batches and deeper models (sec. 4.1)",
                   f"{slower[24, 1024]:.2f} x with 24 layers and a batch of 1024, {slower[24, 4096]:.2f} x with 4096, "
                   f"{slower[40, 1024]:.2f} x with 40 layers", closing),
-        Statement("its search's placements make steps no slower than Kernighan-Lin's", f"{over_kl:.2f} x as fast at least",
-                  over_kl >= 1),
     ]  # fmt: skip
-    return values, statements
+    return values, statements, over_kl
 
 
 def _draw(figure: Figure) -> None:

@@ -123,7 +123,7 @@ def step_s(system: str, case: int, work: Work) -> float:
     """One of ``SYSTEMS``; the layouts that DT-FM's search and its Kernighan-Lin baseline end with are the same for all sizes (app. B.1)."""
     if system in ("scheduled", "kernighan-lin"):
         found = placed(case, "dtfm" if system == "scheduled" else system)
-        return overlapped_s(links(case), found.assignment, work)
+        return overlapped_s(links(case), found, work)
     takes = blocking_s if system == "megatron" else overlapped_s
     return float(np.mean([takes(links(case), layout, work) for layout in random_layouts()]))
 

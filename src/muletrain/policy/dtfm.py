@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from muletrain.policy.annealing import Found, finite
+from muletrain.policy.annealing import Found
+from muletrain.policy.layouts import finite
 from muletrain.policy.pipelines import Threader
 from muletrain.policy.placement import link_times, slots
 
@@ -89,18 +90,19 @@ def random_search(task: Task, *, seed: int, time_limit_s: float, watch: Watch) -
 
 def evolve(
     task: Task, *, seed: int, time_limit_s: float, watch: Watch, kernighan_lin: bool = False, trials: int = TRIALS,
-    population: int = POPULATION,
+    population: int = POPULATION, patience: float = math.inf,
 ) -> Found:  # fmt: skip
-    """The hybrid genetic search of sec. 3.4, until ``trials`` offspring were made or the time is over."""
+    """The hybrid genetic search of sec. 3.4, until ``trials`` offspring were made, so many in a row (``patience``) brought no better
+    placement, or the time is over."""
     deadline = time.monotonic() + time_limit_s
     rng = np.random.default_rng(seed)
     groups = Groups(task, rng)
     improve = (KernighanLin if kernighan_lin else FastLinks)(groups).improve
     people = [groups.draw() for _ in range(population)]
     costs = [groups.cost(labels) for labels in people]
-    tried = population
+    tried, lowest, since = population, min(costs), 0
     for trial in range(trials):
-        if time.monotonic() > deadline:
+        if since >= patience or time.monotonic() > deadline:
             break
         first, second = rng.integers(population, size=2).tolist()
         child = improve(_crossed(people[first], people[second], groups, rng))
@@ -109,10 +111,12 @@ def evolve(
         if cost <= costs[first]:
             worse = first if costs[first] > costs[second] else second
             people[worse], costs[worse] = child, cost
+        since = 0 if cost < lowest else since + 1
+        lowest = min(lowest, cost)
         if trial % 20 == 0:
             watch(trial / trials, min(costs))
     best = people[min(range(population), key=costs.__getitem__)]
-    return Found(groups.assignment(best), tried, tried == population + trials)
+    return Found(groups.assignment(best), tried, since >= patience or tried == population + trials)
 
 
 def _crossed(first: Labels, second: Labels, groups: Groups, rng: np.random.Generator) -> Labels:
