@@ -337,7 +337,8 @@ def test_each_of_many_takers_gets_its_turn(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_past_gradient_in_other_pieces_than_it_has_is_refused() -> None:
     async def scenario() -> None:
         stage, entry = Stage("a"), cast("Any", SimpleNamespace(round=bytes(32)))
-        for tensors in ((("x", "uint8", (100,)),), (("0", "float64", (10,)),), (("0", "uint8", (10, 10)),)):
+        zero = f"{0:016}"
+        for tensors in ((("x", "uint8", (100,)),), ((zero, "float64", (10,)),), ((zero, "uint8", (10, 10)),)):
             manifest = Manifest(tensors=tensors, block=100, digests=bytes(32))
 
             async def past(sender: str, payload: bytes, packed: bytes = manifest.pack()) -> bytes:

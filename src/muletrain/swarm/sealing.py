@@ -91,7 +91,8 @@ class Sealing(Knowledge):
         ctx, me, stage = self._ctx, self._ctx.net.peer_id, self._ctx.roster.own.stage
         await self._nothing_running(self.work)
         await self._reconsider()
-        await self._nothing_running(self.work)  # something may have come in meanwhile
+        if self.ledger.running:  # something came in meanwhile
+            await self._nothing_running(self.work)
         held = self.ledger.seal()
         replicas = [m for m in ctx.roster.stage(stage) if m != me]
         view = company(me, filter(self._counts, replicas), self._views())

@@ -95,7 +95,7 @@ class Trail:
             ctx, pieces = self._ctx, dict[str, Tensor]()
             for begin in range(0, len(holding.gradient), PIECE):
                 piece = await ctx.compute.offload(holding.piece, begin, ctx.plan.gradients)
-                pieces[f"{begin:016}"] = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
+                pieces[_name(begin)] = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
             packed = Copy(pieces, pause=0.0)  # they are to come faster than they are made
             await packed.name(ctx)
             past.packed, past.holding = packed, None
@@ -160,7 +160,7 @@ async def take_past(ctx: Context, taker: Taker, entry: RoundEntry) -> Holding | 
     named = Manifest.unpack(packed)
     n_params = ctx.compute.n_params
     named.check(5 * n_params + HEADERS)
-    pieces = {(str(k), "uint8", 1) for k in range(0, n_params, PIECE)}
+    pieces = {(_name(begin), "uint8", 1) for begin in range(0, n_params, PIECE)}
     if {(name, dtype, len(shape)) for name, dtype, shape in named.tensors} != pieces:
         raise ProtocolError("the pieces of a gradient that no stage has")
     partial = Partial.of(blake3(packed).digest(), named)
@@ -169,3 +169,8 @@ async def take_past(ctx: Context, taker: Taker, entry: RoundEntry) -> Holding | 
     for name, piece in partial.state().items():
         decode_piece(ctx, entry, gradient, int(name), piece.numpy().data)
     return await verified(ctx, entry, gradient)
+
+
+def _name(begin: int) -> str:
+    """Of the piece that begins there, in a copy whose tensors are sorted by name."""
+    return f"{begin:016}"
