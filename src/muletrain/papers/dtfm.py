@@ -29,8 +29,9 @@ def reproduce() -> Reproduction:
         method=f"The published delays and bandwidths, {GRADIENT_BYTES / 1e9} GB of gradient a stage and {ACTIVATION_BYTES / 1e9:.3f} GB of "
         f"activations a macro-batch; our implementation of the paper's evolutionary search and of its Kernighan-Lin baseline (one seed, "
         f"population 100, until {PATIENCE} trials in a row brought nothing better, {TRIALS} at most), the mean of {DRAWS} random "
-        "placements with the best matching and order, and muletrain's own search. Published are costs that the published scheduler ends at, and optima proven from the symmetry "
-        "of these networks. Every solution is checked by an evaluator that shares nothing with the searches. Then steps of GPT3-XL with "
+        "placements with the best matching and order, and muletrain's own search. Published are costs that the published scheduler ends "
+        "at, and optima proven from the symmetry of these networks. Every solution is checked by an evaluator that shares nothing with "
+        "the searches. Then steps of GPT3-XL with "
         "24, 32 and 40 layers and batches of 1024, 2048 and 4096 sequences on these placements and on three random ones, on the networks "
         "as the text has them: DT-FM's overlapping slots (sec. 3.5), and a Megatron-like runtime that waits for each message. No constant "
         "is fitted: all are predictions.",
@@ -57,8 +58,9 @@ def reproduce() -> Reproduction:
             "All trials: in case 2 this seed would go on to 43.5 s with 4,900.",
             "The curves of figure 5: pictures only; the sizes it was drawn with are not stated.",
             f"That it is enough: on case 2 muletrain's search finds placements {most:.0f} % cheaper.",
-            f"Ratios of steps: up to {max(abs(v.difference) for v in gains):.0f} % off, and without a bar: neither speeds of the GPUs nor microbatches are in the paper, "
-            "PFLOPS are in pictures only, and Megatron's best layout in case 1 has tensor parallelism 2, which is not modelled.",
+            f"Ratios of steps: up to {max(abs(v.difference) for v in gains):.0f} % off, and without a bar: neither speeds of the GPUs nor "
+            "microbatches are in the paper, PFLOPS are in pictures only, and Megatron's best layout in case 1 has tensor parallelism 2, "
+            "which is not modelled.",
         ),
         draw=_draw,
     )  # fmt: skip
