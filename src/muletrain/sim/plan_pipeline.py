@@ -170,7 +170,8 @@ def _fastest(
             if full := [row for row in _memory(question, placed, schedule, shares) if not _fits(row)]:
                 best[schedule] = known or _too_full(full[0], schedule)
                 continue
-            stations, share = max(zip(pipelines, shares, strict=True), key=lambda p: roughly_s(*p))
+            given = [(stations, share) for stations, share in zip(pipelines, shares, strict=True) if share]
+            stations, share = max(given, key=lambda p: roughly_s(*p))
             step_s = pipeline_split([stations], [share], schedule, placed.ending_s()).step_s
             if isinstance(known, str) or step_s < known[0]:
                 best[schedule] = step_s, placed
