@@ -112,6 +112,33 @@ class Waiting(Event):
 
 
 @dataclass(frozen=True)
+class ProbeProgress(Event):
+    """Machines and links are being measured: ``done`` of ``total`` rounds, and what comes next."""
+
+    done: int
+    total: int
+    what: str
+
+
+@dataclass(frozen=True)
+class FleetMeasured(Event):
+    """The fleet file of the machines that are here was written."""
+
+    path: str
+    peers: list[str]
+    """By name."""
+    lacking: list[str]
+    """What could not be measured, in words."""
+
+
+@dataclass(frozen=True)
+class ProbeFailed(Event):
+    """Nothing was measured."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Admitted(Event):
     """This process let a peer in."""
 

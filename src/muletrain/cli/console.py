@@ -8,6 +8,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Self, TextIO
 
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
@@ -121,6 +122,9 @@ def plain_line(view: RunView) -> str:
 def status(view: RunView) -> RenderableType:
     """Progress and every stage's peers, as drawn on a terminal."""
     parts: list[RenderableType] = [_progress(view)] if view.started else []
+    if view.probing:
+        bar = ProgressBar(total=view.probing.total, completed=view.probing.done, width=30)
+        parts.append(Columns([bar, Text(view.probing.what)]))
     if view.missing:
         parts.append(Text("waiting for " + ", ".join(view.missing), style="yellow"))
     if view.peers:

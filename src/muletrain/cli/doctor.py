@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from muletrain.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -56,12 +58,39 @@ def doctor(
             metavar="ADDRESS", help="What others should dial instead, e.g. /ip4/1.2.3.4/tcp/4000. Repeatable."
         ),
     ] = None,
+    peers: Annotated[
+        bool,
+        typer.Option(
+            "--peers",
+            help="Instead: measure the machines that have joined a run which waits for its beginning, and the links between them. Call it "
+            "where 'muletrain start' was called.",
+        ),
+    ] = False,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN_DIR",
+            help="The run folder of that 'start', for --peers. Default: the newest one that waits here.",
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check whether this machine can train: Python, torch, GPUs, memory, disk, clock, and how others reach it.
 
     Says what to do about each thing that is wrong. Exits with 1 where something is missing that training needs; a warning is none.
+
+    With --peers: every machine computes a block of the run's model, forward and backward; round trips and bandwidth are measured between
+    all of them, both ways, on the connections that training uses (some seconds for each machine there is; what a link carries meanwhile
+    is bounded). Writes fleet.toml into the run folder, for 'muletrain plan' and 'muletrain simulate fleet'. 'muletrain start --probe'
+    does the same when all are there, and then trains. A run that has begun is not measured: it would be held up, and so would the figures.
     """
+    if peers:
+        from muletrain.cli.peers import probe_peers
+
+        probe_peers(run, json=json)
+        return
+    if run is not None:
+        raise ConfigError("--run names the run of --peers; add that, or leave it out")
     if any(
         check.verdict == "missing"
         for check in _examined(config, overrides or [], ticket, listen, port, announce or [], json=json)

@@ -56,13 +56,15 @@ def start_run(
     plan: Path | None = None,
     strategy: str | None = None,
     name: str | None = None,
+    probe: bool = False,
 ) -> None:
     """Found a run (or go on with one) and serve one of its peers; the report comes when it ends. ``plan``, ``strategy``: see ``run_local``.
     Raises MuletrainError before anything starts."""
     _check_name(name)
     with opened(path, overrides, "start", resume, plan, strategy) as (folder, config):
         _start(
-            folder, config, listen=listen, port=port, announce=announce, json=json, resumed=resume is not None, name=name or _host()
+            folder, config, listen=listen, port=port, announce=announce, json=json, resumed=resume is not None, name=name or _host(),
+            probe=probe,
         )  # fmt: skip
 
 
@@ -76,6 +78,7 @@ def _start(
     json: bool,
     resumed: bool,
     name: str,
+    probe: bool,
 ) -> None:
     from muletrain.runs.machine import free_memory_of_machine, own_devices
 
@@ -120,7 +123,9 @@ def _start(
             "ticket": str(run),
             "config": config.model_dump_json(by_alias=True),
             "resume": None if checkpoint is None else str(checkpoint),
+            "probe": probe,
         }
+        session.founder = founder.name
         try:
             with session.interruptible(), session.console:
                 fleet.begin(founder.model_copy(update=first))

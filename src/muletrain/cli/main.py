@@ -133,6 +133,14 @@ def start(
     name: Annotated[
         str | None, typer.Option(help="What others see of this machine: its name in the plan. Default: its host name.")
     ] = None,
+    probe: Annotated[
+        bool,
+        typer.Option(
+            "--probe",
+            help="When all are there, and before training: measure every machine and the links between them, and write fleet.toml "
+            "(for 'muletrain plan') into the run folder.",
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Begin a run on several machines: prints a ticket, waits until every stage is served, trains, collects checkpoints."""
@@ -149,6 +157,7 @@ def start(
         plan=plan,
         strategy=strategy,
         name=name,
+        probe=probe,
     )
 
 

@@ -9,10 +9,11 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from muletrain.cli.console import JsonConsole, LiveConsole, RunView, final_report, make_console
+from muletrain.cli.fleet_tables import fleet_tables
 from muletrain.errors import CheckpointError, MuletrainError
-from muletrain.events import CheckpointWritten, EventLog, EventTail, Note
+from muletrain.events import CheckpointWritten, EventLog, EventTail, FleetMeasured, Note
 from muletrain.runs.folder import DiskWatch
-from muletrain.runs.worker_files import EXIT_NO_CHECKPOINT, OWNER_FILE, TICKET_FILE
+from muletrain.runs.worker_files import EXIT_NO_CHECKPOINT, OWNER_FILE, PROBE_FILE, TICKET_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,6 +56,8 @@ class Session:
         self._interrupts = 0
         self._asked: float | None = None
         self.chaos: Injector | None = None
+        self.founder: str | None = None
+        """Our peer that others join, if it is asked to measure the fleet."""
 
     def poll(self) -> None:
         """Take in what the processes said since the last time."""
@@ -62,6 +65,9 @@ class Session:
             self.show(event)
             if self.chaos is not None:
                 self.chaos.see(event)
+        if self.founder is not None and (self.folder / PROBE_FILE).exists():
+            (self.folder / PROBE_FILE).unlink(missing_ok=True)
+            self.fleet.tell(self.founder, "probe")
         if self.chaos is not None:
             self.chaos.tick()
         if (news := self._disk.news()) is not None:
@@ -72,6 +78,8 @@ class Session:
         self._board(event)
         if isinstance(event, CheckpointWritten):
             self.checkpoint, self._written = self.folder / "checkpoints" / f"step-{event.step:08d}", event.path
+        if isinstance(event, FleetMeasured) and not self.json:
+            make_console().print(fleet_tables(event))
         if isinstance(event, Note) and event.level == "error":
             self.errors.setdefault(event.message, []).append(event.peer)
 

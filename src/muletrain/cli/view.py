@@ -68,6 +68,8 @@ class RunView:
         self.checkpoint: ev.CheckpointWritten | None = None
         self.peers: dict[str, PeerView] = {}
         self.missing: list[str] = []
+        self.probing: ev.ProbeProgress | None = None
+        """While machines and links are measured."""
         self.warnings: Counter[str] = Counter()
         self.rerouted = 0
         self.faults = FaultsView(self.name_of)
@@ -152,6 +154,11 @@ class RunView:
                 news = event.missing != self.missing
                 self.missing = event.missing
                 return news
+            case ev.ProbeProgress():
+                news, self.probing = event.done == 0, event
+                return news
+            case ev.FleetMeasured() | ev.ProbeFailed():
+                self.probing = None
             case ev.StepApplied():
                 self._apply(event)
             case ev.StepDone():
@@ -238,6 +245,7 @@ def is_warning(event: ev.Event) -> bool:
     """Does the event tell of something wrong?"""
     kinds = (
         ev.JoinRefused, ev.FrameRefused, ev.PeerSuspected, ev.PeerBanned, ev.PeerExpelled, ev.CheckpointFailed, ev.SteppedBack,
+        ev.ProbeFailed,
     )  # fmt: skip
     return isinstance(event, kinds) or (isinstance(event, ev.Note) and event.level != "info")
 
@@ -260,6 +268,12 @@ def headline(event: ev.Event, view: RunView) -> str | None:
             return f"{event.name} serves stage {event.stage} ({event.device}, {event.precision}, {size}{role})"
         case ev.Waiting():
             return f"waiting for {', '.join(event.missing)}" if event.missing else "nothing missing any more"
+        case ev.ProbeProgress():
+            return event.what
+        case ev.FleetMeasured():
+            return f"measured {len(event.peers)} peers: {event.path}"
+        case ev.ProbeFailed():
+            return f"the fleet was not measured: {event.reason}"
         case ev.JoinRefused():
             return f"{event.remote} was not let in: {event.reason}"
         case ev.FrameRefused():

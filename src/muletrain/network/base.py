@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -84,8 +84,9 @@ class Network(Protocol):
         handler runs without a wire). Returns once the transport took it (back-pressure). Raises PeerUnreachable, DeadlineExceeded."""
         ...
 
-    def receive(self, handler: FrameHandler) -> None:
-        """Every frame of every stream goes to ``handler``; awaiting it holds that stream back (back-pressure)."""
+    def receive(self, handler: FrameHandler, kinds: Collection[str] = ()) -> None:
+        """Every frame of every stream goes to ``handler``, or those of ``kinds`` only; awaiting it holds that stream back (back-pressure).
+        Without a handler for their kind, nor one for all, frames wait."""
         ...
 
     def on_refusal(self, handler: RefusalHandler) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from muletrain.errors import Malformed, ProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from muletrain.network.base import Frame, FrameHandler, PeerId, RefusalHandler
 
@@ -24,25 +24,33 @@ class Counters:
 
 
 class Delivery:
-    """One handler for all frames; until there is one, frames wait (and hold their stream back)."""
+    """One handler for all frames but those of kinds that have their own; until there is one, frames wait (and hold their stream back)."""
 
     def __init__(self, refusal: RefusalHandler | None = None) -> None:
         self.refused: RefusalHandler = refusal or (lambda remote, reason: None)
         self.offended: Callable[[PeerId], None] = lambda remote: None
         """Told of whoever sent what no correct peer sends, after ``refused``."""
         self._handler: FrameHandler | None = None
+        self._of_kind: dict[str, FrameHandler] = {}
         self._ready = asyncio.Event()
 
-    def receive(self, handler: FrameHandler) -> None:
+    def receive(self, handler: FrameHandler, kinds: Collection[str] = ()) -> None:
+        """``kinds``: of these frames only."""
+        if kinds:
+            self._of_kind.update(dict.fromkeys(kinds, handler))
+            return
         self._handler = handler
         self._ready.set()
 
     async def deliver(self, sender: PeerId, frame: Frame) -> bool:
         """False when it was refused or the handler failed: the stream it came on should be closed."""
-        await self._ready.wait()
-        assert self._handler is not None
+        handler = self._of_kind.get(frame.kind)
+        if handler is None:
+            await self._ready.wait()
+            handler = self._handler
+            assert handler is not None
         try:
-            await self._handler(sender, frame)
+            await handler(sender, frame)
         except ProtocolError as e:
             self.refused(sender, f"{frame.kind[:40]}: {e}")
             if isinstance(e, Malformed):

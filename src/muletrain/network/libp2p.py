@@ -40,7 +40,7 @@ except ImportError as e:  # pragma: no cover - platforms without hivemind's whee
     ) from e
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
     from pathlib import Path
 
     from muletrain.network.identity import Key
@@ -244,8 +244,8 @@ class Libp2pNetwork:
         self.counters.sent[peer, frame.kind] += size(buffers)
         return size(buffers)
 
-    def receive(self, handler: FrameHandler) -> None:
-        self._delivery.receive(handler)
+    def receive(self, handler: FrameHandler, kinds: Collection[str] = ()) -> None:
+        self._delivery.receive(handler, kinds)
 
     def on_refusal(self, handler: RefusalHandler) -> None:
         self._delivery.refused = handler

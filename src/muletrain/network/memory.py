@@ -19,7 +19,7 @@ from muletrain.network.delivery import Counters, Delivery
 from muletrain.wire.frame import pack, read_frame, reread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
 QUEUE = 64
 """Frames of one sender on one channel that wait for the handler."""
@@ -294,8 +294,8 @@ class MemoryNetwork:
         await self._hub.awake(self.peer_id)
         self._lost(peer)
 
-    def receive(self, handler: FrameHandler) -> None:
-        self._delivery.receive(handler)
+    def receive(self, handler: FrameHandler, kinds: Collection[str] = ()) -> None:
+        self._delivery.receive(handler, kinds)
 
     def on_refusal(self, handler: RefusalHandler) -> None:
         self._delivery.refused = handler

@@ -26,7 +26,7 @@ from muletrain.network.base import (
 from muletrain.wire.frame import frame_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from muletrain.clock import Clock
     from muletrain.config.fleet import FleetPeer, Link, Stall
@@ -216,7 +216,7 @@ class ShapedNetwork:
                 self._broken[peer, channel] = PeerUnreachable(str(e)) if isinstance(e, NetworkError) else e
         del self._pipes[peer, channel]
 
-    def receive(self, handler: FrameHandler) -> None:
+    def receive(self, handler: FrameHandler, kinds: Collection[str] = ()) -> None:
         async def shaped(sender: PeerId, frame: Frame) -> None:
             if sender != self.peer_id:
                 if sender in self._cut:
@@ -224,7 +224,7 @@ class ShapedNetwork:
                 await self._take(self._weigh(frame))
             await handler(sender, frame)
 
-        self._inner.receive(shaped)
+        self._inner.receive(shaped, kinds)
 
     async def _take(self, nbytes: int) -> None:
         """Until the downlink has taken a frame that is here now. Alone it came in while the sender sent it, so that this takes no

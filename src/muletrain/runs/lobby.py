@@ -24,7 +24,7 @@ from muletrain.swarm.messages import Digest, Id, Member, Message, Name, Natural,
 from muletrain.swarm.roster import Genesis
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
     from pathlib import Path
 
     from muletrain.clock import Clock
@@ -128,6 +128,10 @@ class Founder(Message):
     id: Id
 
 
+async def _nothing_to_settle() -> bool:
+    return False
+
+
 @dataclass
 class _Guest:
     join: Join
@@ -163,6 +167,8 @@ class Lobby:
     parts: list[Path] = field(default_factory=list)
     """Each stage's state before ``first_step``, if that is not 0."""
     part_digests: list[bytes] = field(default_factory=list)
+    settled: Callable[[], Awaitable[bool]] = _nothing_to_settle
+    """Awaited before the run begins; True: it took its time, in which others may have come and gone."""
     _guests: dict[PeerId, _Guest] = field(default_factory=dict)
     _largest: Offer | None = None
     """The largest offer of all who came, also of those we had no seat for."""
@@ -208,6 +214,15 @@ class Lobby:
         """Everyone with a seat."""
         return {p: g.join.name for p, g in self._guests.items()}
 
+    @property
+    def begun(self) -> bool:
+        return self._begun
+
+    def prepared(self) -> dict[PeerId, tuple[str, Offer]]:
+        """Everyone that could begin: what it is called in the run, and the memory that it offers."""
+        ready = (p for p, g in self._guests.items() if g.trainer is not None)
+        return {p: (self._unique_name(p), self._guests[p].join.offer) for p in ready}
+
     def missing(self) -> list[str]:
         """What the run still waits for, in words."""
         ready = [g for g in self._guests.values() if g.trainer is not None]
@@ -235,7 +250,7 @@ class Lobby:
         while True:
             if not (lacking := self.missing()):
                 await self._sweep()  # who left a moment ago must not be counted on
-                if not self.missing():
+                if not self.missing() and not await self.settled():
                     break
                 continue
             if lacking != told:

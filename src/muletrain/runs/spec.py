@@ -42,6 +42,8 @@ class WorkerSpec(BaseModel):
     """A joiner on a machine of its own writes a ticket it can pass on."""
     bandwidth_bytes_per_s: float | None = None
     """What this peer may send, and take in, for the training."""
+    probe: bool = False
+    """Founder: measure machines and links before training."""
     faults: bool = False
     """Faults will be injected: this peer can be cut off from others."""
     fleet_index: int | None = None

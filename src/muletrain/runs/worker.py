@@ -35,6 +35,7 @@ from muletrain.events import (
     MemberRemoved,
     PeerBanned,
     PeerJoined,
+    ProbeFailed,
     RunFinished,
     RunStarted,
     Waiting,
@@ -48,9 +49,11 @@ from muletrain.runs.chaos import Points, damage_next, spoil_next
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.lobby import Join, Lobby, Visitor, find_founder
 from muletrain.runs.machine import Machine
+from muletrain.runs.probing import BlockFound, Prober, block_of, identity_of
 from muletrain.runs.reception import Papers, Reception
 from muletrain.runs.removal import serve_members
 from muletrain.runs.spec import WorkerSpec
+from muletrain.runs.survey import Survey
 from muletrain.runs.ticket import Ticket
 from muletrain.runs.vicinity import serve_sight
 from muletrain.runs.worker_files import EXIT_ERROR, EXIT_NO_CHECKPOINT, OWNER_FILE, SCRATCH, TICKET_FILE, write_secret
@@ -99,6 +102,8 @@ class Worker:
         self._shaped: ShapedNetwork | None = None
         self._roster: Roster | None = None
         self._points = Points(log)
+        self._survey: Survey | None = None
+        """The founder's, while the run waits for its beginning."""
 
     def stop(self) -> None:
         """End in order: after the current step, or at once if training has not begun. A joiner on a machine of its own leaves: the
@@ -124,6 +129,8 @@ class Worker:
                 damage_next(self._network)
                 if self._compute_in_use is not None:
                     spoil_next(self._compute_in_use)
+            case ["probe"]:
+                self._measure()
             case ["move", stage] if self._peer is not None and stage.isdecimal():
                 self._peer.rebalancer.settled = False  # it has no say in this one
                 self._peer.move(int(stage))
@@ -131,6 +138,14 @@ class Worker:
                 self._points.add(self._network, step, phase, line.split(maxsplit=3)[-1])
             case _:
                 self._log.note(f"not obeyed: {line.strip()[:100]!r}", "warning")
+
+    def _measure(self) -> None:
+        """Whoever is here by now."""
+        if self._survey is None:
+            reason = "the run has begun, or gets ready: measure before ('muletrain start --probe')"
+            self._log.emit(ProbeFailed(reason=reason))
+        else:
+            self._measuring = asyncio.create_task(self._survey.measure())
 
     async def run(self) -> int:
         """To the end; the process' exit code."""
@@ -225,6 +240,13 @@ class Worker:
         )  # fmt: skip
         lobby.open()
         self._names = lobby.names
+        links = self._links(facts, network)
+        prober = self._prober(facts, network, links, network.peer_id, machine, lambda names: None)
+        survey = Survey(
+            net=network, emit=self._log.emit, spec=facts.spec, sequences=config.train.microbatch, folder=Path(spec.folder),
+            people=lobby.prepared,
+        )  # fmt: skip
+        lobby.settled = survey.settled
         self._hand_out(dataclasses.replace(self._ticket, addresses=tuple(network.addresses())))
         stage = lobby.seat(network.peer_id, self._introduction(network, machine))
         compute = await self._compute(
@@ -232,7 +254,12 @@ class Worker:
         )
         place = self._place(config)
         lobby.ready(network.peer_id, trainer=True, place=place.name)
+        if spec.probe:
+            survey.before_training()
+        self._survey = survey
         roster = Roster(await lobby.gather(), network.peer_id)
+        self._survey = None
+        prober.close()
         papers = Papers(lobby.config_json, lobby.data_digest, lobby.tokenizer)
         await self._train(facts, roster, network, compute, machine, cache, papers, place)
 
@@ -278,7 +305,11 @@ class Worker:
                 ),
             )  # fmt: skip
         else:
+            links, known = self._links(facts, network), dict[str, str]()
+            self._names = lambda: known
+            prober = self._prober(facts, network, links, visitor.founder, machine, known.update)
             genesis = await visitor.begin(trainer=cache is not None, place=place.name)
+            prober.close()
             roster = Roster(genesis, network.peer_id)
         if genesis.config != facts.config_digest:
             raise AdmissionError("the run began with another configuration than was sent; start it again")
@@ -313,6 +344,22 @@ class Worker:
         return cache
 
     # Both -----------------------------------------------------------------------------------------------------------
+
+    def _prober(
+        self, facts: RunFacts, network: Network, links: Network, founder: PeerId, machine: Machine,
+        learn: Callable[[dict[PeerId, str]], None],
+    ) -> Prober:  # fmt: skip
+        """Measures when ``founder`` asks for it."""
+        spec = self._spec
+        emulated = "" if facts.config.fleet.profile is None or spec.fleet_index is None else spec.name
+        identity = identity_of(self._ticket.run_id, emulated)
+
+        def block() -> BlockFound:
+            return block_of(facts.spec, facts.config.train.microbatch, machine, Path(spec.folder), identity)
+
+        prober = Prober(network, links, founder, self._clock, learn, block)
+        prober.open()
+        return prober
 
     async def _machine(self, config: RunConfig | None) -> Machine:
         spec = self._spec
@@ -360,7 +407,8 @@ class Worker:
         self._report_start(facts, roster)
         limit, self._total = facts.config.train.time_limit, facts.config.train.steps
         begin = self._clock.now()
-        links = self._links(facts, roster, network)
+        self._roster = roster
+        links = self._links(facts, network)
         ready: Compute | None = compute
 
         def on_step(record: StepRecord) -> bool:
@@ -420,16 +468,18 @@ class Worker:
             self._log.note(f"{e}; others write this peer's part there", "warning")
         return own
 
-    def _links(self, facts: RunFacts, roster: Roster, network: Network) -> Network:
+    def _links(self, facts: RunFacts, network: Network) -> Network:
         """Links of the fleet profile, if there is one (peer i of the profile is the i-th name of the local fleet), or as wide as this
         machine's owner allows."""
         index, profile, spec = self._spec.fleet_index, facts.config.fleet.profile, self._spec
-        self._roster = roster
+        if self._shaped is not None:
+            return self._shaped
         if profile is not None and index is not None:
             fleet = load_fleet(profile, peers=facts.config.fleet.local_peers)
 
             def link(peer: PeerId) -> Link:
-                return fleet.link(index, fleet.number(roster.member(peer).name))  # a newcomer's links are another's
+                name = self._names()[peer] if self._roster is None else self._roster.member(peer).name
+                return fleet.link(index, fleet.number(name))  # a newcomer's links are another's
 
             self._shaped = ShapedNetwork(network, link, fleet.peers()[index], self._clock)
         elif spec.faults:

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 TICKET_FILE = "ticket"
 OWNER_FILE = "owner.key"
 """The private key of the run's owner, where it was founded."""
+PROBE_FILE = "probe"
+"""'muletrain doctor --peers' asks 'muletrain start' by it."""
 SCRATCH = "MULETRAIN_SCRATCH"
 """Environment: the folder for temporary files, which goes with whoever started the process."""
 EXIT_ERROR = 2

@@ -1,0 +1,80 @@
+"""How fast one block of the model is on this machine: what a peer of any stage spends nearly all of its time with."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+
+from muletrain.compute.probe import precision_dtype
+from muletrain.errors import CapacityError
+from muletrain.model.dropout import Masks
+from muletrain.model.stage import INIT_STD, Stage
+
+if TYPE_CHECKING:
+    from muletrain.config.schema import Precision
+    from muletrain.model.spec import ModelSpec
+
+BUDGET_S = 1.0
+"""Of the measurement, where a sequence takes less than a quarter of that."""
+REPEATS = (4, 50)
+"""At least, where there is time, and at most."""
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """Of one microbatch of ``sequences`` times ``tokens``, medians [s]."""
+
+    forward_s: float
+    backward_s: float
+    sequences: int
+    tokens: int
+
+
+def block_times(spec: ModelSpec, sequences: int, device: torch.device, precision: Precision) -> BlockTimes:
+    """Forward, then backward with the gradients of weights and inputs, as in training: dropout, residuals, norms, attention over the
+    whole context. With fewer than ``sequences`` where they would take too long. Raises CapacityError where there is no room."""
+    try:
+        return _times(spec, sequences, device, precision)
+    except RuntimeError as e:  # torch's lack of memory is one
+        problem = " ".join(str(e).split())[:200]
+        raise CapacityError(f"a block of the model could not be computed on {device}: {problem}") from e
+
+
+def _times(spec: ModelSpec, sequences: int, device: torch.device, precision: Precision) -> BlockTimes:
+    dtype = precision_dtype(precision)
+    block = Stage(dataclasses.replace(spec, layers=3), 1, ((0, 1), (1, 2), (2, 3)))
+    shapes = block.shapes().items()
+    block.bind({name: torch.randn(shape, device=device, dtype=dtype).mul_(INIT_STD) for name, shape in shapes})
+    weights = list(block.parameters())
+
+    def once(count: int) -> tuple[float, float]:
+        inputs = torch.randn(count, spec.context, spec.width, device=device, dtype=dtype, requires_grad=True)
+        begin = _now(device)
+        output = block(inputs, Masks(0, 0, 0))
+        between = _now(device)
+        torch.autograd.grad(output, [inputs, *weights], torch.ones_like(output))
+        return between - begin, _now(device) - between
+
+    once(1)  # libraries load, and choose how to compute
+    one_s = sum(once(1))
+    count = max(1, min(sequences, int(BUDGET_S / REPEATS[0] / one_s)))
+    deadline = time.perf_counter() + BUDGET_S
+    found = [once(count)]
+    while len(found) < REPEATS[1] and time.perf_counter() < deadline:
+        found.append(once(count))
+    forward_s, backward_s = (median(times) for times in zip(*found, strict=True))
+    return BlockTimes(forward_s, backward_s, count, spec.context)
+
+
+def _now(device: torch.device) -> float:
+    """After all that was asked of ``device``."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,109 @@
+"""What was measured of machines and links, as a fleet file: for ``plan``, ``simulate fleet`` and emulation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from muletrain.config.dump import toml_value
+from muletrain.config.fleet import BYTES_PER_S_PER_MBPS, Fleet, Machine, Matrix
+from muletrain.units import format_bytes, format_duration
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+NO_LIMIT_MBPS = 1e6
+"""Of a machine to itself, where it has one peer."""
+LEAST_MBPS = 0.001
+"""Of a link on which nothing arrived: a fleet file has no word for none."""
+FAR_MS = 10_000.0
+"""Its round trip."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """One peer. ``place``: machines by number, of which one may have several peers. Seconds are those of one microbatch in one block."""
+
+    name: str
+    place: int
+    device: str
+    forward_s: float
+    backward_s: float
+    flops: float
+    """Sustained, forward and backward together [FLOP/s]."""
+    memory_bytes: int
+    host_bytes: int | None
+    disk_bytes: int
+
+
+@dataclass(frozen=True)
+class Path:
+    """From one machine to another, or between two peers of one. Round trip, as both ends see it."""
+
+    rtt_s: float
+    bytes_per_s: float
+
+
+Paths = dict[tuple[int, int], Path]
+"""By places. What is not there could not be measured."""
+
+
+def fleet_of(peers: Sequence[Found], paths: Paths) -> Fleet:
+    """Every peer is a machine by its own name; the places are its regions, '@' before the name of the first peer there (no peer has
+    such a name). A machine's up- and download are the fastest that any pair saw: no pair can tell whether a machine does several at
+    once."""
+    places = range(1 + max(p.place for p in peers))
+    regions = tuple("@" + next(p.name for p in peers if p.place == place) for place in places)
+    single = [sum(p.place == place for p in peers) == 1 for place in places]
+
+    def path(a: int, b: int) -> tuple[float, float]:
+        if (found := paths.get((a, b))) is not None:
+            return _digits(1000 * found.rtt_s), _digits(max(LEAST_MBPS, found.bytes_per_s / BYTES_PER_S_PER_MBPS))
+        return (0.0, NO_LIMIT_MBPS) if a == b and single[a] else (FAR_MS, LEAST_MBPS)
+
+    matrix = [[path(a, b) for b in places] for a in places]
+    machines = tuple(
+        Machine(
+            name=p.name, region=regions[p.place], device=p.device, tflops=_digits(p.flops / 1e12),
+            memory_gib=_digits(p.memory_bytes / 2**30), host_gib=None if p.host_bytes is None else _digits(p.host_bytes / 2**30),
+            up_mbps=_fastest(matrix, p.place, single, up=True), down_mbps=_fastest(matrix, p.place, single, up=False),
+        )
+        for p in peers
+    )  # fmt: skip
+    return Fleet(
+        name="measured", machines=machines,
+        matrix=Matrix(
+            regions=regions, rtt_ms=tuple(tuple(rtt for rtt, _ in row) for row in matrix),
+            bandwidth_mbps=tuple(tuple(mbps for _, mbps in row) for row in matrix),
+        ),
+    )  # fmt: skip
+
+
+def _fastest(matrix: list[list[tuple[float, float]]], place: int, single: list[bool], *, up: bool) -> float | None:
+    """None where there is no other."""
+    pairs = [(place, other) if up else (other, place) for other in range(len(matrix))]
+    return max((matrix[a][b][1] for a, b in pairs if a != b or not single[a]), default=None)
+
+
+def written(fleet: Fleet, peers: Sequence[Found], about: Sequence[str]) -> str:
+    """As TOML, with what a fleet file has no field for as comments. ``about``: lines for its head."""
+    tables = [*(f"# {line}" for line in about), f"name = {toml_value(fleet.name)}", ""]
+    for machine, peer in zip(fleet.machines, peers, strict=True):
+        block = f"a block: forward {format_duration(peer.forward_s)}, backward {format_duration(peer.backward_s)}"
+        tables += [f"# {block}; {format_bytes(peer.disk_bytes)} of disk free", "[[machines]]"]
+        stated = ("name", "region", "device", "tflops", "memory_gib", "host_gib", "up_mbps", "down_mbps")
+        tables += [f"{k} = {toml_value(v)}" for k in stated if (v := getattr(machine, k)) is not None]
+        tables.append("")
+    m = fleet.matrix
+    tables += ["[matrix]  # row: from; column: to", f"regions = {toml_value(m.regions)}", "rtt_ms = ["]
+    tables += [*_rows(m.rtt_ms), "]", "bandwidth_mbps = [", *_rows(m.bandwidth_mbps), "]"]
+    return "\n".join(tables) + "\n"
+
+
+def _rows(matrix: Sequence[Sequence[float]]) -> Iterator[str]:
+    return (f"    {toml_value(row)}," for row in matrix)
+
+
+def _digits(value: float) -> float:
+    """Four of them: no measurement has more. More than nothing."""
+    return max(1e-9, float(f"{value:.4g}"))

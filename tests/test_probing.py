@@ -1,0 +1,459 @@
+"""A fleet measured before training: what is shaped is found, what is found is a fleet file, and nobody measures for just anybody."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from typer.testing import CliRunner
+
+from muletrain.cli import peers as cli_peers
+from muletrain.cli.fleet_tables import fleet_tables
+from muletrain.cli.main import app
+from muletrain.cli.session import Session
+from muletrain.clock import LoopClock
+from muletrain.compute import block
+from muletrain.compute.estimate import Offer
+from muletrain.config.fleet import Fleet, load_fleet
+from muletrain.config.load import load_config
+from muletrain.config.schema import ModelConfig, Precision
+from muletrain.config.surveyed import LEAST_MBPS, Found, fleet_of, written
+from muletrain.config.surveyed import Path as Link
+from muletrain.errors import CapacityError, Malformed, MuletrainError, Refused
+from muletrain.events import Event, EventLog, FleetMeasured, Note, ProbeFailed, ProbeProgress
+from muletrain.model.spec import ModelSpec
+from muletrain.network.base import Frame, Network
+from muletrain.network.memory import MemoryHub
+from muletrain.network.shaped import ShapedNetwork
+from muletrain.policy.tournament import rounds
+from muletrain.runs import survey
+from muletrain.runs.fleet import LocalFleet
+from muletrain.runs.probing import FIRST, MOST, PIECES, AskLink, BlockFound, Echo, Prober, identity_of
+from muletrain.runs.worker_files import OWNER_FILE, PROBE_FILE
+from muletrain.sim.loop import run_virtually
+from muletrain.wire.codec import encode_raw
+from tests.fleet_run import run_fleet
+from tests.test_machines import introduction, lobby_of
+
+SPEC = ModelSpec.from_config(ModelConfig(layers=2, width=32, heads=2, vocab=512, context=16))
+PROFILE = """
+[[machines]]
+name = "peer"
+count = 2
+region = "lab"
+[[machines]]
+name = "peer-2"
+region = "home"
+up_mbps = 8
+down_mbps = 32
+[defaults]
+rtt_ms = 60
+bandwidth_mbps = 50
+local_rtt_ms = 10
+local_bandwidth_mbps = 100
+"""
+
+
+@given(st.integers(0, 40))
+def test_a_tournament_has_every_pair_once_and_nobody_twice_at_a_time(players: int) -> None:
+    found = rounds(players)
+    assert sorted(pair for pairs in found for pair in pairs) == [
+        (a, b) for a in range(players) for b in range(a + 1, players)
+    ]
+    for pairs in found:
+        busy = [player for pair in pairs for player in pair]
+        assert len(set(busy)) == len(busy)
+    if players > 1:
+        assert len(found) == players - 1 + players % 2
+
+
+# Blocks -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_block_is_computed_as_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block, "BUDGET_S", 0.1)
+    begin = time.perf_counter()
+    found = block.block_times(SPEC, 3, torch.device("cpu"), Precision.FP32)
+    assert 0 < found.forward_s + found.backward_s < time.perf_counter() - begin
+    assert (found.sequences, found.tokens) == (3, 16)
+    monkeypatch.setattr(block, "BUDGET_S", 0.0)
+    assert block.block_times(SPEC, 3, torch.device("cpu"), Precision.FP32).sequences == 1, (
+        "fewer, where they take too long"
+    )
+
+
+def test_a_block_that_finds_no_room_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise RuntimeError("CUDA out of memory.\nTried to allocate 3 GiB")
+
+    monkeypatch.setattr(block, "_times", full)
+    with pytest.raises(CapacityError, match=r"could not be computed on cpu: CUDA out of memory\. Tried"):
+        block.block_times(SPEC, 1, torch.device("cpu"), Precision.FP32)
+
+
+# Links, on a virtual clock ----------------------------------------------------------------------------------------------
+
+
+def found_block(machine: bytes = bytes(32), **changes: Any) -> BlockFound:
+    fine = {"forward_s": 0.001, "backward_s": 0.002, "sequences": 2, "chip": "cpu", "machine": machine, "disk": 10**9}
+    return BlockFound.model_validate({**fine, **changes})
+
+
+class Lab:
+    """Members on shaped links, in memory. The first one founds."""
+
+    def __init__(self, fleet: Fleet, folder: Path, *, together: bool = False) -> None:
+        """``together``: the first two are peers of one machine."""
+        self.fleet, self.events = fleet, list[Event]()
+        self.hub, self.names = MemoryHub(), [peer.name for peer in fleet.peers()]
+        twins = self.names[:2] if together else []
+        self.blocks = {n: found_block(identity_of("run", "twin" if n in twins else n)) for n in self.names}
+        self.nets: dict[str, Network] = {}
+        self.probers: dict[str, Prober] = {}
+        for index, name in enumerate(self.names):
+            net = self.hub.join(name)
+            shaped = ShapedNetwork(net, self._links(index), fleet.peers()[index], LoopClock())
+            self.nets[name] = net
+            self.probers[name] = Prober(
+                net, shaped, self.names[0], LoopClock(), lambda names: None, lambda name=name: self.blocks[name]
+            )  # type: ignore[misc]
+            self.probers[name].open()
+        self.survey = survey.Survey(
+            net=self.nets[self.names[0]], emit=self.events.append, spec=SPEC, sequences=2, folder=folder,
+            people=lambda: {name: (name, Offer(2**30)) for name in self.names},
+        )  # fmt: skip
+
+    def _links(self, index: int) -> Callable[[str], Any]:
+        return lambda peer: self.fleet.link(index, self.names.index(peer))
+
+    def last(self) -> Event:
+        return self.events[-1]
+
+
+def virtually(work: Callable[[], Any], limit_s: float = 600.0) -> Any:
+    problems: list[str] = []
+    result = run_virtually(work(), limit_s, problems)
+    assert problems == []
+    return result
+
+
+def fleet_from(text: str, folder: Path) -> Fleet:
+    (folder / "given.toml").write_text(text)
+    return load_fleet(folder / "given.toml")
+
+
+WORLD = """
+[[machines]]
+name = "near"
+count = 3
+region = "a"
+[[machines]]
+name = "home"
+region = "b"
+up_mbps = 1.5
+down_mbps = 16
+[[machines]]
+name = "far"
+region = "c"
+up_mbps = 500
+[defaults]
+rtt_ms = 250
+bandwidth_mbps = 900
+local_rtt_ms = 0.4
+local_bandwidth_mbps = 8000
+"""
+
+
+def test_shaped_links_are_found(tmp_path: Path) -> None:
+    fleet = fleet_from(WORLD, tmp_path)
+
+    async def scenario() -> None:
+        await Lab(fleet, tmp_path).survey.measure()
+
+    virtually(scenario)
+    found = load_fleet(tmp_path / "fleet.toml")
+    assert [p.name for p in found.peers()] == sorted(p.name for p in fleet.peers())
+    index = {p.name: p.index for p in fleet.peers()}
+    for a in found.peers():
+        for b in found.peers():
+            if a.name != b.name:
+                is_, was = found.link(a.index, b.index), fleet.link(index[a.name], index[b.name])
+                assert is_.bandwidth_bytes_per_s == pytest.approx(was.bandwidth_bytes_per_s, rel=0.05), (a.name, b.name)
+                assert is_.delay_s == pytest.approx(was.delay_s, rel=0.05, abs=2e-3), (
+                    "2 ms: a few bytes take that at 1.5 Mb/s"
+                )
+
+
+def test_peers_of_one_machine_share_its_links(tmp_path: Path) -> None:
+    fleet = fleet_from(PROFILE, tmp_path)
+
+    async def scenario() -> Lab:
+        lab = Lab(fleet, tmp_path, together=True)
+        await lab.survey.measure()
+        return lab
+
+    lab = virtually(scenario)
+    found = load_fleet(tmp_path / "fleet.toml")
+    assert found.matrix.regions == ("@peer-0", "@peer-2")
+    assert found.link(0, 1).bandwidth_bytes_per_s == pytest.approx(100e6 / 8, rel=0.05)
+    assert found.link(0, 2) == found.link(1, 2)
+    done = [e for e in lab.events if isinstance(e, ProbeProgress)]
+    assert [e.done for e in done] == [0, 1, 2], "within the machine, then between the two"
+
+
+def test_who_gives_no_answer_or_none_that_can_be_is_left_out(tmp_path: Path) -> None:
+    fleet = fleet_from(WORLD, tmp_path)
+
+    async def scenario() -> Lab:
+        lab = Lab(fleet, tmp_path)
+        lab.blocks["near-1"] = found_block(b"1" * 32, forward_s=1e-12, backward_s=1e-12)
+        lab.probers["near-2"].close()
+        await lab.survey.measure()
+        return lab
+
+    lab = virtually(scenario)
+    measured = lab.last()
+    assert isinstance(measured, FleetMeasured)
+    assert measured.peers == ["far", "home", "near-0"]
+    assert measured.lacking == ["near-1 gave no answer, and is left out", "near-2 gave no answer, and is left out"]
+    warnings = " ".join(e.message for e in lab.events if isinstance(e, Note))
+    assert "more than any machine does" in warnings
+    assert "the run has begun" in warnings
+    assert "near-1 gave no answer" in (tmp_path / "fleet.toml").read_text()
+
+
+def test_only_the_founder_has_others_measure_and_only_before_the_run(tmp_path: Path) -> None:
+    fleet = fleet_from(PROFILE, tmp_path)
+
+    async def scenario() -> None:
+        lab = Lab(fleet, tmp_path)
+        founder, a, b = lab.names
+        ask = AskLink(to=b, seconds=0.1).pack()
+        before = lab.hub.peers[a].counters.sent.total()
+        with pytest.raises(Refused, match="only the run's first peer"):
+            await lab.nets[b].call(a, AskLink.KIND, ask, timeout_s=60)
+        assert lab.hub.peers[a].counters.sent.total() == before
+        await lab.nets[founder].call(a, AskLink.KIND, ask, timeout_s=60)
+        lab.probers[a].close()
+        with pytest.raises(Refused, match="the run has begun"):
+            await lab.nets[founder].call(a, AskLink.KIND, ask, timeout_s=60)
+
+    virtually(scenario)
+
+
+def test_a_link_costs_a_bounded_number_of_bytes_and_echoes_are_small(tmp_path: Path) -> None:
+    fleet = fleet_from('machines = [{ name = "x", count = 2 }]\n', tmp_path)  # nothing limits it
+
+    async def scenario() -> None:
+        lab = Lab(fleet, tmp_path)
+        await lab.survey.measure()
+        for name in lab.names:
+            sent = lab.hub.peers[name].counters.sent
+            total = sum(n for (_, kind), n in sent.items() if kind == "probe.echo")
+            assert MOST <= total < 2.2 * MOST
+            assert sum(n for (_, kind), n in sent.items() if kind == "probe.echoed") < FIRST
+        huge = Echo(number=1).frame([encode_raw(bytes(MOST // PIECES + 1))])
+        with pytest.raises(Malformed):
+            await lab.probers["x-0"]._on_frame("x-1", huge)
+
+    virtually(scenario)
+
+
+def test_other_frames_wait_for_the_run_while_probes_are_answered() -> None:
+    async def scenario() -> list[str]:
+        hub, got = MemoryHub(), list[str]()
+        a, b = hub.join("a"), hub.join("b")
+
+        def heard(name: str) -> Callable[[str, Frame], Any]:
+            async def handler(sender: str, frame: Frame) -> None:
+                got.append(f"{name}: {frame.kind}")
+
+            return handler
+
+        b.receive(heard("probes"), ("probe.echo",))
+        await a.send("b", Frame("probe.echo", {}))
+        await asyncio.sleep(1)
+        await a.send("b", Frame("forward", {}))
+        await asyncio.sleep(1)
+        assert got == ["probes: probe.echo"]
+        b.receive(heard("run"))
+        await asyncio.sleep(1)
+        return got
+
+    assert virtually(scenario) == ["probes: probe.echo", "run: forward"]
+
+
+def test_the_run_begins_after_it_is_measured_and_without_who_left_meanwhile() -> None:
+    async def scenario() -> None:
+        own = lobby_of(MemoryHub().join("founder"), [1], expected=1)
+        own.open()
+        own.seat("founder", introduction("founder"))
+        own.ready("founder", trainer=True, place="")
+        asked = 0
+
+        async def settled() -> bool:
+            nonlocal asked
+            asked += 1
+            if asked == 1:
+                own.seat("late", introduction("late"))  # it came while others were measured, and has gone
+            return asked == 1
+
+        own.settled = settled
+        genesis = await own.gather()
+        assert asked == 2
+        assert [m.id for m in genesis.members] == ["founder"]
+
+    virtually(scenario)
+
+
+# The file ---------------------------------------------------------------------------------------------------------------
+
+
+def found(name: str, place: int, **changes: Any) -> Found:
+    fine: dict[str, Any] = dict(
+        device="cpu",
+        forward_s=0.001,
+        backward_s=0.002,
+        flops=3.3333e10,
+        memory_bytes=3 * 2**30,
+        host_bytes=None,
+        disk_bytes=10**10,
+    )
+    return Found(name=name, place=place, **{**fine, **changes})
+
+
+def test_the_file_loads_as_what_was_measured_and_a_plan_reads_it(tmp_path: Path) -> None:
+    peers = [
+        found("desk", 0),
+        found("lab-0", 1, device="NVIDIA T4", host_bytes=2**34),
+        found("lab-1", 1),
+        found("gone", 2),
+    ]
+    paths = {(0, 1): Link(0.02, 1e6), (1, 0): Link(0.02, 5e6), (1, 1): Link(0.0001, 1e9)}
+    fleet = fleet_of(peers, paths)
+    (tmp_path / "fleet.toml").write_text(written(fleet, peers, ["measured"]))
+    assert load_fleet(tmp_path / "fleet.toml") == fleet
+    desk, lab, _, _ = fleet.peers()
+    assert [p.name for p in fleet.peers()] == ["desk", "lab-0", "lab-1", "gone"]
+    assert desk.flops == 3.333e10
+    assert (lab.memory_bytes, lab.host_bytes) == (3 * 2**30, 2**34)
+    assert (fleet.link(0, 1).delay_s, fleet.link(0, 1).bandwidth_bytes_per_s) == (0.01, 1e6)
+    assert fleet.link(2, 0).bandwidth_bytes_per_s == 5e6
+    assert fleet.link(1, 2).bandwidth_bytes_per_s == 1e9
+    assert desk.up_bytes_per_s == 1e6
+    assert fleet.link(0, 3).bandwidth_bytes_per_s == pytest.approx(LEAST_MBPS / 8 * 1e6)
+    planned = CliRunner().invoke(
+        app, ["plan", str(tmp_path / "fleet.toml"), "--batch", "8", "--time-limit", "1", "--json",
+              "--set", "model.width=64", "--set", "model.heads=2", "--set", "model.context=32"]
+    )  # fmt: skip
+    assert planned.exit_code == 0, planned.output
+    used = {
+        name for s in json.loads(planned.stdout)["strategies"] for stage in s["stages"] for name in stage["machines"]
+    }
+    assert used <= {"desk", "lab-0", "lab-1", "gone"}
+    assert used
+
+
+def test_tables_show_machines_and_links(tmp_path: Path) -> None:
+    peers = [found("desk", 0), found("lab", 1)]
+    fleet = fleet_of(peers, {(0, 1): Link(0.02, 1e6), (1, 0): Link(0.02, 5e6)})
+    (tmp_path / "fleet.toml").write_text(written(fleet, peers, []))
+    console = Console(file=io.StringIO(), width=100)
+    measured = FleetMeasured(path=str(tmp_path / "fleet.toml"), peers=["desk", "lab"], lacking=["nothing more"])
+    console.print(fleet_tables(measured))
+    lines = [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert ["desk", "cpu", "0.0333", "3", "GiB", "20", "ms", "8", "Mb/s", "40", "Mb/s"] in lines
+    assert ["lab", "20", "ms,", "40", "Mb/s"] in lines
+    assert ["nothing", "more"] in lines
+
+
+# The commands -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def start_that_says(folder: Path, event: Event) -> Iterator[None]:
+    """Of 'muletrain start' only what takes the request."""
+    over = threading.Event()
+
+    def work() -> None:
+        with LocalFleet(folder, 1) as fleet:
+            told: list[tuple[str, str]] = []
+            fleet.tell = lambda name, line: told.append((name, line))  # type: ignore[method-assign]
+            session = Session(folder, fleet, json=True)
+            session.founder = "first"
+            while not told and not over.is_set():
+                session.poll()
+                time.sleep(0.02)
+            session.close()
+            if told == [("first", "probe")]:
+                with EventLog(folder / "first.jsonl", "first") as log:
+                    log.emit(event)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_doctor_peers_asks_the_start_that_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli_peers, "TAKEN_S", 0.2)
+    with pytest.raises(MuletrainError, match="call this where 'muletrain start' was called"):
+        cli_peers.probe_peers(None, json=True)
+    folder = tmp_path / "runs" / "one"
+    folder.mkdir(parents=True)
+    (folder / OWNER_FILE).write_bytes(b"key")
+    with pytest.raises(MuletrainError, match="'muletrain start' must be running"):
+        cli_peers.probe_peers(None, json=True)
+    assert not (folder / PROBE_FILE).exists()
+    monkeypatch.setattr(cli_peers, "TAKEN_S", 20)
+    measured = FleetMeasured(path="x/fleet.toml", peers=["a"], lacking=[])
+    with start_that_says(folder, measured):
+        told = CliRunner().invoke(app, ["doctor", "--peers", "--run", str(folder), "--json"])
+    assert json.loads(told.stdout)["path"] == "x/fleet.toml"
+    with (
+        start_that_says(folder, ProbeFailed(reason="the run has begun")),
+        pytest.raises(MuletrainError, match="has begun"),
+    ):
+        cli_peers.probe_peers(folder, json=True)
+
+
+@pytest.mark.alone
+def test_a_real_fleet_is_measured_and_then_trains(tmp_path: Path) -> None:
+    """Processes, sockets, encryption; links that the profile shapes."""
+    (tmp_path / "links.toml").write_text(PROFILE)
+    config = load_config(
+        None,
+        ["model.width=32", "model.heads=2", "model.layers=2", "model.context=16", "model.vocab=512", "train.batch=4",
+         "train.microbatch=2", "train.steps=1", "fleet.peers=3", "fleet.trainers=1", "compute.precision=fp32",
+         f"fleet.profile={tmp_path / 'links.toml'}", f"data.cache={tmp_path / 'cache'}"],
+    )  # fmt: skip
+    events = run_fleet(config, tmp_path / "run", timeout_s=200, each=lambda name: {"probe": name == "peer-0"})
+    (measured,) = [e for e in events if isinstance(e, FleetMeasured)]
+    assert measured.lacking == []
+    was, is_ = load_fleet(tmp_path / "links.toml"), load_fleet(Path(measured.path))
+    for a in range(3):
+        assert is_.peers()[a].name == f"peer-{a}"
+        assert 1e6 < (is_.peers()[a].flops or 0) < 1e13
+        for b in range(3):
+            if a != b:
+                assert is_.link(a, b).bandwidth_bytes_per_s == pytest.approx(
+                    was.link(a, b).bandwidth_bytes_per_s, rel=0.2
+                )
+                assert is_.link(a, b).delay_s == pytest.approx(was.link(a, b).delay_s, rel=0.2, abs=0.003)
+    assert [e for e in events if e.kind == "step_applied"], "and then it trained"
