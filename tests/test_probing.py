@@ -132,7 +132,7 @@ class Lab:
             self.probers[name].open()
         self.survey = survey.Survey(
             net=self.nets[self.names[0]], emit=self.events.append, spec=SPEC, sequences=2, folder=folder,
-            people=lambda: {name: (name, Offer(2**30)) for name in self.names},
+            people=lambda: {name: (name, Offer(2**30)) for name in self.names}, clock=LoopClock(),
         )  # fmt: skip
 
     def _links(self, index: int) -> Callable[[str], Any]:
@@ -232,6 +232,29 @@ def test_who_gives_no_answer_or_none_that_can_be_is_left_out(tmp_path: Path) -> 
     assert "more than any machine does" in warnings
     assert "the run has begun" in warnings
     assert "near-1 gave no answer" in (tmp_path / "fleet.toml").read_text()
+
+
+def test_who_stops_answering_does_not_hold_the_others_up(tmp_path: Path) -> None:
+    """Its frames arrive nowhere: that takes a while to notice, twice and never again."""
+    fleet = fleet_from('machines = [{ name = "x", count = 8, up_mbps = 100 }]\n', tmp_path)
+
+    async def scenario() -> tuple[Lab, float]:
+        lab = Lab(fleet, tmp_path)
+        lab.probers["x-7"]._begun = True  # it echoes nothing
+        lab.blocks["x-7"] = found_block(b"7" * 32)
+        lab.probers["x-7"]._check = lambda sender: None  # type: ignore[method-assign]
+        clock = LoopClock()
+        begin = clock.now()
+        await lab.survey.measure()
+        return lab, clock.now() - begin
+
+    lab, took_s = virtually(scenario)
+    measured = lab.last()
+    assert isinstance(measured, FleetMeasured)
+    assert "nothing arrived from x-0 at x-7: written as a link that is next to none" in measured.lacking
+    assert took_s < 200
+    found = load_fleet(tmp_path / "fleet.toml")
+    assert found.link(0, 1).bandwidth_bytes_per_s == pytest.approx(100e6 / 8, rel=0.05)
 
 
 def test_only_the_founder_has_others_measure_and_only_before_the_run(tmp_path: Path) -> None:

@@ -78,8 +78,8 @@ class Session:
         self._board(event)
         if isinstance(event, CheckpointWritten):
             self.checkpoint, self._written = self.folder / "checkpoints" / f"step-{event.step:08d}", event.path
-        if isinstance(event, FleetMeasured) and not self.json:
-            make_console().print(fleet_tables(event))
+        if isinstance(event, FleetMeasured) and isinstance(self.console, LiveConsole):
+            self.console.console.print(fleet_tables(event))
         if isinstance(event, Note) and event.level == "error":
             self.errors.setdefault(event.message, []).append(event.peer)
 

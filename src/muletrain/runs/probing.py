@@ -228,7 +228,9 @@ def block_of(spec: ModelSpec, sequences: int, machine: Machine, folder: Path, id
 def identity_of(run_id: str, emulated: str = "") -> bytes:
     """The same for the processes of one machine and one network namespace, and no word about it to others. ``emulated``: a name, where
     each process stands for a machine of its own."""
-    parts = [run_id, emulated, platform.node(), str(uuid.getnode())]
-    with suppress(OSError):
-        parts += [Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"), os.readlink("/proc/self/ns/net")]
+    try:
+        system = [Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"), os.readlink("/proc/self/ns/net")]
+    except OSError:  # macOS
+        system = [str(uuid.getnode())]
+    parts = [run_id, emulated, platform.node(), *system]
     return hashlib.sha256("|".join(parts).encode()).digest()

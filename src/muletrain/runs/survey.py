@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,9 +20,10 @@ from muletrain.policy.tournament import rounds
 from muletrain.runs.probing import LIMIT_S, AskBlock, AskLink, BlockFound, LinkFound
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
     from pathlib import Path as File
 
+    from muletrain.clock import Clock
     from muletrain.compute.estimate import Offer
     from muletrain.events import Event
     from muletrain.model.spec import ModelSpec
@@ -31,6 +33,8 @@ FILE = "fleet.toml"
 BLOCK_S = 180.0
 """For a block, on machines that are slow and shared."""
 MARGIN_S = 10.0
+AGAIN_S = 5.0
+"""A link that failed in less is tried once more."""
 TOTAL_S = 120.0
 """All links together, where they are so many that each gets less than ``LONGEST_S`` in a direction."""
 SHORTEST_S, LONGEST_S = 0.25, 0.5
@@ -48,9 +52,13 @@ class Survey:
     sequences: int
     folder: File
     people: Callable[[], dict[PeerId, tuple[str, Offer]]]
+    clock: Clock
     _at_work: asyncio.Lock = field(default_factory=asyncio.Lock)
     _wanted: bool = False
     """Before the run begins."""
+    _tried: Counter[PeerId] = field(default_factory=Counter)
+    _worked: Counter[PeerId] = field(default_factory=Counter)
+    """Pairs by peer."""
 
     def before_training(self) -> None:
         self._wanted = True
@@ -74,6 +82,7 @@ class Survey:
                 self.emit(ProbeFailed(reason=str(e)))
 
     async def _measure(self) -> None:
+        self._tried, self._worked = Counter(), Counter()
         people = dict(sorted(self.people().items(), key=lambda p: p[1][0]))
         names = {peer: name for peer, (name, _) in people.items()}
         self.emit(ProbeProgress(done=0, total=1, what=f"measuring {len(names)} peers"))
@@ -157,24 +166,28 @@ class Survey:
     async def _pair(
         self, a: PeerId, b: PeerId, seconds: float, names: dict[PeerId, str]
     ) -> tuple[LinkFound | None, LinkFound | None]:
-        """There, then back."""
-        return await self._link(a, b, seconds, names), await self._link(b, a, seconds, names)
+        """There, then back. Whoever never answered, with two others, is not asked again: each time takes a while."""
+        if any(self._tried[peer] >= 2 and not self._worked[peer] for peer in (a, b)):
+            return None, None
+        found = await self._link(a, b, seconds, names), await self._link(b, a, seconds, names)
+        for peer in (a, b):
+            self._tried[peer] += 1
+            self._worked[peer] += any(found)
+        return found
 
     async def _link(self, a: PeerId, b: PeerId, seconds: float, names: dict[PeerId, str]) -> LinkFound | None:
-        """Twice, if it must be."""
+        """Once more, where the first time was over soon."""
         ask = AskLink(to=b, seconds=seconds).pack()
-        problems = []
-        for _ in range(2):
+        begin, problem = self.clock.now(), ""
+        while not problem or self.clock.now() - begin < AGAIN_S:
             try:
                 return LinkFound.unpack(await self.net.call(a, AskLink.KIND, ask, timeout_s=LIMIT_S + MARGIN_S))
             except NetworkError as e:
-                problems.append(str(e))
-        self._warn(f"the link from {names[a]} to {names[b]} was not measured: {_both(problems)}")
+                if problem:
+                    break
+                problem = str(e)
+        self._warn(f"the link from {names[a]} to {names[b]} was not measured: {problem}")
         return None
 
     def _warn(self, message: str) -> None:
         self.emit(Note(level="warning", message=message))
-
-
-def _both(problems: Iterable[str]) -> str:
-    return "; again: ".join(dict.fromkeys(problems))

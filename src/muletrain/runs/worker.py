@@ -244,7 +244,7 @@ class Worker:
         prober = self._prober(facts, network, links, network.peer_id, machine, lambda names: None)
         survey = Survey(
             net=network, emit=self._log.emit, spec=facts.spec, sequences=config.train.microbatch, folder=Path(spec.folder),
-            people=lobby.prepared,
+            people=lobby.prepared, clock=self._clock,
         )  # fmt: skip
         lobby.settled = survey.settled
         self._hand_out(dataclasses.replace(self._ticket, addresses=tuple(network.addresses())))
