@@ -40,7 +40,7 @@ from muletrain.network.shaped import ShapedNetwork
 from muletrain.policy.tournament import rounds
 from muletrain.runs import survey
 from muletrain.runs.fleet import LocalFleet
-from muletrain.runs.probing import FIRST, MOST, PIECES, AskLink, BlockFound, Echo, Prober, identity_of
+from muletrain.runs.probing import FIRST, MOST, PIECES, AskLink, BlockFound, Echo, Prober, identity_of, seconds_per_byte
 from muletrain.runs.worker_files import OWNER_FILE, PROBE_FILE
 from muletrain.sim.loop import run_virtually
 from muletrain.wire.codec import encode_raw
@@ -101,6 +101,21 @@ def test_a_block_that_finds_no_room_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(block, "_times", full)
     with pytest.raises(CapacityError, match=r"could not be computed on cpu: CUDA out of memory\. Tried"):
         block.block_times(SPEC, 1, torch.device("cpu"), Precision.FP32)
+
+
+@given(st.lists(st.integers(0, 8), max_size=6), st.floats(1e-9, 1e-3))
+def test_what_is_seen_late_does_not_change_a_rate(stalls: list[int], per_byte: float) -> None:
+    """A stall before piece k shows it, and all that wait by then, when the piece after it is due."""
+    due = [1 + k * 1000 * per_byte for k in range(9)]
+    seen = [due[min(8, k + 1)] if k in stalls else due[k] for k in range(9)]
+    assert 0.6 * per_byte < seconds_per_byte([(at, 1000) for at in seen]) < 1.4 * per_byte
+    assert seconds_per_byte([(at, 1000) for at in due]) == pytest.approx(per_byte)
+
+
+def test_pieces_that_come_in_bunches_give_the_link_s_rate() -> None:
+    due = [0.01 * k for k in range(9)]
+    bunched = [due[2]] * 3 + [due[5]] * 3 + [due[8]] * 3
+    assert seconds_per_byte([(at, 1000) for at in bunched]) == pytest.approx(1e-5)
 
 
 # Links, on a virtual clock ----------------------------------------------------------------------------------------------

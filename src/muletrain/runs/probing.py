@@ -161,11 +161,9 @@ class Prober:
         rtt_s = max(1e-6, median(trips[1:]))
         wanted_s, size = max(seconds, FAR * rtt_s), FIRST
         while True:
-            begin = clock.now()
             volley = await self._volley(to, PIECES, size // PIECES, end)
-            rate = 1 / max(1e-12, _seconds_per_byte(volley[PIECES // 2 - 1 :]))
-            took_s = clock.now() - begin
-            if took_s >= ENOUGH * wanted_s or size == MOST or clock.now() + 4 * wanted_s > end:
+            rate = 1 / max(1e-12, seconds_per_byte(volley[PIECES // 2 - 1 :]))
+            if size / rate >= ENOUGH * wanted_s or size == MOST or clock.now() + 4 * wanted_s > end:
                 return LinkFound(rtt_s=rtt_s, bytes_per_s=rate)
             size = min(MOST, max(2 * size, min(8 * size, int(rate * wanted_s))))
 
@@ -207,13 +205,23 @@ class Prober:
             wait.set_result(self._clock.now())
 
 
-def _seconds_per_byte(volley: list[tuple[float, int]]) -> float:
-    """Of (time, bytes) as they came, the first of which counts as a beginning only. The median over all pairs (Theil 1950): that some were
-    seen late, as on a busy machine, does not matter."""
-    times, counts = zip(*volley, strict=True)
-    total = list(itertools.accumulate(counts))
-    pairs = itertools.combinations(range(len(volley)), 2)
-    return median((times[b] - times[a]) / (total[b] - total[a]) for a, b in pairs)
+def seconds_per_byte(volley: list[tuple[float, int]]) -> float:
+    """Of (time, bytes) as they came, the first of which counts as a beginning only.
+
+    A busy machine sees some late, and then several at once; nothing is seen early. So the line that is nowhere above the times, and as near
+    to them all as can be, is the one of the link (as Moon et al. 1999 take clock skew from delays): the edge of the lower convex hull
+    over the mean, which is the pair around it that is lowest there; not of neighbours, which may have been seen at once."""
+    times = [seen for seen, _ in volley]
+    total = list(itertools.accumulate(nbytes for _, nbytes in volley))
+    middle = sum(total) / len(total)
+    before, after = ([k for k, n in enumerate(total) if (n < middle) == early] for early in (True, False))
+
+    def slope(a: int, b: int) -> float:
+        return (times[b] - times[a]) / (total[b] - total[a])
+
+    apart = (e for e in itertools.product(before, after) if 3 * (e[1] - e[0]) >= len(total))
+    edge = min(apart, key=lambda e: times[e[0]] + slope(*e) * (middle - total[e[0]]))
+    return slope(*edge)
 
 
 def block_of(spec: ModelSpec, sequences: int, machine: Machine, folder: Path, identity: bytes) -> BlockFound:
