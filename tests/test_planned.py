@@ -15,6 +15,13 @@ from muletrain.config.plan import Plan, Prediction, Stage
 from muletrain.errors import ConfigError
 from muletrain.events import Note, StepApplied, read_events
 from muletrain.model.spec import ModelSpec
+from muletrain.network.memory import MemoryHub
+from muletrain.policy.seats import Seats
+from muletrain.runs.lobby import Join
+from muletrain.runs.reception import Papers, Reception
+from muletrain.runs.seating import planned as seated
+from muletrain.swarm.messages import Member
+from muletrain.swarm.roster import Genesis, Roster
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -89,6 +96,27 @@ def test_what_is_no_plan_is_told(tmp_path: Path, text: str | None, complaint: st
         path.write_text(text)
     with pytest.raises(ConfigError, match=complaint):
         planned(load_config(None, SMALL), path)
+
+
+def test_machines_get_the_seat_of_their_name_whoever_lets_them_in() -> None:
+    """At the beginning and later; one that comes back under the name of a dead one has its seat, any other name is made unique."""
+    seats = Seats((("east",), ("west",)), (4,), "1f1b")
+    join = Join(version="", name="west", stage=None, device="cpu", memory=1 << 40, host_memory=None, addresses=())
+    assert seated(join, seats).stage == 1
+    assert seated(join.model_copy(update={"name": "cellar"}), seats).stage is None
+    assert seated(join.model_copy(update={"stage": 0}), seats).stage == 0
+    assert seated(join, None).stage is None
+    stages = {"east": 0, "west": 1, "cellar": 1}
+    members = tuple(Member(id=n, name=n, stage=s, trainer=True, addresses=(), place="") for n, s in stages.items())
+    genesis = Genesis(
+        run_id="r", config=bytes(32), data=bytes(32), stages=2, members=members, collector="east", first_step=0
+    )
+    roster = Roster(genesis, "east")
+    reception = Reception(MemoryHub().join("east"), lambda event: None, roster, Papers("", b"", b""), [], [], seats)
+    for name in ("west", "cellar"):
+        assert reception._unique(name) == f"{name}-0"
+        roster.dead(name)
+    assert [reception._unique(name) for name in ("west", "cellar")] == ["west", "cellar-0"]
 
 
 def test_a_plan_runs_and_a_spare_takes_the_seat_of_a_peer_that_is_killed(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """How good are the searches for a placement, and how fast? On DT-FM's five networks, and on such as have no symmetry. See README.md.
 
-``python run.py [--parts cases asymmetric large]``: what is in results.json is not measured again, unless ``--again`` says so."""
+``python run.py [--parts cases asymmetric large live]``: what is in results.json is not measured again, unless ``--again`` says so."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+from live import Live
 from networks import asymmetric, large
 from rich.console import Console
 from rich.progress import Progress
@@ -134,9 +135,18 @@ def many(long_s: float, annealer: Annealer) -> list[tuple[str, str, Callable[[],
     ]  # fmt: skip
 
 
+def live(folder: str) -> list[tuple[str, str, Callable[[], Row]]]:
+    """Real processes: ``live.py``."""
+    two = Live(folder)
+    return [
+        ("two regions, live", name, lambda seed=seed: two.run(seed))
+        for name, seed in (("planned", None), ("random 0", 0), ("random 1", 1))
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parts", nargs="+", default=["cases", "asymmetric", "large"])
+    parser.add_argument("--parts", nargs="+", default=["cases", "asymmetric", "large", "live"])
     parser.add_argument("--seeds", type=int, default=10, help="of the five networks")
     parser.add_argument("--networks", type=int, default=2, help="of each kind without symmetry")
     parser.add_argument(
@@ -154,6 +164,7 @@ def main() -> None:
                 arguments.networks, Annealer(folder), results.setdefault("asymmetric", {})
             ),
             "large": lambda: many(arguments.long, Annealer(folder)),
+            "live": lambda: live(folder),
         }
         for part in arguments.parts:
             jobs = parts[part]()
@@ -167,6 +178,10 @@ def main() -> None:
                 progress.update(bar, description=f"{name}: {kind}")
                 row = kept.setdefault(name, {})[kind] = job()
                 console.print(f"{name}: {kind}: {row['cost_s']:.4f} s, {row.get('cpu_s', 0.0):.1f} s of CPU")
+                if "factor" in row:
+                    console.print(
+                        f"as long as planned: {row['factor']:.2f} times, {row['predicted_factor']:.2f} predicted"
+                    )
                 RESULTS.write_text(json.dumps(results, indent=1) + "\n")
                 progress.advance(bar)
 

@@ -137,7 +137,7 @@ def predict(
             problem = str(e)
         watch((n + 1) / len(counts))
     return [
-        _told(question, best[schedule][1], schedule)
+        told(question, best[schedule][1], schedule)
         if schedule in best
         else Prediction(strategy="pipeline", schedule=schedule, runnable=True, problem=too_full.get(schedule, problem))
         for schedule in SCHEDULES
@@ -157,10 +157,9 @@ def _fastest(
             if first is None:
                 raise
             break  # larger ones do not fit either
-        able = [k for k, kind in enumerate(scene.setting.kinds) if len(kind.fits) == stages]
         if first is None:
-            first = _placed(question, scene, able, seed, time_limit_s)
-        elif not first.fits(scene, able):
+            first = found(question, scene, seed, time_limit_s)
+        elif not first.fits(scene, _able(scene)):
             break
         for schedule in SCHEDULES:
             placed = replace(first, scene=scheduled(question, scene, schedule, len(first.assignment[0])))
@@ -199,9 +198,15 @@ def scheduled(question: Question, scene: Scene, schedule: Schedule, pipelines: i
     return replace(scene, setting=replace(setting, kinds=tuple(kinds)))
 
 
-def _placed(question: Question, scene: Scene, able: Sequence[int], seed: int, time_limit_s: float) -> Placed:
+def _able(scene: Scene) -> list[int]:
+    """Kinds that hold any stage."""
+    return [k for k, kind in enumerate(scene.setting.kinds) if len(kind.fits) == len(scene.setting.cut)]
+
+
+def found(question: Question, scene: Scene, seed: int, time_limit_s: float) -> Placed:
+    """By the placement search. Raises CapacityError."""
     setting = scene.setting
-    every = [(k, name) for k in able for name in question.names[setting.kinds[k].name]]
+    every = [(k, name) for k in _able(scene) for name in question.names[setting.kinds[k].name]]
     stages = len(setting.cut)
     pipelines = min(len(every) // stages, setting.cost.microbatches)
     if not pipelines:
@@ -251,7 +256,8 @@ def _too_full(row: Memory, schedule: Schedule) -> str:
     )
 
 
-def _told(question: Question, placed: Placed, schedule: Schedule) -> Prediction:
+def told(question: Question, placed: Placed, schedule: Schedule) -> Prediction:
+    """What ``placed`` is predicted to do."""
     setting = placed.scene.setting
     pipelines = placed.pipelines
     shares = pipeline_shares(pipelines, setting.cost.microbatches)
