@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from muletrain.errors import MuletrainError
-from muletrain.policy.claims import claimants
+from muletrain.policy.claims import claimant
 from muletrain.policy.deadline import backoff_s
 from muletrain.swarm.messages import Gap, Request, TrainerDone
 from muletrain.swarm.router import StageLost
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 MAX_TRIES = 60
 """Injections of one microbatch before the trainer gives up with an error instead of trying for ever: 20 minutes of pauses."""
-PATIENT = 3
-"""After so many questions in vain, and each time as many again, one more trainer builds what another should."""
 PAUSE_S, PAUSE_MAX_S = 0.1, 20.0
 """Before the next injection; doubles."""
 
@@ -58,8 +56,6 @@ class Trainer:
         self._step, self._lineage = work.step, work.lineage
         self._claimed: set[int] = set()
         self._refilling: set[tuple[int, int]] = set()
-        self._waited = 0
-        """Times that others' microbatches were asked for in vain."""
         self._begun: dict[int, bool] = {}
         """Microbatches that were given out: are they through?"""
         self._perhaps_lost: defaultdict[int, set[int]] = defaultdict(set)
@@ -82,9 +78,7 @@ class Trainer:
         await self._run(range(self._ctx.plan.microbatches), tuple(range(self._ctx.plan.stages)), retry=retry)
 
     async def adopt(self, missing: frozenset[int]) -> None:
-        """Of the microbatches that are not through, those that fell to us when their trainer died; in time of others, too: it may live, and
-        not reach who has to compute them."""
-        self._waited += 1
+        """Of the microbatches that are not through, those that fell to us when their trainer died."""
         await self._run(missing, tuple(range(self._ctx.plan.stages)), retry=True)
 
     async def on_gap(self, gap: Gap) -> None:
@@ -130,8 +124,7 @@ class Trainer:
             await ctx.tell((*ctx.roster.others(), ctx.net.peer_id), done)
 
     def _is_mine(self, index: int) -> bool:
-        count = 1 + self._waited // PATIENT
-        return self._ctx.net.peer_id in claimants(self._step, index, self._ctx.roster.trainers(), count)
+        return claimant(self._step, index, self._ctx.roster.trainers()) == self._ctx.net.peer_id
 
     async def _whole(self, index: int, stages: tuple[int, ...], *, retry: bool) -> float:
         """One microbatch through, and what was lost of it meanwhile once more. Returns its loss [nats/token]."""
