@@ -37,7 +37,7 @@ def relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) 
     return max(float((a[n] - b[n]).norm() / b[n].norm()) for n in a)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("lamb", marks=pytest.mark.slow)])
 def test_fleet_equals_single_process(tmp_path: Path, optimizer: str) -> None:
     """fp32, no compression, 2 stages x 2 peers, 2 trainers, 20 steps, dropout and clipping on: every tensor within 1e-5."""
     facts, cache = facts_of(tmp_path, f"optimizer.name={optimizer}")

@@ -83,7 +83,7 @@ def test_a_tournament_has_every_pair_once_and_nobody_twice_at_a_time(players: in
 
 
 def test_a_block_is_computed_as_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block, "BUDGET_S", 0.1)
+    monkeypatch.setattr(block, "BUDGET_S", 60.0)  # the machine may be busy
     begin = time.perf_counter()
     found = block.block_times(SPEC, 3, torch.device("cpu"), Precision.FP32)
     assert 0 < found.forward_s + found.backward_s < time.perf_counter() - begin

@@ -169,6 +169,7 @@ def test_killed_twice_with_a_damaged_and_a_torn_checkpoint_it_ends_with_the_same
     assert "train.steps" in over
 
 
+@pytest.mark.slow
 def test_what_would_be_another_run_is_refused_and_so_is_a_folder_in_use(run: Run, tmp_path: Path) -> None:
     run.start(*settings(), "--set", "train.steps=100000")
     run.until(written(run, 4))

@@ -209,7 +209,7 @@ def test_what_is_abandoned_before_it_begins_gives_its_place_back() -> None:
     async def scenario() -> None:
         work = Computing(0, bytes(32), 4)
         ctx: Any = SimpleNamespace(
-            plan=SimpleNamespace(capacity=8, trace=False),
+            plan=SimpleNamespace(capacity=8, trace=False, seats=None),
             clock=LoopClock(),
             spawn=lambda serving, name: asyncio.create_task(serving),
         )

@@ -326,10 +326,9 @@ class Checkpoints:
                 reason = f"no part of stages {lacking} came" if lacking else "its parts did not come whole"
                 await (self._fail if self._collects() else self._end)(key, reason)
             elif (collector := ctx.roster.collector()) is not None and collector.id != ctx.net.peer_id:
+                # it is for the collector to give up: on slow links parts take their time
                 if await ctx.probe(collector.id, key.lineage, key.step) is not None:
-                    opened.news = (
-                        ctx.clock.now()
-                    )  # it is for the collector to give up: on slow links parts take their time
+                    opened.news = ctx.clock.now()
                 if opened.own is not None:  # word of it may have been lost
                     await self._tell_of(key, opened, ctx.roster.own.stage)
 
@@ -436,13 +435,12 @@ class Checkpoints:
                 await self._end(overtaken, "a later checkpoint is complete")
         if self._book is not None:
             place = self._book.place
-            if reason and (
-                place.name != self._target() or self._collects()
-            ):  # others may still gather it in a place that we share
-                await self._ctx.aside(place.abandon, key)  # first, so that there is room to tell of it
-            elif reason:
+            shared = place.name == self._target()
+            if reason and (not shared or self._collects()):  # first, so that there is room to tell of it
+                await self._ctx.aside(place.abandon, key)
+            elif reason:  # the collector may still gather it there
                 place.parts.pop(key, None)
-            elif place.name != self._target():
+            elif not shared:
                 await self._ctx.aside(place.drop, key.step)
             else:  # whoever published it removed what is older
                 place.parts = {k: parts for k, parts in place.parts.items() if k.step > key.step}

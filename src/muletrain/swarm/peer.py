@@ -628,18 +628,20 @@ class Peer:
 
     async def _weigh(self, sender: PeerId, written: bool) -> None:
         """Whether the last checkpoint was written the collector says; of others it is believed once this peer is at the end, too, and
-        the collector that it could ask has gone."""
-        ctx, first = self._ctx, self._ctx.roster.collector()
-        if first is not None and first.id == ctx.net.peer_id:
-            return  # nobody knows better
+        the collector that it could ask has gone, or everyone, if that is itself (another may have been before it)."""
+        roster, me = self._ctx.roster, self._ctx.net.peer_id
+        first = roster.collector()
         for tries in itertools.count():
-            now = ctx.roster.collector()
-            there = first is not None and now is not None and now.id == first.id != sender
-            if self._finished.done():
+            if self._finished.done() or me == roster.genesis.collector:  # nobody knows better
                 return
-            if self._over and not there:
+            now = roster.collector()
+            if first is not None and first.id == me:
+                waits = bool(roster.others())
+            else:
+                waits = first is not None and now is not None and now.id == first.id != sender
+            if self._over and not waits:
                 return self._finished.set_result(written)
-            await ctx.clock.sleep(backoff_s(tries, WEIGH_S, OFFER_S))
+            await self._ctx.clock.sleep(backoff_s(tries, WEIGH_S, OFFER_S))
 
     def load(self) -> int:
         """Requests it holds, waiting or being worked on; at most ``Plan.capacity``."""

@@ -74,7 +74,7 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         self._opinions = None if self.router is None else Opinions(self.ctx, self.router)
-        seats, stage = self.ctx.plan.seats, self.ctx.roster.own.stage
+        seats = self.ctx.plan.seats
         self._forward, self._backward = FORWARD, BACKWARD
         self._between: asyncio.Semaphore | nullcontext[None] = nullcontext()
         """1F1B: held by a microbatch from before its forward until its backward is through, or it failed. Who waits for it waits for later
@@ -82,7 +82,7 @@ class Pipeline:
         if seats is not None and seats.schedule == "gpipe":
             self._forward, self._backward = BACKWARD, FORWARD
         elif seats is not None and self.router is not None:
-            self._between = asyncio.Semaphore(seats.most_in_flight(stage))
+            self._between = asyncio.Semaphore(seats.most_in_flight(self.ctx.roster.own.stage))
 
     def running(self, step: int) -> list[int]:
         """Microbatches of ``step`` that are being worked on."""
