@@ -377,19 +377,22 @@ class Checkpoints:
 
     async def _store(self, key: Key, opened: _Open, stage: int, facts: PartFacts, buffers: list[memoryview]) -> None:
         assert self._book is not None
-        place = self._book.place
+        place, failed = self._book.place, None
         try:
             await self._ctx.aside(place.write_part, key, stage, facts, buffers)
         except OSError as e:
-            if place.name != self._target():
-                self._ctx.emit(Note(level="info", message=f"a checkpoint's part is not kept here: {_why(e)}"))
-                opened.here.discard(stage)
-                return
-            await self._fail(key, f"{_why(e)}: {place.where(key)} (free some space; training goes on)")
-        else:
+            failed = _why(e)
+        if self._ended.get(key):  # while we wrote: whoever tidied up did so too early for this
+            await self._ctx.aside(place.abandon, key)
+        elif failed is None:
             opened.here.add(stage)
             opened.news = self._ctx.clock.now()
             opened.holders.setdefault(stage, set()).add(self._ctx.net.peer_id)
+        elif place.name == self._target():
+            await self._fail(key, f"{failed}: {place.where(key)} (free some space; training goes on)")
+        else:
+            self._ctx.emit(Note(level="info", message=f"a checkpoint's part is not kept here: {failed}"))
+            opened.here.discard(stage)
 
     async def _publish(self, key: Key, opened: _Open) -> None:
         ctx, book = self._ctx, self._book
