@@ -41,6 +41,8 @@ BAR = 0.1
 STEPS, SKIP = 12, 2
 """Of each run; those that are left out: nobody has measured anything yet."""
 MICROBATCHES = 32
+HOURS = 300 / 3600
+"""Simulated: more than the steps take."""
 KILL_STEP, KILL_S = 5, 1.0
 """In which step, and how long after it began: the first step of real fleets takes longer than simulated ones, by as much as it likes."""
 SETTINGS = [
@@ -49,7 +51,7 @@ SETTINGS = [
     "fleet.trainers=2", "fleet.rebalance=off", "fleet.trace=true", "optimizer.lr=1e-5",
 ]  # fmt: skip
 """So small a step that no gradient stands out from those of its replicas, or that would be computed again (benchmarks/outliers)."""
-PACING = "[pacing]\nforward_ms = 60\nbackward_ms = 120\n"
+PACING = "[pacing]\nforward_ms = 120\nbackward_ms = 240\n"
 KIND = '[[machines]]\nname = "{}"\ncount = {}\n'
 SLOW_LINKS = "up_mbps = 50\ndown_mbps = 50\n[defaults]\nlocal_rtt_ms = 100\n"
 UNEQUAL_LINKS = (
@@ -147,10 +149,10 @@ def predicted(case: Case, folder: Path, costs: Costs, fidelity: Fidelity) -> flo
     """Microbatches/s in the same steps."""
     config, fleet = prepared(case, folder)
     scene = calibrated(setting(fleet, config, ModelSpec.from_config(config.model)), costs)
-    outcome = simulate_fleet(scene, config, Weather(), hours=150 / 3600, fidelity=fidelity)
+    outcome = simulate_fleet(scene, config, Weather(), hours=HOURS, fidelity=fidelity)
     if case.killed:
         weather = Weather(trace=(Change(reached_s(outcome, KILL_STEP - 1) + KILL_S, -1),))
-        outcome = simulate_fleet(scene, config, weather, hours=150 / 3600, fidelity=fidelity)
+        outcome = simulate_fleet(scene, config, weather, hours=HOURS, fidelity=fidelity)
     return MICROBATCHES * (STEPS - SKIP) / (reached_s(outcome, STEPS) - reached_s(outcome, SKIP))
 
 
