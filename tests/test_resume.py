@@ -144,7 +144,7 @@ def written(run: Run, step: int) -> Callable[[], bool]:
 
 
 def test_killed_twice_with_a_damaged_and_a_torn_checkpoint_it_ends_with_the_same_weights(run: Run) -> None:
-    run.start(*settings())
+    run.start(*settings(), "--set", "fleet.peers=3")  # one stage has a replica, one has none
     run.until(written(run, 8))
     run.kill()
     newest = latest_checkpoint(run.run_folder)
