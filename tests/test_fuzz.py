@@ -6,7 +6,9 @@ import json
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -68,6 +70,32 @@ def test_fifty_seeds_keep_every_promise() -> None:
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["failed"] == []
     assert summary["faults"] > 50
+
+
+def test_who_kills_it_leaves_no_process_behind() -> None:
+    command = [sys.executable, "-m", "muletrain.cli.main", "fuzz", "--seeds", "1000", "--jobs", "1"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as fuzz:
+        children: list[str] = []
+        for _ in range(600):
+            children = Path(f"/proc/{fuzz.pid}/task/{fuzz.pid}/children").read_text().split()
+            if children:
+                break
+            time.sleep(0.05)
+        time.sleep(1.0)
+        fuzz.kill()
+    assert children
+    for _ in range(600):
+        if not any(_runs(child) for child in children):
+            return
+        time.sleep(0.05)
+    raise AssertionError("they are still there")
+
+
+def _runs(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_a_seed_replays_its_run_exactly() -> None:

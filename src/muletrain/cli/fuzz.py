@@ -6,6 +6,7 @@ import gc
 import json as jsonlib
 import multiprocessing
 import os
+import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -75,9 +76,18 @@ def _processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
 
 def _begin() -> None:
     """What is imported stays: the garbage collector need not look at it again and again."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     import muletrain.sim.world  # noqa: F401  # takes seconds: not in the process that shows the progress
 
     gc.freeze()
+
+
+def _end_with_parent() -> None:
+    """One that was killed could not say that there is nothing more to do."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _play(seed: int, trace: Path | None = None) -> dict[str, Any]:
