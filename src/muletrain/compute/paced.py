@@ -7,11 +7,11 @@ ones. Here tensors are real, but each call takes a declared time on the clock, m
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import Awaitable, Callable
 
     from torch import Tensor
 
@@ -45,32 +45,31 @@ class PacedCompute:
         self._real_s: dict[str, float] = {}
 
     async def forward(self, mb: Microbatch, inputs: Tensor) -> Tensor:
-        async with self._paced("forward", self.forward_s):
-            return await self._inner.forward(mb, inputs)
+        return await self._paced("forward", self.forward_s, partial(self._inner.forward, mb, inputs))
 
     async def backward(self, mb: Microbatch, grad: Tensor, *, accumulate: bool) -> Tensor | None:
-        async with self._paced("backward", self.backward_s):
-            return await self._inner.backward(mb, grad, accumulate=accumulate)
+        work = partial(self._inner.backward, mb, grad, accumulate=accumulate)
+        return await self._paced("backward", self.backward_s, work)
 
     async def loss_backward(
         self, mb: Microbatch, inputs: Tensor, targets: Tensor, *, accumulate: bool
     ) -> tuple[float, Tensor | None]:
-        async with self._paced("loss", self.forward_s + self.backward_s):
-            return await self._inner.loss_backward(mb, inputs, targets, accumulate=accumulate)
+        work = partial(self._inner.loss_backward, mb, inputs, targets, accumulate=accumulate)
+        return await self._paced("loss", self.forward_s + self.backward_s, work)
 
-    @asynccontextmanager
-    async def _paced(self, kind: str, service_s: float) -> AsyncIterator[None]:
+    async def _paced(self, kind: str, service_s: float, work: Callable[[], Awaitable[R]]) -> R:
         async with self._turn:
             due = self._busy_until = max(self._clock.now(), self._busy_until) + service_s
             usual_s = self._real_s.get(kind, 0.0)
             await self._clock.sleep(max(0.0, due - usual_s - self._clock.now()))
             begin = self._clock.now()
-            yield
+            result = await work()
             took_s = self._clock.now() - begin
             # the first call is a cold one, and says nothing of the others
             known = kind in self._real_s
             self._real_s[kind] = min(took_s, usual_s + _SMOOTHING * (took_s - usual_s)) if known else 0.0
             self.overruns += took_s > service_s
+            return result
 
     async def apply(self, gradient: Tensor, update: Update) -> None:
         await self._inner.apply(gradient, update)

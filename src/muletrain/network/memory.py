@@ -8,7 +8,6 @@ back-pressure. A dead peer is unreachable; a frozen one takes frames until its q
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -134,13 +133,16 @@ class MemoryHub:
     def passes(self, a: PeerId, b: PeerId, way: PeerId) -> bool:
         """Does what one sent the other by ``way`` arrive?"""
         if way == DIRECT:
-            return frozenset((a, b)) not in self._cut
+            return not self._cut or frozenset((a, b)) not in self._cut
         alive = way in self.peers and way not in self.frozen
         return alive and self.passes(a, way, DIRECT) and self.passes(way, b, DIRECT)
 
-    async def passable(self, a: PeerId, b: PeerId) -> None:
-        while (event := self._held_up.get(frozenset((a, b)))) is not None:
+    async def taken(self, sender: PeerId, receiver: PeerId) -> None:
+        """Until nothing holds up what the one sent, and the other is awake."""
+        while self._held_up and (event := self._held_up.get(frozenset((sender, receiver)))) is not None:
             await event.wait()
+        if self.frozen:
+            await self.awake(receiver)
 
     async def awake(self, peer: PeerId) -> None:
         while (event := self.frozen.get(peer)) is not None:
@@ -173,11 +175,12 @@ class MemoryNetwork:
         """Of all streams that were ever opened to us."""
         self._carried: Counter[PeerId] = Counter()
         self._lost: LossHandler = lambda peer: None
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: dict[asyncio.Task[Any], None] = {}
         hub.peers[peer_id] = self
 
     async def call(self, peer: PeerId, method: str, payload: bytes, *, timeout_s: float) -> bytes:
-        await self._hub.awake(self.peer_id)
+        if self._hub.frozen:
+            await self._hub.awake(self.peer_id)
         target, way = self._hub.reach(self.peer_id, peer), self._hub.way(self.peer_id, peer)
         # a task of the callee's: it goes on when the caller's patience ends, and dies with the callee
         task = target._spawn(target._answer(self.peer_id, method, bytes(payload)))
@@ -198,8 +201,7 @@ class MemoryNetwork:
         delay_s = self._delay_s(sender)
         if delay_s:
             await asyncio.sleep(2 * delay_s)  # there and back
-        await self._hub.passable(sender, self.peer_id)
-        await self._hub.awake(self.peer_id)
+        await self._hub.taken(sender, self.peer_id)
         if method not in self._handlers:
             return True, f"'{method}' is not served here (not yet, or not any more)".encode()
         try:
@@ -213,8 +215,9 @@ class MemoryNetwork:
         if sender == self.peer_id:
             return 0.0
         relay = self._hub.way(sender, self.peer_id)
-        stations = [sender, *([relay] if relay else []), self.peer_id]
-        return sum(self._hub.delay_s(a, b) for a, b in itertools.pairwise(stations))
+        if not relay:
+            return self._hub.delay_s(sender, self.peer_id)
+        return self._hub.delay_s(sender, relay) + self._hub.delay_s(relay, self.peer_id)
 
     def serve(self, method: str, handler: CallHandler) -> None:
         self._handlers[method] = handler
@@ -222,7 +225,8 @@ class MemoryNetwork:
     async def send(
         self, peer: PeerId, frame: Frame, *, channel: Channel = Channel.PIPE, timeout_s: float = 60.0
     ) -> int:
-        await self._hub.awake(self.peer_id)
+        if self._hub.frozen:
+            await self._hub.awake(self.peer_id)
         target = self._hub.reach(self.peer_id, peer)
         own = peer == self.peer_id
         if not own:
@@ -269,8 +273,7 @@ class MemoryNetwork:
             arrives, way, item = await stream.frames.get()
             if (wait_s := arrives - asyncio.get_running_loop().time()) > 0:
                 await asyncio.sleep(wait_s)
-            await self._hub.passable(sender, self.peer_id)
-            await self._hub.awake(self.peer_id)
+            await self._hub.taken(sender, self.peer_id)
             if not self._hub.passes(sender, self.peer_id, way):
                 continue  # it was on its way when the link broke, or with a relay that died
             try:
@@ -290,8 +293,7 @@ class MemoryNetwork:
 
     async def _lose(self, peer: PeerId) -> None:
         await asyncio.sleep(self._hub.delay_s(peer, self.peer_id))
-        await self._hub.passable(peer, self.peer_id)
-        await self._hub.awake(self.peer_id)
+        await self._hub.taken(peer, self.peer_id)
         self._lost(peer)
 
     def receive(self, handler: FrameHandler, kinds: Collection[str] = ()) -> None:
@@ -333,8 +335,8 @@ class MemoryNetwork:
 
     def _spawn(self, work: Any) -> asyncio.Task[Any]:
         task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
         return task
 
 

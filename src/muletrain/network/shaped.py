@@ -104,7 +104,7 @@ class ShapedNetwork:
         self._paths: dict[PeerId, Pipe] = {}
         self._pipes: dict[tuple[PeerId, Channel], _OnTheWay] = {}
         self._broken: dict[tuple[PeerId, Channel], MuletrainError] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: dict[asyncio.Task[Any], None] = {}
         self._cut: frozenset[PeerId] = frozenset()
         self._cut_changed = asyncio.Event()
 
@@ -156,10 +156,11 @@ class ShapedNetwork:
         if (error := self._broken.pop((peer, channel), None)) is not None:
             raise error
         link, nbytes = self._links(peer), self._weigh(frame)
-        if self._departure(peer, link, nbytes)[0] > self._clock.now() + timeout_s:
+        depart, up, there = self._departure(peer, link, nbytes)
+        if depart > self._clock.now() + timeout_s:
             await self._clock.sleep(timeout_s)
             raise DeadlineExceeded(f"sending to {peer[-6:]}: not taken within {timeout_s:.1f} s")
-        depart = self._book(peer, link, nbytes)
+        self._up.free, self._path(peer).free = up, there
         if depart + link.delay_s <= self._clock.now() and (peer, channel) not in self._pipes and peer not in self._cut:
             # nothing holds it up, or goes before it
             await self._inner.send(peer, frame, channel=channel, timeout_s=timeout_s)
@@ -199,8 +200,8 @@ class ShapedNetwork:
         if key not in self._pipes:
             pipe = self._pipes[key] = _OnTheWay(asyncio.Queue(IN_FLIGHT))
             task = asyncio.create_task(self._carry(peer, channel, pipe))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks[task] = None
+            task.add_done_callback(self._tasks.pop)
         return self._pipes[key]
 
     async def _carry(self, peer: PeerId, channel: Channel, pipe: _OnTheWay) -> None:

@@ -69,12 +69,9 @@ class Wiring:
 
         ``under_way``: what each peer has of ours already; those passed over for it are not owed anything later.
         """
-        usual_s = self._usual_s()
-        expected_s = {
-            p: usual_s if e.measured_s is None else e.measured_s
-            for p, e in self._entries.items()
-            if not e.banned and p not in exclude
-        }
+        measured_s = {p: e.measured_s for p, e in self._entries.items() if not e.banned and p not in exclude}
+        usual_s = self._usual_s() if None in measured_s.values() else 0.0
+        expected_s = {p: usual_s if s is None else s for p, s in measured_s.items()}
         if not expected_s:
             return None
         prompt = _prompt(expected_s, under_way or {})

@@ -5,19 +5,26 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import selectors
+import heapq
+from collections import deque
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, Unpack
+from contextvars import copy_context
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, Unpack, cast
 
 from muletrain.clock import LoopClock
 from muletrain.errors import MuletrainError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterator
+    from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
     from concurrent.futures import Executor
+    from contextvars import Context
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+RESOLUTION_S = 1e-9
+"""Timers that are as close together are due at the same time."""
+FEW_TIMERS = 100
+"""So many are looked through for those that were cancelled only when they are due."""
 GARBAGE = 200_000
 """Objects between two looks for what holds on to itself."""
 
@@ -26,18 +33,96 @@ class Hang(MuletrainError):
     """Nothing can happen any more, or nothing came to an end within the time allowed."""
 
 
+class _Call:
+    """What is to be called next, as asyncio's ``Handle``: without what that keeps for debugging, for a message is some twenty of them."""
+
+    __slots__ = ("args", "callback", "context")
+
+    def __init__(self, callback: Callable[..., object], args: tuple[Any, ...], context: Context | None) -> None:
+        self.callback: Callable[..., object] | None = callback
+        self.args = args
+        self.context = copy_context() if context is None else context
+
+    def cancel(self) -> None:
+        self.callback = None
+
+    def cancelled(self) -> bool:
+        return self.callback is None
+
+
+class _Timer(float):
+    """When, and what then: compared as the number that it is."""
+
+    __slots__ = ("args", "callback", "context", "loop")
+    args: tuple[Any, ...]
+    callback: Callable[..., object] | None
+    context: Context
+    loop: VirtualLoop | None
+    """None: it is not in the queue any more."""
+
+    def cancel(self) -> None:
+        if self.callback is not None:
+            self.callback, self.args = None, ()
+            if self.loop is not None:
+                self.loop.cancelled += 1
+
+    def cancelled(self) -> bool:
+        return self.callback is None
+
+    def when(self) -> float:
+        return float(self)
+
+
 class VirtualLoop(asyncio.SelectorEventLoop):
     """``time()`` is the sum of the jumps [s]. There are no threads: a job for an executor is done at once, whichever it is, and whoever
-    waits for it goes on in the next pass, as if a thread had done it meanwhile."""
+    waits for it goes on in the next pass, as if a thread had done it meanwhile.
+
+    There is nothing to select, and much to call: queues and passes are asyncio's, in the same order, without all that is of no use here."""
 
     def __init__(self, limit_s: float) -> None:
         """Raises Hang out of ``run_until_complete`` after ``limit_s`` seconds of virtual time."""
         self._virtual_s = 0.0
         self._limit_s = limit_s
-        super().__init__(_JumpingSelector(self._jump))
+        self.cancelled = 0
+        """Timers in the queue that were."""
+        self._timers: list[_Timer] = []
+        self._calls: deque[_Call | _Timer] = deque()
+        super().__init__()
 
     def time(self) -> float:
         return self._virtual_s
+
+    def call_soon(
+        self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        call = _Call(callback, args, context)
+        self._calls.append(call)
+        return cast("asyncio.Handle", call)
+
+    call_soon_threadsafe = call_soon  # there is one thread
+
+    def call_later(
+        self, delay: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self._virtual_s + delay, callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        timer = _Timer(when)
+        timer.callback, timer.args, timer.loop = callback, args, self
+        timer.context = copy_context() if context is None else context
+        heapq.heappush(self._timers, timer)
+        return cast("asyncio.TimerHandle", timer)
+
+    def create_task(
+        self,
+        coro: Generator[Any, None, T] | Coroutine[Any, Any, T],
+        *,
+        name: object = None,
+        context: Context | None = None,
+    ) -> asyncio.Task[T]:
+        return asyncio.Task(coro, loop=self, name=cast("str | None", name), context=context)
 
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
@@ -50,10 +135,42 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self.call_soon(_unless_done, done, done.set_exception, e)
         return done
 
-    def _jump(self, seconds: float | None) -> None:
-        if seconds is None:
+    def _run_once(self) -> None:
+        """One pass: what is due, and all that was to be called before it began."""
+        self._forget_the_cancelled()
+        timers, calls = self._timers, self._calls
+        if not calls:
+            self._jump()
+        end_s = self._virtual_s + RESOLUTION_S
+        while timers and timers[0] < end_s:
+            timer = heapq.heappop(timers)
+            timer.loop = None
+            calls.append(timer)
+        for _ in range(len(calls)):
+            call = calls.popleft()
+            if call.callback is None:
+                continue
+            try:
+                call.context.run(call.callback, *call.args)
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as e:  # as asyncio does
+                self.call_exception_handler({"message": f"exception in {call.callback}", "exception": e})
+
+    def _forget_the_cancelled(self) -> None:
+        timers = self._timers
+        if len(timers) > FEW_TIMERS and self.cancelled > len(timers) / 2:
+            timers[:] = [timer for timer in timers if timer.callback is not None]
+            heapq.heapify(timers)
+            self.cancelled = 0
+        while timers and timers[0].callback is None:
+            heapq.heappop(timers)
+            self.cancelled -= 1
+
+    def _jump(self) -> None:
+        if not self._timers:
             raise Hang("nothing is ready, and no timer is set: everyone waits for everyone")
-        self._virtual_s += max(0.0, seconds)
+        self._virtual_s += max(0.0, self._timers[0] - self._virtual_s)
         if self._virtual_s > self._limit_s:
             raise Hang(f"not finished after {self._limit_s:.0f} s of virtual time")
 
@@ -62,19 +179,6 @@ def _unless_done(future: asyncio.Future[Any], end: Callable[[Any], None], value:
     """Whoever waited may have been cancelled."""
     if not future.done():
         end(value)
-
-
-class _JumpingSelector(selectors.DefaultSelector):
-    """Only the loop's own wake-up pipe is ever registered, and without threads nobody writes into it: instead of waiting, time passes."""
-
-    def __init__(self, jump: Any) -> None:
-        super().__init__()
-        self._jump = jump
-
-    def select(self, timeout: float | None = None) -> Any:
-        if timeout != 0:
-            self._jump(timeout)
-        return []
 
 
 class SkewedClock(LoopClock):

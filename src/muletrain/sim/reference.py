@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -114,7 +113,8 @@ class VirtualCompute(TorchCompute):
     """What trains in production, without threads, and open to a look from outside between two events."""
 
     def _masks(self, mb: Microbatch) -> Masks:
-        return _KnownMasks(*dataclasses.astuple(super()._masks(mb)))
+        masks = super()._masks(mb)
+        return _KnownMasks(masks.seed, masks.step, masks.index)
 
     def weights(self) -> dict[str, Tensor]:
         return {f"model/{name}": view for name, view in self._weights.layout.views(self._weights.masters).items()}

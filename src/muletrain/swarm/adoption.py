@@ -151,8 +151,8 @@ class Adoption:
                 await self._adopt()
 
     def _served(self, stage: int) -> bool:
-        me = self._ctx.net.peer_id
-        return any(p != me or self.state == "serves" for p in self._ctx.roster.stage(stage))
+        peers = self._ctx.roster.stage(stage)
+        return bool(peers) and (self.state == "serves" or peers != (self._ctx.net.peer_id,))
 
     def _leads(self) -> bool:
         me = self._ctx.net.peer_id

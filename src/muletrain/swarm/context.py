@@ -8,9 +8,9 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from muletrain.errors import DeadlineExceeded, NetworkError, PeerUnreachable
 from muletrain.events import FrameRefused, PeerSuspected, SlotWorked
@@ -21,7 +21,7 @@ from muletrain.swarm.messages import AskHeld, Doubted, Held, Message
 from muletrain.swarm.uplink import Uplink
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+    from collections.abc import Callable, Coroutine, Iterable, Iterator
 
     from torch import Tensor
 
@@ -124,8 +124,10 @@ class PriorityLock:
         self._order = itertools.count()
         self._held = False
 
-    @asynccontextmanager
-    async def __call__(self, priority: int) -> AsyncIterator[None]:
+    def __call__(self, priority: int) -> _Turn:
+        return _Turn(self, priority)
+
+    async def acquire(self, priority: int) -> None:
         if self._held:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             heapq.heappush(self._waiting, (priority, next(self._order), turn))
@@ -133,21 +135,30 @@ class PriorityLock:
                 await turn
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled():  # it was ours already: pass it on
-                    self._release()
+                    self.release()
                 raise
         self._held = True
-        try:
-            yield
-        finally:
-            self._release()
 
-    def _release(self) -> None:
+    def release(self) -> None:
         while self._waiting:
             turn = heapq.heappop(self._waiting)[2]
             if not turn.done():
                 turn.set_result(None)  # stays held: it passes straight to the next
                 return
         self._held = False
+
+
+class _Turn(NamedTuple):
+    """Somebody's turn, from when it comes to its end."""
+
+    lock: PriorityLock
+    priority: int
+
+    async def __aenter__(self) -> None:
+        await self.lock.acquire(self.priority)
+
+    async def __aexit__(self, *_: object) -> None:
+        self.lock.release()
 
 
 @dataclass
@@ -187,8 +198,9 @@ class Context:
     uplink: Uplink = field(init=False)
     _usual: dict[PeerId, Usual] = field(default_factory=dict)
     """How long a peer's answers to probes take, for doubts."""
-    _awaited: defaultdict[PeerId, set[asyncio.Future[Any]]] = field(default_factory=lambda: defaultdict(set))
-    _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    _awaited: defaultdict[PeerId, dict[asyncio.Future[Any], None]] = field(default_factory=lambda: defaultdict(dict))
+    _tasks: dict[asyncio.Task[Any], None] = field(default_factory=dict)
+    """In the order in which they began, as the answers awaited: sets would have one that depends on addresses."""
     _looked_after: set[PeerId] = field(default_factory=set)
     _tried: dict[PeerId, tuple[float, float]] = field(default_factory=dict)
     """Of those believed dead: when they were tried first, and last."""
@@ -203,12 +215,12 @@ class Context:
     def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         """A background task whose unexpected failure ends the peer, loudly, instead of being swallowed."""
         task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
+        self._tasks[task] = None
         task.add_done_callback(self._finished)
         return task
 
     def _finished(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None and not self.failure.done():
             self.failure.set_exception(error)
 
@@ -288,15 +300,15 @@ class Context:
     def awaiting(self, peer: PeerId, answer: asyncio.Future[Any]) -> Iterator[None]:
         """``answer`` fails with PeerUnreachable as soon as ``peer``, who owes it, is believed dead."""
         answer.add_done_callback(lambda f: f.cancelled() or f.exception())  # whoever waits may have given up already
-        self._awaited[peer].add(answer)
+        self._awaited[peer][answer] = None
         try:
             yield
         finally:
-            self._awaited[peer].discard(answer)
+            self._awaited[peer].pop(answer, None)
 
     def give_up(self, peer: PeerId, reason: str) -> None:
         """Nothing will come from ``peer`` any more."""
-        for answer in self._awaited.pop(peer, set()):
+        for answer in self._awaited.pop(peer, {}):
             if not answer.done():
                 answer.set_exception(PeerUnreachable(f"{peer[-6:]}: {reason}"))
 

@@ -132,11 +132,13 @@ class Knowledge:
 
     def computing(self, step: int) -> Computing | None:
         """None for a step of which microbatches are not (any more) computed here."""
-        return next((w for w in self.under_way() if w.step == step), None)
+        if self.work.step == step:
+            return self.work
+        return self.ahead if self.ahead is not None and self.ahead.step == step else None
 
     def _enter(self, chain: Chain) -> None:
         step, lineage = chain.step, chain.lineages[-2 if self._ctx.plan.delayed and len(chain.lineages) > 1 else -1]
-        self._chain, self.begun = chain, self._ctx.clock.now()
+        self._chain, self.begun = replace(chain, over=False) if chain.over else chain, self._ctx.clock.now()
         ahead, self.ahead = self.ahead, None
         self.work.over = True
         if ahead is not None and (ahead.step, ahead.lineage) == (step, lineage):
@@ -180,7 +182,7 @@ class Knowledge:
     @property
     def chain(self) -> Chain:
         """How we came to this step."""
-        return replace(self._chain, over=self.over)
+        return replace(self._chain, over=True) if self.over else self._chain
 
     def interrupt(self, reason: Behind) -> None:
         """End this step with ``reason``, at the next look around."""
@@ -199,7 +201,7 @@ class Knowledge:
 
     def _held_by_replicas(self) -> list[RoundEntry]:
         """What live replicas attest that they hold of this step."""
-        known = self._builder.known, self._ctx.roster.version
+        known = self._builder.known[self._ctx.roster.own.stage], self._ctx.roster.version
         if self._holders_of != known:  # waits ask whenever anything arrives
             alive = self._ctx.roster.is_alive
             self._holders = [e for e in self._builder.held(self._ctx.roster.own.stage) if alive(e.holder)]
@@ -309,11 +311,13 @@ class Knowledge:
         whole = work is self.work and self._holding is not None
         return frozenset(range(self._ctx.plan.microbatches)) if whole else work.ledger.held
 
-    def held(self, step: int, lineage: bytes) -> Held:
+    def held(self, step: int, lineage: bytes, *, brief: bool = False) -> Held:
         stage, work = self._ctx.roster.own.stage, self.computing(step)
         if work is None or work.lineage != lineage or (work is self.work and self.away):
             applied, branch = b"" if self.away else self.applied, branch_of(self.lineage)
             return Held(current=False, stage=stage, step=self.step, lineage=applied, branch=branch)
+        if brief:
+            return Held(current=True, stage=stage, step=self.step, lineage=self.applied, branch=branch_of(self.lineage))
         held, losses = sorted(self.covered(work)), {**work.losses, **work.ledger.losses}
         return Held(
             current=True,

@@ -109,7 +109,9 @@ class Request(Message):
 
     def identity(self) -> dict[str, Any]:
         """The fields every message about this try repeats."""
-        return {name: getattr(self, name) for name in Request.model_fields}
+        return {
+            "lineage": self.lineage, "step": self.step, "index": self.index, "attempt": self.attempt, "trainer": self.trainer,
+        }  # fmt: skip
 
 
 class Forward(Request):

@@ -58,7 +58,7 @@ class _Held:
 
     @property
     def request(self) -> Request:
-        return Request(**self.message.identity())
+        return self.message
 
 
 @dataclass

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
     from muletrain.swarm.messages import ShardFacts
 
-_FACTS = tuple(name for name in RoundEntry.model_fields if name not in ("holder", "without"))
-"""What every holder of a round says alike."""
+_FACTS = tuple(name for name in RoundEntry.model_fields if name not in ("holder", "without", "shards"))
+"""What every holder of a round says alike, beside the shards."""
 
 
 def round_id(
@@ -156,8 +157,8 @@ class RecordBuilder:
     stages: int
     previous: bytes
     """hash(R_{t-1})"""
-    known: int = 0
-    """Counts what was learnt."""
+    known: Counter[int] = field(default_factory=Counter)
+    """Counts what was learnt, by stage."""
     _rounds: dict[tuple[int, bytes], _Known] = field(default_factory=dict)
     _record: StepRecord | None = None
 
@@ -167,29 +168,33 @@ class RecordBuilder:
         """Raises ProtocolError for an entry that contradicts the step, itself, or an earlier one."""
         if (entry.step, entry.lineage) != (self.step, self.lineage):
             raise ProtocolError(f"entry of step {entry.step} for the record of step {self.step}, or of another lineage")
+        if entry.without and not set(entry.without) <= {*entry.members} - {entry.holder}:
+            raise ProtocolError(f"entry of stage {entry.stage}: its holder gives itself up, or one that is no member")
+        key = (entry.stage, entry.round)
+        known = self._rounds.get(key)
+        if known is None:
+            self._check(entry)
+            known = self._rounds[key] = _Known(facts_of(entry))
+        elif not _alike(entry, known.facts):
+            raise ProtocolError(f"stage {entry.stage}: {entry.holder[-6:]} contradicts what others hold of one round")
+        complete = known.complete
+        if known.add(entry):
+            self.known[entry.stage] += 1
+            if known.complete and not complete:
+                self._record = self._built()
+
+    def _check(self, entry: RoundEntry) -> None:
+        """The first of its round; of the others it is enough that they say the same."""
         if entry.stage >= self.stages or len(entry.shards) != len(entry.members):
             raise ProtocolError(f"entry of stage {entry.stage}/{self.stages} with {len(entry.shards)} shards")
-        if list(entry.members) != sorted(set(entry.members)) or not set(entry.without) <= {*entry.members} - {
-            entry.holder
-        }:
-            raise ProtocolError(f"entry of stage {entry.stage}: members out of order, or one that gives itself up")
+        if list(entry.members) != sorted(set(entry.members)):
+            raise ProtocolError(f"entry of stage {entry.stage}: members out of order")
         if not set(entry.leaves) <= set(entry.members):
             raise ProtocolError(f"entry of stage {entry.stage}: others than its members leave")
         if set(entry.expelled) & set(entry.members):
             raise ProtocolError(f"entry of stage {entry.stage}: a member is expelled")
-        key = (entry.stage, entry.round)
-        if key not in self._rounds and sum(s == entry.stage for s, _ in self._rounds) >= self.MAX_ROUNDS:
+        if sum(s == entry.stage for s, _ in self._rounds) >= self.MAX_ROUNDS:
             raise ProtocolError(f"stage {entry.stage}: more than {self.MAX_ROUNDS} rounds in one step")
-        if key not in self._rounds:
-            self._rounds[key] = _Known(facts_of(entry))
-        known = self._rounds[key]
-        if not _alike(entry, known.facts):
-            raise ProtocolError(f"stage {entry.stage}: {entry.holder[-6:]} contradicts what others hold of one round")
-        complete = known.complete
-        if known.add(entry):
-            self.known += 1
-            if known.complete and not complete:
-                self._record = self._built()
 
     def entries(self) -> tuple[RoundEntry, ...]:
         return tuple(e for known in self._rounds.values() for e in known.holders.values())
@@ -226,4 +231,7 @@ def facts_of(entry: RoundEntry) -> RoundEntry:
 
 
 def _alike(a: RoundEntry, b: RoundEntry) -> bool:
-    return all(getattr(a, name) == getattr(b, name) for name in _FACTS)
+    facts = all(getattr(a, name) == getattr(b, name) for name in _FACTS)
+    return facts and [vars(s) for s in a.shards] == [
+        vars(s) for s in b.shards
+    ]  # ten times as fast as the models' own ==

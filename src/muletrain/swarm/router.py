@@ -202,7 +202,8 @@ class Router:
     def _choose(self, index: int, failed: set[PeerId], full: set[PeerId]) -> PeerId | None:
         """Somebody else than a peer that is doubted, while there is one, be it that we have to wait for room. With planned membership: who
         has the seat, else a spare, else whoever serves the stage."""
-        usable = {p for p in self._wiring.peers() if self._ctx.roster.is_alive(p)} - failed
+        known = set(self._wiring.peers())
+        usable = {p for p in known if self._ctx.roster.is_alive(p)} - failed
         trusted = (usable - self._ctx.doubted) or usable
         if (seats := self._ctx.plan.seats) is not None:
             there = self._ctx.roster.seated(self._stage)
@@ -211,7 +212,7 @@ class Router:
                 for name in seats.first_choice(self._stage, index, {n for n, p in there.items() if p in trusted})
             )
             trusted = set(meant) or trusted
-        out = set(self._wiring.peers()) - trusted | full
+        out = known - trusted | full
         return self._wiring.choose(out, {p: len(owed) for p, owed in self._pending.items()})
 
     async def _from(

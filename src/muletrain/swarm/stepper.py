@@ -149,7 +149,7 @@ class Stepper(Sealing):
         """Tell everyone that we hold the round; again when another of its members is believed dead, or when we hear of another round of
         our stage: whoever knew only one of them would have another record. A member that is alive all the same applies what we hold, as
         soon as it hears of the record."""
-        seen = entry.round, self._builder.known, self._ctx.roster.version
+        seen = entry.round, self._builder.known[entry.stage], self._ctx.roster.version
         if self._attested_of == seen:
             return
         self._attested_of = seen

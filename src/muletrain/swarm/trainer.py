@@ -61,13 +61,13 @@ class Trainer:
         self._perhaps_lost: defaultdict[int, set[int]] = defaultdict(set)
         """Those under way whose part of these stages may have died with a peer."""
         self._repairs: set[asyncio.Task[None]] = set()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: dict[asyncio.Task[Any], None] = {}
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         """What has no meaning beyond the step."""
         task = self._ctx.spawn(work, f"{name} {self._step}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
 
     def end(self) -> None:
         for task in self._tasks:

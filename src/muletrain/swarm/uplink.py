@@ -45,19 +45,21 @@ class Uplink:
         self._bytes_per_s: float | None = None
         self._piece_s = PIECE_S
         self._spent_s = 0.0
+        self._urgent = _Urgent(self)
 
-    @asynccontextmanager
-    async def urgent(self) -> AsyncIterator[None]:
+    def urgent(self) -> _Urgent:
         """While a frame of the step is handed over: nothing holds it up here."""
+        return self._urgent
+
+    def _begin(self) -> None:
         self._under_way += 1
         self._gap.clear()
-        try:
-            yield
-        finally:
-            self._under_way -= 1
-            self._last = self._clock.now()
-            if not self._under_way:
-                self._gap.set()
+
+    def _end(self) -> None:
+        self._under_way -= 1
+        self._last = self._clock.now()
+        if not self._under_way:
+            self._gap.set()
 
     @asynccontextmanager
     async def spare(self) -> AsyncIterator[None]:
@@ -92,3 +94,16 @@ class Uplink:
 
     def _training(self) -> bool:
         return self._under_way > 0 or self._clock.now() - self._last < TRAINING_S
+
+
+class _Urgent:
+    """Of every frame of the step: one for all."""
+
+    def __init__(self, uplink: Uplink) -> None:
+        self._uplink = uplink
+
+    async def __aenter__(self) -> None:
+        self._uplink._begin()
+
+    async def __aexit__(self, *_: object) -> None:
+        self._uplink._end()

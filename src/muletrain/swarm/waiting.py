@@ -76,8 +76,9 @@ class Waits:
                     self._hurried = False
                     asking = asyncio.create_task(ask())
                     asking.add_done_callback(lambda _: self.touched())
+                news = self._news(condition, asking)
                 try:  # what else happens does not put the question off
-                    await self._clock.deadline(self._changed.wait(), max(0.0, due - self._clock.now()), what)
+                    await self._clock.deadline(news, max(0.0, due - self._clock.now()), what)
                 except DeadlineExceeded:
                     attempt += 1
                     due = self._clock.now() + deadline.seconds(attempt)
@@ -89,6 +90,17 @@ class Waits:
                 asking.cancel()
                 await asyncio.gather(asking, return_exceptions=True)
         deadline.measured(self._clock.now() - begin)
+
+    async def _news(self, condition: Callable[[], bool], asking: asyncio.Task[None] | None) -> None:
+        """Until there is more to do than to look around and wait on: with every frame something changes."""
+        while True:
+            await self._changed.wait()
+            if self._hurried if asking is None else asking.done():
+                return
+            self._changed.clear()
+            self._look_around()
+            if condition():
+                return
 
     async def watched(self, work: Coroutine[Any, Any, T]) -> T:
         """``work``, cancelled when something happens meanwhile that makes it pointless."""
