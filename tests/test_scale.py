@@ -86,6 +86,32 @@ def test_what_a_message_costs_does_not_grow_with_the_fleet(tmp_path: Path, monke
     assert each[1] < 1.3 * each[0]
 
 
+def test_whether_a_peer_is_there_is_a_short_answer() -> None:
+    """Silent peers are asked all the time: that must not become dearer with every microbatch of the step."""
+    member = Member(id="p0", name="p0", stage=0, trainer=True, addresses=())
+    genesis = Genesis(
+        run_id="r", config=bytes(32), data=bytes(32), stages=1, members=(member,), collector="p0", first_step=0
+    )
+
+    async def scenario() -> tuple[Held, Held]:
+        nothing, count = cast("Any", None), 2000
+        plan = cast("Plan", SimpleNamespace(stages=1, microbatches=count, delayed=False))
+        ctx = Context(
+            MemoryHub().join("p0"), LoopClock(), nothing, Roster(genesis, "p0"), plan, emit=lambda event: None
+        )
+        knowledge = Knowledge(ctx, 0, genesis.lineage, lambda step: [], lambda work: None)
+        knowledge.work.through(range(count), [1.0] * count)
+        answers = [knowledge.held(0, genesis.lineage, brief=brief) for brief in (True, False)]
+        await ctx.close()
+        return answers[0], answers[1]
+
+    brief, whole = run_virtually(scenario(), 1.0, [])
+    assert len(whole.through) == 2000
+    assert len(brief.pack()) < 200
+    for known in ("current", "step", "stage", "lineage", "branch", "rival"):
+        assert getattr(brief, known) == getattr(whole, known)
+
+
 def test_what_a_roster_answers_follows_the_news() -> None:
     """Answers are kept until something changes."""
     members = tuple(

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from muletrain.clock import LoopClock
+from muletrain.policy.deadline import Deadline, Pulse
 from muletrain.sim.loop import run_virtually
-from muletrain.swarm.waiting import unless_done
+from muletrain.swarm.waiting import Waits, unless_done
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -103,3 +105,60 @@ def test_a_task_group_that_fails_with_the_answer_fails() -> None:
 
     with pytest.raises(ExceptionGroup):
         virtually(scenario())
+
+
+def test_a_wait_is_not_in_vain_while_what_is_waited_for_goes_on() -> None:
+    """Who is there and what is through, everyone would ask everyone else in each long step. When it stops, they do, and soon."""
+    pulse, asked = Pulse(16.0), list[float]()
+
+    async def scenario() -> None:
+        clock = LoopClock()
+
+        async def work() -> None:
+            for _ in range(500):
+                await clock.sleep(0.1)
+                pulse.beat(clock.now())
+
+        async def ask() -> None:
+            asked.append(clock.now())
+
+        done = asyncio.Event()
+        waits = Waits(clock, lambda: None, lambda: "")
+        working = asyncio.create_task(work())
+        asyncio.get_running_loop().call_later(60.0, lambda: (done.set(), waits.touched()))
+        await waits.until(done.is_set, Deadline(unmeasured_s=5.0, floor_s=5.0), "it", ask, pulse.goes_on_s)
+        await working
+
+    virtually(scenario())
+    assert asked
+    assert min(asked) == pytest.approx(50.0 + 16 * 0.1)
+
+
+def test_who_is_asked_for_because_somebody_died_is_asked_at_once() -> None:
+    pulse, asked = Pulse(16.0), list[float]()
+
+    async def scenario() -> None:
+        clock, done = LoopClock(), asyncio.Event()
+        waits = Waits(clock, lambda: None, lambda: "")
+
+        async def ask() -> None:
+            asked.append(clock.now())
+            done.set()
+
+        for _ in range(3):
+            pulse.beat(clock.now())
+            await clock.sleep(1.0)
+        asyncio.get_running_loop().call_later(0.5, waits.hurry)
+        await waits.until(done.is_set, Deadline(unmeasured_s=5.0, floor_s=5.0), "it", ask, pulse.goes_on_s)
+
+    virtually(scenario())
+    assert asked == [3.5]
+
+
+def test_a_pulse_that_is_slower_than_the_deadline_puts_nothing_off_for_long() -> None:
+    pulse = Pulse(16.0)
+    assert pulse.goes_on_s(0.0, 15.0) <= 0
+    for now in (0.0, 10.0, 20.0):
+        pulse.beat(now)
+    assert pulse.goes_on_s(20.0, 15.0) == 15.0
+    assert pulse.goes_on_s(36.0, 15.0) < 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 
@@ -59,6 +60,24 @@ class Usual:
             self._median_s = statistics.median(self._recent_s)
         base = self._unmeasured_s if self._median_s is None else self._times * self._median_s
         return min(CEILING_S, max(self._floor_s, base) * 2.0 ** min(attempt, 10))
+
+
+class Pulse:
+    """Of what somebody does over and over: it goes on while the pause since the last time is not unusually long."""
+
+    def __init__(self, times: float) -> None:
+        """Unusual: more than ``times`` the usual pause."""
+        self._usual = Usual(unmeasured_s=0.0, floor_s=0.0, times=times)
+        self._last_s = -math.inf
+
+    def beat(self, now: float) -> None:
+        if self._last_s > -math.inf:
+            self._usual.measured(now - self._last_s)
+        self._last_s = now
+
+    def goes_on_s(self, now: float, longest_s: float) -> float:
+        """For how long, if it does not beat again [s]; 0 or less: it does not. Pauses of more than ``longest_s`` are unusual, too."""
+        return self._last_s + min(self._usual.seconds(), longest_s) - now
 
 
 def backoff_s(times: int, first_s: float, longest_s: float) -> float:

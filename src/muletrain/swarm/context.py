@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from muletrain.errors import DeadlineExceeded, NetworkError, PeerUnreachable
 from muletrain.events import FrameRefused, PeerSuspected, SlotWorked
 from muletrain.network.base import Channel
-from muletrain.policy.deadline import Deadline, Usual, backoff_s
+from muletrain.policy.deadline import Deadline, Pulse, Usual, backoff_s
 from muletrain.swarm.branches import branch_of
 from muletrain.swarm.messages import AskHeld, Doubted, Held, Message
 from muletrain.swarm.uplink import Uplink
@@ -52,6 +52,8 @@ AT_ONCE = 4
 """Of those, tried at the same time: many that went together would else be dialled together, again and again."""
 MAX_ALARMS = 3
 """After which the time that an answer has does not double any more."""
+PULSE = 16.0
+"""Of its own microbatches, in times that it usually takes from one to the next: a peer that does one more within that is not held up."""
 SEND_TIMEOUT_S = 120.0
 """Handing one frame to the transport: a bound for a dead transport, not for a slow link (frames are a few MB)."""
 
@@ -193,6 +195,8 @@ class Context:
     """Told of a peer on another branch than ours."""
     own_held: Callable[[int, bytes], Held] = lambda step, lineage: Held(current=False, step=step, stage=0)
     """What this peer itself answers to AskHeld."""
+    pulse: Pulse = field(default_factory=lambda: Pulse(PULSE))
+    """Of the forward and backward passes of this peer."""
     closed: bool = False
     """The peer has left its stage (calls may still come)."""
     uplink: Uplink = field(init=False)
@@ -319,17 +323,21 @@ class Context:
         return gone if self.roster.trainers() else f"{gone}, no trainer can"
 
     async def probe(
-        self, peer: PeerId, lineage: bytes, step: int, attempt: int = 0, *, hearsay: bool = False
+        self,
+        peer: PeerId,
+        lineage: bytes,
+        step: int,
+        attempt: int = 0,
+        *,
+        hearsay: bool = False,
+        brief: bool = False,
     ) -> Held | None:
-        """Ask a silent peer what it holds. It is doubted when the answer takes longer than such answers do. None, and it is believed
-        dead, if it does not answer in time. ``hearsay``: others had doubts; they know."""
-        asking = asyncio.create_task(self._ask_held(peer, lineage, step, attempt))
-        asking.add_done_callback(lambda t: t.cancelled() or t.exception())  # whoever probes may have given up already
+        """Ask a silent peer what it holds (``brief``: whether it is there). It is doubted when the answer takes longer than such answers
+        do. None, and it is believed dead, if it does not answer in time. ``hearsay``: others had doubts; they know."""
+        doubt_s, loop = self.doubt_s(peer, attempt), asyncio.get_running_loop()
+        doubting = loop.call_later(doubt_s, self._doubt, peer, lineage, step, hearsay)
         try:
-            await asyncio.wait({asking}, timeout=self.doubt_s(peer, attempt))
-            if not asking.done() and self.roster.is_alive(peer):
-                self._doubt(peer, lineage, step, hearsay=hearsay)
-            held = await asking
+            held = await self._ask_held(peer, lineage, step, attempt, brief=brief)
         except (PeerUnreachable, DeadlineExceeded) as e:
             self.suspect(peer, str(e))
             return None
@@ -337,7 +345,7 @@ class Context:
             self.suspect(peer, f"answered a probe with: {e}")
             return None
         finally:
-            asking.cancel()
+            doubting.cancel()
             self.doubted.discard(peer)
         if held.current:  # at another step it is of no use to this one, however well it may be
             self.roster.alive(peer)
@@ -349,9 +357,11 @@ class Context:
         usual = self._usual.get(peer)
         return self.probe_deadline.seconds(attempt) if usual is None else usual.seconds(attempt)
 
-    def _doubt(self, peer: PeerId, lineage: bytes, step: int, *, hearsay: bool) -> None:
+    def _doubt(self, peer: PeerId, lineage: bytes, step: int, hearsay: bool) -> None:
         """Route around ``peer`` until it is heard of, and let the others ask, too, so that all know at the same time whether it lives.
         Only routes change, so doubts may be wrong."""
+        if not self.roster.is_alive(peer):
+            return
         self.doubted.add(peer)
         for told in self.on_doubt:
             told(peer)
@@ -364,13 +374,13 @@ class Context:
         asked = peer in self.doubted or peer in self._looked_after
         if self.roster.is_alive(peer) and peer != self.net.peer_id and not asked:
             self._looked_after.add(peer)
-            looking = self.spawn(self.probe(peer, lineage, step, hearsay=True), f"look after {peer[-6:]}")
+            looking = self.spawn(self.probe(peer, lineage, step, hearsay=True, brief=True), f"look after {peer[-6:]}")
             looking.add_done_callback(lambda _: self._looked_after.discard(peer))
 
     async def is_gone(self, peer: PeerId, lineage: bytes, step: int) -> bool:
         """``peer`` cannot be reached at all, which says more than that it does not answer."""
         try:
-            await self._ask_held(peer, lineage, step, attempt=0)
+            await self._ask_held(peer, lineage, step, attempt=0, brief=True)
         except PeerUnreachable:
             return True
         except NetworkError:
@@ -380,10 +390,10 @@ class Context:
     async def measure(self, peer: PeerId, lineage: bytes, step: int) -> None:
         """How long the answer to a probe takes, before one is missed. Whoever does not answer yet is not believed dead for it."""
         with suppress(NetworkError):
-            await self._ask_held(peer, lineage, step, attempt=0)
+            await self._ask_held(peer, lineage, step, attempt=0, brief=True)
 
-    async def _ask_held(self, peer: PeerId, lineage: bytes, step: int, attempt: int) -> Held:
-        ask = AskHeld(lineage=lineage, step=step)
+    async def _ask_held(self, peer: PeerId, lineage: bytes, step: int, attempt: int, *, brief: bool) -> Held:
+        ask = AskHeld(lineage=lineage, step=step, brief=brief)
         begin, alarms = self.clock.now(), self._alarms[peer]
         waits = alarms if (lives := self.roster.is_alive(peer)) else 0
         limit_s = self.probe_deadline.seconds(attempt + waits)

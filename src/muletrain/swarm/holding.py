@@ -90,7 +90,10 @@ async def _while_there(ctx: Context, holder: PeerId, entry: RoundEntry, work: as
             if work.done():
                 work.result()
                 return
-            if await unless_done(work, ctx.probe(holder, entry.lineage, entry.step)) is None and not work.done():
+            if (
+                await unless_done(work, ctx.probe(holder, entry.lineage, entry.step, brief=True)) is None
+                and not work.done()
+            ):
                 raise PeerUnreachable(f"{holder[-6:]} answers no probe")
     finally:
         work.cancel()

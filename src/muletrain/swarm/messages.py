@@ -338,11 +338,13 @@ class AskGradient(Message):
 
 
 class AskHeld(Message):
-    """Call: which of this step's microbatches are in your accumulator, or on their way into it?"""
+    """Call: which of this step's microbatches are in your accumulator, or on their way into it? ``brief``: only whether you are there, and
+    where; the answer names no microbatches."""
 
     KIND: ClassVar[str] = "ask_held"
     lineage: Digest
     step: Natural
+    brief: bool = False
 
 
 class Held(Message):

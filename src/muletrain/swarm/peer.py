@@ -198,8 +198,9 @@ class Peer:
             returned = self.rebalancer.settled = True
         else:
             await self.stepper.open()
-        asked = dict.fromkeys((*ctx.roster.spread(RECENT), *ctx.roster.receivers()))
-        for peer in asked:  # how long an answer takes, before one is missed
+        receivers = ctx.roster.receivers()
+        others = ctx.roster.spread(max(0, RECENT - len(receivers)))
+        for peer in dict.fromkeys((*others, *receivers)):  # how long an answer takes, before one is missed
             ctx.spawn(ctx.measure(peer, self.stepper.lineage, self.stepper.step), "measure")
         ctx.stats.started = ctx.clock.now()
         while True:
@@ -586,10 +587,10 @@ class Peer:
         branch = branch_of(at.lineage)
         self._adoption.met(sender, branch_of(ask.lineage))
         rival = branch_of(ask.lineage) == branch and self._lineages.heard(sender, ask.step, ask.lineage)
-        held = at.held(ask.step, ask.lineage)
+        held = at.held(ask.step, ask.lineage, brief=ask.brief)
         if self.left:
             held = Held(current=False, step=at.step, stage=self._ctx.roster.own.stage, branch=branch)
-        return held.model_copy(update={"rival": rival}).pack()
+        return (held.model_copy(update={"rival": True}) if rival else held).pack()
 
     async def _answer_entries(self, sender: PeerId, payload: bytes) -> bytes:
         ask = AskEntries.unpack(payload)

@@ -214,6 +214,7 @@ class Pipeline:
             took = ctx.clock.now() - begin
             ctx.worked("compute", "forward", begin, held.message.step, held.message.index)
         ctx.stats.forward_s += took
+        ctx.pulse.beat(begin + took)
         held.busy_s += took
         held.computed_s = took
         return await ctx.compute.offload(encode, outputs, ctx.plan.activations)
@@ -256,6 +257,7 @@ class Pipeline:
             held.work.ledger.excuse(held.message.index)
         held.busy_s += took
         self.ctx.stats.backward_s += took
+        self.ctx.pulse.beat(self.ctx.clock.now())
         self.ctx.stats.services.append(held.computed_s + took)
         held.work.accumulated += accumulation.granted
         held.work.recomputed += not accumulation.granted

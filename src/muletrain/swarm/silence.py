@@ -92,6 +92,6 @@ class Silence:
         return max(wait_s, TICK_S)
 
     async def _ask(self, peer: PeerId, debtor: _Debtor, request: Request) -> None:
-        if await self._ctx.probe(peer, request.lineage, request.step) is None:
+        if await self._ctx.probe(peer, request.lineage, request.step, brief=True) is None:
             self._ctx.give_up(peer, "it is silent, and answers no probe")
         debtor.asking = False

@@ -172,8 +172,8 @@ class Stepper(Sealing):
         for tries in itertools.count():
             try:
                 await self._waits.until(
-                    self._all_through, self._step_deadline, "microbatches to go through", self._ask_progress
-                )
+                    self._all_through, self._step_deadline, "microbatches to go through", self._ask_progress, self._ctx.pulse.goes_on_s
+                )  # fmt: skip
                 await self._begin_ahead()
                 return await self._reduce()
             except _HeldElsewhere:

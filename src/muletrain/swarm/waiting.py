@@ -56,8 +56,10 @@ class Waits:
         deadline: Deadline,
         what: str,
         ask: Callable[[], Coroutine[Any, Any, None]] = _nothing,
+        goes_on_s: Callable[[float, float], float] = lambda now, longest_s: 0.0,
     ) -> None:
-        """Wait for ``condition``; on each missed deadline, and when somebody dies, ask those we wait for, and wait on meanwhile. Raises
+        """Wait for ``condition``; on each missed deadline, and when somebody dies, ask those we wait for, and wait on meanwhile. A deadline
+        is not missed while what we wait for is seen to go on (``Pulse.goes_on_s``, with pauses of at most half the deadline). Raises
         MuletrainError after MAX_SILENCE, and what ``ask`` raises."""
         begin = self._clock.now()
         attempt, due = 0, begin + deadline.seconds()
@@ -80,6 +82,9 @@ class Waits:
                 try:  # what else happens does not put the question off
                     await self._clock.deadline(news, max(0.0, due - self._clock.now()), what)
                 except DeadlineExceeded:
+                    if (more_s := goes_on_s(self._clock.now(), deadline.seconds() / 2)) > 0:
+                        due = self._clock.now() + more_s
+                        continue
                     attempt += 1
                     due = self._clock.now() + deadline.seconds(attempt)
                     if attempt >= MAX_SILENCE and self._clock.now() - begin > self._patience_s():
