@@ -135,6 +135,9 @@ class Adoption:
         self._told: dict[PeerId, float] = {}
         self._heard: dict[PeerId, float] = {}
         self._said: tuple[int, ...] = ()
+        self._lacking: tuple[int, ...] = ()
+        self._looked: tuple[int, State] | None = None
+        """What was known when these stages were without peers."""
         ctx.met = self.met
         ctx.net.serve(StepBack.KIND, self._on_order)
         ctx.net.serve(AskStepBack.KIND, self._on_ask)
@@ -146,13 +149,21 @@ class Adoption:
         while True:
             await ctx.clock.sleep(LOOK_S)
             now = ctx.clock.now()
-            since = {s: since.get(s, now) for s in range(ctx.plan.stages) if not self._served(s)}
+            since = {s: since.get(s, now) for s in self._without_peers()}
             if since and now - min(since.values()) >= ctx.plan.adopt_after_s and self._leads():
                 await self._adopt()
 
+    def _without_peers(self) -> tuple[int, ...]:
+        """Stages that nobody serves."""
+        looked = self._ctx.roster.version, self.state
+        if self._looked != looked:
+            self._looked = looked
+            self._lacking = tuple(s for s in range(self._ctx.plan.stages) if not self._served(s))
+        return self._lacking
+
     def _served(self, stage: int) -> bool:
-        peers = self._ctx.roster.stage(stage)
-        return bool(peers) and (self.state == "serves" or peers != (self._ctx.net.peer_id,))
+        me = self._ctx.net.peer_id
+        return any(p != me or self.state == "serves" for p in self._ctx.roster.stage(stage))
 
     def _leads(self) -> bool:
         me = self._ctx.net.peer_id

@@ -253,7 +253,9 @@ class Router:
         return any(p != peer and p not in self._ctx.doubted for p in self._pending)
 
     def _owed(self, peer: PeerId) -> Request | None:
-        return next((p.request for p in self._pending.get(peer, {}).values()), None)
+        for pending in self._pending.get(peer, {}).values():
+            return pending.request
+        return None
 
     def _doubt(self, peer: PeerId) -> None:
         if peer in self._pending:
