@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import combinations, pairwise, permutations
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,8 @@ from muletrain.policy.dtfm import FastLinks, Groups, KernighanLin, random_placem
 from muletrain.policy.layouts import CHAINS, KINDS, Chains
 from muletrain.policy.pipelines import bottleneck_matching, shortest_path
 from muletrain.policy.place import SEARCHES, Placement, place
-from muletrain.policy.placement import Assignment, Task, evaluate, lower_bound_s
+from muletrain.policy.placement import Assignment, Task, evaluate, link_times, lower_bound_s
+from muletrain.policy.regrouping import Regrouping
 
 
 def network(seed: int, devices: int) -> tuple[np.ndarray, np.ndarray]:
@@ -200,7 +201,7 @@ def test_ours_finds_what_enumeration_finds(task: Task) -> None:
 @pytest.mark.slow
 def test_small_instances_are_solved_each_time() -> None:
     for seed in range(100):
-        task = task_of(seed, random.Random(seed).choice([(3, 3, 3), (2, 2, 2), (3, 3), (2, 2)]))
+        task = task_of(seed, Random(seed).choice([(3, 3, 3), (2, 2, 2), (3, 3), (2, 2)]))
         assert place(task, seed=seed).cost.cost_s == pytest.approx(exhaustive(task)), seed
 
 
@@ -218,10 +219,53 @@ def test_sums_kept_by_the_chains_are_those_of_the_evaluator(task: Task) -> None:
         chains.resample(warm, cold, 0.5)
         before = chains.cost
         for r in range(CHAINS):
-            assert before[r] == pytest.approx(evaluate(task, chains.assignment(r)).cost_s)
+            assert before[r] == pytest.approx(evaluate(task, chains.assignment(chains.layout(r))).cost_s)
         chains.thread()
         assert (chains.cost <= before * (1 + 1e-9)).all(), "the best matching and order are no worse"
         assert (chains.cost < before * (1 - 1e-9)).any()
+
+
+def test_each_kind_of_chains_begins_as_it_should() -> None:
+    """The first at random, the others with near devices together; and those of the last kind with placements that are known."""
+    task = paper.task_of("dtfm-case4")
+    chains = Chains(task, np.random.default_rng(0))
+    for r in range(CHAINS):
+        assert valid(task, chains.assignment(chains.layout(r)))
+    by_kind = [chains.cost[kind::KINDS].mean() for kind in range(KINDS)]
+    assert max(by_kind[1:]) < 0.9 * by_kind[0]
+    known = min(chains.ends(), key=lambda end: end.cost_s)
+    again = Chains(task, np.random.default_rng(1), [known])
+    assert again.cost[KINDS - 1 :: KINDS] == pytest.approx(known.cost_s)
+    assert again.cost[0] != pytest.approx(known.cost_s)
+
+
+@pytest.mark.parametrize("unequal", [False, True])
+@pytest.mark.parametrize("shape", [(4,) * 5, (1,) * 4, (9, 9)])
+def test_sums_kept_by_regrouping_are_those_of_best_matchings(shape: tuple[int, ...], unequal: bool) -> None:
+    task = task_of(3, shape, unequal=unequal)
+    n, compute = sum(shape), np.array(task.compute_s or (0.0,) * sum(shape))
+    link, exchange = link_times(task, task.activation_bytes), 2 * link_times(task, task.gradient_bytes / shape[0])
+    groups = np.random.default_rng(0).permutation(n).reshape(len(shape), -1)
+    search, moves, taken = Regrouping(link, exchange, compute, groups.tolist()), Random(0), 0
+
+    def cost_s() -> float:
+        hops = (bottleneck_matching(link[np.ix_(a, b)])[0] for a, b in pairwise(search.groups))
+        slowest = max(exchange[np.ix_(group, group)].sum(1).max() for group in search.groups)
+        return float(slowest + 2 * sum(hops) + sum(compute[group].max() for group in search.groups))
+
+    for _ in range(150):
+        before, limit = search.cost, search.cost + moves.expovariate(0.5)
+        after = search._swap(limit, moves)
+        taken += after is not None
+        assert (before if after is None else after) == pytest.approx(search.cost) == pytest.approx(cost_s())
+        assert search.cost <= limit * (1 + 1e-9)
+        assert sorted(d for group in search.groups for d in group) == list(range(n))
+    assert taken > 15, "some were taken"
+    first_s = search.cost
+    assert search.anneal(0.3, 0.01, 400, math.inf, moves) == 400
+    final = Regrouping(link, exchange, compute, search.groups)
+    assert final.cost < first_s
+    assert search.anneal(0.3, 0.01, 400, time.monotonic() - 1, moves) == 0, "no time left"
 
 
 def test_chains_that_do_well_are_continued_by_several() -> None:
@@ -272,28 +316,7 @@ def test_the_time_limit_is_kept_and_told(search: str, monkeypatch: pytest.Monkey
     assert found.cost.cost_s < min(random_placements(task, seed=0, draws=20))
 
 
-# --- what holds whatever the network -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_names_and_units_change_nothing_and_links_that_are_not_used_neither(seed: int) -> None:
-    task = task_of(seed, (2, 2, 2))
-    best = place(task).cost.cost_s
-    order = np.random.default_rng(seed).permutation(6)
-    pick = np.ix_(order, order)
-    assert place(
-        replace(task, delay_ms=task.delay_ms[pick], bandwidth_gbps=task.bandwidth_gbps[pick])
-    ).cost.cost_s == pytest.approx(best)
-    twice = replace(task, delay_ms=2 * task.delay_ms, bandwidth_gbps=task.bandwidth_gbps / 2)
-    assert place(twice).cost.cost_s == pytest.approx(2 * best)
-    found = place(task)
-    used = {pair for hop in found.matching for pair in hop} | {p for s in found.assignment for p in combinations(s, 2)}
-    worse = task.delay_ms.copy()
-    for a, b in permutations(range(6), 2):
-        if (a, b) not in used and (b, a) not in used:
-            worse[a, b] *= 10
-    assert not np.array_equal(worse, task.delay_ms)
-    assert place(replace(task, delay_ms=worse)).cost.cost_s == pytest.approx(best)
+# --- what cannot be (and what holds whatever the network: test_placement_properties) --------------------------------------
 
 
 def test_links_that_are_not_there_are_avoided() -> None:

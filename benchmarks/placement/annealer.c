@@ -14,7 +14,7 @@
 #include <time.h>
 
 enum { MAX = 1024 };
-static const double HOT = 0.02, COLD = 1e-4; /* first and last temperature, over the first cost */
+static const double HOT = 0.008, COLD = 1e-4; /* first and last temperature, over the first cost */
 
 static int K, P, N;
 static double *link_s, *exchange_s;

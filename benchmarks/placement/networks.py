@@ -45,9 +45,30 @@ def asymmetric(seed: int) -> dict[str, Task]:
     }
 
 
+def untuned() -> dict[str, Task]:
+    """By name: networks that nothing was tuned on. Regions of unequal size; ten cities at random, in several shapes; links at random."""
+    rng = np.random.default_rng(77)
+    delay, gbps = rng.uniform(1, 250, (64, 64)), np.exp(rng.uniform(np.log(0.2), np.log(4), (64, 64)))
+    return {
+        "regions of 22, 20, 13 and 9": jittered(_regions((22, 20, 13, 9), 11), 511),
+        "regions of 30, 14, 11, 6 and 3": jittered(_regions((30, 14, 11, 6, 3), 12), 512),
+        "ten cities, 7": jittered(_drawn(7, 64), 507),
+        "ten cities, 8": jittered(_drawn(8, 64), 508),
+        "ten cities, 16 stages x 4 pipelines": jittered(_drawn(9, 64), 509, (4,) * 16),
+        "ten cities, 4 stages x 16 pipelines": jittered(_drawn(10, 64), 510, (16,) * 4),
+        "ten cities, 12 stages x 6 pipelines": jittered(_drawn(11, 72), 513, (6,) * 12),
+        "links at random": Task(delay, gbps, (8,) * 8, ACTIVATION_BYTES, GRADIENT_BYTES),
+    }
+
+
 def large(stages: int, pipelines: int) -> Task:
     """In ten cities at random."""
     return jittered(_drawn(0, stages * pipelines), 400, (pipelines,) * stages)
+
+
+def _regions(sizes: tuple[int, ...], seed: int) -> list[int]:
+    cities = np.random.default_rng(seed).permutation(len(CITIES))[: len(sizes)]
+    return [int(city) for city, size in zip(cities, sizes, strict=True) for _ in range(size)]
 
 
 def _drawn(seed: int, devices: int) -> list[int]:

@@ -1,6 +1,6 @@
 """How good are the searches for a placement, and how fast? On DT-FM's five networks, and on such as have no symmetry. See README.md.
 
-``python run.py [--parts cases asymmetric large live]``: what is in results.json is not measured again, unless ``--again`` says so."""
+``python run.py [--parts cases asymmetric untuned large live]``: what is in results.json is measured again only with ``--again``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from live import Live
-from networks import asymmetric, large
+from networks import asymmetric, large, untuned
 from rich.console import Console
 from rich.progress import Progress
 
@@ -119,6 +119,21 @@ def without_symmetry(
     return jobs
 
 
+def without_tuning(annealer: Annealer) -> list[tuple[str, str, Callable[[], Row]]]:
+    """Networks that nothing was tuned on: ours, and a plain annealer three times in the same CPU time."""
+    return [
+        job
+        for name, task in untuned().items()
+        for job in (
+            (name, "muletrain, 60 s", lambda task=task: timed(task, "muletrain", 60.0, 0)),
+            *(
+                (name, f"plain annealer, 20 s, seed {seed}", lambda task=task, seed=seed: annealer.search(task, 20.0, seed))
+                for seed in range(3)
+            ),
+        )
+    ]  # fmt: skip
+
+
 def many(long_s: float, annealer: Annealer) -> list[tuple[str, str, Callable[[], Row]]]:
     """512 devices."""
     return [
@@ -146,7 +161,7 @@ def live(folder: str) -> list[tuple[str, str, Callable[[], Row]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parts", nargs="+", default=["cases", "asymmetric", "large", "live"])
+    parser.add_argument("--parts", nargs="+", default=["cases", "asymmetric", "untuned", "large", "live"])
     parser.add_argument("--seeds", type=int, default=10, help="of the five networks")
     parser.add_argument("--networks", type=int, default=2, help="of each kind without symmetry")
     parser.add_argument(
@@ -163,6 +178,7 @@ def main() -> None:
             "asymmetric": lambda: without_symmetry(
                 arguments.networks, Annealer(folder), results.setdefault("asymmetric", {})
             ),
+            "untuned": lambda: without_tuning(Annealer(folder)),
             "large": lambda: many(arguments.long, Annealer(folder)),
             "live": lambda: live(folder),
         }

@@ -11,14 +11,19 @@ Arrays: K stages, P pipelines, n devices that fit, R chains, Q = tries x R propo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import cycle, pairwise
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from muletrain.policy.pipelines import EXACT_STAGES, Threader
 from muletrain.policy.placement import link_times, slots
+from muletrain.policy.regrouping import Regrouping
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from muletrain.policy.placement import Assignment, Task
@@ -29,7 +34,10 @@ if TYPE_CHECKING:
 
 CHAINS, TRIES = 32, 8
 KINDS = 4
-"""Of chains: r mod 4. The first begin with a random placement, the others with near devices together."""
+"""Of chains: r mod 4. The first begin with a random placement, the others with near devices side by side in each pipeline, for as many
+stages as was drawn."""
+CANDIDATES = 16
+"""Devices that such a run may be drawn around: the best of them is taken."""
 SAMPLES = 32
 """Exchanges whose changes are averaged."""
 SAME = 1e-9
@@ -54,10 +62,19 @@ class Pipelines:
     """``hops`` there and back, and computing: what they add to the cost."""
 
 
-class Chains:
-    """``CHAINS`` placements of a task, drawn anew."""
+@dataclass(frozen=True)
+class Layout:
+    """A placement as a chain has it."""
 
-    def __init__(self, task: Task, rng: np.random.Generator) -> None:
+    cost_s: float
+    at: Devices
+    table: Ints
+
+
+class Chains:
+    """``CHAINS`` placements of a task, drawn anew; those of the last kind are ``known`` ones, if there are any."""
+
+    def __init__(self, task: Task, rng: np.random.Generator, known: Sequence[Layout] = ()) -> None:
         self._rng = rng
         self.devices = np.array(task.devices)
         self.stages, self.pipelines, self.n = len(task.replicas), task.pipelines, len(self.devices)
@@ -72,6 +89,8 @@ class Chains:
         self._proposal = np.arange(CHAINS * TRIES)
         self._chain = self._proposal % CHAINS
         self._draw(task.replicas, sizes)
+        for r, layout in zip(range(KINDS - 1, CHAINS, KINDS) if known else (), cycle(known)):
+            self.at[:, r], self._table[:, r] = layout.at, layout.table
         self.refresh()
 
     def _draw(self, replicas: tuple[int, ...], sizes: list[int]) -> None:
@@ -79,38 +98,38 @@ class Chains:
         at = np.empty((self.stages * self.pipelines + spares, CHAINS), dtype=np.int16)
         # rows of ``_exchange`` for the stage's size begin there
         self._table = np.zeros((self.stages + 1, CHAINS), dtype=np.intp)
-        any_height = int(self._rng.integers(self.stages))
         for r in range(CHAINS):
-            group, kind = divmod(r, KINDS)
-            left = (self._near_ones_together() if kind else self._rng.permutation(self.n)).tolist()
-            drawn = self._rng.permutation(replicas).tolist()
+            left, drawn = self._rng.permutation(self.n).tolist(), self._rng.permutation(replicas).tolist()
             members: list[list[int]] = [[] for _ in drawn]
-            # so many stages are filled side by side, pipeline by pipeline: each number in turn
-            height = 1 + (group + any_height) % self.stages
-            for first in range(0, self.stages, height):
+            for block in self._blocks():
                 for p in range(self.pipelines):
-                    for k in range(first, min(first + height, self.stages)):
-                        if p < drawn[k]:
-                            members[k].append(left.pop(0))
+                    takers = [k for k in block if p < drawn[k]]
+                    run = self._near(left, len(takers)) if r % KINDS else left[: len(takers)]
+                    for k, d in zip(takers, run, strict=True):
+                        members[k].append(d)
+                        left.remove(d)
             for k, m in enumerate(drawn):
                 at[k * self.pipelines : (k + 1) * self.pipelines, r] = slots(members[k], self.pipelines)
                 self._table[k, r] = sizes.index(m) * self.n
             at[self.stages * self.pipelines :, r] = left
         self.at = at
 
-    def _near_ones_together(self) -> Ints:
-        """The devices in an order in which each comes after one that is near; of equally near ones the one with the nearest left."""
-        link = self._link.reshape(self.n, self.n) + np.diag(np.full(self.n, np.inf))
-        left = self._rng.permutation(self.n)
-        here = left[link[left].min(1).argmin()]
-        order = [here]
-        while len(order) < self.n:
-            left = left[left != here]
-            near = left[link[here, left] <= link[here, left].min() * (1 + SAME)]
-            nearest = link[near[:, None], left].min(1) if len(left) > 1 else np.zeros(1)
-            here = near[nearest.argmin()]
-            order.append(here)
-        return np.array(order)
+    def _blocks(self) -> list[range]:
+        """The stages in parts of any length, the longest first."""
+        inside = self._rng.permutation(self.stages - 1)[: self._rng.integers(self.stages)] + 1
+        cuts = [0, *sorted(inside.tolist()), self.stages]
+        return sorted((range(a, b) for a, b in pairwise(cuts)), key=len, reverse=True)
+
+    def _near(self, left: list[int], length: int) -> list[int]:
+        """A device and those nearest to it, of some that are left: where the farthest of them is nearest."""
+        if not length:
+            return []
+        some = self._rng.permutation(len(left))[:CANDIDATES]
+        times = self._link.reshape(self.n, self.n)[np.ix_(np.array(left)[some], np.array(left))]
+        times[np.arange(len(some)), some] = -1.0  # itself first
+        nearest = np.argpartition(times, length - 1, axis=1)[:, :length]
+        best = int(np.take_along_axis(times, nearest, 1).max(1).argmin())
+        return [left[k] for k in nearest[best].tolist()]
 
     def refresh(self) -> None:
         """Everything anew from the placements: rounding errors do not add up."""
@@ -289,10 +308,28 @@ class Chains:
             changes.append(np.abs(self.cost - before).mean())
         return float(np.mean(changes)) or 1.0
 
-    def assignment(self, r: int) -> Assignment:
-        """Of a chain."""
-        return tuple(map(tuple, self.devices[self._rows(self.at)[:, :, r]].tolist()))
+    def ends(self) -> list[Layout]:
+        """The best of each kind of chains."""
+        return [self.layout(min(range(kind, CHAINS, KINDS), key=self.cost.__getitem__)) for kind in range(KINDS)]
 
-    def best(self) -> tuple[float, Assignment]:
-        r = int(self.cost.argmin())
-        return float(self.cost[r]), self.assignment(r)
+    def layout(self, r: int) -> Layout:
+        """Of a chain."""
+        return Layout(float(self.cost[r]), self.at[:, r].copy(), self._table[:, r].copy())
+
+    def regrouped(self, layout: Layout, hot: float, cold: float, moves: int, deadline: float) -> tuple[Layout, int]:
+        """A layout of equal stages after so many moves of ``Regrouping``, with the best matching and order; and how many there was time
+        for."""
+        link, n = self._link.reshape(self.n, self.n), self.n
+        compute = np.zeros(n) if self._compute is None else self._compute
+        at = layout.at.copy()
+        rows = self._rows(at[:, None])[..., 0]
+        search = Regrouping(link, self._exchange, compute, rows.tolist())
+        made = search.anneal(hot, cold, moves, deadline, Random(int(self._rng.integers(1 << 62))))
+        rows[...] = np.array(self._threader.thread([tuple(sorted(group)) for group in search.groups]))
+        exchange = max(float(self._exchange[np.ix_(row, row)].sum(1).max()) for row in rows)
+        hops = float(link[rows[:-1], rows[1:]].max(1, initial=0.0).sum())
+        cost_s = exchange + 2 * hops + float(compute[rows].max(1).sum())
+        return min(layout, Layout(cost_s, at, layout.table), key=lambda found: found.cost_s), made
+
+    def assignment(self, layout: Layout) -> Assignment:
+        return tuple(map(tuple, self.devices[self._rows(layout.at[:, None])[..., 0]].tolist()))

@@ -33,7 +33,7 @@ def bottleneck_matching(weights: NDArray[np.float64]) -> tuple[float, tuple[int,
     low, high, middle = 0, len(values) - 1, 0  # no matching below ``low``, ``best`` is one at ``high``
     best = tuple(range(len(weights)))
     while low <= high:
-        if (match := _perfect(_as_bits(weights <= values[middle]))) is None:
+        if (match := perfect(_as_bits(weights <= values[middle]))) is None:
             low = middle + 1
         else:
             high, best = middle - 1, match
@@ -50,10 +50,11 @@ def _as_bits(allowed: NDArray[np.bool_]) -> Any:
     return np.array(ints, dtype=object).reshape(packed.shape[:-1]).tolist()
 
 
-def _perfect(rows: Sequence[int]) -> tuple[int, ...] | None:
-    """Each row's column in a perfect matching, if there is one: augmenting paths on sets of columns as bits of integers."""
+def perfect(rows: Sequence[int], columns: int = 0) -> tuple[int, ...] | None:
+    """Each row's column in a perfect matching, if there is one: augmenting paths on sets of columns as bits of integers. columns: all
+    of them, if not the first ones."""
     owner: dict[int, int] = {}
-    free = (1 << len(rows)) - 1
+    free = columns or (1 << len(rows)) - 1
     seen = 0
 
     def augment(row: int) -> bool:
@@ -174,7 +175,7 @@ class Threader:
         matches = {}
         for j in range(k):
             for i in range(j):
-                match = _perfect([row[j] for row in rows[i]])
+                match = perfect([row[j] for row in rows[i]])
                 if match is None:
                     weights[i, j], match = bottleneck_matching(links[i, :, j])
                     weights[j, i] = weights[i, j]
