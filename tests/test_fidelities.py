@@ -13,16 +13,22 @@ import pytest
 from muletrain.config.fleet import load_fleet
 from muletrain.config.load import load_config
 from muletrain.model.spec import ModelSpec
+from muletrain.sim import steps
 from muletrain.sim.fleet import Fidelity, simulate_fleet, weather
-from muletrain.sim.machines import setting
+from muletrain.sim.machines import seated, setting
+from muletrain.sim.rates import TRAINERS
+from muletrain.sim.steps import cast
 from muletrain.timeline import chrome_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from muletrain.config.fleet import Fleet
+    from muletrain.config.schema import RunConfig
     from muletrain.events import Event
     from muletrain.sim.ledger import Outcome
+    from muletrain.sim.machines import Setting
 
 AGREE = 0.05
 SETTINGS = (
@@ -44,14 +50,18 @@ NEXT_DOOR = KIND.format("a", 2) + 'region = "x"\n' + KIND.format("b", 2) + 'regi
 STAYS = KIND.format("lab", 2) + KIND.format("spot", 4) + 'reliable = false\n[churn]\ntrace = "t.csv"\n'
 
 
+def staged(tmp_path: Path, text: str, *overrides: str) -> tuple[Fleet, RunConfig, Setting]:
+    file = tmp_path / "fleet.toml"
+    file.write_text(text)
+    fleet, config = load_fleet(file), load_config(None, [*SETTINGS, "model.layers=4", *overrides])
+    return fleet, config, setting(fleet, config, ModelSpec.from_config(config.model))
+
+
 def played(
     tmp_path: Path, text: str, seconds: float, fidelity: Fidelity, *overrides: str, seed: int = 0,
     watch: Callable[[Event], None] | None = None,
 ) -> Outcome:  # fmt: skip
-    file = tmp_path / "fleet.toml"
-    file.write_text(text)
-    fleet, config = load_fleet(file), load_config(None, [*SETTINGS, "model.layers=4", *overrides])
-    scene = setting(fleet, config, ModelSpec.from_config(config.model))
+    fleet, config, scene = staged(tmp_path, text, *overrides)
     churn = weather(fleet.churn, tmp_path)
     return simulate_fleet(scene, config, churn, hours=seconds / 3600, seed=seed, fidelity=fidelity, watch=watch)
 
@@ -86,6 +96,10 @@ def test_both_fidelities_agree(tmp_path: Path, text: str, seconds: float, overri
     flow, protocol = (played(tmp_path, text, seconds, f, *overrides) for f in ("flow", "protocol"))
     scale = 0.5 if "train.batch=32" in overrides else 1.0
     assert flow.throughput == pytest.approx(scale * warm(protocol), rel=AGREE)
+    _, config, scene = staged(tmp_path, text, *overrides)
+    who = cast(scene, seated(scene), config.fleet.trainers or TRAINERS)
+    took = steps.play(scene, who, delayed=config.optimizer.delayed)
+    assert scene.cost.microbatches / took.step_s == pytest.approx(scale * warm(protocol), rel=AGREE)
 
 
 def test_a_deep_pipeline_begins_as_fast_as_it_goes_on(tmp_path: Path) -> None:

@@ -1,29 +1,43 @@
-"""Predicted against simulated: random fleets, every number of stages, each played with all messages of the production code.
+"""Predicted against simulated: random fleets, every number of stages of the strategies 'swarm' and 'pipeline' (GPipe and 1F1B), each played
+with all messages of the production code.
 
-python benchmarks/plan/run.py [FLEETS]        # default: 20
+python benchmarks/plan/run.py                                     # fleets 0 to 19, and writes results.json
+python benchmarks/plan/run.py --fleets 5-9 --keep FOLDER          # a part; what was played is kept there, and not played again
+python benchmarks/plan/run.py --fleets 0-4 --keep FOLDER --played # predictions only, held against what was played before
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
-import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from muletrain.config.fleet import Fleet, load_fleet
 from muletrain.config.load import load_config
 from muletrain.errors import CapacityError
 from muletrain.model.spec import ModelSpec
-from muletrain.sim.plan_swarm import Settled, chosen, played_step_s, settled
+from muletrain.policy.strategies import recommend, title
+from muletrain.sim import plan_pipeline
+from muletrain.sim.plan_swarm import chosen, played_step_s, promising, settled, told
 from muletrain.sim.question import Question
+
+if TYPE_CHECKING:
+    from muletrain.config.plan import Prediction
 
 RUN = (
     "model.width=256", "model.heads=4", "model.layers=8", "model.context=512", "model.vocab=512", "train.batch=48", "train.microbatch=1",
     "fleet.rebalance_period=20", "checkpoint.every=0", "fleet.trainers=2",
 )  # fmt: skip
+SEARCH_S = 4.0
+"""For the placement of each number of stages: what is left of the half minute that 'muletrain plan' takes by default."""
+NEAR, CLOSE = 0.10, 0.05
+"""Of a step time that was predicted, and of a layout that is nearly the fastest."""
+PLAYED_TO = 1.3
+"""Layouts are played that are predicted to take no more than so many times as long as the recommended one."""
 
 
 def draw(seed: int) -> str:
@@ -45,52 +59,123 @@ def draw(seed: int) -> str:
     ])  # fmt: skip
 
 
-def candidates(fleet: Fleet) -> list[Settled]:
-    run = load_config(None, RUN)
-    question = Question(fleet, run, ModelSpec.from_config(run.model), microbatch=1)
-    found = []
-    for stages in question.stage_counts():
-        try:
-            found.append(settled(question.scene(stages, 1)))
-        except CapacityError:
-            continue
-    return found
-
-
-def compared(seed: int) -> dict[str, Any]:
-    """One fleet: by stages what was predicted and what was played [s], and how the recommended one fared."""
+def drawn(seed: int) -> Fleet:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "fleet.toml").write_text(draw(seed))
-        fleet = load_fleet(Path(folder) / "fleet.toml")
-    found = candidates(fleet)
-    steps_s = {len(s.serving): (s.step_s, played_step_s(s.scene, s.step_s)) for s in found}
-    best = len(chosen(found).serving)
-    predicted_s, played_s = steps_s[best]
-    fastest_s = min(played for _, played in steps_s.values())
+        return load_fleet(Path(folder) / "fleet.toml")
+
+
+def asked(fleet: Fleet, stages: int | None = None) -> Question:
+    run = load_config(None, RUN)
+    return Question(fleet, run, ModelSpec.from_config(run.model), stages=stages, microbatch=1)
+
+
+def candidates(fleet: Fleet) -> tuple[list[Prediction], Prediction]:
+    """All that are possible, and the one that is recommended, chosen as 'muletrain plan' does."""
+    question, layouts = asked(fleet), []
+    for stages in question.stage_counts():
+        try:
+            layouts.append(settled(question.scene(stages, 1)))
+        except CapacityError:
+            continue
+    swarms = [told(question, found) for found in layouts]
+    pipelines = []
+    for stages in question.stage_counts():
+        found = plan_pipeline.predict(asked(fleet, stages), seed=0, time_limit_s=SEARCH_S)
+        pipelines += [
+            p for p in found if not p.problem and (stages > 1 or p.schedule == "1f1b")
+        ]  # of one stage both are the same
+    best = [swarms[layouts.index(chosen(promising(layouts)))]] if layouts else []
+    for schedule in plan_pipeline.SCHEDULES:
+        if same := [p for p in pipelines if p.schedule == schedule]:
+            best.append(min(same, key=lambda p: p.step_s))
+    recommended, _ = recommend(best)
+    assert recommended is not None
+    return swarms + pipelines, best[recommended]
+
+
+def layout(p: Prediction) -> str:
+    """What is played, as text: the same is not played again."""
+    who = ", ".join("+".join(stage.machines) for stage in p.stages) if p.strategy == "pipeline" else ""
+    return f"{title(p)}, {len(p.stages)} stages" + (f": {who}; {p.microbatches}" if who else "")
+
+
+def played(fleet: Fleet, p: Prediction) -> float:
+    """What a step of ``p`` takes [s], as 'muletrain plan --confirm' finds it."""
+    question = asked(fleet)
+    scene, planned = question.scene(len(p.stages), 1), None
+    if p.schedule:
+        scene = plan_pipeline.scheduled(question, scene, p.schedule, len(p.microbatches))
+        planned = plan_pipeline.membership(question, scene, p)
+    return played_step_s(scene, p.step_s, planned=planned)
+
+
+def compared(seed: int, kept: Path | None, *, only_predict: bool) -> dict[str, Any]:
+    """One fleet: by layout what was predicted and what was played [s], and how the recommended one fared."""
+    fleet = drawn(seed)
+    found, recommended = candidates(fleet)
+    file = None if kept is None else kept / f"fleet-{seed}.json"
+    times_s: dict[str, float] = json.loads(file.read_text()) if file is not None and file.exists() else {}
+    rows = []
+    for p in (p for p in found if p.step_s <= PLAYED_TO * recommended.step_s):
+        name = layout(p)
+        if name not in times_s:
+            if only_predict:
+                continue
+            times_s[name] = played(fleet, p)
+            if file is not None:
+                file.write_text(json.dumps(times_s, indent=1) + "\n")
+        rows.append({
+            "layout": name, "predicted_s": round(p.step_s, 3), "played_s": round(times_s[name], 3),
+            "error": round(p.step_s / times_s[name] - 1, 4),
+        })  # fmt: skip
+    fastest_s = min(row["played_s"] for row in rows)
+    own = next(row for row in rows if row["layout"] == layout(recommended))
     return {
-        "seed": seed, "machines": len(fleet.peers()), "stages": {k: [round(x, 3) for x in v] for k, v in steps_s.items()},
-        "recommended": best, "error": round(predicted_s / played_s - 1, 4), "behind": round(played_s / fastest_s - 1, 4),
+        "seed": seed, "machines": len(fleet.peers()), "recommended": own["layout"], "error": own["error"],
+        "behind": round(own["played_s"] / fastest_s - 1, 4), "layouts": rows,
     }  # fmt: skip
 
 
-def main(fleets: int) -> None:
-    rows, begun = list[dict[str, Any]](), time.monotonic()
-    for seed in range(fleets):
-        rows.append(compared(seed))
-        print(json.dumps(rows[-1]), flush=True)
-    errors = [abs(row["error"]) for row in rows]
-    every = [abs(predicted / played - 1) for row in rows for predicted, played in row["stages"].values()]
-    summary = {
-        "fleets": fleets, "recommended: largest error": max(errors), "recommended: within 10 %": sum(e <= 0.1 for e in errors),
-        "all layouts": len(every), "all layouts: largest error": round(max(every), 4),
-        "all layouts: within 10 %": sum(e <= 0.1 for e in every), "best or within 5 %": sum(row["behind"] <= 0.05 for row in rows),
-        "minutes": round((time.monotonic() - begun) / 60, 1),
-    }  # fmt: skip
-    print(json.dumps(summary))
-    (Path(__file__).parent / "results.json").write_text(
-        json.dumps({"summary": summary, "fleets": rows}, indent=1) + "\n"
-    )
+def summed_up(fleets: list[dict[str, Any]]) -> dict[str, Any]:
+    summary: dict[str, Any] = {
+        "fleets": len(fleets),
+        "recommended: fastest played, or within 5 %": sum(row["behind"] <= CLOSE for row in fleets),
+        "recommended: most behind": max(row["behind"] for row in fleets),
+        "recommended: a pipeline": sum(row["recommended"].startswith("pipeline") for row in fleets),
+    }
+    every = [row for fleet in fleets for row in fleet["layouts"]]
+    groups = {"recommended": fleets} | {
+        f"all '{name}'": [row for row in every if row["layout"].startswith(name)] for name in ("swarm", "pipeline")
+    }
+    for name, rows in groups.items():
+        errors = [abs(row["error"]) for row in rows]
+        summary[f"{name}: layouts"] = len(rows)
+        summary[f"{name}: within 10 %"] = sum(e <= NEAR for e in errors)
+        summary[f"{name}: largest error"] = max(errors, default=0.0)
+    return summary
+
+
+def main() -> None:
+    of = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    of.add_argument("--fleets", default="0-19", help="FIRST-LAST, seeds")
+    of.add_argument("--keep", type=Path, help="folder for what was played")
+    of.add_argument("--played", action="store_true", help="play nothing more: only what is kept")
+    of.add_argument("--out", type=Path, help="default for all fleets, 0-19: results.json")
+    args = of.parse_args()
+    first, last = map(int, args.fleets.split("-"))
+    if args.keep is not None:
+        args.keep.mkdir(parents=True, exist_ok=True)
+    fleets = list[dict[str, Any]]()
+    for seed in range(first, last + 1):
+        fleets.append(compared(seed, args.keep, only_predict=args.played))
+        print(json.dumps(fleets[-1], indent=1), flush=True)
+    summary = summed_up(fleets) | {"minutes of CPU": round(time.process_time() / 60, 1)}
+    print(json.dumps(summary, indent=1))
+    out = args.out or (Path(__file__).parent / "results.json" if args.fleets == "0-19" else None)
+    if out is not None:
+        out.write_text(json.dumps({"summary": summary, "fleets": fleets}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 20)
+    main()

@@ -79,6 +79,16 @@ def pipeline_split(
     )  # fmt: skip
 
 
+def parted(compute_s: float, free_s: float, linked_s: float, step_s: float) -> Split:
+    """Of a step of ``step_s``, which computes for ``linked_s``, without links for ``free_s``, and if nobody waited ``compute_s``."""
+    linked_s = min(linked_s, step_s)
+    free_s = min(free_s, linked_s)
+    compute_s = min(compute_s, free_s)
+    return Split(
+        compute_s=compute_s, bubble_s=free_s - compute_s, pipeline_s=linked_s - free_s, data_parallel_s=step_s - linked_s
+    )  # fmt: skip
+
+
 def roughly_s(stations: Sequence[Station], microbatches: int) -> float:
     """Of one pipeline, without playing it: the busiest slot all the time, and each other one once [s]."""
     filling_s = sum(s.forward_s + s.backward_s + s.on_s + s.on_delay_s + s.back_s + s.back_delay_s for s in stations)

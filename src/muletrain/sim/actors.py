@@ -13,7 +13,7 @@ import random
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from muletrain.errors import MuletrainError
 from muletrain.events import StepApplied, StepDone, SteppedBack
 from muletrain.network.memory import MemoryHub
 from muletrain.network.shaped import ShapedNetwork
+from muletrain.policy.shards import BLOCK
 from muletrain.sim.loop import run_virtually, seldom_collected
 from muletrain.sim.machines import fetch_s, mortal, seat, seated
 from muletrain.sim.tally import Tally
@@ -60,8 +61,10 @@ if TYPE_CHECKING:
     from muletrain.swarm.adoption import StepBack
 
 WIDTH, TOKENS, VOCAB = 2, 1, 256
-PARAMS = 12 * 4096
-"""Of each stage: shards of up to 12 replicas are of the same size."""
+REPLICAS = 64
+"""Of a stage: among more, so many share what all have to sum."""
+PARAMS = REPLICAS * BLOCK
+"""Of each stage: there is something in the shard of each replica."""
 PLACE = "shared"
 """Where all checkpoints go."""
 STEPS = 1 << 20
@@ -176,7 +179,6 @@ class Actors:
         self._kind_of: dict[str, int] = {}
         self._served: dict[str, int] = {}
         """Stages that peers came to."""
-        self._averaging = [s.averaged_bytes / (4 * PARAMS) for s in setting.cost.stages]
         stage_of = (
             {
                 self._name(k): s
@@ -319,21 +321,27 @@ class Actors:
         limits = replace(limited_peer(own.up_bytes_per_s), down_bytes_per_s=own.down_bytes_per_s)
         wide = [replace(link, delay_s=0.0) for link in links]  # of delays the hub takes care
         return ShapedNetwork(
-            self._hub.join(name), lambda peer: wide[self._kind_of[peer]], limits, self._clock, self._weight
+            self._hub.join(name),
+            lambda peer: wide[self._kind_of[peer]],
+            limits,
+            self._clock,
+            partial(self._weight, self._rosters[name]),
         )
 
     def _delay_s(self, sender: str, receiver: str) -> float:
         return self._setting.links[self._kind_of[sender]][self._kind_of[receiver]].delay_s
 
-    def _weight(self, frame: Frame) -> int:
-        """Bytes that the run's own frame would have."""
+    def _weight(self, roster: Roster, frame: Frame) -> int:
+        """Bytes that the run's own frame would have, whoever of the two sends it. Shards are equal, as those of a large stage are."""
         message = frame.message
         if isinstance(message, Forward):
             return self._setting.cost.forward_bytes[message.stage]
         if isinstance(message, Backward):
             return self._setting.cost.backward_bytes[message.stage]
-        nbytes = frame_size(frame)
-        return int(nbytes * self._averaging[0]) if isinstance(message, Shard | Reduced) else nbytes
+        if isinstance(message, Shard | Reduced):
+            stage = roster.own.stage
+            return self._setting.cost.stages[stage].averaged_bytes // min(REPLICAS, max(1, len(roster.stage(stage))))
+        return frame_size(frame)
 
     async def _peer(self, name: str, network: ShapedNetwork, roster: Roster, *, joining: bool) -> None:
         k = self._kind_of[name]

@@ -1,119 +1,43 @@
 """Strategy ``pipeline`` on a fleet: membership as planned (DT-FM), the schedules GPipe and 1F1B.
 
-For each number of stages the placement search finds where stages and pipelines go (``policy.place``), once; schedules are played on what
-it found with every microbatch that fits, and the fastest is kept, one of each schedule.
+For each number of stages the placement search finds where stages and pipelines go (``policy.place``), once; schedules are tried on what it
+found with every microbatch that fits, and the best is kept, one of each schedule. Of the best few of each schedule whole steps are played
+(``steps``), with averaging and trainers; these times are what is predicted.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from muletrain.config.plan import Prediction, Stage
+from muletrain.config.plan import Prediction, Split, Stage
 from muletrain.errors import CapacityError, ConfigError
 from muletrain.policy.place import place
 from muletrain.policy.placement import Task
-from muletrain.policy.schedules import Station, in_flight
+from muletrain.policy.schedules import in_flight
 from muletrain.policy.seats import Seats
-from muletrain.policy.strategies import (
-    Member,
-    averaging_s,
-    pipeline_shares,
-    pipeline_split,
-    roughly_s,
-)
+from muletrain.policy.strategies import parted, pipeline_split, roughly_s
 from muletrain.sim.machines import seat, stash_room
+from muletrain.sim.placed import Placed
 from muletrain.sim.question import Bytes, fullest, matrices, traffic
+from muletrain.sim.steps import play
+from muletrain.sim.wires import without_links
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from muletrain.config.fleet import Link
     from muletrain.config.plan import Memory
-    from muletrain.policy.placement import Assignment
     from muletrain.policy.schedules import Schedule
     from muletrain.sim.actors import Planned
     from muletrain.sim.machines import Kind
     from muletrain.sim.question import Question, Scene
 
+SHORTLIST, NEARLY = 3, 0.9
+"""Of which steps are played: at most so many, of which so much of the best one's speed is expected."""
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe")
-
-
-@dataclass(frozen=True)
-class Placed:
-    """Machines by stage and pipeline; ``kinds``: of each machine (``Setting.kinds``), by its index."""
-
-    scene: Scene
-    kinds: tuple[int, ...]
-    names: tuple[str, ...]
-    assignment: Assignment
-    spares: tuple[tuple[int, str], ...]
-    """(kind, name) of those that hold some stage and have no place."""
-
-    @cached_property
-    def serving(self) -> list[list[int]]:
-        """By stage and kind, spares where a live run seats them: they average along."""
-        serving = [[0] * len(self.scene.setting.kinds) for _ in self.assignment]
-        for here, devices in zip(serving, self.assignment, strict=True):
-            for d in devices:
-                here[self.kinds[d]] += 1
-        for k, _ in self.spares:
-            serving[seat(self.scene.setting, k, serving, [0] * len(serving))][k] += 1
-        return serving
-
-    def kind(self, stage: int, pipeline: int) -> int:
-        return self.kinds[self.assignment[stage][pipeline]]
-
-    def link(self, a: int, b: int) -> Link:
-        """Between two machines."""
-        return self.scene.setting.links[self.kinds[a]][self.kinds[b]]
-
-    def fits(self, scene: Scene, able: Sequence[int]) -> bool:
-        """Another microbatch leaves everyone in place: kinds are the same, and those that serve hold any stage."""
-        same = [k.name for k in scene.setting.kinds] == [k.name for k in self.scene.setting.kinds]
-        return same and {self.kinds[d] for stage in self.assignment for d in stage} <= set(able)
-
-    @property
-    def pipelines(self) -> list[tuple[Station, ...]]:
-        stages, pipelines = range(len(self.assignment)), range(len(self.assignment[0]))
-        return [tuple(self._station(s, p) for s in stages) for p in pipelines]
-
-    def _station(self, s: int, p: int) -> Station:
-        cost, kind = self.scene.setting.cost, self.scene.setting.kinds[self.kind(s, p)]
-        own, found = self.assignment[s][p], Station(kind.forward_s[s], kind.backward_s[s])
-        if s + 1 < len(self.assignment):
-            link, there = self.link(own, self.assignment[s + 1][p]), self.scene.setting.kinds[self.kind(s + 1, p)]
-            nbytes = cost.forward_bytes[s + 1]
-            found = replace(
-                found, on_s=nbytes / link.bandwidth_bytes_per_s, on_delay_s=link.delay_s, on_up_s=nbytes / kind.up_bytes_per_s,
-                on_down_s=nbytes / there.down_bytes_per_s,
-            )  # fmt: skip
-        if s:
-            link, there = self.link(own, self.assignment[s - 1][p]), self.scene.setting.kinds[self.kind(s - 1, p)]
-            nbytes = cost.backward_bytes[s]
-            found = replace(
-                found, back_s=nbytes / link.bandwidth_bytes_per_s, back_delay_s=link.delay_s, back_up_s=nbytes / kind.up_bytes_per_s,
-                back_down_s=nbytes / there.down_bytes_per_s,
-            )  # fmt: skip
-        return found
-
-    def ending_s(self) -> float:
-        """Averaging, in the stage where it takes longest."""
-        cost, kinds, links = self.scene.setting.cost, self.scene.setting.kinds, self.scene.setting.links
-        longest_s = 0.0
-        for stage, counts in zip(cost.stages, self.serving, strict=True):
-            here = Counter({k: n for k, n in enumerate(counts) if n})
-            paths = [links[a][b] for a in here for b in here if a != b or here[a] > 1]
-            if paths:
-                members = [Member(kinds[k].up_bytes_per_s, kinds[k].down_bytes_per_s) for k in here.elements()]
-                narrowest = min(path.bandwidth_bytes_per_s for path in paths)
-                takes_s = averaging_s(stage.averaged_bytes, members, narrowest, max(path.delay_s for path in paths))
-                longest_s = max(longest_s, takes_s + stage.ending_s)
-        return longest_s
 
 
 def predict(
@@ -121,7 +45,7 @@ def predict(
 ) -> list[Prediction]:
     """One for each schedule."""
     counts = question.stage_counts()
-    best: dict[Schedule, tuple[float, Placed]] = {}
+    best: dict[Schedule, list[tuple[float, Placed]]] = {schedule: [] for schedule in SCHEDULES}
     problem = ""
     too_full: dict[Schedule, str] = {}
     for n, stages in enumerate(counts):
@@ -130,18 +54,24 @@ def predict(
                 if isinstance(found, str):
                     too_full[schedule] = found
                     continue
-                step_s, placed = found
-                if schedule not in best or step_s < best[schedule][0]:
-                    best[schedule] = step_s, placed
+                best[schedule].append(found)
         except (CapacityError, ConfigError) as e:
             problem = str(e)
         watch((n + 1) / len(counts))
     return [
-        told(question, best[schedule][1], schedule)
-        if schedule in best
+        min(
+            (told(question, placed, schedule) for placed in promising(best[schedule])), key=lambda p: p.step_s
+        )
+        if best[schedule]
         else Prediction(strategy="pipeline", schedule=schedule, runnable=True, problem=too_full.get(schedule, problem))
         for schedule in SCHEDULES
     ]  # fmt: skip
+
+
+def promising(found: Sequence[tuple[float, Placed]]) -> list[Placed]:
+    """Those that may be the fastest, by an estimate of each one's step [s]."""
+    near = sorted((pair for pair in found if pair[0] * NEARLY <= min(found, key=itemgetter(0))[0]), key=itemgetter(0))
+    return [placed for _, placed in near[:SHORTLIST]]
 
 
 def _fastest(
@@ -163,8 +93,7 @@ def _fastest(
             break
         for schedule in SCHEDULES:
             placed = replace(first, scene=scheduled(question, scene, schedule, len(first.assignment[0])))
-            pipelines = placed.pipelines
-            shares = pipeline_shares(pipelines, scene.setting.cost.microbatches)
+            pipelines, shares = placed.pipelines, placed.shares
             known = best.get(schedule, "")
             if full := [row for row in _memory(question, placed, schedule, shares) if not _fits(row)]:
                 best[schedule] = known or _too_full(full[0], schedule)
@@ -258,10 +187,8 @@ def _too_full(row: Memory, schedule: Schedule) -> str:
 
 def told(question: Question, placed: Placed, schedule: Schedule) -> Prediction:
     """What ``placed`` is predicted to do."""
-    setting = placed.scene.setting
-    pipelines = placed.pipelines
-    shares = pipeline_shares(pipelines, setting.cost.microbatches)
-    split = pipeline_split(pipelines, shares, schedule, placed.ending_s())
+    setting, shares = placed.scene.setting, placed.shares
+    split = _split(placed, schedule)
     stages = tuple(
         Stage(layers=layers, machines=tuple(placed.names[d] for d in devices))
         for layers, devices in zip(setting.cut, placed.assignment, strict=True)
@@ -276,6 +203,16 @@ def told(question: Question, placed: Placed, schedule: Schedule) -> Prediction:
         price_per_billion_tokens=question.price(used, split.step_s),
         notes=_notes(placed),
     )  # fmt: skip
+
+
+def _split(placed: Placed, schedule: Schedule) -> Split:
+    setting, run = placed.scene.setting, placed.scene.run
+    who = placed.cast(schedule)
+    at_once, free = play(setting, who), play(without_links(setting), who)
+    step_s = play(setting, who, delayed=True).step_s if run.optimizer.delayed else at_once.step_s
+    busiest = zip(placed.pipelines, placed.shares, strict=True)
+    compute_s = max(share * max(s.forward_s + s.backward_s for s in stations) for stations, share in busiest)
+    return parted(compute_s, free.computing_s, at_once.computing_s, step_s)
 
 
 def _notes(placed: Placed) -> tuple[str, ...]:

@@ -1,18 +1,25 @@
-"""Strategy ``swarm`` on a fleet: the stages and the microbatch with which it does most, by the simulator's rates (``rates``, ``flow``)."""
+"""Strategy ``swarm`` on a fleet: the stages and the microbatch with which it does most.
+
+Where machines settle is found by the simulator's rates (``flow``, ``rates``), for every number of stages and every microbatch. Of those
+that do most by rates, steps are played (``steps``); these times are what is predicted.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from muletrain.config.fleet import Link
 from muletrain.config.plan import Prediction, Split, Stage
 from muletrain.errors import CapacityError
+from muletrain.policy.strategies import parted
 from muletrain.sim.fleet import simulate_fleet
 from muletrain.sim.flow import Flow, Rules, Weather
 from muletrain.sim.question import Bytes, fullest, traffic
 from muletrain.sim.rates import TRAINERS, Rates
+from muletrain.sim.steps import cast, play
+from muletrain.sim.wires import without_links
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,14 +29,16 @@ if TYPE_CHECKING:
     from muletrain.sim.machines import Setting
     from muletrain.sim.question import Question, Scene
     from muletrain.sim.rates import Counts
+    from muletrain.sim.steps import Took
 
 SETTLING_PERIODS = 240
 """Of rebalancing, at the usual period four hours: by then nobody moves any more."""
 PLAYED = 10
 """Steps."""
+SHORTLIST, NEARLY = 8, 0.8
+"""Of which steps are played: at most so many, which do so much of the best by rates."""
 ALIKE = 0.01
 """Of two layouts that differ by less, the one with fewer stages, and then the one with larger microbatches."""
-FREE = Link(0.0, float("inf"))
 
 
 @dataclass(frozen=True)
@@ -38,16 +47,22 @@ class Settled:
 
     scene: Scene
     serving: Sequence[Counts]
-    throughput: float
-    """Microbatches/s."""
+    roughly_s: float
+    """Of a step, by rates."""
+
+    @cached_property
+    def took(self) -> Took:
+        """A step, played."""
+        return played(self.scene.setting, self)
 
     @property
     def step_s(self) -> float:
-        return self.scene.setting.cost.microbatches / self.throughput
+        return self.took.step_s
 
     @property
     def tokens_per_s(self) -> float:
-        return self.throughput * self.scene.setting.cost.tokens
+        cost = self.scene.setting.cost
+        return cost.microbatches * cost.tokens / self.step_s
 
 
 def predict(question: Question, watch: Callable[[float], None] = lambda share: None) -> Prediction:
@@ -65,7 +80,14 @@ def predict(question: Question, watch: Callable[[float], None] = lambda share: N
         return Prediction(
             strategy="swarm", runnable=True, problem=str(problems[-1]) + (either if question.stages is None else "")
         )
-    return _told(question, chosen(found))
+    return told(question, chosen(promising(found)))
+
+
+def promising(found: Sequence[Settled]) -> list[Settled]:
+    """Those that may be the fastest."""
+    tokens = [s.scene.setting.cost.microbatches * s.scene.setting.cost.tokens / s.roughly_s for s in found]
+    near = [n for n, done in enumerate(tokens) if done >= NEARLY * max(tokens)]
+    return [found[n] for n in sorted(sorted(near, key=lambda n: -tokens[n])[:SHORTLIST])]
 
 
 def chosen(found: Sequence[Settled]) -> Settled:
@@ -82,7 +104,7 @@ def settled(scene: Scene) -> Settled:
     rules = Rules(fleet.rebalance, fleet.rebalance_period, fleet.adopt_after, 0)
     flow = Flow(rates, Weather(), rules, SETTLING_PERIODS * fleet.rebalance_period, seed=0)
     flow.play()
-    return Settled(scene, flow.serving, rates.of(flow.serving).throughput)
+    return Settled(scene, flow.serving, scene.setting.cost.microbatches / rates.of(flow.serving).throughput)
 
 
 def played_step_s(scene: Scene, expected_s: float, steps: int = PLAYED, planned: Planned | None = None) -> float:
@@ -97,33 +119,30 @@ def played_step_s(scene: Scene, expected_s: float, steps: int = PLAYED, planned:
     return (second[-1] - second[0]) / (len(second) - 1)
 
 
-def rates_of(setting: Setting, scene: Scene, *, delayed: bool | None = None) -> Rates:
+def rates_of(setting: Setting, scene: Scene) -> Rates:
     run = scene.run
+    return Rates(setting, trainers=run.fleet.trainers or TRAINERS, delayed=run.optimizer.delayed)
+
+
+def played(setting: Setting, found: Settled, *, delayed: bool | None = None) -> Took:
+    """Steps of ``found``, in ``setting``."""
+    run = found.scene.run
     late = run.optimizer.delayed if delayed is None else delayed
-    return Rates(setting, trainers=run.fleet.trainers or TRAINERS, delayed=late)
+    return play(setting, cast(setting, found.serving, run.fleet.trainers or TRAINERS), delayed=late)
 
 
 def split(found: Settled) -> Split:
     """See ``policy.strategies`` for what is counted as what."""
     setting = found.scene.setting
-    microbatches = setting.cost.microbatches
-    at_once, free = (rates_of(s, found.scene, delayed=False) for s in (setting, _without_links(setting)))
-    computing_s, free_s = (
-        microbatches / r.of(found.serving).throughput - r.ending_s(found.serving) for r in (at_once, free)
+    at_once = played(setting, found, delayed=False) if found.scene.run.optimizer.delayed else found.took
+    free = played(without_links(setting), found, delayed=False)
+    rates = rates_of(setting, found.scene)
+    return parted(
+        setting.cost.microbatches / rates.of(found.serving).slowest, free.computing_s, at_once.computing_s, found.step_s
     )
-    compute_s = microbatches / at_once.of(found.serving).slowest
-    return Split(
-        compute_s=compute_s, bubble_s=max(0.0, free_s - compute_s), pipeline_s=max(0.0, computing_s - free_s),
-        data_parallel_s=max(0.0, found.step_s - computing_s),
-    )  # fmt: skip
 
 
-def _without_links(setting: Setting) -> Setting:
-    wide = tuple(replace(k, up_bytes_per_s=float("inf"), down_bytes_per_s=float("inf")) for k in setting.kinds)
-    return replace(setting, kinds=wide, links=tuple((FREE,) * len(wide) for _ in wide))
-
-
-def _told(question: Question, found: Settled) -> Prediction:
+def told(question: Question, found: Settled) -> Prediction:
     scene, setting = found.scene, found.scene.setting
     stages = _stages(question, found)
     used = [name for stage in stages for name in stage.machines]
