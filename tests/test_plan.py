@@ -312,21 +312,21 @@ def test_what_crosses_links_is_what_the_layout_says(tmp_path: Path) -> None:
         assert p.traffic[0].delay_s == 0.03
 
 
-def test_swarm_is_predicted_as_the_simulator_plays_it(tmp_path: Path) -> None:
+def test_swarm_settles_as_the_simulator_plays_it(tmp_path: Path) -> None:
     (tmp_path / "fleet.toml").write_text(FLEET)
     run = load_config(None, [*TINY, "train.batch=64"])
     question = Question(load_fleet(tmp_path / "fleet.toml"), run, ModelSpec.from_config(run.model))
     for stages in (1, 2, 4):
         scene = question.scene(stages, 1)
         played = simulate_fleet(scene.setting, scene.run, Weather(), hours=24)
-        assert settled(scene).throughput == pytest.approx(played.throughput, rel=0.01)
+        assert scene.setting.cost.microbatches / settled(scene).roughly_s == pytest.approx(played.throughput, rel=0.01)
 
 
 def test_what_is_recommended_is_played(tmp_path: Path) -> None:
     found = Plan.model_validate_json(planned(tmp_path, "--json", "--stages", "2", "--batch", "16", "--confirm"))
     assert found.recommended is not None
     for n, p in enumerate(found.strategies):
-        assert p.played_step_s == (pytest.approx(p.step_s, rel=0.2) if n == found.recommended else None)
+        assert p.played_step_s == (pytest.approx(p.step_s, rel=0.1) if n == found.recommended else None)
 
 
 @pytest.mark.parametrize("stages", [2, 4])
@@ -339,7 +339,7 @@ def test_pipelines_do_what_was_predicted(tmp_path: Path, stages: int) -> None:
         assert found.schedule
         scene = plan_pipeline.scheduled(question, question.scene(stages, 1), found.schedule, len(found.microbatches))
         played_s = played_step_s(scene, found.step_s, 6, plan_pipeline.membership(question, scene, found))
-        assert found.step_s == pytest.approx(played_s, rel=0.1)
+        assert found.step_s == pytest.approx(played_s, rel=0.05)
 
 
 def test_prices_and_links_that_are_not_stated(tmp_path: Path) -> None:

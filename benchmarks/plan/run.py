@@ -110,7 +110,7 @@ def played(fleet: Fleet, p: Prediction) -> float:
     return played_step_s(scene, p.step_s, planned=planned)
 
 
-def compared(seed: int, kept: Path | None, *, only_predict: bool) -> dict[str, Any]:
+def compared(seed: int, kept: Path | None = None, *, only_predict: bool = False) -> dict[str, Any]:
     """One fleet: by layout what was predicted and what was played [s], and how the recommended one fared."""
     fleet = drawn(seed)
     found, recommended = candidates(fleet)

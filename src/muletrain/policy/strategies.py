@@ -1,7 +1,7 @@
 """What a step takes under strategies with planned membership, in pure numbers; and which strategy to recommend.
 
 ``pipeline``: stages and pipelines as placed, GPipe or 1F1B (``schedules``); ``swap``: every machine computes the whole model
-(``swapping``). What strategy ``swarm`` does is the simulator's to say (``sim.rates``).
+(``swapping``). What strategy ``swarm`` does, and what whole steps of ``pipeline`` take, is the simulator's to say (``sim.steps``).
 
 Parts of a step are told apart by what would be gone without them: a step without links and without averaging is compute (the busiest
 machine's) and bubble; what links between stages add is pipeline; what a step's end adds is data-parallel.

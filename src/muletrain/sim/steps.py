@@ -68,9 +68,8 @@ def play(setting: Setting, who: Cast, *, delayed: bool = False) -> Took:
     """Steps in which senders have measured all receivers. ``delayed``: each is averaged while the next one is computed."""
     steps = max(1, math.ceil(ENOUGH / setting.cost.microbatches))
     warm, *ends = _Play(setting, who, delayed=delayed).run(1 + steps)
-    begins_s = [warm.over_s, *(end.over_s for end in ends)]
-    computing_s = sum(end.through_s - begin for begin, end in zip(begins_s, ends, strict=False))
-    return Took((ends[-1].over_s - warm.over_s) / steps, max(0.0, computing_s / steps))
+    step_s = (ends[-1].over_s - warm.over_s) / steps
+    return Took(step_s, max(0.0, step_s - sum(end.over_s - end.through_s for end in ends) / steps))
 
 
 @dataclass(eq=False)
