@@ -35,11 +35,11 @@ from muletrain.policy.strategies import (
     swap_split,
 )
 from muletrain.policy.swapping import Layer, accumulation, held_bytes, round_s, swapping
-from muletrain.sim import plan_hub, plan_pipeline
+from muletrain.sim import plan_hub, plan_pipeline, plan_swarm
 from muletrain.sim.fleet import simulate_fleet
 from muletrain.sim.flow import Weather
 from muletrain.sim.plan_hub import segments
-from muletrain.sim.plan_swarm import played_step_s, settled
+from muletrain.sim.plan_swarm import NoSteps, played_step_s, settled
 from muletrain.sim.question import Question
 
 ROOT = Path(__file__).parents[1]
@@ -327,6 +327,26 @@ def test_what_is_recommended_is_played(tmp_path: Path) -> None:
     assert found.recommended is not None
     for n, p in enumerate(found.strategies):
         assert p.played_step_s == (pytest.approx(p.step_s, rel=0.1) if n == found.recommended else None)
+
+
+def test_what_comes_to_no_step_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fleet.toml").write_text(
+        '[[machines]]\nname = "a"\ncount = 2\nforward_ms = 90000\nbackward_ms = 90000\n'
+    )
+    run = load_config(None, [*TINY, "train.batch=16"])
+    question = Question(load_fleet(tmp_path / "fleet.toml"), run, ModelSpec.from_config(run.model), 2, 1)
+    with pytest.raises(NoSteps, match=r"played .* for 190 s, hardly any step .* Plan more stages or a larger batch"):
+        played_step_s(question.scene(2, 1), 1.0)
+
+    def never(*_: object, **__: object) -> float:
+        raise NoSteps("hardly any step came to its end")
+
+    monkeypatch.setattr(plan_swarm, "played_step_s", never)
+    found = Plan.model_validate_json(planned(tmp_path, "--json", "--stages", "2", "--batch", "16", "--confirm"))
+    assert found.recommended is not None
+    chosen = found.strategies[found.recommended]
+    assert chosen.played_step_s is None
+    assert "hardly any step came to its end" in chosen.notes
 
 
 @pytest.mark.parametrize("stages", [2, 4])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import tempfile
 import time
@@ -22,7 +23,7 @@ from muletrain.errors import CapacityError
 from muletrain.model.spec import ModelSpec
 from muletrain.policy.strategies import recommend, title
 from muletrain.sim import plan_pipeline
-from muletrain.sim.plan_swarm import chosen, played_step_s, promising, settled, told
+from muletrain.sim.plan_swarm import NoSteps, chosen, played_step_s, promising, settled, told
 from muletrain.sim.question import Question
 
 if TYPE_CHECKING:
@@ -100,14 +101,17 @@ def layout(p: Prediction) -> str:
     return f"{title(p)}, {len(p.stages)} stages" + (f": {who}; {p.microbatches}" if who else "")
 
 
-def played(fleet: Fleet, p: Prediction) -> float:
-    """What a step of ``p`` takes [s], as 'muletrain plan --confirm' finds it."""
+def played(fleet: Fleet, p: Prediction) -> float | None:
+    """What a step of ``p`` takes [s], as 'muletrain plan --confirm' finds it. None: hardly any comes to its end."""
     question = asked(fleet)
     scene, planned = question.scene(len(p.stages), 1), None
     if p.schedule:
         scene = plan_pipeline.scheduled(question, scene, p.schedule, len(p.microbatches))
         planned = plan_pipeline.membership(question, scene, p)
-    return played_step_s(scene, p.step_s, planned=planned)
+    try:
+        return played_step_s(scene, p.step_s, planned=planned)
+    except NoSteps:
+        return None
 
 
 def compared(seed: int, kept: Path | None = None, *, only_predict: bool = False) -> dict[str, Any]:
@@ -115,7 +119,7 @@ def compared(seed: int, kept: Path | None = None, *, only_predict: bool = False)
     fleet = drawn(seed)
     found, recommended = candidates(fleet)
     file = None if kept is None else kept / f"fleet-{seed}.json"
-    times_s: dict[str, float] = json.loads(file.read_text()) if file is not None and file.exists() else {}
+    times_s: dict[str, float | None] = json.loads(file.read_text()) if file is not None and file.exists() else {}
     rows = []
     for p in (p for p in found if p.step_s <= PLAYED_TO * recommended.step_s):
         name = layout(p)
@@ -125,31 +129,35 @@ def compared(seed: int, kept: Path | None = None, *, only_predict: bool = False)
             times_s[name] = played(fleet, p)
             if file is not None:
                 file.write_text(json.dumps(times_s, indent=1) + "\n")
+        took_s = times_s[name] or math.inf
         rows.append({
-            "layout": name, "predicted_s": round(p.step_s, 3), "played_s": round(times_s[name], 3),
-            "error": round(p.step_s / times_s[name] - 1, 4),
+            "layout": name, "predicted_s": round(p.step_s, 3), "played_s": None if math.isinf(took_s) else round(took_s, 3),
+            "error": round(p.step_s / took_s - 1, 4),
         })  # fmt: skip
-    fastest_s = min(row["played_s"] for row in rows)
+    fastest_s = min(row["played_s"] or math.inf for row in rows)
     own = next(row for row in rows if row["layout"] == layout(recommended))
     return {
         "seed": seed, "machines": len(fleet.peers()), "recommended": own["layout"], "error": own["error"],
-        "behind": round(own["played_s"] / fastest_s - 1, 4), "layouts": rows,
+        "behind": round(own["played_s"] / fastest_s - 1, 4) if own["played_s"] else None, "layouts": rows,
     }  # fmt: skip
 
 
 def summed_up(fleets: list[dict[str, Any]]) -> dict[str, Any]:
     summary: dict[str, Any] = {
         "fleets": len(fleets),
-        "recommended: fastest played, or within 5 %": sum(row["behind"] <= CLOSE for row in fleets),
-        "recommended: most behind": max(row["behind"] for row in fleets),
+        "recommended: fastest played, or within 5 %": sum(
+            row["behind"] is not None and row["behind"] <= CLOSE for row in fleets
+        ),
+        "recommended: most behind": max(row["behind"] or 0.0 for row in fleets),
         "recommended: a pipeline": sum(row["recommended"].startswith("pipeline") for row in fleets),
     }
     every = [row for fleet in fleets for row in fleet["layouts"]]
+    summary["layouts of which hardly a step comes to its end"] = sum(row["played_s"] is None for row in every)
     groups = {"recommended": fleets} | {
         f"all '{name}'": [row for row in every if row["layout"].startswith(name)] for name in ("swarm", "pipeline")
     }
     for name, rows in groups.items():
-        errors = [abs(row["error"]) for row in rows]
+        errors = [abs(row["error"]) for row in rows if row.get("played_s", 1)]
         summary[f"{name}: layouts"] = len(rows)
         summary[f"{name}: within 10 %"] = sum(e <= NEAR for e in errors)
         summary[f"{name}: largest error"] = max(errors, default=0.0)

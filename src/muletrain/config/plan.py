@@ -89,7 +89,8 @@ class Prediction(Section):
     step_s: float = Field(default=0.0, description="of one step [s]")
     tokens_per_s: float = Field(default=0.0)
     played_step_s: float | None = Field(
-        default=None, description="of one step, by every message of the code that trains; null: not played [s]"
+        default=None,
+        description="of one step, by every message of the code that trains; null: not played, or see the notes [s]",
     )
     split: Split | None = None
     memory: tuple[Memory, ...] = ()

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from muletrain.config.plan import Prediction, Split, Stage
-from muletrain.errors import CapacityError
+from muletrain.errors import CapacityError, MuletrainError
 from muletrain.policy.strategies import parted
 from muletrain.sim.fleet import simulate_fleet
 from muletrain.sim.flow import Flow, Rules, Weather
@@ -33,12 +33,18 @@ if TYPE_CHECKING:
 
 SETTLING_PERIODS = 240
 """Of rebalancing, at the usual period four hours: by then nobody moves any more."""
-PLAYED = 10
-"""Steps."""
+PLAYED, ENOUGH = 10, 4
+"""Steps; and ends of steps that a mean is taken of, if there are so many."""
+MOVING_PERIODS = (3, 9)
+"""Of rebalancing, that are played beside them: by the end of the first ones hardly anybody moves any more."""
 SHORTLIST, NEARLY = 8, 0.8
 """Of which steps are played: at most so many, which do so much of the best by rates."""
 ALIKE = 0.01
 """Of two layouts that differ by less, the one with fewer stages, and then the one with larger microbatches."""
+
+
+class NoSteps(MuletrainError):
+    """A play in which hardly any step comes to its end."""
 
 
 @dataclass(frozen=True)
@@ -108,15 +114,26 @@ def settled(scene: Scene) -> Settled:
 
 
 def played_step_s(scene: Scene, expected_s: float, steps: int = PLAYED, planned: Planned | None = None) -> float:
-    """Of one step, by every message of the production code [s]: the mean of the second half of so many, and of what fits into three periods
-    of rebalancing beside them. By then nobody moves any more, and peers have measured each other. Of ``planned`` membership, where nobody
-    moves, of so many alone."""
-    moving_s = 3 * scene.run.fleet.rebalance_period if planned is None else 0.0
-    hours = (steps * expected_s + moving_s) / 3600
-    outcome = simulate_fleet(scene.setting, scene.run, Weather(), hours=hours, fidelity="protocol", planned=planned)
-    ends_s = [point.time_s for point in outcome.curve]
-    second = ends_s[len(ends_s) // 2 :]
-    return (second[-1] - second[0]) / (len(second) - 1)
+    """Of one step, by every message of the production code [s]: the mean of the second half of so many, and of what fits into a few periods
+    of rebalancing beside them, so that peers have measured each other. Where somebody moved late, it is played for longer. Of ``planned``
+    membership, where nobody moves, of so many alone. Raises NoSteps."""
+    horizon_s, ends_s = 0.0, list[float]()
+    for periods in MOVING_PERIODS if planned is None else (0,):
+        horizon_s = steps * expected_s + periods * scene.run.fleet.rebalance_period
+        outcome = simulate_fleet(
+            scene.setting, scene.run, Weather(), hours=horizon_s / 3600, fidelity="protocol", planned=planned
+        )
+        curve = outcome.curve
+        moved = max((n + 1 for n, point in enumerate(curve) if "moved" in point.events), default=0)
+        ends_s = [point.time_s for point in curve[max(moved, len(curve) // 2) :]]
+        if len(ends_s) >= ENOUGH:
+            break
+    if len(ends_s) > 1:
+        return (ends_s[-1] - ends_s[0]) / (len(ends_s) - 1)
+    raise NoSteps(
+        f"played with every message for {horizon_s:.0f} s, hardly any step came to its end, of which one is to take {expected_s:.1f} s: "
+        f"peers behind links that are busy with gradients for seconds are taken for lost. Plan more stages or a larger batch"
+    )
 
 
 def rates_of(setting: Setting, scene: Scene) -> Rates:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def confirmed(question: Question, plan: Plan) -> Plan:
     """With what the recommended layout takes when every message of the production code is played: of strategy swarm from where machines are
-    seated, of pipeline as planned."""
+    seated, of pipeline as planned. Where hardly any step comes to its end then, its notes say so."""
     if plan.recommended is None:
         return plan
     chosen = plan.strategies[plan.recommended]
@@ -26,8 +26,12 @@ def confirmed(question: Question, plan: Plan) -> Plan:
     if chosen.strategy == "pipeline" and chosen.schedule:
         scene = plan_pipeline.scheduled(question, scene, chosen.schedule, len(chosen.microbatches))
         planned = plan_pipeline.membership(question, scene, chosen)
-    played_s = plan_swarm.played_step_s(scene, chosen.step_s, planned=planned)
-    played = chosen.model_copy(update={"played_step_s": played_s})
+    try:
+        played_s = plan_swarm.played_step_s(scene, chosen.step_s, planned=planned)
+    except plan_swarm.NoSteps as e:
+        played = chosen.model_copy(update={"notes": (*chosen.notes, str(e))})
+    else:
+        played = chosen.model_copy(update={"played_step_s": played_s})
     strategies = tuple(played if p is chosen else p for p in plan.strategies)
     return plan.model_copy(update={"strategies": strategies})
 
