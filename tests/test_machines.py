@@ -80,7 +80,7 @@ def machines(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     def on(machine: str, *arguments: str) -> subprocess.Popen[str]:
         (tmp_path / machine).mkdir(exist_ok=True)
-        run = ["-c", arguments[1]] if arguments[0] == PYTHON else ["-m", "muletrain.cli.main", *arguments]
+        run = ["-c", *arguments[1:]] if arguments[0] == PYTHON else ["-m", "muletrain.cli.main", *arguments]
         process = subprocess.Popen(
             ["ip", "netns", "exec", names[machine], sys.executable, *run],
             cwd=tmp_path / machine, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -187,6 +187,65 @@ def test_nothing_but_tcp_passes_between_the_machines(machines: Callable[..., sub
     assert receiver.stdout.readline() == "listening\n"
     output(machines("b", PYTHON, SENDER))
     assert output(receiver) == "by TCP\nnothing else\n"
+
+
+PEER = """
+import asyncio, os, sys, time
+from pathlib import Path
+from muletrain.network.base import Channel, Frame
+from muletrain.network.identity import Key
+from muletrain.network.libp2p import Libp2pNetwork
+from muletrain.wire.codec import encode_raw
+
+async def main(first=None):
+    owner = Key.of_seed(b"o" * 32)
+    net = await Libp2pNetwork.create(
+        run_id="run", secret=b"s" * 32, protocol="1", folder=Path.cwd(), listen="0.0.0.0", owner=owner.public if first else owner,
+        initial_peers=(first,) if first else (),
+    )
+    here, came = asyncio.get_running_loop().create_future(), []
+    async def echo(sender, payload):
+        here.done() or here.set_result(sender)
+        return payload
+    async def receive(sender, frame):
+        came.append(frame)
+    net.serve("echo", echo)
+    net.receive(receive)
+    if first is None:
+        print(net.addresses()[0], flush=True)
+        other, content, begin = await here, os.urandom(2_000_000), time.monotonic()
+        for _ in range(8):
+            await net.send(other, Frame("x", {}, [encode_raw(content)]), channel=Channel.BULK)
+        await net.call(other, "echo", b"", timeout_s=60)
+        await asyncio.sleep(5)
+        await net.close()
+        return
+    founder, longest, begin, calls = first.rpartition("/p2p/")[2], 0.0, time.monotonic(), 0
+    while len(came) < 8:
+        sent = time.monotonic()
+        await net.call(founder, "echo", b"x" * 200, timeout_s=60)
+        longest, calls = max(longest, time.monotonic() - sent), calls + 1
+        await asyncio.sleep(0.1)
+    print(calls, longest, time.monotonic() - begin)
+    await net.close()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@namespaces
+@pytest.mark.slow
+def test_calls_come_between_the_packets_of_long_frames(machines: Callable[..., subprocess.Popen[str]]) -> None:
+    """16 MB go out by 35 Mb/s; probes of who sends them are answered all the same, as ``ShapedNetwork`` has it, too."""
+    limit = ["qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "35mbit", "burst", "64kb", "latency", "200ms"]
+    subprocess.run(["tc", "-n", f"mule-{os.getpid()}-a", *limit], check=True)
+    founder = machines("a", PYTHON, PEER)
+    assert founder.stdout is not None
+    address = re.sub(r"^/ip4/[^/]*", "/ip4/10.99.0.1", founder.stdout.readline().strip())
+    calls, longest, seconds = map(float, output(machines("b", PYTHON, PEER, address)).split())
+    assert seconds > 3, "the link is not as narrow as it is to be"
+    assert calls > 10
+    assert longest < 1, "a call waited for what was sent before it"
 
 
 @namespaces

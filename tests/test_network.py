@@ -703,6 +703,36 @@ def test_full_duplex_and_calls() -> None:
     virtually(scenario())
 
 
+def test_calls_that_fit_into_a_packet_come_between_those_of_frames_but_not_in_a_stall() -> None:
+    async def scenario() -> None:
+        s = Shaped(Link(0.1, 1e6), {"a": machine(3, up=1e6, stall=Stall(10.0, 2.0)), "b": machine()})
+
+        async def answer(sender: str, payload: bytes) -> bytes:
+            return payload
+
+        s.nets["a"].serve("ask", answer)
+        s.nets["b"].serve("ask", answer)
+        frames = [asyncio.create_task(s.nets["a"].send("b", megabyte(n), timeout_s=1000)) for n in range(40)]
+        await asyncio.sleep(0)
+        waits = []
+        while s.time() < 40:
+            begin = s.time()
+            await s.nets["b"].call("a", "ask", bytes(100), timeout_s=100)
+            waits.append(s.time() - begin)
+            await asyncio.sleep(0.05)
+        assert min(waits) == pytest.approx(0.2, abs=0.01)
+        stalled = [w for w in waits if w > 0.21]
+        assert 1 < len(stalled) < 12  # 40 s at one in 10 s
+        assert 1.8 < max(stalled) < 2.21
+        await s.nets["a"].call("b", "ask", bytes(2000), timeout_s=100)  # more than a packet: behind all of them
+        last = s.time()
+        await asyncio.gather(*frames)
+        arrivals = await s.finish()
+        assert last > arrivals[39] > 40 + len(waits) * 228e-6, "what came between made them later"
+
+    virtually(scenario())
+
+
 def test_a_partition_swallows_frames_and_calls_until_it_ends() -> None:
     async def scenario() -> None:
         s = Shaped(Link(0.1, math.inf), {"a": machine(), "b": machine()})

@@ -2,7 +2,9 @@
 
 Each peer shapes what it *sends* (its answers to calls, too), so a round trip is shaped once in each direction, and the time at
 which its own downlink has taken what it receives. Uplink and downlink are shared by all others; each path has the narrowest
-bandwidth on its way. Delay does not take bandwidth: many frames are under way at once, in order per receiver and channel.
+bandwidth on its way. Delay does not take bandwidth: many frames are under way at once, in order per receiver and channel. Calls and
+answers that fit into a packet wait for none of it: on real links, too, they come between two packets of what is long
+(``tests/test_machines.py``).
 """
 
 from __future__ import annotations
@@ -101,6 +103,8 @@ class ShapedNetwork:
         self.peer_id = inner.peer_id
         self._stalls = Stalls(own.stall, own.index, clock.now())
         self._up, self._down = Pipe(self._stalls), Pipe(self._stalls)
+        self._stalls_now = Stalls(own.stall, own.index, clock.now())
+        """The same ones, never asked about later."""
         self._paths: dict[PeerId, Pipe] = {}
         self._pipes: dict[tuple[PeerId, Channel], _OnTheWay] = {}
         self._broken: dict[tuple[PeerId, Channel], MuletrainError] = {}
@@ -143,7 +147,8 @@ class ShapedNetwork:
         if peer == self.peer_id:
             return
         link = self._links(peer)
-        await self._sleep_until(self._book(peer, link, nbytes) + link.delay_s)
+        departure = self._book(peer, link, nbytes) if nbytes > PACKET else self._between(peer, link, nbytes)
+        await self._sleep_until(departure + link.delay_s)
         if peer in self._cut:
             await self._cut_changed.wait()  # lost: the caller's deadline ends this before
             raise PeerUnreachable(f"{peer[-6:]} was cut off")
@@ -185,6 +190,12 @@ class ShapedNetwork:
         """Occupy uplink and path; when the last byte has left. A slow path leaves the uplink to others meanwhile."""
         depart, self._up.free, self._path(peer).free = self._departure(peer, link, nbytes)
         return depart
+
+    def _between(self, peer: PeerId, link: Link, nbytes: int) -> float:
+        """When a packet has left that the others let pass: they are later by as much."""
+        self._book(peer, link, nbytes)
+        slowest = min(self._own.up_bytes_per_s, link.bandwidth_bytes_per_s)
+        return self._stalls_now.after(self._clock.now()) + nbytes / slowest
 
     def _path(self, peer: PeerId) -> Pipe:
         if peer not in self._paths:
