@@ -253,13 +253,15 @@ class Points:
 
 
 def spoil_next(compute: Compute) -> None:
-    """The next gradient that ``compute`` hands out for averaging is not finite, as from faulty memory."""
+    """The next gradient that ``compute`` hands out for averaging is not finite, as from faulty memory. One of no microbatches, nobody
+    would miss."""
     right = compute.gradient
 
     def gradient(step: int) -> Tensor:
-        compute.gradient = right  # type: ignore[method-assign]
         accumulated = right(step)
-        accumulated[:1] = math.nan
+        if accumulated.any():
+            compute.gradient = right  # type: ignore[method-assign]
+            accumulated[:1] = math.nan
         return accumulated
 
     compute.gradient = gradient  # type: ignore[method-assign]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import heapq
+import itertools
 from collections import deque
 from contextlib import contextmanager
 from contextvars import copy_context
@@ -73,6 +74,18 @@ class _Timer(float):
         return float(self)
 
 
+class _Task(asyncio.Task[T]):
+    """Sets of tasks (a TaskGroup's) have an order that depends on which of a loop's tasks they are, not on where they are in memory: a seed
+    plays out alike whatever was played before it."""
+
+    def __init__(self, coro: Generator[Any, None, T] | Coroutine[Any, Any, T], number: int, **options: Any) -> None:
+        self._number = number
+        super().__init__(coro, **options)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
 class VirtualLoop(asyncio.SelectorEventLoop):
     """``time()`` is the sum of the jumps [s]. There are no threads: a job for an executor is done at once, whichever it is, and whoever
     waits for it goes on in the next pass, as if a thread had done it meanwhile.
@@ -87,6 +100,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Timers in the queue that were."""
         self._timers: list[_Timer] = []
         self._calls: deque[_Call | _Timer] = deque()
+        self._numbers = itertools.count()
+        """Of tasks."""
         super().__init__()
 
     def time(self) -> float:
@@ -122,7 +137,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         name: object = None,
         context: Context | None = None,
     ) -> asyncio.Task[T]:
-        return asyncio.Task(coro, loop=self, name=cast("str | None", name), context=context)
+        return _Task(coro, next(self._numbers), loop=self, name=name, context=context)
 
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts

@@ -132,7 +132,7 @@ def played_step_s(scene: Scene, expected_s: float, steps: int = PLAYED, planned:
         return (ends_s[-1] - ends_s[0]) / (len(ends_s) - 1)
     raise NoSteps(
         f"played with every message for {horizon_s:.0f} s, hardly any step came to its end, of which one is to take {expected_s:.1f} s: "
-        f"peers behind links that are busy with gradients for seconds are taken for lost. Plan more stages or a larger batch"
+        "machines or links are busy for longer than peers wait for each other. Plan more stages or a larger batch"
     )
 
 

@@ -67,7 +67,7 @@ class Sealing(Knowledge):
         sealed = trials.counted(seals)
         cover = resolve(sealed, self._ctx.plan.microbatches)
         if cover.gaps or cover.dropped:
-            await self._refill(cover, attempt)
+            await self._refill(cover, attempt, seals)
             return None
         if (trial := trials.due(seals)) is not None:
             await self._compute_again(trial, attempt)
@@ -231,11 +231,10 @@ class Sealing(Knowledge):
         )  # fmt: skip
         await ctx.tell(ctx.roster.trainers(), gap)
 
-    async def _refill(self, cover: Cover, attempt: int) -> None:
+    async def _refill(self, cover: Cover, attempt: int, seals: dict[PeerId, Seal]) -> None:
         """Microbatches are in no accumulator, or twice: keep the chosen sets, run the gaps again for this stage alone."""
         ctx = self._ctx
-        assert self.announced is not None  # it covers too little, or too much
-        if self.announced.members == (ctx.net.peer_id,):
+        if all(seal.gave_up is not None for seal in seals.values()):
             self._stand_for_it()
         if ctx.net.peer_id in cover.chosen:
             self.ledger.reopen(keep=True)
@@ -371,7 +370,7 @@ class Sealing(Knowledge):
         self._gave_up = GivenUp(indices=self.announced.indices, sketch=self.announced.sketch, excused=excused)
 
     def _stand_for_it(self) -> None:
-        """Nobody else is there (any more) to compute what this peer gave up: what it computes again itself counts."""
+        """Nobody is there (any more) who did not give up: what this peer computes again itself counts."""
         self.ledger.barred = False
         if not any(f.member == self._ctx.net.peer_id for f in self._findings):
             self._gave_up = None
