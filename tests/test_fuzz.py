@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import re
 import subprocess
@@ -14,13 +16,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from muletrain.cli.fuzz import _play, _processes
 from muletrain.compute import scaling
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.errors import NetworkError
 from muletrain.sim import reference
+from muletrain.sim.faults import Faults
 from muletrain.sim.loop import Hang, VirtualLoop, run_virtually
 from muletrain.sim.scenario import FOR_EVER_S, Fault, Scenario
-from muletrain.sim.verdict import readable
+from muletrain.sim.verdict import Outcome, readable
 from muletrain.sim.world import play
 from muletrain.swarm import lineages, sealing, trials
 from muletrain.swarm.averaging import Averager, RoundFailed
@@ -61,6 +65,8 @@ FALSE_GRADIENTS = [
     Scenario(1, (2, 2), 2, 2, 8, 0.01, (Fault(0.0, "corrupt", ("peer-0b",), 0.8, how="activations"),)),
 ]
 # fmt: on
+FORKED = 274
+"""A seed of which both sides of a partition train on, and one leaves its history in the end."""
 
 
 def test_fifty_seeds_keep_every_promise() -> None:
@@ -99,10 +105,60 @@ def _runs(pid: str) -> bool:
 
 
 def test_a_seed_replays_its_run_exactly() -> None:
-    command = [sys.executable, "-m", "muletrain.cli.main", "fuzz", "--seed", "5"]
-    first, second = (subprocess.run(command, capture_output=True, text=True, timeout=300).stdout for _ in range(2))
-    assert "FAULT" in first
-    assert first == second
+    """In a process of its own, and after other seeds. Both sides of a partition train on here, and which of them stays is a matter of
+    hashes."""
+    command = [sys.executable, "-m", "muletrain.cli.main", "fuzz", "--seed", str(FORKED), "--json"]
+    alone = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=300).stdout)
+    with _processes(1) as pool:
+        _, later = pool.map(_play, [4, FORKED])
+    assert any("lineage_left" in line for line in alone["timeline"])
+    assert later == alone
+
+
+def test_a_world_sends_the_same_bits_at_the_same_times_whatever_was_played_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[tuple[float, str, str, bytes]] = []
+    damaged = Faults._damaged
+
+    def noted(self: Faults, sender: str, receiver: str, packed: bytes) -> bytes:
+        sent.append((self._world.clock.now(), sender, receiver, packed))
+        return damaged(self, sender, receiver, packed)
+
+    monkeypatch.setattr(Faults, "_damaged", noted)
+    scenario = SCENARIOS[0]
+    play(scenario)
+    first = sent[:]
+    play(FALSE_GRADIENTS[1])
+    sent.clear()
+    play(scenario)
+    assert len(sent) > 100
+    assert sent == first
+
+
+def test_what_nobody_awaited_is_a_broken_promise_of_the_seed_in_which_it_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A failed task that holds on to itself is forgotten by the garbage collector only, whenever that comes."""
+
+    async def fails() -> None:
+        itself = asyncio.current_task()
+        raise ValueError(f"{itself is not None}")
+
+    async def world() -> None:
+        await asyncio.wait({asyncio.create_task(fails())})
+
+    def played(scenario: Scenario) -> Outcome:
+        outcome = Outcome(scenario)
+        run_virtually(world(), 2.0, outcome.violations)
+        return outcome
+
+    monkeypatch.setattr("muletrain.sim.world.play", played)
+    gc.disable()
+    try:
+        assert len(_play(0)["violations"]) == 1
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("scenario", [*SCENARIOS, *AGREEMENT, *FALSE_GRADIENTS], ids=str)
@@ -461,8 +517,6 @@ def test_a_planted_bug_lets_false_gradients_in(
 
 
 def test_time_jumps_and_waiting_for_nothing_is_a_hang() -> None:
-    import asyncio
-
     async def sleeps() -> float:
         await asyncio.sleep(3600)
         return asyncio.get_running_loop().time()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 import selectors
 from typing import Any
 
@@ -90,6 +92,36 @@ def test_all_is_called_in_the_order_in_which_asyncio_calls_it(parts: list[tuple[
         runner.run(program(parts, theirs))
     assert ours == theirs
     assert not problems
+
+
+def test_the_tasks_of_a_group_are_cancelled_in_the_same_order_wherever_they_are_in_memory() -> None:
+    def order(scattered: list[object]) -> list[int]:
+        cancelled: list[int] = []
+
+        async def waits(who: int) -> None:
+            try:
+                await asyncio.sleep(1.0)
+            except asyncio.CancelledError:
+                cancelled.append(who)
+                raise
+
+        async def scenario() -> None:
+            async with asyncio.TaskGroup() as group:
+                for who in range(20):
+                    scattered.append(group.create_task(waits(who)))
+                await asyncio.sleep(0.1)
+                raise ValueError
+
+        with contextlib.suppress(ExceptionGroup):
+            run_virtually(scenario(), 2.0, [])
+        return cancelled
+
+    kept: list[object] = []
+    first = order(kept)
+    random.Random(0).shuffle(kept)
+    del kept[10:]  # the holes that these leave are taken by the next ones
+    assert sorted(first) == list(range(20))
+    assert order(kept) == first
 
 
 def test_timers_that_were_cancelled_are_forgotten() -> None:

@@ -373,7 +373,8 @@ def fuzz(
 ) -> None:
     """Break the protocol, or fail to: whole runs in a virtual world, with faults drawn from seeds; every promise is checked after each.
 
-    The code that runs is the one that trains. A seed replays its scenario exactly. Exits with 1 when a promise was broken."""
+    The code that runs is the one that trains. A seed replays its scenario exactly on this machine; with another torch or kind of
+    processor numbers may round otherwise, and of two histories of a run the other one may stay. Exits with 1 when a promise was broken."""
     from muletrain.cli.fuzz import play_many, play_one
 
     if trace is not None and seed is None:

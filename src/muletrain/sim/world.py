@@ -1,7 +1,9 @@
 """A whole run in one process: production peers on an in-memory network and a virtual clock, with faults drawn from a seed.
 
 Everything from ``swarm`` down is what trains in production; tensors are real and tiny. What happens depends on the seed (and the hash
-seed of the interpreter) alone, so a failing seed is replayed exactly.
+seed of the interpreter) alone, whatever was played before, so a failing seed is replayed exactly: to the bit where arithmetic rounds
+alike, that is, with the same torch on the same kind of processor. Lineages are hashes of gradients, and which of two histories stays
+may depend on them.
 """
 
 from __future__ import annotations
@@ -174,8 +176,10 @@ class World:
         )  # fmt: skip
 
     def _place(self, name: str) -> Folder:
-        """One for all, as in a fleet on one machine, or each its own."""
-        return Folder(self._folder / (name if self.scenario.apart else "run"), keep=1)
+        """One for all, as in a fleet on one machine, or each its own. What members call it is in the first lineage, so it must not come
+        from the folder that this world happens to have."""
+        own = name if self.scenario.apart else "run"
+        return Folder(self._folder / own, keep=1, name=own)
 
     async def _peer(self, name: str, *, joining: bool = False) -> dict[str, Tensor] | None:
         """A peer's life. Its state at the end of the run, if it came so far."""
