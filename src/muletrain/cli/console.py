@@ -25,7 +25,17 @@ from muletrain.units import format_bytes, format_duration
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["JsonConsole", "LiveConsole", "PeerView", "Quality", "RunView", "final_report", "make_console", "status"]
+__all__ = [
+    "JsonConsole",
+    "LiveConsole",
+    "PeerView",
+    "Quality",
+    "RunView",
+    "final_report",
+    "make_console",
+    "say",
+    "status",
+]
 
 PLAIN_WIDTH = 120  # a pipe or a file has no width of its own
 STYLES = {"training": "green", "ready": "cyan", "suspected": "bold yellow", "left": "dim", "finished": "dim"}
@@ -35,6 +45,11 @@ def make_console(file: TextIO | None = None) -> Console:
     """A rich console on ``file`` (default: standard output), wide enough for tables where there is no terminal."""
     console = Console(file=file, highlight=False)
     return console if console.is_terminal else Console(file=file, highlight=False, width=PLAIN_WIDTH)
+
+
+def say(console: Console, text: str) -> None:
+    """A paragraph: on a terminal broken between words, elsewhere one line, as programs that read it like it."""
+    console.print(text, soft_wrap=not console.is_terminal)
 
 
 class LiveConsole:

@@ -410,5 +410,15 @@ def reproduce(
     raise typer.Exit(0 if met else 1)
 
 
+def _flowing(text: str) -> str:
+    """A docstring as paragraphs that the terminal breaks: where a source line ends says nothing to those who ask for help."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+
+
+for _command in (*app.registered_commands, *simulate_app.registered_commands):
+    if _command.callback is not None:
+        _command.help = _flowing(_command.callback.__doc__ or "")
+
+
 if __name__ == "__main__":
     main()

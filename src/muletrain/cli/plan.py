@@ -202,7 +202,7 @@ def _plan_network(
 ) -> None:  # fmt: skip
     from rich.progress import Progress
 
-    from muletrain.cli.console import make_console
+    from muletrain.cli.console import make_console, say
     from muletrain.config.matrices import load_matrices
     from muletrain.policy.place import place
 
@@ -229,7 +229,7 @@ def _plan_network(
         f"cost [bold]{cost.cost_s:.4g} s[/bold] a step = {cost.data_parallel_s:.4g} s data-parallel + 2 x {cost.pipeline_s:.4g} s "
         f"pipeline; no placement costs less than {placement.lower_bound_s:.4g} s (a simple bound, seldom reached)",
     ):
-        console.print(line, soft_wrap=True)
+        say(console, line)
     console.print(_table(placement, task, matrices))
     if placement.spares:
         console.print(f"left out: {', '.join(map(str, placement.spares))}")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from rich.box import HORIZONTALS
 from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from muletrain.cli.console import make_console
+from muletrain.cli.console import make_console, say
 from muletrain.cli.whatif import USUAL, need_matplotlib
 from muletrain.config.costs import Costs, load_costs
 from muletrain.config.fleet import Fleet, load_located_fleet
@@ -21,10 +22,10 @@ from muletrain.sim.calibrate import with_speeds
 from muletrain.sim.fleet import EXAMPLE
 from muletrain.sim.planner import confirmed, plan
 from muletrain.sim.question import Question
-from muletrain.units import format_bytes, format_count, format_duration, format_memory
+from muletrain.units import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from rich.console import Console
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from muletrain.config.fleet import Machine
     from muletrain.config.plan import Memory, Plan, Prediction, Traffic
 
+CELL = len("33:20, 55 %")
+"""Columns of the table are no wider, so that five and their labels fit into 80."""
 LINKS = 6
 """Pairs of regions in the table; '--json' has all."""
 
@@ -69,10 +72,10 @@ def plan_fleet(
         print(found.model_dump_json())
         return
     if path is None:
-        console.print(f"no fleet was named, so this is the example {escape(str(EXAMPLE))}\n", soft_wrap=True)
+        say(console, f"no fleet was named, so this is the example {escape(str(EXAMPLE))}\n")
     tell(console, found, fleet)
     if plot is not None:
-        console.print(f"wrote {escape(str(plot))}", soft_wrap=True)
+        say(console, f"wrote {escape(str(plot))}")
 
 
 def _question(
@@ -102,32 +105,39 @@ def tell(console: Console, plan: Plan, fleet: Fleet) -> None:
         f"{plan.model} ({format_count(plan.params)} parameters), {plan.batch} sequences of {plan.context} tokens a step\n"
     )
     console.print(_table(plan))
-    for p in plan.strategies:
-        if p.problem:
-            console.print(f"{title(p)} is not possible: {escape(p.problem)}", soft_wrap=True)
+    console.print()
+    lacking = [p for p in plan.strategies if p.problem]
+    for p in lacking:
+        say(console, f"{title(p)} is not possible: {escape(p.problem)}")
+    if lacking:
+        console.print()
     if plan.recommended is not None:
         chosen = plan.strategies[plan.recommended]
-        console.print(f"\n[bold]recommended: {title(chosen)}[/bold]; {plan.why}", soft_wrap=True)
+        say(console, f"[bold]recommended: {title(chosen)}[/bold]; {plan.why}")
         if chosen.played_step_s is not None:
             more = 100 * (chosen.played_step_s / chosen.step_s - 1)
-            console.print(
+            say(
+                console,
                 f"played with every message of the code that trains: {format_duration(chosen.played_step_s)} a step, {abs(more):.1f} % "
                 f"{'more' if more >= 0 else 'less'} than predicted",
-                soft_wrap=True,
             )
-        console.print(_layout(chosen, fleet))
-        console.print(_memory(chosen))
+        for table in (_layout(chosen, fleet), _memory(chosen)):
+            console.print()
+            console.print(table)
+        console.print()
         if chosen.spares:
-            console.print(f"without work: {escape(_by_entry(chosen.spares, fleet))}", soft_wrap=True)
+            say(console, f"without work: {escape(_by_entry(chosen.spares, fleet))}")
     else:
-        console.print(f"\nnothing is recommended: {plan.why}")
+        say(console, f"nothing is recommended: {plan.why}")
     for note in _notes(plan, fleet):
-        console.print(escape(note), soft_wrap=True)
+        say(console, escape(note))
 
 
 def _notes(plan: Plan, fleet: Fleet) -> list[str]:
     churn = fleet.churn
-    notes = [f"{title(p)}: {note}" for p in plan.strategies if not p.problem for note in p.notes]
+    able = [p for p in plan.strategies if not p.problem]
+    whose = {note: [title(p) for p in able if note in p.notes] for p in able for note in p.notes}
+    notes = [f"{'; '.join(names)}: {note}" for note, names in whose.items()]
     if churn.trace or churn.leave_per_hour or churn.bursts_per_hour:
         notes.append("machines come and go here, which no figure above knows of; 'muletrain simulate fleet' plays it")
     if any(peer.forward_s for peer in fleet.peers()):
@@ -141,34 +151,46 @@ def _notes(plan: Plan, fleet: Fleet) -> list[str]:
 
 
 def _table(plan: Plan) -> Table:
-    """A column for each strategy."""
-    table = Table("", title="what each strategy is predicted to do", title_justify="left")
-    for n, p in enumerate(plan.strategies):
-        table.add_column(title(p), justify="right", style="bold" if n == plan.recommended else None)
-    able = [None if p.problem else p for p in plan.strategies]
+    """A column for each strategy that is possible."""
+    table = _plain_table("what each strategy is predicted to do")
+    table.add_column("", overflow="fold")
+    able = [p for p in plan.strategies if not p.problem]
+    chosen = None if plan.recommended is None else plan.strategies[plan.recommended]
+    for p in able:
+        table.add_column(
+            title(p), justify="right", style="bold" if p is chosen else None, overflow="fold", max_width=CELL
+        )
 
     def row(label: str, show: Callable[[Prediction], str], end: bool = False) -> None:
-        table.add_row(label, *("" if p is None else show(p) for p in able), end_section=end)
+        table.add_row(escape(label), *map(show, able), end_section=end)
 
-    table.add_row(
-        "runs today", *("not possible" if p.problem else "yes" if p.runnable else "not yet" for p in plan.strategies)
-    )
+    row("runs today", lambda p: "yes" if p.runnable else "not yet")
     row(
         "stages",
-        lambda p: str(len(p.stages)) if p.strategy != "swap" else f"1, in {len(p.swapped)} parts" if p.swapped else "1",
+        lambda p: str(len(p.stages)) if p.strategy != "swap" else f"1 ({len(p.swapped)} parts)" if p.swapped else "1",
     )
     row("machines", lambda p: str(sum(len(s.machines) for s in p.stages)))
     row("microbatches", lambda p: f"{sum(p.microbatches)} x {p.microbatch}", end=True)
     row("tokens/s", lambda p: format_count(p.tokens_per_s))
     row("time", lambda p: format_duration(p.step_s))
     for label, part in (
-        ("  compute", "compute_s"), ("  pipeline links", "pipeline_s"), ("  data-parallel", "data_parallel_s"), ("  bubble", "bubble_s")
+        (" compute", "compute_s"), (" pipeline links", "pipeline_s"), (" data-parallel", "data_parallel_s"), (" bubble", "bubble_s")
     ):  # fmt: skip
         row(label, lambda p, part=part: _part(getattr(p.split, part), p.step_s), end=part == "bubble_s")  # type: ignore[misc]
-    if any(p is not None and p.price_per_billion_tokens is not None for p in able):
+    if any(p.price_per_billion_tokens is not None for p in able):
         row("price of 10^9 tokens", lambda p: _price(p.price_per_billion_tokens), end=True)
     _memory_rows(plan, row)
     _traffic_rows(plan, row)
+    return table
+
+
+def _plain_table(title: str, *columns: str, gap: int = 2) -> Table:
+    """Without lines between columns, so that it fits into 80 of them; what does not is folded, never cut off."""
+    table = Table(
+        title=title, title_justify="left", box=HORIZONTALS, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0)
+    )
+    for column in columns:
+        table.add_column(column, overflow="fold")
     return table
 
 
@@ -183,22 +205,30 @@ def _price(price: float | None) -> str:
 def _memory_rows(plan: Plan, row: Callable[..., None]) -> None:
     rows = {(p.strategy, p.schedule, m.machine): m for p in plan.strategies for m in p.memory}
     entries = {m.machine: m for m in rows.values()}
-    row("GiB (+ beside GPU)", lambda p: "")
+    unit, name = _unit(rows.values())
+    row(f"{name} (+ beside GPU)", lambda p: "")
     for n, (entry, m) in enumerate(entries.items()):
-        has = "" if m.device_has is None else f", has {m.device_has / 2**30:.3g}"
+        has = "" if m.device_has is None else f", has {_number(m.device_has, unit)}"
 
         def show(p: Prediction, entry: str = entry) -> str:
             found = rows.get((p.strategy, p.schedule, entry))
-            if found is None:
-                return "-"
-            return _gib(found)
+            return "-" if found is None else _needs(found, unit)
 
-        row(f"  {entry}{has}", show, end=n == len(entries) - 1)
+        row(f" {entry}{has}", show, end=n == len(entries) - 1)
 
 
-def _gib(m: Memory) -> str:
+def _unit(rows: Iterable[Memory]) -> tuple[int, str]:
+    """In which all of them can be read."""
+    return (2**30, "GiB") if any(m.device_needs >= 2**30 for m in rows) else (2**20, "MiB")
+
+
+def _number(nbytes: int, unit: int) -> str:
+    return f"{nbytes / unit:.3g}" if nbytes < 999.5 * unit else f"{nbytes / unit:,.0f}"
+
+
+def _needs(m: Memory, unit: int) -> str:
     """'11.2 + 17': on the device, and beside it."""
-    return f"{m.device_needs / 2**30:.3g}" + (f" + {m.host_needs / 2**30:.3g}" if m.host_needs else "")
+    return _number(m.device_needs, unit) + (f" + {_number(m.host_needs, unit)}" if m.host_needs else "")
 
 
 def _traffic_rows(plan: Plan, row: Callable[..., None]) -> None:
@@ -213,9 +243,9 @@ def _traffic_rows(plan: Plan, row: Callable[..., None]) -> None:
         def show(p: Prediction, pair: tuple[str, str] = (t.sender, t.receiver)) -> str:
             return next((format_bytes(own.total) for own in p.traffic if (own.sender, own.receiver) == pair), "-")
 
-        row(f"  {t.sender} to {t.receiver}\n    {link_speed(t)}", show)
+        row(f" {t.sender} to {t.receiver}\n  {link_speed(t)}", show)
     if len(most) > len(busiest):
-        row(f"  {len(most) - len(busiest)} more in --json", lambda p: "")
+        row(f" {len(most) - len(busiest)} more in --json", lambda p: "")
 
 
 def link_speed(t: Traffic) -> str:
@@ -229,7 +259,7 @@ def link_speed(t: Traffic) -> str:
 
 def _layout(p: Prediction, fleet: Fleet) -> Table:
     entries = entry_of(fleet)
-    table = Table("stage", "layers", "machines", title="who serves what", title_justify="left")
+    table = _plain_table("who serves what", "stage", "layers", "machines")
     for n, stage in enumerate(p.stages):
         counts = Counter((entries[name].region, entries[name].device or entries[name].name) for name in stage.machines)
         who = ", ".join(f"{count} x {device} in {region}" for (region, device), count in sorted(counts.items()))
@@ -239,23 +269,23 @@ def _layout(p: Prediction, fleet: Fleet) -> Table:
 
 
 def _memory(p: Prediction) -> Table:
-    table = Table("memory", title="the fullest machine of each kind", title_justify="left")
-    for heading in ("weights", "optimizer", "gradients", "activations", "buffers", "on device", "beside it"):
-        table.add_column(heading, justify="right")
+    unit, name = _unit(p.memory)
+    table = _plain_table(f"the fullest machine of each kind, in {name}", "memory", gap=1)
+    for heading in ("weights", "optimizer", "gradients", "activations", "buffers", "on device", "beside"):
+        table.add_column(heading, justify="right", min_width=len(heading))
+
+    def of(needs: int, has: int | None) -> str:
+        return _number(needs, unit) + ("" if has is None else f" of {_number(has, unit)}")
+
     for m in p.memory:
         parts = (m.weights, m.optimizer, m.gradients, m.activations, m.buffers)
         table.add_row(
-            f"{m.machine}, stage {m.stage}", *map(format_memory, parts), _of(m.device_needs, m.device_has), _beside(m)
+            escape(f"{m.machine}, stage {m.stage}"),
+            *(_number(part, unit) for part in parts),
+            of(m.device_needs, m.device_has),
+            of(m.host_needs, m.host_has) if m.host_needs else "-",
         )
     return table
-
-
-def _beside(m: Memory) -> str:
-    return _of(m.host_needs, m.host_has) if m.host_needs else "-"
-
-
-def _of(needs: int, has: int | None) -> str:
-    return format_memory(needs) + ("" if has is None else f" of {format_memory(has)}")
 
 
 def entry_of(fleet: Fleet) -> dict[str, Machine]:

@@ -1,0 +1,125 @@
+"""A plan on a terminal: it fits, nothing is cut off, and help flows with the terminal's width."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from muletrain.cli.console import say
+from muletrain.cli.main import app, simulate_app
+from muletrain.cli.plan_fleet import tell
+from muletrain.config.fleet import Fleet
+from muletrain.config.plan import Memory, Plan, Prediction, Split, Stage, Traffic
+
+FLEET = Fleet.model_validate(
+    {
+        "name": "spot",
+        "machines": [
+            {"name": "spot-east", "count": 20, "device": "T4", "region": "virginia"},
+            {"name": "lab", "count": 4, "device": "A100 40GB", "region": "oregon"},
+        ],
+    }
+)
+EAST = tuple(p.name for p in FLEET.peers() if p.region == "virginia")
+LAB = tuple(p.name for p in FLEET.peers() if p.region == "oregon")
+
+
+def prediction(strategy: str, schedule: str = "", problem: str = "", scale: float = 2.0**30) -> Prediction:
+    def memory(machine: str, stage: int) -> Memory:
+        parts = (int(n * scale) for n in (9.78, 13.04, 22.8, 3.78, 39.1, 36.4, 40, 1058.7, 2000))
+        names = (
+            "weights",
+            "optimizer",
+            "gradients",
+            "activations",
+            "buffers",
+            "device_needs",
+            "device_has",
+            "host_needs",
+            "host_has",
+        )
+        return Memory(machine=machine, stage=stage, **dict(zip(names, parts, strict=True)))  # type: ignore[arg-type]
+
+    def traffic(sender: str, receiver: str) -> Traffic:
+        return Traffic(
+            sender=sender, receiver=receiver, activations=1e11, gradients=1e11, averaging=4.5e10, bandwidth_bytes_per_s=1.25e8,
+            delay_s=0.0335,
+        )  # fmt: skip
+
+    return Prediction.model_validate(
+        {
+            "strategy": strategy, "schedule": schedule, "runnable": strategy in ("swarm", "pipeline"), "problem": problem,
+            "microbatch": 1, "microbatches": (1024,),
+            "stages": (Stage(layers=(0, 16), machines=EAST), Stage(layers=(16, 32), machines=LAB)),
+            "swapped": ((0, 8), (8, 16), (16, 24), (24, 32)) if strategy == "swap" else (), "step_s": 3661.0, "tokens_per_s": 6789.0,
+            "split": Split(compute_s=2000.0, pipeline_s=1000.0, data_parallel_s=600.0, bubble_s=61.0), "price_per_billion_tokens": 12345.0,
+            "memory": (memory("spot-east", 0), memory("lab", 1)), "traffic": (traffic("virginia", "oregon"), traffic("oregon", "oregon")),
+            "notes": ("nobody leaves: where a machine is lost, a spare or the others of its stage stand in",),
+        }
+    )  # fmt: skip
+
+
+def shown(*strategies: Prediction, width: int = 80) -> str:
+    plan = Plan(
+        fleet="spot", model="llama-7b", params=6_740_000_000, batch=1024, context=2048, strategies=strategies, recommended=0,
+        why="swarm is predicted to do most, and runs today",
+    )  # fmt: skip
+    text = io.StringIO()
+    tell(Console(file=text, width=width, force_terminal=True, color_system=None, highlight=False), plan, FLEET)
+    return text.getvalue()
+
+
+EVERY = (
+    prediction("swarm"), prediction("pipeline", "1f1b"), prediction("pipeline", "gpipe"), prediction("swap"), prediction("hub"),
+)  # fmt: skip
+
+
+def test_five_strategies_fit_into_80_columns_and_nothing_is_cut_off() -> None:
+    text = shown(*EVERY)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    for cell in ("6.79k", "1024 x 1", "1:01:01", "245 GB"):
+        assert text.count(cell) >= 5, text  # in every column
+    for cell in (
+        "1:01:01",
+        "33:20, 55 %",
+        "data-parallel",
+        "1,059",
+        "245 GB",
+        "1 (4 parts)",
+        "12,345",
+        "optimizer",
+        "36.4 of 40",
+    ):
+        assert cell in text, text
+
+
+def test_what_is_not_possible_takes_no_column_but_says_why() -> None:
+    text = shown(
+        EVERY[0], prediction("hub", problem="none of 24 devices is reliable, and a hub needs " + "reliable ones " * 9)
+    )
+    assert "hub" not in text.split("hub is not possible")[0]
+    sentence = text.split("hub is not possible: ")[1].split("\n\n")[0]
+    assert " ".join(sentence.split()).endswith("reliable ones")  # no word is broken where the terminal ends
+
+
+def test_small_models_are_told_in_mib() -> None:
+    text = shown(prediction("swarm", scale=2.0**20))
+    assert "MiB (+ beside GPU)" in text
+    assert "36.4 +" in text
+
+
+def test_a_pipe_gets_whole_sentences() -> None:
+    text = io.StringIO()
+    say(Console(file=text, width=80), "word " * 40)
+    assert text.getvalue().count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [*app.registered_commands, *simulate_app.registered_commands], ids=str)
+def test_help_leaves_line_breaks_to_the_terminal(command: object) -> None:
+    text = command.help  # type: ignore[attr-defined]
+    assert text
+    assert "\n" not in text.replace("\n\n", "")
+    assert "  " not in text
