@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import socket
 import sys
@@ -10,10 +11,13 @@ import time
 import tomllib
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
+from muletrain.cli import doctor as cli_doctor
 from muletrain.cli import main
 from muletrain.config.load import load_config
 from muletrain.errors import AdmissionError, Refused
@@ -83,6 +87,51 @@ def test_this_machine(tmp_path: Path) -> None:
     assert disks[0].verdict is Verdict.WARNING, "three checkpoints of hundreds of billions of parameters"
     (absent,) = [c for c in doctor_machine.machine_checks(question("compute.device=cuda:77")) if c.name == "memory"]
     assert "no cuda:77 here" in absent.found
+
+
+def test_a_torch_that_is_too_old_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch, "__version__", "2.4.1+cu121")
+    check = doctor_machine.torch_check()
+    assert check.verdict is Verdict.WARNING
+    assert check.found.startswith("2.4.1+cu121")
+    assert "pip install 'torch>=2.11,<2.14'" in check.fix
+
+
+def test_a_gpu_that_torch_does_not_see_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(doctor_machine.shutil, "which", lambda name: f"/usr/bin/{name}")  # nvidia-smi is here
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "pip install --force-reinstall torch==" in doctor_machine._no_gpu("auto").fix
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert doctor_machine._no_gpu("cuda").verdict is Verdict.MISSING
+    assert "nvidia-smi" in doctor_machine._no_gpu("auto").fix
+
+
+def test_a_disk_with_little_room_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor_machine.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**8))
+    checks = list(doctor_machine.disk_checks(load_config(None, []), tmp_path))
+    assert [c.verdict for c in checks] == [Verdict.OK, Verdict.WARNING, Verdict.WARNING], (
+        "checkpoints are small, text may be large"
+    )
+    assert "100 MB free for tokenised text" in checks[1].found
+    assert checks[1].fix == "free some space, or set data.cache to another folder"
+
+
+def test_what_to_do_stands_below_what_was_found_in_80_columns() -> None:
+    text = io.StringIO()
+    missing = Check(
+        "from outside", Verdict.WARNING, "none of 2 members can connect", doctor_network.OPEN.format(port=4000)
+    )
+    same = [Check(name, Verdict.UNKNOWN, "nobody answers", "try again") for name in doctor_network.OF_THE_RUN]
+    Console(file=text, width=80).print(cli_doctor.table([missing, *same]))
+    shown = text.getvalue()
+    assert "what to do: let TCP port 4000 through" in shown
+    assert shown.count("try again") == 1
+    assert all(name in shown for name in doctor_network.OF_THE_RUN)
 
 
 def test_a_folder_that_takes_nothing_is_said() -> None:

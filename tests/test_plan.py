@@ -40,7 +40,7 @@ from muletrain.sim.fleet import simulate_fleet
 from muletrain.sim.flow import Weather
 from muletrain.sim.plan_hub import segments
 from muletrain.sim.plan_swarm import NoSteps, played_step_s, settled
-from muletrain.sim.question import Question
+from muletrain.sim.question import HASTE, Question
 
 ROOT = Path(__file__).parents[1]
 BOTH = pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -320,6 +320,15 @@ def test_swarm_settles_as_the_simulator_plays_it(tmp_path: Path) -> None:
         scene = question.scene(stages, 1)
         played = simulate_fleet(scene.setting, scene.run, Weather(), hours=24)
         assert scene.setting.cost.microbatches / settled(scene).roughly_s == pytest.approx(played.throughput, rel=0.01)
+
+
+def test_a_search_that_the_time_limit_ended_is_said(tmp_path: Path) -> None:
+    """What it finds depends on how busy the machine is, whatever the seed."""
+    (tmp_path / "fleet.toml").write_text(FLEET)
+    run = load_config(None, [*TINY, "train.batch=64"])
+    question = Question(load_fleet(tmp_path / "fleet.toml"), run, ModelSpec.from_config(run.model), 2, 1)
+    for limit_s, said in ((1e-6, True), (60.0, False)):
+        assert [HASTE in p.notes for p in plan_pipeline.predict(question, 0, limit_s)] == [said, said]
 
 
 def test_what_is_recommended_is_played(tmp_path: Path) -> None:

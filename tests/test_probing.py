@@ -454,6 +454,8 @@ def test_doctor_peers_asks_the_start_that_waits(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(MuletrainError, match="call this where 'muletrain start' was called"):
         cli_peers.probe_peers(None, json=True)
     folder = tmp_path / "runs" / "one"
+    with pytest.raises(MuletrainError, match="give the run folder of a 'muletrain start' that waits"):
+        cli_peers.probe_peers(folder, json=True)
     folder.mkdir(parents=True)
     (folder / OWNER_FILE).write_bytes(b"key")
     with pytest.raises(MuletrainError, match="'muletrain start' must be running"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as jsonlib
 import sys
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path  # noqa: TC003 # typer reads it
 from typing import TYPE_CHECKING, Annotated
 
@@ -126,20 +127,16 @@ def _examined(
 
 
 def table(checks: Sequence[Check]) -> Table:
+    """What to do stands under what was found, so that both have room in 80 columns; what is said of several checks is said once."""
     from rich.table import Table
     from rich.text import Text
 
     from muletrain.cli.view import printable
 
-    shown = Table(
-        "check", "", "result", "what to do", box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0)
-    )
-    for check in checks:
-        row = (
-            check.name,
-            Text(check.verdict, style=STYLES[check.verdict]),
-            printable(check.found),
-            printable(check.fix),
-        )
-        shown.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    shown = Table("check", "", "result", box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
+    for (verdict, found, fix), same in groupby(checks, lambda check: (check.verdict, check.found, check.fix)):
+        result = Text(printable(found))
+        if fix:
+            result.append(f"\nwhat to do: {printable(fix)}", style=STYLES[verdict])
+        shown.add_row(Text("\n".join(check.name for check in same)), Text(verdict, style=STYLES[verdict]), result)
     return shown

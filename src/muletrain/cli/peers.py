@@ -28,6 +28,10 @@ SILENT_S = 240.0
 def probe_peers(folder: Path | None, *, json: bool) -> None:
     """Ask, show how far it is, and what came of it. Raises MuletrainError."""
     folder = folder or _newest()
+    if not (folder / OWNER_FILE).is_file():
+        raise MuletrainError(
+            f"--run {folder}: no run that was begun here and still goes on; give the run folder of a 'muletrain start' that waits"
+        )
     tail, request = EventTail(folder, from_now=True), folder / PROBE_FILE
     console = make_console(sys.stderr)
     request.touch()

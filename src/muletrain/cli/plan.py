@@ -139,7 +139,13 @@ def plan(
     stages: Annotated[
         int | None, typer.Option(min=1, help="Pipeline stages. Default with a fleet file: what does most.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Draws what is random; the same seed finds the same.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Draws what is random; the same seed finds the same, unless the time limit ends a search (which is said).",
+        ),
+    ] = 0,
     time_limit: Annotated[
         str,
         typer.Option(

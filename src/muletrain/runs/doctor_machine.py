@@ -43,7 +43,8 @@ def torch_check() -> Check:
     if not low <= tuple(int(n) for n in version.split("+")[0].split(".")[:2]) < high:
         return Check("torch", Verdict.WARNING, f"{version}, which muletrain is not tested with", NO_TORCH)
     _multiply(torch.device("cpu"))
-    return Check("torch", Verdict.OK, f"{version}, {built}, {torch.get_num_threads()} threads")
+    threads = torch.get_num_threads()
+    return Check("torch", Verdict.OK, f"{version}, {built}, {threads} thread{'s' * (threads != 1)}")
 
 
 def gpu_checks(asked: str) -> Iterator[Check]:

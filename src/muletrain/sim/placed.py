@@ -33,6 +33,8 @@ class Placed:
     assignment: Assignment
     spares: tuple[tuple[int, str], ...]
     """(kind, name) of those that hold some stage and have no place."""
+    complete: bool = True
+    """The search for it ended by itself, not by the time limit."""
 
     @cached_property
     def everyone(self) -> tuple[tuple[int, int], ...]:

@@ -20,7 +20,7 @@ from muletrain.policy.allocate import allocate
 from muletrain.policy.hub import HubTask
 from muletrain.policy.strategies import ENDING_DELAYS
 from muletrain.sim.machines import flops_of, offer_of, run_cost
-from muletrain.sim.question import Bytes, fullest, matrices, traffic
+from muletrain.sim.question import Bytes, fullest, matrices, traffic, with_haste
 from muletrain.wire.codec import encoded_size
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def predict(
         paced = next(p.name for p in question.firsts if p.forward_s)
         return _problem(f"'{paced}' is paced (forward_ms): its speed is not known; give device or tflops instead")
     best: Prediction | None = None
-    problem = ""
+    problem, hurried = "", False
     sizes = question.microbatches()
     for n, microbatch in enumerate(sizes):
         train = question.run.train.model_copy(update={"microbatch": microbatch})
@@ -104,13 +104,14 @@ def predict(
             task = _task(question, run)
             found = allocate(task, seed=seed, stages=question.stages, time_limit_s=time_limit_s / len(sizes))
             told = _told(Allocated(question, run, task, found))
+            hurried |= not found.complete
         except (CapacityError, ConfigError) as e:
             problem = problem or str(e)
             break  # larger ones do not fit either
         if best is None or told.tokens_per_s > best.tokens_per_s:
             best = told
         watch((n + 1) / len(sizes))
-    return best or _problem(problem)
+    return with_haste(best, hurried=hurried) if best else _problem(problem)
 
 
 def _problem(why: str) -> Prediction:

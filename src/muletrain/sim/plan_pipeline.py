@@ -21,7 +21,7 @@ from muletrain.policy.seats import Seats
 from muletrain.policy.strategies import parted, pipeline_split, roughly_s
 from muletrain.sim.machines import seat, stash_room
 from muletrain.sim.placed import Placed
-from muletrain.sim.question import Bytes, fullest, matrices, traffic
+from muletrain.sim.question import Bytes, fullest, matrices, traffic, with_haste
 from muletrain.sim.steps import play
 from muletrain.sim.wires import without_links
 from muletrain.units import format_memory
@@ -58,14 +58,16 @@ def predict(
         except (CapacityError, ConfigError) as e:
             problem = str(e)
         watch((n + 1) / len(counts))
+    hurried = any(not placed.complete for found in best.values() for _, placed in found)
     return [
-        min(
-            (told(question, placed, schedule) for placed in promising(best[schedule])), key=lambda p: p.step_s
+        with_haste(
+            min((told(question, placed, schedule) for placed in promising(best[schedule])), key=lambda p: p.step_s),
+            hurried=hurried,
         )
         if best[schedule]
         else Prediction(strategy="pipeline", schedule=schedule, runnable=True, problem=too_full.get(schedule, problem))
         for schedule in SCHEDULES
-    ]  # fmt: skip
+    ]
 
 
 def promising(found: Sequence[tuple[float, Placed]]) -> list[Placed]:
@@ -152,12 +154,12 @@ def found(question: Question, scene: Scene, seed: int, time_limit_s: float) -> P
         delay_ms, gbps, (pipelines,) * stages, each * max(setting.cost.backward_bytes), max(s.averaged_bytes for s in setting.cost.stages),
         compute_s=tuple(times_s),
     )  # fmt: skip
-    assignment = place(task, seed=seed, time_limit_s=time_limit_s).assignment
-    placed = {names[d] for stage in assignment for d in stage}
+    placement = place(task, seed=seed, time_limit_s=time_limit_s)
+    placed = {names[d] for stage in placement.assignment for d in stage}
     spares = [
         (k, name) for k, kind in enumerate(setting.kinds) for name in question.names[kind.name] if name not in placed
     ]
-    return Placed(scene, kinds, names, assignment, tuple(spares))
+    return Placed(scene, kinds, names, placement.assignment, tuple(spares), placement.complete)
 
 
 def _memory(question: Question, placed: Placed, schedule: Schedule, shares: Sequence[int]) -> tuple[Memory, ...]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from muletrain.compute.estimate import Offer, StageMemory
     from muletrain.config.fleet import Fleet, FleetPeer, Link
+    from muletrain.config.plan import Prediction
     from muletrain.config.schema import RunConfig
     from muletrain.model.spec import ModelSpec
     from muletrain.policy.partition import Cut
@@ -31,6 +32,7 @@ UNLIMITED_GBPS = 1e6
 """What searches take for a link without a limit."""
 MICROBATCHES = (1, 2, 4, 8, 16)
 """Sequences that are tried."""
+HASTE = "the time limit ended its search: the next call may find another layout, and one with more time (--time-limit 2m) a better one"
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,11 @@ def fullest(rows: Iterable[Memory]) -> tuple[Memory, ...]:
         if row.machine not in found or row.device_needs > found[row.machine].device_needs:
             found[row.machine] = row
     return tuple(found.values())
+
+
+def with_haste(found: Prediction, *, hurried: bool) -> Prediction:
+    """Says that the time limit ended the search for it: then what is found depends on how busy this machine is."""
+    return found.model_copy(update={"notes": (*found.notes, HASTE)}) if hurried else found
 
 
 def matrices(links: Sequence[Sequence[Link]], kinds: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
