@@ -146,7 +146,7 @@ def test_plain_lines() -> None:
     lines = plain([*events, *steps], [0, 0, 4, 5, 5, 6, 7])  # printed at 0 and 5 s, and the last one at the end
     assert lines == [
         "run r1: 10 steps, 2 stages, 2 peers",
-        "waiting for a peer for stage 1",
+        "waiting: a peer for stage 1",
         "a serves stage 0 (cpu, fp32, 1.5M parameters, trainer)",
         "b serves stage 1 (cpu, fp32, 1.5M parameters)",
         "step 1/10  loss 5.000  1,000 tokens/s  18.0 s left  stage 0: a; stage 1: b",
@@ -198,7 +198,7 @@ def test_the_status_shows_stages_peers_and_what_is_missing() -> None:
     view = fold([started(), joined("a", 0), applied("a", 0), done(4), ev.Waiting(["a peer for stage 1"])])
     text = shown(status(view))
     assert "step 4/10" in text
-    assert "waiting for a peer for stage 1" in text
+    assert "waiting: a peer for stage 1" in text
     rows = [line.split() for line in text.splitlines()]
     assert ["0", "a", "(trainer)", "training", "cpu", "fp32", "1", "2", "20%", "0", "B"] in rows
     assert ["1", "nobody"] in rows

@@ -322,7 +322,7 @@ def test_who_leaves_before_the_start_is_not_counted_on_and_any_member_lets_other
     wait_for(lambda: any('"kind": "waiting"' in p.read_text() for p in tmp_path.glob("b/runs/*/*.jsonl")))
     third = machines("c", "join", passed_on)
     said = [json.loads(line) for line in output(founder).splitlines()]
-    assert re.search(r"waiting for .*1 of 3 peers", told := output(second)), "who waits is told for what"
+    assert re.search(r"waiting: .*1 more of 3 peers", told := output(second)), "who waits is told for what"
     assert "serves stage" in told
     assert "serves stage" in output(third)
     by_kind = {kind: [e for e in said if e["kind"] == kind] for kind in {e["kind"] for e in said}}
@@ -427,7 +427,7 @@ def test_the_founder_does_not_begin_with_a_guest_that_left(monkeypatch: pytest.M
         await nets["leaver"].close()
         await asyncio.sleep(2)
         assert not gathering.done()
-        assert own.missing() == ["1 of 4 peers"], "its seat is free again"
+        assert own.missing() == ["1 more of 4 peers"], "its seat is free again"
         waiting.append(await come("three"))
         genesis = await asyncio.wait_for(gathering, 5)
         assert {m.id for m in genesis.members} == {"founder", "one", "two", "three"}
@@ -696,12 +696,12 @@ def test_status_shows_progress_and_which_stage_nobody_serves() -> None:
     ]
     console = Console(file=io.StringIO(), width=80)
     console.print(status_of([p for p in peers if p is not None], ()))
-    console.print(status_of([], ["stage 1 has no peer", "2 of 4 peers"]))
+    console.print(status_of([], ["stage 1 has no peer", "2 more of 4 peers"]))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "step 4 of 10  loss 4.250  10,000 tokens/s" in text
     assert ["1", "b", "3", "id-of-b"] in [line.split() for line in text.splitlines()]
     assert "nobody announced itself lately" in text
-    assert "the run has not begun; it waits for: stage 1 has no peer, 2 of 4 peers" in text
+    assert "the run has not begun; it waits for: stage 1 has no peer, 2 more of 4 peers" in text
 
 
 def test_names_that_would_steer_a_terminal_are_refused_at_the_door() -> None:

@@ -84,7 +84,7 @@ def test_five_strategies_fit_into_80_columns_and_nothing_is_cut_off() -> None:
         assert text.count(cell) >= 5, text  # in every column
     for cell in (
         "1:01:01",
-        "33:20, 55 %",
+        "33:20, 55%",
         "data-parallel",
         "1,059",
         "245 GB",

@@ -141,7 +141,7 @@ def status(view: RunView) -> RenderableType:
         bar = ProgressBar(total=view.probing.total, completed=view.probing.done, width=30)
         parts.append(Columns([bar, Text(view.probing.what)]))
     if view.missing:
-        parts.append(Text("waiting for " + ", ".join(view.missing), style="yellow"))
+        parts.append(Text("waiting: " + ", ".join(view.missing), style="yellow"))
     if view.peers:
         parts.append(_peers(view))
     return Group(*parts)

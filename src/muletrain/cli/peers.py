@@ -45,7 +45,10 @@ def probe_peers(folder: Path | None, *, json: bool) -> None:
         return
     out = make_console()
     out.print(fleet_tables(measured))
-    out.print(f"\nmuletrain plan {measured.path}   # which strategy, and who should serve what", soft_wrap=True)
+    out.print(
+        f"\nmuletrain plan {measured.path} --config {folder / 'config.toml'}   # which strategy, and who should serve what",
+        soft_wrap=True,
+    )
 
 
 def _wait(tail: EventTail, request: Path, progress: Progress) -> FleetMeasured:

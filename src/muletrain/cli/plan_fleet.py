@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from muletrain.config.fleet import Machine
     from muletrain.config.plan import Memory, Plan, Prediction, Traffic
 
-CELL = len("33:20, 55 %")
+CELL = len("125 ms, 55%")
 """Columns of the table are no wider, so that five and their labels fit into 80."""
 LINKS = 6
 """Pairs of regions in the table; '--json' has all."""
@@ -170,7 +170,7 @@ def _table(plan: Plan) -> Table:
         lambda p: str(len(p.stages)) if p.strategy != "swap" else f"1 ({len(p.swapped)} parts)" if p.swapped else "1",
     )
     row("machines", lambda p: str(sum(len(s.machines) for s in p.stages)))
-    row("microbatches", lambda p: f"{sum(p.microbatches)} x {p.microbatch}", end=True)
+    row("microbatches x sequences", lambda p: f"{sum(p.microbatches)} x {p.microbatch}", end=True)
     row("tokens/s", lambda p: format_count(p.tokens_per_s))
     row("time", lambda p: format_duration(p.step_s))
     for label, part in (
@@ -195,7 +195,7 @@ def _plain_table(title: str, *columns: str, gap: int = 2) -> Table:
 
 
 def _part(seconds: float, step_s: float) -> str:
-    return f"{format_duration(seconds)}, {100 * seconds / step_s:.0f} %" if seconds >= 5e-4 * step_s else "-"
+    return f"{format_duration(seconds)}, {100 * seconds / step_s:.0f}%" if seconds >= 5e-4 * step_s else "-"
 
 
 def _price(price: float | None) -> str:
@@ -298,4 +298,5 @@ def _by_entry(names: Sequence[str], fleet: Fleet) -> str:
     """'20 x spot-east, lab'."""
     entries = entry_of(fleet)
     counts = Counter(entries[name].name for name in names)
-    return ", ".join(entry if n == 1 else f"{n} x {entry}" for entry, n in counts.items())
+    alone = {m.name for m in fleet.machines if m.count == 1}
+    return ", ".join(entry if entry in alone else f"{n} x {entry}" for entry, n in counts.items())

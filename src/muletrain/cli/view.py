@@ -267,7 +267,7 @@ def headline(event: ev.Event, view: RunView) -> str | None:
             size = f"{format_count(event.params)} parameters"
             return f"{event.name} serves stage {event.stage} ({event.device}, {event.precision}, {size}{role})"
         case ev.Waiting():
-            return f"waiting for {', '.join(event.missing)}" if event.missing else "nothing missing any more"
+            return f"waiting: {', '.join(event.missing)}" if event.missing else "nothing missing any more"
         case ev.ProbeProgress():
             return event.what
         case ev.FleetMeasured():

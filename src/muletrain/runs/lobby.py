@@ -229,7 +229,7 @@ class Lobby:
         unserved = [s for s in range(self.stages) if not any(g.stage == s for g in ready)]
         lacking = [f"stage {s} has no peer ({self._need(s)})" for s in unserved]
         if (more := self.expected - len(ready)) > len(unserved):
-            lacking.append(f"{more} of {self.expected} peers")
+            lacking.append(f"{more} more of {self.expected} peers")
         if building := len(self._guests) - len(
             ready
         ):  # without them the run would begin with members that do not serve yet
