@@ -473,6 +473,28 @@ def test_doctor_peers_asks_the_start_that_waits(tmp_path: Path, monkeypatch: pyt
         cli_peers.probe_peers(folder, json=True)
 
 
+def test_who_asked_for_a_measurement_before_training_gets_it_of_all(tmp_path: Path) -> None:
+    """Whatever 'doctor --peers' measured meanwhile, of those that were there."""
+    here = {"one": ("one", Offer(2**30))}
+    measured: list[int] = []
+
+    class Counted(survey.Survey):
+        async def _measure(self) -> None:
+            measured.append(len(self.people()))
+
+    async def scenario() -> None:
+        nothing: Any = None
+        own = Counted(nothing, nothing, nothing, 1, tmp_path, lambda: {**here}, nothing)
+        own.before_training()
+        await own.measure()  # asked from outside
+        here["two"] = ("two", Offer(2**30))
+        assert await own.settled(), "others may have come and gone meanwhile"
+        assert not await own.settled()
+
+    asyncio.run(scenario())
+    assert measured == [1, 2]
+
+
 @pytest.mark.alone
 def test_a_real_fleet_is_measured_and_then_trains(tmp_path: Path) -> None:
     """Processes, sockets, encryption; links that the profile shapes."""

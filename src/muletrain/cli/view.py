@@ -271,7 +271,7 @@ def headline(event: ev.Event, view: RunView) -> str | None:
         case ev.ProbeProgress():
             return event.what
         case ev.FleetMeasured():
-            return f"measured {len(event.peers)} peers: {event.path}"
+            return f"measured {len(event.peers)} peer{'s' * (len(event.peers) != 1)}: {event.path}"
         case ev.ProbeFailed():
             return f"the fleet was not measured: {event.reason}"
         case ev.JoinRefused():

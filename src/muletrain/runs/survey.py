@@ -67,7 +67,8 @@ class Survey:
         """Done with what is to be measured before the run begins. True if that took time, in which others may have come and gone."""
         if not self._wanted and not self._at_work.locked():
             return False
-        if self._wanted:
+        wanted, self._wanted = self._wanted, False
+        if wanted:
             await self.measure()
         async with self._at_work:
             return True
@@ -75,7 +76,6 @@ class Survey:
     async def measure(self) -> None:
         """Write the file, and say so; or say why not."""
         async with self._at_work:
-            self._wanted = False
             try:
                 await self._measure()
             except MuletrainError as e:
@@ -85,7 +85,7 @@ class Survey:
         self._tried, self._worked = Counter(), Counter()
         people = dict(sorted(self.people().items(), key=lambda p: p[1][0]))
         names = {peer: name for peer, (name, _) in people.items()}
-        self.emit(ProbeProgress(done=0, total=1, what=f"measuring {len(names)} peers"))
+        self.emit(ProbeProgress(done=0, total=1, what=f"measuring {len(names)} peer{'s' * (len(names) != 1)}"))
         blocks = await self._blocks(names)
         places: dict[bytes, list[PeerId]] = {}
         for peer, block in blocks.items():
