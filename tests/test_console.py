@@ -171,6 +171,14 @@ def test_the_same_warning_is_printed_once_and_brackets_are_kept() -> None:
         (ev.CheckpointFailed(5, "no space"), "no checkpoint of step 5: no space"),
         (ev.Evaluated(5, 3.64, 38.09, 100), "step 5: validation loss 3.640, perplexity 38.1"),
         (ev.PeerSuspected(ID, "no answer"), f"..{ID[-8:]} is left out for now: no answer"),
+        (
+            ev.PeerSuspected(
+                ID,
+                "sending to TimEcZ: Connect failed. msg=failed to dial: failed to dial 12D3: all dials failed * [/ip4/127.0.0.1/tcp/35129] "
+                "dial tcp4 127.0.0.1:35129: connect: connection refused",
+            ),
+            f"..{ID[-8:]} is left out for now: sending to TimEcZ: connection refused",
+        ),
         (ev.Note("info", "hello"), "hello"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
@@ -257,6 +258,11 @@ def _stepped_back(event: ev.SteppedBack) -> str:
     return f"{stages} lost all peers: the run steps back from step {event.step} to {where}{moves}"
 
 
+def essence(reason: str) -> str:
+    """Without the ways that the network's daemon tried one after the other, each with its addresses: the events have them."""
+    return re.sub(r": (?:Connect failed\. msg=)?failed to dial.*: ([^:]+)$", r": \1", reason, flags=re.DOTALL)
+
+
 def headline(event: ev.Event, view: RunView) -> str | None:
     """The event as a sentence; None for what only the numbers show."""
     match event:
@@ -279,7 +285,7 @@ def headline(event: ev.Event, view: RunView) -> str | None:
         case ev.FrameRefused():
             return f"refused a message from {view.name_of(event.remote)}: {event.reason}"
         case ev.PeerSuspected():
-            return f"{view.name_of(event.peer_id)} is left out for now: {event.reason}"
+            return f"{view.name_of(event.peer_id)} is left out for now: {essence(event.reason)}"
         case ev.PeerBanned():
             return f"{view.name_of(event.peer_id)} is left out for {format_duration(event.seconds)}: it keeps sending rubbish"
         case ev.PeerExpelled():

@@ -106,12 +106,18 @@ def predict(
             told = _told(Allocated(question, run, task, found))
             hurried |= not found.complete
         except (CapacityError, ConfigError) as e:
-            problem = problem or str(e)
+            problem = problem or f"{e}{_servers(question) if isinstance(e, CapacityError) else ''}"
             break  # larger ones do not fit either
         if best is None or told.tokens_per_s > best.tokens_per_s:
             best = told
         watch((n + 1) / len(sizes))
     return with_haste(best, hurried=hurried) if best else _problem(problem)
+
+
+def _servers(question: Question) -> str:
+    """What bounds the stages of a hub, for those that are told to take more of them."""
+    peers = question.fleet.peers()
+    return f" (of a hub, each stage needs a reliable machine, and {sum(p.reliable for p in peers)} of {len(peers)} are)"
 
 
 def _problem(why: str) -> Prediction:
