@@ -22,7 +22,7 @@ from muletrain.sim.calibrate import with_speeds
 from muletrain.sim.fleet import EXAMPLE
 from muletrain.sim.planner import confirmed, plan
 from muletrain.sim.question import Question
-from muletrain.units import format_bytes, format_count, format_duration
+from muletrain.units import format_bytes, format_count, format_duration, format_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -99,8 +99,11 @@ def _question(
 
 def tell(console: Console, plan: Plan, fleet: Fleet) -> None:
     """The whole plan, for people."""
-    kinds = ", ".join(f"{m.count} x {m.device or m.name} in {m.region}" for m in fleet.machines)
-    console.print(f"[bold]{escape(plan.fleet)}[/bold]: {escape(kinds)}")
+    counts = Counter[str]()
+    for m in fleet.machines:
+        counts[f"{m.device or m.name} in {m.region}"] += m.count
+    kinds = ", ".join(f"{n} x {kind}" for kind, n in counts.items())
+    say(console, f"[bold]{escape(plan.fleet)}[/bold]: {escape(kinds)}")
     console.print(
         f"{plan.model} ({format_count(plan.params)} parameters), {plan.batch} sequences of {plan.context} tokens a step\n"
     )
@@ -140,6 +143,10 @@ def _notes(plan: Plan, fleet: Fleet) -> list[str]:
     notes = [f"{'; '.join(names)}: {note}" for note, names in whose.items()]
     if churn.trace or churn.leave_per_hour or churn.bursts_per_hour:
         notes.append("machines come and go here, which no figure above knows of; 'muletrain simulate fleet' plays it")
+    if any(m.host_needs and m.host_has is None for p in able for m in p.memory):
+        notes.append(
+            "memory beside a GPU is taken to be enough where the fleet file does not say how much there is (host_gib)"
+        )
     if any(peer.forward_s for peer in fleet.peers()):
         notes.append(
             "machines are paced (forward_ms): a stage takes what the file says, however many layers it has; --stages says how many"
@@ -208,7 +215,7 @@ def _memory_rows(plan: Plan, row: Callable[..., None]) -> None:
     unit, name = _unit(rows.values())
     row(f"{name} (+ beside GPU)", lambda p: "")
     for n, (entry, m) in enumerate(entries.items()):
-        has = "" if m.device_has is None else f", has {_number(m.device_has, unit)}"
+        has = "" if m.device_has is None else f", has {_has(m.device_has, unit)}"
 
         def show(p: Prediction, entry: str = entry) -> str:
             found = rows.get((p.strategy, p.schedule, entry))
@@ -224,6 +231,11 @@ def _unit(rows: Iterable[Memory]) -> tuple[int, str]:
 
 def _number(nbytes: int, unit: int) -> str:
     return f"{nbytes / unit:.3g}" if nbytes < 999.5 * unit else f"{nbytes / unit:,.0f}"
+
+
+def _has(nbytes: int, unit: int) -> str:
+    """With its own unit where that of the table is too small for it."""
+    return _number(nbytes, unit) if nbytes < 999.5 * unit else format_memory(nbytes)
 
 
 def _needs(m: Memory, unit: int) -> str:
@@ -275,7 +287,7 @@ def _memory(p: Prediction) -> Table:
         table.add_column(heading, justify="right", min_width=len(heading))
 
     def of(needs: int, has: int | None) -> str:
-        return _number(needs, unit) + ("" if has is None else f" of {_number(has, unit)}")
+        return _number(needs, unit) + ("" if has is None else f" of {_has(has, unit)}")
 
     for m in p.memory:
         parts = (m.weights, m.optimizer, m.gradients, m.activations, m.buffers)
