@@ -466,6 +466,7 @@ def test_doctor_peers_asks_the_start_that_waits(tmp_path: Path, monkeypatch: pyt
     with start_that_says(folder, measured):
         told = CliRunner().invoke(app, ["doctor", "--peers", "--run", str(folder), "--json"])
     assert json.loads(told.stdout)["path"] == "x/fleet.toml"
+    (folder / OWNER_FILE).write_bytes(b"key")  # the other session has taken its own along
     with (
         start_that_says(folder, ProbeFailed(reason="the run has begun")),
         pytest.raises(MuletrainError, match="has begun"),
