@@ -1,56 +1,48 @@
-"""Our search for a placement: simulated annealing of many chains at once on the true objective (``placement``), with a guide; and then of
-the groups of the best of them, with the best matching at every move (``regrouping``).
+"""Our search for a placement: populations of simulated annealing on the true objective (``placement``), with the best matching at every
+move (``regrouping``).
 
-Most chains begin with near devices side by side, in as many neighbouring stages as was drawn. Maxima are flat where several links are
-equally slow: at first each hop's root mean square and the mean over the stages' data-parallel costs are added (the guide), so that a hop
-that has one slow link less is better; the weight of that falls to zero. Which regions a stage gets is settled early, and seldom changes
-later: so chains that did well there are continued by several, and others are given up (``layouts.Chains.resample``). Now and then each
-chain gets the best matching and order for its groups (``pipelines``). Which devices of a region a stage has is what regrouping settles.
-The last kind of chains goes on from the best placements of earlier rounds.
+Which regions a stage gets is settled early, while it is hot, and seldom changes later; it is a matter of luck. So a population is annealed
+together, and before it gets colder those that did well are continued by several, in place of others (``_Population.resample``); and there
+are several populations, each from new placements, the first ones short: easy tasks are done soon.
 """
 
 from __future__ import annotations
 
+import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from muletrain.policy.layouts import CHAINS, KINDS, SAME, TRIES, Chains, Layout
+from muletrain.policy.pipelines import Threader
+from muletrain.policy.placement import finite, link_times, lower_bound_s, slots
+from muletrain.policy.regrouping import SAME, Groups, Problem, anneal, working
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
     from muletrain.policy.placement import Assignment, Task
 
-HOT, COLD = (0.8, 0.25, 0.08, 0.03), 0.008
-"""First (by kind of chain) and last temperature, over the usual size of a change. Chains of the first kind begin with a random placement;
-the others with one that has near devices together, in each other's pipelines or stages, and would not profit from more heat."""
-GUIDE, GUIDED = 1.0, 0.7
-"""The guide's first weight, and the share of the moves after which it is none."""
-MATCHING_MOVES, RUN_MOVES = 0.15, 0.5
-"""Shares of sweeps that exchange pipelines, and runs of devices in a pipeline; the others exchange two devices."""
-LONGEST_RUN = 8
-FIRST_ROUND, LONGEST_ROUND = 20, 128
-"""Sweeps of the first round, and the most, times devices; each round has twice as many as the one before. Which structure a chain settles
-on is a matter of luck, so that from some length on several rounds end lower than a long one."""
+    Ints = NDArray[np.int64]
+
+SMALLEST, LARGEST = 4, 16
+"""Population: the larger one where there is time for several rounds of it."""
+HOT, COLD = 9e-3, 2e-4
+"""First and last temperature, over what the cheapest of the population costs above the lower bound."""
+FIRST_ROUND, LONGEST_ROUND = 250, 4000
+"""Moves of each of the first population, and the most, times devices; each round has twice as many as the one before. Several populations
+of some length end lower than a long one."""
+GUIDES, GUIDED = (0.3, 1.0, 0.1), 0.7
+"""The guide's first weight, by round, in turn; and the share of a round after which it is none. Where slowest links are all alike, much of
+it is needed; else little is better."""
 AGREED = 3
-"""Rounds that end at the best cost, from new placements each, before it is taken for the optimum."""
-REGROUPING = 0.35
-"""The share of the time for it, where stages are equal."""
-HOT_GROUPS, COLD_GROUPS = (0.08, 0.08, 0.03), 0.003
-"""Its first temperatures, for the best new placements and for the best of all, and the last one; over the usual size of a change."""
-THREADINGS = 3
-"""How often in a round each chain gets the best matching and order."""
-RESAMPLINGS = 100
-"""In a round."""
-PROGRESS = 50
-"""Sweeps between two looks at the clock."""
-HICCUP = 0.05
-"""So much of a round's time may be lost, to other processes, before its cooling hurries."""
+"""Rounds that end at the best cost before it is taken for the optimum."""
+STEPS = 100
+"""Of a round, each colder than the one before."""
 
 
 @dataclass(frozen=True)
@@ -65,111 +57,113 @@ class Found:
 
 
 def search(task: Task, *, seed: int, time_limit_s: float, watch: Callable[[float, float], None]) -> Found:
-    """Rounds until ``AGREED`` of them ended at the same best cost, from new placements each, or the work is done that the time limit allows
-    on a slow core. So the same seed and limit find the same; on a slower machine yet, what is left is shortened (``Found.complete`` is
-    false). ``watch`` hears now and then which share of that work is done, and the best cost."""
+    """Rounds until ``AGREED`` of them ended at the same best cost, or one at the lower bound, or the work is done that the time limit
+    allows on one slow core. So the same seed and limit find the same, however many cores there are; on a slower machine yet, what is left
+    is shortened (``Found.complete`` is false). ``watch`` hears now and then which share of that work is done, and the best cost."""
     rng = np.random.default_rng(seed)
-    scale = Chains(task, rng).usual_change()
+    problem = _problem(task)
+    _Member(task, problem, rng).cool(0, 1.0, 0.0)  # compiles, where that has not been done yet
     deadline = time.monotonic() + time_limit_s
-    share = REGROUPING if len(set(task.replicas)) == 1 and len(task.replicas) > 1 else 0.0
-    budget = max(THREADINGS, int((1 - share) * time_limit_s / _sweep_s(task)))
-    done, moved, rounds, agreed = 0, 0, 0, 0
-    best_s, complete = np.inf, True
-    known: list[Layout] = []
-
-    def progress(sweeps: int, cost_s: float) -> None:
-        watch((done + sweeps) / budget, min(best_s, cost_s))
-
-    while done < budget and agreed < AGREED and complete:
-        length = min(FIRST_ROUND << rounds, LONGEST_ROUND) * len(task.devices)
-        sweeps = length if budget - done >= 2 * length else budget - done
-        moves = int(share / (1 - share) * sweeps * _sweep_s(task) / len(HOT_GROUPS) / _move_s(task))
-        chains = Chains(task, rng, known)
-        then_s = moves * _move_s(task)
-        made = _anneal(chains, _moves(chains, sweeps, rng), scale, deadline - len(HOT_GROUPS) * then_s, progress)
-        complete = made == sweeps
-        ends = chains.ends()
-        fresh = sorted(ends[:-1] if known else ends, key=_cost)[: len(HOT_GROUPS) - 1]  # from new placements
-        for n, hot in enumerate(HOT_GROUPS if moves else ()):
-            start = fresh[n] if n < len(fresh) else min((*known, *ends), key=_cost)
-            until = deadline - (len(HOT_GROUPS) - 1 - n) * then_s
-            end, tried = chains.regrouped(start, scale * hot, scale * COLD_GROUPS, moves, until)
-            moved, complete = moved + tried, complete and tried == moves
-            fresh[n : n + 1] = [end] if n < len(fresh) else []
-            ends.append(end)
-        known = _best((*known, *ends))
-        if known[0].cost_s < best_s * (1 - SAME):
-            agreed = 0
-        best_s = known[0].cost_s
-        agreed += min(map(_cost, fresh)) <= best_s * (1 + SAME)
-        done += made
-        rounds += 1
-    return Found(chains.assignment(known[0]), done * CHAINS * TRIES + moved, complete)
+    bound_s = lower_bound_s(task)
+    bound_s = bound_s if np.isfinite(bound_s) else 0.0  # links are missing
+    moves = time_limit_s / _move_s(task)
+    size = min(max(SMALLEST, int(moves / (4 * FIRST_ROUND * len(task.devices)))), LARGEST)
+    budget = max(STEPS, int(moves / size))  # of each member
+    best_s, best, tried = np.inf, np.empty((0, 0), np.int64), 0
+    done = rounds = agreed = 0
+    complete = True
+    with ThreadPoolExecutor(min(size, os.cpu_count() or 1)) as pool:
+        while done < budget and agreed < AGREED and complete and best_s > bound_s * (1 + SAME):
+            length = min(FIRST_ROUND << rounds, LONGEST_ROUND) * len(task.devices)
+            length = length if budget - done >= 2 * length else budget - done
+            population, step_s = _Population(task, problem, size, GUIDES[rounds % len(GUIDES)], rng), 0.0
+            for step in range(STEPS):
+                began, moves = time.monotonic(), length * (step + 1) // STEPS - length * step // STEPS
+                left_s = (deadline - began) / (STEPS - step)
+                if step_s > left_s:  # cooling keeps pace with the clock
+                    moves, complete = int(moves * max(left_s, 0.0) / step_s), False
+                tried += moves * size
+                population.cool(step, moves, bound_s, rng, pool)
+                step_s = (time.monotonic() - began) * (length / STEPS) / max(moves, 1)
+                watch((done + length * (step + 1) / STEPS) / budget, min(best_s, population.best_s))
+            agreed += population.best_s <= best_s * (1 + SAME)
+            if population.best_s < best_s * (1 - SAME):
+                agreed, best_s, best = 1, population.best_s, population.best
+            done, rounds = done + length, rounds + 1
+    rows = Threader(problem.link).thread([tuple(sorted(row)) for row in best.tolist()])
+    return Found(tuple(tuple(task.devices[d] for d in row) for row in rows), tried, complete)
 
 
-def _cost(layout: Layout) -> float:
-    return layout.cost_s
+def _problem(task: Task) -> Problem:
+    """Of the devices that fit."""
+    pick = np.ix_(task.devices, task.devices)
+    sizes = sorted(set(task.replicas))
+    compute = np.array(task.compute_s)[list(task.devices)] if task.compute_s else np.zeros(len(task.devices))
+    return Problem(
+        finite(link_times(task, task.activation_bytes)[pick]),
+        np.stack([finite(2 * link_times(task, task.gradient_bytes / m)[pick]) for m in sizes]),
+        compute,
+        np.array(sizes),
+    )
 
 
-def _best(layouts: Iterable[Layout]) -> list[Layout]:
-    """As many as a kind has chains, of equal ones one."""
-    apart = {f"{layout.cost_s:.8e}": layout for layout in layouts}
-    return sorted(apart.values(), key=_cost)[: CHAINS // KINDS]
+class _Member:
+    """One of a population: a placement, the best one it has come through, and its own random numbers."""
+
+    def __init__(self, task: Task, problem: Problem, rng: np.random.Generator) -> None:
+        self._problem = problem
+        (self._rng,) = rng.spawn(1)
+        left, replicas = rng.permutation(len(problem.link)).tolist(), rng.permutation(task.replicas).tolist()
+        rows = [slots([left.pop() for _ in range(m)], task.pipelines) for m in replicas]
+        self.groups = Groups(np.array(rows), np.searchsorted(problem.sizes, replicas), np.array(left, np.int64))
+        self._best = _copied(self.groups)
+        self._working = working(len(replicas), task.pipelines, len(problem.link))
+
+    def cool(self, moves: int, temperature: float, weight: float) -> tuple[float, float]:
+        """So many moves: the lowest cost among them, that of ``best``; and the last one, with the guide."""
+        return anneal(self._problem, self.groups, self._best, self._working, self._rng, moves, temperature, weight)
+
+    @property
+    def best(self) -> Ints:
+        return self._best.at.copy()
 
 
-def _moves(chains: Chains, sweeps: int, rng: np.random.Generator) -> list[int]:
-    """What each sweep exchanges: 0 for pipelines, else runs of so many devices. What changes nothing is left out."""
-    longest = min(max(1, chains.stages // 2), LONGEST_RUN)
-    kinds, lengths = rng.random(sweeps), rng.integers(min(2, longest), longest + 1, size=sweeps)
-    moves = np.where(kinds < MATCHING_MOVES + RUN_MOVES, lengths, 1)
-    if min(chains.stages, chains.pipelines) > 1:
-        moves[kinds < MATCHING_MOVES] = 0
-    return list(map(int, moves))
+def _copied(groups: Groups) -> Groups:
+    return Groups(*(part.copy() for part in groups))
 
 
-def _anneal(
-    chains: Chains, moves: list[int], scale: float, deadline: float, progress: Callable[[int, float], None]
-) -> int:
-    """How many sweeps there was time for: where it runs out, cooling keeps pace with it."""
-    sweeps, heat = len(moves), np.resize(HOT, CHAINS)
-    started, threading_s = time.monotonic(), 0.0
-    done = threaded = resampled = 0
-    share = late = 0.0  # of the sweeps, and of the time
+class _Population:
+    def __init__(self, task: Task, problem: Problem, size: int, guide: float, rng: np.random.Generator) -> None:
+        self._guide = guide
+        self._members = [_Member(task, problem, rng) for _ in range(size)]
+        self._ends = [member.cool(0, 1.0, 0.0) for member in self._members]
+        self.best_s, self.best = np.inf, self._members[0].best
 
-    def temperature(share: float) -> NDArray[np.float64]:
-        return scale * heat * (COLD / heat) ** share
+    def cool(self, step: int, moves: int, bound_s: float, rng: np.random.Generator, pool: ThreadPoolExecutor) -> None:
+        """One of ``STEPS``."""
+        cheapest_s = min(cost_s for cost_s, _ in self._ends)
+        scale_s = max(cheapest_s - bound_s, SAME * cheapest_s)
+        before, now = (scale_s * HOT * (COLD / HOT) ** (s / STEPS) for s in (step - 1, step))
+        weight = self._guide * max(0.0, 1 - step / STEPS / GUIDED)
+        if step and now > 0:
+            self._resample(1 / now - 1 / before, rng)
+        self._ends = list(pool.map(lambda member: member.cool(moves, now, weight), self._members))
+        for member, (cost_s, _) in zip(self._members, self._ends, strict=True):
+            if cost_s < self.best_s * (1 - SAME):
+                self.best_s, self.best = cost_s, member.best
 
-    while share < 1:
-        weight = GUIDE * max(0.0, 1 - share / GUIDED)
-        length = moves[done]
-        if not length:
-            chains.swap_pipelines(temperature(share), weight)
-        elif length == 1:
-            chains.swap_devices(temperature(share), weight)
-        else:
-            chains.swap_runs(length, temperature(share), weight)
-        done += 1
-        if done % PROGRESS == 0:
-            progress(done, float(chains.cost.min()))
-            late = (time.monotonic() - started) / max(deadline - threading_s - started, 1e-9)
-        share = done / sweeps
-        if late > share + HICCUP * (1 - late):
-            share = min(late, 1.0)
-        if int(share * RESAMPLINGS) > resampled and share < 1:
-            resampled = int(share * RESAMPLINGS)
-            chains.resample(temperature((resampled - 1) / RESAMPLINGS), temperature(resampled / RESAMPLINGS), weight)
-        if int(share * THREADINGS) > threaded:
-            threaded, before = int(share * THREADINGS), time.monotonic()
-            chains.thread()
-            threading_s = time.monotonic() - before
-    return done
-
-
-def _sweep_s(task: Task) -> float:
-    """What a sweep takes on a slow core, about."""
-    return 3e-4 + 3.4e-8 * CHAINS * TRIES * len(task.devices)
+    def _resample(self, colder: float, rng: np.random.Generator) -> None:
+        """Population annealing (Hukushima and Iba 2003): before it gets colder, members are drawn from the same, each as often as the
+        colder distribution has it more often. colder: by how much one over the temperature grows [1/s]."""
+        energies = np.array([energy for _, energy in self._ends])
+        shares = np.exp(-colder * (energies - energies.min())).cumsum()
+        ticks = (rng.random() + np.arange(len(shares))) / len(shares)
+        chosen = np.minimum(np.searchsorted(shares / shares[-1], ticks), len(shares) - 1).tolist()
+        copies = [_copied(self._members[k].groups) for k in chosen]
+        for member, groups in zip(self._members, copies, strict=True):
+            member.groups = groups
 
 
 def _move_s(task: Task) -> float:
-    """What a move of regrouping takes on a slow core, about."""
-    return 2e-5 + 1.5e-6 * task.pipelines**2
+    """What a move takes on a slow core, about."""
+    return 1e-6 + 3e-8 * len(task.replicas) + 2.5e-8 * task.pipelines**2

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from muletrain.policy.annealing import Found
-from muletrain.policy.layouts import finite
 from muletrain.policy.pipelines import Threader
-from muletrain.policy.placement import link_times, slots
+from muletrain.policy.placement import finite, link_times, slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable

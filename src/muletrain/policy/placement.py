@@ -130,6 +130,12 @@ def link_times(task: Task, nbytes: float) -> NDArray[np.float64]:
     return times
 
 
+def finite(times: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Missing links as ones a hundred times slower than the slowest there is: what has to use one is then found out by ``evaluate``."""
+    known = times[np.isfinite(times)]
+    return np.where(np.isfinite(times), times, 100 * (known.max(initial=0.0) or 1.0))
+
+
 def lower_bound_s(task: Task) -> float:
     """What no placement can cost less than: each term by itself at its best, in O(N^2 log N) [s].
 

@@ -1,165 +1,439 @@
-"""Simulated annealing of which devices a stage has, each hop with its best matching at every move.
+"""Simulated annealing of which devices a stage has, each hop with its best matching at every move; compiled by numba.
 
-Given the groups of neighbouring stages, who talks to whom is a bottleneck matching (DT-FM eq. 3), each hop by itself. So moves that
-only change the matching need not be tried, and a state is as good as its groups are: what array operations on whole placements
-(``layouts``) found is improved by far fewer moves. Two devices of different stages change places, in turn.
+Given the devices of neighbouring stages, who talks to whom is a bottleneck matching (DT-FM eq. 3), each hop by itself. So moves that only
+change the matching need not be tried, and a state is as good as its groups are. Three kinds of moves: two devices change places; so do two
+runs of devices, each side by side in one pipeline, which keeps the fast links inside both; the order of some neighbouring stages is
+reversed.
 
-Sets of devices are integers here: bit d is device d.
+Arrays: K stages, P pipelines, n devices, S sizes that stages have. Slot p of a stage of m devices is served by its device p mod m, so that
+devices of a smaller stage serve several pipelines. All times in seconds.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from bisect import bisect_left, bisect_right
-from itertools import accumulate
-from operator import or_
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
-from muletrain.policy.pipelines import perfect
+import numpy as np
+from numba import njit
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from random import Random
+    from collections.abc import Callable
 
-    import numpy as np
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float64]
+    Ints = NDArray[np.int64]
+    Function = TypeVar("Function", bound=Callable[..., Any])
+
+LONGEST_RUN = 4
+SINGLE, REVERSALS = 0.6, 0.02
+"""Shares of moves that exchange two devices, and that reverse stages; the others exchange runs."""
+SAME = 1e-9
+"""Times nearer than that (relative) are equal."""
+LOOK = 1024
+"""Moves until everything is summed anew, so that rounding errors do not add up, and the temperature falls."""
 
 
-LOOK = 64
-"""Moves between two looks at the clock."""
-HICCUP = 0.05
-"""So much of the time may be lost before cooling hurries."""
+class Problem(NamedTuple):
+    """What is asked for."""
+
+    link: Floats
+    """What activations take between two devices, (n, n), symmetric, finite."""
+    exchange: Floats
+    """By size of the stage, what two devices of it take to exchange their gradients, there and back, (S, n, n)."""
+    compute: Floats
+    """(n,)"""
+    sizes: Ints
+    """(S,)"""
 
 
-class Regrouping:
-    """Equal stages. link, exchange: (n, n), symmetric [s], what activations and gradients take; compute: (n,) [s]; groups: devices of each
-    stage."""
+class Groups(NamedTuple):
+    """A placement, less its matchings."""
 
-    def __init__(self, link: Floats, exchange: Floats, compute: Floats, groups: Sequence[Sequence[int]]) -> None:
-        self._compute: list[float] = compute.tolist()
-        self._link: list[list[float]] = link.tolist()
-        self._exchange: list[list[float]] = exchange.tolist()
-        self._times = [sorted(row) for row in self._link]  # of each device's links
-        self._within: list[list[int]] = []  # and whom it reaches over the first so many
-        for order in link.argsort(axis=1).tolist():
-            self._within.append(list(accumulate((1 << d for d in order), or_, initial=0)))
-        self._begin(groups)
+    at: Ints
+    """The device of each slot, (K, P)."""
+    size: Ints
+    """Index of each stage's size, (K,)."""
+    spares: Ints
+    """Devices that are not used."""
 
-    def _begin(self, groups: Sequence[Sequence[int]]) -> None:
-        self.groups = [list(map(int, group)) for group in groups]
-        self._sets = [sum(1 << d for d in group) for group in self.groups]
-        self._sums = [0.0] * len(self._link)  # what each device exchanges with its stage
-        for group in self.groups:
-            for d in group:
-                self._sums[d] = sum(self._exchange[d][e] for e in group)
-        self._slowest = [max(self._sums[d] for d in group) for group in self.groups]
-        self._computing = [max(self._compute[d] for d in group) for group in self.groups]
-        self._hops = [self._hop(k, math.inf, math.inf) for k in range(len(self.groups) - 1)]
 
-    @property
-    def cost(self) -> float:
-        """With the best matchings, stages in this order [s]."""
-        return max(self._slowest) + math.fsum(self._computing) + 2 * math.fsum(self._hops)
+class Sums(NamedTuple):
+    """What is kept of a placement from move to move."""
 
-    def anneal(self, hot: float, cold: float, moves: int, deadline: float, random: Random) -> int:
-        """Metropolis' rule, cooling from ``hot`` to ``cold`` [s]; ends with the best groups that there were. How many moves there was
-        time for."""
-        best_s, best, started = self.cost, [list(group) for group in self.groups], time.monotonic()
-        cost, temperature, made = best_s, hot, moves
-        for move in range(moves):
-            if move % LOOK == 0:
-                late = (time.monotonic() - started) / max(deadline - started, 1e-9)
-                if late >= 1:
-                    made = move
-                    break
-                temperature = hot * (cold / hot) ** max(move / moves, late - HICCUP)
-                cost = self.cost  # rounding errors do not add up
-            if (after := self._swap(cost + temperature * random.expovariate(1.0), random)) is not None:
-                cost = after
-                if cost < best_s - 1e-9:
-                    best_s, best = cost, [list(group) for group in self.groups]
-        self._begin(best)
-        return made
+    sums: Floats  # what each device exchanges with its stage, (n,)
+    slowest: Floats  # by stage, the most of these, (K,)
+    computing: Floats  # by stage, (K,)
+    hops: Floats  # the slowest link of each stage with the next one, (K,); the last is 0
+    guides: Floats  # of hops, (K,)
+    match: Ints  # the slot of the next stage that each slot talks to, (K, P)
 
-    def _swap(self, limit: float, random: Random) -> float | None:
-        """Two devices of different stages change places, if the cost stays within the limit: the cost then."""
-        stages, width = len(self.groups), len(self.groups[0])
-        k, m = int(random.random() * stages), int(random.random() * (stages - 1))
-        m += m >= k
-        i, j = int(random.random() * width), int(random.random() * width)
-        a, b = self.groups[k][i], self.groups[m][j]
-        sums = self._replaced(k, a, b), self._replaced(m, b, a)
-        slowest = self._slowest.copy()
-        slowest[k], slowest[m] = max(sums[0]), max(sums[1])
-        computing = self._computing.copy()
-        for stage, leaves, joins in ((k, a, b), (m, b, a)):
-            computing[stage] = max(
-                [self._compute[joins], *(self._compute[d] for d in self.groups[stage] if d != leaves)]
-            )
-        fixed = max(slowest) + math.fsum(computing)
-        room = (limit - fixed) / 2 - math.fsum(self._hops)  # how much all hops together may take longer
-        touched = {h for h in (k - 1, k, m - 1, m) if 0 <= h < stages - 1}
-        if room < -sum(self._hops[h] for h in touched):
-            return None
-        self._put(k, i, b)
-        self._put(m, j, a)
-        after = {h: self._hop(h, self._hops[h], self._hops[h]) for h in touched}
-        room += sum(self._hops[h] - time_s for h, time_s in after.items() if time_s < math.inf)
-        for h in touched:
-            if after[h] == math.inf and room >= 0:
-                after[h] = self._hop(h, self._hops[h], self._hops[h] + room)
-                room -= after[h] - self._hops[h]
-        if room < 0:
-            self._put(k, i, a)
-            self._put(m, j, b)
-            return None
-        for h, time_s in after.items():
-            self._hops[h] = time_s
-        for stage, new in ((k, sums[0]), (m, sums[1])):
-            for d, s in zip(self.groups[stage], new, strict=True):
-                self._sums[d] = s
-        self._slowest, self._computing = slowest, computing
-        return fixed + 2 * math.fsum(self._hops)
 
-    def _put(self, k: int, i: int, device: int) -> None:
-        self._sets[k] ^= 1 << self.groups[k][i] | 1 << device
-        self.groups[k][i] = device
+class Proposal(NamedTuple):
+    """A device leaves a stage and another one takes its place, so many times; and what that leads to."""
 
-    def _replaced(self, k: int, leaves: int, joins: int) -> list[float]:
-        """What the devices of a stage exchange after one has taken another's place."""
-        out, into, group = self._exchange[leaves], self._exchange[joins], self.groups[k]
-        own = sum([into[d] for d in group]) - into[leaves]
-        return [own if d == leaves else self._sums[d] - out[d] + into[d] for d in group]
+    stage: Ints
+    member: Ints
+    leaves: Ints
+    joins: Ints
+    sums: Floats  # (changes, P)
+    slowest: Floats
+    computing: Floats
+    hop: Ints  # indices of those that are touched
+    hops: Floats
+    guides: Floats
+    match: Ints
 
-    def _feasible(self, k: int, time_s: float) -> bool:
-        """Whether all pipelines can go from stage k to the next over links that are as fast."""
-        there = self._sets[k + 1]
-        rows = [self._within[d][bisect_right(self._times[d], time_s)] & there for d in self.groups[k]]
-        return all(rows) and perfect(rows, there) is not None
 
-    def _hop(self, k: int, now: float, at_most: float) -> float:
-        """What the best matching of stage k with the next one takes, beginning to look at ``now``; inf if it is above ``at_most``."""
-        feasible = self._feasible(k, now)
-        if not feasible and at_most <= now:
-            return math.inf
-        times = sorted([link[e] for d in self.groups[k] for link in [self._link[d]] for e in self.groups[k + 1]])
-        if feasible:
-            low, high = 0, bisect_right(times, now) - 1
-            below = bisect_left(times, times[high]) - 1
-            if below < 0 or not self._feasible(k, times[below]):
-                return times[high]
-            high = below
+class Scratch(NamedTuple):
+    """Of a matching: by column, (P,)."""
+
+    owner: Ints
+    nearest: Floats
+    before: Ints
+    seen: NDArray[np.bool_]
+
+
+Working = tuple[Sums, Proposal, Scratch]
+
+
+def working(stages: int, pipelines: int, devices: int) -> Working:
+    """Room for what ``anneal`` keeps."""
+    changes = 2 * LONGEST_RUN
+
+    def ints(*shape: int) -> Ints:
+        return np.zeros(shape, np.int64)
+
+    return (
+        Sums(
+            np.zeros(devices), np.zeros(stages), np.zeros(stages), np.zeros(stages), np.zeros(stages), ints(stages, pipelines)
+        ),
+        Proposal(
+            ints(changes), ints(changes), ints(changes), ints(changes), np.zeros((changes, pipelines)), np.zeros(changes),
+            np.zeros(changes), ints(changes + 2), np.zeros(changes + 2), np.zeros(changes + 2), ints(changes + 2, pipelines),
+        ),
+        Scratch(ints(pipelines), np.zeros(pipelines), ints(pipelines), np.zeros(pipelines, np.bool_)),
+    )  # fmt: skip
+
+
+def _compiled(function: Function) -> Function:
+    """To machine code, at the first call; kept on disk where that can be written. Lets other threads run."""
+    try:
+        return cast("Function", njit(nogil=True, cache=True)(function))
+    except RuntimeError:  # nowhere to keep it
+        return cast("Function", njit(nogil=True)(function))
+
+
+@_compiled
+def bottleneck(
+    link: Floats, here: Ints, there: Ints, weight: float, at_most: float, match: Ints, scratch: Scratch
+) -> tuple[float, float]:
+    """The slowest link of the best matching of devices ``here`` with those ``there``, (P,) each; inf if it and the guide, so much weighted,
+    are above ``at_most``. And the guide: the root mean square of each one's nearest on the other side.
+
+    ``match`` becomes each row's column; where it is one already, what is as fast as that stays. No matching is below the dearest of all
+    rows' and columns' cheapest entries, which mostly is the answer; rows that find no column at that are added one by one, each over the
+    path whose slowest link is fastest."""
+    owner, nearest, before, seen = scratch
+    width, slowest, guide = len(here), 0.0, 0.0
+    for j in range(width):
+        nearest[j], owner[j] = np.inf, -1
+    for i in range(width):
+        row, cheapest = link[here[i]], np.inf
+        for j in range(width):
+            time_s = row[there[j]]
+            cheapest = min(cheapest, time_s)
+            nearest[j] = min(nearest[j], time_s)
+        slowest = max(slowest, cheapest)
+        guide += cheapest * cheapest
+    for j in range(width):
+        slowest = max(slowest, nearest[j])
+        guide += nearest[j] * nearest[j]
+    if weight > 0:
+        guide = math.sqrt(guide / (2 * width))
+        at_most -= weight * guide
+    if slowest > at_most:
+        return np.inf, guide
+    for i in range(width):
+        if match[i] >= 0 and owner[match[i]] < 0 and link[here[i], there[match[i]]] <= slowest:
+            owner[match[i]] = i
         else:
-            low, high = bisect_right(times, now), bisect_right(times, at_most) - 1
-            if high < low or not self._feasible(k, times[high]):
-                return math.inf
-        while low < high:
-            middle = (low + high) // 2
-            if self._feasible(k, times[middle]):
-                high = middle
+            match[i] = -1
+    for i in range(width):
+        if match[i] >= 0:
+            continue
+        row = link[here[i]]
+        for j in range(width):
+            if owner[j] < 0 and row[there[j]] <= slowest:
+                owner[j], match[i] = i, j
+                break
+        if match[i] >= 0:
+            continue
+        for j in range(width):
+            nearest[j], before[j], seen[j] = max(row[there[j]], slowest), i, False
+        column = 0
+        while True:
+            column = -1
+            for j in range(width):
+                if not seen[j] and (
+                    column < 0
+                    or nearest[j] < nearest[column]
+                    or (nearest[j] == nearest[column] and owner[j] < 0 <= owner[column])
+                ):
+                    column = j
+            slowest = nearest[column]
+            if slowest > at_most:
+                return np.inf, guide
+            if owner[column] < 0:
+                break
+            seen[column] = True
+            row = link[here[owner[column]]]
+            for j in range(width):
+                time_s = max(slowest, row[there[j]])
+                if not seen[j] and time_s < nearest[j]:
+                    nearest[j], before[j] = time_s, owner[column]
+        while column >= 0:  # each row of the path passes its column on
+            taker = before[column]
+            match[taker], owner[column], column = column, taker, match[taker]
+            if taker == i:
+                break
+    return slowest, guide
+
+
+@_compiled
+def _settle(problem: Problem, groups: Groups, kept: Sums, scratch: Scratch, weight: float) -> None:
+    """All sums anew."""
+    stages = len(groups.at)
+    for k in range(stages):
+        row, members = groups.at[k], problem.sizes[groups.size[k]]
+        exchange = problem.exchange[groups.size[k]]
+        kept.slowest[k] = kept.computing[k] = 0.0
+        for i in range(members):
+            total = 0.0
+            for j in range(members):
+                total += exchange[row[i], row[j]]
+            kept.sums[row[i]] = total
+            kept.slowest[k] = max(kept.slowest[k], total)
+            kept.computing[k] = max(kept.computing[k], problem.compute[row[i]])
+        if k + 1 < stages:
+            kept.hops[k], kept.guides[k] = bottleneck(
+                problem.link, row, groups.at[k + 1], weight, np.inf, kept.match[k], scratch
+            )
+
+
+@_compiled
+def _cost(kept: Sums) -> float:
+    slowest = others = 0.0
+    for k in range(len(kept.slowest)):
+        slowest = max(slowest, kept.slowest[k])
+        others += kept.computing[k] + 2 * kept.hops[k]
+    return slowest + others
+
+
+@_compiled
+def _copy(groups: Groups, into: Groups) -> None:
+    stages, width = groups.at.shape
+    for k in range(stages):
+        into.size[k] = groups.size[k]
+        for p in range(width):
+            into.at[k, p] = groups.at[k, p]
+    for p in range(len(groups.spares)):
+        into.spares[p] = groups.spares[p]
+
+
+@_compiled
+def _put(groups: Groups, members: int, stage: int, member: int, device: int) -> None:
+    row = groups.at[stage]
+    for p in range(member, len(row), members):
+        row[p] = device
+
+
+@_compiled
+def _reversed(
+    problem: Problem, groups: Groups, kept: Sums, new: Proposal, scratch: Scratch, weight: float, room: float, rng: Any
+) -> bool:
+    """The order of some stages is reversed, if all hops together then take no more than ``room`` longer."""
+    stages, width = groups.at.shape
+    first, last = int(rng.random() * stages), int(rng.random() * stages)
+    if first > last:
+        first, last = last, first
+    if first == last or (first == 0 and last == stages - 1):
+        return False
+    for side in range(2):
+        h, other = (first - 1, last) if side == 0 else (last, first)  # ``other`` is next to the stages outside then
+        outside = first - 1 if side == 0 else last + 1
+        if 0 <= outside < stages and room >= -kept.hops[h] - weight * kept.guides[h]:
+            room += kept.hops[h] + weight * kept.guides[h]
+            time_s, guide = bottleneck(
+                problem.link, groups.at[outside], groups.at[other], weight, room, new.match[0], scratch
+            )
+            room -= time_s + weight * guide
+    if room < 0:
+        return False
+    a, b = first, last
+    while a < b:
+        for p in range(width):
+            groups.at[a, p], groups.at[b, p] = groups.at[b, p], groups.at[a, p]
+        groups.size[a], groups.size[b] = groups.size[b], groups.size[a]
+        kept.slowest[a], kept.slowest[b] = kept.slowest[b], kept.slowest[a]
+        kept.computing[a], kept.computing[b] = kept.computing[b], kept.computing[a]
+        a, b = a + 1, b - 1
+    for h in range(max(first - 1, 0), min(last + 1, stages - 1)):
+        kept.hops[h], kept.guides[h] = bottleneck(
+            problem.link, groups.at[h], groups.at[h + 1], weight, np.inf, kept.match[h], scratch
+        )
+    return True
+
+
+@_compiled
+def _exchanged(
+    problem: Problem, groups: Groups, kept: Sums, new: Proposal, scratch: Scratch, weight: float, room: float, rng: Any
+) -> bool:
+    """Two devices, or runs of them, change places, if the cost then is no more than ``room`` higher."""
+    stages, width = groups.at.shape
+    longest = min(stages // 2, len(new.stage) // 2)
+    length, spare = 1, -1
+    if longest > 1 and rng.random() >= SINGLE:
+        length = 2 + int(rng.random() * (longest - 1))
+        f, g = int(rng.random() * (stages - length + 1)), int(rng.random() * (stages - length + 1))
+        if abs(f - g) < length:  # a stage loses one device at most
+            return False
+    else:
+        f, any_place = int(rng.random() * stages), int(rng.random() * (stages * width + len(groups.spares)))
+        g = min(any_place // width, stages)
+        if g == stages:
+            spare = any_place - stages * width
+    if f > g:
+        f, g = g, f
+    p = int(rng.random() * problem.sizes[groups.size[f]])
+    q = int(rng.random() * problem.sizes[groups.size[g]]) if spare < 0 else 0
+    changes = 0
+    for s in range(length):
+        k, m = problem.sizes[groups.size[f + s]], 0
+        p %= k
+        a = groups.at[f + s, p]
+        b = groups.spares[spare] if spare >= 0 else 0
+        if spare < 0:
+            m = problem.sizes[groups.size[g + s]]
+            q %= m
+            b = groups.at[g + s, q]
+        new.stage[changes], new.member[changes], new.leaves[changes], new.joins[changes] = f + s, p, a, b
+        changes += 1
+        if spare < 0:
+            new.stage[changes], new.member[changes], new.leaves[changes], new.joins[changes] = g + s, q, b, a
+            changes += 1
+        if s + 1 < length:
+            p, q = kept.match[f + s, p], kept.match[g + s, q]
+    if f == g:
+        more = width % problem.sizes[groups.size[f]]  # so many devices serve one pipeline more than the others
+        if (p < more) == (q < more):
+            return False
+    for h in range(max(f - 1, 0), min(f + length, stages - 1)):
+        room += 2 * (kept.hops[h] + weight * kept.guides[h])
+    for h in range(max(g - 1, f + length), min(g + length, stages - 1)):
+        room += 2 * (kept.hops[h] + weight * kept.guides[h])
+    if f != g:
+        slowest = before = 0.0
+        for k in range(stages):
+            before = max(before, kept.slowest[k])
+            if not (f <= k < f + length or g <= k < g + length):
+                slowest = max(slowest, kept.slowest[k])
+        for c in range(changes):
+            room += kept.computing[new.stage[c]] + weight / stages * kept.slowest[new.stage[c]]
+        room += before
+        for c in range(changes):
+            k, a, b = new.stage[c], new.leaves[c], new.joins[c]
+            exchange = problem.exchange[groups.size[k]]
+            own, most, longest_s = 0.0, 0.0, problem.compute[b]
+            for i in range(problem.sizes[groups.size[k]]):
+                d = groups.at[k, i]
+                if d != a:
+                    own += exchange[b, d]
+                    new.sums[c, i] = kept.sums[d] - exchange[d, a] + exchange[d, b]
+                    most = max(most, new.sums[c, i])
+                    longest_s = max(longest_s, problem.compute[d])
+            new.sums[c, new.member[c]] = own
+            new.slowest[c], new.computing[c] = max(most, own), longest_s
+            slowest = max(slowest, new.slowest[c])
+            room -= longest_s + weight / stages * new.slowest[c]
+            if slowest > room:
+                return False
+        room -= slowest
+    for c in range(changes):
+        _put(groups, problem.sizes[groups.size[new.stage[c]]], new.stage[c], new.member[c], new.joins[c])
+    room, touched = room / 2, 0
+    for c in range(changes):  # whoever joins has to reach somebody in time
+        for k in (new.stage[c] - 1, new.stage[c] + 1):
+            if 0 <= k < stages and room >= 0:
+                nearest_s, row = np.inf, problem.link[new.joins[c]]
+                for p in range(width):
+                    nearest_s = min(nearest_s, row[groups.at[k, p]])
+                if nearest_s > room:
+                    room = -1.0
+    for side in range(2):
+        start = max(f - 1, 0) if side == 0 else max(g - 1, f + length)
+        for h in range(start, min((f if side == 0 else g) + length, stages - 1)):
+            if room >= 0:
+                for p in range(width):
+                    new.match[touched, p] = kept.match[h, p]
+                time_s, guide = bottleneck(
+                    problem.link, groups.at[h], groups.at[h + 1], weight, room, new.match[touched], scratch
+                )
+                new.hop[touched], new.hops[touched], new.guides[touched] = h, time_s, guide
+                room -= time_s + weight * guide
+                touched += 1
+    if room < 0:
+        for c in range(changes):
+            _put(groups, problem.sizes[groups.size[new.stage[c]]], new.stage[c], new.member[c], new.leaves[c])
+        return False
+    for t in range(touched):
+        kept.hops[new.hop[t]], kept.guides[new.hop[t]] = new.hops[t], new.guides[t]
+        for p in range(width):
+            kept.match[new.hop[t], p] = new.match[t, p]
+    if f != g:
+        for c in range(changes):
+            k = new.stage[c]
+            kept.slowest[k], kept.computing[k] = new.slowest[c], new.computing[c]
+            for i in range(problem.sizes[groups.size[k]]):
+                kept.sums[groups.at[k, i]] = new.sums[c, i]
+    if spare >= 0:
+        groups.spares[spare] = new.leaves[0]
+    return True
+
+
+@_compiled
+def anneal(
+    problem: Problem,
+    groups: Groups,
+    best: Groups,
+    working: Working,
+    rng: Any,
+    moves: int,
+    temperature: float,
+    weight: float,
+) -> tuple[float, float]:
+    """Metropolis' rule at one temperature [s], on the cost and, so much weighted, the guide, which is smoother: for the hops, see
+    ``bottleneck``; and the mean over the stages' data-parallel costs. ``groups`` becomes the last placement, ``best`` the cheapest
+    there was; the cost of that, and the first with the guide. rng: numpy's Generator."""
+    kept, new, scratch = working
+    best_s = cost_s = np.inf
+    moved = True
+    for move in range(moves + 1):
+        if move % LOOK == 0 or move == moves:
+            _settle(problem, groups, kept, scratch, weight)
+        if moved:
+            cost_s = _cost(kept)
+            if cost_s < best_s * (1 - SAME):
+                best_s = cost_s
+                _copy(groups, best)
+        if move < moves:
+            room = temperature * -math.log(1.0 - rng.random())
+            if rng.random() < REVERSALS:
+                moved = _reversed(problem, groups, kept, new, scratch, weight, room / 2, rng)
             else:
-                low = middle + 1
-        return times[low]
+                moved = _exchanged(problem, groups, kept, new, scratch, weight, room, rng)
+    energy = cost_s
+    for k in range(len(kept.hops)):
+        energy += weight * (kept.slowest[k] / len(kept.hops) + 2 * kept.guides[k])
+    return best_s, energy
