@@ -217,7 +217,7 @@ def _plan_network(
     started = time.monotonic()
     console = make_console()
     with Progress(console=console, transient=True, disable=json or not console.is_terminal) as progress:
-        bar = progress.add_task("searching", total=1.0)
+        bar = progress.add_task("searching (the first time, compiling takes some seconds)", total=1.0)
 
         def watch(share: float, best_s: float) -> None:
             progress.update(bar, completed=share, description=f"searching: {best_s:.4g} s")

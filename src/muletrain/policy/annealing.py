@@ -166,4 +166,4 @@ class _Population:
 
 def _move_s(task: Task) -> float:
     """What a move takes on a slow core, about."""
-    return 1e-6 + 3e-8 * len(task.replicas) + 2.5e-8 * task.pipelines**2
+    return 1.5e-6 + 4e-8 * len(task.replicas) + 3e-8 * task.pipelines**2

@@ -125,6 +125,11 @@ def _compiled(function: Function) -> Function:
         return cast("Function", njit(nogil=True)(function))
 
 
+def _part(function: Function) -> Function:
+    """Compiled as if it stood where it is called: to hand tables from function to function would take a third of the time."""
+    return cast("Function", njit(inline="always")(function))
+
+
 @_compiled
 def bottleneck(
     link: Floats, here: Ints, there: Ints, weight: float, at_most: float, match: Ints, scratch: Scratch
@@ -201,7 +206,7 @@ def bottleneck(
     return slowest, guide
 
 
-@_compiled
+@_part
 def _settle(problem: Problem, groups: Groups, kept: Sums, scratch: Scratch, weight: float) -> None:
     """All sums anew."""
     stages = len(groups.at)
@@ -222,7 +227,7 @@ def _settle(problem: Problem, groups: Groups, kept: Sums, scratch: Scratch, weig
             )
 
 
-@_compiled
+@_part
 def _cost(kept: Sums) -> float:
     slowest = others = 0.0
     for k in range(len(kept.slowest)):
@@ -231,7 +236,7 @@ def _cost(kept: Sums) -> float:
     return slowest + others
 
 
-@_compiled
+@_part
 def _copy(groups: Groups, into: Groups) -> None:
     stages, width = groups.at.shape
     for k in range(stages):
@@ -242,14 +247,14 @@ def _copy(groups: Groups, into: Groups) -> None:
         into.spares[p] = groups.spares[p]
 
 
-@_compiled
+@_part
 def _put(groups: Groups, members: int, stage: int, member: int, device: int) -> None:
     row = groups.at[stage]
     for p in range(member, len(row), members):
         row[p] = device
 
 
-@_compiled
+@_part
 def _reversed(
     problem: Problem, groups: Groups, kept: Sums, new: Proposal, scratch: Scratch, weight: float, room: float, rng: Any
 ) -> bool:
@@ -286,117 +291,159 @@ def _reversed(
     return True
 
 
-@_compiled
+@_part
+def _drawn(problem: Problem, groups: Groups, kept: Sums, new: Proposal, rng: Any) -> tuple[int, int, int, int]:
+    """Two devices or runs to change places become ``new``: the first stages of both, how long they are, and which spare the other one is,
+    -1 if none. Length 0: there is nothing to change."""
+    stages, width = groups.at.shape
+    longest, length, spare = min(stages, len(new.stage)) // 2, 1, -1
+    if longest > 1 and rng.random() >= SINGLE:
+        length = 2 + int(rng.random() * (longest - 1))
+        f, g = int(rng.random() * (stages - length + 1)), int(rng.random() * (stages - length + 1))
+        if abs(f - g) < length:  # a stage loses one device at most
+            return f, g, 0, spare
+    else:
+        f, other = int(rng.random() * stages), int(rng.random() * (stages * width + len(groups.spares)))
+        g = min(other // width, stages)
+        if g == stages:
+            spare = other - stages * width
+    f, g = min(f, g), max(f, g)
+    p = int(rng.random() * problem.sizes[groups.size[f]])
+    q = int(rng.random() * problem.sizes[groups.size[g]]) if spare < 0 else 0
+    if f == g:
+        more = width % problem.sizes[groups.size[f]]  # so many devices serve one pipeline more than the others
+        if (p < more) == (q < more):
+            return f, g, 0, spare
+    c = 0
+    for s in range(length):
+        p %= problem.sizes[groups.size[f + s]]
+        a = groups.at[f + s, p]
+        if spare < 0:
+            q %= problem.sizes[groups.size[g + s]]
+            b = groups.at[g + s, q]
+            new.stage[c + 1], new.member[c + 1], new.leaves[c + 1], new.joins[c + 1] = g + s, q, b, a
+        else:
+            b = groups.spares[spare]
+        new.stage[c], new.member[c], new.leaves[c], new.joins[c] = f + s, p, a, b
+        c += 2
+        if s + 1 < length:
+            p, q = kept.match[f + s, p], kept.match[g + s, q]
+    return f, g, length, spare
+
+
+@_part
+def _stages_after(
+    problem: Problem,
+    groups: Groups,
+    kept: Sums,
+    new: Proposal,
+    changes: int,
+    f: int,
+    g: int,
+    length: int,
+    weight: float,
+    room: float,
+) -> float:
+    """What is left of ``room`` after what stages exchange and compute then; less than 0 as soon as it is too much."""
+    stages, slowest, before = len(groups.at), 0.0, 0.0
+    for k in range(stages):
+        before = max(before, kept.slowest[k])
+        if not (f <= k < f + length or g <= k < g + length):
+            slowest = max(slowest, kept.slowest[k])
+    room += before
+    for c in range(changes):
+        room += kept.computing[new.stage[c]] + weight / stages * kept.slowest[new.stage[c]]
+    for c in range(changes):
+        k, a, b = new.stage[c], new.leaves[c], new.joins[c]
+        exchange = problem.exchange[groups.size[k]]
+        own, most, computing_s = 0.0, 0.0, problem.compute[b]
+        for i in range(problem.sizes[groups.size[k]]):
+            d = groups.at[k, i]
+            if d != a:
+                own += exchange[b, d]
+                new.sums[c, i] = kept.sums[d] - exchange[d, a] + exchange[d, b]
+                most = max(most, new.sums[c, i])
+                computing_s = max(computing_s, problem.compute[d])
+        new.sums[c, new.member[c]] = own
+        new.slowest[c], new.computing[c] = max(most, own), computing_s
+        slowest = max(slowest, new.slowest[c])
+        room -= computing_s + weight / stages * new.slowest[c]
+        if slowest > room:
+            return -1.0
+    return room - slowest
+
+
+@_part
+def _hops_after(
+    problem: Problem,
+    groups: Groups,
+    kept: Sums,
+    new: Proposal,
+    scratch: Scratch,
+    changes: int,
+    touched: int,
+    weight: float,
+    room: float,
+) -> float:
+    """What is left of ``room`` after those that are touched; less than 0 as soon as it is too much."""
+    stages, width = groups.at.shape
+    for c in range(changes):  # whoever joins has to reach somebody in time
+        for k in (new.stage[c] - 1, new.stage[c] + 1):
+            if 0 <= k < stages:
+                nearest_s, row = np.inf, problem.link[new.joins[c]]
+                for p in range(width):
+                    nearest_s = min(nearest_s, row[groups.at[k, p]])
+                if nearest_s > room:
+                    return -1.0
+    for t in range(touched):
+        h = new.hop[t]
+        for p in range(width):
+            new.match[t, p] = kept.match[h, p]
+        new.hops[t], new.guides[t] = bottleneck(
+            problem.link, groups.at[h], groups.at[h + 1], weight, room, new.match[t], scratch
+        )
+        room -= new.hops[t] + weight * new.guides[t]
+        if room < 0:
+            break
+    return room
+
+
+@_part
 def _exchanged(
     problem: Problem, groups: Groups, kept: Sums, new: Proposal, scratch: Scratch, weight: float, room: float, rng: Any
 ) -> bool:
     """Two devices, or runs of them, change places, if the cost then is no more than ``room`` higher."""
     stages, width = groups.at.shape
-    longest = min(stages // 2, len(new.stage) // 2)
-    length, spare = 1, -1
-    if longest > 1 and rng.random() >= SINGLE:
-        length = 2 + int(rng.random() * (longest - 1))
-        f, g = int(rng.random() * (stages - length + 1)), int(rng.random() * (stages - length + 1))
-        if abs(f - g) < length:  # a stage loses one device at most
-            return False
-    else:
-        f, any_place = int(rng.random() * stages), int(rng.random() * (stages * width + len(groups.spares)))
-        g = min(any_place // width, stages)
-        if g == stages:
-            spare = any_place - stages * width
-    if f > g:
-        f, g = g, f
-    p = int(rng.random() * problem.sizes[groups.size[f]])
-    q = int(rng.random() * problem.sizes[groups.size[g]]) if spare < 0 else 0
-    changes = 0
-    for s in range(length):
-        k, m = problem.sizes[groups.size[f + s]], 0
-        p %= k
-        a = groups.at[f + s, p]
-        b = groups.spares[spare] if spare >= 0 else 0
-        if spare < 0:
-            m = problem.sizes[groups.size[g + s]]
-            q %= m
-            b = groups.at[g + s, q]
-        new.stage[changes], new.member[changes], new.leaves[changes], new.joins[changes] = f + s, p, a, b
-        changes += 1
-        if spare < 0:
-            new.stage[changes], new.member[changes], new.leaves[changes], new.joins[changes] = g + s, q, b, a
-            changes += 1
-        if s + 1 < length:
-            p, q = kept.match[f + s, p], kept.match[g + s, q]
-    if f == g:
-        more = width % problem.sizes[groups.size[f]]  # so many devices serve one pipeline more than the others
-        if (p < more) == (q < more):
-            return False
-    for h in range(max(f - 1, 0), min(f + length, stages - 1)):
-        room += 2 * (kept.hops[h] + weight * kept.guides[h])
-    for h in range(max(g - 1, f + length), min(g + length, stages - 1)):
-        room += 2 * (kept.hops[h] + weight * kept.guides[h])
-    if f != g:
-        slowest = before = 0.0
-        for k in range(stages):
-            before = max(before, kept.slowest[k])
-            if not (f <= k < f + length or g <= k < g + length):
-                slowest = max(slowest, kept.slowest[k])
-        for c in range(changes):
-            room += kept.computing[new.stage[c]] + weight / stages * kept.slowest[new.stage[c]]
-        room += before
-        for c in range(changes):
-            k, a, b = new.stage[c], new.leaves[c], new.joins[c]
-            exchange = problem.exchange[groups.size[k]]
-            own, most, longest_s = 0.0, 0.0, problem.compute[b]
-            for i in range(problem.sizes[groups.size[k]]):
-                d = groups.at[k, i]
-                if d != a:
-                    own += exchange[b, d]
-                    new.sums[c, i] = kept.sums[d] - exchange[d, a] + exchange[d, b]
-                    most = max(most, new.sums[c, i])
-                    longest_s = max(longest_s, problem.compute[d])
-            new.sums[c, new.member[c]] = own
-            new.slowest[c], new.computing[c] = max(most, own), longest_s
-            slowest = max(slowest, new.slowest[c])
-            room -= longest_s + weight / stages * new.slowest[c]
-            if slowest > room:
-                return False
-        room -= slowest
-    for c in range(changes):
-        _put(groups, problem.sizes[groups.size[new.stage[c]]], new.stage[c], new.member[c], new.joins[c])
-    room, touched = room / 2, 0
-    for c in range(changes):  # whoever joins has to reach somebody in time
-        for k in (new.stage[c] - 1, new.stage[c] + 1):
-            if 0 <= k < stages and room >= 0:
-                nearest_s, row = np.inf, problem.link[new.joins[c]]
-                for p in range(width):
-                    nearest_s = min(nearest_s, row[groups.at[k, p]])
-                if nearest_s > room:
-                    room = -1.0
+    f, g, length, spare = _drawn(problem, groups, kept, new, rng)
+    if length == 0:
+        return False
+    changes, touched = 1 if spare >= 0 else 2 * length, 0
     for side in range(2):
-        start = max(f - 1, 0) if side == 0 else max(g - 1, f + length)
-        for h in range(start, min((f if side == 0 else g) + length, stages - 1)):
-            if room >= 0:
-                for p in range(width):
-                    new.match[touched, p] = kept.match[h, p]
-                time_s, guide = bottleneck(
-                    problem.link, groups.at[h], groups.at[h + 1], weight, room, new.match[touched], scratch
-                )
-                new.hop[touched], new.hops[touched], new.guides[touched] = h, time_s, guide
-                room -= time_s + weight * guide
-                touched += 1
-    if room < 0:
+        start = g if side else f
+        for h in range(max(start - 1, side * (f + length)), min(start + length, stages - 1)):
+            new.hop[touched] = h
+            room += 2 * (kept.hops[h] + weight * kept.guides[h])
+            touched += 1
+    if f != g:
+        room = _stages_after(problem, groups, kept, new, changes, f, g, length, weight, room)
+    if room >= 0:
         for c in range(changes):
-            _put(groups, problem.sizes[groups.size[new.stage[c]]], new.stage[c], new.member[c], new.leaves[c])
+            _put(groups, problem.sizes[groups.size[new.stage[c]]], new.stage[c], new.member[c], new.joins[c])
+        room = _hops_after(problem, groups, kept, new, scratch, changes, touched, weight, room / 2)
+        if room < 0:
+            for c in range(changes):
+                _put(groups, problem.sizes[groups.size[new.stage[c]]], new.stage[c], new.member[c], new.leaves[c])
+    if room < 0:
         return False
     for t in range(touched):
         kept.hops[new.hop[t]], kept.guides[new.hop[t]] = new.hops[t], new.guides[t]
         for p in range(width):
             kept.match[new.hop[t], p] = new.match[t, p]
-    if f != g:
-        for c in range(changes):
-            k = new.stage[c]
-            kept.slowest[k], kept.computing[k] = new.slowest[c], new.computing[c]
-            for i in range(problem.sizes[groups.size[k]]):
-                kept.sums[groups.at[k, i]] = new.sums[c, i]
+    for c in range(changes if f != g else 0):
+        k = new.stage[c]
+        kept.slowest[k], kept.computing[k] = new.slowest[c], new.computing[c]
+        for i in range(problem.sizes[groups.size[k]]):
+            kept.sums[groups.at[k, i]] = new.sums[c, i]
     if spare >= 0:
         groups.spares[spare] = new.leaves[0]
     return True
