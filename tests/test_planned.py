@@ -120,8 +120,12 @@ def test_machines_get_the_seat_of_their_name_whoever_lets_them_in() -> None:
 
 
 def test_a_plan_runs_and_a_spare_takes_the_seat_of_a_peer_that_is_killed(tmp_path: Path) -> None:
+    """Stages of unequal size: one layer at a machine that serves both pipelines, two at one machine for each."""
+    stages = (Stage(layers=(0, 1), machines=("east", "east")), Stage(layers=(1, 3), machines=("west", "moor")))
+    unequal = PIPELINE.model_copy(update={"stages": stages, "microbatches": (3, 1)})
     sets = [x for setting in (*SMALL, "train.steps=10") for x in ("--set", setting)]
-    command = [sys.executable, "-m", "muletrain.cli.main", "run", "--plan", str(written(tmp_path)), *sets]
+    path = written(tmp_path, strategies=(SWARM, unequal))
+    command = [sys.executable, "-m", "muletrain.cli.main", "run", "--plan", str(path), *sets]
     done = subprocess.run(
         [*command, "--chaos", "kill west@step5"], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
@@ -133,7 +137,8 @@ def test_a_plan_runs_and_a_spare_takes_the_seat_of_a_peer_that_is_killed(tmp_pat
     applied = [e for e in events if isinstance(e, StepApplied)]
     served = {e.step: e.microbatches for e in applied if e.peer == "cellar"}
     assert {served[step] for step in range(1, 6)} == {0}
-    assert {served[step] for step in (9, 10)} == {4}
+    assert {served[step] for step in (9, 10)} == {3}
+    assert {e.microbatches for e in applied if e.peer == "moor"} == {1}
     assert {e.microbatches for e in applied if e.peer == "east"} == {4}
     said = [e.message for e in events if isinstance(e, Note)]
     assert any("pipeline 0 has no 'west' at stage 1: cellar (spare) takes its microbatches" in text for text in said)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +19,7 @@ from muletrain.sim.reference import facts_of
 from muletrain.sim.scenario import Fault, Scenario, planned
 from muletrain.sim.verdict import readable
 from muletrain.sim.world import play
+from muletrain.swarm.context import capacity
 
 if TYPE_CHECKING:
     from muletrain.sim.verdict import Outcome
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 torch.set_num_threads(1)
 SCHEDULES = pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 SEATS = Seats((("a", "b"), ("c", "d"), ("e", "f")), (3, 3), "1f1b")
+SHARED = Seats((("a", "b", "a"), ("c", "c", "c"), ("e", "f", "g")), (3, 3, 2), "1f1b")
 
 # --- who ---------------------------------------------------------------------------------------------------------------
 
@@ -61,12 +64,27 @@ def test_a_spare_goes_where_a_peer_was_lost_if_its_own_stage_needs_it_not() -> N
     assert moves("abx", "cz", "ef") == {}
 
 
+def test_a_peer_may_serve_several_pipelines_of_its_stage() -> None:
+    assert [SHARED.stage_of(name) for name in "abceg"] == [0, 0, 1, 2, 2]
+    assert [SHARED.first_choice(1, index, {"c", "x"}) for index in range(8)] == [["c"]] * 8
+    assert SHARED.empty([{"b"}, {"c"}, {"e", "f", "g"}]) == [(0, 0), (0, 2)]
+    assert dict(SHARED.moves([{"b"}, {"c"}, {"e", "f", "g", "x", "y"}], lambda name, stage: True)) == {"x": 0}
+    assert [SHARED.most_in_flight(0, name) for name in ("a", "b", "spare")] == [5, 3, 5]
+    assert [SHARED.most_in_flight(1, name) for name in ("c", "spare")] == [6, 6]
+    assert capacity(3, SHARED) == 3 * 16
+    assert (SHARED.window(capacity(3, SHARED), 2), SEATS.window(capacity(3, SEATS), 2)) == (8, 8)
+    gpipe = replace(SHARED, schedule="gpipe", microbatches=(40, 3, 5))
+    assert [gpipe.most_in_flight(0, name) for name in ("a", "b")] == [45, 3]
+    assert gpipe.window(capacity(3, gpipe), 2) == 40
+
+
 @pytest.mark.parametrize(
     ("wrong", "complaint"),
     [
         ('pipeline.seats=[["a"]]', "pipeline.seats: 1 lists for fleet.stages = 2"),
         ('pipeline.seats=[["a","b"],["c"]]', "as many names in each list"),
         ('pipeline.seats=[["a"],["a"]]', "'a' is named twice"),
+        ('pipeline.seats=[["a","a"],["b","a"]]', "'a' is named twice"),
         ("pipeline.microbatches=[4]", "pipeline.seats: none, beside pipeline.microbatches"),
         ("fleet.layers=[4]", "fleet.layers: 1 numbers for fleet.stages = 2"),
         ("fleet.layers=[1, 2]", "fleet.layers: 3 in all, model.layers is 4"),
@@ -87,9 +105,9 @@ def test_microbatches_of_pipelines_make_up_the_step() -> None:
 # --- played -------------------------------------------------------------------------------------------------------------
 
 
-def world(stages: tuple[int, ...], schedule: str, *faults: Fault, **fields: Any) -> Scenario:
+def world(stages: tuple[int, ...], schedule: str, *faults: Fault, shared: bool = False, **fields: Any) -> Scenario:
     kept: dict[str, Any] = {"trainers": 2, "steps": 3, "microbatches": 8, "delay_s": 0.0, "trace": True, **fields}
-    return Scenario(1, stages, faults=faults, overrides=planned(stages, schedule), **kept)
+    return Scenario(1, stages, faults=faults, overrides=planned(stages, schedule, shared=shared), **kept)
 
 
 def played(scenario: Scenario) -> Outcome:
@@ -114,6 +132,21 @@ def test_every_microbatch_goes_through_its_planned_peers_and_spares_only_average
     outcome = played(world((3, 2, 2), schedule, delay_s=0.01))
     assert takers(outcome, 1) == {(s, p): {f"peer-{s}{'ab'[p]}"} for s in range(3) for p in range(2)}
     assert outcome.ends["peer-0c"] == "finished"
+
+
+@SCHEDULES
+def test_peers_of_smaller_stages_serve_several_pipelines(schedule: str) -> None:
+    outcome = played(world((1, 3, 2), schedule, shared=True, delay_s=0.01, capacity=24))
+    expected = {(s, p): {f"peer-{s}{names[p]}"} for s, names in enumerate(("aaa", "abc", "aba")) for p in range(3)}
+    assert takers(outcome, 1) == expected
+
+
+@SCHEDULES
+def test_others_of_the_stage_take_all_pipelines_of_a_peer_that_died(schedule: str) -> None:
+    outcome = played(world((2, 3), schedule, Fault(0.5, "kill", ("peer-0a",)), shared=True, delay_s=0.01, steps=6))
+    assert [takers(outcome, 5)[0, p] for p in range(3)] == [{"peer-0b"}] * 3
+    said = [text for _, text in outcome.timeline if "there it is wired as strategy swarm" in text]
+    assert len(said) == 2  # pipelines 0 and 2
 
 
 @SCHEDULES
@@ -177,3 +210,10 @@ def test_1f1b_has_no_more_in_flight_than_it_says_where_links_delay() -> None:
         owed = [order[:k].count("F") - order[:k].count("B") for k in range(len(order) + 1)]
         assert max(owed) <= 3 - int(peer.split("-")[1][0])
     assert len(found) == 8
+
+
+def test_1f1b_has_so_many_in_flight_for_each_pipeline_that_a_peer_serves() -> None:
+    found = orders(played(world((1, 3), "1f1b", shared=True, delay_s=0.1, microbatches=12, capacity=24)))
+    for (peer, _), order in found.items():
+        assert max(order[:k].count("F") - order[:k].count("B") for k in range(len(order) + 1)) == 6, peer
+    assert {peer for peer, _ in found} == {"peer-0a"}

@@ -39,7 +39,7 @@ def planned(config: RunConfig, path: Path, choice: str | None = None, *, spares:
             raise ConfigError(
                 f"train.{name}: {own}, and {path} is for {there}; leave it out, or plan again (muletrain plan --{name})"
             )
-    peers = sum(len(stage.machines) for stage in chosen.stages) + (len(chosen.spares) if spares else 0)
+    peers = sum(len(set(stage.machines)) for stage in chosen.stages) + (len(chosen.spares) if spares else 0)
     sections = {
         **{name: getattr(config, name) for name in RunConfig.model_fields},
         "model": model,
@@ -124,7 +124,7 @@ def _pipeline(chosen: Prediction, own: PipelineConfig) -> PipelineConfig:
 
 def machines_of(config: RunConfig) -> list[str]:
     """That the run's plan names: those with a seat first, stage by stage."""
-    return [*(name for row in config.pipeline.seats for name in row), *config.pipeline.spares]
+    return [*(name for row in config.pipeline.seats for name in dict.fromkeys(row)), *config.pipeline.spares]
 
 
 def names_of(config: RunConfig) -> list[str]:

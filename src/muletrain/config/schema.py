@@ -252,7 +252,8 @@ class PipelineConfig(Section):
 
     seats: tuple[tuple[str, ...], ...] = Field(
         default=(),
-        description="names of peers, for each stage one a pipeline, e.g. [['a', 'b'], ['c', 'd']]: two stages, pipelines a-c and b-d",
+        description="names of peers, for each stage one a pipeline, e.g. [['a', 'b'], ['c', 'd']]: two stages, pipelines a-c and b-d; "
+        "who serves several pipelines stands there as often: [['a', 'a'], ['c', 'd']]",
     )
     schedule: Literal["gpipe", "1f1b"] = Field(
         default="1f1b",
@@ -348,7 +349,7 @@ class RunConfig(Section):
     def local(self) -> RunConfig:
         """With what a local fleet has where nothing is said: the peers of the plan, or two a stage, and two trainers."""
         p = self.pipeline
-        peers = self.fleet.peers or sum(map(len, p.seats)) + len(p.spares) or self.fleet.local_peers
+        peers = self.fleet.peers or sum(len(set(row)) for row in p.seats) + len(p.spares) or self.fleet.local_peers
         counts = {"peers": peers, "trainers": self.fleet.trainers or min(2, peers)}
         return self.model_copy(update={"fleet": self.fleet.model_copy(update=counts)})
 
@@ -406,9 +407,11 @@ def _check_pipeline(c: RunConfig) -> None:
             )
     if not pipelines or any(len(row) != pipelines for row in p.seats):
         raise ValueError("pipeline.seats: as many names in each list as there are pipelines, and one pipeline at least")
-    names = [*(name for row in p.seats for name in row), *p.spares]
+    names = [*(name for row in p.seats for name in dict.fromkeys(row)), *p.spares]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"pipeline.seats: '{twice}' is named twice; a peer has one seat, or is among pipeline.spares")
+        raise ValueError(
+            f"pipeline.seats: '{twice}' is named twice; a peer has seats of one stage only, or is among pipeline.spares"
+        )
     if p.microbatches and (len(p.microbatches), sum(p.microbatches)) != (pipelines, c.microbatches):
         raise ValueError(
             f"pipeline.microbatches: {list(p.microbatches)} for {pipelines} pipelines and {c.microbatches} microbatches "

@@ -1,7 +1,8 @@
 """Planned membership, strategy ``pipeline`` (DT-FM sec. 3): which pipeline a microbatch belongs to, who serves it at each stage, and who
 stands in where a device is lost.
 
-A seat is one stage of one pipeline, and has the name of one peer. Which pipeline a microbatch of a step belongs to follows from its index
+A seat is one stage of one pipeline, and has the name of one peer, which may have several seats of its stage: so stages can have unequal
+numbers of peers. Which pipeline a microbatch of a step belongs to follows from its index
 alone, so that all peers agree without a word. Members of a stage whose names have no seat there are spares: they average along, and get
 microbatches once a seat of their stage is empty. Where there is no spare, all peers of the stage share what the empty seat would get, as
 under strategy ``swarm``.
@@ -9,6 +10,7 @@ under strategy ``swarm``.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -52,9 +54,24 @@ class Seats:
     def _stages(self) -> dict[str, int]:
         return {name: stage for stage, row in enumerate(self.names) for name in row}
 
-    def most_in_flight(self, stage: int) -> int:
-        """Microbatches of any one pipeline that are between their forward and their backward at ``stage``, at most."""
-        return max(in_flight(self.schedule, len(self.names), stage, n) for n in self.microbatches)
+    def most_in_flight(self, stage: int, name: str = "") -> int:
+        """Microbatches that are between their forward and their backward at ``stage``, at most: at the peer of that name, of all pipelines
+        in which it has the seat; of any other name where there are most, for a spare may have to stand in there."""
+        owed = Counter[str]()
+        for holder, n in zip(self.names[stage], self.microbatches, strict=True):
+            owed[holder] += in_flight(self.schedule, len(self.names), stage, n)
+        return owed[name] or max(owed.values())
+
+    @cached_property
+    def most_seats(self) -> int:
+        """Of one peer."""
+        return max(max(Counter(row).values()) for row in self.names)
+
+    def window(self, capacity: int, trainers: int) -> int:
+        """Microbatches of one pipeline that a trainer has under way: what a peer admits (``capacity``) for one of its seats, shared among
+        the trainers; of GPipe all, for a step's forward passes come first."""
+        each = max(2, capacity // self.most_seats)
+        return each if self.schedule == "gpipe" else max(2, each // trainers)
 
     def first_choice(self, stage: int, index: int, there: Collection[str]) -> list[str]:
         """Who of those ``there`` is to get the microbatch: the seat's, else the spares; empty: anyone of the stage."""
@@ -71,9 +88,9 @@ class Seats:
         ]  # fmt: skip
 
     def moves(self, serving: Sequence[Collection[str]], able: Callable[[str, int], bool]) -> Mapping[str, int]:
-        """Spares that are to serve another stage: one to each that has an empty seat and no spare, of those whose own stage has more
-        than it has empty seats and that are ``able`` to; in the order of stages and names."""
-        lost = [sum(s == stage for s, _ in self.empty(serving)) for stage in range(len(self.names))]
+        """Spares that are to serve another stage: one to each that has lost a peer and has no spare, of those whose own stage has more
+        than it has lost peers and that are ``able`` to; in the order of stages and names."""
+        lost = [len(set(row) - set(there)) for row, there in zip(self.names, serving, strict=True)]
         spares = [self.spares(s, there) for s, there in enumerate(serving)]
         free = [name for own, n in zip(spares, lost, strict=True) for name in own[n:]]
         found: dict[str, int] = {}

@@ -19,6 +19,8 @@ DELAYED = 0.3
 """Share of the scenarios with delayed updates."""
 PLANNED = 0.2
 """Share of the scenarios with planned membership."""
+SHARED = 0.5
+"""Of those the share in which peers of smaller stages serve several pipelines."""
 POINTS = ("forward", "backward", "seal", "shard", "reduced", "round_entry")
 """Frames at which a peer may be killed exactly: between any two of them the protocol must be able to lose it."""
 
@@ -123,12 +125,15 @@ class Scenario:
         overrides = ("optimizer.delayed=true",) if random.Random(f"delayed/{seed}").random() < DELAYED else ()
         plans = random.Random(f"planned/{seed}")
         schedule = plans.choice(["gpipe", "1f1b"]) if plans.random() < PLANNED else None
+        shared = plans.random() < SHARED
         apart = random.Random(f"apart/{seed}")
         skew = apart.choice([0.0, 0.0, 0.1, 0.5])
         stalls = random.Random(f"stalls/{seed}").choice([0.0, 0.0, 0.0, 0.01, 0.1])
         if apart.random() < PARTITIONED:
             drawn = _partitioned(seed, apart)
-            return replace(drawn, skew=skew, stalls=stalls, overrides=(*overrides, *planned(drawn.stages, schedule)))
+            return replace(
+                drawn, skew=skew, stalls=stalls, overrides=(*overrides, *planned(drawn.stages, schedule, shared=shared))
+            )
         rng, places = random.Random(f"scenario/{seed}"), random.Random(f"places/{seed}")
         stages = tuple(rng.randint(1, 3) for _ in range(rng.randint(2, 3)))
         base = cls(
@@ -197,15 +202,16 @@ class Scenario:
         trainers = len(base.members) if lost else base.trainers
         every = _one_trains(base.members[:trainers], _in_order([*faults, *lost]))
         drawn = replace(base, faults=every, trainers=trainers, narrow=narrow, relays=relays, skew=skew)
-        return replace(drawn, stalls=stalls, overrides=(*overrides, *planned(stages, schedule)))
+        return replace(drawn, stalls=stalls, overrides=(*overrides, *planned(stages, schedule, shared=shared)))
 
 
-def planned(stages: tuple[int, ...], schedule: str | None) -> tuple[str, ...]:
-    """Settings of a run with so many replicas: as many pipelines as the smallest stage has, the rest are spares. None: nothing is
-    planned."""
+def planned(stages: tuple[int, ...], schedule: str | None, *, shared: bool = False) -> tuple[str, ...]:
+    """Settings of a run with so many replicas: as many pipelines as the smallest stage has, the rest are spares; or (``shared``) as the
+    largest has, and those of the others serve several. None: nothing is planned."""
     if schedule is None:
         return ()
-    names = [[f"peer-{s}{chr(97 + p)}" for p in range(min(stages))] for s in range(len(stages))]
+    pipelines = max(stages) if shared else min(stages)
+    names = [[f"peer-{s}{chr(97 + p % replicas)}" for p in range(pipelines)] for s, replicas in enumerate(stages)]
     return f"pipeline.seats={names}", f'pipeline.schedule="{schedule}"'
 
 

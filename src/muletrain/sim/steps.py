@@ -119,9 +119,9 @@ class _Play:
         self._peers = [
             _Peer(
                 s, setting.kinds[k].forward_s[s], setting.kinds[k].backward_s[s],
-                seats.most_in_flight(s) if seats is not None and one_f_one_b and s < self._last else math.inf,
+                seats.most_in_flight(s, who.names[p]) if seats is not None and one_f_one_b and s < self._last else math.inf,
             )
-            for s, k in who.peers
+            for p, (s, k) in enumerate(who.peers)
         ]  # fmt: skip
         self._backward_first = seats is None or one_f_one_b
         self._seat = [[who.names.index(name) for name in row] for row in seats.names] if seats is not None else []
@@ -171,7 +171,7 @@ class _Play:
         trainers = len(self._who.trainers)
         if self._who.seats is None:
             return max(2, min(map(len, self._at)) * self._capacity // (2 * trainers))
-        return self._capacity if self._who.seats.schedule == "gpipe" else max(2, self._capacity // trainers)
+        return self._who.seats.window(self._capacity, trainers)
 
     def _built(self, trainer: int, step: int, window: _Window) -> None:
         window.leave()

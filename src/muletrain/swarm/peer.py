@@ -681,10 +681,8 @@ def _later(own: Chain) -> Callable[[Snapshot], bool]:
 
 def _window(ctx: Context) -> int:
     """Microbatches a trainer has under way: half of what the smallest stage admits, shared among the trainers. With planned membership, of
-    each pipeline: what one peer admits, shared among them; of GPipe all, for a step's forward passes come first."""
+    each pipeline (``Seats.window``)."""
     if (seats := ctx.plan.seats) is not None:
-        return (
-            ctx.plan.capacity if seats.schedule == "gpipe" else max(2, ctx.plan.capacity // len(ctx.roster.trainers()))
-        )
+        return seats.window(ctx.plan.capacity, len(ctx.roster.trainers()))
     smallest = min(len(ctx.roster.stage(s)) for s in range(ctx.plan.stages))
     return max(2, smallest * ctx.plan.capacity // (2 * len(ctx.roster.trainers())))

@@ -82,7 +82,7 @@ class Pipeline:
         if seats is not None and seats.schedule == "gpipe":
             self._forward, self._backward = BACKWARD, FORWARD
         elif seats is not None and self.router is not None:
-            self._between = asyncio.Semaphore(seats.most_in_flight(self.ctx.roster.own.stage))
+            self._between = asyncio.Semaphore(seats.most_in_flight(self.ctx.roster.own.stage, self.ctx.roster.own.name))
 
     def running(self, step: int) -> list[int]:
         """Microbatches of ``step`` that are being worked on."""
