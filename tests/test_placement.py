@@ -507,6 +507,18 @@ def test_a_network_without_links_is_told(tmp_path: Path) -> None:
     assert "the network falls apart: 6 devices must reach each other, and at most 1 do" in said
 
 
+def test_a_network_that_falls_apart_needs_only_who_reach_each_other(tmp_path: Path) -> None:
+    """Device 0 has a link in one direction only, to anyone; the other five hold two pipelines of two stages."""
+    gbps = network(5, 6)[1]
+    gbps[0] = 0
+    arguments = ("--network", net(tmp_path, bandwidth_gbps=gbps.tolist()), "--stages", "2", "--pipelines", "2", *SIZES)
+    found = json.loads(plan(*arguments, "--spares", "--json", "--time-limit", "0.5"))
+    assert 0 in found["spares"]
+    assert len(found["spares"]) == 2
+    whole = plan("--network", arguments[1], "--stages", "3", "--pipelines", "2", *SIZES)
+    assert "6 devices must reach each other, and at most 5 do; device 0 has no links" in whole
+
+
 def test_help_states_the_convention() -> None:
     words = " ".join(plan("--help").replace("│", " ").split())
     assert "A link takes delay + bytes x 8 / bandwidth" in words

@@ -261,6 +261,19 @@ TINY = (
 )  # fmt: skip
 
 
+ALONE = '[[machines]]\nname = "a"\ndevice = "CPU"\n'
+TWO_WAYS = """
+machines = [
+    {{ name = "near", region = "x", tflops = 0.02, memory_gib = 0.05 }},
+    {{ name = "far", region = "y", tflops = 0.02, memory_gib = 0.05 }},
+]
+[matrix]
+regions = ["x", "y"]
+rtt_ms = [[1, 20], [80, 1]]
+bandwidth_mbps = [[1000, {}], [{}, 1000]]
+"""
+
+
 def planned(tmp_path: Path, *arguments: str, text: str = FLEET) -> str:
     (tmp_path / "fleet.toml").write_text(text)
     sets = [x for setting in TINY for x in ("--set", setting)]
@@ -366,7 +379,8 @@ def test_pipelines_do_what_was_predicted(tmp_path: Path, stages: int) -> None:
     question = Question(load_fleet(tmp_path / "fleet.toml"), run, ModelSpec.from_config(run.model), stages, 1)
     for found in plan_pipeline.predict(question, 0, 0.2):
         assert found.schedule
-        scene = plan_pipeline.scheduled(question, question.scene(stages, 1), found.schedule, len(found.microbatches))
+        scene = question.scene(stages, 1, tuple(stage.layers for stage in found.stages))
+        scene = plan_pipeline.scheduled(question, scene, found.schedule, len(found.microbatches))
         played_s = played_step_s(scene, found.step_s, 6, plan_pipeline.membership(question, scene, found))
         assert found.step_s == pytest.approx(played_s, rel=0.05)
 
@@ -378,8 +392,7 @@ def test_prices_and_links_that_are_not_stated(tmp_path: Path) -> None:
 
 
 def test_one_machine(tmp_path: Path) -> None:
-    text = '[[machines]]\nname = "a"\ndevice = "CPU"\n'
-    found = Plan.model_validate_json(planned(tmp_path, "--json", text=text))
+    found = Plan.model_validate_json(planned(tmp_path, "--json", text=ALONE))
     assert [p.problem for p in found.strategies] == [""] * len(found.strategies)
     assert all(p.split is not None and p.split.data_parallel_s == 0 for p in found.strategies)
     assert found.assumed == ("CPU: 0.3 TFLOP/s (eight cores of 40 GFLOP/s in fp32)",)
@@ -392,6 +405,19 @@ def test_machines_whose_memory_is_too_small_are_left_out(tmp_path: Path) -> None
     found = Plan.model_validate_json(planned(tmp_path, "--json", text=text))
     for p in found.strategies:
         assert set(p.spares) >= {"near-0", "near-1", "near-2"}
+
+
+def test_links_may_have_unequal_directions(tmp_path: Path) -> None:
+    """Neither machine holds the model: half of it each. Both ways count as they are; which of them is the narrow one changes nothing."""
+    steps = []
+    for narrow, wide in ((20, 200), (200, 20)):
+        found = Plan.model_validate_json(planned(tmp_path, "--json", text=TWO_WAYS.format(narrow, wide)))
+        for p in (p for p in found.strategies if p.strategy == "swarm" or p.schedule == "1f1b"):
+            assert len(p.stages) == 2
+            ways = {(t.sender, t.receiver): (t.bandwidth_bytes_per_s, t.delay_s) for t in p.traffic}
+            assert ways == {("x", "y"): (narrow * 125e3, 0.01), ("y", "x"): (wide * 125e3, 0.04)}
+            steps.append(p.step_s)
+    assert steps[:2] == pytest.approx(steps[2:], rel=0.05)
 
 
 def test_a_hub_needs_someone_who_stays(tmp_path: Path) -> None:
@@ -410,6 +436,13 @@ def test_paced_machines_take_what_the_file_says(tmp_path: Path) -> None:
     assert "paced" in problems["swap"]
 
 
+def test_one_machine_is_no_two_stages(tmp_path: Path) -> None:
+    found = Plan.model_validate_json(planned(tmp_path, "--json", "--stages", "2", text=ALONE))
+    for p in (p for p in found.strategies if p.strategy in ("swarm", "pipeline")):
+        assert "1 machines in all have room for a stage" in p.problem
+        assert "each stage needs one" in p.problem
+
+
 @pytest.mark.parametrize(
     ("text", "arguments", "said"),
     [
@@ -420,6 +453,9 @@ def test_paced_machines_take_what_the_file_says(tmp_path: Path) -> None:
         (FLEET, ("--pipelines", "2"), ("--pipelines belongs to --network",)),
         (FLEET, ("--network", "dtfm-case1"), ("stands beside --network",)),
         (FLEET, ("--microbatch", "3"), ("does not divide",)),
+        (FLEET.replace("bandwidth_mbps = 100", "bandwidth_mbps = 0"), (), ("defaults.bandwidth_mbps", "greater than 0")),
+        (TWO_WAYS.format("0", "50"), (), ("matrix.bandwidth_mbps[0][1]", "greater than 0")),
+        (FLEET.replace("up_mbps = 200", "up_mbps = 0"), (), ("machines[1].up_mbps", "greater than 0")),
     ],
 )  # fmt: skip
 def test_what_cannot_be_planned_is_told(

@@ -9,6 +9,7 @@ python benchmarks/plan/run.py --fleets 0-4 --keep FOLDER --played # predictions 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import random
@@ -74,22 +75,24 @@ def asked(fleet: Fleet, stages: int | None = None) -> Question:
 def candidates(fleet: Fleet) -> tuple[list[Prediction], Prediction]:
     """All that are possible, and the one that is recommended, chosen as 'muletrain plan' does."""
     question, layouts = asked(fleet), []
-    for stages in question.stage_counts():
-        try:
-            layouts.append(settled(question.scene(stages, 1)))
-        except CapacityError:
-            continue
-    swarms = [told(question, found) for found in layouts]
-    pipelines = []
+    pipelines: list[Prediction] = []
     for stages in question.stage_counts():
         found = plan_pipeline.predict(asked(fleet, stages), seed=0, time_limit_s=SEARCH_S)
         pipelines += [
             p for p in found if not p.problem and (stages > 1 or p.schedule == "1f1b")
         ]  # of one stage both are the same
-    best = [swarms[layouts.index(chosen(promising(layouts)))]] if layouts else []
-    for schedule in plan_pipeline.SCHEDULES:
-        if same := [p for p in pipelines if p.schedule == schedule]:
-            best.append(min(same, key=lambda p: p.step_s))
+    best = [
+        min((p for p in pipelines if p.schedule == schedule), key=lambda p: p.step_s)
+        for schedule in plan_pipeline.SCHEDULES
+        if any(p.schedule == schedule for p in pipelines)
+    ]
+    ways = [(stages, None) for stages in question.stage_counts()]
+    for stages, cut in [*ways, *((len(cut), cut) for cut in plan_pipeline.uneven(question, best))]:
+        with contextlib.suppress(CapacityError):
+            layouts.append(settled(question.scene(stages, 1, cut)))
+    swarms = [told(question, found) for found in layouts]
+    if layouts:
+        best.append(swarms[layouts.index(chosen(promising(layouts)))])
     recommended, _ = recommend(best)
     assert recommended is not None
     return swarms + pipelines, best[recommended]
@@ -98,13 +101,14 @@ def candidates(fleet: Fleet) -> tuple[list[Prediction], Prediction]:
 def layout(p: Prediction) -> str:
     """What is played, as text: the same is not played again."""
     who = ", ".join("+".join(stage.machines) for stage in p.stages) if p.strategy == "pipeline" else ""
-    return f"{title(p)}, {len(p.stages)} stages" + (f": {who}; {p.microbatches}" if who else "")
+    layers = "+".join(str(end - first) for first, end in (stage.layers for stage in p.stages))
+    return f"{title(p)}, {len(p.stages)} stages of {layers} layers" + (f": {who}; {p.microbatches}" if who else "")
 
 
 def played(fleet: Fleet, p: Prediction) -> float | None:
     """What a step of ``p`` takes [s], as 'muletrain plan --confirm' finds it. None: hardly any comes to its end."""
     question = asked(fleet)
-    scene, planned = question.scene(len(p.stages), 1), None
+    scene, planned = question.scene(len(p.stages), 1, tuple(stage.layers for stage in p.stages)), None
     if p.schedule:
         scene = plan_pipeline.scheduled(question, scene, p.schedule, len(p.microbatches))
         planned = plan_pipeline.membership(question, scene, p)

@@ -176,7 +176,7 @@ def _table(plan: Plan) -> Table:
         "stages",
         lambda p: str(len(p.stages)) if p.strategy != "swap" else f"1 ({len(p.swapped)} parts)" if p.swapped else "1",
     )
-    row("machines", lambda p: str(sum(len(s.machines) for s in p.stages)))
+    row("machines", lambda p: str(sum(len(set(s.machines)) for s in p.stages)))
     row("microbatches x sequences", lambda p: f"{sum(p.microbatches)} x {p.microbatch}", end=True)
     row("tokens/s", lambda p: format_count(p.tokens_per_s))
     row("time", lambda p: format_duration(p.step_s))
@@ -273,7 +273,9 @@ def _layout(p: Prediction, fleet: Fleet) -> Table:
     entries = entry_of(fleet)
     table = _plain_table("who serves what", "stage", "layers", "machines")
     for n, stage in enumerate(p.stages):
-        counts = Counter((entries[name].region, entries[name].device or entries[name].name) for name in stage.machines)
+        counts = Counter(
+            (entries[name].region, entries[name].device or entries[name].name) for name in set(stage.machines)
+        )
         who = ", ".join(f"{count} x {device} in {region}" for (region, device), count in sorted(counts.items()))
         first, end = stage.layers
         table.add_row(str(n), f"{first} to {end - 1}" if end - first > 1 else str(first), escape(who))

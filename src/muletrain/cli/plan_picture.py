@@ -66,7 +66,7 @@ def _bandwidths(fleet: Fleet) -> list[float]:
 
 def _draw_one(axes: Axes, p: Prediction, fleet: Fleet, regions: list[str], scale: object) -> None:
     peers = {peer.name: peer for peer in fleet.peers()}
-    here = [Counter(peers[name].region for name in stage.machines) for stage in p.stages]
+    here = [Counter(peers[name].region for name in set(stage.machines)) for stage in p.stages]
     kinds = [
         {r: Counter(peers[n].device or "machine" for n in stage.machines if peers[n].region == r) for r in found}
         for stage, found in zip(p.stages, here, strict=True)

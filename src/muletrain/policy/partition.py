@@ -131,6 +131,13 @@ def partition_chain(chain: Chain, stages: Sequence[Capacity]) -> Partition:
     return Partition(cut, times, memory)
 
 
+def cheapest_cut(costs: Floats) -> tuple[float, Cut] | None:
+    """The cut whose most expensive stage costs least, and among those the most even one; and what that stage costs. ``costs``: as above,
+    inf: not possible; None: no cut is."""
+    largest = _best(costs, np.maximum)[0]
+    return (largest, _most_even(costs)) if math.isfinite(largest) else None
+
+
 def stage_times(chain: Chain, stages: Sequence[Capacity]) -> Floats:
     """What each stage would take for the layers from ``first`` to before ``end`` [s], (K, L + 1, L + 1): inf where these do not
     fit into its memory."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
@@ -49,6 +49,16 @@ class Station:
     def unlinked(self) -> Station:
         """With links that take no time."""
         return Station(self.forward_s, self.backward_s)
+
+    def slowed(self, by: float) -> Station:
+        """The machine is busy with something else, too; paths are not."""
+        return replace(
+            self,
+            forward_s=by * self.forward_s,
+            backward_s=by * self.backward_s,
+            on_up_s=by * self.on_up_s,
+            back_up_s=by * self.back_up_s,
+        )
 
     @property
     def busy_s(self) -> float:

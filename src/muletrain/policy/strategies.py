@@ -13,6 +13,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from muletrain.config.plan import Split
 from muletrain.policy.cost import all_reduce_s, makespan_s
 from muletrain.policy.schedules import Station, pass_s, unlinked
@@ -61,9 +63,23 @@ def shared_out(items: int, speeds: Sequence[float]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def pipeline_shares(pipelines: Sequence[tuple[Station, ...]], microbatches: int) -> tuple[int, ...]:
-    """Of a step's microbatches, by pipeline: as its busiest slot allows."""
-    return shared_out(microbatches, [1 / max(s.busy_s for s in stations) for stations in pipelines])
+def pipeline_shares(
+    pipelines: Sequence[tuple[Station, ...]], microbatches: int, machines: Sequence[Sequence[int]] = ()
+) -> tuple[int, ...]:
+    """Of a step's microbatches, by pipeline. ``machines``: by stage and pipeline, where some serve several pipelines; default: each one.
+    One after the other goes where the busiest machine has least to do then, and among those where all have; which is the least that can
+    be where each machine serves one."""
+    if not machines:
+        machines = np.arange(len(pipelines) * len(pipelines[0])).reshape(len(pipelines[0]), -1).tolist()
+    at, busy_s = np.array(machines), np.array([[s.busy_s for s in stations] for stations in pipelines]).T
+    load_s, shares = np.zeros(at.max() + 1), [0] * len(pipelines)
+    for _ in range(microbatches):
+        after = load_s[at] + busy_s
+        most = after.max(0)
+        p = int(np.where(most <= most.min() * (1 + 1e-9), after.sum(0), np.inf).argmin())
+        load_s[at[:, p]] = after[:, p]
+        shares[p] += 1
+    return tuple(shares)
 
 
 def pipeline_split(

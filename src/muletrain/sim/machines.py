@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from muletrain.compute.estimate import STASH_SHARE, Offer, StageMemory, stage_memory
 from muletrain.config.schema import Codec, Precision
 from muletrain.errors import CapacityError, ConfigError
@@ -22,6 +24,8 @@ from muletrain.wire.codec import IDS16, IDS32, encoded_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from numpy.typing import NDArray
 
     from muletrain.config.fleet import Fleet, FleetPeer, Link, Machine
     from muletrain.config.schema import RunConfig
@@ -214,12 +218,9 @@ def _kind(
     n: int, peer: FleetPeer, machine: Machine, config: RunConfig, needs: list[StageMemory], cost: RunCost
 ) -> Kind:
     offer = offer_of(peer)
-    flops, assumed = (math.inf, "") if peer.forward_s else flops_of(n, peer)
+    assumed = "" if peer.forward_s else flops_of(n, peer)[1]
     services = [
-        (peer.forward_s, peer.backward_s)
-        if peer.forward_s and peer.backward_s
-        else service_s(stage, flops, recompute=_recomputes(config, len(needs), need, offer))
-        for stage, need in zip(cost.stages, needs, strict=True)
+        _service_s(n, peer, config, len(needs), need, stage) for stage, need in zip(cost.stages, needs, strict=True)
     ]
     return Kind(
         name=machine.name, region=peer.region, device=peer.device or machine.name, count=machine.count, reliable=peer.reliable,
@@ -229,6 +230,25 @@ def _kind(
         up_bytes_per_s=peer.up_bytes_per_s, down_bytes_per_s=peer.down_bytes_per_s, assumed=assumed,
         declared=peer.forward_s is not None,
     )  # fmt: skip
+
+
+def takes_s(fleet: Fleet, config: RunConfig, spec: ModelSpec, stages: int) -> NDArray[np.float64]:
+    """What a machine takes for a microbatch, forward and backward, by stage, entry of the file, and how many layers the stage has,
+    (S, K, L + 1): inf where there is no room for so many. Layers cost the same, so all that counts beside their number is whether the
+    embedding or the head belongs to them."""
+    machines, longest = first_of_each(fleet), spec.layers - stages + 1
+    offers = [offer_of(peer) for peer in machines]
+    found = np.full((stages, len(machines), spec.layers + 1), np.inf)
+    ends = {(s == 0, s == stages - 1): s for s in range(stages)}
+    for (begins, closes), s in ends.items():
+        alike = [t for t in range(stages) if (t == 0, t == stages - 1) == (begins, closes)]
+        for layers in range(spec.layers if begins and closes else 1, longest + 1):
+            cut = tuple((0, layers) if t == s else (0, 1) for t in range(stages))
+            need, cost = stage_needs(config, spec, cut)[s], run_cost(config, spec, cut).stages[s]
+            for n, (peer, offer) in enumerate(zip(machines, offers, strict=True)):
+                if need.fits(offer):
+                    found[alike, n, layers] = sum(_service_s(n, peer, config, stages, need, cost))
+    return found
 
 
 def flops_of(n: int, peer: FleetPeer) -> tuple[float, str]:
@@ -249,6 +269,15 @@ def flops_of(n: int, peer: FleetPeer) -> tuple[float, str]:
         )
     assumed = f"{device.name}: {device.flops / 1e12:g} TFLOP/s ({device.source})" if device.estimate else ""
     return device.flops * peer.speed, assumed
+
+
+def _service_s(
+    n: int, peer: FleetPeer, config: RunConfig, stages: int, need: StageMemory, cost: StageCost
+) -> tuple[float, float]:
+    """Forward and backward of a microbatch at a stage."""
+    if peer.forward_s and peer.backward_s:
+        return peer.forward_s, peer.backward_s
+    return service_s(cost, flops_of(n, peer)[0], recompute=_recomputes(config, stages, need, offer_of(peer)))
 
 
 def _recomputes(config: RunConfig, stages: int, need: StageMemory, offer: Offer) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from muletrain.config.fleet import Link
     from muletrain.policy.placement import Assignment
     from muletrain.policy.schedules import Schedule
+    from muletrain.sim.machines import Setting
     from muletrain.sim.question import Scene
 
 
@@ -31,6 +32,7 @@ class Placed:
     kinds: tuple[int, ...]
     names: tuple[str, ...]
     assignment: Assignment
+    """A machine may serve several pipelines of its stage."""
     spares: tuple[tuple[int, str], ...]
     """(kind, name) of those that hold some stage and have no place."""
     complete: bool = True
@@ -39,7 +41,7 @@ class Placed:
     @cached_property
     def everyone(self) -> tuple[tuple[int, int], ...]:
         """(stage, kind), in the order of stages and pipelines; then spares where a live run seats them: they average along."""
-        peers = [(s, self.kinds[d]) for s, devices in enumerate(self.assignment) for d in devices]
+        peers = [(s, self.kinds[d]) for s, devices in enumerate(self.assignment) for d in dict.fromkeys(devices)]
         serving = [[0] * len(self.scene.setting.kinds) for _ in self.assignment]
         for s, k in peers:
             serving[s][k] += 1
@@ -60,7 +62,7 @@ class Placed:
     def cast(self, schedule: Schedule) -> Cast:
         """Who plays it; trainers as the founder of a run ranks them."""
         seats = tuple(tuple(self.names[d] for d in devices) for devices in self.assignment)
-        names = (*(name for row in seats for name in row), *(name for _, name in self.spares))
+        names = (*(name for row in seats for name in dict.fromkeys(row)), *(name for _, name in self.spares))
         trainers = min(self.scene.run.fleet.trainers or TRAINERS, len(names))
         return Cast(self.everyone, tuple(range(trainers)), names, Seats(seats, self.shares, schedule))
 
@@ -71,15 +73,40 @@ class Placed:
         """Between two machines."""
         return self.scene.setting.links[self.kinds[a]][self.kinds[b]]
 
-    def fits(self, scene: Scene, able: Sequence[int]) -> bool:
-        """Another microbatch leaves everyone in place: kinds are the same, and those that serve hold any stage."""
-        same = [k.name for k in scene.setting.kinds] == [k.name for k in self.scene.setting.kinds]
-        return same and {self.kinds[d] for stage in self.assignment for d in stage} <= set(able)
+    def fits(self, scene: Scene) -> bool:
+        """Another microbatch leaves everyone in place: kinds are the same, and those that serve hold their stages."""
+        kinds = scene.setting.kinds
+        same = [k.name for k in kinds] == [k.name for k in self.scene.setting.kinds]
+        return same and all(s in kinds[self.kinds[d]].fits for s, stage in enumerate(self.assignment) for d in stage)
 
     @cached_property
     def shares(self) -> tuple[int, ...]:
         """Microbatches, by pipeline."""
-        return pipeline_shares(self.pipelines, self.scene.setting.cost.microbatches)
+        return pipeline_shares(self.pipelines, self.scene.setting.cost.microbatches, self.assignment)
+
+    @cached_property
+    def given(self) -> list[tuple[tuple[Station, ...], int]]:
+        """Of the pipelines that get microbatches: stations and share. To one of its pipelines a machine of several seems to be as much
+        slower as the others keep it busy."""
+        served = [Counter[int]() for _ in self.assignment]  # microbatches, by stage and machine
+        for devices, every in zip(self.assignment, served, strict=True):
+            for d, share in zip(devices, self.shares, strict=True):
+                every[d] += share
+        found = []
+        for p, (stations, share) in enumerate(zip(self.pipelines, self.shares, strict=True)):
+            if share:
+                own = [every[devices[p]] / share for devices, every in zip(self.assignment, served, strict=True)]
+                found.append((tuple(s.slowed(by) for s, by in zip(stations, own, strict=True)), share))
+        return found
+
+    @property
+    def busiest_s(self) -> float:
+        """What the machine that computes most computes."""
+        load_s = defaultdict[int, float](float)
+        for p, (stations, share) in enumerate(zip(self.pipelines, self.shares, strict=True)):
+            for station, devices in zip(stations, self.assignment, strict=True):
+                load_s[devices[p]] += share * (station.forward_s + station.backward_s)
+        return max(load_s.values())
 
     @cached_property
     def pipelines(self) -> list[tuple[Station, ...]]:
@@ -106,15 +133,18 @@ class Placed:
         return found
 
     def ending_s(self) -> float:
-        """Averaging, in the stage where it takes longest."""
-        cost, kinds, links = self.scene.setting.cost, self.scene.setting.kinds, self.scene.setting.links
-        longest_s = 0.0
-        for stage, counts in zip(cost.stages, self.serving, strict=True):
-            here = Counter({k: n for k, n in enumerate(counts) if n})
-            paths = [links[a][b] for a in here for b in here if a != b or here[a] > 1]
-            if paths:
-                members = [Member(kinds[k].up_bytes_per_s, kinds[k].down_bytes_per_s) for k in here.elements()]
-                narrowest = min(path.bandwidth_bytes_per_s for path in paths)
-                takes_s = averaging_s(stage.averaged_bytes, members, narrowest, max(path.delay_s for path in paths))
-                longest_s = max(longest_s, takes_s + stage.ending_s)
-        return longest_s
+        return ending_s(self.scene.setting, self.serving)
+
+
+def ending_s(setting: Setting, serving: Sequence[Sequence[int]]) -> float:
+    """Averaging, in the stage where it takes longest. ``serving``: by stage and kind."""
+    kinds, links, longest_s = setting.kinds, setting.links, 0.0
+    for stage, counts in zip(setting.cost.stages, serving, strict=True):
+        here = Counter({k: n for k, n in enumerate(counts) if n})
+        paths = [links[a][b] for a in here for b in here if a != b or here[a] > 1]
+        if paths:
+            members = [Member(kinds[k].up_bytes_per_s, kinds[k].down_bytes_per_s) for k in here.elements()]
+            narrowest = min(path.bandwidth_bytes_per_s for path in paths)
+            takes_s = averaging_s(stage.averaged_bytes, members, narrowest, max(path.delay_s for path in paths))
+            longest_s = max(longest_s, takes_s + stage.ending_s)
+    return longest_s

@@ -1,13 +1,15 @@
 """Strategy ``pipeline`` on a fleet: membership as planned (DT-FM), the schedules GPipe and 1F1B.
 
-For each number of stages the placement search finds where stages and pipelines go (``policy.place``), once; schedules are tried on what it
-found with every microbatch that fits, and the best is kept, one of each schedule. Of the best few of each schedule whole steps are played
-(``steps``), with averaging and trainers; these times are what is predicted.
+For each number of stages the placement search finds where stages and pipelines go (``policy.place``), where stages are alike, on machines
+that hold any of them; another search makes them unequal (``unequal``): in layers, machines, and how many pipelines a machine serves. Each
+looks once; schedules are tried on what they found with every microbatch that fits, and the best is kept, one of each schedule. Of the best
+few of each schedule whole steps are played (``steps``), with averaging and trainers; these times are what is predicted.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -23,13 +25,15 @@ from muletrain.sim.machines import seat, stash_room
 from muletrain.sim.placed import Placed
 from muletrain.sim.question import Bytes, fullest, matrices, traffic, with_haste
 from muletrain.sim.steps import play
+from muletrain.sim.unequal import unequal
 from muletrain.sim.wires import without_links
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from muletrain.config.plan import Memory
+    from muletrain.policy.partition import Cut
     from muletrain.policy.schedules import Schedule
     from muletrain.sim.actors import Planned
     from muletrain.sim.machines import Kind
@@ -49,14 +53,16 @@ def predict(
     problem = ""
     too_full: dict[Schedule, str] = {}
     for n, stages in enumerate(counts):
-        try:
-            for schedule, found in _fastest(question, stages, seed, time_limit_s / len(counts)).items():
-                if isinstance(found, str):
-                    too_full[schedule] = found
-                    continue
-                best[schedule].append(found)
-        except (CapacityError, ConfigError) as e:
-            problem = str(e)
+        for search in (_alike, unequal):
+            try:
+                for first in search(question, stages, question.microbatches()[0], seed, time_limit_s / len(counts) / 2):
+                    for schedule, fastest in _fastest(question, first).items():
+                        if isinstance(fastest, str):
+                            too_full[schedule] = fastest
+                            continue
+                        best[schedule].append(fastest)
+            except (CapacityError, ConfigError) as e:
+                problem = str(e)
         watch((n + 1) / len(counts))
     hurried = any(not placed.complete for found in best.values() for _, placed in found)
     return [
@@ -76,32 +82,30 @@ def promising(found: Sequence[tuple[float, Placed]]) -> list[Placed]:
     return [placed for _, placed in near[:SHORTLIST]]
 
 
-def _fastest(
-    question: Question, stages: int, seed: int, time_limit_s: float
-) -> dict[Schedule, tuple[float, Placed] | str]:
-    """By schedule: an estimate of a step, and where everything goes; or which machine lacks room. Raises CapacityError and ConfigError."""
+def _alike(question: Question, stages: int, microbatch: int, seed: int, time_limit_s: float) -> list[Placed]:
+    """Stages of as many machines, cut evenly. Raises CapacityError and ConfigError."""
+    return [found(question, question.scene(stages, microbatch), seed, time_limit_s)]
+
+
+def _fastest(question: Question, first: Placed) -> dict[Schedule, tuple[float, Placed] | str]:
+    """By schedule: an estimate of a step, and where everything goes, with whichever microbatch; or which machine lacks room. ``first``:
+    with the smallest one."""
     best: dict[Schedule, tuple[float, Placed] | str] = {}
-    first: Placed | None = None
+    cut = first.scene.setting.cut
     for microbatch in question.microbatches():
         try:
-            scene = question.scene(stages, microbatch)
+            scene = question.scene(len(cut), microbatch, cut)
         except CapacityError:
-            if first is None:
-                raise
             break  # larger ones do not fit either
-        if first is None:
-            first = found(question, scene, seed, time_limit_s)
-        elif not first.fits(scene, _able(scene)):
+        if not first.fits(scene):
             break
         for schedule in SCHEDULES:
             placed = replace(first, scene=scheduled(question, scene, schedule, len(first.assignment[0])))
-            pipelines, shares = placed.pipelines, placed.shares
             known = best.get(schedule, "")
-            if full := [row for row in _memory(question, placed, schedule, shares) if not _fits(row)]:
+            if full := [row for row in _memory(question, placed, schedule) if not _fits(row)]:
                 best[schedule] = known or _too_full(full[0], schedule)
                 continue
-            given = [(stations, share) for stations, share in zip(pipelines, shares, strict=True) if share]
-            stations, share = max(given, key=lambda p: roughly_s(*p))
+            stations, share = max(placed.given, key=lambda p: roughly_s(*p))
             step_s = pipeline_split([stations], [share], schedule, placed.ending_s()).step_s
             if isinstance(known, str) or step_s < known[0]:
                 best[schedule] = step_s, placed
@@ -162,16 +166,18 @@ def found(question: Question, scene: Scene, seed: int, time_limit_s: float) -> P
     return Placed(scene, kinds, names, placement.assignment, tuple(spares), placement.complete)
 
 
-def _memory(question: Question, placed: Placed, schedule: Schedule, shares: Sequence[int]) -> tuple[Memory, ...]:
+def _memory(question: Question, placed: Placed, schedule: Schedule) -> tuple[Memory, ...]:
     setting, stages = placed.scene.setting, len(placed.assignment)
     needs, rows = question.needs(placed.scene), {}
     boundary = 4.0 * setting.cost.tokens * question.spec.width
-    for s in range(stages):
-        for p, share in enumerate(shares):
-            kind = setting.kinds[placed.kind(s, p)].name
-            owed = in_flight(schedule, stages, s, share) if s else 0  # of the first stage the inputs are tokens
-            if (kind, s, owed) not in rows:
-                rows[kind, s, owed] = question.memory(kind, s, needs[s], inputs=owed * boundary)
+    for s, devices in enumerate(placed.assignment):
+        owed = Counter[int]()
+        for d, share in zip(devices, placed.shares, strict=True):
+            owed[d] += in_flight(schedule, stages, s, share) if s else 0  # of the first stage the inputs are tokens
+        for d, n in owed.items():
+            kind = setting.kinds[placed.kinds[d]].name
+            if (kind, s, n) not in rows:
+                rows[kind, s, n] = question.memory(kind, s, needs[s], inputs=n * boundary)
     return fullest(rows.values())
 
 
@@ -195,12 +201,12 @@ def told(question: Question, placed: Placed, schedule: Schedule) -> Prediction:
         Stage(layers=layers, machines=tuple(placed.names[d] for d in devices))
         for layers, devices in zip(setting.cut, placed.assignment, strict=True)
     )
-    used = [name for stage in stages for name in stage.machines]
+    used = {name for stage in stages for name in stage.machines}
     tokens = question.run.train.batch * question.spec.context
     return Prediction(
         strategy="pipeline", schedule=schedule, runnable=True, microbatch=setting.cost.sequences, microbatches=shares, stages=stages,
         spares=question.unused(used), step_s=split.step_s, tokens_per_s=tokens / split.step_s, split=split,
-        memory=_memory(question, placed, schedule, shares),
+        memory=_memory(question, placed, schedule),
         traffic=traffic([k.region for k in setting.kinds], setting.links, _sent(placed, shares)),
         price_per_billion_tokens=question.price(used, split.step_s),
         notes=_notes(placed),
@@ -212,9 +218,7 @@ def _split(placed: Placed, schedule: Schedule) -> Split:
     who = placed.cast(schedule)
     at_once, free = play(setting, who), play(without_links(setting), who)
     step_s = play(setting, who, delayed=True).step_s if run.optimizer.delayed else at_once.step_s
-    busiest = zip(placed.pipelines, placed.shares, strict=True)
-    compute_s = max(share * max(s.forward_s + s.backward_s for s in stations) for stations, share in busiest)
-    return parted(compute_s, free.computing_s, at_once.computing_s, step_s)
+    return parted(placed.busiest_s, free.computing_s, at_once.computing_s, step_s)
 
 
 def _notes(placed: Placed) -> tuple[str, ...]:
@@ -242,6 +246,14 @@ def _sent(placed: Placed, shares: Sequence[int]) -> Bytes:
                 sent[b, a, "gradients"] += share * cost.backward_bytes[s]
         sent.averaging(placed.serving[s], cost.stages[s].averaged_bytes)
     return sent
+
+
+def uneven(question: Question, predictions: Iterable[Prediction]) -> list[Cut]:
+    """Their cuts that are not the most even ones, and these from behind: newcomers are given the first stages first."""
+    cuts = [tuple(stage.layers for stage in p.stages) for p in predictions if not p.problem]
+    layers = question.spec.layers
+    both = [c for cut in cuts for c in (cut, tuple((layers - end, layers - first) for first, end in reversed(cut)))]
+    return [cut for cut in dict.fromkeys(both) if cut != question.spec.cut(len(cut))]
 
 
 def membership(question: Question, scene: Scene, chosen: Prediction) -> Planned:

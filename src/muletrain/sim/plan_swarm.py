@@ -1,6 +1,7 @@
 """Strategy ``swarm`` on a fleet: the stages and the microbatch with which it does most.
 
-Where machines settle is found by the simulator's rates (``flow``, ``rates``), for every number of stages and every microbatch. Of those
+Where machines settle is found by the simulator's rates (``flow``, ``rates``), for every number of stages and every microbatch; beside even
+cuts, where machines are unequal, with those that pipelines do best with. Of those
 that do most by rates, steps are played (``steps``); these times are what is predicted.
 """
 
@@ -22,9 +23,10 @@ from muletrain.sim.steps import cast, play
 from muletrain.sim.wires import without_links
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from muletrain.config.plan import Memory, Traffic
+    from muletrain.policy.partition import Cut
     from muletrain.sim.actors import Planned
     from muletrain.sim.machines import Setting
     from muletrain.sim.question import Question, Scene
@@ -71,13 +73,16 @@ class Settled:
         return cost.microbatches * cost.tokens / self.step_s
 
 
-def predict(question: Question, watch: Callable[[float], None] = lambda share: None) -> Prediction:
-    """The best that was found; or why there is none."""
+def predict(
+    question: Question, watch: Callable[[float], None] = lambda share: None, cuts: Iterable[Cut] = ()
+) -> Prediction:
+    """The best that was found; or why there is none. ``cuts``: to look at beside the most even one of each number of stages."""
     found, problems = [], []
-    candidates = [(s, m) for s in question.stage_counts() for m in question.microbatches()]
-    for n, (stages, microbatch) in enumerate(candidates):
+    ways = [(stages, None) for stages in question.stage_counts()] + [(len(cut), cut) for cut in cuts]
+    candidates = [(way, m) for way in ways for m in question.microbatches()]
+    for n, ((stages, cut), microbatch) in enumerate(candidates):
         try:
-            found.append(settled(question.scene(stages, microbatch)))
+            found.append(settled(question.scene(stages, microbatch, cut)))
         except CapacityError as e:
             problems.append(e)
         watch((n + 1) / len(candidates))

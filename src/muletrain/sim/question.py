@@ -88,14 +88,17 @@ class Question:
             return [self.microbatch or own]
         return [m for m in MICROBATCHES if batch % m == 0] or [own]
 
-    def scene(self, stages: int, microbatch: int) -> Scene:
-        """Raises ConfigError and CapacityError."""
-        run = self.run
-        if stages not in self._cuts:
+    def scene(self, stages: int, microbatch: int, cut: Cut | None = None) -> Scene:
+        """``cut``: default: the most even one. Raises ConfigError and CapacityError."""
+        run = self.with_microbatch(microbatch)
+        if cut is None and stages not in self._cuts:
             self._cuts[stages] = self.spec.cut(stages)
-        train = run.train.model_copy(update={"microbatch": microbatch})
-        of = run.model_copy(update={"train": train, "fleet": run.fleet.model_copy(update={"stages": stages})})
-        return Scene(of, calibrated(setting(self.fleet, of, self.spec, self._cuts[stages]), self.costs))
+        fleet = run.fleet.model_copy(update={"stages": stages})
+        of = run.model_copy(update={"fleet": fleet})
+        return Scene(of, calibrated(setting(self.fleet, of, self.spec, cut or self._cuts[stages]), self.costs))
+
+    def with_microbatch(self, microbatch: int) -> RunConfig:
+        return self.run.model_copy(update={"train": self.run.train.model_copy(update={"microbatch": microbatch})})
 
     def needs(self, scene: Scene) -> list[StageMemory]:
         return stage_needs(scene.run, self.spec, scene.setting.cut)
