@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from muletrain.sim.endings import End
     from muletrain.sim.machines import Setting
 
-ENOUGH = 240
-"""Microbatches that are played, in whole steps: who builds how many of a step is drawn anew for each."""
+ENOUGH, DRAWN = 240, 960
+"""Microbatches that are played, in whole steps: who builds how many of a step is drawn anew for each. ``DRAWN``: of strategy swarm, where
+who gets one more is a draw, too, and a step waits for a slow machine that did (fleet 104 of benchmarks/plan: steps of 13 to 18 s)."""
 RETRY_S = 0.05
 """Until a sender whose receivers are all full looks again (``swarm.router``)."""
 NOBODY = -1
@@ -66,7 +67,7 @@ class Took(NamedTuple):
 
 def play(setting: Setting, who: Cast, *, delayed: bool = False) -> Took:
     """Steps in which senders have measured all receivers. ``delayed``: each is averaged while the next one is computed."""
-    steps = max(1, math.ceil(ENOUGH / setting.cost.microbatches))
+    steps = max(1, math.ceil((DRAWN if who.seats is None else ENOUGH) / setting.cost.microbatches))
     warm, *ends = _Play(setting, who, delayed=delayed).run(1 + steps)
     step_s = (ends[-1].over_s - warm.over_s) / steps
     return Took(step_s, max(0.0, step_s - sum(end.over_s - end.through_s for end in ends) / steps))
