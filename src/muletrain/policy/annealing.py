@@ -80,7 +80,7 @@ def search(task: Task, *, seed: int, time_limit_s: float, watch: Callable[[float
             for step in range(STEPS):
                 began, moves = time.monotonic(), length * (step + 1) // STEPS - length * step // STEPS
                 left_s = (deadline - began) / (STEPS - step)
-                if step_s > left_s:  # cooling keeps pace with the clock
+                if step_s > max(left_s, 0.0):  # cooling keeps pace with the clock
                     moves, complete = int(moves * max(left_s, 0.0) / step_s), False
                 tried += moves * size
                 population.cool(step, moves, bound_s, rng, pool)

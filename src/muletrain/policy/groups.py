@@ -67,9 +67,9 @@ class Choice:
 
 def search(
     work: Work, cost_s: Callable[[Serving, Cut, float], float], *, seed: int, time_limit_s: float
-) -> list[Choice]:
-    """The best that was found from each of a few beginnings, the best first; none where no choice has room for all layers. ``cost_s``: of
-    machines by stage, a cut and what the slowest stage takes."""
+) -> tuple[list[Choice], bool]:
+    """The best that was found from each of a few beginnings, the best first (none where no choice has room for all layers), and whether the
+    search ended by itself, not by the time limit. ``cost_s``: of machines by stage, a cut and what the slowest stage takes."""
     known: dict[Serving, Choice | None] = {}
 
     def choice(serving: Serving) -> Choice | None:
@@ -87,7 +87,7 @@ def search(
             break
     first = sorted(begun, key=lambda c: (c.cost_s, c.serving))[:BEGUN]
     ends = [_descended(c, choice, work.counts, draw, deadline) for c in first]
-    return sorted(set(ends), key=lambda c: (c.cost_s, c.serving))
+    return sorted(set(ends), key=lambda c: (c.cost_s, c.serving)), time.monotonic() <= deadline
 
 
 def _descended(

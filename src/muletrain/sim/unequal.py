@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,9 +26,8 @@ def unequal(question: Question, stages: int, microbatch: int, seed: int, time_li
     if question.paced or not 1 < stages <= min(question.spec.layers, len(question.fleet.peers())):
         return []
     fleet = _Fleet(question, stages, microbatch)
-    return [
-        fleet.fastest(choice) for choice in search(fleet.work, fleet.roughly_s, seed=seed, time_limit_s=time_limit_s)
-    ]
+    choices, complete = search(fleet.work, fleet.roughly_s, seed=seed, time_limit_s=time_limit_s)
+    return [replace(fleet.fastest(choice), complete=complete) for choice in choices]
 
 
 class _Fleet:
