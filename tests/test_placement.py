@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import combinations, pairwise, permutations
@@ -25,9 +26,10 @@ from muletrain.papers import dtfm
 from muletrain.papers import dtfm_searches as paper
 from muletrain.policy import annealing, regrouping
 from muletrain.policy.dtfm import FastLinks, Groups, KernighanLin, random_placements
-from muletrain.policy.pipelines import bottleneck_matching, shortest_path
+from muletrain.policy.matching import bottleneck, bottlenecks, compiled, scratch
+from muletrain.policy.pipelines import shortest_path
 from muletrain.policy.place import SEARCHES, Placement, place
-from muletrain.policy.placement import Assignment, Task, evaluate, lower_bound_s, slots
+from muletrain.policy.placement import Assignment, Task, evaluate, link_times, lower_bound_s, slots
 
 
 def network(seed: int, devices: int) -> tuple[np.ndarray, np.ndarray]:
@@ -137,40 +139,69 @@ def test_pipelines_are_spread_evenly_over_a_smaller_stage() -> None:
         evaluate(task, ((0, 1, 2, 3), (4, 4, 4, 5)))
 
 
-def compiled_matching(weights: np.ndarray, at_most: float = math.inf) -> tuple[float, list[int]]:
-    """Rows and columns are devices, and the others link them."""
+def matched(weights: np.ndarray, at_most: float = math.inf, weight: float = 0.0) -> tuple[float, float, list[int]]:
+    """Rows and columns are devices of two stages."""
     size = len(weights)
-    link = np.block([[np.zeros_like(weights), weights], [weights.T, np.zeros_like(weights)]])
-    here, match = np.arange(size), np.zeros(size, np.int64)
-    scratch = regrouping.working(1, size, size)[2]
-    value, _ = regrouping.bottleneck(link, here, here + size, 0.0, at_most, match, scratch)
-    return value, match.tolist()
+    here, match = np.arange(size), np.full(size, -1)
+    slowest, guide = bottleneck(linked(weights), here, here + size, weight, at_most, match, scratch(size))
+    return slowest, guide, match.tolist()
 
 
-@pytest.mark.parametrize("seed", range(30))
+def linked(weights: np.ndarray) -> np.ndarray:
+    return np.block([[np.zeros_like(weights), weights], [weights.T, np.zeros_like(weights)]])
+
+
+def least(weights: np.ndarray) -> float:
+    """The slowest link of the best matching, by scipy: the lowest weight at which there is a matching."""
+    values = np.unique(weights)
+
+    def perfect(value: float) -> bool:
+        dear = weights > value
+        return not dear[linear_sum_assignment(dear)].any()
+
+    return float(values[bisect_left(values, True, key=perfect)])
+
+
+@pytest.mark.parametrize("seed", range(40))
 def test_the_bottleneck_matching_is_the_best_of_all(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    size = int(rng.integers(1, 7))
+    size = int(rng.integers(1, 7)) if seed < 30 else int(rng.integers(9, 70))
     weights = rng.integers(0, 6, (size, size)).astype(float) if seed % 2 else rng.random((size, size))
-    best = min(max(weights[i, p[i]] for i in range(size)) for p in permutations(range(size)))
-    for value, match in (bottleneck_matching(weights), compiled_matching(weights)):
-        assert value == best
-        assert sorted(match) == list(range(size))
-        assert max(weights[i, match[i]] for i in range(size)) == value
-    assert compiled_matching(weights, best)[0] == best
-    assert compiled_matching(weights, best - 1e-6)[0] == math.inf
-
-
-@pytest.mark.parametrize("size", [9, 17])
-def test_the_bottleneck_matching_of_many(size: int) -> None:
-    """More columns than a byte has bits."""
-    weights = np.random.default_rng(size).random((size, size))
-    value, match = bottleneck_matching(weights)
-    assert compiled_matching(weights)[0] == value
+    value, guide, match = matched(weights, weight=1.0)
+    assert value == least(weights)
+    assert size > 6 or value == min(max(weights[i, p[i]] for i in range(size)) for p in permutations(range(size)))
     assert sorted(match) == list(range(size))
     assert max(weights[i, match[i]] for i in range(size)) == value
-    rows, columns = linear_sum_assignment(weights >= value)
-    assert (weights >= value)[rows, columns].any(), "no matching is below"
+    assert guide == pytest.approx(math.sqrt(np.mean([weights.min(0) ** 2, weights.min(1) ** 2])))
+    assert matched(weights, value)[0] == value
+    assert matched(weights, value - 1e-6)[0] == math.inf
+    assert matched(weights, value + guide + 1e-6, weight=1.0)[0] == value
+    assert matched(weights, value + guide - 1e-6, weight=1.0)[0] == math.inf
+
+
+def test_matchings_of_many_groups_are_those_of_each_two() -> None:
+    task, groups = task_of(0, (5, 5, 5)), np.random.default_rng(0).permutation(15).reshape(3, 5)
+    link = link_times(task, 1e9)
+    slowest, match = bottlenecks(link, groups, scratch(5))
+    for i, j in permutations(range(3), 2):
+        assert slowest[i, j] == least(link[np.ix_(groups[i], groups[j])])
+        assert max(link[groups[i], groups[j, match[i, j]]]) == slowest[i, j]
+    assert slowest.diagonal().tolist() == [0, 0, 0]
+
+
+def test_where_nothing_can_be_kept_it_is_compiled_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No folder that can be written."""
+    kinds: list[dict[str, bool]] = []
+
+    def njit(**kind: bool) -> Callable[[Any], Any]:
+        kinds.append(kind)
+        if kind.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return lambda function: function
+
+    monkeypatch.setattr("muletrain.policy.matching.njit", njit)
+    assert compiled(len) is len
+    assert kinds == [{"nogil": True, "cache": True}, {"nogil": True}]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -244,7 +275,7 @@ class State:
         slowest = [float(table[np.ix_(m, m)].sum(1).max()) for table, m in zip(exchange, members, strict=True)]
         computing = sum(float(self.problem.compute[m].max()) for m in members)
         between = [link[np.ix_(a, b)] for a, b in pairwise(rows)]
-        hops = sum(bottleneck_matching(times)[0] for times in between)
+        hops = sum(map(least, between))
         near = sum(math.sqrt(np.mean([t.min(0) ** 2, t.min(1) ** 2])) for t in between)
         return max(slowest) + computing + 2 * hops, sum(slowest) / len(rows) + 2 * near
 

@@ -36,7 +36,7 @@ HOT, COLD = 9e-3, 2e-4
 FIRST_ROUND, LONGEST_ROUND = 250, 4000
 """Moves of each of the first population, and the most, times devices; each round has twice as many as the one before. Several populations
 of some length end lower than a long one."""
-GUIDES, GUIDED = (0.3, 1.0, 0.1), 0.7
+GUIDES, GUIDED = (1.0, 0.3, 0.1), 0.7
 """The guide's first weight, by round, in turn; and the share of a round after which it is none. Where slowest links are all alike, much of
 it is needed; else little is better."""
 AGREED = 3
@@ -166,4 +166,4 @@ class _Population:
 
 def _move_s(task: Task) -> float:
     """What a move takes on a slow core, about."""
-    return 1.5e-6 + 4e-8 * len(task.replicas) + 3e-8 * task.pipelines**2
+    return 1.2e-6 + 3e-8 * len(task.replicas) + 2.6e-8 * task.pipelines**2

@@ -6,9 +6,11 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from muletrain.policy.matching import bottlenecks, scratch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,65 +23,6 @@ greedy one, improved until no 2-opt move helps."""
 
 Group = tuple[int, ...]
 """Devices of a stage by pipeline, sorted; one that serves several pipelines as often."""
-
-
-def bottleneck_matching(weights: NDArray[np.float64]) -> tuple[float, tuple[int, ...]]:
-    """The perfect matching of rows with columns whose largest weight is smallest (eq. 3). weights: (P, P).
-
-    Returns that weight, and each row's column. No matching is below the dearest of all rows' and columns' cheapest entries, which mostly is
-    the answer; else the distinct weights above it are bisected."""
-    floor = max(weights.min(0).max(), weights.min(1).max())
-    values = np.unique(weights[weights >= floor])
-    low, high, middle = 0, len(values) - 1, 0  # no matching below ``low``, ``best`` is one at ``high``
-    best = tuple(range(len(weights)))
-    while low <= high:
-        if (match := perfect(_as_bits(weights <= values[middle]))) is None:
-            low = middle + 1
-        else:
-            high, best = middle - 1, match
-        middle = (low + high) // 2
-    return float(values[low]), best
-
-
-def _as_bits(allowed: NDArray[np.bool_]) -> Any:
-    """The last axis as integers, in nested lists: bit k is column k."""
-    packed = np.packbits(allowed, axis=-1, bitorder="little")
-    if packed.shape[-1] == 1:
-        return packed[..., 0].tolist()
-    ints = [int.from_bytes(row.tobytes(), "little") for row in packed.reshape(-1, packed.shape[-1])]
-    return np.array(ints, dtype=object).reshape(packed.shape[:-1]).tolist()
-
-
-def perfect(rows: Sequence[int], columns: int = 0) -> tuple[int, ...] | None:
-    """Each row's column in a perfect matching, if there is one: augmenting paths on sets of columns as bits of integers. columns: all
-    of them, if not the first ones."""
-    owner: dict[int, int] = {}
-    free = columns or (1 << len(rows)) - 1
-    seen = 0
-
-    def augment(row: int) -> bool:
-        nonlocal free, seen
-        if direct := rows[row] & free:
-            column = direct & -direct
-            free ^= column
-            owner[column] = row
-            return True
-        while todo := rows[row] & ~seen:
-            column = todo & -todo
-            seen |= column
-            if augment(owner[column]):
-                owner[column] = row
-                return True
-        return False
-
-    for row in range(len(rows)):
-        seen = 0
-        if not augment(row):
-            return None
-    match = [0] * len(rows)
-    for column, row in owner.items():
-        match[row] = column.bit_length() - 1
-    return tuple(match)
 
 
 def shortest_path(weights: NDArray[np.float64]) -> tuple[float, tuple[int, ...]]:
@@ -156,29 +99,9 @@ class Threader:
         _, order = shortest_path(weights)
         positions = [list(range(len(groups[0])))]  # in each group, by pipeline
         for here, there in pairwise(order):
-            if here < there:
-                match: Sequence[int] = matches[here, there]
-            else:
-                match = np.argsort(matches[there, here]).tolist()
+            match = matches[here, there].tolist()
             positions.append([match[p] for p in positions[-1]])
         return [tuple(groups[k][p] for p in places) for k, places in zip(order, positions, strict=True)]
 
-    def _matched(self, groups: Sequence[Group]) -> tuple[NDArray[np.float64], dict[tuple[int, int], tuple[int, ...]]]:
-        """The bottleneck of each pair of groups, (K, K), and, for i < j, whom each of i's devices is matched with in j. Does for all pairs
-        at once what ``bottleneck_matching`` begins with."""
-        k, width = len(groups), len(groups[0])
-        devices = np.array(groups).ravel()
-        links = self._link[devices[:, None], devices].reshape(k, width, k, width)
-        dearest = links.min(3).max(1)
-        weights = np.maximum(dearest, dearest.T)
-        rows = _as_bits(links <= weights[:, None, :, None])
-        matches = {}
-        for j in range(k):
-            for i in range(j):
-                match = perfect([row[j] for row in rows[i]])
-                if match is None:
-                    weights[i, j], match = bottleneck_matching(links[i, :, j])
-                    weights[j, i] = weights[i, j]
-                matches[i, j] = match
-        np.fill_diagonal(weights, 0.0)
-        return weights, matches
+    def _matched(self, groups: Sequence[Group]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        return bottlenecks(self._link, np.array(groups), scratch(len(groups[0])))

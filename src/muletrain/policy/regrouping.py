@@ -12,19 +12,17 @@ devices of a smaller stage serve several pipelines. All times in seconds.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numba import njit
+
+from muletrain.policy.matching import Scratch, bottleneck, compiled, part, scratch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float64]
     Ints = NDArray[np.int64]
-    Function = TypeVar("Function", bound=Callable[..., Any])
 
 LONGEST_RUN = 4
 SINGLE, REVERSALS = 0.6, 0.02
@@ -32,7 +30,7 @@ SINGLE, REVERSALS = 0.6, 0.02
 SAME = 1e-9
 """Times nearer than that (relative) are equal."""
 LOOK = 1024
-"""Moves until everything is summed anew, so that rounding errors do not add up, and the temperature falls."""
+"""Moves until everything is summed anew, so that rounding errors do not add up."""
 
 
 class Problem(NamedTuple):
@@ -86,15 +84,6 @@ class Proposal(NamedTuple):
     match: Ints
 
 
-class Scratch(NamedTuple):
-    """Of a matching: by column, (P,)."""
-
-    owner: Ints
-    nearest: Floats
-    before: Ints
-    seen: NDArray[np.bool_]
-
-
 Working = tuple[Sums, Proposal, Scratch]
 
 
@@ -113,100 +102,11 @@ def working(stages: int, pipelines: int, devices: int) -> Working:
             ints(changes), ints(changes), ints(changes), ints(changes), np.zeros((changes, pipelines)), np.zeros(changes),
             np.zeros(changes), ints(changes + 2), np.zeros(changes + 2), np.zeros(changes + 2), ints(changes + 2, pipelines),
         ),
-        Scratch(ints(pipelines), np.zeros(pipelines), ints(pipelines), np.zeros(pipelines, np.bool_)),
+        scratch(pipelines),
     )  # fmt: skip
 
 
-def _compiled(function: Function) -> Function:
-    """To machine code, at the first call; kept on disk where that can be written. Lets other threads run."""
-    try:
-        return cast("Function", njit(nogil=True, cache=True)(function))
-    except RuntimeError:  # nowhere to keep it
-        return cast("Function", njit(nogil=True)(function))
-
-
-def _part(function: Function) -> Function:
-    """Compiled as if it stood where it is called: to hand tables from function to function would take a third of the time."""
-    return cast("Function", njit(inline="always")(function))
-
-
-@_compiled
-def bottleneck(
-    link: Floats, here: Ints, there: Ints, weight: float, at_most: float, match: Ints, scratch: Scratch
-) -> tuple[float, float]:
-    """The slowest link of the best matching of devices ``here`` with those ``there``, (P,) each; inf if it and the guide, so much weighted,
-    are above ``at_most``. And the guide: the root mean square of each one's nearest on the other side.
-
-    ``match`` becomes each row's column; where it is one already, what is as fast as that stays. No matching is below the dearest of all
-    rows' and columns' cheapest entries, which mostly is the answer; rows that find no column at that are added one by one, each over the
-    path whose slowest link is fastest."""
-    owner, nearest, before, seen = scratch
-    width, slowest, guide = len(here), 0.0, 0.0
-    for j in range(width):
-        nearest[j], owner[j] = np.inf, -1
-    for i in range(width):
-        row, cheapest = link[here[i]], np.inf
-        for j in range(width):
-            time_s = row[there[j]]
-            cheapest = min(cheapest, time_s)
-            nearest[j] = min(nearest[j], time_s)
-        slowest = max(slowest, cheapest)
-        guide += cheapest * cheapest
-    for j in range(width):
-        slowest = max(slowest, nearest[j])
-        guide += nearest[j] * nearest[j]
-    if weight > 0:
-        guide = math.sqrt(guide / (2 * width))
-        at_most -= weight * guide
-    if slowest > at_most:
-        return np.inf, guide
-    for i in range(width):
-        if match[i] >= 0 and owner[match[i]] < 0 and link[here[i], there[match[i]]] <= slowest:
-            owner[match[i]] = i
-        else:
-            match[i] = -1
-    for i in range(width):
-        if match[i] >= 0:
-            continue
-        row = link[here[i]]
-        for j in range(width):
-            if owner[j] < 0 and row[there[j]] <= slowest:
-                owner[j], match[i] = i, j
-                break
-        if match[i] >= 0:
-            continue
-        for j in range(width):
-            nearest[j], before[j], seen[j] = max(row[there[j]], slowest), i, False
-        column = 0
-        while True:
-            column = -1
-            for j in range(width):
-                if not seen[j] and (
-                    column < 0
-                    or nearest[j] < nearest[column]
-                    or (nearest[j] == nearest[column] and owner[j] < 0 <= owner[column])
-                ):
-                    column = j
-            slowest = nearest[column]
-            if slowest > at_most:
-                return np.inf, guide
-            if owner[column] < 0:
-                break
-            seen[column] = True
-            row = link[here[owner[column]]]
-            for j in range(width):
-                time_s = max(slowest, row[there[j]])
-                if not seen[j] and time_s < nearest[j]:
-                    nearest[j], before[j] = time_s, owner[column]
-        while column >= 0:  # each row of the path passes its column on
-            taker = before[column]
-            match[taker], owner[column], column = column, taker, match[taker]
-            if taker == i:
-                break
-    return slowest, guide
-
-
-@_part
+@part
 def _settle(problem: Problem, groups: Groups, kept: Sums, scratch: Scratch, weight: float) -> None:
     """All sums anew."""
     stages = len(groups.at)
@@ -227,7 +127,7 @@ def _settle(problem: Problem, groups: Groups, kept: Sums, scratch: Scratch, weig
             )
 
 
-@_part
+@part
 def _cost(kept: Sums) -> float:
     slowest = others = 0.0
     for k in range(len(kept.slowest)):
@@ -236,7 +136,7 @@ def _cost(kept: Sums) -> float:
     return slowest + others
 
 
-@_part
+@part
 def _copy(groups: Groups, into: Groups) -> None:
     stages, width = groups.at.shape
     for k in range(stages):
@@ -247,14 +147,14 @@ def _copy(groups: Groups, into: Groups) -> None:
         into.spares[p] = groups.spares[p]
 
 
-@_part
+@part
 def _put(groups: Groups, members: int, stage: int, member: int, device: int) -> None:
     row = groups.at[stage]
     for p in range(member, len(row), members):
         row[p] = device
 
 
-@_part
+@part
 def _reversed(
     problem: Problem, groups: Groups, kept: Sums, new: Proposal, scratch: Scratch, weight: float, room: float, rng: Any
 ) -> bool:
@@ -291,7 +191,7 @@ def _reversed(
     return True
 
 
-@_part
+@part
 def _drawn(problem: Problem, groups: Groups, kept: Sums, new: Proposal, rng: Any) -> tuple[int, int, int, int]:
     """Two devices or runs to change places become ``new``: the first stages of both, how long they are, and which spare the other one is,
     -1 if none. Length 0: there is nothing to change."""
@@ -331,7 +231,7 @@ def _drawn(problem: Problem, groups: Groups, kept: Sums, new: Proposal, rng: Any
     return f, g, length, spare
 
 
-@_part
+@part
 def _stages_after(
     problem: Problem,
     groups: Groups,
@@ -373,7 +273,7 @@ def _stages_after(
     return room - slowest
 
 
-@_part
+@part
 def _hops_after(
     problem: Problem,
     groups: Groups,
@@ -408,7 +308,7 @@ def _hops_after(
     return room
 
 
-@_part
+@part
 def _exchanged(
     problem: Problem, groups: Groups, kept: Sums, new: Proposal, scratch: Scratch, weight: float, room: float, rng: Any
 ) -> bool:
@@ -449,7 +349,7 @@ def _exchanged(
     return True
 
 
-@_compiled
+@compiled
 def anneal(
     problem: Problem,
     groups: Groups,

@@ -1,0 +1,137 @@
+"""The matching of two stages' devices whose slowest link is fastest (DT-FM eq. 3); compiled by numba, as are the moves built on it
+(``regrouping``)."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+from numba import njit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+    Ints = NDArray[np.int64]
+    Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def compiled(function: Function) -> Function:
+    """To machine code, at the first call; kept on disk where that can be written. Lets other threads run."""
+    try:
+        return cast("Function", njit(nogil=True, cache=True)(function))
+    except RuntimeError:  # nowhere to keep it
+        return cast("Function", njit(nogil=True)(function))
+
+
+def part(function: Function) -> Function:
+    """Compiled as if it stood where it is called: to hand tables from function to function would take a third of the time."""
+    return cast("Function", njit(inline="always")(function))
+
+
+class Scratch(NamedTuple):
+    """Of a matching: by column, (P,)."""
+
+    owner: Ints
+    nearest: Floats
+    before: Ints
+    seen: NDArray[np.bool_]
+
+
+def scratch(width: int) -> Scratch:
+    """For matchings of so many with as many."""
+    return Scratch(np.zeros(width, np.int64), np.zeros(width), np.zeros(width, np.int64), np.zeros(width, np.bool_))
+
+
+@compiled
+def bottleneck(
+    link: Floats, here: Ints, there: Ints, weight: float, at_most: float, match: Ints, scratch: Scratch
+) -> tuple[float, float]:
+    """The slowest link of the best matching of devices ``here`` with those ``there``, (P,) each; inf if it and the guide, so much weighted,
+    are above ``at_most``. And the guide: the root mean square of each one's nearest on the other side.
+
+    ``match`` becomes each row's column; where it is one already, what is as fast as that stays. No matching is below the dearest of all
+    rows' and columns' cheapest entries, which mostly is the answer; rows that find no column at that are added one by one, each over the
+    path whose slowest link is fastest."""
+    owner, nearest, before, seen = scratch
+    width, slowest, guide = len(here), 0.0, 0.0
+    for j in range(width):
+        nearest[j], owner[j] = np.inf, -1
+    for i in range(width):
+        row, cheapest = link[here[i]], np.inf
+        for j in range(width):
+            time_s = row[there[j]]
+            cheapest = min(cheapest, time_s)
+            nearest[j] = min(nearest[j], time_s)
+        slowest = max(slowest, cheapest)
+        guide += cheapest * cheapest
+    for j in range(width):
+        slowest = max(slowest, nearest[j])
+        guide += nearest[j] * nearest[j]
+    if weight > 0:
+        guide = math.sqrt(guide / (2 * width))
+        at_most -= weight * guide
+    if slowest > at_most:
+        return np.inf, guide
+    for i in range(width):
+        if match[i] >= 0 and owner[match[i]] < 0 and link[here[i], there[match[i]]] <= slowest:
+            owner[match[i]] = i
+        else:
+            match[i] = -1
+    for i in range(width):
+        if match[i] >= 0:
+            continue
+        row = link[here[i]]
+        for j in range(width):
+            if owner[j] < 0 and row[there[j]] <= slowest:
+                owner[j], match[i] = i, j
+                break
+        if match[i] >= 0:
+            continue
+        for j in range(width):
+            nearest[j], before[j], seen[j] = max(row[there[j]], slowest), i, False
+        column = 0
+        while True:
+            column = -1
+            for j in range(width):
+                if not seen[j] and (
+                    column < 0
+                    or nearest[j] < nearest[column]
+                    or (nearest[j] == nearest[column] and owner[j] < 0 <= owner[column])
+                ):
+                    column = j
+            slowest = nearest[column]
+            if slowest > at_most:
+                return np.inf, guide
+            if owner[column] < 0:
+                break
+            seen[column] = True
+            row = link[here[owner[column]]]
+            for j in range(width):
+                time_s = max(slowest, row[there[j]])
+                if not seen[j] and time_s < nearest[j]:
+                    nearest[j], before[j] = time_s, owner[column]
+        while column >= 0:  # each row of the path passes its column on
+            taker = before[column]
+            match[taker], owner[column], column = column, taker, match[taker]
+            if taker == i:
+                break
+    return slowest, guide
+
+
+@compiled
+def bottlenecks(link: Floats, groups: Ints, scratch: Scratch) -> tuple[Floats, Ints]:
+    """Of each two groups of devices, (K, P): the slowest link of their best matching, (K, K), 0 on the diagonal; and the column of each
+    row in it, (K, K, P)."""
+    stages, width = groups.shape
+    slowest, match = np.zeros((stages, stages)), np.zeros((stages, stages, width), np.int64)
+    for i in range(stages):
+        for j in range(i + 1, stages):
+            slowest[i, j], _ = bottleneck(link, groups[i], groups[j], 0.0, np.inf, match[i, j], scratch)
+            slowest[j, i] = slowest[i, j]
+            for row in range(width):
+                match[j, i, match[i, j, row]] = row
+    return slowest, match
