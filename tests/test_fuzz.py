@@ -104,6 +104,7 @@ def _runs(pid: str) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_seed_replays_its_run_exactly() -> None:
     """In a process of its own, and after other seeds. Both sides of a partition train on here, and which of them stays is a matter of
     hashes."""
