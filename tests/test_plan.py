@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from muletrain.sim import plan_hub, plan_pipeline, plan_swarm
 from muletrain.sim.fleet import simulate_fleet
 from muletrain.sim.flow import Weather
 from muletrain.sim.plan_hub import segments
-from muletrain.sim.plan_swarm import NoSteps, played_step_s, settled
+from muletrain.sim.plan_swarm import NoSteps, Settled, played_step_s, promising, settled
 from muletrain.sim.question import HASTE, Question
 
 ROOT = Path(__file__).parents[1]
@@ -333,6 +334,19 @@ def test_swarm_settles_as_the_simulator_plays_it(tmp_path: Path) -> None:
         scene = question.scene(stages, 1)
         played = simulate_fleet(scene.setting, scene.run, Weather(), hours=24)
         assert scene.setting.cost.microbatches / settled(scene).roughly_s == pytest.approx(played.throughput, rel=0.01)
+
+
+def test_of_each_number_of_stages_the_best_is_played_unless_it_is_far_behind(tmp_path: Path) -> None:
+    (tmp_path / "fleet.toml").write_text(FLEET)
+    run = load_config(None, [*TINY, "train.batch=64"])
+    question = Question(load_fleet(tmp_path / "fleet.toml"), run, ModelSpec.from_config(run.model))
+
+    def does(share: float, stages: int) -> Settled:
+        return replace(settled(question.scene(stages, 1)), roughly_s=1 / share)
+
+    best, near, other, same, far = does(1.0, 4), does(0.85, 4), does(0.65, 2), does(0.63, 2), does(0.5, 1)
+    assert promising([same, near, far, best, other]) == [near, best, other]
+    assert promising([near] * 20 + [other, best])[-2:] == [other, best]
 
 
 def test_a_search_that_the_time_limit_ended_is_said(tmp_path: Path) -> None:

@@ -159,10 +159,10 @@ def plan(
 
     With FLEET.toml: for each strategy the predicted throughput, where the time of a step goes, memory by machine, traffic by link, the
     price of a billion tokens (where the file has prices), and the strategy that is recommended: the fastest of those that 'muletrain run'
-    has today. Stages and microbatch are those with which a strategy does most. Strategy swarm is predicted by the rates of 'muletrain
-    simulate fleet', pipeline by its schedules (GPipe, 1F1B) played on the placement that is found (its stages may have unequal numbers of
-    layers and machines, and a machine may serve several pipelines), swap by ATOM's constraints, hub by HYBRID's latency model. --json
-    prints the whole plan (docs/plan.md explains it), which 'muletrain run --plan' and 'start --plan' take.
+    has today. Stages and microbatch are those with which a strategy does most. Strategy swarm is predicted by steps that are played without
+    messages, on the places where machines settle; pipeline by its schedules (GPipe, 1F1B), played on the placement that is found (its
+    stages may have unequal numbers of layers and machines, and a machine may serve several pipelines); swap by ATOM's constraints; hub by
+    HYBRID's latency model. --json prints the whole plan (docs/plan.md explains it), which 'muletrain run --plan' and 'start --plan' take.
 
     With --network: where to place pipeline stages and their replicas on machines with unequal links, so that a step spends the least time
     in communication; --stages, --pipelines, --activation-bytes and --gradient-bytes are needed then. The cost model is DT-FM's (Yuan et al.

@@ -1,8 +1,8 @@
 """Strategy ``swarm`` on a fleet: the stages and the microbatch with which it does most.
 
 Where machines settle is found by the simulator's rates (``flow``, ``rates``), for every number of stages and every microbatch; beside even
-cuts, where machines are unequal, with those that pipelines do best with. Of those
-that do most by rates, steps are played (``steps``); these times are what is predicted.
+cuts, where machines are unequal, with those that pipelines do best with. Of those that
+do most by rates, steps are played (``steps``); these times are what is predicted.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ PLAYED, ENOUGH = 10, 4
 """Steps; and ends of steps that a mean is taken of, if there are so many."""
 MOVING_PERIODS = (3, 9)
 """Of rebalancing, that are played beside them: by the end of the first ones hardly anybody moves any more."""
-SHORTLIST, NEARLY = 8, 0.8
-"""Of which steps are played: at most so many, which do so much of the best by rates."""
+SHORTLIST, NEARLY, LEADING = 8, 0.8, 0.6
+"""Of which steps are played: at most so many, which do so much of the best by rates; and so much if there is no better one of as many
+stages, for between different numbers of stages rates err most."""
 ALIKE = 0.01
 """Of two layouts that differ by less, the one with fewer stages, and then the one with larger microbatches."""
 
@@ -97,8 +98,11 @@ def predict(
 def promising(found: Sequence[Settled]) -> list[Settled]:
     """Those that may be the fastest."""
     tokens = [s.scene.setting.cost.microbatches * s.scene.setting.cost.tokens / s.roughly_s for s in found]
-    near = [n for n, done in enumerate(tokens) if done >= NEARLY * max(tokens)]
-    return [found[n] for n in sorted(sorted(near, key=lambda n: -tokens[n])[:SHORTLIST])]
+    order = sorted(range(len(found)), key=lambda n: -tokens[n])
+    leaders = {len(found[n].serving): n for n in reversed(order)}.values()
+    leading = [n for n in leaders if tokens[n] >= LEADING * max(tokens)]
+    near = [n for n in order if n not in leaders and tokens[n] >= NEARLY * max(tokens)]
+    return [found[n] for n in sorted([*sorted(leading, key=lambda n: -tokens[n]), *near][:SHORTLIST])]
 
 
 def chosen(found: Sequence[Settled]) -> Settled:
