@@ -25,7 +25,7 @@ from muletrain.errors import ConfigError
 from muletrain.papers import dtfm
 from muletrain.papers import dtfm_searches as paper
 from muletrain.policy import annealing, regrouping
-from muletrain.policy.dtfm import FastLinks, Groups, KernighanLin, random_placements
+from muletrain.policy.dtfm import FastLinks, Groups, KernighanLin, evolve, random_placements
 from muletrain.policy.matching import bottleneck, bottlenecks, compiled, scratch
 from muletrain.policy.pipelines import shortest_path
 from muletrain.policy.place import SEARCHES, Placement, place
@@ -377,6 +377,56 @@ def test_local_searches_keep_the_sizes_of_groups(local: type[FastLinks] | type[K
         moved += not np.array_equal(labels, better)
         assert groups.cost(better) == pytest.approx(evaluate(search._groups._task, groups.assignment(better)).cost_s)
     assert moved > 5
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_moves_gain_by_hand(seed: int) -> None:
+    """Kernighan-Lin's, any device: what its links inside groups weigh afterwards, activations less gradients. The paper's own, the device
+    with the fastest link in its group: the mean link to the target less that one."""
+    task = task_of(seed, (3, 4, 2), 1)
+    groups, n = Groups(task, np.random.default_rng(seed)), len(task.devices)
+    labels = groups.draw()
+    locked = np.random.default_rng(seed).random(n) < 0.2
+
+    def link(a: int, b: int, nbytes: float) -> float:
+        return link_s(task, a, b, nbytes)
+
+    def weight(a: int, group: int) -> float:
+        others = [b for b in range(n) if labels[b] == group and b != a]
+        return sum(link(a, b, task.activation_bytes) - link(a, b, task.gradient_bytes) for b in others)
+
+    def mean(a: int, group: int) -> float:
+        return float(np.mean([link(a, b, task.activation_bytes) for b in range(n) if labels[b] == group]))
+
+    def fastest(a: int) -> float:
+        return min(link(a, b, task.activation_bytes) for b in range(n) if labels[b] == labels[a] and b != a)
+
+    kernighan_lin = KernighanLin(groups)._moves(labels, locked)
+    own = FastLinks(groups)._moves(labels, locked)
+    for group in range(groups.k):
+        movable = [d for d in range(n) if labels[d] == group and not locked[d]]
+        assert kernighan_lin.free[group] == own.free[group] == bool(movable)
+        if not movable:
+            continue
+        mover = min(movable, key=fastest)
+        assert own.device[group] == mover
+        targets = [t for t in range(groups.k) if t != group]
+        for t in targets:
+            assert kernighan_lin.gain[group, t] == pytest.approx(max(weight(d, t) - weight(d, group) for d in movable))
+            assert own.gain[group, t] == pytest.approx(mean(mover, t) - fastest(mover))
+        d, t = int(kernighan_lin.device[group]), int(kernighan_lin.target[group])
+        assert weight(d, t) - weight(d, group) == pytest.approx(kernighan_lin.gain[group, targets].max())
+        assert mean(mover, int(own.target[group])) == pytest.approx(max(mean(mover, t) for t in targets))
+
+
+def test_kernighan_lin_gives_each_machine_of_a_data_centre_a_stage() -> None:
+    """Where it ends with most seeds: links in a machine are fast, so that it wants no others inside a stage (DT-FM, case 1)."""
+    task = paper.task_of("dtfm-case1")
+    found = evolve(
+        task, seed=1, time_limit_s=math.inf, watch=lambda share, best_s: None, kernighan_lin=True, trials=60, population=40
+    )  # fmt: skip
+    assert sorted(sorted(stage) for stage in found.assignment) == [list(range(m, m + 8)) for m in range(0, 64, 8)]
+    assert evaluate(task, found.assignment).cost_s == pytest.approx(paper.CASES[0].kernighan_lin[0], abs=1e-3)
 
 
 @pytest.mark.parametrize("search", ["muletrain", "random"])

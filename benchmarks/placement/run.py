@@ -1,6 +1,7 @@
 """How good are the searches for a placement, and how fast? On DT-FM's five networks, and on such as have no symmetry. See README.md.
 
-``python run.py [--parts cases asymmetric untuned large live]``: what is in results.json is measured again only with ``--again``."""
+``python run.py [--parts cases published asymmetric untuned large live]``: what is in results.json is measured again only with
+``--again``."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ import platform
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,9 +24,10 @@ from live import Live
 from networks import asymmetric, large, untuned
 from rich.console import Console
 from rich.progress import Progress
+from rich.table import Table
 
-from muletrain.papers.dtfm_searches import CASES, task_of
-from muletrain.policy.dtfm import random_placements
+from muletrain.papers.dtfm_searches import CASES, DRAWS, SEED, task_of
+from muletrain.policy.dtfm import TRIALS, evolve, random_placements
 from muletrain.policy.place import place
 from muletrain.policy.placement import Task, evaluate, link_times
 
@@ -32,6 +36,7 @@ RESULTS = HERE / "results.json"
 NEAR_S = 6e-4
 """Published optima are rounded to a millisecond."""
 PAPER = "DT-FM, 4,900 trials"
+KERNIGHAN_LIN, OWN, RANDOM = "Kernighan-Lin", "DT-FM's search", "random, best matching, mean"
 Row = dict[str, Any]
 
 
@@ -84,6 +89,54 @@ def cases(seeds: int) -> list[tuple[str, str, Callable[[], Row]]]:
     ]  # fmt: skip
 
 
+def ends_of(search: str, patience: int) -> str:
+    """What the runs of one of the paper's searches are called, but for the seed."""
+    return f"{search}, " + (f"{patience} in vain, " if patience < TRIALS else "") + "seed "
+
+
+def published(seeds: int, patience: int) -> list[tuple[str, str, Callable[[], Row]]]:
+    """Where the paper's searches end, from so many seeds."""
+
+    def random(n: int) -> Row:
+        return {"cost_s": fmean(random_placements(task_of(f"dtfm-case{n}"), seed=SEED, draws=DRAWS))}
+
+    def evolved(n: int, search: str, seed: int) -> Row:
+        task, started_cpu_s = task_of(f"dtfm-case{n}"), time.process_time()
+        found = evolve(
+            task, seed=seed, time_limit_s=math.inf, watch=lambda share, best_s: None, patience=patience,
+            kernighan_lin=search == KERNIGHAN_LIN,
+        )  # fmt: skip
+        cost_s = evaluate(task, found.assignment).cost_s
+        return {"seed": seed, "cost_s": cost_s, "cpu_s": time.process_time() - started_cpu_s, "tried": found.tried}
+
+    return [(f"case {n}", RANDOM, partial(random, n)) for n in range(1, 6)] + [
+        (f"case {n}", f"{ends_of(search, patience)}{seed}", partial(evolved, n, search, seed))
+        for seed in range(seeds)
+        for search in (KERNIGHAN_LIN, OWN)
+        for n in range(1, 6)
+    ]
+
+
+def beside_published(kept: dict[str, Any], patience: int) -> Table:
+    """What was measured beside the published scheduler's costs."""
+    table = Table("case", RANDOM, "published", KERNIGHAN_LIN, "published", OWN, "published", box=None)
+
+    def ends(rows: Row, search: str) -> str:
+        found = Counter(
+            f"{row['cost_s']:.2f}" for kind, row in rows.items() if kind.startswith(ends_of(search, patience))
+        )
+        return ", ".join(f"{times} x {cost_s}" for cost_s, times in found.most_common())
+
+    for n, case in enumerate(CASES, 1):
+        rows = kept.get(f"case {n}", {})
+        mean = f"{rows[RANDOM]['cost_s']:.2f}" if RANDOM in rows else ""
+        theirs = ["-".join(f"{c:g}" for c in dict.fromkeys(costs)) for costs in (case.kernighan_lin, case.dtfm)]
+        table.add_row(
+            case.name, mean, f"{case.random:.2f}", ends(rows, KERNIGHAN_LIN), theirs[0], ends(rows, OWN), theirs[1]
+        )
+    return table
+
+
 def without_symmetry(
     networks: int, annealer: Annealer, known: dict[str, Any]
 ) -> list[tuple[str, str, Callable[[], Row]]]:
@@ -102,7 +155,7 @@ def without_symmetry(
                 return timed(task, "muletrain", known[name][PAPER]["cpu_s"], 0)
 
             jobs += [
-                (name, "random, best matching, mean", random),
+                (name, RANDOM, random),
                 (name, PAPER, evolved),
                 (name, "muletrain, at DT-FM's time", equal),
                 (name, "muletrain, 60 s", lambda task=task: timed(task, "muletrain", 60.0, 0)),
@@ -142,7 +195,7 @@ def many(long_s: float, annealer: Annealer) -> list[tuple[str, str, Callable[[],
         for task in [large(k, p)]
         for name in [f"512 devices, {k} stages x {p} pipelines"]
         for job in (
-            (name, "random, best matching, mean", lambda task=task: {"cost_s": fmean(random_placements(task, seed=0, draws=10))}),
+            (name, RANDOM, lambda task=task: {"cost_s": fmean(random_placements(task, seed=0, draws=10))}),
             (name, "muletrain, 50 s", lambda task=task: timed(task, "muletrain", 50.0, 0)),
             (name, f"muletrain, {long_s:g} s", lambda task=task: timed(task, "muletrain", long_s, 1)),
             (name, f"plain annealer, {long_s:g} s", lambda task=task: annealer.search(task, long_s, 2)),
@@ -161,8 +214,12 @@ def live(folder: str) -> list[tuple[str, str, Callable[[], Row]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parts", nargs="+", default=["cases", "asymmetric", "untuned", "large", "live"])
+    parser.add_argument("--parts", nargs="+", default=["cases", "published", "asymmetric", "untuned", "large", "live"])
     parser.add_argument("--seeds", type=int, default=10, help="of the five networks")
+    parser.add_argument(
+        "--patience", type=int, default=TRIALS, metavar="N",
+        help=f"published: end a search after N trials in a row that brought nothing better (default: all {TRIALS} trials)",
+    )  # fmt: skip
     parser.add_argument("--networks", type=int, default=2, help="of each kind without symmetry")
     parser.add_argument(
         "--long", type=float, default=300.0, help="seconds of the search that the others are held against"
@@ -175,6 +232,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, Progress(console=console) as progress:
         parts = {
             "cases": lambda: cases(arguments.seeds),
+            "published": lambda: published(arguments.seeds, arguments.patience),
             "asymmetric": lambda: without_symmetry(
                 arguments.networks, Annealer(folder), results.setdefault("asymmetric", {})
             ),
@@ -200,6 +258,8 @@ def main() -> None:
                     )
                 RESULTS.write_text(json.dumps(results, indent=1) + "\n")
                 progress.advance(bar)
+            if part == "published":
+                console.print(beside_published(kept, arguments.patience))
 
 
 if __name__ == "__main__":
