@@ -399,6 +399,40 @@ def test_pipelines_do_what_was_predicted(tmp_path: Path, stages: int) -> None:
         assert found.step_s == pytest.approx(played_s, rel=0.05)
 
 
+NARROW = """
+[[machines]]
+name = "a"
+count = 3
+tflops = 0.0231
+memory_gib = 1.0
+up_mbps = 39
+down_mbps = 39
+[[machines]]
+name = "b"
+count = 2
+tflops = 0.0154
+memory_gib = 0.2
+[defaults]
+local_rtt_ms = 17
+local_bandwidth_mbps = 1000
+"""
+
+
+def test_an_answer_that_is_on_its_way_is_waited_for(tmp_path: Path) -> None:
+    """Behind narrow uploads a probe comes back before a long answer; the microbatch is not computed again for that."""
+    (tmp_path / "fleet.toml").write_text(NARROW)
+    run = load_config(None, [*TINY, "model.layers=8", "model.ffn=704", "train.batch=48"])
+    question = Question(load_fleet(tmp_path / "fleet.toml"), run, ModelSpec.from_config(run.model), 4, 1)
+    (found,) = (p for p in plan_pipeline.predict(question, 0, 2.0) if p.schedule == "1f1b")
+    scene = question.scene(4, 1, tuple(stage.layers for stage in found.stages))
+    scene = plan_pipeline.scheduled(question, scene, "1f1b", len(found.microbatches))
+    planned = plan_pipeline.membership(question, scene, found)
+    hours = 4.5 * found.step_s / 3600
+    outcome = simulate_fleet(scene.setting, scene.run, Weather(), hours=hours, fidelity="protocol", planned=planned)
+    assert outcome.steps >= 4
+    assert outcome.repeated_microbatches == 0
+
+
 def test_prices_and_links_that_are_not_stated(tmp_path: Path) -> None:
     text = FLEET.replace("price_per_hour = 1.0\n", "").replace("bandwidth_mbps = 100\n", "")
     found = Plan.model_validate_json(planned(tmp_path, "--json", text=text))

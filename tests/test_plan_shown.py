@@ -117,7 +117,11 @@ def test_a_pipe_gets_whole_sentences() -> None:
     assert text.getvalue().count("\n") == 1
 
 
-@pytest.mark.parametrize("command", [*app.registered_commands, *simulate_app.registered_commands], ids=str)
+@pytest.mark.parametrize(
+    "command",
+    [*app.registered_commands, *simulate_app.registered_commands],
+    ids=lambda command: command.callback.__name__,
+)
 def test_help_leaves_line_breaks_to_the_terminal(command: object) -> None:
     text = command.help  # type: ignore[attr-defined]
     assert text

@@ -154,7 +154,9 @@ class Pipeline:
         inputs, targets = await self._receive(held, tensors)
         if self.router is None:
             return await self._last_stage(held, inputs, targets)
-        async with self._between:
+        # who asks for a copy waits for another pipeline, which is not to stand meanwhile
+        wanted = held.message.stage in held.message.accumulate
+        async with self._between if wanted else nullcontext():
             return await self._there_and_back(held, inputs, tensors[1], self.router)
 
     async def _there_and_back(
