@@ -171,7 +171,9 @@ class Averager:
                     group.create_task(self._own(plan, gradient, result) if m == me else self._collect(plan, m, result))
                     for m in plan.members
                 ]
-        except* (NetworkError, RoundFailed) as errors:
+        except BaseExceptionGroup as errors:  # except* wraps what is raised in it, before Python 3.11.4
+            if errors.split((NetworkError, RoundFailed))[1] is not None:
+                raise
             raise RoundFailed("; ".join(_reasons(errors))) from None
         return result, tuple(t.result() for t in tasks)
 
