@@ -259,6 +259,8 @@ def test_two_machines_train_and_a_stranger_is_refused(
     assert "stage 1 has no peer" in before
     joiner = machines("b", "join", ticket, "--data", "pydoc", "--memory", "2", "--name", "helping-hand")
     wait_for(lambda: trained(tmp_path / "b", "helping-hand") > 2)
+    # peers announce their step now and then
+    wait_for(lambda: json.loads(output(machines("c", "status", ticket, "--json")))["step"])
     peers = output(machines("c", "status", ticket, "--json"))
     status = json.loads(peers)
     assert [p["stage"] for p in status["peers"]] == [0, 1]
