@@ -2,7 +2,7 @@
 move (``regrouping``).
 
 Which regions a stage gets is settled early, while it is hot, and seldom changes later; it is a matter of luck. So a population is annealed
-together, and before it gets colder those that did well are continued by several, in place of others (``_Population.resample``); and there
+together, and before it gets colder those that did well are continued by several, in place of others (``_Population._resample``); and there
 are several populations, each from new placements, the first ones short: easy tasks are done soon.
 """
 
