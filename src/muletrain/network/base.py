@@ -19,8 +19,10 @@ PeerId = str
 
 
 class Channel(StrEnum):
-    """Streams that must not block each other: pipeline traffic, gradient averaging, bulk state."""
+    """Streams that do not block each other, the most urgent first: small notices, which are not paced; activations and their gradients;
+    averaging; state and checkpoints."""
 
+    CONTROL = "control"
     PIPE = "pipe"
     AVERAGE = "average"
     BULK = "bulk"

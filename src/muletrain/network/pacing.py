@@ -1,0 +1,231 @@
+"""Whose bytes go next, and how many: one peer's sending to all others, paced below what the links carry (``policy.congestion``).
+
+Transports ask here before they hand bytes over, and say what was acknowledged. To one receiver a channel goes before those below it
+(``Channel``); between receivers the channels' targets decide, for traffic with the smaller one yields wherever both share a link. Averaging
+and state go to few receivers at a time, in the order in which their frames were asked for: else a fleet of senders meets in one download.
+What is small (``Channel.CONTROL``) waits for nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from muletrain.errors import DeadlineExceeded
+from muletrain.network.base import Channel
+from muletrain.policy.congestion import Window
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from muletrain.network.base import PeerId
+
+TARGET_S = {Channel.PIPE: 0.08, Channel.AVERAGE: 0.05, Channel.BULK: 0.025}
+"""Queue that a channel's traffic may cause [s], the highest class first. A call passes one there and one back."""
+LANES = 2
+"""Receivers that get averaging, or state, at a time: while one acknowledges, the other is sent to."""
+STALL_S = 1.0
+"""A receiver that acknowledges nothing for so long does not hold up the others."""
+DRAIN_S = 30.0
+"""When something was on its way for so long without a pause, sending stops until all of it has arrived: the smallest delay of a queue
+that never empties is too large (BBR's ProbeRTT)."""
+
+
+@dataclass(slots=True, eq=False)
+class _Flow:
+    """Everything to one receiver. ``heard_s``: the last acknowledgement, or when the first byte since then was handed over."""
+
+    window: Window = field(default_factory=Window)
+    under_way: int = 0
+    heard_s: float = 0.0
+    target_s: float = 0.0
+    waiting: dict[Channel, asyncio.Future[None]] = field(default_factory=dict)
+    """For room: at most one sender for each channel."""
+
+    def stalled(self, now_s: float) -> bool:
+        return self.under_way > 0 and now_s - self.heard_s > STALL_S
+
+    def first(self) -> Channel | None:
+        """The channel that goes next."""
+        return next((channel for channel in TARGET_S if channel in self.waiting), None)
+
+
+@dataclass(slots=True, eq=False)
+class _Lanes:
+    """Of one channel: receivers with the frames being sent to them, and frames that wait for a lane, in order."""
+
+    busy: dict[PeerId, int] = field(default_factory=dict)
+    waiting: deque[tuple[PeerId, asyncio.Future[None]]] = field(default_factory=deque)
+
+
+class Pacer:
+    """One peer's. Times are the running loop's [s]."""
+
+    def __init__(self) -> None:
+        self._flows: dict[PeerId, _Flow] = {}
+        self._lanes = {Channel.AVERAGE: _Lanes(), Channel.BULK: _Lanes()}
+        self._under_way = 0
+        self._empty_s = float("-inf")
+        """When nothing was on its way, last."""
+        self._draining: asyncio.TimerHandle | None = None
+
+    @asynccontextmanager
+    async def lane(self, peer: PeerId, channel: Channel) -> AsyncIterator[None]:
+        """While a frame is sent to ``peer``: among few receivers at a time, where the channel has it so."""
+        lanes = self._lanes.get(channel)
+        if lanes is None:
+            yield
+            return
+        if lanes.waiting or not self._free(lanes, peer):
+            await self._queue(lanes, peer)
+        else:
+            _enter(lanes, peer)
+        try:
+            yield
+        finally:
+            _leave(lanes, peer)
+            self._admit(lanes)
+
+    async def _queue(self, lanes: _Lanes, peer: PeerId) -> None:
+        turn = peer, asyncio.get_running_loop().create_future()
+        lanes.waiting.append(turn)
+        try:
+            while not turn[1].done():
+                await asyncio.wait({turn[1]}, timeout=STALL_S)
+                self._admit(lanes)  # a receiver may have stalled meanwhile
+        except asyncio.CancelledError:
+            if turn[1].done():  # the lane was ours already
+                _leave(lanes, peer)
+                self._admit(lanes)
+            else:
+                lanes.waiting.remove(turn)
+            raise
+
+    def _free(self, lanes: _Lanes, peer: PeerId) -> bool:
+        now_s = _now_s()
+        return peer in lanes.busy or sum(not self._flow(p).stalled(now_s) for p in lanes.busy) < LANES
+
+    def _admit(self, lanes: _Lanes) -> None:
+        while lanes.waiting and self._free(lanes, lanes.waiting[0][0]):
+            peer, turn = lanes.waiting.popleft()
+            _enter(lanes, peer)
+            turn.set_result(None)
+
+    async def grant(self, peer: PeerId, channel: Channel, wanted: int, timeout_s: float) -> int:
+        """How many of ``wanted`` bytes to hand over now; they count as on their way until ``acknowledged`` or ``forget``. Raises
+        DeadlineExceeded when ``peer`` acknowledges nothing for ``timeout_s``; for how long others go first does not count."""
+        flow = self._flow(peer)
+        if not flow.waiting and (nbytes := self._room(flow, wanted)):
+            return self._begin(flow, channel, nbytes)
+        begun_s = _now_s()
+        try:
+            while True:
+                if flow.first() in (None, channel) and (nbytes := self._room(flow, wanted)):
+                    return self._begin(flow, channel, nbytes)
+                silent_s = _now_s() - max(begun_s, flow.heard_s) if flow.under_way else 0.0
+                if silent_s > timeout_s:
+                    raise DeadlineExceeded(f"sending to {peer[-6:]}: nothing was taken for {timeout_s:.1f} s")
+                await self._wait(flow, channel, timeout_s - silent_s)
+        finally:
+            flow.waiting.pop(channel, None)
+            _wake(flow)
+
+    async def _wait(self, flow: _Flow, channel: Channel, longest_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        woken = flow.waiting[channel] = loop.create_future()
+        timer = loop.call_later(longest_s + 1e-3, _set, woken)
+        try:
+            await woken
+        finally:
+            timer.cancel()
+
+    def _room(self, flow: _Flow, wanted: int) -> int:
+        """Bytes that fit into the window now: a piece, or what is left; 0: wait."""
+        if self._drains():
+            return 0
+        piece = min(wanted, flow.window.piece)
+        return piece if not flow.under_way or flow.under_way + piece <= flow.window.size else 0
+
+    def _begin(self, flow: _Flow, channel: Channel, nbytes: int) -> int:
+        now_s = _now_s()
+        if not flow.under_way:
+            flow.heard_s = now_s
+        if not self._under_way:
+            self._empty_s = now_s
+        flow.target_s = TARGET_S[channel]
+        flow.under_way += nbytes
+        self._under_way += nbytes
+        return nbytes
+
+    def acknowledged(self, peer: PeerId, nbytes: int, sent_s: float, received_s: float) -> None:
+        """``nbytes`` to ``peer``, handed over at ``sent_s``, arrived at ``received_s`` of its own clock."""
+        flow, now_s = self._flow(peer), _now_s()
+        flow.heard_s = now_s
+        filled = bool(flow.waiting) or flow.under_way > flow.window.size / 2
+        flow.window.acknowledged(nbytes, sent_s, received_s, now_s, target_s=flow.target_s, filled=filled)
+        self.forget(peer, nbytes)
+
+    def forget(self, peer: PeerId, nbytes: int) -> None:
+        """So many bytes are not on their way any more: they arrived, or their stream has ended."""
+        flow = self._flow(peer)
+        flow.under_way -= nbytes
+        self._under_way -= nbytes
+        if not self._under_way:
+            self._drained()
+        _wake(flow)
+
+    def heard_s(self, peer: PeerId) -> float:
+        """When ``peer`` acknowledged something, last."""
+        return self._flows[peer].heard_s if peer in self._flows else float("-inf")
+
+    def drop(self, peer: PeerId) -> None:
+        """``peer`` is gone for good."""
+        if peer in self._flows and not (self._flows[peer].under_way or self._flows[peer].waiting):
+            del self._flows[peer]
+
+    def _flow(self, peer: PeerId) -> _Flow:
+        if peer not in self._flows:
+            self._flows[peer] = _Flow()
+        return self._flows[peer]
+
+    def _drains(self) -> bool:
+        if self._draining is None and self._under_way and _now_s() - self._empty_s > DRAIN_S:
+            self._draining = asyncio.get_running_loop().call_later(STALL_S, self._drained)
+        return self._draining is not None
+
+    def _drained(self) -> None:
+        """Nothing is on its way but what has stalled."""
+        self._empty_s = _now_s()
+        if self._draining is not None:
+            self._draining.cancel()
+            self._draining = None
+            for flow in self._flows.values():
+                _wake(flow)
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _wake(flow: _Flow) -> None:
+    """Whose turn it is to look for room."""
+    if (channel := flow.first()) is not None:
+        _set(flow.waiting[channel])
+
+
+def _enter(lanes: _Lanes, peer: PeerId) -> None:
+    lanes.busy[peer] = lanes.busy.get(peer, 0) + 1
+
+
+def _leave(lanes: _Lanes, peer: PeerId) -> None:
+    lanes.busy[peer] -= 1
+    if not lanes.busy[peer]:
+        del lanes.busy[peer]

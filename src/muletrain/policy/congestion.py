@@ -1,0 +1,72 @@
+"""How much may be on its way to one receiver: a congestion window that keeps the queue it causes short.
+
+Routers at home queue seconds of data. A sender that fills such a queue delays everything that shares the link: probes, seals, activations.
+So the window follows the delay, not losses, as LEDBAT (RFC 6817), FAST TCP (Wei et al. 2006) and BBR do: the one-way delay above the
+smallest one seen lately is the queue in front of the receiver. In equilibrium that queue is ``target_s`` long. Traffic with a smaller target
+yields to traffic with a larger one wherever the two share a link, at either end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+SMALLEST, FIRST, LARGEST = 1 << 14, 1 << 16, 1 << 25
+"""Bytes of a window: at least, at first, and at most. ``SMALLEST`` lets the lowest class come through on a full link, too."""
+PIECE_MIN, PIECE_MAX = 1 << 13, 1 << 18
+"""Bytes that are handed to the transport at once."""
+PIECES = 8
+"""In a window."""
+GAIN = 0.5
+"""Of the way to the window that the measured delay asks for, in one round trip (FAST TCP's gamma)."""
+MEMORY_S = 60.0
+"""The smallest delay is that of the last one to two of these periods: routes change, and clocks drift by some 50 us in a second."""
+RECENT = 4
+"""Acknowledgements of which the smallest delay counts: a busy process acknowledges late now and then."""
+
+
+class Smallest:
+    """The smallest value of the last ``MEMORY_S`` to ``2 * MEMORY_S`` seconds."""
+
+    def __init__(self) -> None:
+        self._before = self._now = float("inf")
+        self._since_s = float("-inf")
+
+    def add(self, value: float, now_s: float) -> float:
+        """Returns the smallest, ``value`` included."""
+        if now_s - self._since_s > MEMORY_S:
+            self._before = self._now if now_s - self._since_s < 2 * MEMORY_S else float("inf")
+            self._now, self._since_s = value, now_s
+        self._now = min(self._now, value)
+        return min(self._before, self._now)
+
+
+class Window:
+    """Of one sender to one receiver. ``size`` [bytes]; ``queue_s``: the queue in front of the receiver, as measured last."""
+
+    def __init__(self) -> None:
+        self.size = float(FIRST)
+        self.queue_s = 0.0
+        self._one_way, self._round_trip = Smallest(), Smallest()
+        self._recent: deque[float] = deque(maxlen=RECENT)
+
+    @property
+    def piece(self) -> int:
+        """Bytes to hand over at once: a small part of the window, so that other traffic comes between two pieces."""
+        return min(PIECE_MAX, max(PIECE_MIN, int(self.size) // PIECES))
+
+    def acknowledged(
+        self, nbytes: int, sent_s: float, received_s: float, now_s: float, *, target_s: float, filled: bool
+    ) -> None:
+        """``nbytes``, handed over at ``sent_s``, arrived at ``received_s`` of the receiver's clock, as is known here since ``now_s``.
+        ``filled``: the window was the limit. Clocks need not agree: only changes of the one-way delay count."""
+        one_way_s = received_s - sent_s
+        self._recent.append(one_way_s)
+        base_s = self._one_way.add(one_way_s, now_s)
+        round_trip_s = self._round_trip.add(max(0.0, now_s - sent_s), now_s)
+        self.queue_s = min(self._recent) - base_s
+        # FAST TCP, eq. 1, with a queue of target_s instead of so many packets; stable for any round trip
+        asked = (round_trip_s + target_s) / (round_trip_s + self.queue_s) - 1.0
+        gain = 1.0 if self.queue_s < target_s / 2 else GAIN
+        change = nbytes * min(1.0, max(-0.5, gain * asked))
+        if change < 0.0 or filled:
+            self.size = min(LARGEST, max(SMALLEST, self.size + change))
