@@ -83,7 +83,8 @@ class Network(Protocol):
         self, peer: PeerId, frame: Frame, *, channel: Channel = Channel.PIPE, timeout_s: float = 60.0
     ) -> int:
         """Send in order on the stream to ``peer``; returns bytes put on the stream (0 when ``peer`` is ourselves: then the
-        handler runs without a wire). Returns once the transport took it (back-pressure). Raises PeerUnreachable, DeadlineExceeded."""
+        handler runs without a wire). Returns once all of it was handed over: what is paced waits for its turn, and for room on the
+        link (``network.pacing``). Raises PeerUnreachable, and DeadlineExceeded when ``peer`` takes nothing for ``timeout_s``."""
         ...
 
     def receive(self, handler: FrameHandler, kinds: Collection[str] = ()) -> None:
@@ -97,6 +98,15 @@ class Network(Protocol):
 
     def on_lost(self, handler: LossHandler) -> None:
         """Told of a peer that ended a stream with us: it may be gone, or only begin another."""
+        ...
+
+    def heard_s(self, peer: PeerId) -> float:
+        """When anything last came from ``peer`` (a part of a frame, a receipt, a call, an answer), by the running loop's clock; -inf:
+        nothing did."""
+        ...
+
+    def moved(self) -> int:
+        """Bytes of paced channels that came, or were acknowledged, so far."""
         ...
 
     async def announce(self, key: str, value: bytes, ttl_s: float) -> None:

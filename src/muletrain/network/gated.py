@@ -203,13 +203,14 @@ class _Answer(asyncio.Future[bytes]):
             super().set_exception(exception)
 
 
-async def reaching(work: Awaitable[T], timeout_s: float, what: str) -> T:
+async def reaching(work: Awaitable[T], timeout_s: float | None, what: str) -> T:
     """``work`` with a deadline; whatever the daemon raises becomes PeerUnreachable, its own deadlines DeadlineExceeded."""
     try:
         async with asyncio.timeout(timeout_s):
             return await work
     except TimeoutError:
-        raise DeadlineExceeded(f"{what}: no answer within {timeout_s:.1f} s") from None
+        within = "" if timeout_s is None else f" within {timeout_s:.1f} s"
+        raise DeadlineExceeded(f"{what}: no answer{within}") from None
     except MuletrainError:
         raise
     except Exception as e:  # the daemon's errors have no common base: dial failures, resets, unknown protocols

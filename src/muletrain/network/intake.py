@@ -6,9 +6,12 @@ asyncio's ``StreamReader`` copies every byte four times on its way into a tensor
 from __future__ import annotations
 
 import asyncio
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 AHEAD = 1 << 16
 """Bytes read before they are asked for: prefixes and headers, and the sender's first chunk of a payload."""
@@ -17,9 +20,13 @@ AHEAD = 1 << 16
 class Intake(asyncio.BufferedProtocol):
     """The receiving end of a stream, one reader at a time. The transport is paused while nobody takes what came (back-pressure)."""
 
-    def __init__(self, transport: asyncio.Transport, early: bytes = b"") -> None:
-        """``early``: what was read from the stream before, and not used."""
-        self._transport = transport
+    def __init__(
+        self, transport: asyncio.Transport, early: bytes = b"", came: Callable[[int], None] = lambda nbytes: None
+    ) -> None:
+        """``early``: what was read from the stream before, and not used. ``came`` is told of all bytes."""
+        self._transport, self._came = transport, came
+        if early:
+            came(len(early))
         self._ahead = bytearray(AHEAD + len(early))
         self._ahead[: len(early)] = early
         self._begin, self._end = 0, len(early)
@@ -28,11 +35,13 @@ class Intake(asyncio.BufferedProtocol):
         self._over = False
 
     @classmethod
-    def take_over(cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Intake:
+    def take_over(
+        cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, came: Callable[[int], None] = lambda nbytes: None
+    ) -> Intake:
         """In place of ``reader``, which must not be used any more."""
         transport = cast("asyncio.Transport", writer.transport)
         transport.pause_reading()
-        intake = cls(transport, bytes(reader._buffer))  # type: ignore[attr-defined]  # no public way to ask without waiting
+        intake = cls(transport, bytes(reader._buffer), came)  # type: ignore[attr-defined]  # no public way to ask without waiting
         intake._over = reader.at_eof() or reader._eof or transport.is_closing()  # type: ignore[attr-defined]
         transport.set_protocol(intake)
         if not intake._over:
@@ -65,6 +74,7 @@ class Intake(asyncio.BufferedProtocol):
         return self._target if self._target else memoryview(self._ahead)[self._end :]
 
     def buffer_updated(self, nbytes: int) -> None:
+        self._came(nbytes)
         if self._target:
             self._target = self._target[nbytes:]
             if not self._target:

@@ -31,6 +31,7 @@ try:
     from muletrain.network.gate import Gate
     from muletrain.network.gated import GatedP2P, reaching
     from muletrain.network.offences import Reports
+    from muletrain.network.pacing import Pacer
     from muletrain.network.relay import Relay
     from muletrain.network.streams import FRAMES, Incoming, Outgoing
     from muletrain.network.trust import Trust, chain_bytes
@@ -66,6 +67,7 @@ class Libp2pNetwork:
         self._delivery = Delivery(on_refusal)
         self._lost: LossHandler = lambda peer: None
         self._incoming = Incoming(max_frame_bytes)
+        self._pacer = Pacer()
         self._outgoing: dict[tuple[PeerId, Channel], Outgoing] = {}
         self._own: dict[Channel, asyncio.Queue[Frame]] = {}
         self._handlers: dict[str, CallHandler] = {}
@@ -178,6 +180,7 @@ class Libp2pNetwork:
             answer = await reaching(self._ask(peer, method, payload), timeout_s, f"{method} to {peer[-6:]}")
         except AdmissionError as e:
             raise Refused(str(e)) from e
+        self._hear(peer)
         if answer[:1] != OK:
             raise Refused(answer[1:].decode(errors="replace") or "refused without a reason")
         return answer[1:]
@@ -199,6 +202,7 @@ class Libp2pNetwork:
         sender = remote.to_base58()
         if not self._p2p.gate.check(sender, "call"):
             return STRANGER
+        self._hear(sender)
         end = 1 + request[0] if request else 0
         if not 1 < end <= len(request) or len(request) - end > MAX_CALL:
             self._refused(sender, "malformed call")
@@ -236,7 +240,9 @@ class Libp2pNetwork:
         buffers = self.damage(pack(frame))
         outgoing = self._outgoing.get((peer, channel))
         if outgoing is None:
-            outgoing = self._outgoing[peer, channel] = Outgoing(self._p2p, peer, channel, self._ended)
+            outgoing = self._outgoing[peer, channel] = Outgoing(
+                self._p2p, peer, channel, self._pacer, self._hear, self._ended
+            )
         try:
             await outgoing.send(buffers, timeout_s)
         except AdmissionError as e:
@@ -252,6 +258,15 @@ class Libp2pNetwork:
 
     def on_lost(self, handler: LossHandler) -> None:
         self._lost = handler
+
+    def heard_s(self, peer: PeerId) -> float:
+        return self._incoming.heard.get(peer, float("-inf"))
+
+    def moved(self) -> int:
+        return self._incoming.moved + self._pacer.moved
+
+    def _hear(self, peer: PeerId) -> None:
+        self._incoming.heard[peer] = asyncio.get_running_loop().time()
 
     def _ended(self, peer: PeerId) -> None:
         if not self._closed:
@@ -333,7 +348,7 @@ class Libp2pNetwork:
         if self._relay is not None:
             self._relay.cut(peer)
         for key in [k for k in self._outgoing if k[0] == peer]:
-            self._outgoing.pop(key).close()
+            self._outgoing.pop(key).stop()
 
     async def _hear_renewals(self) -> None:
         while True:
@@ -393,7 +408,7 @@ class Libp2pNetwork:
             return
         self._closed = True
         for outgoing in self._outgoing.values():
-            outgoing.close()
+            outgoing.stop()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -36,17 +36,17 @@ that never empties is too large (BBR's ProbeRTT)."""
 
 @dataclass(slots=True, eq=False)
 class _Flow:
-    """Everything to one receiver. ``heard_s``: the last acknowledgement, or when the first byte since then was handed over."""
+    """Everything to one receiver. ``progress_s``: the last acknowledgement, or when something was handed over while nothing was on its way."""
 
     window: Window = field(default_factory=Window)
     under_way: int = 0
-    heard_s: float = 0.0
+    progress_s: float = 0.0
     target_s: float = 0.0
     waiting: dict[Channel, asyncio.Future[None]] = field(default_factory=dict)
     """For room: at most one sender for each channel."""
 
     def stalled(self, now_s: float) -> bool:
-        return self.under_way > 0 and now_s - self.heard_s > STALL_S
+        return self.under_way > 0 and now_s - self.progress_s > STALL_S
 
     def first(self) -> Channel | None:
         """The channel that goes next."""
@@ -68,6 +68,8 @@ class Pacer:
         self._flows: dict[PeerId, _Flow] = {}
         self._lanes = {Channel.AVERAGE: _Lanes(), Channel.BULK: _Lanes()}
         self._under_way = 0
+        self.moved = 0
+        """Bytes acknowledged so far."""
         self._empty_s = float("-inf")
         """When nothing was on its way, last."""
         self._draining: asyncio.TimerHandle | None = None
@@ -79,7 +81,7 @@ class Pacer:
         if lanes is None:
             yield
             return
-        if lanes.waiting or not self._free(lanes, peer):
+        if lanes.waiting or not self._free(lanes):
             await self._queue(lanes, peer)
         else:
             _enter(lanes, peer)
@@ -104,12 +106,12 @@ class Pacer:
                 lanes.waiting.remove(turn)
             raise
 
-    def _free(self, lanes: _Lanes, peer: PeerId) -> bool:
+    def _free(self, lanes: _Lanes) -> bool:
         now_s = _now_s()
-        return peer in lanes.busy or sum(not self._flow(p).stalled(now_s) for p in lanes.busy) < LANES
+        return sum(not self._flow(p).stalled(now_s) for p in lanes.busy) < LANES
 
     def _admit(self, lanes: _Lanes) -> None:
-        while lanes.waiting and self._free(lanes, lanes.waiting[0][0]):
+        while lanes.waiting and self._free(lanes):
             peer, turn = lanes.waiting.popleft()
             _enter(lanes, peer)
             turn.set_result(None)
@@ -125,7 +127,7 @@ class Pacer:
             while True:
                 if flow.first() in (None, channel) and (nbytes := self._room(flow, wanted)):
                     return self._begin(flow, channel, nbytes)
-                silent_s = _now_s() - max(begun_s, flow.heard_s) if flow.under_way else 0.0
+                silent_s = _now_s() - max(begun_s, flow.progress_s) if flow.under_way else 0.0
                 if silent_s > timeout_s:
                     raise DeadlineExceeded(f"sending to {peer[-6:]}: nothing was taken for {timeout_s:.1f} s")
                 await self._wait(flow, channel, timeout_s - silent_s)
@@ -152,7 +154,7 @@ class Pacer:
     def _begin(self, flow: _Flow, channel: Channel, nbytes: int) -> int:
         now_s = _now_s()
         if not flow.under_way:
-            flow.heard_s = now_s
+            flow.progress_s = now_s
         if not self._under_way:
             self._empty_s = now_s
         flow.target_s = TARGET_S[channel]
@@ -163,8 +165,9 @@ class Pacer:
     def acknowledged(self, peer: PeerId, nbytes: int, sent_s: float, received_s: float) -> None:
         """``nbytes`` to ``peer``, handed over at ``sent_s``, arrived at ``received_s`` of its own clock."""
         flow, now_s = self._flow(peer), _now_s()
-        flow.heard_s = now_s
+        flow.progress_s = now_s
         filled = bool(flow.waiting) or flow.under_way > flow.window.size / 2
+        self.moved += nbytes
         flow.window.acknowledged(nbytes, sent_s, received_s, now_s, target_s=flow.target_s, filled=filled)
         self.forget(peer, nbytes)
 
@@ -176,10 +179,6 @@ class Pacer:
         if not self._under_way:
             self._drained()
         _wake(flow)
-
-    def heard_s(self, peer: PeerId) -> float:
-        """When ``peer`` acknowledged something, last."""
-        return self._flows[peer].heard_s if peer in self._flows else float("-inf")
 
     def drop(self, peer: PeerId) -> None:
         """``peer`` is gone for good."""

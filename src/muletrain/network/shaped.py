@@ -257,6 +257,12 @@ class ShapedNetwork:
     def on_lost(self, handler: LossHandler) -> None:
         self._inner.on_lost(handler)
 
+    def heard_s(self, peer: PeerId) -> float:
+        return self._inner.heard_s(peer)
+
+    def moved(self) -> int:
+        return self._inner.moved()
+
     async def announce(self, key: str, value: bytes, ttl_s: float) -> None:
         await self._inner.announce(key, value, ttl_s)
 

@@ -1,84 +1,137 @@
-"""Long-lived one-way streams of frames over libp2p: one per receiver and channel, opened when first needed.
+"""Long-lived streams of frames over libp2p: one per receiver and channel, opened when first needed.
 
 A new stream per message would start with a small flow-control window each time: at 100 ms round trip 8 MB take 741 ms that way,
-221 ms on a stream that is kept. A stream begins with a hello that the receiver acknowledges with one byte; after that the
-receiver says nothing, so that anything read by the sender means the end.
+221 ms on a stream that is kept. A stream begins with a hello that the receiver acknowledges with one byte. Frames go one way; where the
+channel is paced, the receiver says from time to time how many bytes have come, and when (``network.pacing``).
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import struct
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hivemind.p2p import PeerID
 
-from muletrain.errors import PeerUnreachable, ProtocolError
+from muletrain.errors import DeadlineExceeded, PeerUnreachable, ProtocolError
 from muletrain.network.base import Channel, Frame
 from muletrain.network.gated import GatedP2P, reaching
 from muletrain.network.intake import Intake
 from muletrain.wire.frame import pack, read_frame
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Callable, Sequence
 
     from muletrain.network.base import LossHandler
+    from muletrain.network.pacing import Pacer
 
 FRAMES = "muletrain/frames"
 HELLO, ACCEPTED = "hello", b"\1"
 HELLO_TIMEOUT_S = 30.0
-CHUNK = 1 << 18
-"""Bytes handed to the socket at once."""
+RECEIPT = struct.Struct(">Qd")
+"""Bytes that have come on the stream since the hello, and when the last of them did, by the receiver's clock."""
+RECEIPT_BYTES, RECEIPT_S = 1 << 13, 0.003
+"""A receipt is sent for so many bytes, but not more often than that, and so long after the last ones."""
+
+
+@dataclass(eq=False)
+class _Connection:
+    """An open stream. ``pieces``: what was handed over and is not acknowledged: (bytes so far, when)."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    sent: int = 0
+    acknowledged: int = 0
+    pieces: deque[tuple[int, float]] = field(default_factory=deque)
 
 
 class Outgoing:
     """Our stream to one peer on one channel."""
 
-    def __init__(self, p2p: GatedP2P, peer: str, channel: Channel, lost: LossHandler) -> None:
-        """``lost`` is told when the receiver ends the stream."""
-        self._p2p, self._peer, self._channel, self._lost = p2p, peer, channel, lost
+    def __init__(
+        self, p2p: GatedP2P, peer: str, channel: Channel, pacer: Pacer, heard: LossHandler, lost: LossHandler
+    ) -> None:
+        """``heard`` is told when a receipt comes, ``lost`` when the receiver ends the stream."""
+        self._p2p, self._peer, self._channel, self._pacer = p2p, peer, channel, pacer
+        self._heard, self._lost = heard, lost
         self._lock = asyncio.Lock()
-        self._writer: asyncio.StreamWriter | None = None
-        self._watch: asyncio.Task[None] | None = None
-        self._handed_over = False
+        self._connection: _Connection | None = None
+        self._receipts: asyncio.Task[None] | None = None
+        self._begun = self._handed_over = False
+        """Of the frame being written: a part of it, and all of it."""
+        self._writing: set[asyncio.Task[None]] = set()
 
     async def send(self, buffers: Sequence[Any], timeout_s: float) -> None:
-        """One frame. A stream found broken is opened anew, once, unless the frame may have gone through whole.
+        """One frame. A stream found broken is opened anew, once, unless the frame may have gone through whole. A sender that gives up
+        does not break the stream: a frame that was begun is sent to its end.
 
-        Raises PeerUnreachable, DeadlineExceeded, AdmissionError."""
+        Raises PeerUnreachable, DeadlineExceeded (nothing was taken for ``timeout_s``), AdmissionError."""
         self._p2p.check_daemon()
-        await reaching(self._send(buffers), timeout_s, f"sending to {self._peer[-6:]}")
+        if self._channel is Channel.CONTROL:
+            await reaching(self._send(buffers, timeout_s), timeout_s, f"sending to {self._peer[-6:]}")
+            return
+        wanted = [True]
+        writing = asyncio.create_task(self._paced(buffers, timeout_s, wanted))
+        self._writing.add(writing)
+        writing.add_done_callback(self._written)
+        try:
+            await asyncio.shield(writing)
+        finally:
+            wanted[0] = False
 
-    async def _send(self, buffers: Sequence[Any]) -> None:
+    def _written(self, writing: asyncio.Task[None]) -> None:
+        self._writing.discard(writing)
+        if not writing.cancelled():
+            writing.exception()  # who waited for it may have given up
+
+    async def _paced(self, buffers: Sequence[Any], timeout_s: float, wanted: list[bool]) -> None:
+        async with self._lock, self._pacer.lane(self._peer, self._channel):
+            if wanted[0]:
+                await reaching(self._once_more(buffers, timeout_s), None, f"sending to {self._peer[-6:]}")
+
+    async def _send(self, buffers: Sequence[Any], timeout_s: float) -> None:
         async with self._lock:
-            kept = self._writer is not None
-            try:
-                await self._write(await self._open_writer(), buffers)
-            except ConnectionError:
-                self.close()
-                if not kept or self._handed_over:
-                    raise
-                await self._write(await self._open_writer(), buffers)
-            except BaseException:
-                self.close()  # half a frame may be on it
-                raise
+            await self._once_more(buffers, timeout_s)
 
-    async def _open_writer(self) -> asyncio.StreamWriter:
-        if self._writer is not None and not self._writer.is_closing():
-            return self._writer
+    async def _once_more(self, buffers: Sequence[Any], timeout_s: float) -> None:
+        kept = self._connection is not None
+        self._begun = self._handed_over = False
+        try:
+            await self._write(await self._opened(timeout_s), buffers, timeout_s)
+        except ConnectionError:
+            self.close()
+            if not kept or self._handed_over:
+                raise
+            await self._write(await self._opened(timeout_s), buffers, timeout_s)
+        except BaseException:
+            if self._begun and not self._handed_over:
+                self.close()  # half a frame is on it
+            raise
+
+    async def _opened(self, timeout_s: float) -> _Connection:
+        if self._connection is not None and not self._connection.writer.is_closing():
+            return self._connection
         self.close()
-        if not await self._open():  # closed before it was accepted: the peer was restarted and does not know us
-            self._p2p.gate.forget_entry(self._peer)
-            if not await self._open():
-                raise PeerUnreachable("the peer closes the stream")
-        assert self._writer is not None
-        return self._writer
+        try:
+            async with asyncio.timeout(timeout_s):
+                if not await self._open():  # closed before it was accepted: the peer was restarted and does not know us
+                    self._p2p.gate.forget_entry(self._peer)
+                    if not await self._open():
+                        raise PeerUnreachable("the peer closes the stream")
+        except TimeoutError:
+            raise DeadlineExceeded(f"no stream to {self._peer[-6:]} within {timeout_s:.1f} s") from None
+        assert self._connection is not None
+        return self._connection
 
     async def _open(self) -> bool:
         _, reader, writer = await self._p2p.call_binary_stream_handler(PeerID.from_base58(self._peer), FRAMES)
         try:
-            await self._write(writer, pack(Frame(HELLO, {"channel": self._channel.value})))
+            writer.writelines(pack(Frame(HELLO, {"channel": self._channel.value})))
+            await writer.drain()
             accepted = await reader.read(1) == ACCEPTED
         except ConnectionError:
             accepted = False
@@ -88,33 +141,105 @@ class Outgoing:
         if not accepted:
             writer.close()
             return False
-        self._writer = writer
-        self._watch = asyncio.create_task(self._close_at_end(reader, writer))
+        self._connection = _Connection(reader, writer)
+        self._receipts = asyncio.create_task(self._hear(self._connection))
         return True
 
-    async def _write(self, writer: asyncio.StreamWriter, buffers: Sequence[Any]) -> None:
+    async def _write(self, to: _Connection, buffers: Sequence[Any], timeout_s: float) -> None:
         self._handed_over = False
-        last = len(buffers) - 1
-        for i, buffer in enumerate(buffers):
-            view = memoryview(buffer)
-            for offset in range(0, len(view), CHUNK):
-                writer.write(view[offset : offset + CHUNK])
-                self._handed_over = i == last and offset + CHUNK >= len(view)
-                await writer.drain()
+        if self._channel is Channel.CONTROL:
+            to.writer.writelines(buffers)
+            self._begun = self._handed_over = True
+            await to.writer.drain()
+            return
+        loop, left = asyncio.get_running_loop(), sum(len(memoryview(b)) for b in buffers)
+        for buffer in buffers:
+            view, at = memoryview(buffer), 0
+            while at < len(view):
+                nbytes = await self._pacer.grant(self._peer, self._channel, len(view) - at, timeout_s)
+                to.sent += nbytes
+                to.pieces.append((to.sent, loop.time()))
+                to.writer.write(view[at : at + nbytes])
+                at, left = at + nbytes, left - nbytes
+                self._begun, self._handed_over = True, not left
+                async with asyncio.timeout(timeout_s):
+                    await to.writer.drain()
 
     def close(self) -> None:
-        writer, self._writer = self._writer, None
-        watch, self._watch = self._watch, None
-        if writer is not None:
-            writer.close()
-        if watch is not None:
-            watch.cancel()
+        if self._connection is not None:
+            self._end(self._connection)
+        receipts, self._receipts = self._receipts, None
+        if receipts is not None:
+            receipts.cancel()
 
-    async def _close_at_end(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError):
-            await reader.read(1)
-        writer.close()
+    def _end(self, connection: _Connection) -> None:
+        connection.writer.close()
+        self._pacer.forget(self._peer, connection.sent - connection.acknowledged)
+        connection.acknowledged = connection.sent
+        if self._connection is connection:
+            self._connection = None
+
+    def stop(self) -> None:
+        """Close, and send nothing more."""
+        for writing in self._writing:
+            writing.cancel()
+        self.close()
+
+    async def _hear(self, connection: _Connection) -> None:
+        """Receipts, until the receiver ends the stream."""
+        with suppress(OSError, asyncio.IncompleteReadError):
+            while self._acknowledged(connection, *RECEIPT.unpack(await connection.reader.readexactly(RECEIPT.size))):
+                self._heard(self._peer)
+        self._end(connection)
         self._lost(self._peer)
+
+    def _acknowledged(self, connection: _Connection, total: int, received_s: float) -> bool:
+        """False for a receipt that makes no sense."""
+        if connection is not self._connection or not math.isfinite(received_s):
+            return False
+        if not connection.acknowledged <= total <= connection.sent or self._channel is Channel.CONTROL:
+            return False
+        sent_s, before = None, connection.acknowledged
+        while connection.pieces and connection.pieces[0][0] <= total:
+            connection.acknowledged, sent_s = connection.pieces.popleft()
+        if sent_s is not None:
+            self._pacer.acknowledged(self._peer, connection.acknowledged - before, sent_s, received_s)
+        return True
+
+
+class _Receipts:
+    """Of one incoming stream."""
+
+    def __init__(self, transport: asyncio.WriteTransport, told: Callable[[int], None], *, paced: bool) -> None:
+        """``told``: of all bytes that come."""
+        self._transport, self._told_of, self._paced = transport, told, paced
+        self._come = self._told = 0
+        self._come_s = self._told_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def came(self, nbytes: int) -> None:
+        self._told_of(nbytes)
+        if not self._paced:
+            return
+        loop = asyncio.get_running_loop()
+        self._come, self._come_s = self._come + nbytes, loop.time()
+        if self._come - self._told >= RECEIPT_BYTES and self._come_s - self._told_s >= RECEIPT_S:
+            self._tell()
+        elif self._timer is None:
+            self._timer = loop.call_later(RECEIPT_S, self._tell)
+
+    def _tell(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self._transport.is_closing():
+            self._told, self._told_s = self._come, asyncio.get_running_loop().time()
+            self._transport.write(RECEIPT.pack(self._come, self._come_s))
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 @dataclass
@@ -123,6 +248,10 @@ class Incoming:
     older one is handled, so that frames stay in order when a sender reopens."""
 
     max_payload: int
+    heard: dict[str, float] = field(default_factory=dict)
+    """When the last bytes of each sender came, by the loop's clock."""
+    moved: int = 0
+    """Bytes that came on paced channels."""
     _open: dict[tuple[str, str], tuple[asyncio.StreamWriter, asyncio.Event]] = field(default_factory=dict)
 
     def close(self, sender: str) -> None:
@@ -131,12 +260,17 @@ class Incoming:
             if whose == sender:
                 writer.close()
 
+    def _came(self, sender: str, nbytes: int) -> None:
+        self.heard[sender] = asyncio.get_running_loop().time()
+        self.moved += nbytes
+
     async def frames(
         self, sender: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> AsyncGenerator[Frame, None]:
         """Every frame until the stream ends. Raises ProtocolError for what is no frame."""
         done = asyncio.Event()
         key: tuple[str, str] | None = None
+        receipts: _Receipts | None = None
         try:
             key = sender, await _greet(reader, writer)
             previous = self._open.get(key)
@@ -144,13 +278,17 @@ class Incoming:
             if previous is not None:
                 previous[0].close()
                 await previous[1].wait()
-            intake = Intake.take_over(reader, writer)
+            paced = key[1] != Channel.CONTROL
+            receipts = _Receipts(writer.transport, lambda nbytes: self._came(sender, nbytes * paced), paced=paced)
+            intake = Intake.take_over(reader, writer, receipts.came)
             while True:
                 yield await read_frame(intake, self.max_payload)
         except (asyncio.IncompleteReadError, ConnectionError):
             return  # the sender closed it, or is gone
         finally:
             done.set()
+            if receipts is not None:
+                receipts.stop()
             if key is not None and self._open.get(key, (None, None))[1] is done:
                 del self._open[key]
 

@@ -10,15 +10,14 @@ from collections import Counter, defaultdict
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from muletrain.errors import DeadlineExceeded, NetworkError, PeerUnreachable
 from muletrain.events import FrameRefused, PeerSuspected, SlotWorked
-from muletrain.network.base import Channel
 from muletrain.policy.deadline import Deadline, Pulse, Usual, backoff_s
 from muletrain.swarm.branches import branch_of
 from muletrain.swarm.messages import AskHeld, Doubted, Held, Message
-from muletrain.swarm.uplink import Uplink
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Iterator
@@ -54,8 +53,10 @@ MAX_ALARMS = 3
 """After which the time that an answer has does not double any more."""
 PULSE = 16.0
 """Of its own microbatches, in times that it usually takes from one to the next: a peer that does one more within that is not held up."""
+HEARD_S, MAX_AGAIN = 0.25, 4
+"""A peer of which something came within that time is not silent: a question that it did not answer is asked again, so many times."""
 SEND_TIMEOUT_S = 120.0
-"""Handing one frame to the transport: a bound for a dead transport, not for a slow link (frames are a few MB)."""
+"""Without a receipt for what was sent: a bound for a dead transport, not for a slow link."""
 
 
 def capacity(stages: int, seats: Seats | None = None) -> int:
@@ -203,7 +204,6 @@ class Context:
     """Of the forward and backward passes of this peer."""
     closed: bool = False
     """The peer has left its stage (calls may still come)."""
-    uplink: Uplink = field(init=False)
     _usual: dict[PeerId, Usual] = field(default_factory=dict)
     """How long a peer's answers to probes take, for doubts."""
     _awaited: defaultdict[PeerId, dict[asyncio.Future[Any], None]] = field(default_factory=lambda: defaultdict(dict))
@@ -216,9 +216,6 @@ class Context:
     """Probes that peers, believed alive, did not answer in time, since they last did. Only answers are measured, so that where everyone is
     slow (cores that fleets share) each probe would come to the same wrong end as the one before (RFC 6298, 5.5)."""
     failure: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-    def __post_init__(self) -> None:
-        self.uplink = Uplink(self.clock)
 
     def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         """A background task whose unexpected failure ends the peer, loudly, instead of being swallowed."""
@@ -248,8 +245,7 @@ class Context:
         """Send a frame and count it. ``frame``: the message's, where it is made already. Raises PeerUnreachable or DeadlineExceeded."""
         begin = self.clock.now()
         frame = frame or message.frame(tensors)
-        async with self.uplink.spare() if message.CHANNEL is Channel.BULK else self.uplink.urgent():
-            sent = await self.net.send(peer, frame, channel=message.CHANNEL, timeout_s=SEND_TIMEOUT_S)
+        sent = await self.net.send(peer, frame, channel=message.CHANNEL, timeout_s=SEND_TIMEOUT_S)
         if sent:
             self.stats.sent[peer][TRAFFIC.get(message.KIND, "control")] += sent
         if tensors and (step := getattr(message, "step", None)) is not None:
@@ -326,6 +322,10 @@ class Context:
         gone = f"no peer of stages {lost} can be reached" if lost else "every stage can be reached"
         return gone if self.roster.trainers() else f"{gone}, no trainer can"
 
+    def silent_s(self, peer: PeerId) -> float:
+        """For how long nothing at all has come from ``peer``: no part of a frame, no receipt, no answer."""
+        return asyncio.get_running_loop().time() - self.net.heard_s(peer)
+
     async def probe(
         self,
         peer: PeerId,
@@ -337,23 +337,45 @@ class Context:
         brief: bool = False,
     ) -> Held | None:
         """Ask a silent peer what it holds (``brief``: whether it is there). It is doubted when the answer takes longer than such answers
-        do. None, and it is believed dead, if it does not answer in time. ``hearsay``: others had doubts; they know."""
-        doubt_s, loop = self.doubt_s(peer, attempt), asyncio.get_running_loop()
-        doubting = loop.call_later(doubt_s, self._doubt, peer, lineage, step, hearsay)
-        try:
-            held = await self._ask_held(peer, lineage, step, attempt, brief=brief)
-        except (PeerUnreachable, DeadlineExceeded) as e:
-            self.suspect(peer, str(e))
-            return None
-        except NetworkError as e:
-            self.suspect(peer, f"answered a probe with: {e}")
-            return None
-        finally:
-            doubting.cancel()
-            self.doubted.discard(peer)
+        do. None, and it is believed dead, if it does not answer in time; while something still comes from it, it is asked again, a few
+        times. ``hearsay``: others had doubts; they know."""
+        with self._doubting(peer, attempt, partial(self._doubt, peer, lineage, step, hearsay)):
+            for again in range(MAX_AGAIN + 1):
+                try:
+                    held = await self._ask_held(peer, lineage, step, attempt, brief=brief)
+                    break
+                except DeadlineExceeded as e:
+                    if again == MAX_AGAIN or self.silent_s(peer) > HEARD_S:
+                        self.suspect(peer, str(e))
+                        return None
+                except PeerUnreachable as e:
+                    self.suspect(peer, str(e))
+                    return None
+                except NetworkError as e:
+                    self.suspect(peer, f"answered a probe with: {e}")
+                    return None
         if held.current:  # at another step it is of no use to this one, however well it may be
             self.roster.alive(peer)
         return held
+
+    @contextmanager
+    def _doubting(self, peer: PeerId, attempt: int, doubt: Callable[[], None]) -> Iterator[None]:
+        """``doubt`` is called once the answer of ``peer`` is late, and nothing else comes from it either."""
+        loop = asyncio.get_running_loop()
+
+        def late() -> None:
+            nonlocal timer
+            if (more_s := HEARD_S - self.silent_s(peer)) > 0:
+                timer = loop.call_later(more_s, late)
+            else:
+                doubt()
+
+        timer = loop.call_later(self.doubt_s(peer, attempt), late)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            self.doubted.discard(peer)
 
     def doubt_s(self, peer: PeerId, attempt: int = 0) -> float:
         """After how long without an answer ``peer`` is doubted, which costs little: a multiple of what its own answers take, for it may be

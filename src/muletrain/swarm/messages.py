@@ -41,7 +41,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
     KIND: ClassVar[str]
-    CHANNEL: ClassVar[Channel] = Channel.PIPE
+    CHANNEL: ClassVar[Channel] = Channel.CONTROL
     TENSORS: ClassVar[int] = 0
 
     def frame(self, tensors: list[Any] | None = None) -> Frame:
@@ -120,6 +120,7 @@ class Forward(Request):
     already that it does not stay finite, so that inputs may not be, and outputs are passed on if they are not."""
 
     KIND: ClassVar[str] = "forward"
+    CHANNEL: ClassVar[Channel] = Channel.PIPE
     TENSORS: ClassVar[int] = 2
     stage: Natural
     accumulate: Annotated[tuple[Natural, ...], Field(max_length=4096)]
@@ -134,6 +135,7 @@ class Backward(Request):
     the answer came is the way there and back."""
 
     KIND: ClassVar[str] = "backward"
+    CHANNEL: ClassVar[Channel] = Channel.PIPE
     TENSORS: ClassVar[int] = 1
     stage: Natural
     loss: float
@@ -217,7 +219,6 @@ class Seal(Message):
     this step; ``leaves``: for its own. ``gave_up`` and ``findings``: see ``swarm.trials``."""
 
     KIND: ClassVar[str] = "seal"
-    CHANNEL: ClassVar[Channel] = Channel.AVERAGE
     lineage: Digest
     step: Natural
     stage: Natural
@@ -349,8 +350,10 @@ class AskHeld(Message):
 
 class Held(Message):
     """``current``: the answerer is at that lineage and step, or computes it ahead. It is at ``step``, to which ``lineage`` led it, and
-    ``rival``: it did the step asked about in another lineage. ``running``: requests it still works on; ``through``: microbatches it
-    knows to be through, with their ``losses`` [nats/token]; ``held_losses``: of those in ``held``, nan where not known."""
+    ``rival``: it did the step asked about in another lineage. ``running``: requests it still works on; ``answering``: of which the answer
+    is on its way; ``through``: microbatches it knows to be through, with their ``losses`` [nats/token]; ``held_losses``: of those in
+    ``held``, nan where not known. ``round``: what it averages now, or holds. ``moved``: bytes of tensors that it sent and received in its
+    life, so that two answers tell whether it comes on."""
 
     KIND: ClassVar[str] = "held"
     current: bool
@@ -362,9 +365,12 @@ class Held(Message):
     held: Indices = ()
     held_losses: Annotated[tuple[float, ...], Field(max_length=MAX_MICROBATCHES)] = ()
     running: Indices = ()
+    answering: Indices = ()
     through: Indices = ()
     losses: Annotated[tuple[float, ...], Field(max_length=MAX_MICROBATCHES)] = ()
     rival: bool = False
+    round: Annotated[bytes, Field(max_length=32)] = b""
+    moved: Natural = 0
 
     def beyond(self, step: int) -> bool:
         """It has done ``step``, in our lineage."""
@@ -414,7 +420,6 @@ class Doubted(Message):
     """``peer`` does not answer its sender: whoever gets this asks it, too, before they need it. Nobody is believed dead on hearsay."""
 
     KIND: ClassVar[str] = "doubted"
-    CHANNEL: ClassVar[Channel] = Channel.AVERAGE
     lineage: Digest
     step: Natural
     peer: Id
@@ -501,21 +506,19 @@ class AskBlocks(Message):
 
 
 class Block(Message):
-    """A block of a copy that its receiver asked for, or a piece of it: from its byte ``begin`` on."""
+    """A block of a copy that its receiver asked for."""
 
     KIND: ClassVar[str] = "block"
     CHANNEL: ClassVar[Channel] = Channel.BULK
     TENSORS: ClassVar[int] = 1
     digest: Digest
     block: Natural
-    begin: Natural
 
 
 class Report(Message):
     """What a peer on another machine counted, to the collector: an event as JSON, so that the run folder of 'start' has it."""
 
     KIND: ClassVar[str] = "report"
-    CHANNEL: ClassVar[Channel] = Channel.BULK
     event: Annotated[str, Field(max_length=1 << 16)]
 
 

@@ -96,7 +96,7 @@ class Trail:
             for begin in range(0, len(holding.gradient), PIECE):
                 piece = await ctx.compute.offload(holding.piece, begin, ctx.plan.gradients)
                 pieces[_name(begin)] = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
-            packed = Copy(pieces, pause=0.0)  # they are to come faster than they are made
+            packed = Copy(pieces)
             await packed.name(ctx)
             past.packed, past.holding = packed, None
 

@@ -1,8 +1,8 @@
 """Moving a stage's state: an immutable copy, cut into blocks that a manifest names by their hashes (DESIGN "Joining, moving, leaving").
 
 A taker asks several donors for different blocks at once, checks each against the manifest as it comes, drops a donor whose block is
-wrong or does not come, and asks the others for it. What it has is kept, so that a break costs only what was under way. A block travels
-whole or, beside training, in pieces (``Uplink``).
+wrong or does not come, and asks the others for it. What it has is kept, so that a break costs only what was under way. Blocks travel
+as ``Channel.BULK``, which yields to the traffic of the step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from pydantic import Field
 from muletrain.errors import DeadlineExceeded, NetworkError, PeerUnreachable, ProtocolError
 from muletrain.policy.deadline import Deadline
 from muletrain.swarm.messages import AskBlocks, Block, Message, Natural, Text
-from muletrain.swarm.uplink import PAUSE
 from muletrain.wire.codec import RAW, Encoded, decode_raw
 
 if TYPE_CHECKING:
@@ -43,6 +42,8 @@ LANES = 2
 HASHED_AT_ONCE = 16 << 20
 """Bytes hashed in one job, so that quantising, which shares the thread, does not wait long."""
 CALL_S = 30.0
+LOOK_S = 0.1
+"""Between two looks whether something comes, at least."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "uint8": torch.uint8}
 
 
@@ -80,9 +81,8 @@ class Manifest(Message):
 class Copy:
     """The donor's side of one copy. ``digest`` names it: the hash of its manifest."""
 
-    def __init__(self, state: dict[str, Tensor], pause: float = PAUSE) -> None:
-        """``state``: copies that nobody changes any more. ``pause``: after each block (``Uplink.turn``)."""
-        self._pause = pause
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        """``state``: copies that nobody changes any more."""
         self._names = sorted(state)
         self._tensors = [state[n] for n in self._names]
         self._views = [t.contiguous().reshape(-1).view(torch.uint8).numpy().data for t in self._tensors]
@@ -137,19 +137,11 @@ class Copy:
         try:
             for k in blocks:
                 begin, end = self._span(k)
-                async with ctx.uplink.turn(end - begin, pause=self._pause):
-                    await self._send_block(ctx, taker, k)
+                raw = Encoded(RAW, (end - begin,), self.views(begin, end))
+                await ctx.send(taker, Block(digest=self.digest, block=k), [raw])
                 sent()
         except NetworkError:
             return
-
-    async def _send_block(self, ctx: Context, taker: PeerId, block: int) -> None:
-        begin, end = at, _ = self._span(block)
-        while at < end:
-            until = min(end, at + ctx.uplink.piece())
-            raw = Encoded(RAW, (until - at,), self.views(at, until))
-            await ctx.send(taker, Block(digest=self.digest, block=block, begin=at - begin), [raw])
-            at = until
 
 
 @dataclass
@@ -183,10 +175,9 @@ class Partial:
 
 @dataclass
 class _Expected:
-    """A block that was asked for. ``into``: where it belongs; ``came``: bytes of it."""
+    """A block that was asked for. ``into``: where it belongs."""
 
     into: memoryview
-    came: int = 0
     whole: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -197,26 +188,21 @@ class Taker:
     ctx: Context
     _waiting: dict[tuple[PeerId, bytes, int], _Expected] = field(default_factory=dict)
     _deadline: Deadline = field(default_factory=lambda: Deadline(unmeasured_s=60.0, floor_s=5.0))
-    """Between two pieces, whoever sends them: they share our link."""
+    """Between two blocks, from any donor: they share our link."""
     _breaks: int = 0
     _came: float = float("-inf")
-    """When the last piece did."""
+    """When the last block did."""
 
     def on_block(self, sender: PeerId, message: Block, tensor: Encoded) -> None:
-        """A piece that nobody waits for (any more) is dropped. Raises ProtocolError for more than the block has."""
+        """A block that nobody waits for (any more) is dropped. Raises ProtocolError for one of another size."""
         expected, data = self._waiting.get((sender, message.digest, message.block)), decode_raw(tensor)
-        if expected is None or message.begin != expected.came:
+        if expected is None or expected.whole.done():
             return
-        if not len(data):
-            raise ProtocolError(f"block {message.block}: nothing of it")
-        end = expected.came + len(data)
-        if end > len(expected.into):
-            raise ProtocolError(f"block {message.block}: more than it has")
-        expected.into[expected.came : end] = data
-        expected.came = end
+        if len(data) != len(expected.into):
+            raise ProtocolError(f"block {message.block}: {len(data)} bytes instead of {len(expected.into)}")
+        expected.into[:] = data
         self._came = self.ctx.clock.now()
-        if expected.came == len(expected.into) and not expected.whole.done():
-            expected.whole.set_result(None)
+        expected.whole.set_result(None)
 
     async def fetch(self, partial: Partial, donors: list[PeerId]) -> None:
         """Until nothing of ``partial`` is missing. Raises PeerUnreachable when every donor failed; what came stays in it."""
@@ -255,7 +241,7 @@ class Taker:
             ask = AskBlocks(digest=partial.digest, blocks=tuple(run))
             await ctx.net.call(donor, AskBlocks.KIND, ask.pack(), timeout_s=CALL_S)
             for k, block in expected.items():
-                await self._block(block.whole, f"block {k} from {donor[-6:]}")
+                await self._block(donor, block.whole, f"block {k} from {donor[-6:]}")
                 if await ctx.compute.offload(_digest, block.into) != partial.manifest.digest(k):
                     raise ProtocolError(f"block {k} is not what the manifest says")
                 partial.missing.discard(k)
@@ -263,20 +249,21 @@ class Taker:
             for k in run:
                 self._waiting.pop((donor, partial.digest, k), None)
 
-    async def _block(self, whole: asyncio.Future[None], what: str) -> None:
+    async def _block(self, donor: PeerId, whole: asyncio.Future[None], what: str) -> None:
         """A slow link is no reason to give up, as long as something comes. Raises DeadlineExceeded."""
         clock, begin = self.ctx.clock, self.ctx.clock.now()
         while True:
             since = max(begin, self._came)
-            wait_s = since + self._deadline.seconds(self._breaks) - clock.now()
+            silent_s = min(clock.now() - since, self.ctx.silent_s(donor))
+            limit_s = self._deadline.seconds(self._breaks)
+            if silent_s >= limit_s and not whole.done():
+                raise DeadlineExceeded(f"{what}: nothing came for {limit_s:.1f} s")
             try:
-                await clock.deadline(asyncio.shield(whole), max(0.0, wait_s), what)
+                await clock.deadline(asyncio.shield(whole), max(LOOK_S, limit_s - silent_s), what)
             except DeadlineExceeded:
-                if self._came <= since:
-                    raise
-            else:
-                self._deadline.measured(clock.now() - since)
-                return
+                continue
+            self._deadline.measured(clock.now() - since)
+            return
 
 
 def _digest(data: memoryview) -> bytes:
