@@ -105,6 +105,10 @@ class Network(Protocol):
         nothing did."""
         ...
 
+    def give_up(self, peer: PeerId) -> None:
+        """What waits for room on the link to ``peer`` fails with PeerUnreachable: it is believed dead."""
+        ...
+
     def moved(self) -> int:
         """Bytes of paced channels that came, or were acknowledged, so far."""
         ...

@@ -36,7 +36,10 @@ class Intake(asyncio.BufferedProtocol):
 
     @classmethod
     def take_over(
-        cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, came: Callable[[int], None] = lambda nbytes: None
+        cls,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        came: Callable[[int], None] = lambda nbytes: None,
     ) -> Intake:
         """In place of ``reader``, which must not be used any more."""
         transport = cast("asyncio.Transport", writer.transport)

@@ -262,6 +262,9 @@ class Libp2pNetwork:
     def heard_s(self, peer: PeerId) -> float:
         return self._incoming.heard.get(peer, float("-inf"))
 
+    def give_up(self, peer: PeerId) -> None:
+        self._pacer.give_up(peer)
+
     def moved(self) -> int:
         return self._incoming.moved + self._pacer.moved
 

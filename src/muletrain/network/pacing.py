@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from muletrain.errors import DeadlineExceeded
+from muletrain.errors import DeadlineExceeded, PeerUnreachable
 from muletrain.network.base import Channel
 from muletrain.policy.congestion import Window
 
@@ -36,7 +36,7 @@ that never empties is too large (BBR's ProbeRTT)."""
 
 @dataclass(slots=True, eq=False)
 class _Flow:
-    """Everything to one receiver. ``progress_s``: the last acknowledgement, or when something was handed over while nothing was on its way."""
+    """Everything to one receiver. ``progress_s``: the last acknowledgement, or when the first bytes since then were handed over."""
 
     window: Window = field(default_factory=Window)
     under_way: int = 0
@@ -180,10 +180,11 @@ class Pacer:
             self._drained()
         _wake(flow)
 
-    def drop(self, peer: PeerId) -> None:
-        """``peer`` is gone for good."""
-        if peer in self._flows and not (self._flows[peer].under_way or self._flows[peer].waiting):
-            del self._flows[peer]
+    def give_up(self, peer: PeerId) -> None:
+        """Whoever waits to send something to ``peer`` gets PeerUnreachable."""
+        for waiting in self._flows[peer].waiting.values() if peer in self._flows else ():
+            if not waiting.done():
+                waiting.set_exception(PeerUnreachable(f"{peer[-6:]} is believed dead"))
 
     def _flow(self, peer: PeerId) -> _Flow:
         if peer not in self._flows:

@@ -260,6 +260,9 @@ class ShapedNetwork:
     def heard_s(self, peer: PeerId) -> float:
         return self._inner.heard_s(peer)
 
+    def give_up(self, peer: PeerId) -> None:
+        self._inner.give_up(peer)
+
     def moved(self) -> int:
         return self._inner.moved()
 

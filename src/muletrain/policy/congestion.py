@@ -2,8 +2,8 @@
 
 Routers at home queue seconds of data. A sender that fills such a queue delays everything that shares the link: probes, seals, activations.
 So the window follows the delay, not losses, as LEDBAT (RFC 6817), FAST TCP (Wei et al. 2006) and BBR do: the one-way delay above the
-smallest one seen lately is the queue in front of the receiver. In equilibrium that queue is ``target_s`` long. Traffic with a smaller target
-yields to traffic with a larger one wherever the two share a link, at either end.
+smallest one seen lately is the queue in front of the receiver. In equilibrium that queue is ``target_s`` long. Traffic with a smaller
+target yields to traffic with a larger one wherever the two share a link, at either end.
 """
 
 from __future__ import annotations

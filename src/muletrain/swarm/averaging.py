@@ -9,7 +9,9 @@ hash of the decoded values, so that whoever holds them all can prove and serve t
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,28 +19,34 @@ import torch
 from blake3 import blake3
 
 from muletrain.config.schema import Codec
-from muletrain.errors import DeadlineExceeded, Malformed, MuletrainError, NetworkError, PeerUnreachable, ProtocolError
+from muletrain.errors import Malformed, MuletrainError, NetworkError, PeerUnreachable, ProtocolError
 from muletrain.optim.norms import square_norm
-from muletrain.policy.deadline import Deadline
 from muletrain.policy.shards import CHUNK, chunk_ranges, shard_ranges
 from muletrain.swarm.messages import Reduced, Shard, ShardFacts
-from muletrain.swarm.waiting import unless_done
 from muletrain.wire.codec import decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from typing import Any
 
     from torch import Tensor
 
     from muletrain.network.base import PeerId
     from muletrain.swarm.context import Context
+    from muletrain.swarm.messages import Held
     from muletrain.wire.codec import Encoded
 
 NORM_TOLERANCE = 1e-3
 """Between the norm that a shard's owner states and our own: devices sum in different orders."""
-MAX_PROBES = 6
-"""A member that answers probes but sends nothing for this many (doubling) deadlines is in another round: start a new one."""
+LOOK_S, AT_ONCE = 0.5, 8
+"""Between two looks at the members of a round, and how many of them are asked at once."""
+SILENT_S, ASK_S = 1.0, 5.0
+"""A member is asked whether it is there when nothing at all came from it for so long, and how it comes on when no chunk did."""
+ELSEWHERE_S, STUCK_S, LONGEST_S = 5.0, 60.0, 600.0
+"""A round has failed when a member that owes a chunk is in no such round for so long; when it moves nothing; and when it says that it does,
+but nothing of that comes here."""
+LANES = 4
+"""Chunks that are made ready for sending at a time."""
 LINGER_S = 0.1
 """What a peer sent before it died may be read after its end is known."""
 
@@ -106,6 +114,10 @@ class _Inbox:
         self.arrived[key] = chunk
         self.size += chunk[1].nbytes
 
+    def owing(self) -> set[PeerId]:
+        """Those of whom a chunk is waited for."""
+        return {sender for (_, _, sender, _), waiter in self.waiting.items() if not waiter.done()}
+
     def get(self, key: _Key) -> asyncio.Future[_Chunk]:
         future: asyncio.Future[_Chunk] = asyncio.get_running_loop().create_future()
         if key in self.arrived:
@@ -125,8 +137,13 @@ class Averager:
         self._ctx = ctx
         self._held_elsewhere = held_elsewhere
         self._inbox = _Inbox()
-        self._chunk_deadline = Deadline(floor_s=1.0)
         self._broken: set[PeerId] = set()
+        self._came: dict[PeerId, float] = {}
+        """When the last chunk of each member came."""
+        self._sending: Counter[PeerId] = Counter()
+        """Chunks on their way to each member."""
+        self.round = b""
+        """Being reduced, or reduced last."""
 
     def on_chunk(self, sender: PeerId, message: Shard | Reduced, tensor: Encoded) -> None:
         """Raises ProtocolError for a sender of another stage and for more than a round can need."""
@@ -138,6 +155,7 @@ class Averager:
         members = len(self._ctx.roster.members())
         limit = 8 * self._ctx.compute.n_params * max(2, members) + (1 << 20)
         self._inbox.put((message.round, message.KIND, sender, message.chunk), (message, tensor), limit)
+        self._came[sender] = self._ctx.clock.now()
 
     def begin(self) -> None:
         """An attempt begins: nobody has sent anything of it yet."""
@@ -154,7 +172,7 @@ class Averager:
         """The step is over: drop what failed attempts left behind."""
         for waiter in self._inbox.waiting.values():
             waiter.cancel()
-        self._inbox = _Inbox()
+        self._inbox, self._came = _Inbox(), {}
 
     async def reduce(self, plan: Round, gradient: Tensor) -> tuple[Tensor, tuple[ShardFacts, ...]]:
         """The stage's mean gradient, flat fp32 [P], and what the record needs to know of each member's shard.
@@ -162,31 +180,40 @@ class Averager:
         ``gradient``: this peer's accumulator, flat fp32 [P], a sum. Raises RoundFailed.
         """
         result = torch.empty(plan.n_params)
-        me = self._ctx.net.peer_id
+        me, self.round = self._ctx.net.peer_id, plan.id
         try:
             async with asyncio.TaskGroup() as group:
+                watching = group.create_task(self._watch(plan))
                 if me in plan.contributors:
-                    group.create_task(self._scatter(plan, gradient))
+                    chunks = self._to_scatter(plan)
+                    sending = [group.create_task(self._scatter(plan, gradient, chunks)) for _ in range(LANES)]
                 tasks = [
                     group.create_task(self._own(plan, gradient, result) if m == me else self._collect(plan, m, result))
                     for m in plan.members
                 ]
+                await asyncio.gather(*tasks)
+                watching.cancel()
         except BaseExceptionGroup as errors:  # except* wraps what is raised in it, before Python 3.11.4
             if errors.split((NetworkError, RoundFailed))[1] is not None:
                 raise
             raise RoundFailed("; ".join(_reasons(errors))) from None
         return result, tuple(t.result() for t in tasks)
 
-    async def _scatter(self, plan: Round, gradient: Tensor) -> None:
-        """Send each other member its shard of our accumulator, a chunk of each in turn so that all can begin."""
-        async with asyncio.TaskGroup() as group:
-            for member in plan.others(self._ctx.net.peer_id):
-                group.create_task(self._scatter_to(plan, member, gradient))
+    def _to_scatter(self, plan: Round) -> Iterator[tuple[PeerId, int, tuple[int, int]]]:
+        """Chunks of the other members' shards: one of each in turn, so that all can begin."""
+        others = plan.others(self._ctx.net.peer_id)
+        for turn in itertools.zip_longest(*(plan.chunks(m) for m in others)):
+            for member, chunk in zip(others, turn, strict=True):
+                if chunk is not None:
+                    yield member, *chunk
 
-    async def _scatter_to(self, plan: Round, member: PeerId, gradient: Tensor) -> None:
-        for number, (a, b) in plan.chunks(member):
+    async def _scatter(
+        self, plan: Round, gradient: Tensor, chunks: Iterator[tuple[PeerId, int, tuple[int, int]]]
+    ) -> None:
+        """Send other members ``chunks`` of our accumulator."""
+        for member, number, (a, b) in chunks:
             chunk = await self._ctx.compute.offload(encode, gradient[a:b], self._ctx.plan.gradients)
-            await self._ctx.send(member, Shard(round=plan.id, step=plan.step, chunk=number), [chunk])
+            await self._send(member, Shard(round=plan.id, step=plan.step, chunk=number), chunk)
 
     async def _own(self, plan: Round, gradient: Tensor, result: Tensor) -> ShardFacts:
         """Reduce our shard, and return it to everyone."""
@@ -205,7 +232,7 @@ class Averager:
                 message = Reduced(
                     round=plan.id, step=plan.step, chunk=number, square_norm=chunk.square_norm, finite=chunk.finite
                 )
-                await asyncio.gather(*(self._ctx.send(m, message, [sent]) for m in others))
+                await asyncio.gather(*(self._send(m, message, sent) for m in others))
             self._ctx.reached("averaging", plan.step)
         return _of_shard(facts)
 
@@ -219,14 +246,14 @@ class Averager:
         return _of_shard(facts)
 
     async def _chunk(self, plan: Round, kind: type[Shard | Reduced], sender: PeerId, number: int) -> _Chunk:
-        """The next chunk from ``sender``, with a deadline from measured waits; a silent member is probed."""
+        """The next chunk from ``sender``. Raises PeerUnreachable when it is believed dead, or its stream ended."""
         key = (plan.id, kind.KIND, sender, number)
         arrival = self._inbox.get(key)
         if sender in self._broken and not arrival.done():
             arrival.set_exception(_broke(sender))
         try:
             with self._ctx.awaiting(sender, arrival):
-                return await self._arrived(plan, arrival, sender, number)
+                return await arrival
         except PeerUnreachable:
             await self._ctx.clock.sleep(LINGER_S)
             late = self._inbox.get(key)
@@ -234,29 +261,51 @@ class Averager:
                 raise
             return late.result()
 
-    async def _arrived(self, plan: Round, arrival: asyncio.Future[_Chunk], sender: PeerId, number: int) -> _Chunk:
-        begin = self._ctx.clock.now()
-        for attempt in range(MAX_PROBES):
-            what = f"averaging step {plan.step}: chunk {number} from {sender[-6:]}"
-            try:
-                chunk = await self._ctx.clock.deadline(
-                    asyncio.shield(arrival), self._chunk_deadline.seconds(attempt), what
-                )
-            except DeadlineExceeded:
-                if self._held_elsewhere():
-                    raise RoundFailed(f"{what} did not come, but a replica holds the whole gradient") from None
-                probe = self._ctx.probe(sender, plan.lineage, plan.step, attempt)
-                held = await unless_done(arrival, probe)
-                if arrival.done():
-                    continue
-                if held is None:
-                    raise
-                if not held.current:
-                    raise RoundFailed(f"averaging step {plan.step}: {sender[-6:]} is at step {held.step}") from None
-            else:
-                self._chunk_deadline.measured(self._ctx.clock.now() - begin)
-                return chunk
-        raise RoundFailed(f"averaging step {plan.step}: {sender[-6:]} is alive but not in this round")
+    async def _watch(self, plan: Round) -> None:
+        """Look after members that owe us chunks, or take ours: how long one takes says nothing, for links may be slow, and members send
+        to few at a time. A silent one is asked whether it is there, so that it is found out about however much time it has. Raises
+        RoundFailed when one answers, but takes no part in the round."""
+        clock, begin = self._ctx.clock, self._ctx.clock.now()
+        asked: dict[PeerId, float] = {}
+        moved: dict[PeerId, tuple[int, float]] = {}
+        while True:
+            await clock.sleep(LOOK_S)
+            now, owing = clock.now(), self._inbox.owing()
+
+            def due(member: PeerId) -> bool:
+                if self._ctx.silent_s(member) >= SILENT_S:
+                    return now - asked.get(member, begin) >= SILENT_S
+                return member in owing and now - max(self._came.get(member, begin), asked.get(member, begin)) >= ASK_S
+
+            late = sorted(filter(due, owing | set(self._sending)), key=lambda m: (asked.get(m, begin), m))[:AT_ONCE]
+            asked.update(dict.fromkeys(late, now))
+            probes = (self._ctx.probe(m, plan.lineage, plan.step, brief=True) for m in late)
+            for member, held in zip(late, await asyncio.gather(*probes), strict=True):
+                if held is not None and member in owing:
+                    before, since = moved.get(member, (-1, now))
+                    moved[member] = held.moved, now if held.moved > before else since
+                    late_s = now - max(begin, self._came.get(member, begin))
+                    self._judge(plan, member, held, late_s=late_s, stuck_s=now - moved[member][1])
+
+    def _judge(self, plan: Round, member: PeerId, held: Held, *, late_s: float, stuck_s: float) -> None:
+        """``late_s``: since its last chunk; ``stuck_s``: since it moved anything. Raises RoundFailed."""
+        who = f"averaging step {plan.step}: {member[-6:]}"
+        if (not held.current or held.round != plan.id) and late_s > ELSEWHERE_S:
+            where = "alive, but not in this round" if held.current else f"at step {held.step}"
+            raise RoundFailed(f"{who} is {where}")
+        if stuck_s > ELSEWHERE_S and self._held_elsewhere():
+            raise RoundFailed(f"{who} does not come on, but a replica holds the whole gradient")
+        if stuck_s > STUCK_S or self._ctx.silent_s(member) > LONGEST_S:
+            raise RoundFailed(f"{who} is alive, but has sent nothing for {late_s:.0f} s")
+
+    async def _send(self, member: PeerId, message: Shard | Reduced, chunk: Encoded) -> None:
+        self._sending[member] += 1
+        try:
+            await self._ctx.send(member, message, [chunk])
+        finally:
+            self._sending[member] -= 1
+            if not self._sending[member]:
+                del self._sending[member]
 
 
 def _broke(member: PeerId) -> PeerUnreachable:

@@ -298,6 +298,7 @@ class Context:
         if self.roster.dead(peer):
             self.emit(PeerSuspected(peer_id=peer, reason=reason))
             self.give_up(peer, reason)
+            self.net.give_up(peer)
             self.changed()
 
     @contextmanager
@@ -362,6 +363,7 @@ class Context:
     def _doubting(self, peer: PeerId, attempt: int, doubt: Callable[[], None]) -> Iterator[None]:
         """``doubt`` is called once the answer of ``peer`` is late, and nothing else comes from it either."""
         loop = asyncio.get_running_loop()
+        timer: asyncio.TimerHandle
 
         def late() -> None:
             nonlocal timer

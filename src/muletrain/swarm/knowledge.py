@@ -72,12 +72,13 @@ class Knowledge:
         step: int,
         lineage: bytes,
         running: Callable[[int], list[int]],
+        answering: Callable[[int], list[int]],
         orphaned: Callable[[Computing], None],
     ) -> None:
-        """``running``: microbatches of a step that this peer works on. ``orphaned`` is told when they are not through after a missed
-        deadline."""
+        """``running``, ``answering``: microbatches of a step that this peer works on, and of which it is sending the answer. ``orphaned`` is
+        told when they are not through after a missed deadline."""
         self._ctx = ctx
-        self._running = running
+        self._running, self._answering = running, answering
         self._orphaned = orphaned
         self._waits = Waits(ctx.clock, self._look_around, ctx.who_is_there, lambda: ctx.patience_s)
         self.touched = self._waits.touched
@@ -317,7 +318,10 @@ class Knowledge:
             applied, branch = b"" if self.away else self.applied, branch_of(self.lineage)
             return Held(current=False, stage=stage, step=self.step, lineage=applied, branch=branch)
         if brief:
-            return Held(current=True, stage=stage, step=self.step, lineage=self.applied, branch=branch_of(self.lineage))
+            return Held(
+                current=True, stage=stage, step=self.step, lineage=self.applied, branch=branch_of(self.lineage),
+                round=self._round(), moved=self._ctx.net.moved(),
+            )  # fmt: skip
         held, losses = sorted(self.covered(work)), {**work.losses, **work.ledger.losses}
         return Held(
             current=True,
@@ -328,9 +332,16 @@ class Knowledge:
             held=tuple(held),
             held_losses=tuple(losses.get(i, math.nan) for i in held),
             running=tuple(self._running(step)),
+            answering=tuple(sorted(self._answering(step))),
             through=tuple(work.losses),
             losses=tuple(work.losses.values()),
+            round=self._round(),
+            moved=self._ctx.net.moved(),
         )
+
+    def _round(self) -> bytes:
+        """What is averaged now, or was last."""
+        raise NotImplementedError
 
     # What we ask ------------------------------------------------------------------------------------------------------
 

@@ -117,7 +117,9 @@ class Peer:
         begin = (genesis.first_step, genesis.lineage) if back is None else (back.step, back.lineage)
         self._receiver = Receiver(ctx)
         taker = self._receiver.taker
-        self.stepper = Stepper(ctx, *begin, self._pipeline.running, self._adopt, self._begin_ahead, taker)
+        self.stepper = Stepper(
+            ctx, *begin, self._pipeline.running, self._pipeline.answering, self._adopt, self._begin_ahead, taker
+        )
         self.stepper.settled, self.stepper.away = not joining, joining
         self._source = source if ctx.roster.own.trainer else None
         self._inwards = Router(ctx, stage=0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -71,6 +72,8 @@ class Pipeline:
     router: Router | None
     """Towards the next stage; None on the last."""
     _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
+    _answers: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """Being sent, by step and index."""
 
     def __post_init__(self) -> None:
         self._opinions = None if self.router is None else Opinions(self.ctx, self.router)
@@ -87,6 +90,10 @@ class Pipeline:
     def running(self, step: int) -> list[int]:
         """Microbatches of ``step`` that are being worked on."""
         return sorted(index for held, index in self._held if held == step)
+
+    def answering(self, step: int) -> list[int]:
+        """Microbatches of ``step`` of which the answer is being sent: on a narrow link it may wait for others."""
+        return sorted(index for answered, index in self._answers if answered == step)
 
     def load(self) -> int:
         """Requests it holds, waiting or being worked on."""
@@ -148,7 +155,13 @@ class Pipeline:
         finally:
             self.ctx.compute.discard(held.microbatch)
             self._release(held)
-        await self._answer(held, loss, gradient)
+        key = held.message.step, held.message.index
+        self._answers[key] += 1
+        try:
+            await self._answer(held, loss, gradient)
+        finally:
+            self._answers[key] -= 1
+            self._answers += Counter()
 
     async def _work(self, held: _Held, tensors: list[Encoded]) -> tuple[float, Encoded | None]:
         inputs, targets = await self._receive(held, tensors)

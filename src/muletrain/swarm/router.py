@@ -343,7 +343,7 @@ class Router:
                 if held is None:
                     raise
                 # a probe overtakes a long answer: what is in the accumulator is done, and its answer may be on its way
-                answered = attempt == 0 and request.index in held.held
+                answered = request.index in held.answering or (attempt == 0 and request.index in held.held)
                 if request.index not in held.running and not answered:
                     raise _Gone(f"{what}: it is not working on it") from None
         raise AssertionError

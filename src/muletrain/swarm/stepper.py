@@ -51,15 +51,19 @@ class Stepper(Sealing):
         step: int,
         lineage: bytes,
         running: Callable[[int], list[int]],
+        answering: Callable[[int], list[int]],
         orphaned: Callable[[Computing], None],
         begun: Callable[[], Coroutine[Any, Any, None]],
         taker: Taker,
     ) -> None:
         """See ``Knowledge``. ``begun``: the next step is computed from now on (``ahead``). ``taker``: of what lies back."""
-        super().__init__(ctx, step, lineage, running, orphaned)
+        super().__init__(ctx, step, lineage, running, answering, orphaned)
         self._taker = taker
         self._begun = begun
         self.averager = Averager(ctx, lambda: bool(self._held_by_replicas()))
+
+    def _round(self) -> bytes:
+        return self.averager.round
 
     async def open(self) -> None:
         """Replicas must begin with the same weights, too."""
