@@ -19,9 +19,10 @@ import torch
 from blake3 import blake3
 
 from muletrain.config.schema import Codec
-from muletrain.errors import Malformed, MuletrainError, NetworkError, PeerUnreachable, ProtocolError
+from muletrain.errors import Malformed, NetworkError, PeerUnreachable, ProtocolError
 from muletrain.optim.norms import square_norm
 from muletrain.policy.shards import CHUNK, chunk_ranges, shard_ranges
+from muletrain.swarm.attendance import Attendance, RoundFailed
 from muletrain.swarm.messages import Reduced, Shard, ShardFacts
 from muletrain.wire.codec import decode, encode
 
@@ -33,26 +34,14 @@ if TYPE_CHECKING:
 
     from muletrain.network.base import PeerId
     from muletrain.swarm.context import Context
-    from muletrain.swarm.messages import Held
     from muletrain.wire.codec import Encoded
 
 NORM_TOLERANCE = 1e-3
 """Between the norm that a shard's owner states and our own: devices sum in different orders."""
-LOOK_S, AT_ONCE = 0.5, 8
-"""Between two looks at the members of a round, and how many of them are asked at once."""
-SILENT_S, ASK_S = 1.0, 5.0
-"""A member is asked whether it is there when nothing at all came from it for so long, and how it comes on when no chunk did."""
-ELSEWHERE_S, STUCK_S, LONGEST_S = 5.0, 60.0, 600.0
-"""A round has failed when a member that owes a chunk is in no such round for so long; when it moves nothing; and when it says that it does,
-but nothing of that comes here."""
 LANES = 4
 """Chunks that are made ready for sending at a time."""
 LINGER_S = 0.1
 """What a peer sent before it died may be read after its end is known."""
-
-
-class RoundFailed(MuletrainError):
-    """This attempt did not complete; accumulators are untouched, so another can follow."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +127,7 @@ class Averager:
         self._held_elsewhere = held_elsewhere
         self._inbox = _Inbox()
         self._broken: set[PeerId] = set()
-        self._came: dict[PeerId, float] = {}
-        """When the last chunk of each member came."""
+        self._attendance: Attendance | None = None
         self._sending: Counter[PeerId] = Counter()
         """Chunks on their way to each member."""
         self.round = b""
@@ -155,7 +143,8 @@ class Averager:
         members = len(self._ctx.roster.members())
         limit = 8 * self._ctx.compute.n_params * max(2, members) + (1 << 20)
         self._inbox.put((message.round, message.KIND, sender, message.chunk), (message, tensor), limit)
-        self._came[sender] = self._ctx.clock.now()
+        if self._attendance is not None:
+            self._attendance.came(sender)
 
     def begin(self) -> None:
         """An attempt begins: nobody has sent anything of it yet."""
@@ -172,7 +161,7 @@ class Averager:
         """The step is over: drop what failed attempts left behind."""
         for waiter in self._inbox.waiting.values():
             waiter.cancel()
-        self._inbox, self._came = _Inbox(), {}
+        self._inbox = _Inbox()
 
     async def reduce(self, plan: Round, gradient: Tensor) -> tuple[Tensor, tuple[ShardFacts, ...]]:
         """The stage's mean gradient, flat fp32 [P], and what the record needs to know of each member's shard.
@@ -181,12 +170,15 @@ class Averager:
         """
         result = torch.empty(plan.n_params)
         me, self.round = self._ctx.net.peer_id, plan.id
+        self._attendance = Attendance(
+            self._ctx, plan, self._inbox.owing, lambda: set(self._sending), self._held_elsewhere
+        )
         try:
             async with asyncio.TaskGroup() as group:
-                watching = group.create_task(self._watch(plan))
-                if me in plan.contributors:
-                    chunks = self._to_scatter(plan)
-                    sending = [group.create_task(self._scatter(plan, gradient, chunks)) for _ in range(LANES)]
+                watching = group.create_task(self._attendance.watch())
+                chunks = self._to_scatter(plan)
+                for _ in range(LANES if me in plan.contributors else 0):
+                    group.create_task(self._scatter(plan, gradient, chunks))
                 tasks = [
                     group.create_task(self._own(plan, gradient, result) if m == me else self._collect(plan, m, result))
                     for m in plan.members
@@ -260,43 +252,6 @@ class Averager:
             if not late.done():
                 raise
             return late.result()
-
-    async def _watch(self, plan: Round) -> None:
-        """Look after members that owe us chunks, or take ours: how long one takes says nothing, for links may be slow, and members send
-        to few at a time. A silent one is asked whether it is there, so that it is found out about however much time it has. Raises
-        RoundFailed when one answers, but takes no part in the round."""
-        clock, begin = self._ctx.clock, self._ctx.clock.now()
-        asked: dict[PeerId, float] = {}
-        moved: dict[PeerId, tuple[int, float]] = {}
-        while True:
-            await clock.sleep(LOOK_S)
-            now, owing = clock.now(), self._inbox.owing()
-
-            def due(member: PeerId) -> bool:
-                if self._ctx.silent_s(member) >= SILENT_S:
-                    return now - asked.get(member, begin) >= SILENT_S
-                return member in owing and now - max(self._came.get(member, begin), asked.get(member, begin)) >= ASK_S
-
-            late = sorted(filter(due, owing | set(self._sending)), key=lambda m: (asked.get(m, begin), m))[:AT_ONCE]
-            asked.update(dict.fromkeys(late, now))
-            probes = (self._ctx.probe(m, plan.lineage, plan.step, brief=True) for m in late)
-            for member, held in zip(late, await asyncio.gather(*probes), strict=True):
-                if held is not None and member in owing:
-                    before, since = moved.get(member, (-1, now))
-                    moved[member] = held.moved, now if held.moved > before else since
-                    late_s = now - max(begin, self._came.get(member, begin))
-                    self._judge(plan, member, held, late_s=late_s, stuck_s=now - moved[member][1])
-
-    def _judge(self, plan: Round, member: PeerId, held: Held, *, late_s: float, stuck_s: float) -> None:
-        """``late_s``: since its last chunk; ``stuck_s``: since it moved anything. Raises RoundFailed."""
-        who = f"averaging step {plan.step}: {member[-6:]}"
-        if (not held.current or held.round != plan.id) and late_s > ELSEWHERE_S:
-            where = "alive, but not in this round" if held.current else f"at step {held.step}"
-            raise RoundFailed(f"{who} is {where}")
-        if stuck_s > ELSEWHERE_S and self._held_elsewhere():
-            raise RoundFailed(f"{who} does not come on, but a replica holds the whole gradient")
-        if stuck_s > STUCK_S or self._ctx.silent_s(member) > LONGEST_S:
-            raise RoundFailed(f"{who} is alive, but has sent nothing for {late_s:.0f} s")
 
     async def _send(self, member: PeerId, message: Shard | Reduced, chunk: Encoded) -> None:
         self._sending[member] += 1

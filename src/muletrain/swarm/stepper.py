@@ -13,7 +13,8 @@ from muletrain.compute.base import Update
 from muletrain.errors import MuletrainError, NetworkError, Refused
 from muletrain.events import Note
 from muletrain.policy.deadline import backoff_s
-from muletrain.swarm.averaging import Averager, Round, RoundFailed
+from muletrain.swarm.attendance import RoundFailed
+from muletrain.swarm.averaging import Averager, Round
 from muletrain.swarm.computing import Computing
 from muletrain.swarm.holding import Holding, fetch_gradient
 from muletrain.swarm.knowledge import MAX_ATTEMPTS, Behind
