@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from muletrain.errors import DeadlineExceeded, PeerUnreachable
+from muletrain.errors import PeerUnreachable
 from muletrain.network.base import Channel
 from muletrain.policy.congestion import Window
 
@@ -116,33 +116,26 @@ class Pacer:
             _enter(lanes, peer)
             turn.set_result(None)
 
-    async def grant(self, peer: PeerId, channel: Channel, wanted: int, timeout_s: float) -> int:
-        """How many of ``wanted`` bytes to hand over now; they count as on their way until ``acknowledged`` or ``forget``. Raises
-        DeadlineExceeded when ``peer`` acknowledges nothing for ``timeout_s``; for how long others go first does not count."""
+    async def grant(self, peer: PeerId, channel: Channel, wanted: int) -> int:
+        """How many of ``wanted`` bytes to hand over now; they count as on their way until ``acknowledged`` or ``forget``. Waits as long as
+        it takes (``silent_s``). Raises PeerUnreachable after ``give_up``."""
         flow = self._flow(peer)
         if not flow.waiting and (nbytes := self._room(flow, wanted)):
             return self._begin(flow, channel, nbytes)
-        begun_s = _now_s()
         try:
-            while True:
-                if flow.first() in (None, channel) and (nbytes := self._room(flow, wanted)):
-                    return self._begin(flow, channel, nbytes)
-                silent_s = _now_s() - max(begun_s, flow.progress_s) if flow.under_way else 0.0
-                if silent_s > timeout_s:
-                    raise DeadlineExceeded(f"sending to {peer[-6:]}: nothing was taken for {timeout_s:.1f} s")
-                await self._wait(flow, channel, timeout_s - silent_s)
+            while not (flow.first() in (None, channel) and (nbytes := self._room(flow, wanted))):
+                woken = flow.waiting[channel] = asyncio.get_running_loop().create_future()
+                await woken
+            return self._begin(flow, channel, nbytes)
         finally:
             flow.waiting.pop(channel, None)
             _wake(flow)
 
-    async def _wait(self, flow: _Flow, channel: Channel, longest_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        woken = flow.waiting[channel] = loop.create_future()
-        timer = loop.call_later(longest_s + 1e-3, _set, woken)
-        try:
-            await woken
-        finally:
-            timer.cancel()
+    def silent_s(self, peer: PeerId, since_s: float) -> float:
+        """For how long ``peer`` has acknowledged nothing of what is on its way, at most since ``since_s``. For how long others go first
+        does not count."""
+        flow = self._flow(peer)
+        return _now_s() - max(since_s, flow.progress_s) if flow.under_way else 0.0
 
     def _room(self, flow: _Flow, wanted: int) -> int:
         """Bytes that fit into the window now: a piece, or what is left; 0: wait."""

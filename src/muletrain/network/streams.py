@@ -63,7 +63,8 @@ class Outgoing:
         self._receipts: asyncio.Task[None] | None = None
         self._begun = self._handed_over = False
         """Of the frame being written: a part of it, and all of it."""
-        self._writing: set[asyncio.Task[None]] = set()
+        self._writing: dict[asyncio.Task[None], None] = {}
+        """The task that holds the lock is the first one."""
 
     async def send(self, buffers: Sequence[Any], timeout_s: float) -> None:
         """One frame. A stream found broken is opened anew, once, unless the frame may have gone through whole. A sender that gives up
@@ -74,24 +75,32 @@ class Outgoing:
         if self._channel is Channel.CONTROL:
             await reaching(self._send(buffers, timeout_s), timeout_s, f"sending to {self._peer[-6:]}")
             return
-        wanted = [True]
-        writing = asyncio.create_task(self._paced(buffers, timeout_s, wanted))
-        self._writing.add(writing)
+        begun_s, what = asyncio.get_running_loop().time(), f"sending to {self._peer[-6:]}"
+        writing = asyncio.create_task(reaching(self._paced(buffers, timeout_s), None, what))
+        self._writing[writing] = None
         writing.add_done_callback(self._written)
         try:
-            await asyncio.shield(writing)
-        finally:
-            wanted[0] = False
+            while not writing.done():
+                if (left_s := timeout_s - self._pacer.silent_s(self._peer, begun_s)) <= 0:
+                    writing.cancel()
+                    raise DeadlineExceeded(f"{what}: nothing was taken for {timeout_s:.1f} s")
+                await asyncio.wait({writing}, timeout=left_s)
+        except asyncio.CancelledError:
+            if not (self._begun and writing is next(iter(self._writing), None)):
+                writing.cancel()
+            raise
+        await writing
 
     def _written(self, writing: asyncio.Task[None]) -> None:
-        self._writing.discard(writing)
+        del self._writing[writing]
         if not writing.cancelled():
             writing.exception()  # who waited for it may have given up
 
-    async def _paced(self, buffers: Sequence[Any], timeout_s: float, wanted: list[bool]) -> None:
-        async with self._lock, self._pacer.lane(self._peer, self._channel):
-            if wanted[0]:
-                await reaching(self._once_more(buffers, timeout_s), None, f"sending to {self._peer[-6:]}")
+    async def _paced(self, buffers: Sequence[Any], timeout_s: float) -> None:
+        async with self._lock:
+            self._begun = False
+            async with self._pacer.lane(self._peer, self._channel):
+                await self._once_more(buffers, timeout_s)
 
     async def _send(self, buffers: Sequence[Any], timeout_s: float) -> None:
         async with self._lock:
@@ -101,12 +110,12 @@ class Outgoing:
         kept = self._connection is not None
         self._begun = self._handed_over = False
         try:
-            await self._write(await self._opened(timeout_s), buffers, timeout_s)
+            await self._write(await self._opened(timeout_s), buffers)
         except ConnectionError:
             self.close()
             if not kept or self._handed_over:
                 raise
-            await self._write(await self._opened(timeout_s), buffers, timeout_s)
+            await self._write(await self._opened(timeout_s), buffers)
         except BaseException:
             if self._begun and not self._handed_over:
                 self.close()  # half a frame is on it
@@ -145,7 +154,7 @@ class Outgoing:
         self._receipts = asyncio.create_task(self._hear(self._connection))
         return True
 
-    async def _write(self, to: _Connection, buffers: Sequence[Any], timeout_s: float) -> None:
+    async def _write(self, to: _Connection, buffers: Sequence[Any]) -> None:
         self._handed_over = False
         if self._channel is Channel.CONTROL:
             to.writer.writelines(buffers)
@@ -156,14 +165,13 @@ class Outgoing:
         for buffer in buffers:
             view, at = memoryview(buffer), 0
             while at < len(view):
-                nbytes = await self._pacer.grant(self._peer, self._channel, len(view) - at, timeout_s)
+                nbytes = await self._pacer.grant(self._peer, self._channel, len(view) - at)
                 to.sent += nbytes
                 to.pieces.append((to.sent, loop.time()))
                 to.writer.write(view[at : at + nbytes])
                 at, left = at + nbytes, left - nbytes
                 self._begun, self._handed_over = True, not left
-                async with asyncio.timeout(timeout_s):
-                    await to.writer.drain()
+                await to.writer.drain()
 
     def close(self) -> None:
         if self._connection is not None:

@@ -75,7 +75,7 @@ class Knowledge:
         answering: Callable[[int], list[int]],
         orphaned: Callable[[Computing], None],
     ) -> None:
-        """``running``, ``answering``: microbatches of a step that this peer works on, and of which it sends the answer. ``orphaned`` is told
+        """``running``, ``answering``: microbatches of a step that this peer works on, and whose answer it sends. ``orphaned`` is told
         when they are not through after a missed deadline."""
         self._ctx = ctx
         self._running, self._answering = running, answering
