@@ -89,7 +89,9 @@ class Outgoing:
             if not (self._begun and writing is next(iter(self._writing), None)):
                 writing.cancel()
             raise
-        await writing
+        if writing.cancelled():
+            raise PeerUnreachable(f"{what}: the network is closed")
+        writing.result()
 
     def _written(self, writing: asyncio.Task[None]) -> None:
         del self._writing[writing]
