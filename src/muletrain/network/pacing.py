@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from muletrain.errors import DeadlineExceeded, PeerUnreachable
 from muletrain.network.base import Channel
-from muletrain.policy.congestion import Window
+from muletrain.policy.congestion import PIECES, Window
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -116,16 +116,17 @@ class Pacer:
             _enter(lanes, peer)
             turn.set_result(None)
 
-    async def grant(self, peer: PeerId, channel: Channel, wanted: int, timeout_s: float) -> int:
-        """How many of ``wanted`` bytes to hand over now; they count as on their way until ``acknowledged`` or ``forget``. Raises
-        DeadlineExceeded when ``peer`` acknowledges nothing for ``timeout_s``; for how long others go first does not count."""
+    async def grant(self, peer: PeerId, channel: Channel, wanted: int, timeout_s: float, coarse: int = 0) -> int:
+        """How many of ``wanted`` bytes to hand over now; they count as on their way until ``acknowledged`` or ``forget``. ``coarse``:
+        virtual worlds hand over so much at once where the window allows it. Raises DeadlineExceeded when ``peer`` acknowledges nothing
+        for ``timeout_s``; for how long others go first does not count."""
         flow = self._flow(peer)
-        if not flow.waiting and (nbytes := self._room(flow, wanted)):
+        if not flow.waiting and (nbytes := self._room(flow, wanted, coarse)):
             return self._begin(flow, channel, nbytes)
         begun_s = _now_s()
         try:
             while True:
-                if flow.first() in (None, channel) and (nbytes := self._room(flow, wanted)):
+                if flow.first() in (None, channel) and (nbytes := self._room(flow, wanted, coarse)):
                     return self._begin(flow, channel, nbytes)
                 silent_s = _now_s() - max(begun_s, flow.progress_s) if flow.under_way else 0.0
                 if silent_s > timeout_s:
@@ -144,11 +145,11 @@ class Pacer:
         finally:
             timer.cancel()
 
-    def _room(self, flow: _Flow, wanted: int) -> int:
+    def _room(self, flow: _Flow, wanted: int, coarse: int) -> int:
         """Bytes that fit into the window now: a piece, or what is left; 0: wait."""
         if self._drains():
             return 0
-        piece = min(wanted, flow.window.piece)
+        piece = min(wanted, max(flow.window.piece, min(coarse, int(flow.window.size) // PIECES)))
         return piece if not flow.under_way or flow.under_way + piece <= flow.window.size else 0
 
     def _begin(self, flow: _Flow, channel: Channel, nbytes: int) -> int:
