@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from muletrain.config.locate import Origins
 
 BYTES_PER_S_PER_MBPS = 1e6 / 8
+QUEUE_S = 0.25
+"""Home routers without active queue management hold between some 0.1 s and several seconds of data (Kreibich et al. 2010: Netalyzr)."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ class FleetPeer:
     load_bytes_per_s: float = math.inf
     """From there into the accelerator's."""
     price_per_hour: float | None = None
+    queue_s: float = QUEUE_S
+    """Seconds of data that wait in front of each direction of its link, at most."""
 
 
 def limited_peer(bytes_per_s: float) -> FleetPeer:
@@ -114,6 +118,11 @@ class Machine(Section):
     up_mbps: float | None = Field(default=None, gt=0, description="upload; default: unlimited [Mb/s]", examples=[40.0])
     down_mbps: float | None = Field(
         default=None, gt=0, description="download; default: unlimited [Mb/s]", examples=[100.0]
+    )
+    queue_s: float = Field(
+        default=QUEUE_S,
+        ge=0,
+        description="data that its router queues in front of the upload, and of the download, at most; home routers: 0.1 to 2 [s]",
     )
     forward_ms: float | None = Field(
         default=None,
@@ -312,6 +321,7 @@ class Fleet(Section):
             host_bytes=None if m.host_gib is None else int(m.host_gib * 2**30),
             load_bytes_per_s=m.load_gbytes * 1e9,
             price_per_hour=m.price_per_hour,
+            queue_s=m.queue_s,
         )
 
 

@@ -2,7 +2,8 @@
 
 Frames are really packed and read back by ``wire.frame``. Order holds per (sender, receiver, channel); a bounded queue gives
 back-pressure. A dead peer is unreachable; a frozen one takes frames until its queue is full and answers nothing. Where members relay
-(``MemoryHub.relays``), two that are cut off from each other speak by way of a third.
+(``MemoryHub.relays``), two that are cut off from each other speak by way of a third. Where links are narrow (``MemoryHub.roads``), frames
+are sent piece by piece, as the production pacer grants them, and calls wait in the same queues.
 """
 
 from __future__ import annotations
@@ -10,20 +11,27 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import DeadlineExceeded, MuletrainError, PeerUnreachable, ProtocolError, Refused
 from muletrain.network.base import CallHandler, Channel, Frame, FrameHandler, LossHandler, PeerId, RefusalHandler
 from muletrain.network.delivery import Counters, Delivery
-from muletrain.wire.frame import pack, read_frame, reread
+from muletrain.network.paced import PacedStreams, Parcel
+from muletrain.network.roads import Roads
+from muletrain.wire.frame import frame_size, pack, read_frame, reread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
+
+    from muletrain.network.roads import Route
 
 QUEUE = 64
 """Frames of one sender on one channel that wait for the handler."""
 DIRECT = ""
 """The way without a relay."""
+CALL_OVERHEAD = 128
+"""Bytes that a call or an answer costs beside its payload, on a narrow link."""
 
 
 class MemoryHub:
@@ -45,12 +53,17 @@ class MemoryHub:
         """Told of every frame before it is sent to another peer; it may kill the sender."""
         self.hands_over = False
         """Frames arrive as they were sent, neither packed nor read back: for worlds that damage none, and count bytes elsewhere."""
+        self.roads = Roads()
+        """Links that are narrow. Along them a connection's delay is asked for once, when it begins."""
+        self.weigh: Callable[[PeerId, Frame], int] = lambda sender, frame: frame_size(frame)
+        """Bytes that a frame counts for on narrow links."""
         self.relays = False
         """Do members carry for those that are cut off from each other?"""
         self._cut: Counter[frozenset[PeerId]] = Counter()
         self._ways: dict[frozenset[PeerId], PeerId] = {}
         """Who carries between two that are cut off."""
         self._held_up: dict[frozenset[PeerId], asyncio.Event] = {}
+        self._routes: dict[tuple[PeerId, PeerId], tuple[PeerId, Route | None]] = {}
 
     def join(self, peer_id: PeerId) -> MemoryNetwork:
         return MemoryNetwork(self, peer_id)
@@ -65,6 +78,7 @@ class MemoryHub:
     def ended(self, gone: MemoryNetwork) -> None:
         """Those who had streams with ``gone`` see them end."""
         for other in self.peers.values():
+            other.streams.broke(gone.peer_id)
             if self.way(gone.peer_id, other.peer_id) is not None:
                 self._ended_for(other, gone)
         for pair in [sorted(p) for p, way in self._ways.items() if way == gone.peer_id]:
@@ -72,7 +86,7 @@ class MemoryHub:
 
     def _ended_for(self, peer: MemoryNetwork, other: MemoryNetwork) -> None:
         if peer.has_stream_of(other.peer_id) or other.has_stream_of(peer.peer_id):
-            peer._spawn(peer._lose(other.peer_id))
+            peer.spawn(peer._lose(other.peer_id))
 
     def freeze(self, peer: PeerId) -> None:
         """Like SIGSTOP, as others see it: nothing is refused and nothing is answered."""
@@ -85,7 +99,16 @@ class MemoryHub:
     def cut(self, a: PeerId, b: PeerId) -> None:
         """Neither reaches the other until ``mend``, and finds out when it tries."""
         self._cut[frozenset((a, b))] += 1
+        self._broke(a, b)
         self.way(a, b)
+
+    def _broke(self, a: PeerId, b: PeerId) -> None:
+        """What is on its way between the two is lost, and senders find out."""
+        self._routes.pop((a, b), None)
+        self._routes.pop((b, a), None)
+        for peer, other in (a, b), (b, a):
+            if peer in self.peers:
+                self.peers[peer].streams.broke(other)
 
     def mend(self, a: PeerId, b: PeerId) -> None:
         """What was under way is lost; that their streams ended, both hear now."""
@@ -125,6 +148,8 @@ class MemoryHub:
         now = before if before in able else next(iter(able), None)
         if now is not None:
             self._ways[pair] = now
+        if now != before:
+            self._broke(a, b)
         if now != before and a in self.peers and b in self.peers:
             self._ended_for(self.peers[a], self.peers[b])
             self._ended_for(self.peers[b], self.peers[a])
@@ -136,6 +161,21 @@ class MemoryHub:
             return not self._cut or frozenset((a, b)) not in self._cut
         alive = way in self.peers and way not in self.frozen
         return alive and self.passes(a, way, DIRECT) and self.passes(way, b, DIRECT)
+
+    def route(self, sender: PeerId, receiver: PeerId) -> Route | None:
+        """Between two that reach each other; None: nothing narrows it."""
+        way = self.way(sender, receiver) or DIRECT
+        known = self._routes.get((sender, receiver))
+        if known is None or known[0] != way:
+            stations = (sender, way, receiver) if way else (sender, receiver)
+            narrow = any(self.roads.narrow(a, b) for a, b in pairwise(stations))
+            route = self.roads.route(stations, self.delay_s) if narrow else None
+            known = self._routes[sender, receiver] = way, route
+        return known[1]
+
+    def takes(self, sender: PeerId, receiver: PeerId) -> bool:
+        """Does what arrives now find the receiver awake, and nothing that holds it up?"""
+        return receiver not in self.frozen and (not self._held_up or frozenset((sender, receiver)) not in self._held_up)
 
     async def taken(self, sender: PeerId, receiver: PeerId) -> None:
         """Until nothing holds up what the one sent, and the other is awake."""
@@ -161,6 +201,14 @@ class _Stream:
     def empty(self) -> bool:
         return self.frames.empty() and not self.coming
 
+    async def put(self, arrival: tuple[float, PeerId, bytes | Frame]) -> None:
+        """Wait for room."""
+        self.coming += 1
+        try:
+            await self.frames.put(arrival)
+        finally:
+            self.coming -= 1
+
 
 class MemoryNetwork:
     """``Network`` of one peer of a ``MemoryHub``."""
@@ -169,6 +217,11 @@ class MemoryNetwork:
         self.peer_id, self._hub = peer_id, hub
         self.counters = Counters()
         self._delivery = Delivery()
+        self.streams = PacedStreams(hub, self)
+        """Over narrow links."""
+        self._heard: dict[PeerId, float] = {}
+        self._moved = 0
+        """Bytes that came whole."""
         self._handlers: dict[str, CallHandler] = {}
         self._inbox: dict[tuple[PeerId, Channel], _Stream] = {}
         self._senders: set[PeerId] = set()
@@ -183,7 +236,7 @@ class MemoryNetwork:
             await self._hub.awake(self.peer_id)
         target, way = self._hub.reach(self.peer_id, peer), self._hub.way(self.peer_id, peer)
         # a task of the callee's: it goes on when the caller's patience ends, and dies with the callee
-        task = target._spawn(target._answer(self.peer_id, method, bytes(payload)))
+        task = target.spawn(target._answer(self.peer_id, method, bytes(payload)))
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
         if not done:
             raise DeadlineExceeded(f"{method} to {peer[-6:]}: no answer within {timeout_s:.1f} s")
@@ -193,15 +246,27 @@ class MemoryNetwork:
         if self._hub.way(self.peer_id, peer) != way:
             raise PeerUnreachable(f"{method} to {peer[-6:]}: the answer was lost on its way")
         refused, answer = task.result()
+        self.hear(peer)
         if refused:
             raise Refused(answer.decode())
         return bytes(answer)
 
     async def _answer(self, sender: PeerId, method: str, payload: bytes) -> tuple[bool, bytes]:
-        delay_s = self._delay_s(sender)
-        if delay_s:
+        """There, what is answered, and back."""
+        hub, own = self._hub, sender == self.peer_id
+        there = None if own else hub.route(sender, self.peer_id)
+        if there is not None:
+            await there.carried(len(payload) + CALL_OVERHEAD)
+        elif delay_s := self._delay_s(sender):
             await asyncio.sleep(2 * delay_s)  # there and back
-        await self._hub.taken(sender, self.peer_id)
+        await hub.taken(sender, self.peer_id)
+        self.hear(sender)
+        refused, answer = await self._answered(sender, method, payload)
+        if not own and hub.way(self.peer_id, sender) is not None and (back := hub.route(self.peer_id, sender)):
+            await back.carried(len(answer) + CALL_OVERHEAD)
+        return refused, answer
+
+    async def _answered(self, sender: PeerId, method: str, payload: bytes) -> tuple[bool, bytes]:
         if method not in self._handlers:
             return True, f"'{method}' is not served here (not yet, or not any more)".encode()
         try:
@@ -233,26 +298,53 @@ class MemoryNetwork:
             self._hub.sending(self.peer_id, frame.kind)
             self._hub.reach(peer, self.peer_id)  # perhaps we were killed by that
         item = self._as_sent(peer, frame)
+        if not own and self._hub.route(self.peer_id, peer) is not None:
+            nbytes = max(1, self._hub.weigh(self.peer_id, frame))
+            self._count(peer, frame, self._hub.way(self.peer_id, peer) or DIRECT, nbytes)
+            stall_s = self._hub.stall_s(self.peer_id, peer, channel)
+            await self.streams.send(peer, channel, Parcel(item, nbytes, stall_s), timeout_s)
+            return nbytes
         way = self._hub.way(self.peer_id, peer) or DIRECT
         on_its_way_s = 0.0 if own else target._delay_s(self.peer_id) + self._hub.stall_s(self.peer_id, peer, channel)
         arrives = asyncio.get_running_loop().time() + on_its_way_s
         stream = target._stream(self.peer_id, channel)
         if stream.frames.full():
-            stream.coming += 1
             try:
                 async with asyncio.timeout(timeout_s):
-                    await stream.frames.put((arrives, way, item))
+                    await stream.put((arrives, way, item))
             except TimeoutError:
                 raise DeadlineExceeded(f"sending to {peer[-6:]}: not taken within {timeout_s:.1f} s") from None
-            finally:
-                stream.coming -= 1
         else:
             stream.frames.put_nowait((arrives, way, item))
         sent = 0 if own else len(item) if isinstance(item, bytes) else frame.nbytes or 0
+        self._count(peer, frame, way, sent)
+        return sent
+
+    def _count(self, peer: PeerId, frame: Frame, way: PeerId, sent: int) -> None:
         self.counters.sent[peer, frame.kind] += sent
         if way in self._hub.peers:
             self._hub.peers[way]._carried[peer] += sent
-        return sent
+
+    def heard_s(self, peer: PeerId) -> float:
+        return self._heard.get(peer, float("-inf"))
+
+    def hear(self, peer: PeerId) -> None:
+        self._heard[peer] = asyncio.get_running_loop().time()
+
+    def give_up(self, peer: PeerId) -> None:
+        self.streams.pacer.give_up(peer)
+
+    def moved(self) -> int:
+        return self._moved + self.streams.came + self.streams.pacer.moved
+
+    def arrived(self, sender: PeerId, channel: Channel, way: PeerId, parcel: Parcel) -> asyncio.Task[None] | None:
+        """All of a frame has, over narrow links. None: it is in its queue; else what waits for room there."""
+        stream, loop = self._stream(sender, channel), asyncio.get_running_loop()
+        arrival = loop.time() + parcel.stall_s, way, parcel.item
+        if stream.frames.full():
+            return self.spawn(stream.put(arrival))
+        stream.frames.put_nowait(arrival)
+        return None
 
     def _as_sent(self, peer: PeerId, frame: Frame) -> bytes | Frame:
         if self._hub.hands_over:
@@ -265,7 +357,7 @@ class MemoryNetwork:
         if key not in self._inbox:
             stream = self._inbox[key] = _Stream(asyncio.Queue(QUEUE))
             self._senders.add(sender)
-            self._spawn(self._drain(sender, channel, stream))
+            self.spawn(self._drain(sender, channel, stream))
         return self._inbox[key]
 
     async def _drain(self, sender: PeerId, channel: Channel, stream: _Stream) -> None:
@@ -281,7 +373,10 @@ class MemoryNetwork:
             except ProtocolError as e:
                 self._delivery.refused(sender, str(e))
                 continue
-            self.counters.received[sender, frame.kind] += sum(t.nbytes for t in frame.tensors)
+            self.hear(sender)
+            nbytes = sum(t.nbytes for t in frame.tensors)
+            self._moved += nbytes
+            self.counters.received[sender, frame.kind] += nbytes
             await self._delivery.deliver(sender, frame)
         del self._inbox[sender, channel]
 
@@ -333,7 +428,7 @@ class MemoryNetwork:
         for task in self._tasks:
             task.cancel()
 
-    def _spawn(self, work: Any) -> asyncio.Task[Any]:
+    def spawn(self, work: Any) -> asyncio.Task[Any]:
         task = asyncio.create_task(work)
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)

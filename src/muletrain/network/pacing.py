@@ -14,12 +14,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from muletrain.errors import PeerUnreachable
+from muletrain.errors import DeadlineExceeded, PeerUnreachable
 from muletrain.network.base import Channel
-from muletrain.policy.congestion import Window
+from muletrain.policy.congestion import PIECES, Window
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from muletrain.network.base import PeerId
 
@@ -116,14 +116,15 @@ class Pacer:
             _enter(lanes, peer)
             turn.set_result(None)
 
-    async def grant(self, peer: PeerId, channel: Channel, wanted: int) -> int:
-        """How many of ``wanted`` bytes to hand over now; they count as on their way until ``acknowledged`` or ``forget``. Waits as long as
-        it takes (``silent_s``). Raises PeerUnreachable after ``give_up``."""
+    async def grant(self, peer: PeerId, channel: Channel, wanted: int, coarse: int = 0) -> int:
+        """How many of ``wanted`` bytes to hand over now; they count as on their way until ``acknowledged`` or ``forget``. ``coarse``:
+        virtual worlds hand over so much at once where the window allows it. Waits as long as it takes (``patient``). Raises
+        PeerUnreachable after ``give_up``."""
         flow = self._flow(peer)
-        if not flow.waiting and (nbytes := self._room(flow, wanted)):
+        if not flow.waiting and (nbytes := self._room(flow, wanted, coarse)):
             return self._begin(flow, channel, nbytes)
         try:
-            while not (flow.first() in (None, channel) and (nbytes := self._room(flow, wanted))):
+            while not (flow.first() in (None, channel) and (nbytes := self._room(flow, wanted, coarse))):
                 woken = flow.waiting[channel] = asyncio.get_running_loop().create_future()
                 await woken
             return self._begin(flow, channel, nbytes)
@@ -131,17 +132,34 @@ class Pacer:
             flow.waiting.pop(channel, None)
             _wake(flow)
 
-    def silent_s(self, peer: PeerId, since_s: float) -> float:
-        """For how long ``peer`` has acknowledged nothing of what is on its way, at most since ``since_s``. For how long others go first
-        does not count."""
-        flow = self._flow(peer)
-        return _now_s() - max(since_s, flow.progress_s) if flow.under_way else 0.0
+    async def patient(
+        self, peer: PeerId, writing: asyncio.Task[None], timeout_s: float, begun: Callable[[], bool]
+    ) -> None:
+        """Wait for ``writing``, which sends a frame to ``peer``. Who gives up waiting does not break the stream: a frame that was
+        ``begun`` is sent to its end. Raises what ``writing`` raises, and DeadlineExceeded when ``peer`` acknowledges nothing for
+        ``timeout_s``: for how long others go first does not count."""
+        since_s, flow = _now_s(), self._flow(peer)
+        writing.add_done_callback(_retrieve)
+        try:
+            while not writing.done():
+                left_s = timeout_s - (_now_s() - max(since_s, flow.progress_s) if flow.under_way else 0.0)
+                if left_s <= 0:
+                    writing.cancel()
+                    raise DeadlineExceeded(f"sending to {peer[-6:]}: nothing was taken for {timeout_s:.1f} s")
+                await asyncio.wait({writing}, timeout=left_s)
+        except asyncio.CancelledError:
+            if not begun():
+                writing.cancel()
+            raise
+        if writing.cancelled():
+            raise PeerUnreachable(f"sending to {peer[-6:]}: the network is closed")
+        writing.result()
 
-    def _room(self, flow: _Flow, wanted: int) -> int:
+    def _room(self, flow: _Flow, wanted: int, coarse: int) -> int:
         """Bytes that fit into the window now: a piece, or what is left; 0: wait."""
         if self._drains():
             return 0
-        piece = min(wanted, flow.window.piece)
+        piece = min(wanted, max(flow.window.piece, min(coarse, int(flow.window.size) // PIECES)))
         return piece if not flow.under_way or flow.under_way + piece <= flow.window.size else 0
 
     def _begin(self, flow: _Flow, channel: Channel, nbytes: int) -> int:
@@ -212,6 +230,12 @@ def _wake(flow: _Flow) -> None:
     """Whose turn it is to look for room."""
     if (channel := flow.first()) is not None:
         _set(flow.waiting[channel])
+
+
+def _retrieve(writing: asyncio.Task[None]) -> None:
+    """Its error, if it has one: who waited for it may have given up."""
+    if not writing.cancelled():
+        writing.exception()
 
 
 def _enter(lanes: _Lanes, peer: PeerId) -> None:

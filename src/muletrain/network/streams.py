@@ -75,28 +75,13 @@ class Outgoing:
         if self._channel is Channel.CONTROL:
             await reaching(self._send(buffers, timeout_s), timeout_s, f"sending to {self._peer[-6:]}")
             return
-        begun_s, what = asyncio.get_running_loop().time(), f"sending to {self._peer[-6:]}"
+        what = f"sending to {self._peer[-6:]}"
         writing = asyncio.create_task(reaching(self._paced(buffers, timeout_s), None, what))
         self._writing[writing] = None
-        writing.add_done_callback(self._written)
-        try:
-            while not writing.done():
-                if (left_s := timeout_s - self._pacer.silent_s(self._peer, begun_s)) <= 0:
-                    writing.cancel()
-                    raise DeadlineExceeded(f"{what}: nothing was taken for {timeout_s:.1f} s")
-                await asyncio.wait({writing}, timeout=left_s)
-        except asyncio.CancelledError:
-            if not (self._begun and writing is next(iter(self._writing), None)):
-                writing.cancel()
-            raise
-        if writing.cancelled():
-            raise PeerUnreachable(f"{what}: the network is closed")
-        writing.result()
-
-    def _written(self, writing: asyncio.Task[None]) -> None:
-        del self._writing[writing]
-        if not writing.cancelled():
-            writing.exception()  # who waited for it may have given up
+        writing.add_done_callback(self._writing.pop)
+        await self._pacer.patient(
+            self._peer, writing, timeout_s, lambda: self._begun and writing is next(iter(self._writing), None)
+        )
 
     async def _paced(self, buffers: Sequence[Any], timeout_s: float) -> None:
         async with self._lock:

@@ -13,7 +13,7 @@ import random
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +24,11 @@ from blake3 import blake3
 from muletrain.clock import LoopClock
 from muletrain.compute.executor import InlineExecutor
 from muletrain.compute.paced import PacedCompute
-from muletrain.config.fleet import limited_peer
 from muletrain.config.schema import Codec
 from muletrain.errors import MuletrainError
 from muletrain.events import StepApplied, StepDone, SteppedBack
 from muletrain.network.memory import MemoryHub
-from muletrain.network.shaped import ShapedNetwork
+from muletrain.network.roads import Road
 from muletrain.policy.shards import BLOCK
 from muletrain.sim.loop import run_virtually, seldom_collected
 from muletrain.sim.machines import fetch_s, mortal, seat, seated
@@ -51,9 +50,11 @@ if TYPE_CHECKING:
 
     from muletrain.clock import Clock
     from muletrain.compute.base import Microbatch, Update
+    from muletrain.config.fleet import Link
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
     from muletrain.network.base import Frame
+    from muletrain.network.memory import MemoryNetwork
     from muletrain.policy.seats import Seats
     from muletrain.sim.flow import Weather
     from muletrain.sim.ledger import Outcome
@@ -169,7 +170,8 @@ class Actors:
         self._watch, self._seats = watch, None if planned is None else planned.seats
         self._setting, self._config, self._weather, self._horizon_s = setting, config, weather, horizon_s
         self._hub, self._clock, self._tally = MemoryHub(), LoopClock(), Tally(setting, horizon_s)
-        self._hub.hands_over, self._hub.delay_s = True, self._delay_s
+        self._hub.hands_over, self._hub.delay_s, self._hub.weigh = True, self._delay_s, self._weight
+        self._hub.roads.path_bytes_per_s = lambda a, b: self._link(a, b).bandwidth_bytes_per_s
         self._problems: list[str] = []
         self._draw = random.Random(f"actors/{seed}")
         self._mortal = mortal(setting)
@@ -315,35 +317,31 @@ class Actors:
         work = self._peer(name, self._network(name), roster, joining=joining)
         self._tasks[name] = asyncio.create_task(work, name=name)
 
-    def _network(self, name: str) -> ShapedNetwork:
-        kind = self._kind_of[name]
-        own, links = self._setting.kinds[kind], self._setting.links[kind]
-        limits = replace(limited_peer(own.up_bytes_per_s), down_bytes_per_s=own.down_bytes_per_s)
-        wide = [replace(link, delay_s=0.0) for link in links]  # of delays the hub takes care
-        return ShapedNetwork(
-            self._hub.join(name),
-            lambda peer: wide[self._kind_of[peer]],
-            limits,
-            self._clock,
-            partial(self._weight, self._rosters[name]),
-        )
+    def _network(self, name: str) -> MemoryNetwork:
+        own = self._setting.kinds[self._kind_of[name]]
+        self._hub.roads.lay(name, Road(own.up_bytes_per_s, own.down_bytes_per_s, own.queue_s))
+        return self._hub.join(name)
+
+    def _link(self, sender: str, receiver: str) -> Link:
+        return self._setting.links[self._kind_of[sender]][self._kind_of[receiver]]
 
     def _delay_s(self, sender: str, receiver: str) -> float:
-        return self._setting.links[self._kind_of[sender]][self._kind_of[receiver]].delay_s
+        return self._link(sender, receiver).delay_s
 
-    def _weight(self, roster: Roster, frame: Frame) -> int:
-        """Bytes that the run's own frame would have, whoever of the two sends it. Shards are equal, as those of a large stage are."""
+    def _weight(self, sender: str, frame: Frame) -> int:
+        """Bytes that the run's own frame would have. Shards are equal, as those of a large stage are."""
         message = frame.message
         if isinstance(message, Forward):
             return self._setting.cost.forward_bytes[message.stage]
         if isinstance(message, Backward):
             return self._setting.cost.backward_bytes[message.stage]
         if isinstance(message, Shard | Reduced):
+            roster = self._rosters[sender]
             stage = roster.own.stage
             return self._setting.cost.stages[stage].averaged_bytes // min(REPLICAS, max(1, len(roster.stage(stage))))
         return frame_size(frame)
 
-    async def _peer(self, name: str, network: ShapedNetwork, roster: Roster, *, joining: bool) -> None:
+    async def _peer(self, name: str, network: MemoryNetwork, roster: Roster, *, joining: bool) -> None:
         k = self._kind_of[name]
         kind, place = self._setting.kinds[k], Folder(self._folder, keep=1, name=PLACE)
 

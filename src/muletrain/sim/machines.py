@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from muletrain.compute.estimate import STASH_SHARE, Offer, StageMemory, stage_memory
+from muletrain.config.fleet import QUEUE_S
 from muletrain.config.schema import Codec, Precision
 from muletrain.errors import CapacityError, ConfigError
 from muletrain.policy.cost import RunCost, StageCost, service_s
@@ -56,6 +57,8 @@ class Kind:
     """What an estimate stands for; empty: nothing."""
     declared: bool = False
     """The file says how long it takes."""
+    queue_s: float = QUEUE_S
+    """Data that wait in front of each direction of its link, at most."""
 
     def service_s(self, stage: int) -> float:
         return self.forward_s[stage] + self.backward_s[stage]
@@ -228,7 +231,7 @@ def _kind(
         fits=frozenset(s for s, need in enumerate(needs) if need.fits(offer)),
         quarters=tuple(4 * need.of_device(offer) // max(1, offer.device) for need in needs),
         up_bytes_per_s=peer.up_bytes_per_s, down_bytes_per_s=peer.down_bytes_per_s, assumed=assumed,
-        declared=peer.forward_s is not None,
+        declared=peer.forward_s is not None, queue_s=peer.queue_s,
     )  # fmt: skip
 
 

@@ -1,0 +1,218 @@
+"""The links of a virtual world, as real machines have them: everything that a machine sends shares its uplink, everything that it
+receives its downlink, and what a link does not carry at once waits in a queue in front of it.
+
+Nothing overtakes in a queue, however small it is. A queue has a depth: when it is full, connections wait with what they have to send and
+take turns when there is room again, as TCP backs off. Nothing is lost or sent twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from muletrain.network.base import PeerId
+
+PIECE = 1 << 16
+"""Bytes that a sender without pacing hands over at once."""
+EVENT_S = 0.005
+"""A paced piece is what the narrowest link of its way carries in this time, or more: each costs some events."""
+INSTANT_S = 1e-9
+
+
+@dataclass(frozen=True)
+class Road:
+    """One machine's link to all others. ``queue_s``: seconds of data that wait in front of each direction, at most."""
+
+    up_bytes_per_s: float = math.inf
+    down_bytes_per_s: float = math.inf
+    queue_s: float = 0.25
+
+
+class Piece:
+    """Bytes on their way. ``then`` is called when the last of them has arrived; without bytes (an acknowledgement) it takes no
+    bandwidth, but waits in the same queues."""
+
+    __slots__ = ("_at", "entered", "nbytes", "route", "tail_s", "then", "waits")
+
+    def __init__(self, route: Route, nbytes: int, then: Callable[[], None]) -> None:
+        self.route, self.nbytes, self.then = route, nbytes, then
+        self._at = 0
+        self.tail_s = -math.inf
+        """When its last byte comes to the queue that it is in, or comes to next."""
+        self.waits = False
+        """For room in a queue."""
+        self.entered: asyncio.Future[None] | None = None
+        """Where somebody waits until it is in the first queue."""
+
+    def begin(self) -> None:
+        then = self._come if self.route.queues else self.then
+        _at(asyncio.get_running_loop().time() + self.route.delays[0], then)
+
+    def _come(self) -> None:
+        self.route.queues[self._at].offer(self)
+
+    def leaves(self, head_s: float, tail_s: float) -> None:
+        """A queue lets its first byte out at ``head_s``, and its last at ``tail_s``."""
+        if self.entered is not None and not self.entered.done():
+            self.entered.set_result(None)
+        self._at += 1
+        delay_s = self.route.delays[self._at]
+        if self._at == len(self.route.queues):
+            _at(tail_s + delay_s, self.then)
+        else:
+            self.tail_s = tail_s + delay_s
+            _at(head_s + delay_s, self._come)
+
+
+def _at(time_s: float, then: Callable[[], None]) -> None:
+    loop = asyncio.get_running_loop()
+    if time_s <= loop.time():
+        then()
+    else:
+        loop.call_at(time_s, then)
+
+
+class Queue:
+    """In front of one direction of a link. It holds ``depth_s`` of data, or one piece."""
+
+    __slots__ = ("_bytes_per_s", "_depth_s", "_free_s", "_lines", "_timer")
+
+    def __init__(self, bytes_per_s: float, depth_s: float) -> None:
+        self._bytes_per_s, self._depth_s = bytes_per_s, depth_s
+        self._free_s = -math.inf
+        """When all that is in it has left."""
+        self._lines: dict[Route, deque[Piece]] = {}
+        """What waits for room, by connection; the first has the next turn."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def queued_s(self) -> float:
+        """How long what comes now waits."""
+        return max(0.0, self._free_s - asyncio.get_running_loop().time())
+
+    def offer(self, piece: Piece) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if not piece.nbytes or (not self._lines and self._room_s(piece) <= now_s + INSTANT_S):
+            self._take(piece, now_s)
+            return
+        piece.waits = True
+        self._lines.setdefault(piece.route, deque()).append(piece)
+        if self._timer is None:
+            self._wait()
+
+    def _room_s(self, piece: Piece) -> float:
+        """When there is room for it."""
+        return self._free_s - max(0.0, self._depth_s - piece.nbytes / self._bytes_per_s)
+
+    def _take(self, piece: Piece, now_s: float) -> None:
+        begin_s = max(now_s, self._free_s)
+        if piece.nbytes:
+            self._free_s = begin_s + piece.nbytes / self._bytes_per_s
+        piece.waits = False
+        piece.leaves(begin_s, max(begin_s, self._free_s, piece.tail_s))
+
+    def _wait(self) -> None:
+        first = next(iter(self._lines.values()))[0]
+        self._timer = asyncio.get_running_loop().call_at(self._room_s(first), self._admit)
+
+    def _admit(self) -> None:
+        self._timer = None
+        now_s = asyncio.get_running_loop().time()
+        while self._lines:
+            route, line = next(iter(self._lines.items()))
+            if self._room_s(line[0]) > now_s + INSTANT_S:
+                self._wait()
+                return
+            del self._lines[route]
+            piece = line.popleft()
+            if line:
+                self._lines[route] = line
+            self._take(piece, now_s)
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """The way of one connection, in one direction: the queues on it, and the delay before each of them and after the last."""
+
+    queues: tuple[Queue, ...]
+    delays: tuple[float, ...]
+    coarse: int
+    """Bytes that the narrowest link carries in ``EVENT_S``."""
+
+    def carry(self, nbytes: int, then: Callable[[], None]) -> Piece:
+        """All of ``nbytes`` at once, without pacing. The last piece."""
+        while nbytes > PIECE:
+            Piece(self, PIECE, _nothing).begin()
+            nbytes -= PIECE
+        last = Piece(self, nbytes, then)
+        last.begin()
+        return last
+
+    async def carried(self, nbytes: int) -> None:
+        """``carry``, and wait until all has arrived."""
+        arrived = asyncio.Event()
+        self.carry(nbytes, arrived.set)
+        await arrived.wait()
+
+
+def _nothing() -> None:
+    pass
+
+
+class Roads:
+    """All links of a world: those of machines that have one, and paths between two that are narrower than both."""
+
+    def __init__(self) -> None:
+        self.path_bytes_per_s: Callable[[PeerId, PeerId], float] = lambda sender, receiver: math.inf
+        self._roads: dict[PeerId, Road] = {}
+        self._up: dict[PeerId, Queue] = {}
+        self._down: dict[PeerId, Queue] = {}
+
+    def lay(self, peer: PeerId, road: Road) -> None:
+        """Before it sends anything."""
+        if road.up_bytes_per_s < math.inf:
+            self._up[peer] = Queue(road.up_bytes_per_s, road.queue_s)
+        if road.down_bytes_per_s < math.inf:
+            self._down[peer] = Queue(road.down_bytes_per_s, road.queue_s)
+        if road != Road(queue_s=road.queue_s):
+            self._roads[peer] = road
+
+    def queued_s(self, peer: PeerId) -> tuple[float, float]:
+        """How long what comes now waits in front of the machine's uplink, and of its downlink."""
+        up, down = self._up.get(peer), self._down.get(peer)
+        return up.queued_s() if up else 0.0, down.queued_s() if down else 0.0
+
+    def narrow(self, a: PeerId, b: PeerId) -> bool:
+        """Is anything between the two, there or back?"""
+        return (
+            a in self._roads
+            or b in self._roads
+            or min(self.path_bytes_per_s(a, b), self.path_bytes_per_s(b, a)) < math.inf
+        )
+
+    def route(self, stations: tuple[PeerId, ...], delay_s: Callable[[PeerId, PeerId], float]) -> Route:
+        """From the first station to the last, by what carries between them. A path has a queue of its own where it is narrower than
+        both ends."""
+        queues, delays, slowest = list[Queue](), [0.0], math.inf
+        for a, b in pairwise(stations):
+            own, other, path = self._roads.get(a, WIDE), self._roads.get(b, WIDE), self.path_bytes_per_s(a, b)
+            ends = min(own.up_bytes_per_s, other.down_bytes_per_s)
+            slowest = min(slowest, ends, path)
+            before = [self._up.get(a), Queue(path, own.queue_s) if path < ends else None]
+            for queue in filter(None, before):
+                queues.append(queue)
+                delays.append(0.0)
+            delays[-1] += delay_s(a, b)
+            if b in self._down:
+                queues.append(self._down[b])
+                delays.append(0.0)
+        return Route(tuple(queues), tuple(delays), int(min(EVENT_S * slowest, 1 << 40)))
+
+
+WIDE = Road()
