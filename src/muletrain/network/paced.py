@@ -6,7 +6,7 @@ waits behind what is in the queues already.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from muletrain.errors import PeerUnreachable
@@ -22,13 +22,20 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Parcel:
-    """A frame on its way, and the bytes that it counts for. ``stall_s``: for so long it is held up where it arrives; ``begun``: a part of
-    it is on its way."""
+    """A frame on its way, and the bytes that it counts for. ``stall_s``: for so long it is held up where it arrives; ``left``: bytes that
+    are to be handed over yet."""
 
     item: bytes | Frame
     nbytes: int
     stall_s: float
-    begun: bool = False
+    left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left = self.nbytes
+
+    @property
+    def begun(self) -> bool:
+        return self.left < self.nbytes
 
 
 @dataclass(slots=True, eq=False)
@@ -73,25 +80,23 @@ class PacedStreams:
             try:
                 await self._write_pieces(to, parcel)
             except BaseException as e:
-                if not to.broken:
-                    self._end(to)  # half a frame is on it
-                elif isinstance(e, asyncio.CancelledError):
+                if to.broken and isinstance(e, asyncio.CancelledError):
                     raise PeerUnreachable(f"sending to {peer[-6:]}: the stream has ended") from None
+                if not to.broken and parcel.begun and parcel.left:
+                    self._end(to)  # half a frame is on it
                 raise
             finally:
                 to.writing = None
 
     async def _write_pieces(self, to: _Stream, parcel: Parcel) -> None:
-        loop, left = asyncio.get_running_loop(), parcel.nbytes
-        peer, coarse = to.receiver.peer_id, to.route.coarse
-        while left:
-            nbytes = await self.pacer.grant(peer, to.channel, left, coarse)
-            parcel.begun = True
+        loop, peer, coarse = asyncio.get_running_loop(), to.receiver.peer_id, to.route.coarse
+        while parcel.left:
+            nbytes = await self.pacer.grant(peer, to.channel, parcel.left, coarse)
             to.under_way += nbytes
-            left -= nbytes
             if self._hub.frozen:
                 await self._hub.awake(self._net.peer_id)
-            piece = _piece(to, None if left else parcel, nbytes, loop.time())
+            parcel.left -= nbytes
+            piece = _piece(to, None if parcel.left else parcel, nbytes, loop.time())
             piece.begin()
         await _entered(piece)
 
