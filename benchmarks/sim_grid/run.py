@@ -2,6 +2,7 @@
 
 python benchmarks/sim_grid/run.py --keep FOLDER                  # seeds 0 to 39, and writes results.json
 python benchmarks/sim_grid/run.py --keep FOLDER --seeds 100-139  # fresh ones, fresh.json
+python benchmarks/sim_grid/run.py --predict                      # bound, rates and plan alone
 What was played is kept in FOLDER and not played again."""
 
 from __future__ import annotations
@@ -97,18 +98,36 @@ def _kind(reason: str) -> str:
     return re.sub(r"^(N(-N)*: )+", "", re.sub(r"[\w.]*\d[\w.]*", "N", reason))[:120]
 
 
-def compared(seed: int, limit_s: float = 0.0) -> dict[str, Any]:
+def compared(seed: int, limit_s: float = 0.0, *, only_predict: bool = False) -> dict[str, Any]:
     """One fleet, in tokens/s. ``limit_s``: of CPU time; 0: no limit. What ends a play early stands in ``failed``."""
     begin_s = time.process_time()
     found = drawn(seed)
     scene, config = found.setting()
     serving, delayed = seated(scene), config.optimizer.delayed
     cost, trainers = scene.cost, config.fleet.trainers or TRAINERS
-    rates_s = cost.microbatches / Rates(scene, trainers=trainers, delayed=delayed).of(serving).throughput
-    plan_s = play(scene, cast(scene, serving, trainers), delayed=delayed).step_s
+    times_s = {
+        "bound": bound_s(scene, serving, delayed=delayed),
+        "rates": cost.microbatches / Rates(scene, trainers=trainers, delayed=delayed).of(serving).throughput,
+        "plan": play(scene, cast(scene, serving, trainers), delayed=delayed).step_s,
+    }
     steps = max(LEAST_STEPS, math.ceil(LEAST_MICROBATCHES / cost.microbatches))
-    seen, problems = Seen(steps), list[str]()
-    horizon_s = PATIENCE * (steps + 1) * max(rates_s, plan_s)
+    horizon_s = PATIENCE * (steps + 1) * max(times_s["rates"], times_s["plan"])
+    seen = Seen(steps)
+    failed = "" if only_predict else _played(scene, config, seen, horizon_s, limit_s)
+    times_s["protocol"] = seen.step_s
+    return {
+        "seed": seed, **_described(scene, config, found.fleet), "stages": [sum(here) for here in serving],
+        **{f"{name}_s": None if math.isinf(s) else round(s, 3) for name, s in times_s.items()},
+        **{name: round(cost.microbatches * cost.tokens / s, 1) for name, s in times_s.items()},
+        "steps": len(seen.ends_s), "played_s": round(seen.now_s, 1), "ends_s": [round(s, 2) for s in seen.ends_s],
+        "repeated": seen.repeated, "suspected": seen.suspected.total(), "rerouted": seen.rerouted.total(),
+        "reasons": dict(seen.suspected + seen.rerouted), "failed": failed, "cpu_s": round(time.process_time() - begin_s, 1),
+    }  # fmt: skip
+
+
+def _played(scene: Setting, config: RunConfig, seen: Seen, horizon_s: float, limit_s: float) -> str:
+    """What went wrong, if anything did."""
+    problems, begin_s = list[str](), time.process_time()
     before = signal.signal(signal.SIGPROF, seen.end)
     signal.setitimer(signal.ITIMER_PROF, limit_s)
     try:
@@ -122,22 +141,12 @@ def compared(seed: int, limit_s: float = 0.0) -> dict[str, Any]:
         problems.append(str(e))
     signal.setitimer(signal.ITIMER_PROF, 0.0)
     signal.signal(signal.SIGPROF, before)
-    if (ended := len(seen.ends_s)) <= steps:
+    if (ended := len(seen.ends_s)) <= seen.steps:
         out = 0 < limit_s <= time.process_time() - begin_s
         problems.append(
-            f"{ended} of {steps + 1} steps in {'the CPU time that it has' if out else f'{horizon_s:.0f} s'}"
+            f"{ended} of {seen.steps + 1} steps in {'the CPU time that it has' if out else f'{horizon_s:.0f} s'}"
         )
-    times_s = {
-        "bound": bound_s(scene, serving, delayed=delayed), "rates": rates_s, "plan": plan_s, "protocol": seen.step_s,
-    }  # fmt: skip
-    return {
-        "seed": seed, **_described(scene, config, found.fleet), "stages": [sum(here) for here in serving],
-        **{f"{name}_s": None if math.isinf(s) else round(s, 3) for name, s in times_s.items()},
-        **{name: round(cost.microbatches * cost.tokens / s, 1) for name, s in times_s.items()},
-        "steps": ended, "played_s": round(seen.now_s, 1), "ends_s": [round(s, 2) for s in seen.ends_s], "repeated": seen.repeated,
-        "suspected": seen.suspected.total(), "rerouted": seen.rerouted.total(), "reasons": dict(seen.suspected + seen.rerouted),
-        "failed": "; ".join(problems), "cpu_s": round(time.process_time() - begin_s, 1),
-    }  # fmt: skip
+    return "; ".join(problems)
 
 
 def _described(scene: Setting, config: RunConfig, fleet: str) -> dict[str, str]:
@@ -197,16 +206,35 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def predictions(rows: list[dict[str, Any]]) -> str:
+    """Markdown: a step [s], worst first."""
+    lines = ["| seed | machines | run | links, queue | bound | rates | plan | plan against rates |", "|" + "---|" * 8]
+    for row in sorted(rows, key=lambda row: -abs(math.log(row["plan"] / row["rates"]))):
+        told = " | ".join(
+            str(row[name]) for name in ("seed", "machines", "run", "links", "bound_s", "rates_s", "plan_s")
+        )
+        lines.append(f"| {told} | {row['plan'] / row['rates'] - 1:+.1%} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0-39", help="FIRST-LAST, or some: 3,17,105")
-    parser.add_argument("--keep", type=Path, required=True, help="folder for what was played")
+    parser.add_argument("--keep", type=Path, help="folder for what was played")
     parser.add_argument("--jobs", type=int, default=2, help="fleets at a time")
     parser.add_argument("--limit", type=float, default=360.0, help="of a fleet [s of CPU]")
     parser.add_argument("--out", type=Path, help="default for 0-39 and 100-139: results.json and fresh.json")
+    parser.add_argument(
+        "--predict", action="store_true", help="bound, rates and plan alone: seconds of CPU for all fleets"
+    )
     args = parser.parse_args()
     first, *last = args.seeds.split("-")
     seeds = list(range(int(first), int(last[0]) + 1)) if last else [int(seed) for seed in first.split(",")]
+    if args.predict:
+        print(predictions([compared(seed, only_predict=True) for seed in seeds]))
+        return
+    if args.keep is None:
+        parser.error("--keep: name a folder for what is played")
     args.keep.mkdir(parents=True, exist_ok=True)
     files = {seed: args.keep / f"fleet-{seed}.json" for seed in seeds}
     spawn = multiprocessing.get_context("spawn")
