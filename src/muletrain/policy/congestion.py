@@ -25,6 +25,10 @@ RECENT_S = 0.01
 be a lag, and the queue would swing."""
 
 
+INSTANT_S = 1e-6
+"""A round trip takes at least that."""
+
+
 class Smallest:
     """The smallest value of the last ``MEMORY_S`` to ``2 * MEMORY_S`` seconds."""
 
@@ -68,11 +72,12 @@ class Window:
         while now_s - self._recent[0][0] > RECENT_S:
             self._recent.popleft()
         base_s = self._one_way.add(one_way_s, now_s)
-        round_trip_s = self._round_trip.add(max(0.0, now_s - sent_s), now_s)
+        round_trip_s = self._round_trip.add(max(INSTANT_S, now_s - sent_s), now_s)
         self.queue_s = min(delay_s for _, delay_s in self._recent) - base_s
+        # what is sent at once is a queue for a moment, too: not every one that is seen is the link's
+        self._starts = self._starts and self.queue_s < max(target_s / 2, round_trip_s / 4)
         # FAST TCP, eq. 1, with a queue of target_s instead of so many packets; stable for any round trip
         asked = (round_trip_s + target_s) / (round_trip_s + self.queue_s) - 1.0
-        self._starts = self._starts and self.queue_s < target_s / 2
-        change = nbytes * (1.0 if self._starts else GAIN) * min(1.0, max(-1.0, asked))
+        change = nbytes if self._starts else nbytes * GAIN * min(1.0, max(-1.0, asked))
         if change < 0.0 or filled:
             self.size = min(LARGEST, max(SMALLEST, self.size + change))
