@@ -614,7 +614,7 @@ class Shaped:
     def __init__(self, link: Link, machines: dict[str, FleetPeer]) -> None:
         self.hub, self.clock = MemoryHub(), LoopClock()
         self.arrivals: dict[int, float] = {}
-        self.nets = {p: ShapedNetwork(self.hub.join(p), lambda to: link, m, self.clock) for p, m in machines.items()}
+        self.nets = {p: ShapedNetwork(self.hub.join(p), lambda to: link, m) for p, m in machines.items()}
         for net in self.nets.values():
             net.receive(self._on_frame)
         self._begin = self.clock.now()

@@ -227,7 +227,7 @@ class World:
         network, rate = self.networks[name], dict(self.scenario.narrow).get(name)
         if rate is None:
             return network
-        return ShapedNetwork(network, lambda peer: Link(0.0, math.inf), limited_peer(rate), self.clock)
+        return ShapedNetwork(network, lambda peer: Link(0.0, math.inf), limited_peer(rate))
 
     def _note(self, name: str, event: Event) -> None:
         if self.scenario.trace:
