@@ -14,9 +14,11 @@ from muletrain.config.schema import Codec
 from muletrain.errors import PeerUnreachable, ProtocolError
 from muletrain.network.memory import MemoryHub
 from muletrain.policy.lineages import Chain
+from muletrain.policy.shards import CHUNK
 from muletrain.sim.loop import run_virtually
 from muletrain.swarm import averaging
-from muletrain.swarm.averaging import Averager, Round, RoundFailed, contents
+from muletrain.swarm.attendance import RoundFailed
+from muletrain.swarm.averaging import Averager, Round, contents
 from muletrain.swarm.context import Context, Plan
 from muletrain.swarm.holding import Holding, fetch_gradient
 from muletrain.swarm.messages import AskGradient, AskHeld, Held, Member, Reduced, RoundEntry, Shard, ShardFacts
@@ -79,7 +81,7 @@ def test_every_member_states_the_same_and_serves_what_it_states(codec: Codec) ->
         assert all(torch.equal(gradient, g) and facts == f for g, f in others)
         assert (gradient - sum(own.values()) / 3).norm() < 0.02 * gradient.norm()
         assert sum(f.square_norm for f in facts) == pytest.approx(float(gradient.norm()) ** 2, rel=1e-5)
-        assert contents(gradient, 3) == tuple(f.content for f in facts)
+        assert contents(gradient, 3, CHUNK) == tuple(f.content for f in facts)
         entry = RoundEntry(
             lineage=bytes(32), step=0, stage=0, round=ROUND.id, members=IDS, shards=facts, stop=False, holder="a",
         )  # fmt: skip
@@ -105,7 +107,7 @@ def test_a_holder_that_is_frozen_is_given_up_soon_and_a_slow_one_is_not(frozen: 
         group = members(hub, Codec.FP32)
         ctx, holder = group["b"][0], group["a"][0].net
         gradient = torch.zeros(SIZE)
-        facts = ShardFacts(content=contents(gradient, 1)[0], square_norm=0.0, finite=True)
+        facts = ShardFacts(content=contents(gradient, 1, CHUNK)[0], square_norm=0.0, finite=True)
         entry = RoundEntry(
             lineage=bytes(32), step=0, stage=0, round=ROUND.id, members=("a",), shards=(facts,), stop=False, holder="a",
         )  # fmt: skip
@@ -139,7 +141,9 @@ def test_who_applies_a_step_for_long_is_waited_for_as_long_as_that_takes() -> No
     async def scenario() -> None:
         group = members(MemoryHub(), Codec.FP32)
         ctx, other = group["a"][0], group["b"][0].net
-        stepper = Stepper(ctx, 0, bytes(32), lambda step: [], lambda work: None, lambda: asyncio.sleep(0), Taker(ctx))
+        stepper = Stepper(
+            ctx, 0, bytes(32), lambda step: [], lambda step: [], lambda work: None, lambda: asyncio.sleep(0), Taker(ctx)
+        )
 
         async def held(sender: str, payload: bytes) -> bytes:
             return Held(current=False, step=0, stage=0).pack()

@@ -27,7 +27,8 @@ from muletrain.sim.scenario import FOR_EVER_S, Fault, Scenario
 from muletrain.sim.verdict import Outcome, readable
 from muletrain.sim.world import play
 from muletrain.swarm import lineages, sealing, trials
-from muletrain.swarm.averaging import Averager, RoundFailed
+from muletrain.swarm.attendance import RoundFailed
+from muletrain.swarm.averaging import Averager
 from muletrain.swarm.ledger import Ledger
 from muletrain.swarm.messages import Busy, ShardFacts
 from muletrain.swarm.opinions import Opinions

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from muletrain.swarm.uplink import Uplink
 
 from muletrain.clock import LoopClock
 from muletrain.config.schema import Codec
@@ -29,7 +30,6 @@ from muletrain.swarm.record import RecordBuilder
 from muletrain.swarm.roster import Genesis, Roster
 from muletrain.swarm.stepper import Stepper
 from muletrain.swarm.trail import Trail
-from muletrain.swarm.uplink import Uplink
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.timeout(400)

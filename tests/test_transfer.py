@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
+from muletrain.swarm.uplink import Uplink
 
 from muletrain.clock import LoopClock
 from muletrain.config.schema import Codec
@@ -24,7 +25,6 @@ from muletrain.swarm.roster import Genesis, Roster
 from muletrain.swarm.snapshot import Receiver, Snapshots
 from muletrain.swarm.trail import Trail, take_past
 from muletrain.swarm.transfer import Copy, Manifest
-from muletrain.swarm.uplink import Uplink
 from muletrain.wire.codec import encode_raw
 
 if TYPE_CHECKING:

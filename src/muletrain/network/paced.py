@@ -76,6 +76,7 @@ class PacedStreams(ABC):
     def _opened(self, peer: PeerId, channel: Channel) -> Stream:
         """A new one. Raises PeerUnreachable."""
 
+    @abstractmethod
     async def _awake(self) -> None:
         """Until we are not frozen (any more)."""
 

@@ -87,9 +87,7 @@ class Queue:
 
     __slots__ = ("_bytes_per_s", "_depth_s", "_free_s", "_lines", "_open_s", "_timer")
 
-    def __init__(
-        self, bytes_per_s: float, depth_s: float, open_s: Callable[[float], float] | None = None
-    ) -> None:
+    def __init__(self, bytes_per_s: float, depth_s: float, open_s: Callable[[float], float] | None = None) -> None:
         self._bytes_per_s, self._depth_s, self._open_s = bytes_per_s, depth_s, open_s
         self._free_s = -math.inf
         """When all that is in it has left."""

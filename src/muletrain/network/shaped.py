@@ -95,6 +95,9 @@ class _Streams(PacedStreams):
     def _opened(self, peer: PeerId, channel: Channel) -> Stream:
         return _Stream(peer, channel, self._net.route(peer), self._net)
 
+    async def _awake(self) -> None:
+        """A process that is frozen does not come here."""
+
 
 class ShapedNetwork:
     """A ``Network`` whose traffic takes the time the links would take. ``links`` gives the path to a peer."""

@@ -17,6 +17,6 @@ def shard_ranges(n_params: int, members: int) -> list[tuple[int, int]]:
     return list(pairwise(bounds))
 
 
-def chunk_ranges(begin: int, end: int) -> list[tuple[int, int]]:
-    """The chunks of one shard, in the order in which they are sent."""
-    return [(a, min(a + CHUNK, end)) for a in range(begin, end, CHUNK)]
+def chunk_ranges(begin: int, end: int, chunk: int = CHUNK) -> list[tuple[int, int]]:
+    """The chunks of one shard, in the order in which they are sent. ``chunk``: elements in each, whole blocks."""
+    return [(a, min(a + chunk, end)) for a in range(begin, end, chunk)]

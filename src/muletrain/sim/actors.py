@@ -62,10 +62,9 @@ if TYPE_CHECKING:
     from muletrain.swarm.adoption import StepBack
 
 WIDTH, TOKENS, VOCAB = 2, 1, 256
-REPLICAS = 64
-"""Of a stage: among more, so many share what all have to sum."""
-PARAMS = REPLICAS * BLOCK
-"""Of each stage: there is something in the shard of each replica."""
+BLOCKS, CHUNK = 512, 8
+"""Of the hollow gradient: in all, and in a chunk. Shards are nearly equal, as those of a large stage are, and have several chunks."""
+PARAMS = BLOCKS * BLOCK
 PLACE = "shared"
 """Where all checkpoints go."""
 STEPS = 1 << 20
@@ -329,16 +328,15 @@ class Actors:
         return self._link(sender, receiver).delay_s
 
     def _weight(self, sender: str, frame: Frame) -> int:
-        """Bytes that the run's own frame would have. Shards are equal, as those of a large stage are."""
+        """Bytes that the run's own frame would have."""
         message = frame.message
         if isinstance(message, Forward):
             return self._setting.cost.forward_bytes[message.stage]
         if isinstance(message, Backward):
             return self._setting.cost.backward_bytes[message.stage]
         if isinstance(message, Shard | Reduced):
-            roster = self._rosters[sender]
-            stage = roster.own.stage
-            return self._setting.cost.stages[stage].averaged_bytes // min(REPLICAS, max(1, len(roster.stage(stage))))
+            averaged = self._setting.cost.stages[self._rosters[sender].own.stage].averaged_bytes
+            return averaged * frame.tensors[0].shape[0] // PARAMS
         return frame_size(frame)
 
     async def _peer(self, name: str, network: MemoryNetwork, roster: Roster, *, joining: bool) -> None:
@@ -382,7 +380,7 @@ class Actors:
             adopt_after_s=config.fleet.adopt_after, from_seed=True,
             rebalance=config.fleet.rebalance, rebalance_s=config.fleet.rebalance_period,
             work=tuple(s.forward_flops for s in cost.stages), state_bytes=tuple(s.state_bytes for s in cost.stages),
-            delayed=config.optimizer.delayed, trace=self._watch is not None,
+            delayed=config.optimizer.delayed, trace=self._watch is not None, chunk=CHUNK * BLOCK,
         )  # fmt: skip
 
     def _note(self, name: str, event: Event) -> None:

@@ -6,6 +6,8 @@ import random
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from muletrain.config.fleet import QUEUE_S
+
 FORWARD_S, BACKWARD_S = 0.05, 0.1
 """Service times of a peer of speed 1."""
 TOLERANCE = 1e-5
@@ -72,6 +74,10 @@ class Scenario:
     """Other settings of the run."""
     narrow: tuple[tuple[str, float], ...] = ()
     """Peers, and the bytes/s that their links carry each way; those of all others are wide."""
+    queue_s: float = QUEUE_S
+    """Data that wait in front of each direction of a narrow link, at most."""
+    weight: float = 1.0
+    """Bytes that each byte of a tensor counts for on narrow links."""
     relays: bool = False
     """Members carry for those that are cut off from each other."""
     checkpoint_every: int = 0

@@ -89,6 +89,8 @@ def readable(outcome: Outcome) -> Iterator[str]:
     )
     if s.stalls:
         yield f"{100 * s.stalls:.0f} % of the frames are overtaken by what goes by other streams"
+    if s.weight != 1.0:
+        yield f"a byte of a tensor counts for {s.weight:.0f}; {1000 * s.queue_s:.0f} ms of data wait in front of each link"
     yield from (f"the links of {peer} carry {rate / 1e3:.0f} kB/s" for peer, rate in s.narrow)
     yield from (f"{t:9.3f} s  {text}" for t, text in outcome.timeline)
     yield from (f"VIOLATION  {v}" for v in outcome.violations)

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from muletrain.clock import LoopClock
 from muletrain.compute.executor import InlineExecutor
 from muletrain.compute.paced import PacedCompute
-from muletrain.config.fleet import Link, limited_peer
 from muletrain.errors import MuletrainError
 from muletrain.events import (
     CheckpointWritten,
@@ -35,7 +34,7 @@ from muletrain.events import (
     SteppedBack,
 )
 from muletrain.network.memory import MemoryHub
-from muletrain.network.shaped import ShapedNetwork
+from muletrain.network.roads import Road
 from muletrain.sim import reference
 from muletrain.sim.faults import Faults
 from muletrain.sim.faulty import FaultyCompute
@@ -50,12 +49,13 @@ from muletrain.swarm.peer import Peer
 from muletrain.swarm.place import Folder
 from muletrain.swarm.roster import Genesis, Roster
 from muletrain.swarm.service import Service
+from muletrain.wire.frame import frame_size
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from muletrain.events import Event
-    from muletrain.network.base import Network
+    from muletrain.network.base import Frame
     from muletrain.network.memory import MemoryNetwork
     from muletrain.sim.scenario import Scenario
     from muletrain.swarm.adoption import StepBack
@@ -99,6 +99,9 @@ class World:
         self.hub.relays = scenario.relays
         self.hub.delay_s = lambda sender, receiver: self._rng.uniform(0.3, 1.0) * scenario.delay_s
         self.hub.stall_s = self._stall_s
+        self.hub.weigh = self._weigh
+        for name, rate in scenario.narrow:
+            self.hub.roads.lay(name, Road(rate, rate, scenario.queue_s))
         self.clock = LoopClock()
         self.networks: dict[str, MemoryNetwork] = {}
         self.stages: dict[str, FaultyCompute] = {}
@@ -135,6 +138,9 @@ class World:
         return (
             self._rng.random() * STALL_S if self.scenario.stalls and self._rng.random() < self.scenario.stalls else 0.0
         )
+
+    def _weigh(self, sender: str, frame: Frame) -> int:
+        return frame_size(frame) + int((self.scenario.weight - 1.0) * sum(t.nbytes for t in frame.tensors))
 
     def _own_clock(self, name: str) -> LoopClock:
         rng, skew = random.Random(f"clock/{self.scenario.seed}/{name}"), self.scenario.skew
@@ -183,7 +189,7 @@ class World:
 
     async def _peer(self, name: str, *, joining: bool = False) -> dict[str, Tensor] | None:
         """A peer's life. Its state at the end of the run, if it came so far."""
-        network, clock, place = self._linked(name), self._own_clock(name), self._place(name)
+        network, clock, place = self.networks[name], self._own_clock(name), self._place(name)
         member = Member(id=name, name=name, stage=stage_of(name), trainer=True, addresses=(), place=place.name)
         roster = Roster(self._genesis, member if joining else name)
         network.on_refusal(lambda remote, reason: self._note(name, FrameRefused(remote=remote, reason=reason)))
@@ -221,13 +227,6 @@ class World:
         left = self.peers[name].left
         self._outcome.ends[name] = LEFT if left else "finished"
         return None if left else state
-
-    def _linked(self, name: str) -> Network:
-        """What the peer sends and receives through."""
-        network, rate = self.networks[name], dict(self.scenario.narrow).get(name)
-        if rate is None:
-            return network
-        return ShapedNetwork(network, lambda peer: Link(0.0, math.inf), limited_peer(rate))
 
     def _note(self, name: str, event: Event) -> None:
         if self.scenario.trace:

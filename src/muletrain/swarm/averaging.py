@@ -61,6 +61,8 @@ class Round:
     expelled: tuple[PeerId, ...] = ()
     finite: bool = True
     """All accumulators were, when they were sealed."""
+    chunk: int = CHUNK
+    """Elements."""
 
     def others(self, member: PeerId) -> tuple[PeerId, ...]:
         """In the order in which ``member`` sends to them: everyone starts with another receiver."""
@@ -69,7 +71,7 @@ class Round:
 
     def chunks(self, owner: PeerId) -> list[tuple[int, tuple[int, int]]]:
         """(chunk number, element range) of the shard that ``owner`` reduces; numbers are unique within the round."""
-        shards = [chunk_ranges(a, b) for a, b in shard_ranges(self.n_params, len(self.members))]
+        shards = [chunk_ranges(a, b, self.chunk) for a, b in shard_ranges(self.n_params, len(self.members))]
         k = self.members.index(owner)
         first = sum(len(s) for s in shards[:k])
         return list(enumerate(shards[k], start=first))
@@ -138,7 +140,11 @@ class Averager:
         own = self._ctx.roster.own
         if self._ctx.roster.member(sender).stage != own.stage:
             raise ProtocolError(f"averaging: {message.KIND} from a peer of another stage")
-        if tensor.codec != self._ctx.plan.gradients or len(tensor.shape) != 1 or not 0 < tensor.shape[0] <= CHUNK:
+        if (
+            tensor.codec != self._ctx.plan.gradients
+            or len(tensor.shape) != 1
+            or not 0 < tensor.shape[0] <= self._ctx.plan.chunk
+        ):
             raise ProtocolError(f"averaging: {tensor.codec} {tensor.shape} is no chunk of a gradient")
         members = len(self._ctx.roster.members())
         limit = 8 * self._ctx.compute.n_params * max(2, members) + (1 << 20)
@@ -326,9 +332,10 @@ def _of_shard(chunks: list[ShardFacts]) -> ShardFacts:
     )  # fmt: skip
 
 
-def contents(gradient: Tensor, members: int) -> tuple[bytes, ...]:
-    """The content of each of the ``members`` shards of a whole mean gradient, flat fp32 [P]."""
+def contents(gradient: Tensor, members: int, chunk: int) -> tuple[bytes, ...]:
+    """The content of each of the ``members`` shards of a whole mean gradient, flat fp32 [P], that was averaged in chunks of so many
+    elements."""
     return tuple(
-        _of_shard([_of_chunk(gradient[i:j]) for i, j in chunk_ranges(a, b)]).content
+        _of_shard([_of_chunk(gradient[i:j]) for i, j in chunk_ranges(a, b, chunk)]).content
         for a, b in shard_ranges(gradient.numel(), members)
     )

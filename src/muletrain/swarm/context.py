@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from muletrain.errors import DeadlineExceeded, NetworkError, PeerUnreachable
 from muletrain.events import FrameRefused, PeerSuspected, SlotWorked
 from muletrain.policy.deadline import Deadline, Pulse, Usual, backoff_s
+from muletrain.policy.shards import CHUNK
 from muletrain.swarm.branches import branch_of
 from muletrain.swarm.messages import AskHeld, Doubted, Held, Message
 
@@ -105,6 +106,8 @@ class Plan:
     """Strategy 'pipeline'; None: 'swarm'."""
     delayed: bool = False
     """Steps are averaged and applied while the next one computes (``computing``)."""
+    chunk: int = CHUNK
+    """Elements of a gradient that are averaged, and sent, at a time."""
     trace: bool = False
     """Emit an event for every microbatch taken and served."""
 

@@ -77,7 +77,9 @@ def decode_piece(ctx: Context, entry: RoundEntry, gradient: Tensor, offset: int,
 
 async def verified(ctx: Context, entry: RoundEntry, gradient: Tensor) -> Holding:
     """Raises ProtocolError for another gradient than ``entry``'s."""
-    if await ctx.compute.offload(contents, gradient, len(entry.members)) != tuple(s.content for s in entry.shards):
+    if await ctx.compute.offload(contents, gradient, len(entry.members), ctx.plan.chunk) != tuple(
+        s.content for s in entry.shards
+    ):
         raise ProtocolError("the gradient's content is not what its holders attest")
     return Holding(entry, gradient)
 

@@ -80,6 +80,7 @@ class Sealing(Knowledge):
             id=ident, lineage=self.lineage, step=self.step, stage=stage, members=tuple(sorted(sealed)),
             contributors=tuple(m for m in cover.chosen if sealed.get(m)), microbatches=self._ctx.plan.microbatches,
             n_params=self._ctx.compute.n_params, stop=stop, leaves=leaves, expelled=expelled, finite=trials.finite(seals),
+            chunk=self._ctx.plan.chunk,
         )  # fmt: skip
 
     def _next_attempt(self) -> int:
