@@ -89,7 +89,7 @@ class _Stream(Stream):
 
 class _Streams(PacedStreams):
     def __init__(self, net: ShapedNetwork) -> None:
-        super().__init__(net.spawn, net.hear)
+        super().__init__(net.spawn, lambda peer: None)  # receipts that are emulated are no sign of life
         self._net = net
 
     def _opened(self, peer: PeerId, channel: Channel) -> Stream:
@@ -113,7 +113,6 @@ class ShapedNetwork:
         self._routes: dict[PeerId, Route] = {}
         self._down_free_s = -math.inf
         """When our downlink has taken what came so far."""
-        self._heard: dict[PeerId, float] = {}
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._streams = _Streams(self)
         self._broken: dict[tuple[PeerId, Channel], MuletrainError] = {}
@@ -233,11 +232,8 @@ class ShapedNetwork:
         if until_s > now_s:
             await asyncio.sleep(until_s - now_s)
 
-    def hear(self, peer: PeerId) -> None:
-        self._heard[peer] = _now_s()
-
     def heard_s(self, peer: PeerId) -> float:
-        return max(self._heard.get(peer, -math.inf), self._inner.heard_s(peer))
+        return self._inner.heard_s(peer)
 
     def give_up(self, peer: PeerId) -> None:
         self._streams.pacer.give_up(peer)
