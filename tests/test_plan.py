@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from muletrain.cli.main import app
+from muletrain.cli.whatif import what_if
 from muletrain.config import plan as schema
 from muletrain.config.fleet import load_fleet
 from muletrain.config.load import load_config
@@ -333,7 +334,22 @@ def test_swarm_settles_as_the_simulator_plays_it(tmp_path: Path) -> None:
     for stages in (1, 2, 4):
         scene = question.scene(stages, 1)
         played = simulate_fleet(scene.setting, scene.run, Weather(), hours=24)
-        assert scene.setting.cost.microbatches / settled(scene).roughly_s == pytest.approx(played.throughput, rel=0.01)
+        assert scene.setting.cost.microbatches / settled(scene).step_s == pytest.approx(played.throughput, rel=0.01)
+
+
+def test_plan_and_simulate_need_the_same_memory(tmp_path: Path) -> None:
+    """What is said is what the smallest microbatch needs, not the largest that was tried."""
+    text = "".join(f'[[machines]]\nname = "{d}"\ndevice = "{d}"\n' for d in ("RTX 4090", "RTX 3090", "CPU"))
+    (tmp_path / "fleet.toml").write_text(text)
+    with pytest.raises(CapacityError) as simulated:
+        what_if(tmp_path / "fleet.toml", None, "llama-7b", [], hours=1.0, seed=0, plot=None, json=True)
+    arguments = ["plan", str(tmp_path / "fleet.toml"), "--model", "llama-7b", "--time-limit", "1", "--json"]
+    found = Plan.model_validate_json(CliRunner().invoke(app, arguments).output)
+    needs = "needs 139 GiB in 3 stages, all machines together have 64 GiB"
+    assert needs in str(simulated.value)
+    runnable = [p for p in found.strategies if p.runnable]
+    assert len(runnable) == 3
+    assert all(needs in p.problem for p in runnable)
 
 
 def test_of_each_number_of_stages_the_best_is_played_unless_it_is_far_behind(tmp_path: Path) -> None:

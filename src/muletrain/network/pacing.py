@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 TARGET_S = {Channel.PIPE: 0.08, Channel.AVERAGE: 0.05, Channel.BULK: 0.025}
 """Queue that a channel's traffic may cause [s], the highest class first. A call passes one there and one back."""
-LANES = 2
+LANES = 8
 """Receivers that get averaging, or state, at a time: while one acknowledges, the other is sent to."""
 STALL_S = 1.0
 """A receiver that acknowledges nothing for so long does not hold up the others."""

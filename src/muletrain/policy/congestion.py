@@ -10,18 +10,23 @@ from __future__ import annotations
 
 from collections import deque
 
-SMALLEST, FIRST, LARGEST = 1 << 14, 1 << 16, 1 << 25
+SMALLEST, FIRST, LARGEST = 1 << 13, 1 << 14, 1 << 25
 """Bytes of a window: at least, at first, and at most. ``SMALLEST`` lets the lowest class come through on a full link, too."""
-PIECE_MIN, PIECE_MAX = 1 << 13, 1 << 18
+PIECE_MIN, PIECE_MAX = 1 << 12, 1 << 18
 """Bytes that are handed to the transport at once."""
 PIECES = 8
 """In a window."""
-GAIN = 0.5
+GAIN = 0.2
 """Of the way to the window that the measured delay asks for, in one round trip (FAST TCP's gamma)."""
 MEMORY_S = 60.0
 """The smallest delay is that of the last one to two of these periods: routes change, and clocks drift by some 50 us in a second."""
-RECENT = 4
-"""Acknowledgements of which the smallest delay counts: a busy process acknowledges late now and then."""
+RECENT_S = 0.01
+"""Of the acknowledgements that came within that time, the smallest delay counts: a busy process acknowledges late now and then. More would
+be a lag, and the queue would swing."""
+
+
+INSTANT_S = 1e-6
+"""A round trip takes at least that."""
 
 
 class Smallest:
@@ -46,8 +51,11 @@ class Window:
     def __init__(self) -> None:
         self.size = float(FIRST)
         self.queue_s = 0.0
+        self._starts = True
+        """It doubles with each round trip until a queue is seen."""
         self._one_way, self._round_trip = Smallest(), Smallest()
-        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._recent: deque[tuple[float, float]] = deque()
+        """(when it was known, one-way delay)."""
 
     @property
     def piece(self) -> int:
@@ -60,13 +68,16 @@ class Window:
         """``nbytes``, handed over at ``sent_s``, arrived at ``received_s`` of the receiver's clock, as is known here since ``now_s``.
         ``filled``: the window was the limit. Clocks need not agree: only changes of the one-way delay count."""
         one_way_s = received_s - sent_s
-        self._recent.append(one_way_s)
+        self._recent.append((now_s, one_way_s))
+        while now_s - self._recent[0][0] > RECENT_S:
+            self._recent.popleft()
         base_s = self._one_way.add(one_way_s, now_s)
-        round_trip_s = self._round_trip.add(max(0.0, now_s - sent_s), now_s)
-        self.queue_s = min(self._recent) - base_s
+        round_trip_s = self._round_trip.add(max(INSTANT_S, now_s - sent_s), now_s)
+        self.queue_s = min(delay_s for _, delay_s in self._recent) - base_s
+        # what is sent at once is a queue for a moment, too: not every one that is seen is the link's
+        self._starts = self._starts and self.queue_s < max(target_s / 2, round_trip_s / 4)
         # FAST TCP, eq. 1, with a queue of target_s instead of so many packets; stable for any round trip
         asked = (round_trip_s + target_s) / (round_trip_s + self.queue_s) - 1.0
-        gain = 1.0 if self.queue_s < target_s / 2 else GAIN
-        change = nbytes * min(1.0, max(-0.5, gain * asked))
+        change = nbytes if self._starts else nbytes * GAIN * min(1.0, max(-1.0, asked))
         if change < 0.0 or filled:
             self.size = min(LARGEST, max(SMALLEST, self.size + change))

@@ -3,6 +3,7 @@ holds them; then a peer applies the step."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,9 +22,12 @@ class End:
         self.words, self.seals, self.parts, self.means = ([0] * peers for _ in range(4))
         self.held: list[set[int]] = [set() for _ in range(peers)]
         """Stages of which somebody holds the whole mean."""
+        self.told = set[tuple[int, int]]()
+        """Stages of which a machine of this kind has said so."""
         self.agreed, self.applied = set[int](), set[int]()
+        self.begun_s = math.inf
         self.through_s = self.over_s = 0.0
-        """When the last trainer had all answers, and when the last peer had applied the step."""
+        """When the first trainer began it, when the last one had all answers, and when the last peer had applied the step."""
 
 
 class Endings:
@@ -37,6 +41,10 @@ class Endings:
         self._opened, self._delayed = opened, delayed
         self._here = [[p for p, s in enumerate(stages) if s == stage] for stage in range(len(cost.stages))]
         self.of = defaultdict[int, End](lambda: End(len(stages)))
+
+    def begin(self, step: int) -> None:
+        """A trainer begins."""
+        self.of[step].begun_s = min(self._wires.now_s, self.of[step].begun_s)
 
     def through(self, trainer: int, step: int) -> None:
         """All that ``trainer`` builds is: it tells everyone."""
@@ -72,7 +80,7 @@ class Endings:
         k = here.index(p)
         nbytes = self._cost.stages[self._stages[p]].averaged_bytes / len(here)
         for other in here[k:] + here[:k]:
-            self._wires.send(p, other, nbytes, partial(then, other))
+            self._wires.send(p, other, nbytes, partial(then, other), bulk=True)
 
     def _sum(self, p: int, step: int) -> None:
         """One more part of the shard that ``p`` reduces is there."""
@@ -85,8 +93,12 @@ class Endings:
         end = self.of[step]
         end.means[p] += 1
         if end.means[p] == len(self._replicas(p)):
-            for other in range(len(self._stages)):
-                self._wires.tell(p, other, partial(self._hear_held, other, self._stages[p], step))
+            stage, alike = self._stages[p], (self._stages[p], self._wires.kinds[p])
+            self._hear_held(p, stage, step)
+            if alike not in end.told:  # those that are linked alike hear nothing new from the others
+                end.told.add(alike)
+                for other in range(len(self._stages)):
+                    self._wires.tell(p, other, partial(self._hear_held, other, stage, step))
 
     def _hear_held(self, p: int, stage: int, step: int) -> None:
         """Somebody holds the whole mean of ``stage``. A record needs those of all stages; who applies it, its own."""

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 from muletrain.sim.churn import TRACE_A, read_trace
 from muletrain.sim.flow import HOUR_S, Flow, Rules, Weather
-from muletrain.sim.rates import TRAINERS, Rates
+from muletrain.sim.pace import Pace
+from muletrain.sim.rates import TRAINERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,5 +56,5 @@ def simulate_fleet(
             setting, config, weather, horizon_s, trainers=trainers, seed=seed, watch=watch, planned=planned
         ).play()
     rules = Rules(fleet.rebalance, fleet.rebalance_period, fleet.adopt_after, config.checkpoint.every)
-    rates = Rates(setting, trainers=trainers, delayed=config.optimizer.delayed)
-    return Flow(rates, weather, rules, horizon_s, seed).play().outcome()
+    pace = Pace(setting, trainers=trainers, delayed=config.optimizer.delayed)
+    return Flow(pace, weather, rules, horizon_s, seed).play().outcome()

@@ -17,9 +17,9 @@ from muletrain.errors import CapacityError, MuletrainError
 from muletrain.policy.strategies import parted
 from muletrain.sim.fleet import simulate_fleet
 from muletrain.sim.flow import Flow, Rules, Weather
+from muletrain.sim.pace import Pace
 from muletrain.sim.question import Bytes, fullest, traffic
 from muletrain.sim.rates import TRAINERS, Rates
-from muletrain.sim.steps import cast, play
 from muletrain.sim.wires import without_links
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Settled:
     @cached_property
     def took(self) -> Took:
         """A step, played."""
-        return played(self.scene.setting, self)
+        return step(self.scene.setting, self)
 
     @property
     def step_s(self) -> float:
@@ -80,13 +80,14 @@ def predict(
     """The best that was found; or why there is none. ``cuts``: to look at beside the most even one of each number of stages."""
     found, problems = [], []
     ways = [(stages, None) for stages in question.stage_counts()] + [(len(cut), cut) for cut in cuts]
-    candidates = [(way, m) for way in ways for m in question.microbatches()]
-    for n, ((stages, cut), microbatch) in enumerate(candidates):
-        try:
-            found.append(settled(question.scene(stages, microbatch, cut)))
-        except CapacityError as e:
-            problems.append(e)
-        watch((n + 1) / len(candidates))
+    for n, (stages, cut) in enumerate(ways):
+        for microbatch in question.microbatches():
+            try:
+                found.append(settled(question.scene(stages, microbatch, cut)))
+            except CapacityError as e:
+                problems.append(e)
+                break  # larger ones do not fit either
+        watch((n + 1) / len(ways))
     if not found:
         either = "; no other number of stages fits either: add machines or memory, or take a smaller model"
         return Prediction(
@@ -150,18 +151,18 @@ def rates_of(setting: Setting, scene: Scene) -> Rates:
     return Rates(setting, trainers=run.fleet.trainers or TRAINERS, delayed=run.optimizer.delayed)
 
 
-def played(setting: Setting, found: Settled, *, delayed: bool | None = None) -> Took:
-    """Steps of ``found``, in ``setting``."""
+def step(setting: Setting, found: Settled, *, delayed: bool | None = None) -> Took:
+    """Of ``found``, in ``setting``."""
     run = found.scene.run
     late = run.optimizer.delayed if delayed is None else delayed
-    return play(setting, cast(setting, found.serving, run.fleet.trainers or TRAINERS), delayed=late)
+    return Pace(setting, trainers=run.fleet.trainers or TRAINERS, delayed=late).step(found.serving)
 
 
 def split(found: Settled) -> Split:
     """See ``policy.strategies`` for what is counted as what."""
     setting = found.scene.setting
-    at_once = played(setting, found, delayed=False) if found.scene.run.optimizer.delayed else found.took
-    free = played(without_links(setting), found, delayed=False)
+    at_once = step(setting, found, delayed=False) if found.scene.run.optimizer.delayed else found.took
+    free = step(without_links(setting), found, delayed=False)
     rates = rates_of(setting, found.scene)
     return parted(
         setting.cost.microbatches / rates.of(found.serving).slowest, free.computing_s, at_once.computing_s, found.step_s

@@ -65,11 +65,18 @@ class Took(NamedTuple):
     computing_s: float
 
 
+def steps_of(setting: Setting, seats: Seats | None = None) -> int:
+    """That are played."""
+    return max(1, math.ceil((DRAWN if seats is None else ENOUGH) / setting.cost.microbatches))
+
+
 def play(setting: Setting, who: Cast, *, delayed: bool = False) -> Took:
     """Steps in which senders have measured all receivers. ``delayed``: each is averaged while the next one is computed."""
-    steps = max(1, math.ceil((DRAWN if who.seats is None else ENOUGH) / setting.cost.microbatches))
+    steps = steps_of(setting, who.seats)
     warm, *ends = _Play(setting, who, delayed=delayed).run(1 + steps)
     step_s = (ends[-1].over_s - warm.over_s) / steps
+    if delayed:
+        return Took(step_s, min(step_s, sum(end.through_s - end.begun_s for end in ends) / steps))
     return Took(step_s, max(0.0, step_s - sum(end.over_s - end.through_s for end in ends) / steps))
 
 
@@ -158,6 +165,7 @@ class _Play:
 
     def _train(self, trainer: int, step: int) -> None:
         every = range(self._cost.microbatches)
+        self._endings.begin(step)
         mine = [i for i in every if self._trainers[claimant(step, i, self._trainers)] == trainer]
         self._left[trainer, step] = len(mine)
         for index in mine:

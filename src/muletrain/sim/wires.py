@@ -7,6 +7,7 @@ import itertools
 import math
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from muletrain.config.fleet import Link
@@ -17,19 +18,22 @@ if TYPE_CHECKING:
     from muletrain.sim.machines import Setting
 
 FREE = Link(0.0, math.inf)
+MOMENT_S = 1e-9
+"""Rounding."""
 
 
 class Wires:
-    """Between machines, each of one of the ``setting``'s kinds. Uplinks, downlinks and paths are shared as ``network.shaped`` shares
-    them: a slow path leaves the uplink to others; a downlink takes no time for what comes alone."""
+    """Between machines, each of one of the ``setting``'s kinds. Uplinks, downlinks and paths are shared as production shares them: a slow
+    path leaves the uplink to others; a downlink takes no time for what comes alone; bulk data (gradients that are averaged) waits for
+    activations and their gradients, on both ends."""
 
     def __init__(self, setting: Setting, kinds: Sequence[int]) -> None:
         self.now_s = 0.0
-        self._setting, self._kinds = setting, kinds
+        self._setting, self.kinds = setting, kinds
         self._order = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._up_free_s, self._down_free_s = [0.0] * len(kinds), [0.0] * len(kinds)
-        self._path_free_s = defaultdict[tuple[int, int], float](float)
+        self._up, self._down = [_Lane() for _ in kinds], [_Lane() for _ in kinds]
+        self._paths = defaultdict[tuple[int, int], _Lane](_Lane)
 
     def run(self, done: Callable[[], bool]) -> None:
         """One event after the other, until ``done``."""
@@ -44,21 +48,35 @@ class Wires:
         """What is so small that only the way takes time."""
         self.after(0.0 if a == b else self._link(a, b).delay_s, then)
 
-    def send(self, a: int, b: int, nbytes: float, then: Callable[[], None]) -> None:
+    def send(self, a: int, b: int, nbytes: float, then: Callable[[], None], *, bulk: bool = False) -> None:
         if a == b:
             self.after(0.0, then)
             return
-        now_s, link = self.now_s, self._link(a, b)
-        up_s = max(now_s, self._up_free_s[a]) + nbytes / self._setting.kinds[self._kinds[a]].up_bytes_per_s
-        path_s = max(now_s, self._path_free_s[a, b]) + nbytes / link.bandwidth_bytes_per_s
-        self._up_free_s[a], self._path_free_s[a, b] = up_s, path_s
-        self.after(max(up_s, path_s) + link.delay_s - now_s, lambda: self._take(b, nbytes, then))
+        link, up_bytes_per_s = self._link(a, b), self._setting.kinds[self.kinds[a]].up_bytes_per_s
+        lanes = (self._up[a], nbytes / up_bytes_per_s), (self._paths[a, b], nbytes / link.bandwidth_bytes_per_s)
+        arrive = partial(self.after, link.delay_s, partial(self._take, b, nbytes, then, bulk=bulk))
+        self._through(lanes, self.now_s, arrive, bulk=bulk)
 
-    def _take(self, b: int, nbytes: float, then: Callable[[], None]) -> None:
-        duration_s = nbytes / self._setting.kinds[self._kinds[b]].down_bytes_per_s
-        free_s = self._down_free_s[b] = max(self._down_free_s[b], self.now_s - duration_s) + duration_s
-        if free_s > self.now_s:
-            self.after(free_s - self.now_s, then)
+    def _take(self, b: int, nbytes: float, then: Callable[[], None], *, bulk: bool) -> None:
+        """What has come has used the downlink while it came."""
+        duration_s = nbytes / self._setting.kinds[self.kinds[b]].down_bytes_per_s
+        self._through(((self._down[b], duration_s),), self.now_s - duration_s, then, bulk=bulk)
+
+    def _through(
+        self, lanes: Sequence[tuple[_Lane, float]], begin_s: float, then: Callable[[], None], *, bulk: bool
+    ) -> None:
+        """``then``, once all ``lanes`` have carried it, each for so long."""
+        if bulk:
+            self._once_carried([(lane, lane.carry_bulk(begin_s, seconds)) for lane, seconds in lanes], then)
+        elif (left_s := max([lane.carry(begin_s, seconds) for lane, seconds in lanes]) - self.now_s) > 0:
+            self.after(left_s, then)
+        else:
+            then()
+
+    def _once_carried(self, marks: Sequence[tuple[_Lane, float]], then: Callable[[], None]) -> None:
+        left_s = max([lane.left_s(self.now_s, mark_s) for lane, mark_s in marks])
+        if left_s > MOMENT_S:
+            self.after(left_s, partial(self._once_carried, marks, then))  # what is urgent may come meanwhile
         else:
             then()
 
@@ -68,13 +86,40 @@ class Wires:
             return 0.0
         links, kinds = self._setting.links, self._setting.kinds
         way_s = 0.0
-        for c, d, nbytes in ((self._kinds[a], self._kinds[b], there), (self._kinds[b], self._kinds[a], back)):
+        for c, d, nbytes in ((self.kinds[a], self.kinds[b], there), (self.kinds[b], self.kinds[a], back)):
             rate = min(kinds[c].up_bytes_per_s, kinds[d].down_bytes_per_s, links[c][d].bandwidth_bytes_per_s)
             way_s += links[c][d].delay_s + nbytes / rate
         return way_s
 
     def _link(self, a: int, b: int) -> Link:
-        return self._setting.links[self._kinds[a]][self._kinds[b]]
+        return self._setting.links[self.kinds[a]][self.kinds[b]]
+
+
+class _Lane:
+    """One thing after another, bulk data only while nothing else waits. Bulk data has a clock of its own, which stands still meanwhile."""
+
+    def __init__(self) -> None:
+        self._free_s = self._bulk_free_s = -math.inf
+        self._urgent_s = 0.0
+        """Of all that goes first."""
+
+    def carry(self, now_s: float, seconds: float) -> float:
+        """When it is through."""
+        self._free_s = max(now_s, self._free_s) + seconds
+        self._urgent_s += seconds
+        return self._free_s
+
+    def carry_bulk(self, now_s: float, seconds: float) -> float:
+        """When it is through, by the clock of bulk data."""
+        self._bulk_free_s = max(self._bulk_clock_s(now_s), self._bulk_free_s) + seconds
+        return self._bulk_free_s
+
+    def left_s(self, now_s: float, mark_s: float) -> float:
+        """Until that clock shows ``mark_s``, if nothing more comes."""
+        return mark_s - self._bulk_clock_s(now_s) + max(0.0, self._free_s - now_s)
+
+    def _bulk_clock_s(self, now_s: float) -> float:
+        return max(now_s, self._free_s) - self._urgent_s
 
 
 def without_links(setting: Setting) -> Setting:

@@ -1,0 +1,261 @@
+"""Fleets without faults, drawn by seed: every message of the production code, against rates, against what ``plan`` predicts. See README.md.
+
+python benchmarks/sim_grid/run.py --keep FOLDER                  # seeds 0 to 39, and writes results.json
+python benchmarks/sim_grid/run.py --keep FOLDER --seeds 100-139  # fresh ones, fresh.json
+python benchmarks/sim_grid/run.py --predict                      # bound, rates and plan alone
+What was played is kept in FOLDER and not played again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import re
+import signal
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import Progress
+
+from muletrain.config.schema import RunConfig
+from muletrain.errors import MuletrainError
+from muletrain.events import MicrobatchRerouted, PeerSuspected, StepApplied, StepDone
+from muletrain.sim.fleet import simulate_fleet
+from muletrain.sim.flow import Weather
+from muletrain.sim.machines import Setting, seated
+from muletrain.sim.rates import TRAINERS, Rates
+from muletrain.sim.steps import cast, play
+
+sys.path.insert(0, str(Path(__file__).parent))
+from draw import bound_s, drawn
+
+if TYPE_CHECKING:
+    from muletrain.events import Event
+
+HERE = Path(__file__).parent
+TABLES = {"0-39": "results.json", "100-139": "fresh.json"}
+LEAST_STEPS, LEAST_MICROBATCHES = 5, 640
+"""Of what is played after the first step, in which nobody has measured anything. Who builds how many microbatches of a step is a draw, so
+that short steps differ, and more of them are played."""
+PATIENCE = 3.0
+"""A play ends after so many times what rates and ``plan`` expect."""
+NEAR = 0.15
+
+
+class Enough(KeyboardInterrupt):
+    """Ends a play, as the user would."""
+
+
+@dataclass
+class Seen:
+    """What the peers of one play say."""
+
+    steps: int
+    ends_s: list[float] = field(default_factory=list)
+    repeated: int = 0
+    suspected: Counter[str] = field(default_factory=Counter)
+    rerouted: Counter[str] = field(default_factory=Counter)
+    now_s: float = 0.0
+    over: bool = False
+
+    def watch(self, event: Event) -> None:
+        """Raises Enough once all steps are done."""
+        if self.over:
+            return
+        self.now_s = max(self.now_s, event.t)
+        match event:
+            case StepDone() if event.step > len(self.ends_s):
+                self.ends_s.append(event.t)
+            case StepApplied():
+                self.repeated += event.recomputed
+            case PeerSuspected():
+                self.suspected[_kind(event.reason)] += 1
+            case MicrobatchRerouted():
+                self.rerouted[_kind(event.reason.split(": ", 1)[-1])] += 1
+        if len(self.ends_s) > self.steps:
+            self.end()
+
+    def end(self, *_: object) -> None:
+        if not self.over:
+            self.over = True
+            raise Enough
+
+    @property
+    def step_s(self) -> float:
+        """Mean after the first one; inf: no other came to its end."""
+        ends_s = self.ends_s
+        return (ends_s[-1] - ends_s[0]) / (len(ends_s) - 1) if len(ends_s) > 1 else math.inf
+
+
+def _kind(reason: str) -> str:
+    """Without numbers, and without the names that it begins with."""
+    return re.sub(r"^(N(-N)*: )+", "", re.sub(r"[\w.]*\d[\w.]*", "N", reason))[:120]
+
+
+def compared(seed: int, limit_s: float = 0.0, *, only_predict: bool = False) -> dict[str, Any]:
+    """One fleet, in tokens/s. ``limit_s``: of CPU time; 0: no limit. What ends a play early stands in ``failed``."""
+    begin_s = time.process_time()
+    found = drawn(seed)
+    scene, config = found.setting()
+    serving, delayed = seated(scene), config.optimizer.delayed
+    cost, trainers = scene.cost, config.fleet.trainers or TRAINERS
+    times_s = {
+        "bound": bound_s(scene, serving, delayed=delayed),
+        "rates": cost.microbatches / Rates(scene, trainers=trainers, delayed=delayed).of(serving).throughput,
+        "plan": play(scene, cast(scene, serving, trainers), delayed=delayed).step_s,
+    }
+    steps = max(LEAST_STEPS, math.ceil(LEAST_MICROBATCHES / cost.microbatches))
+    horizon_s = PATIENCE * (steps + 1) * max(times_s["rates"], times_s["plan"])
+    seen = Seen(steps)
+    failed = "" if only_predict else _played(scene, config, seen, horizon_s, limit_s)
+    times_s["protocol"] = seen.step_s
+    return {
+        "seed": seed, **_described(scene, config, found.fleet), "stages": [sum(here) for here in serving],
+        **{f"{name}_s": None if math.isinf(s) else round(s, 3) for name, s in times_s.items()},
+        **{name: round(cost.microbatches * cost.tokens / s, 1) for name, s in times_s.items()},
+        "steps": len(seen.ends_s), "played_s": round(seen.now_s, 1), "ends_s": [round(s, 2) for s in seen.ends_s],
+        "repeated": seen.repeated, "suspected": seen.suspected.total(), "rerouted": seen.rerouted.total(),
+        "reasons": dict(seen.suspected + seen.rerouted), "failed": failed, "cpu_s": round(time.process_time() - begin_s, 1),
+    }  # fmt: skip
+
+
+def _played(scene: Setting, config: RunConfig, seen: Seen, horizon_s: float, limit_s: float) -> str:
+    """What went wrong, if anything did."""
+    problems, begin_s = list[str](), time.process_time()
+    before = signal.signal(signal.SIGPROF, seen.end)
+    signal.setitimer(signal.ITIMER_PROF, limit_s)
+    try:
+        outcome = simulate_fleet(
+            scene, config, Weather(), hours=horizon_s / 3600, fidelity="protocol", watch=seen.watch
+        )
+        problems += [f"{n} x {what}" for what, n in outcome.events.items()]
+    except Enough:
+        pass
+    except MuletrainError as e:
+        problems.append(str(e))
+    signal.setitimer(signal.ITIMER_PROF, 0.0)
+    signal.signal(signal.SIGPROF, before)
+    if (ended := len(seen.ends_s)) <= seen.steps:
+        out = 0 < limit_s <= time.process_time() - begin_s
+        problems.append(
+            f"{ended} of {seen.steps + 1} steps in {'the CPU time that it has' if out else f'{horizon_s:.0f} s'}"
+        )
+    return "; ".join(problems)
+
+
+def _described(scene: Setting, config: RunConfig, fleet: str) -> dict[str, str]:
+    """In words."""
+
+    def of(name: str) -> str:
+        return "/".join(dict.fromkeys(re.findall(rf"^{name} = (\S+)", fleet, re.MULTILINE)))
+
+    return {
+        "machines": ", ".join(f"{kind.count} {kind.device}" for kind in scene.kinds),
+        "run": f"{config.model.preset}, {len(scene.cut)} stages, {config.microbatches} x {config.train.microbatch}"
+        + (", delayed" if config.optimizer.delayed else ""),
+        "links": f"up {of('up_mbps')}, down {of('down_mbps')} Mb/s; {'/'.join(dict.fromkeys([of('local_rtt_ms'), of('rtt_ms')]))} ms; "
+        f"{of('queue_s') or 0} s",
+    }  # fmt: skip
+
+
+def off(row: dict[str, Any], against: str) -> float:
+    """By how much the protocol misses it."""
+    return float(row["protocol"] / row[against] - 1)
+
+
+def summed_up(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    def clean(row: dict[str, Any]) -> bool:
+        return not (row["repeated"] or row["rerouted"] or row["suspected"] or row["failed"])
+
+    return {
+        "fleets": len(rows), "came to the end of all steps": sum(not row["failed"] for row in rows),
+        **{
+            f"within 15 % of {name}": sum(not row["failed"] and abs(off(row, name)) <= NEAR for row in rows)
+            for name in ("rates", "plan")
+        },
+        **{f"farthest from {name}": round(max((off(row, name) for row in rows), key=abs), 3) for name in ("rates", "plan")},
+        "microbatches repeated": sum(row["repeated"] for row in rows),
+        "microbatches sent again": sum(row["rerouted"] for row in rows),
+        "peers suspected": sum(row["suspected"] for row in rows),
+        "fleets with none of this": sum(map(clean, rows)),
+        "CPU minutes": round(sum(row["cpu_s"] for row in rows) / 60, 1),
+        "longest play, CPU seconds": max(row["cpu_s"] for row in rows),
+    }  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown, worst first."""
+    lines = [
+        "| seed | machines | run | links, queue | bound | rates | plan | protocol [tokens/s] | of the bound | against rates | against plan "
+        "| repeated | sent again | suspected | failed |",
+        "|" + "---|" * 15,
+    ]
+    for row in sorted(rows, key=lambda row: -max(abs(off(row, "rates")), abs(off(row, "plan")))):
+        speeds = " | ".join(f"{row[name]:,.0f}" for name in ("bound", "rates", "plan", "protocol"))
+        shares = f"{row['protocol'] / row['bound']:.0%} | {off(row, 'rates'):+.1%} | {off(row, 'plan'):+.1%}"
+        told = " | ".join(str(row[name]) for name in ("seed", "machines", "run", "links"))
+        lines.append(
+            f"| {told} | {speeds} | {shares} | {row['repeated']} | {row['rerouted']} | {row['suspected']} | {row['failed']} |"
+        )
+    return "\n".join(lines)
+
+
+def predictions(rows: list[dict[str, Any]]) -> str:
+    """Markdown: a step [s], worst first."""
+    lines = ["| seed | machines | run | links, queue | bound | rates | plan | plan against rates |", "|" + "---|" * 8]
+    for row in sorted(rows, key=lambda row: -abs(math.log(row["plan"] / row["rates"]))):
+        told = " | ".join(
+            str(row[name]) for name in ("seed", "machines", "run", "links", "bound_s", "rates_s", "plan_s")
+        )
+        lines.append(f"| {told} | {row['plan'] / row['rates'] - 1:+.1%} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", default="0-39", help="FIRST-LAST, or some: 3,17,105")
+    parser.add_argument("--keep", type=Path, help="folder for what was played")
+    parser.add_argument("--jobs", type=int, default=2, help="fleets at a time")
+    parser.add_argument("--limit", type=float, default=360.0, help="of a fleet [s of CPU]")
+    parser.add_argument("--out", type=Path, help="default for 0-39 and 100-139: results.json and fresh.json")
+    parser.add_argument(
+        "--predict", action="store_true", help="bound, rates and plan alone: seconds of CPU for all fleets"
+    )
+    args = parser.parse_args()
+    first, *last = args.seeds.split("-")
+    seeds = list(range(int(first), int(last[0]) + 1)) if last else [int(seed) for seed in first.split(",")]
+    if args.predict:
+        print(predictions([compared(seed, only_predict=True) for seed in seeds]))
+        return
+    if args.keep is None:
+        parser.error("--keep: name a folder for what is played")
+    args.keep.mkdir(parents=True, exist_ok=True)
+    files = {seed: args.keep / f"fleet-{seed}.json" for seed in seeds}
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        Progress() as shown,
+        ProcessPoolExecutor(args.jobs, spawn, max_tasks_per_child=1) as pool,  # a fresh process each
+    ):
+        bar = shown.add_task("fleets", total=len(seeds), completed=sum(file.exists() for file in files.values()))
+        plays = [pool.submit(compared, seed, args.limit) for seed, file in files.items() if not file.exists()]
+        for done in as_completed(plays):
+            row = done.result()
+            files[row["seed"]].write_text(json.dumps(row, indent=1) + "\n")
+            shown.update(bar, advance=1)
+            shown.print(f"{row['seed']}: {off(row, 'rates'):+.1%} of rates, {off(row, 'plan'):+.1%} of plan, {row['repeated']} repeated, "
+                        f"{row['suspected']} suspected, {row['cpu_s']} s of CPU {row['failed']}")  # fmt: skip
+    rows = [json.loads(files[seed].read_text()) for seed in seeds]
+    print(table(rows), json.dumps(summed_up(rows), indent=1), sep="\n\n")
+    out = args.out or (HERE / TABLES[args.seeds] if args.seeds in TABLES else None)
+    if out is not None:
+        out.write_text(json.dumps({"summary": summed_up(rows), "fleets": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
