@@ -139,7 +139,7 @@ class Lab:
         self.probers: dict[str, Prober] = {}
         for index, name in enumerate(self.names):
             net = self.hub.join(name)
-            shaped = ShapedNetwork(net, self._links(index), fleet.peers()[index], LoopClock())
+            shaped = ShapedNetwork(net, self._links(index), fleet.peers()[index])
             self.nets[name] = net
             self.probers[name] = Prober(
                 net, shaped, self.names[0], LoopClock(), lambda names: None, lambda name=name: self.blocks[name]

@@ -68,7 +68,7 @@ async def main(rank: int, members: int, folder: Path, codec: Codec, shaped: bool
         network: Any = inner
         if shaped:
             own = FleetPeer(rank, str(rank), "", None, 1.0, None, None, True, RATE, RATE, None, None, None)
-            network = ShapedNetwork(inner, lambda peer: Link(RTT_S / 2, RATE), own, LoopClock())
+            network = ShapedNetwork(inner, lambda peer: Link(RTT_S / 2, RATE), own)
         roster = Roster(
             Genesis(
                 run_id="bench",

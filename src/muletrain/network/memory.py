@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from muletrain.errors import DeadlineExceeded, MuletrainError, PeerUnreachable, ProtocolError, Refused
 from muletrain.network.base import CallHandler, Channel, Frame, FrameHandler, LossHandler, PeerId, RefusalHandler
 from muletrain.network.delivery import Counters, Delivery
-from muletrain.network.paced import PacedStreams, Parcel
+from muletrain.network.paced import MemoryStreams, Parcel
 from muletrain.network.roads import Roads
 from muletrain.wire.frame import frame_size, pack, read_frame, reread
 
@@ -217,7 +217,7 @@ class MemoryNetwork:
         self.peer_id, self._hub = peer_id, hub
         self.counters = Counters()
         self._delivery = Delivery()
-        self.streams = PacedStreams(hub, self)
+        self.streams = MemoryStreams(hub, self)
         """Over narrow links."""
         self._heard: dict[PeerId, float] = {}
         self._moved = 0

@@ -1,12 +1,15 @@
-"""Streams of a ``MemoryNetwork`` over narrow links (``roads``), as ``streams`` has them between real machines: frames go piece by piece,
-when the production ``Pacer`` grants them, and the receiver acknowledges each piece. What is small (``Channel.CONTROL``) goes at once, and
-waits behind what is in the queues already.
+"""Streams over emulated narrow links (``roads``), as ``streams`` has them between real machines: frames go piece by piece, when the
+production ``Pacer`` grants them, and the receiver acknowledges each piece. What is small (``Channel.CONTROL``) goes at once, and waits
+behind what is in the queues already. ``MemoryStreams`` are those of a virtual world, where both ends are known; ``network.shaped``
+knows one.
 """
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from muletrain.errors import PeerUnreachable
@@ -15,6 +18,9 @@ from muletrain.network.pacing import Pacer
 from muletrain.network.roads import Piece
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from typing import Any
+
     from muletrain.network.base import Frame, PeerId
     from muletrain.network.memory import MemoryHub, MemoryNetwork
     from muletrain.network.roads import Route
@@ -39,37 +45,48 @@ class Parcel:
 
 
 @dataclass(slots=True, eq=False)
-class _Stream:
+class Stream(ABC):
     """To one receiver. ``under_way``: bytes that it has not acknowledged; ``writing``: the frame being sent."""
 
-    sender: MemoryNetwork
-    receiver: MemoryNetwork
+    peer: PeerId
     channel: Channel
     route: Route
-    way: PeerId
-    under_way: int = 0
-    writing: asyncio.Task[None] | None = None
-    broken: bool = False
+    under_way: int = field(default=0, init=False)
+    writing: asyncio.Task[None] | None = field(default=None, init=False)
+    broken: bool = field(default=False, init=False)
+
+    @abstractmethod
+    def arrived(self, parcel: Parcel | None, nbytes: int, sent_s: float) -> None:
+        """``nbytes`` of it, the last of ``parcel``, if there is one."""
 
 
-class PacedStreams:
-    """Of one peer, to and from all others."""
+class PacedStreams(ABC):
+    """Of one peer, to all others."""
 
-    def __init__(self, hub: MemoryHub, net: MemoryNetwork) -> None:
-        self._hub, self._net = hub, net
+    def __init__(
+        self, spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]], heard: Callable[[PeerId], None]
+    ) -> None:
+        """``heard`` is told when a receipt comes."""
+        self._spawn, self._heard = spawn, heard
         self.pacer = Pacer()
-        self.came = 0
-        """Paced bytes that arrived so far."""
         self._turns: dict[tuple[PeerId, Channel], asyncio.Lock] = {}
-        self._open: dict[tuple[PeerId, Channel], _Stream] = {}
+        self._open: dict[tuple[PeerId, Channel], Stream] = {}
+
+    @abstractmethod
+    def _opened(self, peer: PeerId, channel: Channel) -> Stream:
+        """A new one. Raises PeerUnreachable."""
+
+    @abstractmethod
+    async def _awake(self) -> None:
+        """Until we are not frozen (any more)."""
 
     async def send(self, peer: PeerId, channel: Channel, parcel: Parcel, timeout_s: float) -> None:
         """Returns when all of it is in the first queue. Raises PeerUnreachable, DeadlineExceeded."""
         if channel is Channel.CONTROL:
             to = self._stream(peer, channel)
-            await _entered(to.route.carry(parcel.nbytes, lambda: _arrived(to, parcel, 0, 0.0)))
+            await _entered(to.route.carry(parcel.nbytes, partial(to.arrived, parcel, 0, 0.0)))
             return
-        writing = self._net.spawn(self._write(peer, channel, parcel))
+        writing = self._spawn(self._write(peer, channel, parcel))
         await self.pacer.patient(peer, writing, timeout_s, lambda: parcel.begun)
 
     async def _write(self, peer: PeerId, channel: Channel, parcel: Parcel) -> None:
@@ -88,46 +105,77 @@ class PacedStreams:
             finally:
                 to.writing = None
 
-    async def _write_pieces(self, to: _Stream, parcel: Parcel) -> None:
-        loop, peer, coarse = asyncio.get_running_loop(), to.receiver.peer_id, to.route.coarse
+    async def _write_pieces(self, to: Stream, parcel: Parcel) -> None:
+        loop = asyncio.get_running_loop()
         while parcel.left:
-            nbytes = await self.pacer.grant(peer, to.channel, parcel.left, coarse)
+            nbytes = await self.pacer.grant(to.peer, to.channel, parcel.left, to.route.coarse)
             to.under_way += nbytes
-            if self._hub.frozen:
-                await self._hub.awake(self._net.peer_id)
+            await self._awake()
             parcel.left -= nbytes
-            piece = _piece(to, None if parcel.left else parcel, nbytes, loop.time())
+            last_of = None if parcel.left else parcel
+            piece = Piece(to.route, nbytes, partial(to.arrived, last_of, nbytes, loop.time()))
             piece.begin()
         await _entered(piece)
 
-    def _stream(self, peer: PeerId, channel: Channel) -> _Stream:
-        """Raises PeerUnreachable."""
-        to = self._open.get((peer, channel))
-        if to is None:
-            receiver, route = self._hub.reach(self._net.peer_id, peer), self._hub.route(self._net.peer_id, peer)
-            assert route is not None  # else nobody comes here
-            way = self._hub.way(self._net.peer_id, peer)
-            to = self._open[peer, channel] = _Stream(self._net, receiver, channel, route, way or "")
-        return to
+    def _stream(self, peer: PeerId, channel: Channel) -> Stream:
+        if (peer, channel) not in self._open:
+            self._open[peer, channel] = self._opened(peer, channel)
+        return self._open[peer, channel]
 
     def broke(self, peer: PeerId) -> None:
         """All streams to ``peer``."""
         for channel in Channel:
             if (to := self._open.get((peer, channel))) is not None:
-                self._end(to)
-                if to.writing is not None:
-                    to.writing.cancel()
+                self.stop(to)
 
-    def _end(self, to: _Stream) -> None:
+    def stop(self, to: Stream) -> None:
+        """Nothing more goes by it: the frame being sent fails with PeerUnreachable."""
+        self._end(to)
+        if to.writing is not None:
+            to.writing.cancel()
+
+    def _end(self, to: Stream) -> None:
         to.broken = True
-        del self._open[to.receiver.peer_id, to.channel]
-        self.pacer.forget(to.receiver.peer_id, to.under_way)
+        del self._open[to.peer, to.channel]
+        self.pacer.forget(to.peer, to.under_way)
 
-    def acknowledged(self, to: _Stream, nbytes: int, sent_s: float, received_s: float) -> None:
+    def acknowledged(self, to: Stream, nbytes: int, sent_s: float, received_s: float) -> None:
         if not to.broken:
-            self._net.hear(to.receiver.peer_id)
+            self._heard(to.peer)
             to.under_way -= nbytes
-            self.pacer.acknowledged(to.receiver.peer_id, nbytes, sent_s, received_s)
+            self.pacer.acknowledged(to.peer, nbytes, sent_s, received_s)
+
+
+@dataclass(slots=True, eq=False)
+class _Stream(Stream):
+    """Between two peers of a hub."""
+
+    sender: MemoryNetwork
+    receiver: MemoryNetwork
+    way: PeerId
+
+    def arrived(self, parcel: Parcel | None, nbytes: int, sent_s: float) -> None:
+        self.receiver.streams.arrived(self, parcel, nbytes, sent_s)
+
+
+class MemoryStreams(PacedStreams):
+    """Of one peer of a hub, to and from all others."""
+
+    def __init__(self, hub: MemoryHub, net: MemoryNetwork) -> None:
+        super().__init__(net.spawn, net.hear)
+        self._hub, self._net = hub, net
+        self.came = 0
+        """Paced bytes that arrived so far."""
+
+    def _opened(self, peer: PeerId, channel: Channel) -> Stream:
+        hub, own = self._hub, self._net.peer_id
+        receiver, route, way = hub.reach(own, peer), hub.route(own, peer), hub.way(own, peer)
+        assert route is not None  # else nobody comes here
+        return _Stream(peer, channel, route, self._net, receiver, way or "")
+
+    async def _awake(self) -> None:
+        if self._hub.frozen:
+            await self._hub.awake(self._net.peer_id)
 
     def arrived(self, by: _Stream, parcel: Parcel | None, nbytes: int, sent_s: float) -> None:
         """``nbytes`` at us, the last of ``parcel``, if there is one. The sender hears of them when we take them."""
@@ -158,14 +206,6 @@ class PacedStreams:
         back = hub.route(own, sender.peer_id)
         assert back is not None  # what narrows the way there is on the way back, too
         Piece(back, 0, lambda: sender.streams.acknowledged(by, nbytes, sent_s, received_s)).begin()
-
-
-def _piece(to: _Stream, last_of: Parcel | None, nbytes: int, sent_s: float) -> Piece:
-    return Piece(to.route, nbytes, lambda: _arrived(to, last_of, nbytes, sent_s))
-
-
-def _arrived(to: _Stream, parcel: Parcel | None, nbytes: int, sent_s: float) -> None:
-    to.receiver.streams.arrived(to, parcel, nbytes, sent_s)
 
 
 async def _entered(piece: Piece) -> None:

@@ -28,11 +28,13 @@ INSTANT_S = 1e-9
 
 @dataclass(frozen=True)
 class Road:
-    """One machine's link to all others. ``queue_s``: seconds of data that wait in front of each direction, at most."""
+    """One machine's link to all others. ``queue_s``: seconds of data that wait in front of each direction, at most. ``open_s``: when it
+    carries anything that comes at a time; None: at once."""
 
     up_bytes_per_s: float = math.inf
     down_bytes_per_s: float = math.inf
     queue_s: float = 0.25
+    open_s: Callable[[float], float] | None = None
 
 
 class Piece:
@@ -53,7 +55,7 @@ class Piece:
 
     def begin(self) -> None:
         then = self._come if self.route.queues else self.then
-        _at(asyncio.get_running_loop().time() + self.route.delays[0], then)
+        at(asyncio.get_running_loop().time() + self.route.delays[0], then)
 
     def _come(self) -> None:
         self.route.queues[self._at].offer(self)
@@ -65,13 +67,14 @@ class Piece:
         self._at += 1
         delay_s = self.route.delays[self._at]
         if self._at == len(self.route.queues):
-            _at(tail_s + delay_s, self.then)
+            at(tail_s + delay_s, self.then)
         else:
             self.tail_s = tail_s + delay_s
-            _at(head_s + delay_s, self._come)
+            at(head_s + delay_s, self._come)
 
 
-def _at(time_s: float, then: Callable[[], None]) -> None:
+def at(time_s: float, then: Callable[[], None]) -> None:
+    """Call it then, or now if that is past."""
     loop = asyncio.get_running_loop()
     if time_s <= loop.time():
         then()
@@ -80,12 +83,12 @@ def _at(time_s: float, then: Callable[[], None]) -> None:
 
 
 class Queue:
-    """In front of one direction of a link. It holds ``depth_s`` of data, or one piece."""
+    """In front of one direction of a link. It holds ``depth_s`` of data, or one piece. ``open_s``: as in ``Road``."""
 
-    __slots__ = ("_bytes_per_s", "_depth_s", "_free_s", "_lines", "_timer")
+    __slots__ = ("_bytes_per_s", "_depth_s", "_free_s", "_lines", "_open_s", "_timer")
 
-    def __init__(self, bytes_per_s: float, depth_s: float) -> None:
-        self._bytes_per_s, self._depth_s = bytes_per_s, depth_s
+    def __init__(self, bytes_per_s: float, depth_s: float, open_s: Callable[[float], float] | None = None) -> None:
+        self._bytes_per_s, self._depth_s, self._open_s = bytes_per_s, depth_s, open_s
         self._free_s = -math.inf
         """When all that is in it has left."""
         self._lines: dict[Route, deque[Piece]] = {}
@@ -112,6 +115,8 @@ class Queue:
 
     def _take(self, piece: Piece, now_s: float) -> None:
         begin_s = max(now_s, self._free_s)
+        if self._open_s is not None:
+            begin_s = self._open_s(begin_s)
         if piece.nbytes:
             self._free_s = begin_s + piece.nbytes / self._bytes_per_s
         piece.waits = False
@@ -145,6 +150,10 @@ class Route:
     coarse: int
     """Bytes that the narrowest link carries in ``EVENT_S``."""
 
+    @property
+    def delay_s(self) -> float:
+        return sum(self.delays)
+
     def carry(self, nbytes: int, then: Callable[[], None]) -> Piece:
         """All of ``nbytes`` at once, without pacing. The last piece."""
         while nbytes > PIECE:
@@ -176,10 +185,9 @@ class Roads:
 
     def lay(self, peer: PeerId, road: Road) -> None:
         """Before it sends anything."""
-        if road.up_bytes_per_s < math.inf:
-            self._up[peer] = Queue(road.up_bytes_per_s, road.queue_s)
-        if road.down_bytes_per_s < math.inf:
-            self._down[peer] = Queue(road.down_bytes_per_s, road.queue_s)
+        for queues, bytes_per_s in (self._up, road.up_bytes_per_s), (self._down, road.down_bytes_per_s):
+            if bytes_per_s < math.inf or road.open_s is not None:
+                queues[peer] = Queue(bytes_per_s, road.queue_s, road.open_s)
         if road != Road(queue_s=road.queue_s):
             self._roads[peer] = road
 

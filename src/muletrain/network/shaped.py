@@ -1,20 +1,24 @@
 """Shaped links: another network's traffic with declared delay, bandwidth, stalls and partitions, to emulate a fleet on one machine.
 
-Each peer shapes what it *sends* (its answers to calls, too), so a round trip is shaped once in each direction, and the time at
-which its own downlink has taken what it receives. Uplink and downlink are shared by all others; each path has the narrowest
-bandwidth on its way. Delay does not take bandwidth: many frames are under way at once, in order per receiver and channel. Calls and
-answers that fit into a packet wait for none of it: on real links, too, they come between two packets of what is long
-(``tests/test_machines.py``).
+Each peer shapes what it *sends* (its answers to calls, too), so a round trip is shaped once in each direction. Frames go piece by piece
+through the queues of its uplink and of the path (``roads``), when its own ``Pacer`` grants them, and are handed over when the last piece
+has arrived; calls and notices wait in the same queues. A process does not know the queue in front of another's downlink: the receiver
+holds frames back until its downlink has taken them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError, PeerUnreachable
+from muletrain.clock import LoopClock
+from muletrain.errors import MuletrainError, NetworkError, PeerUnreachable
 from muletrain.network.base import (
     CallHandler,
     Channel,
@@ -25,17 +29,20 @@ from muletrain.network.base import (
     PeerId,
     RefusalHandler,
 )
+from muletrain.network.paced import PacedStreams, Parcel, Stream
+from muletrain.network.roads import Road, Roads, at
 from muletrain.wire.frame import frame_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Coroutine
 
-    from muletrain.clock import Clock
     from muletrain.config.fleet import FleetPeer, Link, Stall
+    from muletrain.network.roads import Route
 
-IN_FLIGHT = 256
-"""Frames on their way to one receiver on one channel: back-pressure begins here."""
+BEHIND = 2
+"""Frames that arrived and are being handed over: what arrives behind so many is not acknowledged."""
 PACKET = 1400
+"""Bytes that come between two packets of longer frames at our downlink."""
 CALL_OVERHEAD = 128
 """Bytes a call or an answer costs beside its payload."""
 
@@ -45,87 +52,95 @@ class Stalls:
 
     def __init__(self, stall: Stall | None, seed: int, now: float) -> None:
         self._stall, self._rng = stall, random.Random(seed)
-        self._begin = now
-        self._end = now
-        self._advance()
+        self._begins, self._ends = [now], [now]
 
     def after(self, time: float) -> float:
-        """``time``, or the end of the stall it lies in. Times far in the past of an earlier question count as free."""
+        """``time``, or the end of the stall it lies in."""
         if self._stall is None:
             return time
-        while self._end <= time:
-            self._advance()
-        return self._end if time >= self._begin else time
-
-    def _advance(self) -> None:
-        if self._stall is not None:
-            self._begin = self._end + self._rng.expovariate(1 / self._stall.every_s)
-            self._end = self._begin + self._stall.duration_s
+        while self._ends[-1] <= time:
+            self._begins.append(self._ends[-1] + self._rng.expovariate(1 / self._stall.every_s))
+            self._ends.append(self._begins[-1] + self._stall.duration_s)
+        k = bisect_right(self._ends, time)
+        return self._ends[k] if self._begins[k] <= time else time
 
 
-class Pipe:
-    """One direction of a link that carries one byte after the other; when it is free again [s]."""
+@dataclass(frozen=True)
+class _Arrival:
+    """A piece on the other side, the last of ``parcel``, if there is one."""
 
-    def __init__(self, stalls: Stalls) -> None:
-        self._stalls = stalls
-        self.free = 0.0
-
-    def begin(self, earliest: float) -> float:
-        return self._stalls.after(max(earliest, self.free))
+    parcel: Parcel | None
+    nbytes: int
+    sent_s: float
+    received_s: float
 
 
-@dataclass(slots=True)
-class _OnTheWay:
-    """To one receiver on one channel: (arrival, frame), and how many senders are about to add one."""
+@dataclass(slots=True, eq=False)
+class _Stream(Stream):
+    """``arrivals``: what was not handed over, in order."""
 
-    frames: asyncio.Queue[tuple[float, Frame]]
-    coming: int = 0
+    net: ShapedNetwork
+    arrivals: deque[_Arrival] = field(default_factory=deque, init=False)
 
-    @property
-    def empty(self) -> bool:
-        return self.frames.empty() and not self.coming
+    def arrived(self, parcel: Parcel | None, nbytes: int, sent_s: float) -> None:
+        if not self.broken and not self.net.cut_off(self.peer):
+            self.net.arrived(self, _Arrival(parcel, nbytes, sent_s, _now_s()))
+
+
+class _Streams(PacedStreams):
+    def __init__(self, net: ShapedNetwork) -> None:
+        super().__init__(net.spawn, lambda peer: None)  # receipts that are emulated are no sign of life
+        self._net = net
+
+    def _opened(self, peer: PeerId, channel: Channel) -> Stream:
+        return _Stream(peer, channel, self._net.route(peer), self._net)
+
+    async def _awake(self) -> None:
+        """A process that is frozen does not come here."""
 
 
 class ShapedNetwork:
     """A ``Network`` whose traffic takes the time the links would take. ``links`` gives the path to a peer."""
 
-    def __init__(
-        self,
-        inner: Network,
-        links: Callable[[PeerId], Link],
-        own: FleetPeer,
-        clock: Clock,
-        weigh: Callable[[Frame], int] = frame_size,
-    ) -> None:
-        """``weigh``: bytes that a frame counts for."""
-        self._weigh = weigh
-        self._inner, self._links, self._own, self._clock = inner, links, own, clock
+    def __init__(self, inner: Network, links: Callable[[PeerId], Link], own: FleetPeer) -> None:
         self.peer_id = inner.peer_id
-        self._stalls = Stalls(own.stall, own.index, clock.now())
-        self._up, self._down = Pipe(self._stalls), Pipe(self._stalls)
-        self._stalls_now = Stalls(own.stall, own.index, clock.now())
-        """The same ones, never asked about later."""
-        self._paths: dict[PeerId, Pipe] = {}
-        self._pipes: dict[tuple[PeerId, Channel], _OnTheWay] = {}
-        self._broken: dict[tuple[PeerId, Channel], MuletrainError] = {}
+        self._inner, self._links, self._own, self._clock = inner, links, own, LoopClock()
+        self._stalls = Stalls(own.stall, own.index, self._clock.now())
+        self._roads = Roads()
+        open_s = None if own.stall is None else self._stalls.after
+        self._roads.lay(self.peer_id, Road(own.up_bytes_per_s, queue_s=own.queue_s, open_s=open_s))
+        self._roads.path_bytes_per_s = lambda sender, receiver: links(receiver).bandwidth_bytes_per_s
+        self._routes: dict[PeerId, Route] = {}
+        self._down_free_s = -math.inf
+        """When our downlink has taken what came so far."""
         self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._streams = _Streams(self)
+        self._broken: dict[tuple[PeerId, Channel], MuletrainError] = {}
         self._cut: frozenset[PeerId] = frozenset()
         self._cut_changed = asyncio.Event()
 
     def set_partition(self, unreachable: frozenset[PeerId]) -> None:
         """Nothing reaches these peers, or arrives from them in frames, until the next call (the other side must be told, too)."""
-        self._cut = unreachable
+        before, self._cut = self._cut, unreachable
+        for peer in before - unreachable:
+            self._streams.broke(peer)
         self._cut_changed.set()
         self._cut_changed = asyncio.Event()
+
+    def cut_off(self, peer: PeerId) -> bool:
+        return peer in self._cut
+
+    def route(self, peer: PeerId) -> Route:
+        if peer not in self._routes:
+            stations = self.peer_id, peer
+            self._routes[peer] = self._roads.route(stations, lambda sender, receiver: self._links(receiver).delay_s)
+        return self._routes[peer]
 
     async def call(self, peer: PeerId, method: str, payload: bytes, *, timeout_s: float) -> bytes:
         async def shaped() -> bytes:
             await self._travel(peer, len(payload) + CALL_OVERHEAD)
             answer = await self._inner.call(peer, method, payload, timeout_s=timeout_s)
-            if peer != self.peer_id:
-                taken = self._booked(len(answer) + CALL_OVERHEAD)
-                if len(answer) > PACKET:  # what fits into a packet comes between two of another's
-                    await self._sleep_until(taken)
+            await self._take(peer, len(answer) + CALL_OVERHEAD)
             return answer
 
         return await self._clock.deadline(shaped(), timeout_s, f"{method} to {peer[-6:]}")
@@ -133,6 +148,7 @@ class ShapedNetwork:
     def serve(self, method: str, handler: CallHandler) -> None:
         async def shaped(sender: PeerId, payload: bytes) -> bytes:
             try:
+                await self._take(sender, len(payload) + CALL_OVERHEAD)
                 answer = await handler(sender, payload)
             except MuletrainError as e:
                 await self._travel(sender, len(str(e)) + CALL_OVERHEAD)
@@ -146,9 +162,7 @@ class ShapedNetwork:
         """The time until the last of ``nbytes`` is with ``peer``. When it is cut off: until that changes, then PeerUnreachable."""
         if peer == self.peer_id:
             return
-        link = self._links(peer)
-        departure = self._book(peer, link, nbytes) if nbytes > PACKET else self._between(peer, link, nbytes)
-        await self._sleep_until(departure + link.delay_s)
+        await self.route(peer).carried(nbytes)
         if peer in self._cut:
             await self._cut_changed.wait()  # lost: the caller's deadline ends this before
             raise PeerUnreachable(f"{peer[-6:]} was cut off")
@@ -156,98 +170,83 @@ class ShapedNetwork:
     async def send(
         self, peer: PeerId, frame: Frame, *, channel: Channel = Channel.PIPE, timeout_s: float = 60.0
     ) -> int:
-        if peer == self.peer_id:
+        if peer == self.peer_id or self._open_road(peer):
             return await self._inner.send(peer, frame, channel=channel, timeout_s=timeout_s)
         if (error := self._broken.pop((peer, channel), None)) is not None:
             raise error
-        link, nbytes = self._links(peer), self._weigh(frame)
-        depart, up, there = self._departure(peer, link, nbytes)
-        if depart > self._clock.now() + timeout_s:
-            await self._clock.sleep(timeout_s)
-            raise DeadlineExceeded(f"sending to {peer[-6:]}: not taken within {timeout_s:.1f} s")
-        self._up.free, self._path(peer).free = up, there
-        if depart + link.delay_s <= self._clock.now() and (peer, channel) not in self._pipes and peer not in self._cut:
-            # nothing holds it up, or goes before it
-            await self._inner.send(peer, frame, channel=channel, timeout_s=timeout_s)
-            return nbytes
-        pipe = self._pipe(peer, channel)
-        pipe.coming += 1
-        try:
-            await pipe.frames.put((depart + link.delay_s, frame))
-        finally:
-            pipe.coming -= 1
-        await self._sleep_until(depart)  # taken by the uplink: the caller may go on
+        nbytes = frame_size(frame)
+        await self._streams.send(peer, channel, Parcel(frame, nbytes, 0.0), timeout_s)
         return nbytes
 
-    def _departure(self, peer: PeerId, link: Link, nbytes: int) -> tuple[float, float, float]:
-        """When the last byte would have left, and when uplink and path would be free again."""
-        now, path = self._clock.now(), self._path(peer)
-        up = self._up.begin(now) + nbytes / self._own.up_bytes_per_s
-        there = path.begin(now) + nbytes / link.bandwidth_bytes_per_s
-        return max(up, there), up, there
+    def _open_road(self, peer: PeerId) -> bool:
+        """Does nothing hold up what is sent to ``peer``?"""
+        route = self.route(peer)
+        return not route.queues and not route.delay_s and peer not in self._cut
 
-    def _book(self, peer: PeerId, link: Link, nbytes: int) -> float:
-        """Occupy uplink and path; when the last byte has left. A slow path leaves the uplink to others meanwhile."""
-        depart, self._up.free, self._path(peer).free = self._departure(peer, link, nbytes)
-        return depart
+    def arrived(self, by: _Stream, arrival: _Arrival) -> None:
+        """On the other side of the link."""
+        if arrival.parcel is None and len(by.arrivals) < BEHIND:
+            self._receipt(by, arrival)
+            return
+        by.arrivals.append(arrival)
+        if len(by.arrivals) == 1:
+            self.spawn(self._hand_over(by))
 
-    def _between(self, peer: PeerId, link: Link, nbytes: int) -> float:
-        """When a packet has left that the others let pass: they are later by as much."""
-        self._book(peer, link, nbytes)
-        slowest = min(self._own.up_bytes_per_s, link.bandwidth_bytes_per_s)
-        return self._stalls_now.after(self._clock.now()) + nbytes / slowest
+    async def _hand_over(self, by: _Stream) -> None:
+        """In order, until nothing is left."""
+        while by.arrivals and not by.broken:
+            arrival = by.arrivals[0]
+            if arrival.parcel is not None:
+                assert isinstance(arrival.parcel.item, Frame)
+                try:
+                    await self._inner.send(by.peer, arrival.parcel.item, channel=by.channel)
+                except MuletrainError as e:  # the next sender learns of it
+                    self._broken[by.peer, by.channel] = PeerUnreachable(str(e)) if isinstance(e, NetworkError) else e
+                    self._streams.stop(by)
+                    return
+            by.arrivals.popleft()
+            self._receipt(by, arrival)
 
-    def _path(self, peer: PeerId) -> Pipe:
-        if peer not in self._paths:
-            self._paths[peer] = Pipe(self._stalls)
-        return self._paths[peer]
-
-    async def _sleep_until(self, time: float) -> None:
-        if (wait := time - self._clock.now()) > 0:
-            await self._clock.sleep(wait)
-
-    def _pipe(self, peer: PeerId, channel: Channel) -> _OnTheWay:
-        key = (peer, channel)
-        if key not in self._pipes:
-            pipe = self._pipes[key] = _OnTheWay(asyncio.Queue(IN_FLIGHT))
-            task = asyncio.create_task(self._carry(peer, channel, pipe))
-            self._tasks[task] = None
-            task.add_done_callback(self._tasks.pop)
-        return self._pipes[key]
-
-    async def _carry(self, peer: PeerId, channel: Channel, pipe: _OnTheWay) -> None:
-        """Deliver in order, each frame at its time, as long as there are some."""
-        while not pipe.empty:
-            arrival, frame = await pipe.frames.get()
-            await self._sleep_until(arrival)
-            if peer in self._cut:
-                continue
-            try:
-                await self._inner.send(peer, frame, channel=channel)
-            except MuletrainError as e:  # the next sender learns of it
-                self._broken[peer, channel] = PeerUnreachable(str(e)) if isinstance(e, NetworkError) else e
-        del self._pipes[peer, channel]
+    def _receipt(self, by: _Stream, of: _Arrival) -> None:
+        """It comes back without bytes."""
+        if by.channel is not Channel.CONTROL:
+            comes_s = self._stalls.after(_now_s() + by.route.delay_s)
+            at(comes_s, partial(self._streams.acknowledged, by, of.nbytes, of.sent_s, of.received_s))
 
     def receive(self, handler: FrameHandler, kinds: Collection[str] = ()) -> None:
         async def shaped(sender: PeerId, frame: Frame) -> None:
-            if sender != self.peer_id:
-                if sender in self._cut:
-                    return
-                await self._take(self._weigh(frame))
-            await handler(sender, frame)
+            if sender not in self._cut:
+                await self._take(sender, frame_size(frame))
+                await handler(sender, frame)
 
         self._inner.receive(shaped, kinds)
 
-    async def _take(self, nbytes: int) -> None:
-        """Until the downlink has taken a frame that is here now. Alone it came in while the sender sent it, so that this takes no
-        time; several at once share the downlink."""
-        await self._sleep_until(self._booked(nbytes))
+    async def _take(self, sender: PeerId, nbytes: int) -> None:
+        """Until our downlink has taken what is here now. Alone it came in while the sender sent it, so that this takes no time; several
+        at once share the downlink. What fits into a packet comes between two of another's."""
+        if sender == self.peer_id:
+            return
+        now_s, takes_s = _now_s(), nbytes / self._own.down_bytes_per_s
+        self._down_free_s = self._stalls.after(max(now_s - takes_s, self._down_free_s)) + takes_s
+        until_s = self._down_free_s if nbytes > PACKET else self._stalls.after(now_s)
+        if until_s > now_s:
+            await asyncio.sleep(until_s - now_s)
 
-    def _booked(self, nbytes: int) -> float:
-        """Occupy the downlink; when it has taken ``nbytes``."""
-        duration = nbytes / self._own.down_bytes_per_s
-        self._down.free = self._down.begin(self._clock.now() - duration) + duration
-        return self._down.free
+    def heard_s(self, peer: PeerId) -> float:
+        return self._inner.heard_s(peer)
+
+    def give_up(self, peer: PeerId) -> None:
+        self._streams.pacer.give_up(peer)
+        self._inner.give_up(peer)
+
+    def moved(self) -> int:
+        return self._streams.pacer.moved + self._inner.moved()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
+        return task
 
     # Everything else is the inner network's -------------------------------------------------------------------------
 
@@ -256,15 +255,6 @@ class ShapedNetwork:
 
     def on_lost(self, handler: LossHandler) -> None:
         self._inner.on_lost(handler)
-
-    def heard_s(self, peer: PeerId) -> float:
-        return self._inner.heard_s(peer)
-
-    def give_up(self, peer: PeerId) -> None:
-        self._inner.give_up(peer)
-
-    def moved(self) -> int:
-        return self._inner.moved()
 
     async def announce(self, key: str, value: bytes, ttl_s: float) -> None:
         await self._inner.announce(key, value, ttl_s)
@@ -282,7 +272,13 @@ class ShapedNetwork:
         return await self._inner.connect(addresses, timeout_s=timeout_s)
 
     async def close(self) -> None:
+        for peer in self._routes:
+            self._streams.broke(peer)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._inner.close()
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -481,7 +481,7 @@ class Worker:
                 name = self._names()[peer] if self._roster is None else self._roster.member(peer).name
                 return fleet.link(index, fleet.number(name))  # a newcomer's links are another's
 
-            self._shaped = ShapedNetwork(network, link, fleet.peers()[index], self._clock)
+            self._shaped = ShapedNetwork(network, link, fleet.peers()[index])
         elif spec.faults:
             self._shaped = self._as_wide(network, math.inf)
         return self._shaped or network
@@ -492,7 +492,7 @@ class Worker:
         return network if rate is None else self._as_wide(network, rate)
 
     def _as_wide(self, network: Network, bytes_per_s: float) -> ShapedNetwork:
-        return ShapedNetwork(network, lambda peer: Link(0.0, math.inf), limited_peer(bytes_per_s), self._clock)
+        return ShapedNetwork(network, lambda peer: Link(0.0, math.inf), limited_peer(bytes_per_s))
 
     def _report_start(self, facts: RunFacts, roster: Roster) -> None:
         config = facts.config
