@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.box import HORIZONTALS
 from rich.markup import escape
 from rich.table import Table
 
@@ -240,7 +241,9 @@ def _shares(outcome: Outcome) -> Table:
 
 
 def _links(outcome: Outcome) -> Table:
-    table = Table("from", "to", title="bytes", title_justify="left")
+    table = Table(
+        "from", "to", title="bytes", title_justify="left", box=HORIZONTALS, show_edge=False, pad_edge=False
+    )  # without lines between columns it fits into 80
     classes = ("activations", "gradients", "averaging", "state")
     for heading in (*classes, "mean"):
         table.add_column(heading, justify="right")
