@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from muletrain.config.schema import Codec
 from muletrain.errors import MuletrainError
-from muletrain.sim.fleet import simulate_fleet
+from muletrain.sim.fleet import by_rates
 from muletrain.sim.flow import Weather
 
 if TYPE_CHECKING:
@@ -99,5 +99,5 @@ def _tokens_per_s(setting: Setting, run: RunConfig, weather: Weather) -> float:
     hours = min(HOURS, max(1.0, MACHINE_HOURS / machines))
     weather = weather if machines <= COUNTLESS else Weather()
     seeds = 1 if weather == Weather() or machines > MANY else SEEDS
-    plays = [simulate_fleet(setting, run, weather, hours=hours, seed=seed) for seed in range(seeds)]
+    plays = [by_rates(setting, run, weather, hours=hours, seed=seed) for seed in range(seeds)]
     return fmean(play.throughput for play in plays) * setting.cost.tokens
