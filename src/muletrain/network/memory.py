@@ -331,6 +331,9 @@ class MemoryNetwork:
     def hear(self, peer: PeerId) -> None:
         self._heard[peer] = asyncio.get_running_loop().time()
 
+    def queued_s(self, peer: PeerId) -> float:
+        return self.streams.pacer.queued_s(peer)
+
     def give_up(self, peer: PeerId) -> None:
         self.streams.pacer.give_up(peer)
 
