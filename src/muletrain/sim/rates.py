@@ -60,6 +60,8 @@ class Rates:
         self._serving: list[Counts | None] = [None] * len(setting.cut)
         self._stages: list[_Stage | None] = [None] * len(setting.cut)
         self._known: dict[tuple[str, int], tuple[tuple[Counts, ...], float]] = {}
+        self.flowing = 0.0
+        """Microbatches/s of the fleet that was asked about last, by rates alone: nothing of it is left to chance."""
         self._limited = any(
             min(k.up_bytes_per_s, k.down_bytes_per_s, *(link.bandwidth_bytes_per_s for link in row)) < math.inf
             for k, row in zip(self._kinds, self._links, strict=True)
@@ -92,15 +94,12 @@ class Rates:
         few_s = microbatches * (1 / windowed - 1 / linked)
         computing_s = max(busiest_s + few_s, microbatches * before_s / window)
         step_s = max(computing_s, ending_s) if self._delayed else computing_s + ending_s
-        return Rate(even, slowest, linked, windowed, min(windowed, microbatches / step_s))
+        self.flowing = min(windowed, microbatches / step_s)
+        return Rate(even, slowest, linked, windowed, self.flowing)
 
     def lasts(self, serving: Sequence[Counts]) -> Rate:
         """Of a membership that is there for long."""
         return self.of(serving)
-
-    def share(self, serving: Sequence[Counts], optimum: float) -> float:
-        """Of the ``optimum``, where nothing is left to chance: what changes with the membership alone."""
-        return Rates.of(self, serving).throughput / optimum if optimum else 0.0
 
     def _looked_at(self, serving: Sequence[Counts]) -> list[_Stage]:
         """What changed since the last time is computed anew, and its neighbours with it."""
