@@ -22,7 +22,7 @@ class StageCost:
     averaged_bytes: int
     """The gradient, as it travels."""
     ending_s: float = 0.0
-    """Of a step's end what takes neither messages nor links, where it was measured."""
+    """Of a step's end what takes neither messages nor links: what was measured, and updates on the CPU."""
 
 
 @dataclass(frozen=True)
