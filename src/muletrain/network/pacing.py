@@ -29,9 +29,10 @@ LANES = 8
 """Receivers that get averaging, or state, at a time: while one acknowledges, the other is sent to."""
 STALL_S = 1.0
 """A receiver that acknowledges nothing for so long does not hold up the others."""
-DRAIN_S = 30.0
+DRAIN_S = 10.0
 """When something was on its way for so long without a pause, sending stops until all of it has arrived: the smallest delay of a queue
-that never empties is too large (BBR's ProbeRTT)."""
+that never empties is too large (BBR's ProbeRTT). Before something is sent where no delay was measured yet, too: who comes to a full link
+would take the others' queue for none, and drive them off it (LEDBAT's latecomers)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +74,8 @@ class Pacer:
         self._empty_s = float("-inf")
         """When nothing was on its way, last."""
         self._draining: asyncio.TimerHandle | None = None
+        self._first: _Flow | None = None
+        """Goes first after that."""
 
     @asynccontextmanager
     async def lane(self, peer: PeerId, channel: Channel) -> AsyncIterator[None]:
@@ -157,7 +160,7 @@ class Pacer:
 
     def _room(self, flow: _Flow, wanted: int, coarse: int) -> int:
         """Bytes that fit into the window now: a piece, or what is left; 0: wait."""
-        if self._drains():
+        if self._drains(flow):
             return 0
         piece = min(wanted, max(flow.window.piece, min(coarse, int(flow.window.size) // PIECES)))
         return piece if not flow.under_way or flow.under_way + piece <= flow.window.size else 0
@@ -187,7 +190,7 @@ class Pacer:
         flow = self._flow(peer)
         flow.under_way -= nbytes
         self._under_way -= nbytes
-        if not self._under_way:
+        if not self._under_way or (self._draining is not None and self._only_stalled()):
             self._drained()
         _wake(flow)
 
@@ -202,18 +205,25 @@ class Pacer:
             self._flows[peer] = _Flow()
         return self._flows[peer]
 
-    def _drains(self) -> bool:
-        if self._draining is None and self._under_way and _now_s() - self._empty_s > DRAIN_S:
-            self._draining = asyncio.get_running_loop().call_later(STALL_S, self._drained)
+    def _drains(self, flow: _Flow) -> bool:
+        """Does sending wait until what is on its way has arrived? It begins to where the smallest delay should be measured."""
+        if self._draining is None and self._under_way:
+            since_s, now_s = _now_s() - self._empty_s, _now_s()
+            if since_s > DRAIN_S or (since_s > STALL_S and not flow.under_way and not flow.window.measured(now_s)):
+                self._draining, self._first = asyncio.get_running_loop().call_later(STALL_S, self._drained), flow
         return self._draining is not None
+
+    def _only_stalled(self) -> bool:
+        now_s = _now_s()
+        return all(not flow.under_way or flow.stalled(now_s) for flow in self._flows.values())
 
     def _drained(self) -> None:
         """Nothing is on its way but what has stalled."""
         self._empty_s = _now_s()
-        if self._draining is not None:
+        if self._draining is not None and self._first is not None:
             self._draining.cancel()
             self._draining = None
-            for flow in self._flows.values():
+            for flow in self._first, *self._flows.values():
                 _wake(flow)
 
 

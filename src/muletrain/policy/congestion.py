@@ -36,10 +36,13 @@ class Smallest:
         self._before = self._now = float("inf")
         self._since_s = float("-inf")
 
+    def known(self, now_s: float) -> bool:
+        return now_s - self._since_s <= 2 * MEMORY_S
+
     def add(self, value: float, now_s: float) -> float:
         """Returns the smallest, ``value`` included."""
         if now_s - self._since_s > MEMORY_S:
-            self._before = self._now if now_s - self._since_s < 2 * MEMORY_S else float("inf")
+            self._before = self._now if self.known(now_s) else float("inf")
             self._now, self._since_s = value, now_s
         self._now = min(self._now, value)
         return min(self._before, self._now)
@@ -56,6 +59,10 @@ class Window:
         self._one_way, self._round_trip = Smallest(), Smallest()
         self._recent: deque[tuple[float, float]] = deque()
         """(when it was known, one-way delay)."""
+
+    def measured(self, now_s: float) -> bool:
+        """Is the delay without a queue known?"""
+        return self._one_way.known(now_s)
 
     @property
     def piece(self) -> int:
