@@ -38,7 +38,8 @@ def slow_link(rate: float, steps: int) -> Scenario:
     """A newcomer whose link carries ``rate`` kB/s: its stage's state are 110 MB, a gradient 9 MB as it travels, a step takes 0.8 s."""
     small = ("wire.gradients=int8", "optimizer.eps=0.1", "model.vocab=300", "model.dropout=0.0")
     return Scenario(
-        1, (2, 1), 1, steps, 4, 0.01, (Fault(1.0, "join", (NEWCOMER,)),), overrides=small, narrow=((NEWCOMER, 1e3 * rate),), weight=1e3, tolerance=5e-3
+        1, (2, 1), 1, steps, 4, 0.01, (Fault(1.0, "join", (NEWCOMER,)),), overrides=small, narrow=((NEWCOMER, 1e3 * rate),),
+        weight=1e3, tolerance=5e-3,
     )  # fmt: skip
 
 

@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import math
+import os
+import pty
 import random
+import re
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from muletrain.cli.playing import Playing
 from muletrain.cli.whatif import what_if
 from muletrain.config.fleet import load_fleet
 from muletrain.config.load import load_config
-from muletrain.errors import MuletrainError
+from muletrain.config.schema import RunConfig
+from muletrain.errors import Expelled, MuletrainError
 from muletrain.model.spec import ModelSpec
 from muletrain.policy.cost import all_reduce_s, circulating, makespan_s, steady_shares
 from muletrain.policy.devices import DEVICES, find_device
 from muletrain.policy.wiring import Wiring
-from muletrain.sim import pace, steps
-from muletrain.sim.fleet import EXAMPLE, simulate_fleet, weather
+from muletrain.sim import actors, advice, loop, pace, steps
+from muletrain.sim.advice import MOST, WORTH, Change, Suggestion, suggestions
+from muletrain.sim.fleet import EXAMPLE, Fidelity, by_rates, simulate_fleet, weather
+from muletrain.sim.flow import Weather
 from muletrain.sim.ledger import Outcome
 from muletrain.sim.machines import Setting, setting
 from muletrain.sim.pace import Pace
 from muletrain.sim.rates import TRAINERS, Rates
+from muletrain.swarm.service import Service
 
 TINY = (
     "model.width=64", "model.heads=2", "model.layers=4", "model.context=32", "model.vocab=512", "train.microbatch=1",
@@ -290,6 +303,252 @@ def test_ten_thousand_peers_on_a_hundred_stages_for_32_hours(tmp_path: Path) -> 
     assert result.events["left"] > 20_000
 
 
+# --- interrupted, and peers that give up -------------------------------------------------------------------------------
+
+
+def run_of(tmp_path: Path, text: str, *overrides: str) -> tuple[Setting, RunConfig]:
+    file = tmp_path / "fleet.toml"
+    file.write_text(text)
+    config = load_config(None, [*TINY, *overrides])
+    return setting(load_fleet(file), config, ModelSpec.from_config(config.model)), config
+
+
+@pytest.mark.parametrize("fidelity", ["flow", "protocol"])
+def test_a_play_that_is_ended_early_counts_what_was_played(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fidelity: Fidelity
+) -> None:
+    monkeypatch.setattr(loop, "LOOK_UP_S", 0.0)
+    scene, config = run_of(tmp_path, PACED, "fleet.stages=2", "train.batch=8", "fleet.rebalance_period=20")
+    seen: list[tuple[float, float]] = []
+
+    def goes_on(now_s: float, steps: float) -> bool:
+        seen.append((now_s, steps))
+        return now_s < 100
+
+    result = simulate_fleet(scene, config, Weather(), hours=1.0, fidelity=fidelity, goes_on=goes_on)
+    assert result.partial
+    assert 100 <= 3600 * result.hours < 121
+    assert result.throughput == pytest.approx(8 * result.steps / (3600 * result.hours))
+    assert result.throughput == pytest.approx(8 / 16.5, rel=0.1)
+    assert result.share_of_optimum + sum(result.idle.values()) == pytest.approx(1.0)
+    assert result.curve[-1].time_s <= 3600 * result.hours
+    assert seen == sorted(seen)
+    assert len(seen) > 5
+    whole = simulate_fleet(scene, config, Weather(), hours=0.03, fidelity=fidelity)
+    assert (whole.partial, whole.hours) == (False, pytest.approx(0.03))
+
+
+def test_looking_up_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "LOOK_UP_S", 0.0)
+    scene, config = run_of(tmp_path, PACED, "fleet.stages=2", "train.batch=8")
+    outcomes = []
+    for goes_on in (lambda now_s, steps: True, None):
+        more = {} if goes_on is None else {"goes_on": goes_on}
+        outcomes.append(simulate_fleet(scene, config, Weather(), hours=0.02, fidelity="protocol", **more))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_without_a_whole_step_none_is_counted(tmp_path: Path) -> None:
+    scene, config = run_of(tmp_path, PACED, "fleet.stages=2", "train.batch=800")
+    result = simulate_fleet(scene, config, Weather(), hours=0.02, fidelity="protocol")
+    assert (result.steps, result.throughput) == (0.0, 0.0)
+
+
+class Failing(Service):
+    """The second peer ends with ``error`` after 20 s."""
+
+    made = itertools.count()
+    error: MuletrainError = MuletrainError("gave up waiting for the others")
+
+    async def run(self) -> bool:
+        if next(self.made) != 1:
+            return await super().run()
+        await asyncio.sleep(20)
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [Failing.error, Expelled("this peer leaves")])
+def test_who_gives_up_is_told_from_who_is_expelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: MuletrainError
+) -> None:
+    monkeypatch.setattr(Failing, "made", itertools.count())
+    monkeypatch.setattr(Failing, "error", error)
+    monkeypatch.setattr(actors, "Service", Failing)
+    scene, config = run_of(tmp_path, PACED, "fleet.stages=2", "train.batch=8")
+    result = simulate_fleet(scene, config, Weather(), hours=0.02, fidelity="protocol")
+    if isinstance(error, Expelled):
+        assert (result.events, result.gave_up, result.failure) == ({"expelled": 1}, (), None)
+    else:
+        assert result.events == {"gave up": 1}
+        assert [(g.time_s, g.peer, g.why) for g in result.gave_up] == [(20.0, "a-1", str(error))]
+        assert result.failure == "a-1 gave up after 20.0 s: gave up waiting for the others"
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_peers_that_give_up_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_json: bool
+) -> None:
+    monkeypatch.setattr(Failing, "made", itertools.count())
+    monkeypatch.setattr(actors, "Service", Failing)
+    file = tmp_path / "fleet.toml"
+    file.write_text(PACED)
+    options = [*TINY, "train.batch=8", "fleet.stages=2"]
+    code = what_if(file, None, None, options, hours=0.02, seed=0, plot=None, json=as_json, fidelity="protocol")
+    out, err = capsys.readouterr()
+    assert code == 1
+    assert "error: a-1 gave up after 20.0 s: gave up waiting for the others. This run does not work as it is" in err
+    if as_json:
+        said = json.loads(out)
+        assert (said["gave_up"][0]["peer"], said["partial"], said["advice"]) == ("a-1", False, [])
+    else:
+        assert "1 gave up" in out
+        assert "would help" not in out
+
+
+PLAYED = re.compile(r"playing every message: (\d+:\d+|[\d.]+ s) of 10:00:00")
+
+
+def long_play(tmp_path: Path, *more: str) -> subprocess.Popen[str]:
+    """Ten hours of a fleet, every message: minutes."""
+    file = tmp_path / "fleet.toml"
+    file.write_text(PACED)
+    options = [word for option in (*TINY, "train.batch=8", "fleet.stages=2") for word in ("--set", option)]
+    command = (sys.executable, "-m", "muletrain.cli.main", "simulate", "fleet", str(file), *options)
+    return subprocess.Popen(
+        (*command, "--hours", "10", "--fidelity", "protocol", *more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_shows_what_it_has(tmp_path: Path, number: signal.Signals) -> None:
+    process = long_play(tmp_path)
+    try:
+        assert process.stderr is not None
+        assert PLAYED.match(process.stderr.readline()), "the first line comes while it plays"
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number, err
+    assert re.search(r"interrupted after (\d+:\d+|[\d.]+ s|\d+:\d+:\d+) of 10:00:00", out)
+    assert "tokens/s" in out
+    assert "share of the optimum" in out
+
+
+def test_interrupted_json_says_that_it_is_partial_and_shows_no_progress(tmp_path: Path) -> None:
+    process = long_play(tmp_path, "--json")
+    try:
+        time.sleep(8)  # nothing says how far it is
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, err) == (130, "")
+    said = json.loads(out)
+    assert (said["partial"], said["hours_asked"]) == (True, 10)
+    assert 0 < said["hours"] < 10
+
+
+def test_interrupted_twice_it_ends_at_once() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with Playing("playing", 60.0, quiet=True) as playing:
+        assert playing(1.0, 0.0)
+        signal.raise_signal(signal.SIGINT)
+        assert not playing(2.0, 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_on_a_terminal_a_bar_moves_from_the_first_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("COLUMNS", "80")
+        with Playing("playing", 60.0, quiet=False) as playing:
+            for second in range(10):
+                playing(second, second / 4)
+                time.sleep(0.15)
+        terminal.flush()
+        shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert "0 ms of 1:00, 0 steps" in shown
+    assert "5.0 s of 1:00, 1 step " in shown
+    assert "8.0 s of 1:00, 2 steps" in shown
+
+
+def test_where_there_is_no_terminal_a_line_says_now_and_then_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with Playing("playing", 60.0, quiet=False) as playing:
+        for second in range(12):
+            playing(second, second / 4)
+            time.sleep(0.1)
+    assert re.fullmatch(r"playing: 1?\d.0 s of 1:00, 2 steps in 1.\d s\n", capsys.readouterr().err)
+
+
+# --- what would help ---------------------------------------------------------------------------------------------------
+
+
+def advised(tmp_path: Path, text: str, *overrides: str) -> list[Suggestion]:
+    """As nobody comes or goes."""
+    return suggestions(lambda change: run_of(tmp_path, text, *overrides, *([change.text] if change else [])), Weather())
+
+
+def test_what_would_help_by_hand(tmp_path: Path) -> None:
+    """The step by hand above, 16.5 s for 8 microbatches, takes 28.5 s for 16; gradients cost nothing on these links."""
+    found = advised(tmp_path, PACED, "fleet.stages=2", "train.batch=8", "fleet.rebalance=off", "wire.gradients=fp32")
+    by_field = {s.change.field: s for s in found}
+    assert by_field["train.batch"].change == Change("train.batch", "16", "each step has 16 sequences instead of 8")
+    assert by_field["train.batch"].gain == pytest.approx((16 / 28.5) / (8 / 16.5) - 1)
+    assert "wire.gradients" not in by_field
+
+
+def test_averaging_on_narrow_links_is_helped_by_what_makes_it_smaller_or_later(tmp_path: Path) -> None:
+    text = PACED + "[defaults]\nlocal_bandwidth_mbps = 1\n"
+    options = ("fleet.stages=2", "train.batch=8", "wire.gradients=fp32", "wire.activations=int8")
+    found = advised(tmp_path, text, *options)
+    assert {s.change.text for s in found} >= {"optimizer.delayed=true", "wire.gradients=int8"}
+    assert not {"fleet.stages", "train.microbatch"} & {s.change.field for s in found}, (
+        "paced machines say nothing of them"
+    )
+    assert [s.gain for s in found] == sorted((s.gain for s in found), reverse=True)
+    assert len(found) <= MOST
+    for s in found:  # each is what rates say of the run with that change
+        before, after = (
+            by_rates(*run_of(tmp_path, text, *options, *more), Weather(), hours=12.0) for more in ([], [s.change.text])
+        )  # fmt: skip
+        assert s.gain == pytest.approx(after.throughput / before.throughput - 1, rel=0.02)
+        assert s.gain >= WORTH
+
+
+def test_a_fleet_that_loses_nothing_is_told_nothing(tmp_path: Path) -> None:
+    one = PACED.replace("count = 4", "count = 1")
+    assert advised(tmp_path, one, "fleet.stages=1", "train.batch=512", "wire.gradients=int8") == []
+
+
+def test_stages_that_lose_their_last_peer_every_now_and_then_are_no_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    """22 stages of two machines do more than 11 of four, but only as nobody leaves."""
+    monkeypatch.setattr(advice, "changes", lambda run, *, paced: [Change("fleet.stages", "22")])
+    fleet = load_fleet(EXAMPLE)
+
+    def changed(change: Change | None) -> tuple[Setting, RunConfig]:
+        stages = "fleet.stages=11" if change is None else change.text
+        config = load_config(None, ["model.preset=llama-7b", "train.batch=512", "train.microbatch=1", stages])
+        return setting(fleet, config, ModelSpec.from_config(config.model)), config
+
+    assert [s.change.value for s in suggestions(changed, Weather())] == ["22"]
+    assert suggestions(changed, weather(fleet.churn, EXAMPLE.parent)) == []
+
+
+def test_changes_that_do_not_fit_are_not_named(tmp_path: Path) -> None:
+    def changed(change: Change | None) -> tuple[Setting, RunConfig]:
+        if change is not None and change.field == "train.batch":
+            raise MuletrainError("no room")
+        return run_of(tmp_path, PACED, "fleet.stages=2", "train.batch=8", *([change.text] if change else []))
+
+    assert "train.batch" not in {s.change.field for s in suggestions(changed, Weather())}
+
+
 # --- as a user sees it -------------------------------------------------------------------------------------------------
 
 
@@ -297,7 +556,10 @@ def test_without_a_file_the_example_is_played_and_named(capsys: pytest.CaptureFi
     what_if(None, None, None, [], hours=0.5, seed=0, plot=tmp_path / "out.png", json=False)
     text = capsys.readouterr().out
     assert str(EXAMPLE) in text.replace("\n", "")
-    for word in ("tokens/s", "share of the optimum", "ends of steps", "virginia", "time to recover", "computed again"):
+    for word in (
+        "tokens/s", "share of the optimum", "ends of steps", "virginia", "time to recover", "computed again", "one of these would help",
+        "--set optimizer.delayed=true", "one update old",
+    ):  # fmt: skip
         assert word in text
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
@@ -309,6 +571,9 @@ def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert said["tokens_per_s"] > 0
     assert len(said["curve"]) == 400
     assert said["bytes"]["virginia to oregon"]["averaging"] > 0
+    assert not said["partial"]
+    best = said["advice"][0]
+    assert best["tokens_per_s"] == pytest.approx((1 + best["gain"]) * said["tokens_per_s"])
 
 
 def test_machines_without_room_are_left_out_and_named(capsys: pytest.CaptureFixture[str]) -> None:

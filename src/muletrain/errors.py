@@ -53,6 +53,10 @@ class AdmissionError(MuletrainError):
     """A ticket or a peer that does not fit this run: wrong secret, other run, other version."""
 
 
+class Expelled(MuletrainError):
+    """The others of a run let this peer go: it does not compute what they compute."""
+
+
 def no_room(error: BaseException) -> str | None:
     """What to tell people where a disk is full; None if that is not it."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json as jsonlib
+import sys
+from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -149,14 +151,21 @@ def fleet(
 ) -> None:
     """What would happen: throughput, idle time by cause, bytes by link, and recovery of a run on these machines, while they come and go.
 
-    The policies are those that decide in production. The optimum is all machines that are there, busy all the time."""
-    from muletrain.cli.whatif import what_if
+    The policies are those that decide in production. The optimum is all machines that are there, busy all the time. Beside where the time
+    goes stand up to three changes of the run that would make it faster, each predicted by rates.
+
+    Ctrl-C shows what was played so far (exit code 130); once more ends at once. Exits with 1 where peers gave up: such a run fails."""
+    from muletrain.cli.console import make_console
+
+    with nullcontext() if json else make_console(sys.stderr).status("loading"):
+        from muletrain.cli.whatif import what_if  # torch takes seconds
 
     assert strategy is Strategy.SWARM
-    what_if(
+    code = what_if(
         file, config, model, overrides or [], hours=hours, seed=seed, plot=plot, json=json, fidelity=fidelity.value,
         costs=costs, trace=trace,
     )  # fmt: skip
+    raise typer.Exit(code)
 
 
 @app.command()

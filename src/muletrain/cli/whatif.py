@@ -5,18 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json as jsonlib
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.box import HORIZONTALS
 from rich.markup import escape
 from rich.table import Table
 
-from muletrain.cli.console import make_console
+from muletrain.cli.console import make_console, say
+from muletrain.cli.playing import Playing
 from muletrain.config.costs import Costs, load_costs
 from muletrain.config.fleet import Fleet, load_located_fleet
 from muletrain.config.load import load_config, located
 from muletrain.errors import ConfigError, MuletrainError
 from muletrain.model.spec import ModelSpec
+from muletrain.sim.advice import WORTH, suggestions
 from muletrain.sim.calibrate import calibrated, with_speeds
 from muletrain.sim.fleet import EXAMPLE, simulate_fleet, weather
 from muletrain.sim.machines import setting, stages_for
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
 
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
+    from muletrain.sim.advice import Change, Suggestion
     from muletrain.sim.fleet import Fidelity
     from muletrain.sim.ledger import Outcome
     from muletrain.sim.machines import Setting
@@ -40,14 +45,22 @@ FAR = 4.0
 """Times as large as the stages that costs were measured with: then people are told."""
 USUAL = ("train.batch=1024", "train.microbatch=1")
 """What a run of this kind sets, where the user says nothing."""
+WHAT: dict[Fidelity, str] = {"flow": "playing by rates", "protocol": "playing every message"}
+"""For the progress bar."""
+FAILS = (
+    "This run does not work as it is, and predictions by rates do not hold for it. Take more stages (--set fleet.stages=N), send less "
+    "(--set wire.gradients=int8) or do more in a step (--set train.batch=N); --trace OUT.json shows what each peer did"
+)
+"""What to do where peers gave up."""
 
 
 def what_if(
     path: Path | None, config: Path | None, model: str | None, overrides: Sequence[str], *,
     hours: float, seed: int, plot: Path | None, json: bool, fidelity: Fidelity = "flow", costs: Path | None = None,
     trace: Path | None = None,
-) -> None:  # fmt: skip
-    """``costs``: what 'simulate calibrate' wrote. Raises ConfigError, CapacityError and DataError, which say where to look."""
+) -> int:  # fmt: skip
+    """The exit code: 1 where peers gave up, 128 + its number after a signal. ``costs``: what 'simulate calibrate' wrote. Raises
+    ConfigError, CapacityError and DataError, which say where to look."""
     if plot is not None:
         need_matplotlib()
     if trace is not None:
@@ -62,26 +75,50 @@ def what_if(
         fleet = with_speeds(fleet, measured)
         run, spec = _run(fleet, config, given)
         scene = calibrated(setting(fleet, run, spec), measured)
+        churn = weather(fleet.churn, Path(file).parent)
         seen: list[Event] = []
-        outcome = simulate_fleet(
-            scene, run, weather(fleet.churn, Path(file).parent), hours=hours, seed=seed, fidelity=fidelity,
-            watch=seen.append if trace is not None else None,
-        )  # fmt: skip
+        with Playing(WHAT[fidelity], 3600 * hours, quiet=json) as playing:
+            outcome = simulate_fleet(
+                scene, run, churn, hours=hours, seed=seed, fidelity=fidelity, watch=seen.append if trace is not None else None,
+                goes_on=playing,
+            )  # fmt: skip
     if trace is not None:
         write_trace(trace, seen)
     if plot is not None:
         draw(outcome, scene, plot)
+
+    def changed(change: Change | None) -> tuple[Setting, RunConfig]:
+        other, of = (run, spec) if change is None else _run(fleet, config, [*given, change.text])
+        return calibrated(setting(fleet, other, of), measured), other
+
+    def advice() -> list[Suggestion]:
+        """Gains are said of what was played: there are none where that is nothing, or a fleet that fails."""
+        return suggestions(changed, churn) if outcome.throughput and not outcome.gave_up else []
+
     if json:
-        print(jsonlib.dumps({**_as_json(outcome, scene), "costs": measured.model_dump()}))
+        print(jsonlib.dumps({**_as_json(outcome, scene, advice(), hours), "costs": measured.model_dump()}))
     else:
         console = make_console()
         if path is None:
             console.print(f"no fleet was named, so this is the example {escape(str(EXAMPLE))}\n", soft_wrap=True)
-        _tell(console, fleet, run, spec, scene, outcome)
+        _tell(console, fleet, run, spec, scene, outcome, hours)
+        console.print(_results(scene, outcome))
+        console.print(_shares(outcome))
+        with make_console(sys.stderr).status("looking for what would help"):
+            found = advice()
+        _tell_of_changes(console, scene, outcome, found)
+        console.print(_links(outcome))
+        for estimate in sorted({k.assumed for k in scene.kinds if k.assumed}):
+            console.print(f"an estimate: {escape(estimate)}; 'tflops' beside 'device' says what you measured")
         if costs is not None:
             _tell_of_costs(console, measured, spec, scene)
         for written in (p for p in (plot, trace) if p is not None):
             console.print(f"wrote {escape(str(written))}", soft_wrap=True)
+    if outcome.failure:
+        print(f"error: {outcome.failure}. {FAILS}", file=sys.stderr)
+    if playing.stopped_by is not None:
+        return 128 + playing.stopped_by
+    return 1 if outcome.gave_up else 0
 
 
 def _run(fleet: Fleet, config: Path | None, given: list[str]) -> tuple[RunConfig, ModelSpec]:
@@ -95,34 +132,62 @@ def _run(fleet: Fleet, config: Path | None, given: list[str]) -> tuple[RunConfig
     return run, spec
 
 
-def _as_json(outcome: Outcome, scene: Setting) -> dict[str, Any]:
+def _as_json(outcome: Outcome, scene: Setting, found: Sequence[Suggestion], hours: float) -> dict[str, Any]:
     fields = dataclasses.asdict(outcome)
     links = {f"{a} to {b}": sent for (a, b), sent in outcome.bytes.items()}
     median_s, longest_s = (None if math.isnan(s) else s for s in outcome.recovery_s)
+    tokens_per_s = outcome.throughput * scene.cost.tokens
+    advice = [
+        {
+            "set": s.change.text, "gain": s.gain, "tokens_per_s": (1 + s.gain) * tokens_per_s, "stages": s.stages,
+            "training": s.change.training,
+        } for s in found
+    ]  # fmt: skip
     return {
         "stages": len(scene.cut), "machines": sum(k.count for k in scene.kinds),
-        "tokens_per_s": outcome.throughput * scene.cost.tokens, "recovery_median_s": median_s, "recovery_longest_s": longest_s,
-        **fields, "bytes": links, "left_out": scene.left_out, "estimates": sorted({k.assumed for k in scene.kinds if k.assumed}),
+        "tokens_per_s": tokens_per_s, "recovery_median_s": median_s, "recovery_longest_s": longest_s,
+        "hours_asked": hours, **fields, "bytes": links, "advice": advice,
+        "left_out": scene.left_out, "estimates": sorted({k.assumed for k in scene.kinds if k.assumed}),
     }  # fmt: skip
 
 
-def _tell(console: Console, fleet: Fleet, run: RunConfig, spec: ModelSpec, scene: Setting, outcome: Outcome) -> None:
+def _tell(
+    console: Console, fleet: Fleet, run: RunConfig, spec: ModelSpec, scene: Setting, outcome: Outcome, hours: float
+) -> None:
     kinds = ", ".join(f"{k.count} x {k.device} in {k.region}" for k in scene.kinds)
     name = run.model.preset or "model"
     console.print(f"[bold]{escape(fleet.name)}[/bold]: {escape(kinds)}")
     console.print(
         f"{name} ({format_count(spec.params)} parameters) in {len(scene.cut)} stages, {scene.cost.microbatches} microbatches of "
-        f"{scene.cost.sequences} x {spec.context} tokens a step, strategy swarm, {outcome.hours:g} hours\n"
+        f"{scene.cost.sequences} x {spec.context} tokens a step, strategy swarm, {hours:g} hours\n"
     )
+    if outcome.partial:
+        so_far, asked = (format_duration(3600 * h) for h in (outcome.hours, hours))
+        say(console, f"[yellow]interrupted after {so_far} of {asked}: what follows is of that time[/yellow]\n")
     for machine in scene.left_out:
         console.print(
             f"left out: '{escape(machine)}' has no room for any stage; more stages are smaller (--set fleet.stages=N)"
         )
-    console.print(_results(scene, outcome))
-    console.print(_shares(outcome))
-    console.print(_links(outcome))
-    for estimate in sorted({k.assumed for k in scene.kinds if k.assumed}):
-        console.print(f"an estimate: {escape(estimate)}; 'tflops' beside 'device' says what you measured")
+
+
+def _tell_of_changes(console: Console, scene: Setting, outcome: Outcome, found: Sequence[Suggestion]) -> None:
+    if not outcome.throughput or outcome.gave_up:
+        return
+    cause, share = max(outcome.idle.items(), key=lambda item: item[1])
+    if not found:
+        say(console, f"no single change of the run that 'simulate' knows of gives {100 * WORTH:.0f} % more, by rates")
+        return
+    say(console, f"most is lost to {cause} ({100 * share:.0f} %); one of these would help, by rates:")
+    table = Table("change", "tokens/s", "more", "the training")
+    table.columns[1].justify = table.columns[2].justify = "right"
+    for s in found:
+        others = "" if s.stages == len(scene.cut) or s.change.field == "fleet.stages" else f"{s.stages} stages"
+        tokens_per_s = (1 + s.gain) * outcome.throughput * scene.cost.tokens
+        table.add_row(
+            f"--set {s.change.text}", format_count(tokens_per_s), f"{100 * s.gain:.0f} %",
+            "; ".join(filter(None, (s.change.training, others))) or "is the same",
+        )  # fmt: skip
+    console.print(table)
 
 
 def _tell_of_costs(console: Console, costs: Costs, spec: ModelSpec, scene: Setting) -> None:
@@ -149,11 +214,12 @@ def _results(scene: Setting, outcome: Outcome) -> Table:
         recovery = (
             (recovery if outcome.recoveries_s else "") + ("; " if outcome.recoveries_s else "") + "at the end not yet"
         )
+    each = f"each {format_duration(3600 * outcome.hours / outcome.steps)}" if outcome.steps else "none came to its end"
     happened = ", ".join(f"{n} {what}" for what, n in outcome.events.items()) or "nobody came or went"
     for label, value in (
         ("tokens/s", format_count(outcome.throughput * scene.cost.tokens)),
         ("sequences/s", f"{outcome.throughput * scene.cost.sequences:.3g}"),
-        ("steps", f"{outcome.steps:.0f}, each {format_duration(3600 * outcome.hours / outcome.steps) if outcome.steps else '?'}"),
+        ("steps", f"{outcome.steps:.0f}, {each}"),
         ("machines", happened),
         ("computed again", f"{outcome.repeated_microbatches:.0f} microbatches, each at one stage"),
         ("lost", f"{outcome.lost_microbatches:.0f} microbatches of steps taken back"),
@@ -175,7 +241,9 @@ def _shares(outcome: Outcome) -> Table:
 
 
 def _links(outcome: Outcome) -> Table:
-    table = Table("from", "to", title="bytes", title_justify="left")
+    table = Table(
+        "from", "to", title="bytes", title_justify="left", box=HORIZONTALS, show_edge=False, pad_edge=False
+    )  # without lines between columns it fits into 80
     classes = ("activations", "gradients", "averaging", "state")
     for heading in (*classes, "mean"):
         table.add_column(heading, justify="right")

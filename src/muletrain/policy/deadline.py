@@ -80,6 +80,25 @@ class Pulse:
         return self._last_s + min(self._usual.seconds(), longest_s) - now
 
 
+class RetryBudget:
+    """Work that is done twice is paid for by work that was done once: lateness must not cause more load. A token bucket."""
+
+    def __init__(self, most: float, share: float) -> None:
+        """``most``: tries that may follow each other; ``share``: of one, earned by each success."""
+        self._left = self._most = most
+        self._share = share
+
+    def succeeded(self) -> None:
+        self._left = min(self._most, self._left + self._share)
+
+    def spend(self) -> bool:
+        """False: there is nothing left."""
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
 def backoff_s(times: int, first_s: float, longest_s: float) -> float:
     """The pause after having tried ``times`` times before: it doubles, up to the longest."""
     return min(longest_s, first_s * 2.0 ** min(times, 30))  # a float ends at 2**1024, and some try for hours

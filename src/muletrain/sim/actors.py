@@ -11,25 +11,22 @@ import asyncio
 import math
 import random
 import tempfile
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import torch
-from blake3 import blake3
+from typing import TYPE_CHECKING
 
 from muletrain.clock import LoopClock
 from muletrain.compute.executor import InlineExecutor
 from muletrain.compute.paced import PacedCompute
 from muletrain.config.schema import Codec
-from muletrain.errors import MuletrainError
+from muletrain.errors import Expelled, MuletrainError
 from muletrain.events import StepApplied, StepDone, SteppedBack
 from muletrain.network.memory import MemoryHub
 from muletrain.network.roads import Road
 from muletrain.policy.shards import BLOCK
+from muletrain.sim.hollow import CHUNK, PARAMS, TOKENS, VOCAB, WIDTH, HollowCompute, HollowTokens
+from muletrain.sim.ledger import always
 from muletrain.sim.loop import run_virtually, seldom_collected
 from muletrain.sim.machines import fetch_s, mortal, seat, seated
 from muletrain.sim.tally import Tally
@@ -45,11 +42,6 @@ from muletrain.wire.frame import frame_size
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import numpy.typing as npt
-    from torch import Tensor
-
-    from muletrain.clock import Clock
-    from muletrain.compute.base import Microbatch, Update
     from muletrain.config.fleet import Link
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
@@ -57,88 +49,14 @@ if TYPE_CHECKING:
     from muletrain.network.memory import MemoryNetwork
     from muletrain.policy.seats import Seats
     from muletrain.sim.flow import Weather
-    from muletrain.sim.ledger import Outcome
+    from muletrain.sim.ledger import GoesOn, Outcome
     from muletrain.sim.machines import Setting
     from muletrain.swarm.adoption import StepBack
 
-WIDTH, TOKENS, VOCAB = 2, 1, 256
-BLOCKS, CHUNK = 512, 8
-"""Of the hollow gradient: in all, and in a chunk. Shards are nearly equal, as those of a large stage are, and have several chunks."""
-PARAMS = BLOCKS * BLOCK
 PLACE = "shared"
 """Where all checkpoints go."""
 STEPS = 1 << 20
 """More than there is time for."""
-
-
-class HollowCompute:
-    """Computes nothing, at once; see ``Compute``. Every microbatch has the same gradient. ``ending_s``: see ``StageCost``."""
-
-    def __init__(self, stage: int, stages: int, clock: Clock, ending_s: float) -> None:
-        self.stage, self.stages, self.n_params = stage, stages, PARAMS
-        self._clock, self._ending_s = clock, ending_s
-        self._sums: Counter[int] = Counter()
-
-    async def forward(self, mb: Microbatch, inputs: Tensor) -> Tensor:
-        return ACTIVATIONS
-
-    async def backward(self, mb: Microbatch, grad: Tensor, *, accumulate: bool) -> Tensor | None:
-        self._sums[mb.step] += accumulate
-        return ACTIVATIONS if self.stage else None
-
-    async def loss_backward(
-        self, mb: Microbatch, inputs: Tensor, targets: Tensor, *, accumulate: bool
-    ) -> tuple[float, Tensor | None]:
-        self._sums[mb.step] += accumulate
-        return 1.0, ACTIVATIONS if self.stage else None
-
-    def discard(self, mb: Microbatch) -> None:
-        pass
-
-    def gradient(self, step: int) -> Tensor:
-        return torch.full((PARAMS,), float(self._sums[step]))
-
-    async def apply(self, gradient: Tensor, update: Update) -> None:
-        await self._clock.sleep(self._ending_s)
-        self.clear(update.step)
-
-    def clear(self, step: int) -> None:
-        self._sums.pop(step, None)
-
-    async def digest(self) -> bytes:
-        return blake3(b"hollow").digest()
-
-    async def state(self) -> dict[str, Tensor]:
-        return {f"{kind}/w": torch.zeros(PARAMS) for kind in ("model", "moment1", "moment2")}
-
-    async def load_state(self, state: dict[str, Tensor]) -> None:
-        pass
-
-    async def offload(self, fn: Callable[..., Any], *args: object) -> Any:
-        """All activations are the same, and what is done to them has the same result."""
-        if id(args[0]) not in _SAME:
-            return fn(*args)
-        if (key := (fn, *map(id, args))) not in _RESULTS:
-            result = fn(*args)
-            _SAME[id(result)] = result
-            _RESULTS[key] = args, result
-        return _RESULTS[key][1]
-
-    def close(self) -> None:
-        pass
-
-
-ACTIVATIONS = torch.ones(1, TOKENS, WIDTH)
-"""Of every microbatch, and their gradients."""
-_SAME: dict[int, object] = {id(ACTIVATIONS): ACTIVATIONS}
-"""Those, encoded and decoded, by identity."""
-_RESULTS: dict[tuple[object, ...], tuple[object, Any]] = {}
-"""By function and identity of what it was given (which stays, so that nothing else can have it)."""
-
-
-class _Tokens:
-    def microbatch(self, step: int, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        return np.zeros((1, TOKENS), np.int64), np.zeros((1, TOKENS), np.int64)
 
 
 @dataclass(frozen=True)
@@ -168,7 +86,7 @@ class Actors:
         """``watch`` is told of every event. ``planned``: who serves what; default: as newcomers are seated."""
         self._watch, self._seats = watch, None if planned is None else planned.seats
         self._setting, self._config, self._weather, self._horizon_s = setting, config, weather, horizon_s
-        self._hub, self._clock, self._tally = MemoryHub(), LoopClock(), Tally(setting, horizon_s)
+        self._hub, self._clock, self._tally = MemoryHub(), LoopClock(), Tally(setting)
         self._hub.hands_over, self._hub.delay_s, self._hub.weigh = True, self._delay_s, self._weight
         self._hub.roads.path_bytes_per_s = lambda a, b: self._link(a, b).bandwidth_bytes_per_s
         self._problems: list[str] = []
@@ -216,27 +134,37 @@ class Actors:
             id=name, name=name, stage=stage, trainer=trains, addresses=(), place=Folder(Path(), keep=1, name=PLACE).name
         )
 
-    def play(self) -> Outcome:
+    def play(self, goes_on: GoesOn = always) -> Outcome:
         """Raises MuletrainError where something broke that should not."""
-        problems = self._problems
+        problems, self._over, self._whole = self._problems, asyncio.Event(), True
+
+        def look_up() -> None:
+            if not goes_on(self._clock.now(), self._tally.steps):
+                self._whole = False
+                self._over.set()
+
         with tempfile.TemporaryDirectory(prefix="mule-fleet-") as folder:
             self._folder = Path(folder)
             with seldom_collected():
-                run_virtually(self._run(), math.inf, problems)
+                end_s = run_virtually(self._run(), math.inf, problems, look_up)
         if problems:
             raise MuletrainError(f"the virtual fleet broke: {problems[0]}")
-        return self._tally.outcome()
+        return self._tally.outcome(end_s, partial=not self._whole)
 
-    async def _run(self) -> None:
+    async def _run(self) -> float:
+        """When it ended [s]."""
         for member in self._genesis.members:
             self._begin(member.id, Roster(self._genesis, member.id), joining=False)
         self._changed()
         churn = [asyncio.create_task(work) for work in (self._traced(), self._leaving(), self._bursts())]
-        await asyncio.sleep(self._horizon_s)
+        asyncio.get_running_loop().call_later(self._horizon_s, self._over.set)
+        await self._over.wait()
+        end_s = self._clock.now()
         self._changed()
         for task in (*churn, *self._tasks.values()):
             task.cancel()
         await asyncio.gather(*churn, *self._tasks.values(), return_exceptions=True)
+        return end_s
 
     # Churn ------------------------------------------------------------------------------------------------------------
 
@@ -358,13 +286,16 @@ class Actors:
                 network, self._clock, compute, roster, self._plan, lambda e: self._note(name, e), background=InlineExecutor()
             )  # fmt: skip
             fits = kind.fits.__contains__
-            return Peer(ctx, source=_Tokens(), book=Book(place), joining=joins, back=back, fits=fits)
+            return Peer(ctx, source=HollowTokens(), book=Book(place), joining=joins, back=back, fits=fits)
 
         try:
             await Service(make, joining=joining).run()
-        except MuletrainError as e:
+        except Expelled:
             self._rosters.pop(name, None)
-            self._tally.happened(f"ended: {e}")
+            self._tally.happened("expelled")
+        except MuletrainError as e:
+            if self._rosters.pop(name, None) is not None:  # else it was killed
+                self._tally.gave_up(self._clock.now(), name, str(e))
         except Exception as e:
             self._problems.append(f"{name}: {type(e).__name__}: {e}")
         finally:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Literal
 
 from muletrain.sim.churn import TRACE_A, read_trace
 from muletrain.sim.flow import HOUR_S, Flow, Rules, Weather
+from muletrain.sim.ledger import always
 from muletrain.sim.pace import Pace
-from muletrain.sim.rates import TRAINERS
+from muletrain.sim.rates import TRAINERS, Rates
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
     from muletrain.sim.actors import Planned
-    from muletrain.sim.ledger import Outcome
+    from muletrain.sim.ledger import GoesOn, Outcome
     from muletrain.sim.machines import Setting
 
 Fidelity = Literal["flow", "protocol"]
@@ -43,18 +44,27 @@ def simulate_fleet(
     fidelity: Fidelity = "flow",
     watch: Callable[[Event], None] | None = None,
     planned: Planned | None = None,
+    goes_on: GoesOn = always,
 ) -> Outcome:
     """Strategy ``swarm`` for so many hours; with ``planned`` membership ``pipeline`` (fidelity 'protocol'). The same seed gives the same
-    outcome. ``watch`` is told of every event of the peers, what their slots do among them (fidelity 'protocol'). Raises CapacityError where
-    a stage gets no machine."""
-    fleet, horizon_s = config.fleet, HOUR_S * hours
-    trainers = fleet.trainers or TRAINERS
+    outcome. ``watch`` is told of every event of the peers, what their slots do among them (fidelity 'protocol'). ``goes_on`` hears how far
+    it is, every tenth of a real second or more often, and may end it. Raises CapacityError where a stage gets no machine."""
+    horizon_s, trainers = HOUR_S * hours, config.fleet.trainers or TRAINERS
     if fidelity == "protocol":
         from muletrain.sim.actors import Actors
 
-        return Actors(
-            setting, config, weather, horizon_s, trainers=trainers, seed=seed, watch=watch, planned=planned
-        ).play()
-    rules = Rules(fleet.rebalance, fleet.rebalance_period, fleet.adopt_after, config.checkpoint.every)
+        actors = Actors(setting, config, weather, horizon_s, trainers=trainers, seed=seed, watch=watch, planned=planned)
+        return actors.play(goes_on)
     pace = Pace(setting, trainers=trainers, delayed=config.optimizer.delayed)
-    return Flow(pace, weather, rules, horizon_s, seed).play().outcome()
+    return Flow(pace, weather, _rules(config), horizon_s, seed).play(goes_on).outcome()
+
+
+def by_rates(setting: Setting, config: RunConfig, weather: Weather, *, hours: float, seed: int = 0) -> Outcome:
+    """As fidelity 'flow', but no step is played to put rates right: milliseconds instead of seconds, to compare many runs."""
+    rates = Rates(setting, trainers=config.fleet.trainers or TRAINERS, delayed=config.optimizer.delayed)
+    return Flow(rates, weather, _rules(config), HOUR_S * hours, seed).play().outcome()
+
+
+def _rules(config: RunConfig) -> Rules:
+    fleet = config.fleet
+    return Rules(fleet.rebalance, fleet.rebalance_period, fleet.adopt_after, config.checkpoint.every)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from muletrain.policy.adoption import Standing, adopters
 from muletrain.policy.rebalance import Load, View, by_queue, by_throughput
-from muletrain.sim.ledger import Ledger
+from muletrain.sim.ledger import Ledger, always
 from muletrain.sim.machines import fetch_s, mortal, seat, seated
 from muletrain.sim.rates import Rate
 from muletrain.swarm.context import capacity
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from muletrain.policy.rebalance import Move
     from muletrain.sim.churn import Change
+    from muletrain.sim.ledger import GoesOn
     from muletrain.sim.rates import Counts, Rates
 
 HOUR_S = 3600.0
@@ -108,19 +109,22 @@ class Flow:
 
     # Time -------------------------------------------------------------------------------------------------------------
 
-    def play(self) -> Ledger:
+    def play(self, goes_on: GoesOn = always) -> Ledger:
         for change in self.weather.trace:
             self._at(change.time_s, lambda peers=change.peers: self._trace(peers))  # type: ignore[misc]
         self._draw_leaving()
         self._draw_burst()
         if self.rules.rebalance != "off":
             self._at(self.rules.period_s, self._tick)
-        while self._agenda and self._agenda[0][0] < self.horizon_s:
+        whole = goes_on(self._now, self.ledger.steps)
+        while whole and self._agenda and self._agenda[0][0] < self.horizon_s:
             time_s, _, action = heappop(self._agenda)
             self._until(time_s)
             action()
-        self._until(self.horizon_s)
-        self.ledger.close()
+            whole = goes_on(self._now, self.ledger.steps)
+        if whole:
+            self._until(self.horizon_s)
+        self.ledger.close(partial=not whole)
         return self.ledger
 
     def _at(self, time_s: float, action: Callable[[], None]) -> None:

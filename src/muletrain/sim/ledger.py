@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
+
+from muletrain.units import format_duration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,10 +22,16 @@ SAMPLES = 50
 """Looks at who sends to whom: what passed since the one before is taken to have gone the same ways."""
 RECOVERED = 0.95
 """Of the share of the optimum before a machine left."""
+GoesOn = Callable[[float, float], bool]
+"""Asked now and then while a fleet is played, with the virtual time played [s] and the steps done: False ends the play there."""
 CAUSES = (
     "uneven stages", "links", "few microbatches under way", "ends of steps", "fetching state", "run again",
     "a stage without peers", "steps taken back",
 )  # fmt: skip
+
+
+def always(now_s: float, steps: float) -> bool:
+    return True
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,15 @@ class Point:
     optimum: float
     peers: tuple[int, ...]
     events: dict[str, int]
+
+
+@dataclass(frozen=True)
+class GaveUp:
+    """A peer that ended with an error of its own: it was not killed, and it neither left in order nor was expelled."""
+
+    time_s: float
+    peer: str
+    why: str
 
 
 @dataclass(frozen=True)
@@ -54,6 +72,19 @@ class Outcome:
     """Until the fleet makes as much of its machines as before one left, nearly (``RECOVERED``)."""
     not_recovered: bool
     curve: tuple[Point, ...]
+    partial: bool = False
+    """It was ended before the time asked for: ``hours`` is what was played."""
+    gave_up: tuple[GaveUp, ...] = ()
+    """In order of time (fidelity 'protocol')."""
+
+    @property
+    def failure(self) -> str | None:
+        """How many peers gave up, the first of them, and why; None: nobody did."""
+        if not self.gave_up:
+            return None
+        first, others = self.gave_up[0], len(self.gave_up) - 1
+        beside = f", and {others} more later" if others else ""
+        return f"{first.peer} gave up after {format_duration(first.time_s)}{beside}: {first.why}"
 
     @property
     def recovery_s(self) -> tuple[float, float]:
@@ -84,6 +115,7 @@ class Ledger:
         """Done and possible since the last point of the curve."""
         self._unsampled = 0.0
         self._sampled = 0
+        self._partial = False
         self._counts, self._optimum = counts, self._whole(present)
         self._share = math.nan
 
@@ -154,15 +186,14 @@ class Ledger:
         self._idle["steps taken back"] += lost
         self.happened("stepped back")
 
-    def _mark(self) -> None:
-        """A point of the curve."""
-        width_s = self._horizon_s / POINTS
-        done, possible = self._point
+    def _mark(self, end_s: float | None = None) -> None:
+        """A point of the curve. ``end_s``: where a play ended early."""
+        usual_s, (done, possible) = self._horizon_s / POINTS, self._point
+        begin_s = len(self._curve) * usual_s
+        time_s, width_s = (begin_s + usual_s, usual_s) if end_s is None else (end_s, end_s - begin_s)
         self._curve.append(
-            Point(
-                (len(self._curve) + 1) * width_s, done / width_s, possible / width_s, tuple(map(sum, self._counts)), dict(self._since)
-            )
-        )  # fmt: skip
+            Point(time_s, done / width_s, possible / width_s, tuple(map(sum, self._counts)), dict(self._since))
+        )
         self._point, self._since = [0.0, 0.0], Counter()
         if len(self._curve) * SAMPLES // POINTS > self._sampled:
             self._sampled += 1
@@ -200,17 +231,21 @@ class Ledger:
     def _sent(self, a: int, b: int, what: str, nbytes: float) -> None:
         self._bytes[self._kinds[a].region, self._kinds[b].region][what] += nbytes
 
-    def close(self) -> None:
-        """The end of the run."""
+    def close(self, *, partial: bool = False) -> None:
+        """The end of the play; ``partial``: before the horizon."""
         if self._outage is not None:
             self._outage = self._now, self._outage[1]
-        self._mark()
+        if not partial:
+            self._mark()
+        elif self._now > len(self._curve) * self._horizon_s / POINTS:
+            self._mark(self._now)
         self._sample()
+        self._partial = partial
 
     def outcome(self) -> Outcome:
-        possible = self._possible or 1.0
+        possible, played_s = self._possible or 1.0, self._now if self._partial else self._horizon_s
         return Outcome(
-            hours=self._horizon_s / 3600, steps=self.steps, throughput=self._done / self._horizon_s,
+            hours=played_s / 3600, steps=self.steps, throughput=self._done / (played_s or 1.0), partial=self._partial,
             share_of_optimum=self._done / possible, idle={cause: lost / possible for cause, lost in self._idle.items()},
             bytes={link: dict(sent) for link, sent in sorted(self._bytes.items())}, lost_microbatches=self._lost,
             repeated_microbatches=self.repeated, events=dict(sorted(self._events.items())),

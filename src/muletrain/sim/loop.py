@@ -7,6 +7,7 @@ import asyncio
 import gc
 import heapq
 import itertools
+import time
 from collections import deque
 from contextlib import contextmanager
 from contextvars import copy_context
@@ -26,6 +27,8 @@ RESOLUTION_S = 1e-9
 """Timers that are as close together are due at the same time."""
 FEW_TIMERS = 100
 """So many are looked through for those that were cancelled only when they are due."""
+LOOK_UP_S = 0.1
+"""Of real time, between two calls of ``VirtualLoop.look_up``."""
 GARBAGE = 200_000
 """Objects between two looks for what holds on to itself."""
 
@@ -92,8 +95,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     There is nothing to select, and much to call: queues and passes are asyncio's, in the same order, without all that is of no use here."""
 
-    def __init__(self, limit_s: float) -> None:
-        """Raises Hang out of ``run_until_complete`` after ``limit_s`` seconds of virtual time."""
+    def __init__(self, limit_s: float, look_up: Callable[[], None] | None = None) -> None:
+        """Raises Hang out of ``run_until_complete`` after ``limit_s`` seconds of virtual time. Between two passes ``look_up`` is called,
+        every ``LOOK_UP_S`` of real time."""
+        self._look_up, self._looks_up_s = look_up, time.monotonic()
         self._virtual_s = 0.0
         self._limit_s = limit_s
         self.cancelled = 0
@@ -152,6 +157,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def _run_once(self) -> None:
         """One pass: what is due, and all that was to be called before it began."""
+        if self._look_up is not None and (now := time.monotonic()) >= self._looks_up_s:
+            self._looks_up_s = now + LOOK_UP_S
+            self._look_up()
         self._forget_the_cancelled()
         timers, calls = self._timers, self._calls
         if not calls:
@@ -225,9 +233,12 @@ def seldom_collected() -> Iterator[None]:
         gc.unfreeze()
 
 
-def run_virtually(work: Coroutine[Any, Any, T], limit_s: float, problems: list[str]) -> T:
-    """``work`` to its end on a loop of its own. What goes wrong in tasks that nobody awaits is added to ``problems``. Raises Hang."""
-    loop = VirtualLoop(limit_s)
+def run_virtually(
+    work: Coroutine[Any, Any, T], limit_s: float, problems: list[str], look_up: Callable[[], None] | None = None
+) -> T:
+    """``work`` to its end on a loop of its own. What goes wrong in tasks that nobody awaits is added to ``problems``. ``look_up``: see
+    ``VirtualLoop``. Raises Hang."""
+    loop = VirtualLoop(limit_s, look_up)
     loop.set_exception_handler(lambda _, context: problems.append(_described(context)))
     try:
         asyncio.set_event_loop(loop)

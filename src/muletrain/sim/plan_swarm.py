@@ -47,7 +47,7 @@ ALIKE = 0.01
 
 
 class NoSteps(MuletrainError):
-    """A play in which hardly any step comes to its end."""
+    """A play in which hardly any step comes to its end, or peers give up."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,8 @@ def played_step_s(scene: Scene, expected_s: float, steps: int = PLAYED, planned:
         outcome = simulate_fleet(
             scene.setting, scene.run, Weather(), hours=horizon_s / 3600, fidelity="protocol", planned=planned
         )
+        if outcome.failure:
+            raise NoSteps(f"played with every message, {outcome.failure}. Plan more stages or a larger batch")
         curve = outcome.curve
         moved = max((n + 1 for n, point in enumerate(curve) if "moved" in point.events), default=0)
         ends_s = [point.time_s for point in curve[max(moved, len(curve) // 2) :]]

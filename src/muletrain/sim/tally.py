@@ -6,7 +6,7 @@ from collections import Counter, defaultdict, deque
 from statistics import median
 from typing import TYPE_CHECKING
 
-from muletrain.sim.ledger import RECOVERED, Outcome, Point
+from muletrain.sim.ledger import RECOVERED, GaveUp, Outcome, Point
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,10 +24,11 @@ class Tally:
     """Told of the events of all peers, and of who is there. ``idle`` has what a peer's own clock tells apart: averaging with all that is
     agreed on, and waiting for something to compute."""
 
-    def __init__(self, setting: Setting, horizon_s: float) -> None:
-        self._setting, self._horizon_s = setting, horizon_s
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
         self._microbatches = setting.cost.microbatches
-        self._steps = 0
+        self.steps = 0
+        self._gave_up: list[GaveUp] = []
         self._lost = self._repeated = 0
         self._ends: list[float] = [0.0]
         self._back: set[tuple[int, int]] = set()
@@ -63,12 +64,16 @@ class Tally:
         self._events[what] += 1
         self._since[what] += 1
 
+    def gave_up(self, now: float, peer: str, why: str) -> None:
+        self._gave_up.append(GaveUp(now, peer, why))
+        self.happened("gave up")
+
     def done(self, now: float, step: int) -> None:
         """``step`` steps are done; several may say so."""
-        if step <= self._steps:
+        if step <= self.steps:
             return
         took_s = now - self._ends[-1]
-        self._steps = step
+        self.steps = step
         self._ends.append(now)
         self._curve.append(
             Point(now, self._microbatches / max(took_s, 1e-9), self._optimum, self._peers, dict(self._since))
@@ -100,8 +105,8 @@ class Tally:
         if (step, to) in self._back:
             return
         self._back.add((step, to))
-        self._lost += (self._steps - to) * self._microbatches
-        self._steps = to
+        self._lost += (self.steps - to) * self._microbatches
+        self.steps = to
         self.happened("stepped back")
 
     def applied(self, kind: int, event: StepApplied, sent: Sequence[tuple[int, Mapping[TrafficClass, int]]]) -> None:
@@ -113,17 +118,19 @@ class Tally:
             for name, nbytes in classes.items():
                 self._bytes[kinds[kind].region, kinds[receiver].region][CLASSES.get(name, "control")] += nbytes
 
-    def outcome(self) -> Outcome:
-        """Of the step under way as much counts as has passed of the time that the one before took."""
-        last = self._ends[-2:]
-        usual_s = last[-1] - last[0] if len(last) == 2 else self._horizon_s
-        steps = self._steps + min(0.99, (self._horizon_s - last[-1]) / usual_s)
+    def outcome(self, end_s: float, *, partial: bool) -> Outcome:
+        """After ``end_s``. Of the step under way as much counts as has passed of the time that the one before took; nothing where there
+        was none, or where peers gave up."""
+        steps = float(self.steps)
+        if len(self._ends) > 1 and not self._gave_up:
+            steps += min(0.99, (end_s - self._ends[-1]) / (self._ends[-1] - self._ends[-2]))
         done, possible = steps * self._microbatches, self._possible or 1.0
         share, averaging, lost = done / possible, self._averaging / possible, self._lost / possible
         idle = {"averaging": averaging, "steps taken back": lost, "waiting for work": 1 - share - averaging - lost}
         return Outcome(
-            hours=self._horizon_s / 3600, steps=steps, throughput=done / self._horizon_s, share_of_optimum=share, idle=idle,
+            hours=end_s / 3600, steps=steps, throughput=done / (end_s or 1.0), share_of_optimum=share, idle=idle,
             bytes={link: dict(classes) for link, classes in sorted(self._bytes.items())}, lost_microbatches=self._lost,
             repeated_microbatches=self._repeated, events=dict(sorted(self._events.items())),
             recoveries_s=tuple(self._recoveries_s), not_recovered=self._outage is not None, curve=tuple(self._curve),
+            partial=partial, gave_up=tuple(self._gave_up),
         )  # fmt: skip

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 PIECE = 32 * BLOCK
 """Elements in one answer: calls carry at most 1 MiB. Whole quantisation blocks."""
-AHEAD = 4
-"""Pieces asked for at once."""
+AHEAD = 1
+"""Pieces asked for at once: answers to calls are not paced, and more would hold up everything else on a narrow link."""
 CALL_S = 60.0
 """For a piece: a bound for a slow link. A holder that is gone is found out about long before."""
 

@@ -108,6 +108,8 @@ class Knowledge:
         self.ahead: Computing | None = None
         """The next step, if it is computed already."""
         self._asked_round = 0
+        self._moved: dict[PeerId, int] = {}
+        """Bytes that others said they had moved."""
         self.work = Computing(step, lineage, ctx.plan.microbatches)
         self._enter(Chain(step, (lineage,)))
 
@@ -397,6 +399,9 @@ class Knowledge:
         held = await self._ctx.probe(peer, self.lineage, self.step)
         if held is None:
             return None
+        if held.moved > self._moved.get(peer, 0):  # a stage with slow links may average for long
+            self._waits.came_on()
+        self._moved[peer] = held.moved
         if held.rival:
             self.met(peer, held.step)
             self._ctx.suspect(peer, "it trains in another lineage")

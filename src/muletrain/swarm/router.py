@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import DeadlineExceeded, MuletrainError, PeerUnreachable, ProtocolError
 from muletrain.events import MicrobatchRerouted
-from muletrain.policy.deadline import Deadline, backoff_s
+from muletrain.policy.deadline import Deadline, RetryBudget, backoff_s
 from muletrain.policy.wiring import Wiring
 from muletrain.swarm.messages import Backward, Busy, Done, Forward, Lost, Request
 from muletrain.swarm.silence import Silence
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 BUSY_PAUSE_S = 0.005
 """First pause when every peer of a stage is full; doubles up to the limit below."""
 BUSY_PAUSE_MAX_S = 0.5
+COPIES, COPIES_SHARE = 2.0, 0.1
+"""Microbatches computed twice for peers that are doubted: so many times what one peer holds at once, then a tenth of those answered."""
 
 
 class _Gone(MuletrainError):
@@ -108,6 +110,7 @@ class Router:
         self._pending: dict[PeerId, dict[tuple[int, int, int, str], _Pending]] = {}
         """By whom an answer is owed; nobody who owes none."""
         self._silence = Silence(ctx, stage, self._owed)
+        self._copies = RetryBudget(COPIES * ctx.plan.capacity, COPIES_SHARE)
         ctx.on_doubt.append(self._doubt)
         self._current: set[tuple[int, bytes]] | None = None
 
@@ -267,7 +270,7 @@ class Router:
         while peer in self._ctx.doubted:
             others = set(self._wiring.peers()) - self._ctx.doubted
             owed = (p for p in self._pending.get(peer, {}).values() if p.copy is None and not p.reply.done())
-            if (pending := next(owed, None)) is None or not others:
+            if (pending := next(owed, None)) is None or not others or not self._copies.spend():
                 return
             self._rerouted(peer, pending.request, "it is silent: another computes the same, too")
             pending.compute_twice()
@@ -320,6 +323,7 @@ class Router:
         if isinstance(reply, Lost):
             raise (_FoundUnfinite if reply.unfinite else _Gone)(reply.reason)
         took = clock.now() - begin
+        self._copies.succeeded()
         self._deadline.measured(took)
         busy_s = min(
             reply.busy_s, took

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError, PeerUnreachable
+from muletrain.errors import DeadlineExceeded, Expelled, MuletrainError, NetworkError, PeerUnreachable
 from muletrain.events import Note
 from muletrain.optim.sketch import packed, sketch, unpacked
 from muletrain.policy.cover import Cover, resolve
@@ -41,9 +41,9 @@ FILLED_MAX_S = 0.2
 """Between two questions to the replicas whether the gaps are filled: they all wait for that, and for nothing else."""
 
 
-def expelled(step: int) -> MuletrainError:
+def expelled(step: int) -> Expelled:
     """What ends a peer whose gradients of ``step`` were false."""
-    return MuletrainError(
+    return Expelled(
         f"step {step}: this peer does not compute what its replicas compute, so it leaves. Its memory or its accelerator may be faulty: "
         f"test them before it joins again"
     )

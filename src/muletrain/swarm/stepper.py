@@ -39,6 +39,10 @@ SWIFT_TRIES = 4
 """Attempts at a round that follow each other at once: gaps are run again, a trial is held, a member dies."""
 
 
+FAILED_S, FAILED_MAX_S = 0.2, 10.0
+"""After the second attempt whose averaging failed; doubles."""
+
+
 class _HeldElsewhere(Exception):
     """A replica holds a round of this step."""
 
@@ -225,6 +229,7 @@ class Stepper(Sealing):
 
     async def _reduce(self) -> Holding:
         """Attempts, until one succeeds or somebody else's did (_HeldElsewhere)."""
+        failed = 0
         for tries in range(MAX_ATTEMPTS):
             if tries >= SWIFT_TRIES:  # what keeps us from agreeing takes longer
                 pause = backoff_s(tries - SWIFT_TRIES, PAUSE_S, PAUSE_MAX_S)
@@ -239,6 +244,9 @@ class Stepper(Sealing):
             except RoundFailed as e:
                 self._ctx.emit(Note(level="warning", message=f"averaging step {self.step}, attempt {attempt}: {e}"))
                 self.ledger.reopen(keep=True)
+                failed += 1
+                if failed > 1:  # each attempt sends the whole gradient
+                    await self._waits.watched(self._ctx.clock.sleep(backoff_s(failed - 2, FAILED_S, FAILED_MAX_S)))
                 await self._ask_holders()
             except LeftOut:
                 await self._look_on()

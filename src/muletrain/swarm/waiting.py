@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MAX_SILENCE = 6
-"""Doubling deadlines without any news before a wait is declared hopeless,"""
+"""Doubling deadlines before a wait is declared hopeless,"""
 PATIENCE_S = 300.0
-"""but not before this time."""
+"""but not before this time has passed since the others last came on."""
+ENDLESS = 12
+"""Times the patience, after which a wait is hopeless whatever they say of themselves."""
 
 
 async def _nothing() -> None:
@@ -40,6 +42,11 @@ class Waits:
         self._clock, self._look_around, self._view, self._patience_s = clock, look_around, view, patience_s
         self._changed = asyncio.Event()
         self._hurried = False
+        self._came_on_s = -math.inf
+
+    def came_on(self) -> None:
+        """Those we wait for are busy with what we wait for, as slow as that may be."""
+        self._came_on_s = self._clock.now()
 
     def touched(self) -> None:
         """Something a wait may depend on changed (a message, a microbatch finished)."""
@@ -87,7 +94,7 @@ class Waits:
                         continue
                     attempt += 1
                     due = self._clock.now() + deadline.seconds(attempt)
-                    if attempt >= MAX_SILENCE and self._clock.now() - begin > self._patience_s():
+                    if attempt >= MAX_SILENCE and self._hopeless(begin):
                         raise MuletrainError(f"gave up waiting for {what}; {self._view()}") from None
                     self._hurried = True
         finally:
@@ -95,6 +102,10 @@ class Waits:
                 asking.cancel()
                 await asyncio.gather(asking, return_exceptions=True)
         deadline.measured(self._clock.now() - begin)
+
+    def _hopeless(self, begin: float) -> bool:
+        now, patience_s = self._clock.now(), self._patience_s()
+        return now - max(begin, self._came_on_s) > patience_s or now - begin > ENDLESS * patience_s
 
     async def _news(self, condition: Callable[[], bool], asking: asyncio.Task[None] | None) -> None:
         """Until there is more to do than to look around and wait on: with every frame something changes."""

@@ -1,0 +1,96 @@
+"""Compute that computes nothing, for virtual fleets: tensors are tiny, all of them alike, and there at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from blake3 import blake3
+
+from muletrain.policy.shards import BLOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from muletrain.clock import Clock
+    from muletrain.compute.base import Microbatch, Update
+
+WIDTH, TOKENS, VOCAB = 2, 1, 256
+BLOCKS, CHUNK = 512, 8
+"""Of the hollow gradient: in all, and in a chunk. Shards are nearly equal, as those of a large stage are, and have several chunks."""
+PARAMS = BLOCKS * BLOCK
+
+
+class HollowCompute:
+    """Computes nothing, at once; see ``Compute``. Every microbatch has the same gradient. ``ending_s``: see ``StageCost``."""
+
+    def __init__(self, stage: int, stages: int, clock: Clock, ending_s: float) -> None:
+        self.stage, self.stages, self.n_params = stage, stages, PARAMS
+        self._clock, self._ending_s = clock, ending_s
+        self._sums: Counter[int] = Counter()
+
+    async def forward(self, mb: Microbatch, inputs: Tensor) -> Tensor:
+        return ACTIVATIONS
+
+    async def backward(self, mb: Microbatch, grad: Tensor, *, accumulate: bool) -> Tensor | None:
+        self._sums[mb.step] += accumulate
+        return ACTIVATIONS if self.stage else None
+
+    async def loss_backward(
+        self, mb: Microbatch, inputs: Tensor, targets: Tensor, *, accumulate: bool
+    ) -> tuple[float, Tensor | None]:
+        self._sums[mb.step] += accumulate
+        return 1.0, ACTIVATIONS if self.stage else None
+
+    def discard(self, mb: Microbatch) -> None:
+        pass
+
+    def gradient(self, step: int) -> Tensor:
+        return torch.full((PARAMS,), float(self._sums[step]))
+
+    async def apply(self, gradient: Tensor, update: Update) -> None:
+        await self._clock.sleep(self._ending_s)
+        self.clear(update.step)
+
+    def clear(self, step: int) -> None:
+        self._sums.pop(step, None)
+
+    async def digest(self) -> bytes:
+        return blake3(b"hollow").digest()
+
+    async def state(self) -> dict[str, Tensor]:
+        return {f"{kind}/w": torch.zeros(PARAMS) for kind in ("model", "moment1", "moment2")}
+
+    async def load_state(self, state: dict[str, Tensor]) -> None:
+        pass
+
+    async def offload(self, fn: Callable[..., Any], *args: object) -> Any:
+        """All activations are the same, and what is done to them has the same result."""
+        if id(args[0]) not in _SAME:
+            return fn(*args)
+        if (key := (fn, *map(id, args))) not in _RESULTS:
+            result = fn(*args)
+            _SAME[id(result)] = result
+            _RESULTS[key] = args, result
+        return _RESULTS[key][1]
+
+    def close(self) -> None:
+        pass
+
+
+ACTIVATIONS = torch.ones(1, TOKENS, WIDTH)
+"""Of every microbatch, and their gradients."""
+_SAME: dict[int, object] = {id(ACTIVATIONS): ACTIVATIONS}
+"""Those, encoded and decoded, by identity."""
+_RESULTS: dict[tuple[object, ...], tuple[object, Any]] = {}
+"""By function and identity of what it was given (which stays, so that nothing else can have it)."""
+
+
+class HollowTokens:
+    def microbatch(self, step: int, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        return np.zeros((1, TOKENS), np.int64), np.zeros((1, TOKENS), np.int64)
