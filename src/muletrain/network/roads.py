@@ -54,23 +54,33 @@ class Piece:
         """Where somebody waits until it is in the first queue."""
 
     def begin(self) -> None:
-        then = self._come if self.route.queues else self.then
-        at(asyncio.get_running_loop().time() + self.route.delays[0], then)
+        self._goes_on(asyncio.get_running_loop().time())
 
-    def _come(self) -> None:
-        self.route.queues[self._at].offer(self)
+    def comes(self) -> None:
+        """To the next queue, or to its end."""
+        if self._at == len(self.route.queues):
+            self.then()
+        else:
+            self.route.queues[self._at].offer(self)
 
     def leaves(self, head_s: float, tail_s: float) -> None:
         """A queue lets its first byte out at ``head_s``, and its last at ``tail_s``."""
         if self.entered is not None and not self.entered.done():
             self.entered.set_result(None)
         self._at += 1
-        delay_s = self.route.delays[self._at]
-        if self._at == len(self.route.queues):
-            at(tail_s + delay_s, self.then)
+        self.tail_s = tail_s + self.route.delays[self._at]
+        self._goes_on(tail_s if self._at == len(self.route.queues) else head_s)
+
+    def _goes_on(self, leaves_s: float) -> None:
+        loop, before = asyncio.get_running_loop(), self.route.on_way[self._at]
+        comes_s = leaves_s + self.route.delays[self._at]
+        if comes_s <= loop.time() and not before:
+            self.comes()
+        elif self.nbytes:  # at the same time as others, perhaps: they stay in order
+            before.append(self)
+            loop.call_at(comes_s, _next_comes, before)
         else:
-            self.tail_s = tail_s + delay_s
-            at(head_s + delay_s, self._come)
+            loop.call_at(comes_s, self.comes)
 
 
 def at(time_s: float, then: Callable[[], None]) -> None:
@@ -80,6 +90,10 @@ def at(time_s: float, then: Callable[[], None]) -> None:
         then()
     else:
         loop.call_at(time_s, then)
+
+
+def _next_comes(pieces: deque[Piece]) -> None:
+    pieces.popleft().comes()
 
 
 class Queue:
@@ -149,6 +163,8 @@ class Route:
     delays: tuple[float, ...]
     coarse: int
     """Bytes that the narrowest link carries in ``EVENT_S``."""
+    on_way: tuple[deque[Piece], ...]
+    """To each of the queues, and from the last one on."""
 
     @property
     def delay_s(self) -> float:
@@ -220,7 +236,8 @@ class Roads:
             if b in self._down:
                 queues.append(self._down[b])
                 delays.append(0.0)
-        return Route(tuple(queues), tuple(delays), int(min(EVENT_S * slowest, 1 << 40)))
+        on_way = tuple(deque[Piece]() for _ in delays)
+        return Route(tuple(queues), tuple(delays), int(min(EVENT_S * slowest, 1 << 40)), on_way)
 
 
 WIDE = Road()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -23,9 +24,16 @@ PLANNED = 0.2
 """Share of the scenarios with planned membership."""
 SHARED = 0.5
 """Of those the share in which peers of smaller stages serve several pipelines."""
+SIDES = ("partition", "blackhole")
+"""Faults that leave two sides."""
 POINTS = ("forward", "backward", "seal", "shard", "reduced", "round_entry")
 """Frames at which a peer may be killed exactly: between any two of them the protocol must be able to lose it."""
 
+LARGE = 0.25
+"""Share of the scenarios with large tensors: links are narrow for them, and averaging takes ``AVERAGING_S``, if all links are alike."""
+AVERAGING_S = (2.0, 40.0)
+GRADIENT = 54_000
+"""Bytes of the largest stage's."""
 
 LOSES_A_STAGE = 0.4
 """Share of worlds in which, if that can be survived, a stage loses all its peers."""
@@ -107,12 +115,7 @@ class Scenario:
         """Of a partition: those with a member of each stage, and a trainer."""
         members, stages = {p for p, _ in self.members}, set(range(len(self.stages)))
         trainers = {p for p, _ in self.members[: self.trainers]}
-        sides = [
-            side
-            for f in self.faults
-            if f.kind in ("partition", "blackhole")
-            for side in (set(f.who) & members, members - set(f.who))
-        ]
+        sides = [side for f in self.faults if f.kind in SIDES for side in (set(f.who) & members, members - set(f.who))]
         return [side for side in sides if {stage_of(p) for p in side} == stages and side & trainers]
 
     @property
@@ -126,6 +129,10 @@ class Scenario:
 
     @classmethod
     def draw(cls, seed: int) -> Scenario:
+        return _with_large_tensors(cls._draw(seed))
+
+    @classmethod
+    def _draw(cls, seed: int) -> Scenario:
         """Two or three stages of one to three replicas; up to four faults, of which none kills a stage off, nor leaves it to a replica
         that may be behind; and in some worlds a stage that loses all its peers at once."""
         overrides = ("optimizer.delayed=true",) if random.Random(f"delayed/{seed}").random() < DELAYED else ()
@@ -209,6 +216,28 @@ class Scenario:
         every = _one_trains(base.members[:trainers], _in_order([*faults, *lost]))
         drawn = replace(base, faults=every, trainers=trainers, narrow=narrow, relays=relays, skew=skew)
         return replace(drawn, stalls=stalls, overrides=(*overrides, *planned(stages, schedule, shared=shared)))
+
+
+def _with_large_tensors(drawn: Scenario) -> Scenario:
+    """Or as it is. Everything takes as much longer: faults come later."""
+    rng = random.Random(f"large/{drawn.seed}")
+    if rng.random() > LARGE:
+        return drawn
+    averaging_s = math.exp(rng.uniform(*map(math.log, AVERAGING_S)))
+    rate = 10 ** rng.uniform(5.7, 8.0)
+    narrow = {p: rate * rng.choice([1.0, 1.0, 2.0, 5.0]) for p in drawn.names} | {
+        p: rate * (0.5 if own < 1e6 else 2.0) for p, own in drawn.narrow
+    }
+    steps = min(drawn.steps, 3)
+    longer = 1.0 + averaging_s / (drawn.microbatches * (FORWARD_S + BACKWARD_S))
+    faults = tuple(
+        f if not f.at_s else replace(f, at_s=f.at_s * longer, for_s=f.for_s * longer if f.kind in SIDES else f.for_s)
+        for f in drawn.faults
+    )
+    return replace(
+        drawn, steps=steps, faults=faults, narrow=tuple(sorted(narrow.items())), weight=averaging_s * rate / (2 * GRADIENT),
+        queue_s=rng.choice([0.0, 0.05, QUEUE_S, 1.0, 2.0]),
+    )  # fmt: skip
 
 
 def planned(stages: tuple[int, ...], schedule: str | None, *, shared: bool = False) -> tuple[str, ...]:
