@@ -55,6 +55,17 @@ def all_reduce_s(nbytes: float, members: int, narrowest: float, path: float) -> 
     return max(2 * (members - 1) / members * nbytes / narrowest, 2 * nbytes / members / path)
 
 
+ALIKE = 1.5
+"""Two bandwidths that differ by less are as narrow as each other."""
+
+
+def averages_at(members: int, up: float, down: float) -> float:
+    """The share of its bandwidth that the narrowest link carries while so many replicas average. Pacing keeps queues short, so where three
+    or more send to each other, and their uplinks are as narrow as the others' downlinks [bytes/s], a link waits now and then for those
+    that are busy elsewhere (measured: tests/test_roads.py, benchmarks/full_links)."""
+    return 0.88 if members > 2 and 1 / ALIKE < up / down < ALIKE else 0.97
+
+
 def makespan_s(items: int, service: Sequence[tuple[int, float]]) -> float:
     """The time in which ``items`` pieces of work are done by machines as (how many, seconds apiece), each a whole piece at a time and given
     out as they come: the last one is left to one machine, on average for half of what the slowest takes."""

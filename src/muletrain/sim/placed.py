@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from muletrain.policy.cost import averages_at
 from muletrain.policy.schedules import Station
 from muletrain.policy.seats import Seats
 from muletrain.policy.strategies import Member, averaging_s, pipeline_shares
@@ -150,6 +151,13 @@ def ending_s(setting: Setting, serving: Sequence[Sequence[int]]) -> float:
         if paths:
             members = [Member(kinds[k].up_bytes_per_s, kinds[k].down_bytes_per_s) for k in here.elements()]
             narrowest = min(path.bandwidth_bytes_per_s for path in paths)
-            takes_s = averaging_s(stage.averaged_bytes, members, narrowest, max(path.delay_s for path in paths))
+            up, down = min(m.up_bytes_per_s for m in members), min(m.down_bytes_per_s for m in members)
+            nbytes = stage.averaged_bytes / averages_at(len(members), up, down)
+            takes_s = averaging_s(
+                nbytes,
+                members,
+                narrowest,
+                max(path.delay_s for path in paths),
+            )
             longest_s = max(longest_s, takes_s + stage.ending_s)
     return longest_s

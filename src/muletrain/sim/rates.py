@@ -16,7 +16,7 @@ import math
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from muletrain.policy.cost import all_reduce_s, circulating, makespan_s, steady_shares
+from muletrain.policy.cost import all_reduce_s, averages_at, circulating, makespan_s, steady_shares
 from muletrain.swarm.context import capacity
 
 if TYPE_CHECKING:
@@ -222,7 +222,8 @@ class Rates:
                 min(kinds[a].up_bytes_per_s, kinds[a].down_bytes_per_s),
                 min([p.bandwidth_bytes_per_s for p in paths]),
             )
-            halves += [all_reduce_s(cost.averaged_bytes, peers, narrowest, path) / 2] * min(2, here[a])
+            carried = averages_at(peers, kinds[a].up_bytes_per_s, kinds[a].down_bytes_per_s)
+            halves += [all_reduce_s(cost.averaged_bytes, peers, narrowest, path) / carried / 2] * min(2, here[a])
             delay_s = max(delay_s, *[p.delay_s for p in paths])
         slowest_s, other_s = sorted(halves)[-1:-3:-1]
         averaging_s = max(slowest_s, other_s + delay_s) + slowest_s + delay_s
