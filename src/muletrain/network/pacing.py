@@ -9,6 +9,8 @@ What is small (``Channel.CONTROL``) waits for nothing.
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 from collections import deque
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -23,8 +25,11 @@ if TYPE_CHECKING:
 
     from muletrain.network.base import PeerId
 
-TARGET_S = {Channel.PIPE: 0.06, Channel.AVERAGE: 0.05, Channel.BULK: 0.025}
-"""Queue that a channel's traffic may cause [s], the highest class first. A call passes one there and one back."""
+TARGET_S = {Channel.PIPE: (0.06, 0.06), Channel.AVERAGE: (0.05, 0.02), Channel.BULK: (0.025, 0.005)}
+"""Queue that a channel's traffic may cause [s], the highest class first: alone, and while traffic of a higher class comes and goes, each
+message of which waits for that queue. A call passes one there and one back."""
+BESIDE_S = 1.0
+"""After something of a higher class was sent, more is expected for so long."""
 LANES = 8
 """Receivers that get averaging, or state, at a time: while one acknowledges, the other is sent to."""
 STALL_S = 1.0
@@ -70,6 +75,8 @@ class Pacer:
     def __init__(self) -> None:
         self._flows: dict[PeerId, _Flow] = {}
         self._lanes = {Channel.AVERAGE: _Lanes(), Channel.BULK: _Lanes()}
+        self._sent_s: dict[Channel, float] = {}
+        """When something of each channel was, last."""
         self._under_way = 0
         self.moved = 0
         """Bytes acknowledged so far."""
@@ -173,10 +180,16 @@ class Pacer:
             flow.progress_s = now_s
         if not self._under_way:
             self._empty_s = now_s
-        flow.target_s = TARGET_S[channel]
+        self._sent_s[channel] = now_s
+        flow.target_s = TARGET_S[channel][self._beside(channel, now_s)]
         flow.under_way += nbytes
         self._under_way += nbytes
         return nbytes
+
+    def _beside(self, channel: Channel, now_s: float) -> bool:
+        """Is something of a higher class sent these moments?"""
+        higher = itertools.takewhile(lambda other: other is not channel, TARGET_S)
+        return any(now_s - self._sent_s.get(other, -math.inf) < BESIDE_S for other in higher)
 
     def acknowledged(self, peer: PeerId, nbytes: int, sent_s: float, received_s: float) -> None:
         """``nbytes`` to ``peer``, handed over at ``sent_s``, arrived at ``received_s`` of its own clock."""
