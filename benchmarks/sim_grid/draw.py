@@ -154,7 +154,7 @@ def bound_s(scene: Setting, serving: Sequence[Sequence[int]], *, delayed: bool) 
     activations and their gradients, over all bandwidths of its machines together; and 2 (n-1)/n of the gradient, over the narrowest one,
     for each averages an equal shard. A step begins when the one before is averaged; so the first microbatch has to come to a stage
     before it can begin, and the last one has to go all the way back. With delayed updates averaging goes on beside the next step, and
-    only shares its links. Delays and all that is agreed on take no time.
+    only shares its links; and no machine waits for the last microbatch of another. Delays and all that is agreed on take no time.
     """
     cost, kinds, last = scene.cost, scene.kinds, len(serving) - 1
     step_s = there_s = 0.0
@@ -163,7 +163,7 @@ def bound_s(scene: Setting, serving: Sequence[Sequence[int]], *, delayed: bool) 
     for s, here in enumerate(serving):
         peers = [(kind, n) for kind, n in zip(kinds, here, strict=True) if n]
         members = sum(here)
-        computes_s = whole_s(cost.microbatches, [(n, kind.service_s(s)) for kind, n in peers])
+        services = [(n, kind.service_s(s)) for kind, n in peers]
         up = cost.microbatches * (cost.backward_bytes[s] + (cost.forward_bytes[s + 1] if s < last else 0))
         down = cost.microbatches * (
             (cost.forward_bytes[s] if s else 0) + (cost.backward_bytes[s + 1] if s < last else 0)
@@ -176,9 +176,9 @@ def bound_s(scene: Setting, serving: Sequence[Sequence[int]], *, delayed: bool) 
         averages_s = averaged / min(min(kind.up_bytes_per_s, kind.down_bytes_per_s) for kind, _ in peers)
         if delayed:
             shared_s = max((up + members * averaged) / up_per_s, (down + members * averaged) / down_per_s)
-            step_s = max(step_s, computes_s, averages_s, shared_s)
+            step_s = max(step_s, cost.microbatches / sum(n / each for n, each in services), averages_s, shared_s)
             continue
-        through_s = there_s + max(computes_s, up / up_per_s, down / down_per_s)
+        through_s = there_s + max(whole_s(cost.microbatches, services), up / up_per_s, down / down_per_s)
         step_s = max(step_s, through_s + averages_s)
         for shortest_s, then_s in reversed(back):
             through_s += shortest_s

@@ -41,8 +41,9 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 TABLES = {"0-39": "results.json", "100-139": "fresh.json"}
 LEAST_STEPS, LEAST_MICROBATCHES = 5, 640
-"""Of what is played after the first step, in which nobody has measured anything. Who builds how many microbatches of a step is a draw, so
-that short steps differ, and more of them are played."""
+"""Of what is played after the first step, in which nobody has measured anything; with delayed updates after the second one, which is
+computed while the first one is averaged. Who builds how many microbatches of a step is a draw, so that short steps differ, and more of them
+are played."""
 PATIENCE = 3.0
 """A play ends after so many times what rates and ``plan`` expect."""
 NEAR = 0.15
@@ -52,8 +53,9 @@ NEAR = 0.15
 class Seen:
     """What the peers of one play say."""
 
+    first: int
+    """Steps that do not count, and how many after them do."""
     steps: int
-    """After the first one."""
     ends_s: list[float] = field(default_factory=list)
     repeated: int = 0
     suspected: Counter[str] = field(default_factory=Counter)
@@ -72,12 +74,12 @@ class Seen:
 
     @property
     def whole(self) -> bool:
-        return len(self.ends_s) > self.steps
+        return len(self.ends_s) >= self.first + self.steps
 
     @property
     def step_s(self) -> float:
-        """Mean after the first one; inf: no other came to its end."""
-        ends_s = self.ends_s[: self.steps + 1]
+        """Mean of those that count; inf: none of them came to its end."""
+        ends_s = self.ends_s[self.first - 1 : self.first + self.steps]
         return (ends_s[-1] - ends_s[0]) / (len(ends_s) - 1) if len(ends_s) > 1 else math.inf
 
 
@@ -98,10 +100,10 @@ def compared(seed: int, limit_s: float = math.inf, *, only_predict: bool = False
         "rates": cost.microbatches / Pace(scene, trainers=trainers, delayed=delayed).of(serving).throughput,
         "plan": play(scene, cast(scene, serving, trainers), delayed=delayed).step_s,
     }
-    seen = Seen(max(LEAST_STEPS, math.ceil(LEAST_MICROBATCHES / cost.microbatches)))
+    seen = Seen(1 + delayed, max(LEAST_STEPS, math.ceil(LEAST_MICROBATCHES / cost.microbatches)))
     failed, played_s = "", 0.0
     if not only_predict:
-        horizon_s = PATIENCE * (seen.steps + 1) * max(times_s["rates"], times_s["plan"])
+        horizon_s = PATIENCE * (seen.first + seen.steps) * max(times_s["rates"], times_s["plan"])
         failed, played_s = _played(scene, config, seen, horizon_s, begin_s + limit_s)
     times_s["protocol"] = seen.step_s
     return {
@@ -130,7 +132,7 @@ def _played(scene: Setting, config: RunConfig, seen: Seen, horizon_s: float, unt
     problems += [f"{n} x {what}" for what, n in outcome.events.items()]
     if not seen.whole:
         within = "the CPU time that a fleet has" if outcome.partial else f"{horizon_s:.0f} s"
-        problems.append(f"{len(seen.ends_s)} of {seen.steps + 1} steps in {within}")
+        problems.append(f"{len(seen.ends_s)} of {seen.first + seen.steps} steps in {within}")
     return "; ".join(problems), 3600 * outcome.hours
 
 
@@ -191,6 +193,13 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def effort(seed: int) -> float:
+    """Virtual machine-seconds: a paced piece is what a link carries in some milliseconds, and each costs some events."""
+    scene, config = drawn(seed).setting()
+    serving = seated(scene)
+    return bound_s(scene, serving, delayed=config.optimizer.delayed) * sum(map(sum, serving))
+
+
 def predictions(rows: list[dict[str, Any]]) -> str:
     """Markdown: a step [s], worst first."""
     lines = ["| seed | machines | run | links, queue | bound | rates | plan | plan against rates |", "|" + "---|" * 8]
@@ -207,7 +216,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0-39", help="FIRST-LAST, or some: 3,17,105")
     parser.add_argument("--keep", type=Path, help="folder for what was played")
     parser.add_argument("--jobs", type=int, default=2, help="fleets at a time")
-    parser.add_argument("--limit", type=float, default=360.0, help="of a fleet [s of CPU]")
+    parser.add_argument("--limit", type=float, default=1800.0, help="of a fleet [s of CPU]")
     parser.add_argument("--out", type=Path, help="default for 0-39 and 100-139: results.json and fresh.json")
     parser.add_argument(
         "--predict", action="store_true", help="bound, rates and plan alone: seconds of CPU for all fleets"
@@ -228,7 +237,8 @@ def main() -> None:
         ProcessPoolExecutor(args.jobs, spawn, max_tasks_per_child=1) as pool,  # a fresh process each
     ):
         bar = shown.add_task("fleets", total=len(seeds), completed=sum(file.exists() for file in files.values()))
-        plays = [pool.submit(compared, seed, args.limit) for seed, file in files.items() if not file.exists()]
+        left = sorted((seed for seed, file in files.items() if not file.exists()), key=effort, reverse=True)
+        plays = [pool.submit(compared, seed, args.limit) for seed in left]  # the longest first: cores end together
         for done in as_completed(plays):
             row = done.result()
             files[row["seed"]].write_text(json.dumps(row, indent=1) + "\n")
