@@ -131,7 +131,7 @@ def frames(stage: int, index: int) -> list[Frame]:
         Doubted(**at, peer="second").frame(),
         PartReady(**at | {"step": 1}, stage=stage, size=1 << 20, digest=digest, place="x").frame(),
         CheckpointEnd(**at | {"step": 1}, reason="").frame(),
-        Block(digest=digest, block=index, begin=0).frame([encode_raw(digest)]),
+        Block(digest=digest, block=index).frame([encode_raw(digest)]),
         Report(event='{"kind": "note", "level": "info", "message": "x", "t": 1.0, "peer": "p"}').frame(),
     ]
 

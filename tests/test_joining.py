@@ -71,7 +71,7 @@ def test_over_a_slow_link_one_state_and_the_later_gradients_lead_to_serving_and_
     serves = next(t for t, _, microbatches in own if microbatches)
     assert sum(holding is not None for holding in past) >= 5, "what lies back came in the gaps"
     assert sum(1.0 < t < serves for t, _, _ in others) >= 10, "it was on its way for as many steps"
-    took = [b[0] - a[0] for a, b in pairwise(t for t in others if t[0] < serves - 1.6)]
+    took = [b[0] - a[0] for a, b in pairwise(t for t in others if t[0] < serves - 4.2)]  # then it averages, too
     assert max(took[1:]) < 1.1 * min(took[1:]), "the others take their time as before"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ from muletrain.policy.swapping import Layer, accumulation, held_bytes, round_s, 
 from muletrain.sim import plan_hub, plan_pipeline, plan_swarm
 from muletrain.sim.fleet import simulate_fleet
 from muletrain.sim.flow import Weather
+from muletrain.sim.machines import UPDATE_S
+from muletrain.sim.placed import Placed
 from muletrain.sim.plan_hub import segments
 from muletrain.sim.plan_swarm import NoSteps, Settled, played_step_s, promising, settled
 from muletrain.sim.question import HASTE, Question
@@ -350,6 +353,87 @@ def test_plan_and_simulate_need_the_same_memory(tmp_path: Path) -> None:
     runnable = [p for p in found.strategies if p.runnable]
     assert len(runnable) == 3
     assert all(needs in p.problem for p in runnable)
+
+
+MIXED = """
+[[machines]]
+name = "fast"
+count = 2
+device = "RTX 4090"
+[[machines]]
+name = "slow"
+count = 3
+device = "T4"
+[defaults]
+rtt_ms = 5
+"""
+
+
+def test_stages_that_mix_devices_are_predicted_with_the_weights_on_the_cpu(tmp_path: Path) -> None:
+    """Unless the run says that they stay where they are; what doesn't mix is left alone."""
+    (tmp_path / "fleet.toml").write_text(MIXED)
+    (tmp_path / "alike.toml").write_text(MIXED.replace("RTX 4090", "T4"))
+
+    def swarm(name: str, *sets: str) -> Prediction:
+        run = load_config(None, ["model.preset=gpt3-350m", "train.batch=64", *sets])
+        question = Question(load_fleet(tmp_path / name), run, ModelSpec.from_config(run.model), stages=1, microbatch=1)
+        return plan_swarm.predict(question)
+
+    mixed, stays, alike = (
+        swarm("fleet.toml"), swarm("fleet.toml", "optimizer.state_device=device"), swarm("alike.toml")
+    )  # fmt: skip
+    assert [p.state_device for p in (mixed, stays, alike)] == ["cpu", "device", "device"]
+    assert mixed.memory[0].device_needs < stays.memory[0].device_needs
+    assert mixed.memory[0].host_needs > stays.memory[0].host_needs
+    params = ModelSpec.from_config(load_config(None, ["model.preset=gpt3-350m"]).model).params
+    assert mixed.step_s == pytest.approx(stays.step_s + UPDATE_S * params, rel=0.02)
+    assert "the CPU updates the weights" in mixed.notes[0]
+    assert "unless optimizer.state_device = 'cpu'" in stays.notes[0]
+    assert not alike.notes
+
+
+def test_each_schedule_is_tried_on_the_layout_that_made_another_strategy_win(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Searches that find one machine for each stage, and swarm, which has all."""
+    (tmp_path / "fleet.toml").write_text(MIXED.replace("count = 2", "count = 4").replace("RTX 4090", "T4"))
+    run = load_config(None, ["model.preset=gpt3-350m", "train.batch=64"])
+    question = Question(
+        load_fleet(tmp_path / "fleet.toml"), run, ModelSpec.from_config(run.model), stages=2, microbatch=1
+    )
+    whole = plan_pipeline._alike
+
+    def narrow(*given: Any) -> list[Placed]:
+        (found,) = whole(*given)
+        return [replace(found, assignment=tuple(row[:1] for row in found.assignment))]
+
+    monkeypatch.setattr(plan_pipeline, "_alike", narrow)
+    monkeypatch.setattr(plan_pipeline, "unequal", lambda *given: [])
+    alone, swarm = plan_pipeline.predict(question, 0, 1.0), plan_swarm.predict(question)
+    tried = plan_pipeline.tried_on(question, swarm, alone)
+    machines = [{name for stage in p.stages for name in stage.machines} for p in (*alone, *tried)]
+    assert list(map(len, machines)) == [2, 2, 7, 7]
+    assert all(after.step_s < before.step_s for before, after in zip(alone, tried, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_plan_and_simulate_agree(tmp_path: Path, seed: int) -> None:
+    """As long as nobody comes or goes: see benchmarks/plan/agree.py."""
+    rng = random.Random(f"agree/{seed}")
+    kinds = "".join(
+        f'[[machines]]\nname = "{d}"\ncount = {rng.randint(2, 6)}\ndevice = "{d}"\nregion = "{rng.choice("xy")}"\n'
+        f"up_mbps = {rng.choice([100, 1000, 10000])}\ndown_mbps = 1000\n"
+        for d in ("T4", "A100", "RTX 4090")
+    )
+    file = tmp_path / "fleet.toml"
+    file.write_text(f"{kinds}[defaults]\nrtt_ms = 40\n")
+    sets = ["model.preset=gpt3-350m", "train.batch=128", f"fleet.stages={rng.randint(1, 4)}"]
+    run = load_config(None, sets)
+    question = Question(load_fleet(file), run, ModelSpec.from_config(run.model), run.fleet.stages, 1)
+    found = plan_swarm.predict(question)
+    arguments = [x for text in (*sets, "train.microbatch=1") for x in ("--set", text)]
+    said = CliRunner().invoke(app, ["simulate", "fleet", str(file), "--hours", "24", "--json", *arguments])
+    assert json.loads(said.output)["tokens_per_s"] == pytest.approx(found.tokens_per_s, rel=0.05)
 
 
 def test_of_each_number_of_stages_the_best_is_played_unless_it_is_far_behind(tmp_path: Path) -> None:

@@ -54,6 +54,14 @@ def test_a_plan_says_who_serves_what(tmp_path: Path) -> None:
     assert (swarm.fleet.stages, swarm.fleet.layers, swarm.pipeline.seats) == (2, (1, 2), ())
 
 
+def test_a_plan_that_mixes_devices_updates_weights_on_the_cpu(tmp_path: Path) -> None:
+    path = written(tmp_path, strategies=(SWARM, PIPELINE.model_copy(update={"state_device": "cpu"})))
+    assert planned(load_config(None, SMALL), path).optimizer.state_device == "cpu"
+    assert planned(load_config(None, SMALL), path, "swarm").optimizer.state_device == "device"
+    with pytest.raises(ConfigError, match=r"optimizer.state_device: 'device', and .*plan.json mixes devices"):
+        planned(load_config(None, [*SMALL, "optimizer.state_device=device"]), path)
+
+
 def test_machines_of_the_plan_are_those_of_the_profile(tmp_path: Path) -> None:
     profile = tmp_path / "fleet.toml"
     profile.write_text('machines = [{ name = "cellar" }, { name = "west" }, { name = "east" }]')

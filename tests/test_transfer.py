@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
-from muletrain.swarm.uplink import Uplink
 
 from muletrain.clock import LoopClock
 from muletrain.config.schema import Codec
@@ -134,41 +133,21 @@ def test_the_state_comes_from_all_donors(donors: str) -> None:
     run(scenario)
 
 
-def test_beside_training_blocks_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Uplink, "piece", lambda self: 30)
-    sizes = list[int]()
-
-    async def scenario() -> None:
-        stage = Stage("ab")
-        right = stage.receiver.taker.on_block
-
-        def on_block(sender: str, message: Block, tensor: Any) -> None:
-            sizes.append(tensor.nbytes)
-            right(sender, message.model_copy(update={"begin": message.begin + 1}), tensor)  # leads nowhere
-            right(sender, message, tensor)
-
-        monkeypatch.setattr(stage.receiver.taker, "on_block", on_block)
-        await stage.receiver.fetch(lambda offer: True)
-        stage.check()
-        assert max(sizes) == 30
-        assert not refused(stage)
-
-    run(scenario)
-
-
-def test_a_block_that_is_longer_than_it_may_be_is_refused() -> None:
+def test_a_block_of_another_size_is_refused_and_one_that_nobody_waits_for_is_dropped() -> None:
     async def scenario() -> None:
         taker = Stage("a").receiver.taker
         expected = taker._waiting["a", bytes(32), 0] = transfer._Expected(memoryview(bytearray(5)))
-        taker.on_block("a", Block(digest=bytes(32), block=0, begin=0), encode_raw(b"abc"))
-        with pytest.raises(ProtocolError, match="more than it has"):
-            taker.on_block("a", Block(digest=bytes(32), block=0, begin=3), encode_raw(b"def"))
-        with pytest.raises(ProtocolError, match="nothing of it"):  # it would be waited for as long as such came
-            taker.on_block("a", Block(digest=bytes(32), block=0, begin=3), encode_raw(b""))
+        for content in (b"", b"abcd", b"abcdef"):
+            with pytest.raises(ProtocolError, match=f"{len(content)} bytes instead of 5"):
+                taker.on_block("a", Block(digest=bytes(32), block=0), encode_raw(content))
+        for other in (Block(digest=bytes(32), block=1), Block(digest=bytes(31) + b"1", block=0)):
+            taker.on_block("a", other, encode_raw(b"abcde"))
+        taker.on_block("b", Block(digest=bytes(32), block=0), encode_raw(b"abcde"))
         assert not expected.whole.done()
-        taker.on_block("a", Block(digest=bytes(32), block=0, begin=3), encode_raw(b"de"))
+        taker.on_block("a", Block(digest=bytes(32), block=0), encode_raw(b"abcde"))
         assert expected.whole.done()
-        assert bytes(expected.into) == b"abcde"
+        taker.on_block("a", Block(digest=bytes(32), block=0), encode_raw(b"fghij"))
+        assert bytes(expected.into) == b"abcde", "it came already"
 
     run(scenario)
 
@@ -357,13 +336,13 @@ def test_a_copy_that_is_still_being_sent_is_kept_however_slow_the_link(monkeypat
     async def scenario() -> None:
         monkeypatch.setattr(snapshot, "KEPT_S", 0.2)
         monkeypatch.setattr(transfer, "RUN", 100)  # one question for all
-        whole = Copy._send_block
+        whole = Context.send
 
-        async def slowly(self: Copy, *args: Any) -> None:
+        async def slowly(self: Context, *args: Any) -> int:
             await asyncio.sleep(0.02)
-            await whole(self, *args)
+            return await whole(self, *args)
 
-        monkeypatch.setattr(Copy, "_send_block", slowly)
+        monkeypatch.setattr(Context, "send", slowly)
         stage, begin = Stage("a"), time.monotonic()
         await stage.receiver.fetch(lambda offer: True, rounds=1)
         assert time.monotonic() - begin > 2 * snapshot.KEPT_S

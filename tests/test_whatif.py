@@ -161,16 +161,17 @@ def test_only_so_much_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     scene = scene_of(tmp_path, PACED.replace("count = 4", "count = 64"), "fleet.stages=2", "train.batch=256")
     found = Pace(scene, trainers=2, delayed=False)
     first = found.of([(32,), (32,)])
-    near, rates = found.of([(31,), (31,)]), Rates(scene)
+    near, rates = found.of([(31,), (30,)]), Rates(scene)
     assert len(times) == 1
     left = first.throughput / rates.of([(32,), (32,)]).throughput
     assert left < 1
-    assert near.throughput == pytest.approx(left * rates.of([(31,), (31,)]).throughput)
+    assert near.throughput == pytest.approx(left * rates.of([(31,), (30,)]).throughput)
     assert found.of([(20,), (24,)]).throughput == pytest.approx(256 / found.step([(20,), (24,)]).step_s)
     monkeypatch.setattr(found, "_budget_s", 0.0)
-    known = len(times)
-    assert found.of([(9,), (8,)]).throughput > 0
+    known, guessed = len(times), found.of([(9,), (8,)]).throughput
+    assert guessed > 0
     assert len(times) == known
+    assert found.lasts([(9,), (8,)]).throughput == pytest.approx(256 / found.step([(9,), (8,)]).step_s)
 
 
 def test_links_by_hand(tmp_path: Path) -> None:

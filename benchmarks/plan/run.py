@@ -24,7 +24,7 @@ from muletrain.errors import CapacityError
 from muletrain.model.spec import ModelSpec
 from muletrain.policy.strategies import recommend, title
 from muletrain.sim import plan_pipeline
-from muletrain.sim.plan_swarm import NoSteps, chosen, played_step_s, promising, settled, told
+from muletrain.sim.plan_swarm import NoSteps, chosen, played_step_s, promising, settled_on, told
 from muletrain.sim.question import Question
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def candidates(fleet: Fleet) -> tuple[list[Prediction], Prediction]:
     ways = [(stages, None) for stages in question.stage_counts()]
     for stages, cut in [*ways, *((len(cut), cut) for cut in plan_pipeline.uneven(question, best))]:
         with contextlib.suppress(CapacityError):
-            layouts.append(settled(question.scene(stages, 1, cut)))
+            layouts.append(settled_on(question, stages, 1, cut))
     swarms = [told(question, found) for found in layouts]
     if layouts:
         best.append(swarms[layouts.index(chosen(promising(layouts)))])
@@ -108,7 +108,7 @@ def layout(p: Prediction) -> str:
 def played(fleet: Fleet, p: Prediction) -> float | None:
     """What a step of ``p`` takes [s], as 'muletrain plan --confirm' finds it. None: hardly any comes to its end."""
     question = asked(fleet)
-    scene, planned = question.scene(len(p.stages), 1, tuple(stage.layers for stage in p.stages)), None
+    scene, planned = question.scene_of(p), None
     if p.schedule:
         scene = plan_pipeline.scheduled(question, scene, p.schedule, len(p.microbatches))
         planned = plan_pipeline.membership(question, scene, p)

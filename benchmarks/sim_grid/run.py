@@ -12,7 +12,6 @@ import json
 import math
 import multiprocessing
 import re
-import signal
 import sys
 import time
 from collections import Counter
@@ -29,7 +28,8 @@ from muletrain.events import MicrobatchRerouted, PeerSuspected, StepApplied, Ste
 from muletrain.sim.fleet import simulate_fleet
 from muletrain.sim.flow import Weather
 from muletrain.sim.machines import Setting, seated
-from muletrain.sim.rates import TRAINERS, Rates
+from muletrain.sim.pace import Pace
+from muletrain.sim.rates import TRAINERS
 from muletrain.sim.steps import cast, play
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -48,29 +48,20 @@ PATIENCE = 3.0
 NEAR = 0.15
 
 
-class Enough(KeyboardInterrupt):
-    """Ends a play, as the user would."""
-
-
 @dataclass
 class Seen:
     """What the peers of one play say."""
 
     steps: int
+    """After the first one."""
     ends_s: list[float] = field(default_factory=list)
     repeated: int = 0
     suspected: Counter[str] = field(default_factory=Counter)
     rerouted: Counter[str] = field(default_factory=Counter)
-    now_s: float = 0.0
-    over: bool = False
 
     def watch(self, event: Event) -> None:
-        """Raises Enough once all steps are done."""
-        if self.over:
-            return
-        self.now_s = max(self.now_s, event.t)
         match event:
-            case StepDone() if event.step > len(self.ends_s):
+            case StepDone() if len(self.ends_s) < event.step:
                 self.ends_s.append(event.t)
             case StepApplied():
                 self.repeated += event.recomputed
@@ -78,18 +69,15 @@ class Seen:
                 self.suspected[_kind(event.reason)] += 1
             case MicrobatchRerouted():
                 self.rerouted[_kind(event.reason.split(": ", 1)[-1])] += 1
-        if len(self.ends_s) > self.steps:
-            self.end()
 
-    def end(self, *_: object) -> None:
-        if not self.over:
-            self.over = True
-            raise Enough
+    @property
+    def whole(self) -> bool:
+        return len(self.ends_s) > self.steps
 
     @property
     def step_s(self) -> float:
         """Mean after the first one; inf: no other came to its end."""
-        ends_s = self.ends_s
+        ends_s = self.ends_s[: self.steps + 1]
         return (ends_s[-1] - ends_s[0]) / (len(ends_s) - 1) if len(ends_s) > 1 else math.inf
 
 
@@ -98,8 +86,8 @@ def _kind(reason: str) -> str:
     return re.sub(r"^(N(-N)*: )+", "", re.sub(r"[\w.]*\d[\w.]*", "N", reason))[:120]
 
 
-def compared(seed: int, limit_s: float = 0.0, *, only_predict: bool = False) -> dict[str, Any]:
-    """One fleet, in tokens/s. ``limit_s``: of CPU time; 0: no limit. What ends a play early stands in ``failed``."""
+def compared(seed: int, limit_s: float = math.inf, *, only_predict: bool = False) -> dict[str, Any]:
+    """One fleet, in tokens/s. ``limit_s``: of CPU time. What ends a play early stands in ``failed``."""
     begin_s = time.process_time()
     found = drawn(seed)
     scene, config = found.setting()
@@ -107,46 +95,43 @@ def compared(seed: int, limit_s: float = 0.0, *, only_predict: bool = False) -> 
     cost, trainers = scene.cost, config.fleet.trainers or TRAINERS
     times_s = {
         "bound": bound_s(scene, serving, delayed=delayed),
-        "rates": cost.microbatches / Rates(scene, trainers=trainers, delayed=delayed).of(serving).throughput,
+        "rates": cost.microbatches / Pace(scene, trainers=trainers, delayed=delayed).of(serving).throughput,
         "plan": play(scene, cast(scene, serving, trainers), delayed=delayed).step_s,
     }
-    steps = max(LEAST_STEPS, math.ceil(LEAST_MICROBATCHES / cost.microbatches))
-    horizon_s = PATIENCE * (steps + 1) * max(times_s["rates"], times_s["plan"])
-    seen = Seen(steps)
-    failed = "" if only_predict else _played(scene, config, seen, horizon_s, limit_s)
+    seen = Seen(max(LEAST_STEPS, math.ceil(LEAST_MICROBATCHES / cost.microbatches)))
+    failed, played_s = "", 0.0
+    if not only_predict:
+        horizon_s = PATIENCE * (seen.steps + 1) * max(times_s["rates"], times_s["plan"])
+        failed, played_s = _played(scene, config, seen, horizon_s, begin_s + limit_s)
     times_s["protocol"] = seen.step_s
     return {
         "seed": seed, **_described(scene, config, found.fleet), "stages": [sum(here) for here in serving],
         **{f"{name}_s": None if math.isinf(s) else round(s, 3) for name, s in times_s.items()},
         **{name: round(cost.microbatches * cost.tokens / s, 1) for name, s in times_s.items()},
-        "steps": len(seen.ends_s), "played_s": round(seen.now_s, 1), "ends_s": [round(s, 2) for s in seen.ends_s],
+        "steps": len(seen.ends_s), "played_s": round(played_s, 1), "ends_s": [round(s, 2) for s in seen.ends_s],
         "repeated": seen.repeated, "suspected": seen.suspected.total(), "rerouted": seen.rerouted.total(),
         "reasons": dict(seen.suspected + seen.rerouted), "failed": failed, "cpu_s": round(time.process_time() - begin_s, 1),
     }  # fmt: skip
 
 
-def _played(scene: Setting, config: RunConfig, seen: Seen, horizon_s: float, limit_s: float) -> str:
-    """What went wrong, if anything did."""
-    problems, begin_s = list[str](), time.process_time()
-    before = signal.signal(signal.SIGPROF, seen.end)
-    signal.setitimer(signal.ITIMER_PROF, limit_s)
+def _played(scene: Setting, config: RunConfig, seen: Seen, horizon_s: float, until_s: float) -> tuple[str, float]:
+    """What went wrong, if anything did, and the virtual time that was played. ``until_s``: of this process' CPU time."""
+
+    def goes_on(now_s: float, steps: float) -> bool:
+        return not seen.whole and time.process_time() < until_s
+
     try:
         outcome = simulate_fleet(
-            scene, config, Weather(), hours=horizon_s / 3600, fidelity="protocol", watch=seen.watch
+            scene, config, Weather(), hours=horizon_s / 3600, fidelity="protocol", watch=seen.watch, goes_on=goes_on
         )
-        problems += [f"{n} x {what}" for what, n in outcome.events.items()]
-    except Enough:
-        pass
     except MuletrainError as e:
-        problems.append(str(e))
-    signal.setitimer(signal.ITIMER_PROF, 0.0)
-    signal.signal(signal.SIGPROF, before)
-    if (ended := len(seen.ends_s)) <= seen.steps:
-        out = 0 < limit_s <= time.process_time() - begin_s
-        problems.append(
-            f"{ended} of {seen.steps + 1} steps in {'the CPU time that it has' if out else f'{horizon_s:.0f} s'}"
-        )
-    return "; ".join(problems)
+        return str(e), 0.0
+    problems = [outcome.failure] if outcome.failure else []
+    problems += [f"{n} x {what}" for what, n in outcome.events.items()]
+    if not seen.whole:
+        within = "the CPU time that a fleet has" if outcome.partial else f"{horizon_s:.0f} s"
+        problems.append(f"{len(seen.ends_s)} of {seen.steps + 1} steps in {within}")
+    return "; ".join(problems), 3600 * outcome.hours
 
 
 def _described(scene: Setting, config: RunConfig, fleet: str) -> dict[str, str]:

@@ -12,53 +12,76 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from muletrain.network.base import Channel
 from muletrain.sim.scenario import Fault, Scenario
+from muletrain.sim.verdict import Outcome
 from muletrain.sim.world import play
-from muletrain.swarm import transfer
-from muletrain.swarm.uplink import Uplink
+from muletrain.swarm.messages import Block
 
 HERE = Path(__file__).parent
-RATES = (30e3, 40e3, 60e3, 80e3, 100e3)
-"""Bytes/s that each donor's links carry. The state are 110 kB, a gradient 9 kB as it travels: what counts are the ratios."""
-NEWCOMER, COMES_S = "peer-0j0", 4.0
+CASES = [(1e3, rate) for rate in (30e6, 40e6, 60e6, 80e6, 100e6)] + [(4.5e3, 6.25e6)]
+"""For how many bytes a byte counts, and bytes/s that each donor's links carry. The state is 110 kB, a gradient 9 kB: so 110 MB and
+9 MB, and at last 500 MB and 41 MB over 50 Mb/s."""
+NEWCOMER, COMES_STEPS = "peer-0j0", 4
 SETTINGS = ("wire.gradients=int8", "optimizer.eps=0.1", "model.vocab=300", "model.dropout=0.0")
 
 
-def measure(rate: float) -> dict[str, Any]:
+def measure(weight: float, rate: float) -> dict[str, Any]:
     """Two donors and a peer of the next stage train, a newcomer takes the donors' state."""
-    donors = (("peer-0a", rate), ("peer-0b", rate))
-    joins = (Fault(COMES_S, "join", (NEWCOMER,)),)
-    outcome = play(Scenario(1, (2, 1), 1, 18, 4, 0.01, joins, overrides=SETTINGS, narrow=donors, tolerance=5e-3))
+    alone = steps_of(scenario(weight, rate, 8, ()))
+    comes_s = alone[COMES_STEPS][0]
+    outcome = play(scenario(weight, rate, 30, (Fault(comes_s, "join", (NEWCOMER,)),)))
     assert outcome.violations == []
-    ends = [t for t, text in outcome.timeline if text.startswith("peer-1a step_applied")]
     came = next(t for t, text in outcome.timeline if text.startswith(f"{NEWCOMER} step_applied"))
-    steps = [(a, b - a) for a, b in pairwise(ends)]
-    before = mean(s for begin, s in steps if begin + s < COMES_S)
-    meanwhile = mean(s for begin, s in steps if begin + s > COMES_S and begin < came)
+    before = mean(s for _, s in alone[1:])
+    meanwhile = mean(s for begin, s in ended(outcome) if begin + s > comes_s and begin < came)
     return {
+        "state_mb": 0.11 * weight,
         "rate": rate,
         "before_s": before,
         "meanwhile_s": meanwhile,
         "share": before / meanwhile,
-        "transfer_s": came - COMES_S,
+        "transfer_s": came - comes_s,
     }
+
+
+def scenario(weight: float, rate: float, steps: int, faults: tuple[Fault, ...]) -> Scenario:
+    donors = (("peer-0a", rate), ("peer-0b", rate))
+    return Scenario(
+        1, (2, 1), 1, steps, 4, 0.01, faults, overrides=SETTINGS, narrow=donors, weight=weight, tolerance=5e-3
+    )
+
+
+def steps_of(of: Scenario) -> list[tuple[float, float]]:
+    outcome = play(of)
+    assert outcome.violations == []
+    return ended(outcome)
+
+
+def ended(outcome: Outcome) -> list[tuple[float, float]]:
+    """(begin, duration) of each step but the first [s]."""
+    ends = [t for t, text in outcome.timeline if text.startswith("peer-1a step_applied")]
+    return [(a, b - a) for a, b in pairwise(ends)]
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    transfer.BLOCK = 4096
     results = []
-    gaps = Uplink._training
-    for name, training in (("in the gaps", gaps), ("as it comes", lambda self: False)):
-        Uplink._training = training  # type: ignore[method-assign]
-        results += [{"state": name, **measure(rate)} for rate in RATES]
-    table = Table("state goes", "uplink [kB/s]", "step before [s]", "meanwhile [s]", "throughput kept", "transfer [s]")
+    for name, channel in (("yields", Channel.BULK), ("as activations do", Channel.PIPE)):
+        Block.CHANNEL = channel
+        results += [{"state": name, **measure(*case)} for case in CASES]
+    table = Table(
+        "state goes",
+        "state [MB]",
+        "uplink [MB/s]",
+        "step before [s]",
+        "meanwhile [s]",
+        "throughput kept",
+        "transfer [s]",
+    )
     for r in results:
-        numbers = (
-            f"{r['rate'] / 1e3:.0f}",
-            *(f"{r[k]:.2f}" for k in ("before_s", "meanwhile_s", "share", "transfer_s")),
-        )
-        table.add_row(r["state"], *numbers)
+        times = (f"{r[k]:.2f}" for k in ("before_s", "meanwhile_s", "share", "transfer_s"))
+        table.add_row(r["state"], f"{r['state_mb']:.0f}", f"{r['rate'] / 1e6:.2f}", *times)
     Console().print(table)
     (HERE / "beside.json").write_text(json.dumps(results, indent=1) + "\n")
 

@@ -39,10 +39,19 @@ def planned(config: RunConfig, path: Path, choice: str | None = None, *, spares:
             raise ConfigError(
                 f"train.{name}: {own}, and {path} is for {there}; leave it out, or plan again (muletrain plan --{name})"
             )
+    optimizer = config.optimizer
+    if chosen.state_device == "cpu" and optimizer.state_device != "cpu":
+        if "state_device" in optimizer.model_fields_set:
+            raise ConfigError(
+                f"optimizer.state_device: '{optimizer.state_device}', and {path} mixes devices in a stage, which needs 'cpu'; leave it "
+                f"out, or plan again (muletrain plan --set optimizer.state_device={optimizer.state_device})"
+            )
+        optimizer = optimizer.model_copy(update={"state_device": "cpu"})
     peers = sum(len(set(stage.machines)) for stage in chosen.stages) + (len(chosen.spares) if spares else 0)
     sections = {
         **{name: getattr(config, name) for name in RunConfig.model_fields},
         "model": model,
+        "optimizer": optimizer,
         "train": config.train.model_copy(update={"batch": plan.batch, "microbatch": chosen.microbatch}),
         "fleet": config.fleet.model_copy(
             update={

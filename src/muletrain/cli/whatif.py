@@ -23,7 +23,7 @@ from muletrain.model.spec import ModelSpec
 from muletrain.sim.advice import WORTH, suggestions
 from muletrain.sim.calibrate import calibrated, with_speeds
 from muletrain.sim.fleet import EXAMPLE, simulate_fleet, weather
-from muletrain.sim.machines import setting, stages_for
+from muletrain.sim.machines import mixed, once_mixed, seated, setting, stages_for
 from muletrain.timeline import check_trace, write_trace
 from muletrain.units import format_bytes, format_count, format_duration
 
@@ -122,14 +122,15 @@ def what_if(
 
 
 def _run(fleet: Fleet, config: Path | None, given: list[str]) -> tuple[RunConfig, ModelSpec]:
-    """Where nobody says into how many stages: as few as memory allows."""
+    """Where nobody says into how many stages: as few as memory allows. Where stages mix devices, the CPU updates the weights."""
     named = any(text.startswith(("model.", "model =")) for text in given)
     base = [] if config is not None else [*USUAL, *([] if named else ["model.preset=gpt3-xl"])]
     run = load_config(config, [*base, *given])
     spec = ModelSpec.from_config(run.model)
     if config is None and not any(text.startswith("fleet.stages") for text in given):
         run = load_config(None, [*base, f"fleet.stages={stages_for(fleet, run, spec)}", *given])
-    return run, spec
+    scene = setting(fleet, run, spec)
+    return once_mixed(scene, run, seated(scene)), spec
 
 
 def _as_json(outcome: Outcome, scene: Setting, found: Sequence[Suggestion], hours: float) -> dict[str, Any]:
@@ -167,6 +168,10 @@ def _tell(
     for machine in scene.left_out:
         console.print(
             f"left out: '{escape(machine)}' has no room for any stage; more stages are smaller (--set fleet.stages=N)"
+        )
+    if run.optimizer.state_device == "cpu" and (devices := mixed(scene, seated(scene))):
+        console.print(
+            f"stages mix devices ({escape(', '.join(devices))}): the CPU updates the weights (optimizer.state_device = 'cpu')"
         )
 
 

@@ -86,6 +86,9 @@ class Prediction(Section):
     stages: tuple[Stage, ...] = Field(default=(), description="in the order of the pipeline; swap: one, all layers")
     swapped: tuple[tuple[int, int], ...] = Field(default=(), description="swap: layers that are on a device at a time")
     spares: tuple[str, ...] = Field(default=(), description="machines that have nothing to do, or no room for it")
+    state_device: Literal["device", "cpu"] = Field(
+        default="device", description="cpu: stages mix devices, so optimizer.state_device = 'cpu' in the plan's run"
+    )
     step_s: float = Field(default=0.0, description="of one step [s]")
     tokens_per_s: float = Field(default=0.0)
     played_step_s: float | None = Field(

@@ -105,6 +105,11 @@ class Network(Protocol):
         nothing did."""
         ...
 
+    def queued_s(self, peer: PeerId) -> float:
+        """How much later than on free links an answer of ``peer`` comes now [s]: what waits on the way to it and back, as far as it is
+        known here."""
+        ...
+
     def give_up(self, peer: PeerId) -> None:
         """What waits for room on the link to ``peer`` fails with PeerUnreachable: it is believed dead."""
         ...

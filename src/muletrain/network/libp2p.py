@@ -262,6 +262,9 @@ class Libp2pNetwork:
     def heard_s(self, peer: PeerId) -> float:
         return self._incoming.heard.get(peer, float("-inf"))
 
+    def queued_s(self, peer: PeerId) -> float:
+        return self._pacer.queued_s(peer)
+
     def give_up(self, peer: PeerId) -> None:
         self._pacer.give_up(peer)
 

@@ -316,7 +316,7 @@ class MemoryNetwork:
                 raise DeadlineExceeded(f"sending to {peer[-6:]}: not taken within {timeout_s:.1f} s") from None
         else:
             stream.frames.put_nowait((arrives, way, item))
-        sent = 0 if own else len(item) if isinstance(item, bytes) else frame.nbytes or 0
+        sent = 0 if own else len(item) if isinstance(item, bytes) else self._hub.weigh(self.peer_id, frame)
         self._count(peer, frame, way, sent)
         return sent
 
@@ -330,6 +330,9 @@ class MemoryNetwork:
 
     def hear(self, peer: PeerId) -> None:
         self._heard[peer] = asyncio.get_running_loop().time()
+
+    def queued_s(self, peer: PeerId) -> float:
+        return self.streams.pacer.queued_s(peer)
 
     def give_up(self, peer: PeerId) -> None:
         self.streams.pacer.give_up(peer)

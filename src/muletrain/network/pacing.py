@@ -23,12 +23,14 @@ if TYPE_CHECKING:
 
     from muletrain.network.base import PeerId
 
-TARGET_S = {Channel.PIPE: 0.08, Channel.AVERAGE: 0.05, Channel.BULK: 0.025}
+TARGET_S = {Channel.PIPE: 0.06, Channel.AVERAGE: 0.05, Channel.BULK: 0.025}
 """Queue that a channel's traffic may cause [s], the highest class first. A call passes one there and one back."""
 LANES = 8
 """Receivers that get averaging, or state, at a time: while one acknowledges, the other is sent to."""
 STALL_S = 1.0
 """A receiver that acknowledges nothing for so long does not hold up the others."""
+QUEUED_S = 2.0
+"""A queue that was measured within that time may still be there."""
 DRAIN_S = 10.0
 """When something was on its way for so long without a pause, sending stops until all of it has arrived: the smallest delay of a queue
 that never empties is too large (BBR's ProbeRTT). Before something is sent where no delay was measured yet, too: who comes to a full link
@@ -193,6 +195,14 @@ class Pacer:
         if not self._under_way or (self._draining is not None and self._only_stalled()):
             self._drained()
         _wake(flow)
+
+    def queued_s(self, peer: PeerId) -> float:
+        """How much later than on free links an answer of ``peer`` comes now: what waits on the way to it and back, as far as it was
+        measured in the last seconds."""
+        flow = self._flows.get(peer)
+        if flow is None or _now_s() - flow.progress_s > QUEUED_S:
+            return 0.0
+        return max(flow.window.late_s, flow.window.queue_s)
 
     def give_up(self, peer: PeerId) -> None:
         """Whoever waits to send something to ``peer`` gets PeerUnreachable."""

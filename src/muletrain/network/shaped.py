@@ -235,6 +235,9 @@ class ShapedNetwork:
     def heard_s(self, peer: PeerId) -> float:
         return self._inner.heard_s(peer)
 
+    def queued_s(self, peer: PeerId) -> float:
+        return self._streams.pacer.queued_s(peer)
+
     def give_up(self, peer: PeerId) -> None:
         self._streams.pacer.give_up(peer)
         self._inner.give_up(peer)

@@ -29,6 +29,10 @@ INSTANT_S = 1e-6
 """A round trip takes at least that."""
 
 
+FADES = 0.9
+"""Of a long queue, with each acknowledgement that saw a shorter one."""
+
+
 class Smallest:
     """The smallest value of the last ``MEMORY_S`` to ``2 * MEMORY_S`` seconds."""
 
@@ -49,11 +53,12 @@ class Smallest:
 
 
 class Window:
-    """Of one sender to one receiver. ``size`` [bytes]; ``queue_s``: the queue in front of the receiver, as measured last."""
+    """Of one sender to one receiver. ``size`` [bytes]; ``queue_s``: the queue in front of the receiver, as measured last;
+    ``late_s``: with those on the way back, the longest of late."""
 
     def __init__(self) -> None:
         self.size = float(FIRST)
-        self.queue_s = 0.0
+        self.queue_s = self.late_s = 0.0
         self._starts = True
         """It doubles with each round trip until a queue is seen."""
         self._one_way, self._round_trip = Smallest(), Smallest()
@@ -80,6 +85,7 @@ class Window:
             self._recent.popleft()
         base_s = self._one_way.add(one_way_s, now_s)
         round_trip_s = self._round_trip.add(max(INSTANT_S, now_s - sent_s), now_s)
+        self.late_s = max(now_s - sent_s - round_trip_s, FADES * self.late_s)
         self.queue_s = min(delay_s for _, delay_s in self._recent) - base_s
         # what is sent at once is a queue for a moment, too: not every one that is seen is the link's
         self._starts = self._starts and self.queue_s < max(target_s / 2, round_trip_s / 4)

@@ -22,7 +22,7 @@ class StageCost:
     averaged_bytes: int
     """The gradient, as it travels."""
     ending_s: float = 0.0
-    """Of a step's end what takes neither messages nor links, where it was measured."""
+    """Of a step's end what takes neither messages nor links: what was measured, and updates on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,17 @@ def all_reduce_s(nbytes: float, members: int, narrowest: float, path: float) -> 
     if members < 2:
         return 0.0
     return max(2 * (members - 1) / members * nbytes / narrowest, 2 * nbytes / members / path)
+
+
+ALIKE = 1.5
+"""Two bandwidths that differ by less are as narrow as each other."""
+
+
+def averages_at(members: int, up: float, down: float) -> float:
+    """The share of its bandwidth that the narrowest link carries while so many replicas average. Pacing keeps queues short, so where three
+    or more send to each other, and their uplinks are as narrow as the others' downlinks [bytes/s], a link waits now and then for those
+    that are busy elsewhere (measured: tests/test_roads.py, benchmarks/full_links)."""
+    return 0.88 if members > 2 and 1 / ALIKE < up / down < ALIKE else 0.97
 
 
 def makespan_s(items: int, service: Sequence[tuple[int, float]]) -> float:

@@ -179,8 +179,8 @@ class Prober:
         async def there_and_back() -> list[tuple[float, int]]:
             piece = encode_raw(memoryview(self._noise)[:size])
             frames = (Echo(number=number).frame([piece]) for number in numbers)
-            # all at once: a sender that is woken late would leave the link idle
-            sends = (self._links.send(to, f, channel=Channel.PIPE, timeout_s=LIMIT_S) for f in frames)
+            # all at once, and not paced: a window that grows, and a sender that is woken late, would leave the link idle
+            sends = (self._links.send(to, f, channel=Channel.CONTROL, timeout_s=LIMIT_S) for f in frames)
             sent = await asyncio.gather(*sends)
             return [(await wait - begin, nbytes) for wait, nbytes in zip(waits, sent, strict=True)]
 

@@ -136,7 +136,7 @@ def calibrated(setting: Setting, costs: Costs) -> Setting:
         for kind in setting.kinds
     )
     links = tuple(tuple(replace(link, delay_s=link.delay_s + hop_s) for link in row) for row in setting.links)
-    stages = tuple(replace(stage, ending_s=ending_s) for stage in setting.cost.stages)
+    stages = tuple(replace(stage, ending_s=stage.ending_s + ending_s) for stage in setting.cost.stages)
     return replace(setting, kinds=kinds, links=links, cost=replace(setting.cost, stages=stages))
 
 

@@ -8,6 +8,8 @@ from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING
 
+from muletrain.policy.cost import averages_at
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -78,8 +80,11 @@ class Endings:
         """A shard to each replica, ``p`` itself included, in the order in which it sends to them (``swarm.averaging``)."""
         here = self._replicas(p)
         k = here.index(p)
-        nbytes = self._cost.stages[self._stages[p]].averaged_bytes / len(here)
+        shard = self._cost.stages[self._stages[p]].averaged_bytes / len(here)
         for other in here[k:] + here[:k]:
+            nbytes = shard / averages_at(
+                len(here), self._wires.ends(p).up_bytes_per_s, self._wires.ends(other).down_bytes_per_s
+            )
             self._wires.send(p, other, nbytes, partial(then, other), bulk=True)
 
     def _sum(self, p: int, step: int) -> None:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from muletrain.sim.rates import Counts, Rates
 
 HOUR_S = 3600.0
+LASTING = 0.02
+"""Of all the time: memberships that are there for so long are worth a play of their own."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ class Flow:
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._entered = 0
         self._now, self._again_s = 0.0, 0.0
+        self._since_s, self._lasting = 0.0, False
+        """Since when everyone is where they are, and whether that was found to last."""
         """``_again_s``: what died with a peer is computed again for so long yet, and nothing else."""
         self._lost: set[int] = set()
         """Stages without peers that nobody has adopted yet."""
@@ -132,6 +136,8 @@ class Flow:
         heappush(self._agenda, (time_s, self._entered, action))
 
     def _until(self, time_s: float) -> None:
+        if not self._lasting and not self._lost and time_s - self._since_s >= LASTING * self.horizon_s:
+            self._lasting, self._rate = True, self.rates.lasts(self._serving)
         again_s = min(self._again_s, time_s - self._now)
         if again_s > 0:
             self.ledger.pass_time(again_s, self._rate, again=True)
@@ -155,6 +161,7 @@ class Flow:
 
     def _changed(self) -> None:
         self._restless = True
+        self._since_s, self._lasting = self._now, False
         self._rate = self._rated()
         self.ledger.change(self._serving, self._present, self._rate)
 

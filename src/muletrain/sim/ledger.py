@@ -126,7 +126,7 @@ class Ledger:
         """From now on these serve, and these are there."""
         before = self._share
         self._counts, self._optimum = counts, self._whole(present)
-        self._share = rate.throughput / self._optimum if self._optimum else 0.0
+        self._share = self._rates.flowing / self._optimum if self._optimum and rate.throughput else 0.0
         if self._outage is None and self._share < RECOVERED * before:
             self._outage = self._now, before
         elif self._outage is not None and self._share >= RECOVERED * self._outage[1]:
@@ -145,7 +145,7 @@ class Ledger:
     def pass_time(self, seconds: float, rate: Rate, *, again: bool) -> None:
         """``again``: all that is done is done for the second time."""
         if math.isnan(self._share):
-            self._share = rate.throughput / self._optimum if self._optimum else 0.0
+            self._share = self._rates.flowing / self._optimum if self._optimum and rate.throughput else 0.0
         while seconds > 0:
             end_s = (len(self._curve) + 1) * self._horizon_s / POINTS
             stretch_s = min(seconds, max(0.0, end_s - self._now))

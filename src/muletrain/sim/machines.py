@@ -81,6 +81,8 @@ class Setting:
     """Machines that no stage fits on."""
 
 
+UPDATE_S = 5e-9
+"""Of each parameter, where the CPU updates the weights (AdamW in fp32 on two vCPUs of an EPYC); what a GPU takes for it is not counted."""
 STATE_BYTES_PER_S = 240e6
 """At which a newcomer checks and loads what comes over the fastest link (benchmarks/state_transfer)."""
 
@@ -122,6 +124,21 @@ def fetch_s(setting: Setting, kind: int, stage: int, donors: Sequence[int]) -> f
     return setting.cost.stages[stage].state_bytes / rate
 
 
+def mixed(setting: Setting, serving: Sequence[Sequence[int]]) -> list[str]:
+    """Devices of the first stage that is on several, in order; empty: no stage is. ``serving``: by stage and kind."""
+    for here in serving:
+        if len(devices := {setting.kinds[k].device for k, n in enumerate(here) if n}) > 1:
+            return sorted(devices)
+    return []
+
+
+def once_mixed(setting: Setting, config: RunConfig, serving: Sequence[Sequence[int]]) -> RunConfig:
+    """Whose weights are updated on the CPU, where a stage is on several devices and the run doesn't say that they stay there."""
+    if "state_device" in config.optimizer.model_fields_set or not mixed(setting, serving):
+        return config
+    return config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"state_device": "cpu"})})
+
+
 def mortal(setting: Setting) -> list[int]:
     """Kinds of which machines leave unasked: those that are not reliable, or any if all are."""
     return [k for k, kind in enumerate(setting.kinds) if not kind.reliable] or list(range(len(setting.kinds)))
@@ -138,7 +155,8 @@ def run_cost(config: RunConfig, spec: ModelSpec, cut: Cut) -> RunCost:
         params = spec.stage_params(cut, s)
         state = (16 if config.optimizer.delayed else 12) * params
         flops = spec.stage_flops(cut, s) * sequences * tokens
-        costs.append(StageCost(flops, s < stages - 1, state, _flat_size(config.wire.gradients, params)))
+        ending_s = UPDATE_S * params if config.optimizer.state_device == "cpu" else 0.0
+        costs.append(StageCost(flops, s < stages - 1, state, _flat_size(config.wire.gradients, params), ending_s))
     return RunCost(
         stages=tuple(costs),
         forward_bytes=(2 * ids, *(boundary + ids for _ in range(stages - 1))),

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from muletrain.sim.rates import Counts
 
 PLAYABLE_S, BUDGET_S = 15.0, 5.0
-"""Of a core: the longest play, and all plays of one run after the first."""
+"""Of a core: the longest play; all plays of one run after the first, and as much again for memberships that last."""
 MICROBATCH_S, RECEIVER_S, SHARD_S = 7e-5, 1e-6, 1e-4
 """Of a core, of a play: a microbatch at a stage, each receiver that its sender looks at, and what one replica sends another."""
-NEAR = 0.1
-"""Share of the machines that two memberships may have elsewhere, for one to be as much slower than its rates as the other."""
+NEAR = 0.05
+"""Share of what all machines could compute that two memberships may have elsewhere, for one to be as much slower than its rates as the
+other."""
 
 
 class Slower(NamedTuple):
@@ -40,7 +41,7 @@ class Pace(Rates):
     def __init__(self, setting: Setting, *, trainers: int, delayed: bool) -> None:
         super().__init__(setting, trainers=trainers, delayed=delayed)
         self._found: dict[tuple[Counts, ...], Slower] = {}
-        self._budget_s = BUDGET_S
+        self._budget_s = self._lasting_s = BUDGET_S
         self._playable: bool | None = None
 
     def of(self, serving: Sequence[Counts]) -> Rate:
@@ -54,6 +55,19 @@ class Pace(Rates):
         linked = max(throughput, rate.linked)
         windowed = min(linked, max(throughput, rate.windowed * left.computing))
         return Rate(rate.even, rate.slowest, linked, windowed, throughput)
+
+    def lasts(self, serving: Sequence[Counts]) -> Rate:
+        """Of a membership that is worth a play of its own."""
+        known, effort_s = tuple(serving), effort_of(self.setting, serving)
+        if (
+            self._playable
+            and known not in self._found
+            and effort_s <= self._lasting_s
+            and (rate := super().of(serving)).throughput > 0
+        ):
+            self._lasting_s -= effort_s
+            self._play(known, rate)
+        return self.of(serving)
 
     def step(self, serving: Sequence[Counts]) -> Took:
         """Played; by rates, where that would take too long."""
@@ -69,15 +83,25 @@ class Pace(Rates):
         if not self._playable or serving in self._found:
             return self._found.get(serving)
         if self._found:
-            near = min(self._found, key=lambda played: _apart(played, serving))
-            if _apart(near, serving) <= NEAR * sum(map(sum, serving)):
-                return self._found[near]
-            if (effort_s := effort_of(self.setting, serving)) > self._budget_s:
+            near = min(self._found, key=lambda played: self._apart(played, serving))
+            effort_s = effort_of(self.setting, serving)
+            if effort_s > self._budget_s or self._apart(near, serving) <= NEAR * rate.even:
                 return self._found[near]
             self._budget_s -= effort_s
+        return self._play(serving, rate)
+
+    def _play(self, serving: tuple[Counts, ...], rate: Rate) -> Slower:
         took, microbatches = self.step(serving), self.setting.cost.microbatches
         left = Slower(microbatches / took.computing_s / rate.windowed, microbatches / took.step_s / rate.throughput)
         return self._found.setdefault(serving, left)
+
+    def _apart(self, one: Sequence[Counts], other: Sequence[Counts]) -> float:
+        """Microbatches/s that machines could do which are at a stage in one of them and not in the other; a move counts once."""
+        more = less = 0.0
+        for here, there in zip(one, other, strict=True):
+            for a, b, each in zip(here, there, self.whole_per_s, strict=True):
+                more, less = more + max(0, a - b) * each, less + max(0, b - a) * each
+        return max(more, less)
 
 
 def effort_of(setting: Setting, serving: Sequence[Counts]) -> float:
@@ -85,9 +109,3 @@ def effort_of(setting: Setting, serving: Sequence[Counts]) -> float:
     peers, microbatches = list(map(sum, serving)), setting.cost.microbatches
     step_s = microbatches * sum(MICROBATCH_S + RECEIVER_S * n for n in peers) + SHARD_S * sum(n * n for n in peers)
     return (1 + steps_of(setting)) * step_s
-
-
-def _apart(one: Sequence[Counts], other: Sequence[Counts]) -> float:
-    """Machines that serve in one of them and not in the other; a move counts once."""
-    differences = [a - b for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)]
-    return max(sum(d for d in differences if d > 0), -sum(d for d in differences if d < 0))

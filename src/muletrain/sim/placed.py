@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from muletrain.policy.cost import averages_at
 from muletrain.policy.schedules import Station
 from muletrain.policy.seats import Seats
 from muletrain.policy.strategies import Member, averaging_s, pipeline_shares
@@ -73,11 +74,16 @@ class Placed:
         """Between two machines."""
         return self.scene.setting.links[self.kinds[a]][self.kinds[b]]
 
-    def fits(self, scene: Scene) -> bool:
-        """Another microbatch leaves everyone in place: kinds are the same, and those that serve hold their stages."""
-        kinds = scene.setting.kinds
-        same = [k.name for k in kinds] == [k.name for k in self.scene.setting.kinds]
-        return same and all(s in kinds[self.kinds[d]].fits for s, stage in enumerate(self.assignment) for d in stage)
+    def on(self, scene: Scene) -> Placed | None:
+        """Everyone in the same place with another microbatch, or state on another device; None: somebody lacks room for that."""
+        index = {kind.name: k for k, kind in enumerate(scene.setting.kinds)}
+        own = [index.get(kind.name) for kind in self.scene.setting.kinds]
+        kinds = [own[k] for k in self.kinds]
+        for s, stage in enumerate(self.assignment):
+            if any((k := kinds[d]) is None or s not in scene.setting.kinds[k].fits for d in stage):
+                return None
+        spares = tuple((new, name) for k, name in self.spares if (new := own[k]) is not None)
+        return replace(self, scene=scene, kinds=tuple(k or 0 for k in kinds), spares=spares)
 
     @cached_property
     def shares(self) -> tuple[int, ...]:
@@ -145,6 +151,13 @@ def ending_s(setting: Setting, serving: Sequence[Sequence[int]]) -> float:
         if paths:
             members = [Member(kinds[k].up_bytes_per_s, kinds[k].down_bytes_per_s) for k in here.elements()]
             narrowest = min(path.bandwidth_bytes_per_s for path in paths)
-            takes_s = averaging_s(stage.averaged_bytes, members, narrowest, max(path.delay_s for path in paths))
+            up, down = min(m.up_bytes_per_s for m in members), min(m.down_bytes_per_s for m in members)
+            nbytes = stage.averaged_bytes / averages_at(len(members), up, down)
+            takes_s = averaging_s(
+                nbytes,
+                members,
+                narrowest,
+                max(path.delay_s for path in paths),
+            )
             longest_s = max(longest_s, takes_s + stage.ending_s)
     return longest_s

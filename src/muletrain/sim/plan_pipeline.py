@@ -23,9 +23,9 @@ from muletrain.policy.seats import Seats
 from muletrain.policy.strategies import parted, pipeline_split, roughly_s
 from muletrain.sim.machines import seat, stash_room
 from muletrain.sim.placed import Placed
-from muletrain.sim.question import Bytes, fullest, matrices, traffic, with_haste
+from muletrain.sim.question import Bytes, fullest, matrices, mixing, traffic, with_haste
 from muletrain.sim.steps import play
-from muletrain.sim.unequal import unequal
+from muletrain.sim.unequal import laid_out, unequal
 from muletrain.sim.wires import without_links
 from muletrain.units import format_memory
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 SHORTLIST, NEARLY = 3, 0.9
 """Of which steps are played: at most so many, of which so much of the best one's speed is expected."""
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe")
+STAND_IN = "nobody leaves: where a machine is lost, a spare or the others of its stage stand in"
 
 
 def predict(
@@ -56,7 +57,7 @@ def predict(
         for search in (_alike, unequal):
             try:
                 for first in search(question, stages, question.microbatches()[0], seed, time_limit_s / len(counts) / 2):
-                    for schedule, fastest in _fastest(question, first).items():
+                    for schedule, fastest in _fastest(question, first, question.microbatches()).items():
                         if isinstance(fastest, str):
                             too_full[schedule] = fastest
                             continue
@@ -65,15 +66,41 @@ def predict(
                 problem = str(e)
         watch((n + 1) / len(counts))
     hurried = any(not placed.complete for found in best.values() for _, placed in found)
+    played = {
+        schedule: [(told(question, placed, schedule), placed) for placed in promising(found)]
+        for schedule, found in best.items()
+        if found
+    }
+    winners = [(schedule, min(found, key=_step_s)[1]) for schedule, found in played.items()]
+    for winner, placed in winners:
+        for schedule in (s for s in SCHEDULES if s != winner):
+            other = _fastest(question, placed, [placed.scene.setting.cost.sequences]).get(schedule)
+            if isinstance(other, tuple):
+                played.setdefault(schedule, []).append((told(question, other[1], schedule), other[1]))
     return [
-        with_haste(
-            min((told(question, placed, schedule) for placed in promising(best[schedule])), key=lambda p: p.step_s),
-            hurried=hurried,
-        )
-        if best[schedule]
+        with_haste(min(played[schedule], key=_step_s)[0], hurried=hurried)
+        if schedule in played
         else Prediction(strategy="pipeline", schedule=schedule, runnable=True, problem=too_full.get(schedule, problem))
         for schedule in SCHEDULES
     ]
+
+
+def _step_s(found: tuple[Prediction, Placed]) -> float:
+    return found[0].step_s
+
+
+def tried_on(question: Question, swarm: Prediction, pipelines: Sequence[Prediction]) -> list[Prediction]:
+    """Each of ``pipelines``, or what its schedule does with the machines and layers of ``swarm``'s stages, if that is faster."""
+    if swarm.problem:
+        return list(pipelines)
+    placed = laid_out(question, swarm)
+    every = _fastest(question, placed, question.microbatches())
+    found = []
+    for p in pipelines:
+        other = every.get(p.schedule) if p.schedule else None
+        tried = told(question, other[1], p.schedule) if isinstance(other, tuple) and p.schedule else p
+        found.append(tried if p.problem or tried.step_s < p.step_s else p)
+    return found
 
 
 def promising(found: Sequence[tuple[float, Placed]]) -> list[Placed]:
@@ -87,20 +114,22 @@ def _alike(question: Question, stages: int, microbatch: int, seed: int, time_lim
     return [found(question, question.scene(stages, microbatch), seed, time_limit_s)]
 
 
-def _fastest(question: Question, first: Placed) -> dict[Schedule, tuple[float, Placed] | str]:
-    """By schedule: an estimate of a step, and where everything goes, with whichever microbatch; or which machine lacks room. ``first``:
-    with the smallest one."""
+def _fastest(
+    question: Question, first: Placed, microbatches: Iterable[int]
+) -> dict[Schedule, tuple[float, Placed] | str]:
+    """By schedule: an estimate of a step, and where everything goes, with the fastest of the ``microbatches``; or which machine lacks
+    room. Where stages of ``first`` mix devices, the CPU updates the weights."""
     best: dict[Schedule, tuple[float, Placed] | str] = {}
-    cut = first.scene.setting.cut
-    for microbatch in question.microbatches():
+    cut, asked = first.scene.setting.cut, question.once_mixed(first.scene.setting, first.serving)
+    for microbatch in microbatches:
         try:
-            scene = question.scene(len(cut), microbatch, cut)
+            scene = asked.scene(len(cut), microbatch, cut)
         except CapacityError:
             break  # larger ones do not fit either
-        if not first.fits(scene):
-            break
         for schedule in SCHEDULES:
-            placed = replace(first, scene=scheduled(question, scene, schedule, len(first.assignment[0])))
+            placed = first.on(scheduled(question, scene, schedule, len(first.assignment[0])))
+            if placed is None:
+                return best
             known = best.get(schedule, "")
             if full := [row for row in _memory(question, placed, schedule) if not _fits(row)]:
                 best[schedule] = known or _too_full(full[0], schedule)
@@ -205,11 +234,11 @@ def told(question: Question, placed: Placed, schedule: Schedule) -> Prediction:
     tokens = question.run.train.batch * question.spec.context
     return Prediction(
         strategy="pipeline", schedule=schedule, runnable=True, microbatch=setting.cost.sequences, microbatches=shares, stages=stages,
-        spares=question.unused(used), step_s=split.step_s, tokens_per_s=tokens / split.step_s, split=split,
-        memory=_memory(question, placed, schedule),
+        spares=question.unused(used), state_device=placed.scene.run.optimizer.state_device, step_s=split.step_s,
+        tokens_per_s=tokens / split.step_s, split=split, memory=_memory(question, placed, schedule),
         traffic=traffic([k.region for k in setting.kinds], setting.links, _sent(placed, shares)),
         price_per_billion_tokens=question.price(used, split.step_s),
-        notes=_notes(placed),
+        notes=(STAND_IN, *mixing(placed.scene, placed.serving)),
     )  # fmt: skip
 
 
@@ -219,21 +248,6 @@ def _split(placed: Placed, schedule: Schedule) -> Split:
     at_once, free = play(setting, who), play(without_links(setting), who)
     step_s = play(setting, who, delayed=True).step_s if run.optimizer.delayed else at_once.step_s
     return parted(placed.busiest_s, free.computing_s, at_once.computing_s, step_s)
-
-
-def _notes(placed: Placed) -> tuple[str, ...]:
-    kinds = placed.scene.setting.kinds
-    notes = ["nobody leaves: where a machine is lost, a spare or the others of its stage stand in"]
-    mixed = next(
-        (devices for here in placed.serving if len(devices := {kinds[k].device for k, n in enumerate(here) if n}) > 1),
-        None,
-    )
-    if mixed is not None:
-        notes.append(
-            f"stages mix devices ({', '.join(sorted(mixed))}): where their arithmetic differs in the last bit, one of them leaves the run, "
-            f"unless optimizer.state_device = 'cpu'"
-        )
-    return tuple(notes)
 
 
 def _sent(placed: Placed, shares: Sequence[int]) -> Bytes:

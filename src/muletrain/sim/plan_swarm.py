@@ -18,7 +18,7 @@ from muletrain.policy.strategies import parted
 from muletrain.sim.fleet import simulate_fleet
 from muletrain.sim.flow import Flow, Rules, Weather
 from muletrain.sim.pace import Pace
-from muletrain.sim.question import Bytes, fullest, traffic
+from muletrain.sim.question import Bytes, fullest, mixing, traffic
 from muletrain.sim.rates import TRAINERS, Rates
 from muletrain.sim.wires import without_links
 
@@ -40,8 +40,8 @@ PLAYED, ENOUGH = 10, 4
 MOVING_PERIODS = (3, 9)
 """Of rebalancing, that are played beside them: by the end of the first ones hardly anybody moves any more."""
 SHORTLIST, NEARLY, LEADING = 8, 0.8, 0.6
-"""Of which steps are played: at most so many, which do so much of the best by rates; and so much if there is no better one of as many
-stages, for between different numbers of stages rates err most."""
+"""Of which steps are played: at most so many, which do so much of the best by rates; and so much if there is no better one of the same
+cut, for between different cuts rates err most."""
 ALIKE = 0.01
 """Of two layouts that differ by less, the one with fewer stages, and then the one with larger microbatches."""
 
@@ -83,7 +83,7 @@ def predict(
     for n, (stages, cut) in enumerate(ways):
         for microbatch in question.microbatches():
             try:
-                found.append(settled(question.scene(stages, microbatch, cut)))
+                found.append(settled_on(question, stages, microbatch, cut))
             except CapacityError as e:
                 problems.append(e)
                 break  # larger ones do not fit either
@@ -100,7 +100,7 @@ def promising(found: Sequence[Settled]) -> list[Settled]:
     """Those that may be the fastest."""
     tokens = [s.scene.setting.cost.microbatches * s.scene.setting.cost.tokens / s.roughly_s for s in found]
     order = sorted(range(len(found)), key=lambda n: -tokens[n])
-    leaders = {len(found[n].serving): n for n in reversed(order)}.values()
+    leaders = {found[n].scene.setting.cut: n for n in reversed(order)}.values()
     leading = [n for n in leaders if tokens[n] >= LEADING * max(tokens)]
     near = [n for n in order if n not in leaders and tokens[n] >= NEARLY * max(tokens)]
     return [found[n] for n in sorted([*sorted(leading, key=lambda n: -tokens[n]), *near][:SHORTLIST])]
@@ -111,6 +111,14 @@ def chosen(found: Sequence[Settled]) -> Settled:
     best = max(s.tokens_per_s for s in found)
     near = [s for s in found if s.tokens_per_s >= (1 - ALIKE) * best]
     return min(near, key=lambda s: (len(s.serving), -s.scene.setting.cost.sequences))
+
+
+def settled_on(question: Question, stages: int, microbatch: int, cut: Cut | None = None) -> Settled:
+    """Where stages mix devices, the CPU updates the weights. Raises CapacityError."""
+    found = settled(question.scene(stages, microbatch, cut))
+    if (other := question.once_mixed(found.scene.setting, found.serving)) is question:
+        return found
+    return settled(other.scene(stages, microbatch, cut))
 
 
 def settled(scene: Scene) -> Settled:
@@ -177,8 +185,9 @@ def told(question: Question, found: Settled) -> Prediction:
     used = [name for stage in stages for name in stage.machines]
     return Prediction(
         strategy="swarm", runnable=True, microbatch=setting.cost.sequences, microbatches=(setting.cost.microbatches,), stages=stages,
-        spares=question.unused(used), step_s=found.step_s, tokens_per_s=found.tokens_per_s, split=split(found),
-        memory=_memory(question, scene, found.serving), traffic=sent(found), price_per_billion_tokens=question.price(used, found.step_s),
+        spares=question.unused(used), state_device=scene.run.optimizer.state_device, step_s=found.step_s, tokens_per_s=found.tokens_per_s,
+        split=split(found), memory=_memory(question, scene, found.serving), traffic=sent(found),
+        price_per_billion_tokens=question.price(used, found.step_s), notes=mixing(scene, found.serving),
     )  # fmt: skip
 
 

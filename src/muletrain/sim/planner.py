@@ -21,7 +21,7 @@ def confirmed(question: Question, plan: Plan) -> Plan:
     if plan.recommended is None:
         return plan
     chosen = plan.strategies[plan.recommended]
-    scene = question.scene(len(chosen.stages), chosen.microbatch, tuple(stage.layers for stage in chosen.stages))
+    scene = question.scene_of(chosen)
     planned = None
     if chosen.strategy == "pipeline" and chosen.schedule:
         scene = plan_pipeline.scheduled(question, scene, chosen.schedule, len(chosen.microbatches))
@@ -45,7 +45,8 @@ def plan(
     Raises ConfigError, and CapacityError where no strategy is possible."""
     pipelines = plan_pipeline.predict(question, seed, time_limit_s / 2, lambda share: watch("pipeline", share))
     cuts = plan_pipeline.uneven(question, pipelines)
-    found = [plan_swarm.predict(question, lambda share: watch("swarm", share), cuts), *pipelines]
+    swarm = plan_swarm.predict(question, lambda share: watch("swarm", share), cuts)
+    found = [swarm, *plan_pipeline.tried_on(question, swarm, pipelines)]
     found.append(plan_swap.predict(question))
     found.append(plan_hub.predict(question, seed, time_limit_s / 2, lambda share: watch("hub", share)))
     if all(p.problem for p in found):

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from muletrain.config.costs import Costs
 from muletrain.config.plan import Memory, Traffic
 from muletrain.sim.calibrate import calibrated
-from muletrain.sim.machines import AMPLE, first_of_each, flops_of, offer_of, setting, stage_needs, stages_for
+from muletrain.sim.machines import (
+    AMPLE,
+    first_of_each,
+    flops_of,
+    mixed,
+    offer_of,
+    once_mixed,
+    setting,
+    stage_needs,
+    stages_for,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -97,6 +107,21 @@ class Question:
         of = run.model_copy(update={"fleet": fleet})
         return Scene(of, calibrated(setting(self.fleet, of, self.spec, cut or self._cuts[stages]), self.costs))
 
+    def scene_of(self, p: Prediction) -> Scene:
+        """What ``p`` was predicted on."""
+        return self.updated_on(p.state_device).scene(
+            len(p.stages), p.microbatch, tuple(stage.layers for stage in p.stages)
+        )
+
+    def once_mixed(self, setting: Setting, serving: Sequence[Sequence[int]]) -> Question:
+        """See ``machines.once_mixed``."""
+        run = once_mixed(setting, self.run, serving)
+        return self if run is self.run else replace(self, run=run)
+
+    def updated_on(self, state_device: Literal["device", "cpu"]) -> Question:
+        optimizer = self.run.optimizer.model_copy(update={"state_device": state_device})
+        return replace(self, run=self.run.model_copy(update={"optimizer": optimizer}))
+
     def with_microbatch(self, microbatch: int) -> RunConfig:
         return self.run.model_copy(update={"train": self.run.train.model_copy(update={"microbatch": microbatch})})
 
@@ -172,6 +197,16 @@ class Bytes(defaultdict[tuple[int, int, str], float]):
             for b, m in enumerate(here):
                 if n and m:
                     self[a, b, "averaging"] += each * n * (m - (a == b))
+
+
+def mixing(scene: Scene, serving: Sequence[Sequence[int]]) -> tuple[str, ...]:
+    """What is to be said of stages on several devices."""
+    if not (devices := mixed(scene.setting, serving)):
+        return ()
+    told = f"stages mix devices ({', '.join(devices)}), whose arithmetic may differ in the last bit: "
+    if scene.run.optimizer.state_device == "cpu":
+        return (f"{told}the CPU updates the weights (optimizer.state_device = 'cpu', which 'run --plan' sets)",)
+    return (f"{told}where it does, one of them leaves the run, unless optimizer.state_device = 'cpu'",)
 
 
 def traffic(regions: Sequence[str], links: Sequence[Sequence[Link]], sent: Bytes) -> tuple[Traffic, ...]:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from muletrain.errors import CapacityError
-from muletrain.policy.groups import Work, counts_of_pipelines, pipelines, search
+from muletrain.policy.groups import Choice, Work, counts_of_pipelines, pipelines, search
 from muletrain.policy.strategies import roughly_s
 from muletrain.sim.machines import takes_s
 from muletrain.sim.placed import Placed, ending_s
 from muletrain.sim.question import UNLIMITED_GBPS, matrices
 
 if TYPE_CHECKING:
-    from muletrain.policy.groups import Choice, Serving
+    from muletrain.config.plan import Prediction
+    from muletrain.policy.groups import Serving
     from muletrain.policy.partition import Cut
     from muletrain.sim.question import Question, Scene
 
@@ -28,6 +30,18 @@ def unequal(question: Question, stages: int, microbatch: int, seed: int, time_li
     fleet = _Fleet(question, stages, microbatch)
     choices, complete = search(fleet.work, fleet.roughly_s, seed=seed, time_limit_s=time_limit_s)
     return [replace(fleet.fastest(choice), complete=complete) for choice in choices]
+
+
+def laid_out(question: Question, chosen: Prediction) -> Placed:
+    """The machines and layers of ``chosen``'s stages as pipelines."""
+    asked = question.updated_on(chosen.state_device)
+    fleet, cut = _Fleet(asked, len(chosen.stages), chosen.microbatch), tuple(stage.layers for stage in chosen.stages)
+    entry = {name: n for n, names in enumerate(question.names.values()) for name in names}
+    serving = tuple(
+        tuple(map(Counter(entry[name] for name in stage.machines).__getitem__, range(len(question.names))))
+        for stage in chosen.stages
+    )
+    return fleet.fastest(Choice(0.0, serving, cut))
 
 
 class _Fleet:
@@ -97,7 +111,9 @@ class _Fleet:
         every = [(k, name) for k, e in enumerate(of_entry) for name in self._names[e]]
         left = {k: [d for d, (own, _) in enumerate(every) if own == k] for k in range(len(of_entry))}
         groups = [[left[k].pop(0) for k, e in enumerate(of_entry) for _ in range(row[e])] for row in serving]
-        there, back = (max(nbytes[1:]) for nbytes in (setting.cost.forward_bytes, setting.cost.backward_bytes))
+        there, back = (
+            max(nbytes[1:], default=0) for nbytes in (setting.cost.forward_bytes, setting.cost.backward_bytes)
+        )
 
         def link_s(a: int, b: int) -> tuple[float, float]:
             i, j = of_entry[every[a][0]], of_entry[every[b][0]]

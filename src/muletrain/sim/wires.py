@@ -15,7 +15,7 @@ from muletrain.config.fleet import Link
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from muletrain.sim.machines import Setting
+    from muletrain.sim.machines import Kind, Setting
 
 FREE = Link(0.0, math.inf)
 MOMENT_S = 1e-9
@@ -43,6 +43,10 @@ class Wires:
 
     def after(self, seconds: float, then: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self.now_s + seconds, next(self._order), then))
+
+    def ends(self, a: int) -> Kind:
+        """The machine, and so its up- and downlink."""
+        return self._setting.kinds[self.kinds[a]]
 
     def tell(self, a: int, b: int, then: Callable[[], None]) -> None:
         """What is so small that only the way takes time."""

@@ -384,9 +384,11 @@ class Context:
 
     def doubt_s(self, peer: PeerId, attempt: int = 0) -> float:
         """After how long without an answer ``peer`` is doubted, which costs little: a multiple of what its own answers take, for it may be
-        far, where others are next door. One that never answered is not doubted before it is believed dead."""
+        far, where others are next door, and what waits on the links between. One that never answered is not doubted before it is
+        believed dead."""
         usual = self._usual.get(peer)
-        return self.probe_deadline.seconds(attempt) if usual is None else usual.seconds(attempt)
+        own_s = self.probe_deadline.seconds(attempt) if usual is None else usual.seconds(attempt)
+        return own_s + self.net.queued_s(peer)
 
     def _doubt(self, peer: PeerId, lineage: bytes, step: int, hearsay: bool) -> None:
         """Route around ``peer`` until it is heard of, and let the others ask, too, so that all know at the same time whether it lives.
@@ -427,7 +429,7 @@ class Context:
         ask = AskHeld(lineage=lineage, step=step, brief=brief)
         begin, alarms = self.clock.now(), self._alarms[peer]
         waits = alarms if (lives := self.roster.is_alive(peer)) else 0
-        limit_s = self.probe_deadline.seconds(attempt + waits)
+        limit_s = self.probe_deadline.seconds(attempt + waits) + self.net.queued_s(peer)
         try:
             answer = await self.net.call(peer, AskHeld.KIND, ask.pack(), timeout_s=limit_s)
         except DeadlineExceeded:

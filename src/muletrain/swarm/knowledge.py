@@ -342,8 +342,8 @@ class Knowledge:
         )
 
     def _round(self) -> bytes:
-        """What is averaged now, or was last."""
-        raise NotImplementedError
+        """What is averaged now, or was last; empty: nothing was."""
+        return b""
 
     # What we ask ------------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from muletrain.compute.base import Microbatch
 from muletrain.compute.checks import check_token_values, is_finite
 from muletrain.errors import Malformed, MuletrainError, NetworkError, ProtocolError
 from muletrain.events import MicrobatchServed, MicrobatchTaken
+from muletrain.policy.deadline import UNMEASURED_S, Usual
 from muletrain.swarm.messages import Backward, Busy, Done, Forward, Lost, Request
 from muletrain.swarm.opinions import Opinions
 from muletrain.swarm.router import Unfinite
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 BACKWARD, FORWARD = 0, 1
 """Priorities on the compute slot; GPipe's are the other way round."""
 PATIENCE = 64
-"""A request is abandoned after this many of its sender's deadlines, so that no place in the queue is held for ever."""
+"""A request is abandoned after this many of its sender's deadlines, or of the times that one takes here, so that no place in the queue is
+held for ever: beside GPUs that answer within a second, a CPU may need a minute for each of what it holds."""
 
 
 @dataclass
@@ -77,6 +79,8 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         self._opinions = None if self.router is None else Opinions(self.ctx, self.router)
+        self._usual = Usual(unmeasured_s=UNMEASURED_S, floor_s=0.0, times=1.0)
+        """What a microbatch takes here."""
         seats = self.ctx.plan.seats
         self._forward, self._backward = FORWARD, BACKWARD
         self._between: asyncio.Semaphore | nullcontext[None] = nullcontext()
@@ -142,7 +146,7 @@ class Pipeline:
     async def _serve(self, held: _Held, tensors: list[Encoded]) -> None:
         try:
             what = f"microbatch {held.message.step}/{held.message.index} at stage {held.message.stage}"
-            limit = PATIENCE * held.message.deadline_s
+            limit = PATIENCE * max(held.message.deadline_s, self._usual.seconds())
             loss, gradient = await self.ctx.clock.deadline(self._work(held, tensors), limit, what)
         except MuletrainError as e:  # the sender still holds the activations, and chooses someone else
             if isinstance(e, ProtocolError):
@@ -274,6 +278,7 @@ class Pipeline:
         self.ctx.stats.backward_s += took
         self.ctx.pulse.beat(self.ctx.clock.now())
         self.ctx.stats.services.append(held.computed_s + took)
+        self._usual.measured(held.computed_s + took)
         held.work.accumulated += accumulation.granted
         held.work.recomputed += not accumulation.granted
 
