@@ -434,7 +434,7 @@ duration_s = 0.5
 
 
 def test_fleet_expands_and_links(tmp_path: Path) -> None:
-    fleet = load_fleet(write(tmp_path, TWO))
+    fleet = load_fleet(write(tmp_path, TWO.replace("forward_ms = 7.0", "forward_ms = 7.0\nqueue_s = 1.5")))
     lab, twin, home = fleet.peers()
     assert [p.name for p in (lab, twin, home)] == ["lab-0", "lab-1", "home"]
     assert (lab.forward_s, lab.backward_s, lab.stall) == (0.02, 0.05, None)
@@ -446,6 +446,7 @@ def test_fleet_expands_and_links(tmp_path: Path) -> None:
     assert fleet.link(0, 2) == Link(0.1, 5e6)  # narrowed by the receiver's download
     assert fleet.link(2, 0) == Link(0.1, 7.5e6)  # the path itself is narrowest
     assert fleet.link(1, 1) == Link(0.0, math.inf)
+    assert (lab.queue_s, home.queue_s) == (0.25, 1.5)
 
 
 def test_unnamed_paths_follow_the_defaults(tmp_path: Path) -> None:

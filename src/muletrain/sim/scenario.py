@@ -228,7 +228,7 @@ def _with_large_tensors(drawn: Scenario) -> Scenario:
     narrow = {p: rate * rng.choice([1.0, 1.0, 2.0, 5.0]) for p in drawn.names} | {
         p: rate * (0.5 if own < 1e6 else 2.0) for p, own in drawn.narrow
     }
-    steps = min(drawn.steps, 3)
+    steps = min(drawn.steps, 2 if averaging_s > 10.0 else 3)
     longer = 1.0 + averaging_s / (drawn.microbatches * (FORWARD_S + BACKWARD_S))
     faults = tuple(
         f if not f.at_s else replace(f, at_s=f.at_s * longer, for_s=f.for_s * longer if f.kind in SIDES else f.for_s)
