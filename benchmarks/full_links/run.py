@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,9 @@ class Sample:
     used_bytes: int
     """Of the machine's memory, beyond what was used before."""
     busy_s: float
-    """CPU time of the whole machine, so far."""
+    """CPU time of the whole machine, so far,"""
+    own_s: float
+    """and of the fleet's processes and their daemons."""
 
 
 @dataclass
@@ -140,7 +143,7 @@ class Fleet:
 
     def watch(self, fleet: LocalFleet, event: Event) -> None:
         if isinstance(event, StepDone):
-            self.ends[event.step] = self.sample()
+            self.ends[event.step] = self.sample(fleet)
             print(f"step {event.step}: {event.duration_s:.1f} s, loss {event.loss:.3f}", file=sys.stderr, flush=True)
             if event.step == self.case.steps + 1:
                 self._over = time.time() + 3.0
@@ -154,7 +157,7 @@ class Fleet:
     def tick(self, fleet: LocalFleet) -> None:
         now = time.time()
         if not self.samples or now > self.samples[-1].t + SAMPLE_S:
-            self.samples.append(self.sample())
+            self.samples.append(self.sample(fleet))
             for name in fleet.alive():
                 self.peak[name] = max(self.peak.get(name, 0), resident(fleet.pid(name)))
         hit = self.case.fault is not None and self.fault is None and self._served is not None
@@ -168,8 +171,9 @@ class Fleet:
             self.lost.update(f"peer-{k}" for k in range(self.case.peers))
             fleet.kill()
 
-    def sample(self) -> Sample:
-        return Sample(time.time(), self.switch.traffic(), self._free - meminfo()["MemAvailable"], busy_s())
+    def sample(self, fleet: LocalFleet) -> Sample:
+        own = {fleet.pid(name) for name in fleet.alive()}
+        return Sample(time.time(), self.switch.traffic(), self._free - meminfo()["MemAvailable"], busy_s(), cpu_s(own))
 
 
 def meminfo() -> dict[str, int]:
@@ -191,6 +195,16 @@ def busy_s() -> float:
         int(n) for n in Path("/proc/stat").read_text().splitlines()[0].split()[1:]
     )
     return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
+
+
+def cpu_s(groups: set[int]) -> float:
+    """CPU time of the process groups of these leaders."""
+    total = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            total += sum(map(int, fields[11:13])) if int(fields[2]) in groups else 0
+    return total / os.sysconf("SC_CLK_TCK")
 
 
 def play(case: Case, folder: Path) -> dict[str, Any]:
@@ -297,7 +311,7 @@ def measured(
         "calls": longest(timed, averagings, watched.fault),
         "memory_gib": max((s.used_bytes for s in watched.samples), default=0) / 2**30,
         "peer_memory_gib": max(watched.peak.values(), default=0) / 2**30,
-        "cores_busy": cores(watched),
+        "cores": cores(watched),
         "notes": _counted(e.message for e in events if isinstance(e, Note) and e.level != "info"),
     }  # fmt: skip
     if watched.fault is not None:
@@ -372,13 +386,13 @@ def found(events: list[Event], names: dict[str, str], fault: float) -> dict[str,
     }  # fmt: skip
 
 
-def cores(watched: Fleet) -> float:
-    """Busy on average, of the whole machine, from the first step's end to the last one's."""
+def cores(watched: Fleet) -> dict[str, float]:
+    """Busy on average from the first step's end to the last one's: with the fleet, and with everything."""
     steps = sorted(watched.ends)
     if len(steps) < 2:
-        return 0.0
+        return {}
     a, b = watched.ends[steps[0]], watched.ends[steps[-1]]
-    return (b.busy_s - a.busy_s) / (b.t - a.t)
+    return {"fleet": (b.own_s - a.own_s) / (b.t - a.t), "all": (b.busy_s - a.busy_s) / (b.t - a.t)}
 
 
 def _counted(texts: Iterable[str]) -> dict[str, int]:
