@@ -109,6 +109,11 @@ class Switch:
             )  # fmt: skip
         return found
 
+    def running(self, machine: str) -> list[int]:
+        """Processes there."""
+        found = subprocess.run(["ip", "netns", "pids", self.of(machine)], capture_output=True, text=True).stdout
+        return [int(pid) for pid in found.split()]
+
     def close(self) -> None:
         """Idempotent."""
         for m in (*self._machines, "s"):
@@ -116,12 +121,10 @@ class Switch:
             subprocess.run(["ip", "netns", "del", self.of(m)], check=False, stderr=subprocess.DEVNULL)
 
     def _killed(self, machine: str) -> list[int]:
-        """Processes that still run there; they are told to end."""
-        found = subprocess.run(["ip", "netns", "pids", self.of(machine)], capture_output=True, text=True).stdout
-        for pid in map(int, found.split()):
+        for pid in (running := self.running(machine)):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        return list(map(int, found.split()))
+        return running
 
     def _ip(self, *arguments: str) -> None:
         _ip("-n", self.namespace, *arguments)
