@@ -100,8 +100,8 @@ class Case:
 
 CASES = {
     "home": Case("six peers at home: 20 Mb/s both ways"),
-    "large": Case("six peers of large stages: 100 Mb/s both ways", up=100.0, down=100.0, width=1536, layers=6, context=16, gradients="fp16",
-                  microbatches=12, forward_ms=1000.0, steps=10, timeout_s=1500.0),
+    "large": Case("six peers of large stages: 100 Mb/s both ways", up=100.0, down=100.0, width=1344, layers=6, context=16, gradients="fp16",
+                  microbatches=9, forward_ms=1000.0, steps=10, timeout_s=1500.0),
     "asymmetric": Case("six peers: 10 Mb/s up, 50 down", up=10.0, down=50.0),
     "incast": Case("nine peers of one stage, each receives from eight: 100 Mb/s up, 20 down", stages=1, replicas=9, up=100.0, width=384,
                    layers=4, microbatches=27),
@@ -258,7 +258,7 @@ class Window:
 
 def windows(events: Iterable[Event], steps: int) -> list[Window]:
     """Of the steps from the second on."""
-    stage_of = {e.peer: e.stage for e in events if isinstance(e, PeerJoined)}
+    stage_of = {e.peer: e.stage for e in events if isinstance(e, StepApplied)}
     served: dict[tuple[int, int], float] = {}
     reduced: dict[tuple[int, int], float] = {}
     for e in events:
@@ -297,10 +297,10 @@ def measured(
     own, needed = sent(applied, case, averaged)
     result: dict[str, Any] = {
         "title": case.title, "params_a_stage": params, "steps_s": took,
-        "step_median_s": _median(took), "step_worst_over_median": max(took, default=0) / (_median(took) or 1),
+        "step_median_s": median(took), "step_worst_over_median": max(took, default=0) / (median(took) or 1),
         "averaging_s": [round(w.seconds, 2) for w in averagings],
         "averaging_ideal_s": [round(a / (case.shared_mbps * MBPS), 2) for a in averaged],
-        "averaging_over_ideal": _median(ratios), "averaging_over_ideal_worst": max(ratios, default=0),
+        "averaging_over_ideal": median(ratios), "averaging_over_ideal_worst": max(ratios, default=0),
         "attempts_a_step_worst": max(tries.values(), default=1), "failed_attempts": sum(attempts.values()),
         "suspected": suspected, "rerouted": sum(isinstance(e, MicrobatchRerouted) for e in events),
         "recomputed": sum(e.recomputed for e in applied),
@@ -350,7 +350,7 @@ def queues(case: Case, samples: list[Sample], averagings: list[Window]) -> dict[
     up = [t.up_queue / (case.up * MBPS) for s in inside for t in s.traffic.values()]
     down = [t.down_queue / (case.down * MBPS) for s in inside for t in s.traffic.values()]
     return {
-        "up_longest": max(up, default=0), "up_median": _median(up), "down_longest": max(down, default=0), "down_median": _median(down)
+        "up_longest": max(up, default=0), "up_median": median(up), "down_longest": max(down, default=0), "down_median": median(down)
     }  # fmt: skip
 
 
@@ -402,7 +402,7 @@ def _counted(texts: Iterable[str]) -> dict[str, int]:
     return dict(counts)
 
 
-def _median(values: list[float]) -> float:
+def median(values: list[float]) -> float:
     return statistics.median(values) if values else 0.0
 
 
@@ -419,7 +419,7 @@ def row(name: str, r: dict[str, Any]) -> str:
     s, c = r["sent_mb_a_step"], r["calls"]
     cells = (
         name, f"{r['step_median_s']:.1f} s, at most {r['step_worst_over_median']:.2f}x",
-        f"{_median(r['averaging_s']):.1f} s = {r['averaging_over_ideal']:.2f}x, at most {r['averaging_over_ideal_worst']:.2f}x",
+        f"{median(r['averaging_s']):.1f} s = {r['averaging_over_ideal']:.2f}x, at most {r['averaging_over_ideal_worst']:.2f}x",
         f"{s[0]:.0f} to {s[2]:.0f}, {r['needed_mb_a_step'][1]:.0f} would do" if s else "-",
         str(r["attempts_a_step_worst"]), str(len(r["suspected"])), f"{r['rerouted']} + {r['recomputed']}",
         f"{c['longest_s']:.2f} s (99 %: {c['p99_s']:.2f} s)",
