@@ -48,9 +48,9 @@ class TimedActors(Actors):
         self._calling.append(asyncio.create_task(call_in_turn(network, self._clock, others)))
         return network
 
-    async def _run(self) -> None:
+    async def _run(self) -> Any:
         try:
-            await super()._run()
+            return await super()._run()
         finally:
             for task in self._calling:
                 task.cancel()

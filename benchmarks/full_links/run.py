@@ -225,6 +225,7 @@ def play(case: Case, folder: Path) -> dict[str, Any]:
             )  # fmt: skip
         except AssertionError as e:
             failed = str(e)[:500]
+    (folder / "samples.json").write_text(json.dumps([asdict(s) for s in watched.samples]))
     events = EventTail(folder / "run").poll()
     return {**measured(case, config, events, calls(folder / "run"), watched), "failed": failed}
 
@@ -247,7 +248,7 @@ class Window:
     step: int
     stage: int
     begin: float
-    """Its last microbatch was served."""
+    """The step's last microbatch was served, or the stage did not wait for that."""
     end: float
     """Its last replica had all of it."""
 
@@ -259,14 +260,18 @@ class Window:
 def windows(events: Iterable[Event], steps: int) -> list[Window]:
     """Of the steps from the second on."""
     stage_of = {e.peer: e.stage for e in events if isinstance(e, StepApplied)}
-    served: dict[tuple[int, int], float] = {}
+    served: dict[int, float] = {}
+    begun: dict[tuple[int, int], float] = {}
     reduced: dict[tuple[int, int], float] = {}
     for e in events:
         if isinstance(e, MicrobatchServed):
-            served[e.step + 1, e.stage] = e.t
+            served[e.step + 1] = e.t
         elif isinstance(e, SlotWorked) and e.slot == "average":
-            reduced[e.step + 1, stage_of[e.peer]] = e.t
-    return [Window(*key, served[key], reduced[key]) for key in sorted(reduced) if 1 < key[0] <= steps + 1]
+            key = e.step + 1, stage_of[e.peer]
+            begun[key] = min(begun.get(key, e.t), e.t - e.seconds)
+            reduced[key] = e.t
+    found = (Window(*key, min(served[key[0]], begun[key]), reduced[key]) for key in sorted(reduced))
+    return [w for w in found if 1 < w.step <= steps + 1]
 
 
 def measured(
