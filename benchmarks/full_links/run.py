@@ -35,7 +35,7 @@ from muletrain.events import (
     StepDone,
 )
 from muletrain.runs.assemble import RunFacts
-from muletrain.runs.fleet import LocalFleet
+from muletrain.runs.fleet import LocalFleet, failures
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
@@ -138,7 +138,9 @@ class Fleet:
     _served: float | None = None
     _last: int = 0
     _free: int = field(default_factory=lambda: meminfo()["MemAvailable"])
-    _over: float = float("inf")
+    over: float | None = None
+    """When it is to end, its last step done."""
+    ended: bool = False
     _applied: dict[str, int] = field(default_factory=dict)
 
     def watch(self, fleet: LocalFleet, event: Event) -> None:
@@ -146,7 +148,7 @@ class Fleet:
             self.ends[event.step] = self.sample(fleet)
             print(f"step {event.step}: {event.duration_s:.1f} s, loss {event.loss:.3f}", file=sys.stderr, flush=True)
             if event.step == self.case.steps + 1:
-                self._over = time.time() + 3.0
+                self.over = time.time() + 3.0
         elif isinstance(event, MicrobatchServed) and event.step == FAULT_STEP - 1 and event.stage == 0:
             self._last += 1
             if self._last == self.case.microbatches:
@@ -166,8 +168,8 @@ class Fleet:
             self.lost.add(VICTIM)
             self.fault = time.time()
             fleet.signal(VICTIM, self.case.fault)
-        if now >= self._over:
-            self._over = float("inf")
+        if self.over is not None and now >= self.over and not self.ended:
+            self.ended = True
             self.lost.update(f"peer-{k}" for k in range(self.case.peers))
             fleet.kill()
 
@@ -217,16 +219,20 @@ def play(case: Case, folder: Path) -> dict[str, Any]:
         for name in names:
             switch.shape(name, up_bytes_per_s=case.up * MBPS, down_bytes_per_s=case.down * MBPS, queue_s=case.queue_s)
         watched = Fleet(case, switch)
-        failed = ""
+        failed = ""  # what gave up, in a run that did not come to its end
         try:
             run_fleet(
                 config, folder / "run", stages=stages, watch=watched.watch, tick=watched.tick, lost=watched.lost,
                 timeout_s=case.timeout_s, wrap=lambda name: [*switch.inside(name), sys.executable, str(HERE / "peer.py")],
             )  # fmt: skip
         except AssertionError as e:
-            failed = str(e)[:500]
+            failed = "" if watched.ended else str(e)[:500]
     (folder / "samples.json").write_text(json.dumps([asdict(s) for s in watched.samples]))
     events = EventTail(folder / "run").poll()
+    told = [
+        e for e in events if (case.fault is None or e.peer != VICTIM) and (watched.over is None or e.t < watched.over)
+    ]
+    failed = "; ".join([failed, *failures(told)]).strip("; ")
     return {**measured(case, config, events, calls(folder / "run"), watched), "failed": failed}
 
 
@@ -285,7 +291,7 @@ def measured(
     averaged = [2 * (n - 1) / n * p * BYTES[case.gradients] for p in params]
     ends = {e.step: e.t for e in events if isinstance(e, StepDone)}
     took = [ends[s] - ends[s - 1] for s in sorted(ends) if s - 1 in ends]
-    averagings = windows(events, case.steps)
+    averagings = [w for w in windows(events, case.steps) if watched.fault is None or w.end < watched.fault]
     ratios = [w.seconds / (averaged[w.stage] / (case.shared_mbps * MBPS)) for w in averagings]
     suspected = [
         {"t": round(e.t - min(ends.values(), default=e.t), 2), "by": e.peer, "whom": names.get(e.peer_id, e.peer_id), "why": e.reason}
@@ -432,10 +438,33 @@ def row(name: str, r: dict[str, Any]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+FAULT_HEADINGS = ("fault", "found after, by all others", "others suspected", "computed again", "the step ends after")
 HEADINGS = (
     "case", "step, median and worst over it", "averaging, over bytes / bandwidth", "MB sent a step", "attempts", "suspected",
     "sent + computed again", "longest call while averaging",
 )  # fmt: skip
+
+
+def fault_row(name: str, r: dict[str, Any]) -> str:
+    fault = r["fault"]
+    times = sorted(fault["found_s"].values())
+    missed = fault["not_found_by"]
+    cells = (
+        name, (f"{times[0]:.1f} to {times[-1]:.1f} s" if times else "-") + (f", not by {', '.join(missed)}" if missed else ""),
+        str(len(fault["others_suspected"])), str(r["recomputed"]), f"{fault['next_step_after_s']} s",
+    )  # fmt: skip
+    return "| " + " | ".join(cells) + " |"
+
+
+def show(results: dict[str, Any], console: Console) -> None:
+    console.print("| " + " | ".join(HEADINGS) + " |", "|---" * len(HEADINGS) + "|", sep="\n")
+    for name, r in results.items():
+        if "fault" not in r:
+            console.print(row(name, r))
+    console.print("", "| " + " | ".join(FAULT_HEADINGS) + " |", "|---" * len(FAULT_HEADINGS) + "|", sep="\n")
+    for name, r in results.items():
+        if "fault" in r:
+            console.print(fault_row(name, r))
 
 
 def main() -> None:
@@ -460,10 +489,9 @@ def main() -> None:
         known = json.loads(path.read_text()) if path.exists() else {}
         known[f"{name}, {options.label}" if options.label else name] = result
         path.write_text(json.dumps(known, indent=1) + "\n")
-        console = Console(width=200)
-        console.print("| " + " | ".join(HEADINGS) + " |", row(name, result), sep="\n")
-        if result["failed"] or "fault" in result:
-            console.print(result.get("fault"), result["failed"])
+        show(known, Console(width=240))
+        if result["failed"]:
+            raise SystemExit(f"{name}: {result['failed']}")
 
 
 if __name__ == "__main__":
