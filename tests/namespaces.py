@@ -14,6 +14,8 @@ from typing import Any, Self
 
 SEGMENT, BURST_S, BURST = 1514, 0.002, 16_384
 """Bytes of a packet with its header; what a shaped link sends at once: its rate for so long, or so many bytes where that is more."""
+TRAIN_S = 0.001
+"""What a machine hands to its router at once: as many packets as pass in that time, or one."""
 CONGESTION = "cubic"
 """How TCP shares a link unless told otherwise, on Linux and macOS: it fills whatever queue there is."""
 ALLOWED = "net.ipv4.tcp_allowed_congestion_control"
@@ -87,8 +89,9 @@ class Switch:
             self._ip("link", "set", device, "master", bridge, "up")
         self._ip("link", "set", router, "up")
         _choose(CONGESTION, self.inside(machine))
-        # packets of their real size, as a network card sends them: a kernel hands 64 KB from one veth to the next at once
-        _ip("-n", self.of(machine), "link", "set", "eth0", "gso_max_segs", "1")
+        # a kernel would hand 64 KB from one veth to the next at once; a packet at a time costs much of the CPU where links are wide
+        packets = max(1, round(up_bytes_per_s * TRAIN_S / SEGMENT))
+        _ip("-n", self.of(machine), "link", "set", "eth0", "gso_max_segs", str(packets))
         for device, rate in ((wan, up_bytes_per_s), (own, down_bytes_per_s)):
             burst = max(BURST, round(rate * BURST_S))
             limit = max(round(rate * queue_s), SEGMENT) + burst
@@ -109,6 +112,11 @@ class Switch:
             )  # fmt: skip
         return found
 
+    def running(self, machine: str) -> list[int]:
+        """Processes there."""
+        found = subprocess.run(["ip", "netns", "pids", self.of(machine)], capture_output=True, text=True).stdout
+        return [int(pid) for pid in found.split()]
+
     def close(self) -> None:
         """Idempotent."""
         for m in (*self._machines, "s"):
@@ -116,12 +124,10 @@ class Switch:
             subprocess.run(["ip", "netns", "del", self.of(m)], check=False, stderr=subprocess.DEVNULL)
 
     def _killed(self, machine: str) -> list[int]:
-        """Processes that still run there; they are told to end."""
-        found = subprocess.run(["ip", "netns", "pids", self.of(machine)], capture_output=True, text=True).stdout
-        for pid in map(int, found.split()):
+        for pid in (running := self.running(machine)):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        return list(map(int, found.split()))
+        return running
 
     def _ip(self, *arguments: str) -> None:
         _ip("-n", self.namespace, *arguments)

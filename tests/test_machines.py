@@ -49,6 +49,7 @@ from muletrain.sim.loop import run_virtually
 from muletrain.swarm.roster import Genesis
 from muletrain.wire.codec import encode_raw
 from tests.fleet_run import checkpoint_weights
+from tests.namespaces import Switch
 from tests.reference import train_plainly
 from tests.test_equivalence import EXACT, facts_of, relative_difference
 
@@ -71,48 +72,37 @@ NO_SYN = "10,40 0 0 12,21 0 6 2048,48 0 0 23,21 0 4 6,177 0 0 14,80 0 0 27,84 0 
 def machines(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Runs a muletrain command on machine 'a', 'b' or 'c' (one switch between them that passes TCP alone, no other route), in a
     folder of its own, with caches and temporary files of its own. ``PYTHON`` as the first argument: that code instead."""
-    names = {m: f"mule-{os.getpid()}-{m}" for m in "abcs"}  # s: the switch
     started: list[subprocess.Popen[str]] = []
-    scratch = {m: tempfile.mkdtemp(prefix="mule-") for m in "abc"}  # sockets need short paths
-
-    def ip(*arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True)
+    scratch: dict[str, str] = {}
+    switch = Switch("abc")
 
     def on(machine: str, *arguments: str) -> subprocess.Popen[str]:
         (tmp_path / machine).mkdir(exist_ok=True)
         run = ["-c", *arguments[1:]] if arguments[0] == PYTHON else ["-m", "muletrain.cli.main", *arguments]
         process = subprocess.Popen(
-            ["ip", "netns", "exec", names[machine], sys.executable, *run],
+            [*switch.inside(machine), sys.executable, *run],
             cwd=tmp_path / machine, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env={**os.environ, "TMPDIR": scratch[machine], "XDG_CACHE_HOME": f"{scratch[machine]}/cache"},
         )  # fmt: skip
         started.append(process)
         return process
 
-    try:
-        for m in "sabc":
-            ip("netns", "add", names[m])
-            ip("-n", names[m], "link", "set", "lo", "up")
-        ip("-n", names["s"], "link", "add", "switch", "type", "bridge")
-        ip("-n", names["s"], "link", "set", "switch", "up")
-        for k, m in enumerate("abc", start=1):
-            ip("-n", names["s"], "link", "add", f"to-{m}", "type", "veth", "peer", "name", "eth0", "netns", names[m])
-            ip("-n", names["s"], "link", "set", f"to-{m}", "master", "switch", "up")
-            only_tcp(names["s"], f"to-{m}")
-            ip("-n", names[m], "addr", "add", f"10.99.0.{k}/24", "dev", "eth0")
-            ip("-n", names[m], "link", "set", "eth0", "up")
-        yield on
-    finally:
-        for process in started:  # their peers and daemons end with them
-            process.kill()
-            process.communicate()
-        for name in names.values():
-            wait_for(lambda name=name: not subprocess.run(["ip", "netns", "pids", name], capture_output=True).stdout)
-            subprocess.run(["ip", "netns", "del", name], check=False)
-        left = {m: [p.name for p in Path(folder).iterdir() if p.name != "cache"] for m, folder in scratch.items()}
-        for folder in scratch.values():
-            shutil.rmtree(folder)
-        assert not any(left.values()), left
+    with switch:
+        for m in "abc":
+            scratch[m] = tempfile.mkdtemp(prefix="mule-")  # sockets need short paths
+            only_tcp(switch.namespace, f"to-{m}")
+        try:
+            yield on
+        finally:
+            for process in started:  # their peers and daemons end with them
+                process.kill()
+                process.communicate()
+            for m in "abc":
+                wait_for(lambda m=m: not switch.running(m))
+            left = {m: [p.name for p in Path(folder).iterdir() if p.name != "cache"] for m, folder in scratch.items()}
+            for folder in scratch.values():
+                shutil.rmtree(folder)
+    assert not any(left.values()), left
 
 
 def only_tcp(namespace: str, device: str) -> None:
@@ -187,6 +177,51 @@ def test_nothing_but_tcp_passes_between_the_machines(machines: Callable[..., sub
     assert receiver.stdout.readline() == "listening\n"
     output(machines("b", PYTHON, SENDER))
     assert output(receiver) == "by TCP\nnothing else\n"
+
+
+TAKER = """
+import socket, sys, time
+listening = socket.create_server(("0.0.0.0", 7000))
+print("listening", flush=True)
+taken, begin, size = listening.accept()[0], time.monotonic(), 0
+while got := taken.recv(1 << 16):
+    size += len(got)
+print(size, time.monotonic() - begin)
+"""
+GIVER = """
+import socket, sys
+to = socket.create_connection((sys.argv[1], 7000), timeout=20)
+to.sendall(bytes(3_000_000))
+"""
+
+
+@namespaces
+def test_a_shaped_link_has_its_rates_and_its_queue() -> None:
+    """3 MB up by 8 Mb/s, and by 16 Mb/s down: what waits is the router's, and nothing is lost before its queue is full."""
+    with Switch("ab") as switch:
+        switch.shape("a", up_bytes_per_s=1e6, down_bytes_per_s=2e6, queue_s=2.0)
+
+        def start(machine: str, code: str, *arguments: str) -> subprocess.Popen[str]:
+            command = [*switch.inside(machine), sys.executable, "-c", code, *arguments]
+            return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+        for sender, receiver, expected_s in (("a", "b", 3.0), ("b", "a", 1.5)):
+            taker = start(receiver, TAKER)
+            assert taker.stdout is not None
+            taker.stdout.readline()
+            giver, waiting = start(sender, GIVER, switch.address(receiver)), [0]
+            while giver.poll() is None:
+                traffic = switch.traffic()["a"]
+                waiting.append(traffic.up_queue if sender == "a" else traffic.down_queue)
+            size, seconds = map(float, output(taker).split())
+            assert size == 3e6
+            assert seconds == pytest.approx(expected_s, rel=0.15)
+            assert 30_000 < max(waiting) < (2.1e6 if sender == "a" else 4.1e6)
+        after = switch.traffic()["a"]
+        assert after.lost == 0
+        assert after.sent > 3e6
+        assert after.received > 3e6
+    assert f"mule-{os.getpid()}" not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
 
 
 PEER = """

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -21,6 +19,7 @@ from muletrain.runs.assemble import RunFacts
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 from tests.fleet_run import run_fleet  # noqa: E402
+from tests.namespaces import Switch  # noqa: E402
 
 PEERS, STEPS = 4, 20
 CONFIG = [
@@ -33,65 +32,21 @@ CONFIG = [
     f"train.steps={STEPS}",
     "network.listen=0.0.0.0",
 ]
-PREFIX = f"mulebytes{os.getpid() % 10000}"
-
-
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True)
-
-
-def machine(k: int) -> str:
-    return f"{PREFIX}-{k}"
-
-
-def build() -> None:
-    """One namespace a peer, joined by a bridge in a namespace of its own."""
-    ip("netns", "add", PREFIX)
-    ip("-n", PREFIX, "link", "add", "name", "switch0", "type", "bridge")
-    ip("-n", PREFIX, "link", "set", "switch0", "up")
-    for k in range(PEERS):
-        ip("netns", "add", machine(k))
-        ip("-n", machine(k), "link", "set", "lo", "up")
-        ip("link", "add", "wire", "netns", machine(k), "type", "veth", "peer", "name", f"p{k}", "netns", PREFIX)
-        ip("-n", PREFIX, "link", "set", f"p{k}", "master", "switch0", "up")
-        ip("-n", machine(k), "addr", "add", f"10.88.0.{k + 1}/24", "dev", "wire")
-        ip("-n", machine(k), "link", "set", "wire", "up")
-
-
-def sent_bytes(k: int) -> int:
-    shown = subprocess.run(
-        ["ip", "netns", "exec", machine(k), "cat", "/sys/class/net/wire/statistics/tx_bytes"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return int(shown.stdout)
 
 
 def main() -> None:
     config = load_config(None, CONFIG)
     facts = RunFacts.of(config)
     TokenCache.build(config.data, facts.spec.vocab)
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
 
     def watch(fleet: object, event: object) -> None:
         if isinstance(event, StepDone) and event.step in (1, STEPS):
-            (first if event.step == 1 else last).update({k: sent_bytes(k) for k in range(PEERS)})
+            (first if event.step == 1 else last).update({m: t.sent for m, t in switch.traffic().items()})
 
-    try:
-        build()
-        with tempfile.TemporaryDirectory() as folder:
-            events = run_fleet(
-                config,
-                Path(folder),
-                stages=(0, 0, 1, 1),
-                watch=watch,
-                wrap=lambda name: ["ip", "netns", "exec", machine(int(name[-1]))],
-            )
-    finally:
-        for name in (PREFIX, *(machine(k) for k in range(PEERS))):
-            subprocess.run(["ip", "netns", "del", name], check=False)
+    with Switch([f"peer-{k}" for k in range(PEERS)]) as switch, tempfile.TemporaryDirectory() as folder:
+        events = run_fleet(config, Path(folder), stages=(0, 0, 1, 1), watch=watch, wrap=switch.inside)
     report(
         [e for e in events if isinstance(e, StepApplied) and e.step > 1],
         events,

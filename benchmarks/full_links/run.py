@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from muletrain.events import (
     StepDone,
 )
 from muletrain.runs.assemble import RunFacts
-from muletrain.runs.fleet import LocalFleet
+from muletrain.runs.fleet import LocalFleet, failures
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
@@ -99,8 +100,8 @@ class Case:
 
 CASES = {
     "home": Case("six peers at home: 20 Mb/s both ways"),
-    "large": Case("six peers of large stages: 100 Mb/s both ways", up=100.0, down=100.0, width=1536, layers=6, context=16, gradients="fp16",
-                  microbatches=12, forward_ms=1000.0, steps=10, timeout_s=1500.0),
+    "large": Case("six peers of large stages: 100 Mb/s both ways", up=100.0, down=100.0, width=1344, layers=6, context=16, gradients="fp16",
+                  microbatches=9, forward_ms=1000.0, steps=10, timeout_s=1500.0),
     "asymmetric": Case("six peers: 10 Mb/s up, 50 down", up=10.0, down=50.0),
     "incast": Case("nine peers of one stage, each receives from eight: 100 Mb/s up, 20 down", stages=1, replicas=9, up=100.0, width=384,
                    layers=4, microbatches=27),
@@ -116,7 +117,9 @@ class Sample:
     used_bytes: int
     """Of the machine's memory, beyond what was used before."""
     busy_s: float
-    """CPU time of the whole machine, so far."""
+    """CPU time of the whole machine, so far,"""
+    own_s: float
+    """and of the fleet's processes and their daemons."""
 
 
 @dataclass
@@ -135,15 +138,17 @@ class Fleet:
     _served: float | None = None
     _last: int = 0
     _free: int = field(default_factory=lambda: meminfo()["MemAvailable"])
-    _over: float = float("inf")
+    over: float | None = None
+    """When it is to end, its last step done."""
+    ended: bool = False
     _applied: dict[str, int] = field(default_factory=dict)
 
     def watch(self, fleet: LocalFleet, event: Event) -> None:
         if isinstance(event, StepDone):
-            self.ends[event.step] = self.sample()
+            self.ends[event.step] = self.sample(fleet)
             print(f"step {event.step}: {event.duration_s:.1f} s, loss {event.loss:.3f}", file=sys.stderr, flush=True)
             if event.step == self.case.steps + 1:
-                self._over = time.time() + 3.0
+                self.over = time.time() + 3.0
         elif isinstance(event, MicrobatchServed) and event.step == FAULT_STEP - 1 and event.stage == 0:
             self._last += 1
             if self._last == self.case.microbatches:
@@ -154,7 +159,7 @@ class Fleet:
     def tick(self, fleet: LocalFleet) -> None:
         now = time.time()
         if not self.samples or now > self.samples[-1].t + SAMPLE_S:
-            self.samples.append(self.sample())
+            self.samples.append(self.sample(fleet))
             for name in fleet.alive():
                 self.peak[name] = max(self.peak.get(name, 0), resident(fleet.pid(name)))
         hit = self.case.fault is not None and self.fault is None and self._served is not None
@@ -163,13 +168,14 @@ class Fleet:
             self.lost.add(VICTIM)
             self.fault = time.time()
             fleet.signal(VICTIM, self.case.fault)
-        if now >= self._over:
-            self._over = float("inf")
+        if self.over is not None and now >= self.over and not self.ended:
+            self.ended = True
             self.lost.update(f"peer-{k}" for k in range(self.case.peers))
             fleet.kill()
 
-    def sample(self) -> Sample:
-        return Sample(time.time(), self.switch.traffic(), self._free - meminfo()["MemAvailable"], busy_s())
+    def sample(self, fleet: LocalFleet) -> Sample:
+        own = {fleet.pid(name) for name in fleet.alive()}
+        return Sample(time.time(), self.switch.traffic(), self._free - meminfo()["MemAvailable"], busy_s(), cpu_s(own))
 
 
 def meminfo() -> dict[str, int]:
@@ -193,6 +199,16 @@ def busy_s() -> float:
     return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
 
 
+def cpu_s(groups: set[int]) -> float:
+    """CPU time of the process groups of these leaders."""
+    total = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            total += sum(map(int, fields[11:13])) if int(fields[2]) in groups else 0
+    return total / os.sysconf("SC_CLK_TCK")
+
+
 def play(case: Case, folder: Path) -> dict[str, Any]:
     """A real fleet, to its end, and what was measured."""
     config = case.config(folder)
@@ -203,15 +219,20 @@ def play(case: Case, folder: Path) -> dict[str, Any]:
         for name in names:
             switch.shape(name, up_bytes_per_s=case.up * MBPS, down_bytes_per_s=case.down * MBPS, queue_s=case.queue_s)
         watched = Fleet(case, switch)
-        failed = ""
+        failed = ""  # what gave up, in a run that did not come to its end
         try:
             run_fleet(
                 config, folder / "run", stages=stages, watch=watched.watch, tick=watched.tick, lost=watched.lost,
                 timeout_s=case.timeout_s, wrap=lambda name: [*switch.inside(name), sys.executable, str(HERE / "peer.py")],
             )  # fmt: skip
         except AssertionError as e:
-            failed = str(e)[:500]
+            failed = "" if watched.ended else str(e)[:500]
+    (folder / "samples.json").write_text(json.dumps([asdict(s) for s in watched.samples]))
     events = EventTail(folder / "run").poll()
+    told = [
+        e for e in events if (case.fault is None or e.peer != VICTIM) and (watched.over is None or e.t < watched.over)
+    ]
+    failed = "; ".join([failed, *failures(told)]).strip("; ")
     return {**measured(case, config, events, calls(folder / "run"), watched), "failed": failed}
 
 
@@ -233,7 +254,7 @@ class Window:
     step: int
     stage: int
     begin: float
-    """Its last microbatch was served."""
+    """The step's last microbatch was served, or the stage did not wait for that."""
     end: float
     """Its last replica had all of it."""
 
@@ -244,15 +265,19 @@ class Window:
 
 def windows(events: Iterable[Event], steps: int) -> list[Window]:
     """Of the steps from the second on."""
-    stage_of = {e.peer: e.stage for e in events if isinstance(e, PeerJoined)}
-    served: dict[tuple[int, int], float] = {}
+    stage_of = {e.peer: e.stage for e in events if isinstance(e, StepApplied)}
+    served: dict[int, float] = {}
+    begun: dict[tuple[int, int], float] = {}
     reduced: dict[tuple[int, int], float] = {}
     for e in events:
         if isinstance(e, MicrobatchServed):
-            served[e.step + 1, e.stage] = e.t
+            served[e.step + 1] = e.t
         elif isinstance(e, SlotWorked) and e.slot == "average":
-            reduced[e.step + 1, stage_of[e.peer]] = e.t
-    return [Window(*key, served[key], reduced[key]) for key in sorted(reduced) if 1 < key[0] <= steps + 1]
+            key = e.step + 1, stage_of[e.peer]
+            begun[key] = min(begun.get(key, e.t), e.t - e.seconds)
+            reduced[key] = e.t
+    found = (Window(*key, min(served[key[0]], begun[key]), reduced[key]) for key in sorted(reduced))
+    return [w for w in found if 1 < w.step <= steps + 1]
 
 
 def measured(
@@ -266,7 +291,7 @@ def measured(
     averaged = [2 * (n - 1) / n * p * BYTES[case.gradients] for p in params]
     ends = {e.step: e.t for e in events if isinstance(e, StepDone)}
     took = [ends[s] - ends[s - 1] for s in sorted(ends) if s - 1 in ends]
-    averagings = windows(events, case.steps)
+    averagings = [w for w in windows(events, case.steps) if watched.fault is None or w.end < watched.fault]
     ratios = [w.seconds / (averaged[w.stage] / (case.shared_mbps * MBPS)) for w in averagings]
     suspected = [
         {"t": round(e.t - min(ends.values(), default=e.t), 2), "by": e.peer, "whom": names.get(e.peer_id, e.peer_id), "why": e.reason}
@@ -283,10 +308,10 @@ def measured(
     own, needed = sent(applied, case, averaged)
     result: dict[str, Any] = {
         "title": case.title, "params_a_stage": params, "steps_s": took,
-        "step_median_s": _median(took), "step_worst_over_median": max(took, default=0) / (_median(took) or 1),
+        "step_median_s": median(took), "step_worst_over_median": max(took, default=0) / (median(took) or 1),
         "averaging_s": [round(w.seconds, 2) for w in averagings],
         "averaging_ideal_s": [round(a / (case.shared_mbps * MBPS), 2) for a in averaged],
-        "averaging_over_ideal": _median(ratios), "averaging_over_ideal_worst": max(ratios, default=0),
+        "averaging_over_ideal": median(ratios), "averaging_over_ideal_worst": max(ratios, default=0),
         "attempts_a_step_worst": max(tries.values(), default=1), "failed_attempts": sum(attempts.values()),
         "suspected": suspected, "rerouted": sum(isinstance(e, MicrobatchRerouted) for e in events),
         "recomputed": sum(e.recomputed for e in applied),
@@ -297,7 +322,7 @@ def measured(
         "calls": longest(timed, averagings, watched.fault),
         "memory_gib": max((s.used_bytes for s in watched.samples), default=0) / 2**30,
         "peer_memory_gib": max(watched.peak.values(), default=0) / 2**30,
-        "cores_busy": cores(watched),
+        "cores": cores(watched),
         "notes": _counted(e.message for e in events if isinstance(e, Note) and e.level != "info"),
     }  # fmt: skip
     if watched.fault is not None:
@@ -336,7 +361,7 @@ def queues(case: Case, samples: list[Sample], averagings: list[Window]) -> dict[
     up = [t.up_queue / (case.up * MBPS) for s in inside for t in s.traffic.values()]
     down = [t.down_queue / (case.down * MBPS) for s in inside for t in s.traffic.values()]
     return {
-        "up_longest": max(up, default=0), "up_median": _median(up), "down_longest": max(down, default=0), "down_median": _median(down)
+        "up_longest": max(up, default=0), "up_median": median(up), "down_longest": max(down, default=0), "down_median": median(down)
     }  # fmt: skip
 
 
@@ -372,13 +397,13 @@ def found(events: list[Event], names: dict[str, str], fault: float) -> dict[str,
     }  # fmt: skip
 
 
-def cores(watched: Fleet) -> float:
-    """Busy on average, of the whole machine, from the first step's end to the last one's."""
+def cores(watched: Fleet) -> dict[str, float]:
+    """Busy on average from the first step's end to the last one's: with the fleet, and with everything."""
     steps = sorted(watched.ends)
     if len(steps) < 2:
-        return 0.0
+        return {}
     a, b = watched.ends[steps[0]], watched.ends[steps[-1]]
-    return (b.busy_s - a.busy_s) / (b.t - a.t)
+    return {"fleet": (b.own_s - a.own_s) / (b.t - a.t), "all": (b.busy_s - a.busy_s) / (b.t - a.t)}
 
 
 def _counted(texts: Iterable[str]) -> dict[str, int]:
@@ -388,7 +413,7 @@ def _counted(texts: Iterable[str]) -> dict[str, int]:
     return dict(counts)
 
 
-def _median(values: list[float]) -> float:
+def median(values: list[float]) -> float:
     return statistics.median(values) if values else 0.0
 
 
@@ -405,7 +430,7 @@ def row(name: str, r: dict[str, Any]) -> str:
     s, c = r["sent_mb_a_step"], r["calls"]
     cells = (
         name, f"{r['step_median_s']:.1f} s, at most {r['step_worst_over_median']:.2f}x",
-        f"{_median(r['averaging_s']):.1f} s = {r['averaging_over_ideal']:.2f}x, at most {r['averaging_over_ideal_worst']:.2f}x",
+        f"{median(r['averaging_s']):.1f} s = {r['averaging_over_ideal']:.2f}x, at most {r['averaging_over_ideal_worst']:.2f}x",
         f"{s[0]:.0f} to {s[2]:.0f}, {r['needed_mb_a_step'][1]:.0f} would do" if s else "-",
         str(r["attempts_a_step_worst"]), str(len(r["suspected"])), f"{r['rerouted']} + {r['recomputed']}",
         f"{c['longest_s']:.2f} s (99 %: {c['p99_s']:.2f} s)",
@@ -413,10 +438,33 @@ def row(name: str, r: dict[str, Any]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+FAULT_HEADINGS = ("fault", "found after, by all others", "others suspected", "computed again", "the step ends after")
 HEADINGS = (
     "case", "step, median and worst over it", "averaging, over bytes / bandwidth", "MB sent a step", "attempts", "suspected",
     "sent + computed again", "longest call while averaging",
 )  # fmt: skip
+
+
+def fault_row(name: str, r: dict[str, Any]) -> str:
+    fault = r["fault"]
+    times = sorted(fault["found_s"].values())
+    missed = fault["not_found_by"]
+    cells = (
+        name, (f"{times[0]:.1f} to {times[-1]:.1f} s" if times else "-") + (f", not by {', '.join(missed)}" if missed else ""),
+        str(len(fault["others_suspected"])), str(r["recomputed"]), f"{fault['next_step_after_s']} s",
+    )  # fmt: skip
+    return "| " + " | ".join(cells) + " |"
+
+
+def show(results: dict[str, Any], console: Console) -> None:
+    console.print("| " + " | ".join(HEADINGS) + " |", "|---" * len(HEADINGS) + "|", sep="\n")
+    for name, r in results.items():
+        if "fault" not in r:
+            console.print(row(name, r))
+    console.print("", "| " + " | ".join(FAULT_HEADINGS) + " |", "|---" * len(FAULT_HEADINGS) + "|", sep="\n")
+    for name, r in results.items():
+        if "fault" in r:
+            console.print(fault_row(name, r))
 
 
 def main() -> None:
@@ -441,10 +489,9 @@ def main() -> None:
         known = json.loads(path.read_text()) if path.exists() else {}
         known[f"{name}, {options.label}" if options.label else name] = result
         path.write_text(json.dumps(known, indent=1) + "\n")
-        console = Console(width=200)
-        console.print("| " + " | ".join(HEADINGS) + " |", row(name, result), sep="\n")
-        if result["failed"] or "fault" in result:
-            console.print(result.get("fault"), result["failed"])
+        show(known, Console(width=240))
+        if result["failed"]:
+            raise SystemExit(f"{name}: {result['failed']}")
 
 
 if __name__ == "__main__":
