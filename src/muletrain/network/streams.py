@@ -153,6 +153,9 @@ class Outgoing:
             view, at = memoryview(buffer), 0
             while at < len(view):
                 nbytes = await self._pacer.grant(self._peer, self._channel, len(view) - at)
+                if to is not self._connection:  # its end was counted already
+                    self._pacer.forget(self._peer, nbytes)
+                    raise ConnectionResetError("the receiver has ended the stream")
                 to.sent += nbytes
                 to.pieces.append((to.sent, loop.time()))
                 to.writer.write(view[at : at + nbytes])

@@ -1,0 +1,82 @@
+"""Paced streams whose receiver ends them: nothing stays counted, and no half frame stays on a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from hivemind.p2p import PeerID
+
+from muletrain.errors import PeerUnreachable
+from muletrain.network.base import Channel, Frame
+from muletrain.network.pacing import Pacer
+from muletrain.network.streams import ACCEPTED, Outgoing
+from muletrain.wire.codec import encode_raw
+from muletrain.wire.frame import pack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+PEER = PeerID(b"\x12\x20" + bytes(32)).to_base58()
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 15))
+
+
+class Daemon:
+    """Opens streams to a peer that reads nothing. ``ends``: the peer's."""
+
+    def __init__(self) -> None:
+        self.ends: list[asyncio.StreamWriter] = []
+
+    def check_daemon(self) -> None:
+        pass
+
+    async def call_binary_stream_handler(
+        self, peer: PeerID, name: str
+    ) -> tuple[None, asyncio.StreamReader, asyncio.StreamWriter]:
+        here, there = socket.socketpair()
+        _, end = await asyncio.open_connection(sock=there)
+        end.write(ACCEPTED)
+        self.ends.append(end)
+        return None, *await asyncio.open_connection(sock=here)
+
+
+class Sender:
+    """Of frames to ``PEER``."""
+
+    def __init__(self) -> None:
+        self.daemon, self.pacer = Daemon(), Pacer()
+        self.flow = self.pacer._flow(PEER)
+        self.outgoing = Outgoing(
+            cast("Any", self.daemon), PEER, Channel.AVERAGE, self.pacer, lambda peer: None, lambda peer: None
+        )
+
+    async def send(self, nbytes: int) -> None:
+        await self.outgoing.send(pack(Frame("f", {}, [encode_raw(bytes(nbytes))])), 5.0)
+
+    async def waits(self, streams: int) -> None:
+        """Until a frame waits for room, on the last of so many streams."""
+        await until(lambda: len(self.daemon.ends) == streams and bool(self.flow.waiting))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def test_what_is_granted_when_the_stream_has_ended_is_not_under_way_for_ever() -> None:
+    async def scenario() -> None:
+        sender = Sender()
+        sending = asyncio.create_task(sender.send(200_000))
+        await sender.waits(streams=1)
+        sender.daemon.ends[0].close()
+        with pytest.raises(PeerUnreachable):
+            await sending
+        assert sender.flow.under_way == 0
+
+    run(scenario())
