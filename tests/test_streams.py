@@ -80,3 +80,19 @@ def test_what_is_granted_when_the_stream_has_ended_is_not_under_way_for_ever() -
         assert sender.flow.under_way == 0
 
     run(scenario())
+
+
+def test_half_a_frame_does_not_stay_on_a_stream_that_was_opened_anew() -> None:
+    async def scenario() -> None:
+        sender = Sender()
+        await sender.send(10)
+        sending = asyncio.create_task(sender.send(200_000))
+        await sender.waits(streams=1)
+        sender.daemon.ends[0].close()
+        await sender.waits(streams=2)
+        sender.pacer.give_up(PEER)
+        with pytest.raises(PeerUnreachable):
+            await sending
+        assert sender.outgoing._connection is None
+
+    run(scenario())

@@ -95,16 +95,19 @@ class Outgoing:
 
     async def _once_more(self, buffers: Sequence[Any], timeout_s: float) -> None:
         kept = self._connection is not None
+        try:
+            await self._whole(buffers, timeout_s)
+        except ConnectionError:
+            if not kept or self._handed_over:
+                raise
+            await self._whole(buffers, timeout_s)
+
+    async def _whole(self, buffers: Sequence[Any], timeout_s: float) -> None:
         self._begun = self._handed_over = False
         try:
             await self._write(await self._opened(timeout_s), buffers)
-        except ConnectionError:
-            self.close()
-            if not kept or self._handed_over:
-                raise
-            await self._write(await self._opened(timeout_s), buffers)
-        except BaseException:
-            if self._begun and not self._handed_over:
+        except BaseException as e:
+            if isinstance(e, ConnectionError) or (self._begun and not self._handed_over):
                 self.close()  # half a frame is on it
             raise
 
@@ -142,7 +145,6 @@ class Outgoing:
         return True
 
     async def _write(self, to: _Connection, buffers: Sequence[Any]) -> None:
-        self._handed_over = False
         if self._channel is Channel.CONTROL:
             to.writer.writelines(buffers)
             self._begun = self._handed_over = True
