@@ -240,7 +240,7 @@ def test_a_member_that_says_it_comes_on_but_sends_nothing_fails_the_round() -> N
 
         ctx: Any = SimpleNamespace(clock=clock, probe=probe, silent_s=lambda member: 0.0)
         watching = Attendance(ctx, ROUND, lambda: {"b"}, set, lambda: False).watch()
-        with pytest.raises(RoundFailed, match="has sent nothing for 36.. s"):
+        with pytest.raises(RoundFailed, match="has sent nothing for 36"):
             await asyncio.wait_for(watching, 2 * LONGEST_S)
 
     run_virtually(scenario(), 2 * LONGEST_S, [])

@@ -11,7 +11,7 @@ from hivemind.p2p import PeerID
 
 from muletrain.errors import PeerUnreachable
 from muletrain.network.base import Channel, Frame
-from muletrain.network.pacing import Pacer
+from muletrain.network.pacing import LANES, Pacer
 from muletrain.network.streams import ACCEPTED, Outgoing
 from muletrain.wire.codec import encode_raw
 from muletrain.wire.frame import pack
@@ -19,7 +19,7 @@ from muletrain.wire.frame import pack
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-PEER = PeerID(b"\x12\x20" + bytes(32)).to_base58()
+PEER, *SLOW = (PeerID(b"\x12\x20" + bytes(31) + bytes([k])).to_base58() for k in range(LANES + 1))
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
@@ -27,9 +27,10 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 
 
 class Daemon:
-    """Opens streams to a peer that reads nothing. ``ends``: the peer's."""
+    """Opens streams to a peer that reads nothing, and ``accepts`` them or not. ``ends``: the peer's."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, accepts: bool = True) -> None:
+        self._accepts = accepts
         self.ends: list[asyncio.StreamWriter] = []
 
     def check_daemon(self) -> None:
@@ -40,19 +41,20 @@ class Daemon:
     ) -> tuple[None, asyncio.StreamReader, asyncio.StreamWriter]:
         here, there = socket.socketpair()
         _, end = await asyncio.open_connection(sock=there)
-        end.write(ACCEPTED)
+        if self._accepts:
+            end.write(ACCEPTED)
         self.ends.append(end)
         return None, *await asyncio.open_connection(sock=here)
 
 
 class Sender:
-    """Of frames to ``PEER``."""
+    """Of frames to one peer."""
 
-    def __init__(self) -> None:
-        self.daemon, self.pacer = Daemon(), Pacer()
-        self.flow = self.pacer._flow(PEER)
+    def __init__(self, peer: str = PEER, pacer: Pacer | None = None, *, accepts: bool = True) -> None:
+        self.daemon, self.pacer = Daemon(accepts=accepts), pacer or Pacer()
+        self.flow = self.pacer._flow(peer)
         self.outgoing = Outgoing(
-            cast("Any", self.daemon), PEER, Channel.AVERAGE, self.pacer, lambda peer: None, lambda peer: None
+            cast("Any", self.daemon), peer, Channel.AVERAGE, self.pacer, lambda peer: None, lambda peer: None
         )
 
     async def send(self, nbytes: int) -> None:
@@ -65,7 +67,7 @@ class Sender:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - of what has no event
             await asyncio.sleep(0.005)
 
 
@@ -94,5 +96,19 @@ def test_half_a_frame_does_not_stay_on_a_stream_that_was_opened_anew() -> None:
         with pytest.raises(PeerUnreachable):
             await sending
         assert sender.outgoing._connection is None
+
+    run(scenario())
+
+
+def test_peers_that_do_not_accept_streams_hold_up_nobody_else() -> None:
+    async def scenario() -> None:
+        sender = Sender()
+        senders = [Sender(peer, sender.pacer, accepts=False) for peer in SLOW]
+        sending = [asyncio.create_task(s.send(10)) for s in senders]
+        await until(lambda: all(s.daemon.ends for s in senders))
+        await asyncio.wait_for(sender.send(10), 2.0)
+        for s in senders:
+            s.outgoing.stop()
+        assert all(isinstance(e, PeerUnreachable) for e in await asyncio.gather(*sending, return_exceptions=True))
 
     run(scenario())

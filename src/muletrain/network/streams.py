@@ -85,16 +85,16 @@ class Outgoing:
 
     async def _paced(self, buffers: Sequence[Any], timeout_s: float) -> None:
         async with self._lock:
-            self._begun = False
+            self._begun, kept = False, self._connection is not None
+            await self._opened(timeout_s)  # a peer that does not accept it takes no lane from others
             async with self._pacer.lane(self._peer, self._channel):
-                await self._once_more(buffers, timeout_s)
+                await self._once_more(buffers, timeout_s, kept=kept)
 
     async def _send(self, buffers: Sequence[Any], timeout_s: float) -> None:
         async with self._lock:
-            await self._once_more(buffers, timeout_s)
+            await self._once_more(buffers, timeout_s, kept=self._connection is not None)
 
-    async def _once_more(self, buffers: Sequence[Any], timeout_s: float) -> None:
-        kept = self._connection is not None
+    async def _once_more(self, buffers: Sequence[Any], timeout_s: float, *, kept: bool) -> None:
         try:
             await self._whole(buffers, timeout_s)
         except ConnectionError:
