@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from muletrain.policy.lineages import Chain
 from muletrain.policy.shards import CHUNK
 from muletrain.sim.loop import run_virtually
 from muletrain.swarm import averaging
-from muletrain.swarm.attendance import RoundFailed
+from muletrain.swarm.attendance import LONGEST_S, Attendance, RoundFailed
 from muletrain.swarm.averaging import Averager, Round, contents
 from muletrain.swarm.context import Context, Plan
 from muletrain.swarm.holding import Holding, fetch_gradient
@@ -226,3 +227,20 @@ def test_chunks_that_were_lost_with_their_stream_fail_the_round_at_once(already_
         assert (work[0] if already_waiting else work[-1]) in done
 
     virtually(scenario())
+
+
+def test_a_member_that_says_it_comes_on_but_sends_nothing_fails_the_round() -> None:
+    """It answers every question, so it is never silent."""
+
+    async def scenario() -> None:
+        clock, moved = LoopClock(), itertools.count()
+
+        async def probe(*_: Any, brief: bool) -> Held:
+            return Held(current=True, step=0, stage=0, round=ROUND.id, moved=next(moved))
+
+        ctx: Any = SimpleNamespace(clock=clock, probe=probe, silent_s=lambda member: 0.0)
+        watching = Attendance(ctx, ROUND, lambda: {"b"}, set, lambda: False).watch()
+        with pytest.raises(RoundFailed, match="has sent nothing for 36"):
+            await asyncio.wait_for(watching, 2 * LONGEST_S)
+
+    run_virtually(scenario(), 2 * LONGEST_S, [])

@@ -235,6 +235,33 @@ def test_what_came_before_a_break_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
     run(scenario)
 
 
+def test_a_donor_that_lives_and_sends_nothing_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gave up sending, and is heard of all the time."""
+    right, calls = Copy.send, list[str]()
+
+    async def send(self: Copy, ctx: Context, taker: str, blocks: tuple[int, ...], done: Any) -> None:
+        calls.append(taker)
+        if len(calls) > 1:
+            await right(self, ctx, taker, blocks, done)
+
+    async def scenario() -> None:
+        async def lives() -> None:
+            while True:
+                stage.networks["t"].hear("a")
+                await asyncio.sleep(0.05)
+
+        stage = Stage("a")
+        monkeypatch.setattr(Copy, "send", send)
+        monkeypatch.setattr(transfer, "LONGEST_S", 0.5)
+        stage.receiver.taker._deadline._floor_s = stage.receiver.taker._deadline._unmeasured_s = 0.2
+        living = asyncio.create_task(lives())
+        await asyncio.wait_for(stage.receiver.fetch(lambda offer: True), 8)
+        living.cancel()
+        stage.check()
+
+    run(scenario)
+
+
 def test_nobody_takes_what_is_absurd(monkeypatch: pytest.MonkeyPatch) -> None:
     """A manifest of more bytes than the stage has, or of blocks that do not fit."""
     good = Manifest(tensors=(("a", "float32", (100,)),), block=100, digests=bytes(32 * 4))

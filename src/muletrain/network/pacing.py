@@ -138,6 +138,8 @@ class Pacer:
         try:
             while not (flow.first() in (None, channel) and (nbytes := self._room(flow, wanted, coarse))):
                 woken = flow.waiting[channel] = asyncio.get_running_loop().create_future()
+                if flow.first() is not channel:  # it came after we were woken: our turn is its
+                    _wake(flow)
                 await woken
             return self._begin(flow, channel, nbytes)
         finally:

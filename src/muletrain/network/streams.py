@@ -85,26 +85,29 @@ class Outgoing:
 
     async def _paced(self, buffers: Sequence[Any], timeout_s: float) -> None:
         async with self._lock:
-            self._begun = False
+            self._begun, kept = False, self._connection is not None
+            await self._opened(timeout_s)  # a peer that does not accept it takes no lane from others
             async with self._pacer.lane(self._peer, self._channel):
-                await self._once_more(buffers, timeout_s)
+                await self._once_more(buffers, timeout_s, kept=kept)
 
     async def _send(self, buffers: Sequence[Any], timeout_s: float) -> None:
         async with self._lock:
-            await self._once_more(buffers, timeout_s)
+            await self._once_more(buffers, timeout_s, kept=self._connection is not None)
 
-    async def _once_more(self, buffers: Sequence[Any], timeout_s: float) -> None:
-        kept = self._connection is not None
+    async def _once_more(self, buffers: Sequence[Any], timeout_s: float, *, kept: bool) -> None:
+        try:
+            await self._whole(buffers, timeout_s)
+        except ConnectionError:
+            if not kept or self._handed_over:
+                raise
+            await self._whole(buffers, timeout_s)
+
+    async def _whole(self, buffers: Sequence[Any], timeout_s: float) -> None:
         self._begun = self._handed_over = False
         try:
             await self._write(await self._opened(timeout_s), buffers)
-        except ConnectionError:
-            self.close()
-            if not kept or self._handed_over:
-                raise
-            await self._write(await self._opened(timeout_s), buffers)
-        except BaseException:
-            if self._begun and not self._handed_over:
+        except BaseException as e:
+            if isinstance(e, ConnectionError) or (self._begun and not self._handed_over):
                 self.close()  # half a frame is on it
             raise
 
@@ -142,7 +145,6 @@ class Outgoing:
         return True
 
     async def _write(self, to: _Connection, buffers: Sequence[Any]) -> None:
-        self._handed_over = False
         if self._channel is Channel.CONTROL:
             to.writer.writelines(buffers)
             self._begun = self._handed_over = True
@@ -153,6 +155,9 @@ class Outgoing:
             view, at = memoryview(buffer), 0
             while at < len(view):
                 nbytes = await self._pacer.grant(self._peer, self._channel, len(view) - at)
+                if to is not self._connection:  # its end was counted already
+                    self._pacer.forget(self._peer, nbytes)
+                    raise ConnectionResetError("the receiver has ended the stream")
                 to.sent += nbytes
                 to.pieces.append((to.sent, loop.time()))
                 to.writer.write(view[at : at + nbytes])

@@ -84,6 +84,10 @@ class Window:
         while now_s - self._recent[0][0] > RECENT_S:
             self._recent.popleft()
         base_s = self._one_way.add(one_way_s, now_s)
+        if one_way_s - base_s > now_s - sent_s + INSTANT_S:  # no queue is that long: a clock has jumped, or lies
+            self._one_way = Smallest()
+            base_s = self._one_way.add(one_way_s, now_s)
+            self._recent = deque([(now_s, one_way_s)])
         round_trip_s = self._round_trip.add(max(INSTANT_S, now_s - sent_s), now_s)
         self.late_s = max(now_s - sent_s - round_trip_s, FADES * self.late_s)
         self.queue_s = min(delay_s for _, delay_s in self._recent) - base_s

@@ -44,6 +44,8 @@ HASHED_AT_ONCE = 16 << 20
 CALL_S = 30.0
 LOOK_S = 0.1
 """Between two looks whether something comes, at least."""
+LONGEST_S = 600.0
+"""Without any block: a donor that is alive may have given up sending."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "uint8": torch.uint8}
 
 
@@ -254,12 +256,13 @@ class Taker:
         clock, begin = self.ctx.clock, self.ctx.clock.now()
         while True:
             since = max(begin, self._came)
-            silent_s = min(clock.now() - since, self.ctx.silent_s(donor))
-            limit_s = self._deadline.seconds(self._breaks)
-            if silent_s >= limit_s and not whole.done():
-                raise DeadlineExceeded(f"{what}: nothing came for {limit_s:.1f} s")
+            waited_s = clock.now() - since
+            silent_s, limit_s = min(waited_s, self.ctx.silent_s(donor)), self._deadline.seconds(self._breaks)
+            if (silent_s >= limit_s or waited_s >= LONGEST_S) and not whole.done():
+                raise DeadlineExceeded(f"{what}: nothing came for {min(waited_s, limit_s):.1f} s")
+            left_s = min(limit_s - silent_s, LONGEST_S - waited_s)
             try:
-                await clock.deadline(asyncio.shield(whole), max(LOOK_S, limit_s - silent_s), what)
+                await clock.deadline(asyncio.shield(whole), max(LOOK_S, left_s), what)
             except DeadlineExceeded:
                 continue
             self._deadline.measured(clock.now() - since)

@@ -1,0 +1,52 @@
+"""The pacer and the policies below it: nobody waits for ever, and what others say of themselves harms nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from muletrain.network.base import Channel
+from muletrain.network.pacing import Pacer
+from muletrain.policy.congestion import Window
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+    from typing import Any
+
+PIPE, BULK = Channel.PIPE, Channel.BULK
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 15))
+
+
+def test_a_channel_that_comes_while_another_is_being_woken_does_not_lose_the_turn() -> None:
+    async def scenario() -> None:
+        pacer, given = Pacer(), 0
+        while pacer._room(pacer._flow("b"), 1 << 20, 0):
+            given += await pacer.grant("b", BULK, 1 << 20)
+        low = asyncio.create_task(pacer.grant("b", BULK, 1 << 20))
+        await asyncio.sleep(0.01)
+        high = asyncio.create_task(pacer.grant("b", PIPE, 1 << 20))
+        pacer.forget("b", given)  # wakes the one that waits, but the other runs first
+        assert await asyncio.wait_for(high, 1.0) > 0
+        assert await asyncio.wait_for(low, 1.0) > 0
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("jump_s", [3600.0, -3600.0, 1e308])
+def test_a_clock_that_jumps_is_no_queue(jump_s: float) -> None:
+    """Of a machine that slept, or of one that lies."""
+    window, round_trip_s, ahead_s = Window(), 0.1, 0.0
+    for k in range(400):
+        sent_s = k * 0.02
+        ahead_s = jump_s if k >= 200 else 0.0
+        received_s, now_s = sent_s + 0.05 + ahead_s, sent_s + round_trip_s
+        window.acknowledged(1 << 14, sent_s, received_s, now_s, target_s=0.025, filled=True)
+        assert window.queue_s <= round_trip_s
+        if k == 199:
+            before = window.size
+    assert window.size >= before
