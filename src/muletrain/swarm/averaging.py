@@ -111,6 +111,7 @@ class _Inbox:
 
     def get(self, key: _Key) -> asyncio.Future[_Chunk]:
         future: asyncio.Future[_Chunk] = asyncio.get_running_loop().create_future()
+        future.add_done_callback(lambda f: f.cancelled() or f.exception())  # nobody may wait for it any more
         if key in self.arrived:
             chunk = self.arrived.pop(key)
             self.size -= chunk[1].nbytes
