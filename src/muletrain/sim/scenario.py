@@ -84,6 +84,8 @@ class Scenario:
     """Peers, and the bytes/s that their links carry each way; those of all others are wide."""
     queue_s: float = QUEUE_S
     """Data that wait in front of each direction of a narrow link, at most."""
+    longer: float = 1.0
+    """Large tensors: a step takes so many times as long."""
     weight: float = 1.0
     """Bytes that each byte of a tensor counts for on narrow links."""
     relays: bool = False
@@ -235,7 +237,7 @@ def _with_large_tensors(drawn: Scenario) -> Scenario:
         for f in drawn.faults
     )
     return replace(
-        drawn, steps=steps, faults=faults, narrow=tuple(sorted(narrow.items())), weight=averaging_s * rate / (2 * GRADIENT),
+        drawn, steps=steps, faults=faults, longer=longer, narrow=tuple(sorted(narrow.items())), weight=averaging_s * rate / (2 * GRADIENT),
         queue_s=rng.choice([0.0, 0.05, QUEUE_S, 1.0, 2.0]),
     )  # fmt: skip
 

@@ -24,6 +24,8 @@ DISTURBING = {"kill", "freeze", "cut", "partition", "blackhole", "damage"}
 
 MERGED_S = 10.0
 """After the last fault all peers are in one lineage."""
+LARGE_S = 90.0
+"""With large tensors they need so much more: a peer whose donors came to the end of the run waits a minute for a first block."""
 
 
 def difference(state: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -36,7 +38,9 @@ class Witness:
 
     def __init__(self, scenario: Scenario, history: Sequence[dict[str, Tensor]], broken: Callable[[str], None]) -> None:
         self._scenario, self._history, self._broken = scenario, history, broken
-        self._together_s = max((f.at_s + f.for_s for f in scenario.faults), default=0.0) + MERGED_S
+        self._together_s = max((f.at_s + f.for_s for f in scenario.faults), default=0.0) + (
+            MERGED_S if scenario.longer == 1.0 else LARGE_S + scenario.longer * MERGED_S
+        )
         self._records: dict[tuple[int, bytes], bytes] = {}
         self._in_need: set[str] = set()
         """Branches that began when a stage had nobody."""
