@@ -131,7 +131,7 @@ def test_a_plan_runs_and_a_spare_takes_the_seat_of_a_peer_that_is_killed(tmp_pat
     """Stages of unequal size: one layer at a machine that serves both pipelines, two at one machine for each."""
     stages = (Stage(layers=(0, 1), machines=("east", "east")), Stage(layers=(1, 3), machines=("west", "moor")))
     unequal = PIPELINE.model_copy(update={"stages": stages, "microbatches": (3, 1)})
-    sets = [x for setting in (*SMALL, "train.steps=10") for x in ("--set", setting)]
+    sets = [x for setting in (*SMALL, "train.steps=24") for x in ("--set", setting)]
     path = written(tmp_path, strategies=(SWARM, unequal))
     command = [sys.executable, "-m", "muletrain.cli.main", "run", "--plan", str(path), *sets]
     done = subprocess.run(
@@ -139,13 +139,13 @@ def test_a_plan_runs_and_a_spare_takes_the_seat_of_a_peer_that_is_killed(tmp_pat
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (folder,) = (tmp_path / "runs").iterdir()
-    manifest = json.loads((folder / "checkpoints" / "step-00000010" / "manifest.json").read_text())
+    manifest = json.loads((folder / "checkpoints" / "step-00000024" / "manifest.json").read_text())
     assert manifest["cut"] == [[0, 1], [1, 3]]
     events = [e for file in folder.glob("*.jsonl") for e in read_events(file)]
     applied = [e for e in events if isinstance(e, StepApplied)]
     served = {e.step: e.microbatches for e in applied if e.peer == "cellar"}
     assert {served[step] for step in range(1, 6)} == {0}
-    assert {served[step] for step in (9, 10)} == {3}
+    assert {served[step] for step in (23, 24)} == {3}
     assert {e.microbatches for e in applied if e.peer == "moor"} == {1}
     assert {e.microbatches for e in applied if e.peer == "east"} == {4}
     said = [e.message for e in events if isinstance(e, Note)]
