@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from muletrain.network.base import Channel
-from muletrain.network.pacing import Pacer
+from muletrain.network.pacing import QUEUED_MAX_S, Pacer
 from muletrain.policy.congestion import Window
 
 if TYPE_CHECKING:
@@ -50,3 +50,16 @@ def test_a_clock_that_jumps_is_no_queue(jump_s: float) -> None:
         if k == 199:
             before = window.size
     assert window.size >= before
+
+
+def test_who_acknowledges_late_does_not_stretch_the_deadlines_of_questions_for_long() -> None:
+    """A peer that froze for an hour, or one that lies, says that its link queued for an hour."""
+
+    async def scenario() -> None:
+        pacer, loop = Pacer(), asyncio.get_running_loop()
+        for ago_s in (0.0, 3600.0):
+            nbytes = await pacer.grant("b", BULK, 1 << 10)
+            pacer.acknowledged("b", nbytes, loop.time() - ago_s, loop.time())
+        assert 1.0 < pacer.queued_s("b") <= QUEUED_MAX_S
+
+    run(scenario())

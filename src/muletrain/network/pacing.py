@@ -34,12 +34,12 @@ LANES = 8
 """Receivers that get averaging, or state, at a time: while one acknowledges, the other is sent to."""
 STALL_S = 1.0
 """A receiver that acknowledges nothing for so long does not hold up the others."""
-QUEUED_S = 2.0
-"""A queue that was measured within that time may still be there."""
+QUEUED_S, QUEUED_MAX_S = 2.0, 5.0
+"""A queue that was measured within that time may still be there; no router queues more. A peer that froze, or lies, acknowledges late."""
 DRAIN_S = 10.0
 """When something was on its way for so long without a pause, sending stops until all of it has arrived: the smallest delay of a queue
-that never empties is too large (BBR's ProbeRTT). Before something is sent where no delay was measured yet, too: who comes to a full link
-would take the others' queue for none, and drive them off it (LEDBAT's latecomers)."""
+that never empties is too large (BBR's ProbeRTT). Sending stops, too, before something goes where no delay was measured yet: a flow that
+comes to a full link would take the others' queue for none, and drive them off it (LEDBAT's latecomers)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -149,7 +149,7 @@ class Pacer:
     async def patient(
         self, peer: PeerId, writing: asyncio.Task[None], timeout_s: float, begun: Callable[[], bool]
     ) -> None:
-        """Wait for ``writing``, which sends a frame to ``peer``. Who gives up waiting does not break the stream: a frame that was
+        """Wait for ``writing``, which sends a frame to ``peer``. A sender that gives up does not break the stream: a frame that was
         ``begun`` is sent to its end. Raises what ``writing`` raises, and DeadlineExceeded when ``peer`` acknowledges nothing for
         ``timeout_s``: for how long others go first does not count."""
         since_s, flow = _now_s(), self._flow(peer)
@@ -217,10 +217,10 @@ class Pacer:
         flow = self._flows.get(peer)
         if flow is None or _now_s() - flow.progress_s > QUEUED_S:
             return 0.0
-        return max(flow.window.late_s, flow.window.queue_s)
+        return min(QUEUED_MAX_S, max(flow.window.late_s, flow.window.queue_s))
 
     def give_up(self, peer: PeerId) -> None:
-        """Whoever waits to send something to ``peer`` gets PeerUnreachable."""
+        """Every sender that waits for room on the way to ``peer`` gets PeerUnreachable."""
         for waiting in self._flows[peer].waiting.values() if peer in self._flows else ():
             if not waiting.done():
                 waiting.set_exception(PeerUnreachable(f"{peer[-6:]} is believed dead"))
