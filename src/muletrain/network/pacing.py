@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import statistics
 from collections import deque
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -34,8 +35,8 @@ LANES = 8
 """Receivers that get averaging, or state, at a time: while one acknowledges, the other is sent to."""
 STALL_S = 1.0
 """A receiver that acknowledges nothing for so long does not hold up the others."""
-QUEUED_S, QUEUED_MAX_S = 2.0, 5.0
-"""A queue that was measured within that time may still be there; no router queues more. A peer that froze, or lies, acknowledges late."""
+QUEUED_S, MOMENT_S, QUEUED_MAX_S = 2.0, 0.5, 5.0
+"""A queue that was measured within that time may still be there; one that other flows met, within the second; no router queues more. A peer that froze, or lies, acknowledges late."""
 DRAIN_S = 10.0
 """When something was on its way for so long without a pause, sending stops until all of it has arrived: the smallest delay of a queue
 that never empties is too large (BBR's ProbeRTT). Sending stops, too, before something goes where no delay was measured yet: a flow that
@@ -213,11 +214,14 @@ class Pacer:
 
     def queued_s(self, peer: PeerId) -> float:
         """How much later than on free links an answer of ``peer`` comes now: what waits on the way to it and back, as far as it was
-        measured in the last seconds."""
-        flow = self._flows.get(peer)
-        if flow is None or _now_s() - flow.progress_s > QUEUED_S:
-            return 0.0
-        return min(QUEUED_MAX_S, max(flow.window.late_s, flow.window.queue_s))
+        measured in the last seconds; or what the flows of these moments meet, which leave by the same uplink. Of those the median: one
+        that acknowledges late does not excuse the rest."""
+        now_s = _now_s()
+        late_s = [flow.window.late_s for flow in self._flows.values() if now_s - flow.window.measured_s <= MOMENT_S]
+        there_s = 0.0
+        if (flow := self._flows.get(peer)) is not None and now_s - flow.window.measured_s <= QUEUED_S:
+            there_s = flow.window.late_s
+        return min(QUEUED_MAX_S, max(there_s, statistics.median_low(late_s) if late_s else 0.0))
 
     def give_up(self, peer: PeerId) -> None:
         """Every sender that waits for room on the way to ``peer`` gets PeerUnreachable."""

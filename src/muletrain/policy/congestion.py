@@ -54,11 +54,12 @@ class Smallest:
 
 class Window:
     """Of one sender to one receiver. ``size`` [bytes]; ``queue_s``: the queue in front of the receiver, as measured last;
-    ``late_s``: with those on the way back, the longest of late."""
+    ``late_s``: with those on the way back, the longest of late; ``measured_s``: when."""
 
     def __init__(self) -> None:
         self.size = float(FIRST)
         self.queue_s = self.late_s = 0.0
+        self.measured_s = float("-inf")
         self._starts = True
         """It doubles with each round trip until a queue is seen."""
         self._one_way, self._round_trip = Smallest(), Smallest()
@@ -89,7 +90,7 @@ class Window:
             base_s = self._one_way.add(one_way_s, now_s)
             self._recent = deque([(now_s, one_way_s)])
         round_trip_s = self._round_trip.add(max(INSTANT_S, now_s - sent_s), now_s)
-        self.late_s = max(now_s - sent_s - round_trip_s, FADES * self.late_s)
+        self.late_s, self.measured_s = max(now_s - sent_s - round_trip_s, FADES * self.late_s), now_s
         self.queue_s = min(delay_s for _, delay_s in self._recent) - base_s
         # what is sent at once is a queue for a moment, too: not every one that is seen is the link's
         self._starts = self._starts and self.queue_s < max(target_s / 2, round_trip_s / 4)
