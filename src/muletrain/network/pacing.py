@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from muletrain.errors import DeadlineExceeded, PeerUnreachable
 from muletrain.network.base import Channel
-from muletrain.policy.congestion import PIECES, Window
+from muletrain.policy.congestion import Window
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -51,6 +51,8 @@ class _Flow:
     under_way: int = 0
     progress_s: float = 0.0
     target_s: float = 0.0
+    resume_s: float = 0.0
+    """Nothing more goes before that: the last piece was larger than the window."""
     waiting: dict[Channel, asyncio.Future[None]] = field(default_factory=dict)
     """For room: at most one sender for each channel."""
 
@@ -174,8 +176,10 @@ class Pacer:
         """Bytes that fit into the window now: a piece, or what is left; 0: wait."""
         if self._drains(flow):
             return 0
-        piece = min(wanted, max(flow.window.piece, min(coarse, int(flow.window.size) // PIECES)))
-        return piece if not flow.under_way or flow.under_way + piece <= flow.window.size else 0
+        piece = min(wanted, flow.window.piece if not coarse else max(flow.window.piece, min(coarse, flow.window.coarse)))
+        if flow.under_way:
+            return piece if flow.under_way + piece <= flow.window.size else 0
+        return piece if _now_s() >= flow.resume_s else 0
 
     def _begin(self, flow: _Flow, channel: Channel, nbytes: int) -> int:
         now_s = _now_s()
@@ -201,6 +205,9 @@ class Pacer:
         filled = bool(flow.waiting) or flow.under_way > flow.window.size / 2
         self.moved += nbytes
         flow.window.acknowledged(nbytes, sent_s, received_s, now_s, target_s=flow.target_s, filled=filled)
+        if (windows := nbytes / flow.window.size) > 1.0 and flow.under_way == nbytes:
+            flow.resume_s = now_s + (windows - 1.0) * (now_s - sent_s)
+            asyncio.get_running_loop().call_at(flow.resume_s, _wake, flow)
         self.forget(peer, nbytes)
 
     def forget(self, peer: PeerId, nbytes: int) -> None:

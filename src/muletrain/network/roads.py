@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PIECE = 1 << 16
 """Bytes that a sender without pacing hands over at once."""
-EVENT_S = 0.005
+EVENT_S = 0.01
 """A paced piece is what the narrowest link of its way carries in this time, or more: each costs some events."""
 INSTANT_S = 1e-9
 

@@ -16,6 +16,8 @@ PIECE_MIN, PIECE_MAX = 1 << 12, 1 << 18
 """Bytes that are handed to the transport at once."""
 PIECES = 8
 """In a window."""
+COARSE = 2
+"""Windows that a piece of a virtual world is at most: a pause follows one that is larger than the window, so that as much goes in all."""
 GAIN = 0.2
 """Of the way to the window that the measured delay asks for, in one round trip (FAST TCP's gamma)."""
 MEMORY_S = 60.0
@@ -75,6 +77,11 @@ class Window:
         """Bytes to hand over at once: a small part of the window, so that other traffic comes between two pieces."""
         return min(PIECE_MAX, max(PIECE_MIN, int(self.size) // PIECES))
 
+    @property
+    def coarse(self) -> int:
+        """What a virtual world, where each piece costs events, hands over at once, at most."""
+        return int(self.size) // PIECES if self._starts else COARSE * int(self.size)
+
     def acknowledged(
         self, nbytes: int, sent_s: float, received_s: float, now_s: float, *, target_s: float, filled: bool
     ) -> None:
@@ -98,4 +105,4 @@ class Window:
         asked = (round_trip_s + target_s) / (round_trip_s + self.queue_s) - 1.0
         change = nbytes if self._starts else nbytes * GAIN * min(1.0, max(-1.0, asked))
         if change < 0.0 or filled:
-            self.size = min(LARGEST, max(SMALLEST, self.size + change))
+            self.size = min(LARGEST, max(SMALLEST, self.size / 2, self.size + change))

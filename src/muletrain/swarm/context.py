@@ -56,6 +56,9 @@ PULSE = 16.0
 """Of its own microbatches, in times that it usually takes from one to the next: a peer that does one more within that is not held up."""
 HEARD_S, MAX_AGAIN = 0.25, 4
 """A peer of which something came within that time is not silent: a question that it did not answer is asked again, so many times."""
+QUEUES = 2.0
+"""Times the queues that were measured, before a peer is doubted: queues change by as much as they are long, and what a doubt has computed
+again is more load."""
 SEND_TIMEOUT_S = 120.0
 """Without a receipt for what was sent: a bound for a dead transport, not for a slow link."""
 
@@ -384,11 +387,11 @@ class Context:
 
     def doubt_s(self, peer: PeerId, attempt: int = 0) -> float:
         """After how long without an answer ``peer`` is doubted, which costs little: a multiple of what its own answers take, for it may be
-        far, where others are next door, and what waits on the links between. One that never answered is not doubted before it is
+        far, where others are next door, and more than what waits on the links between. One that never answered is not doubted before it is
         believed dead."""
         usual = self._usual.get(peer)
         own_s = self.probe_deadline.seconds(attempt) if usual is None else usual.seconds(attempt)
-        return own_s + self.net.queued_s(peer)
+        return own_s + QUEUES * self.net.queued_s(peer)
 
     def _doubt(self, peer: PeerId, lineage: bytes, step: int, hearsay: bool) -> None:
         """Route around ``peer`` until it is heard of, and let the others ask, too, so that all know at the same time whether it lives.
