@@ -63,3 +63,43 @@ def test_who_acknowledges_late_does_not_stretch_the_deadlines_of_questions_for_l
         assert 1.0 < pacer.queued_s("b") <= QUEUED_MAX_S
 
     run(scenario())
+
+
+def test_the_queue_in_our_uplink_delays_answers_of_everybody() -> None:
+    """Also of a peer that we send nothing: it was doubted as soon as averaging filled the link. One of three that acknowledges late, or
+    lies, excuses only itself."""
+
+    async def scenario() -> None:
+        pacer, loop = Pacer(), asyncio.get_running_loop()
+        for late_s in (0.0, 0.3):
+            for peer in "bcd":
+                nbytes = await pacer.grant(peer, BULK, 1 << 10)
+                now_s = loop.time()
+                pacer.acknowledged(peer, nbytes, now_s - 0.01 - (4.0 if peer == "d" and late_s else late_s), now_s)
+        assert 0.25 < pacer.queued_s("e") < 0.35
+        assert 0.25 < pacer.queued_s("b") < 0.35
+        assert pacer.queued_s("d") > 3.5
+
+    run(scenario())
+
+
+def test_after_a_piece_that_is_larger_than_the_window_comes_a_pause() -> None:
+    """Virtual worlds hand over more at once: as much goes in all."""
+
+    async def scenario() -> None:
+        pacer, loop = Pacer(), asyncio.get_running_loop()
+        for sent_s, queue_s in ((0.1, 0.0), (0.3, 0.2)):  # a queue ends the start
+            nbytes = await pacer.grant("b", BULK, 1 << 10)
+            now_s = loop.time()
+            pacer.acknowledged("b", nbytes, now_s - sent_s, now_s - sent_s + 0.05 + queue_s)
+            await asyncio.sleep(0.02)
+        nbytes = await pacer.grant("b", BULK, 1 << 20, coarse=1 << 20)
+        size = pacer._flow("b").window.size
+        assert size < nbytes <= 2 * size
+        begin_s = loop.time()
+        pacer.acknowledged("b", nbytes, begin_s - 0.2, begin_s)
+        size = pacer._flow("b").window.size
+        await pacer.grant("b", BULK, 1 << 20, coarse=1 << 20)
+        assert loop.time() - begin_s == pytest.approx(0.2 * (nbytes / size - 1), abs=0.05)
+
+    run(scenario())

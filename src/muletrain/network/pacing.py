@@ -36,7 +36,8 @@ LANES = 8
 STALL_S = 1.0
 """A receiver that acknowledges nothing for so long does not hold up the others."""
 QUEUED_S, MOMENT_S, QUEUED_MAX_S = 2.0, 0.5, 5.0
-"""A queue that was measured within that time may still be there; one that other flows met, within the second; no router queues more. A peer that froze, or lies, acknowledges late."""
+"""A queue that was measured within that time may still be there; one that other flows met, within the second; no router queues more than
+the third. A peer that froze, or lies, acknowledges late."""
 DRAIN_S = 10.0
 """When something was on its way for so long without a pause, sending stops until all of it has arrived: the smallest delay of a queue
 that never empties is too large (BBR's ProbeRTT). Sending stops, too, before something goes where no delay was measured yet: a flow that
@@ -176,7 +177,7 @@ class Pacer:
         """Bytes that fit into the window now: a piece, or what is left; 0: wait."""
         if self._drains(flow):
             return 0
-        piece = min(wanted, flow.window.piece if not coarse else max(flow.window.piece, min(coarse, flow.window.coarse)))
+        piece = min(wanted, max(flow.window.piece, min(coarse, flow.window.coarse)))
         if flow.under_way:
             return piece if flow.under_way + piece <= flow.window.size else 0
         return piece if _now_s() >= flow.resume_s else 0
