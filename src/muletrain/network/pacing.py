@@ -150,6 +150,10 @@ class Pacer:
             flow.waiting.pop(channel, None)
             _wake(flow)
 
+    def piece(self, peer: PeerId) -> int:
+        """Bytes that real links get at once."""
+        return self._flow(peer).window.piece
+
     async def patient(
         self, peer: PeerId, writing: asyncio.Task[None], timeout_s: float, begun: Callable[[], bool]
     ) -> None:

@@ -161,14 +161,19 @@ class Route:
 
     queues: tuple[Queue, ...]
     delays: tuple[float, ...]
-    coarse: int
-    """Bytes that the narrowest link carries in ``EVENT_S``."""
+    bytes_per_s: float
+    """Of its narrowest link."""
     on_way: tuple[deque[Piece], ...]
     """To each of the queues, and from the last one on."""
 
     @property
     def delay_s(self) -> float:
         return sum(self.delays)
+
+    @property
+    def coarse(self) -> int:
+        """Bytes of a piece that costs few events."""
+        return int(min(EVENT_S * self.bytes_per_s, 1 << 40))
 
     def carry(self, nbytes: int, then: Callable[[], None]) -> Piece:
         """All of ``nbytes`` at once, without pacing. The last piece."""
@@ -237,7 +242,7 @@ class Roads:
                 queues.append(self._down[b])
                 delays.append(0.0)
         on_way = tuple(deque[Piece]() for _ in delays)
-        return Route(tuple(queues), tuple(delays), int(min(EVENT_S * slowest, 1 << 40)), on_way)
+        return Route(tuple(queues), tuple(delays), slowest, on_way)
 
 
 WIDE = Road()
