@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 TABLES = {"0-39": "results.json", "100-139": "fresh.json"}
 LEAST_STEPS, LEAST_MICROBATCHES = 5, 640
-"""Of what is played after the first step, in which nobody has measured anything; with delayed updates after the second one, which is
-computed while the first one is averaged. Who builds how many microbatches of a step is a draw, so that short steps differ, and more of them
-are played."""
+"""Steps that are played, and microbatches of those that count: all after the first step, in which nobody has measured anything; with delayed
+updates after the second one, which is computed while the first one is averaged. Who builds how many microbatches of a step is a draw, so
+that short steps differ, and more of them are played."""
 PATIENCE = 3.0
 """A play ends after so many times what rates and ``plan`` expect."""
 NEAR = 0.15
@@ -100,7 +100,8 @@ def compared(seed: int, limit_s: float = math.inf, *, only_predict: bool = False
         "rates": cost.microbatches / Pace(scene, trainers=trainers, delayed=delayed).of(serving).throughput,
         "plan": play(scene, cast(scene, serving, trainers), delayed=delayed).step_s,
     }
-    seen = Seen(1 + delayed, max(LEAST_STEPS, math.ceil(LEAST_MICROBATCHES / cost.microbatches)))
+    first = 1 + delayed
+    seen = Seen(first, max(LEAST_STEPS - first, math.ceil(LEAST_MICROBATCHES / cost.microbatches)))
     failed, played_s = "", 0.0
     if not only_predict:
         horizon_s = PATIENCE * (seen.first + seen.steps) * max(times_s["rates"], times_s["plan"])
