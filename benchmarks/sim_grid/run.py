@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 TABLES = {"0-39": "results.json", "100-139": "fresh.json"}
 LEAST_STEPS, LEAST_MICROBATCHES = 5, 640
-"""Steps that are played, and microbatches of those that count: all after the first step, in which nobody has measured anything; with delayed
-updates after the second one, which is computed while the first one is averaged. Who builds how many microbatches of a step is a draw, so
-that short steps differ, and more of them are played."""
+"""Steps that are played, and microbatches of those that count: all after the first step, in which nobody has measured anything; with
+delayed updates after the second one, which is computed while the first one is averaged. Who builds how many microbatches of a step is a
+draw, so that short steps differ, and more of them are played."""
 PATIENCE = 3.0
 """A play ends after so many times what rates and ``plan`` expect."""
 NEAR = 0.15
