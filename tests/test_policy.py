@@ -119,6 +119,16 @@ def test_what_is_usual_forgets_a_cold_start() -> None:
     assert usual.seconds() == 0.3
 
 
+def test_where_slow_answers_are_usual_nobody_wonders_at_one() -> None:
+    """On a link that is full now and then; one slow answer alone is an accident."""
+    usual = Usual(unmeasured_s=10.0, floor_s=0.25, times=4.0, slow_times=1.5)
+    for took in [0.02] * 10 + [1.2]:
+        usual.measured(took)
+    assert usual.seconds() == 0.25
+    usual.measured(0.8)
+    assert usual.seconds() == pytest.approx(1.2)
+
+
 def test_deadline_follows_measurements_and_doubles() -> None:
     deadline = Deadline(unmeasured_s=20.0)
     assert deadline.seconds() == 20.0

@@ -43,22 +43,25 @@ class Usual:
     """When to wonder, where that costs little: after a multiple of the median of what was measured of late. Other than means and
     deviations, medians forget a cold start, or a stall, as soon as most measurements are of something else."""
 
-    def __init__(self, unmeasured_s: float, floor_s: float, times: float) -> None:
+    def __init__(self, unmeasured_s: float, floor_s: float, times: float, slow_times: float = 0.0) -> None:
+        """``slow_times``: not before that multiple of the slowest but one, either, where slow answers are as usual as fast ones: a link
+        that is full now and then."""
         self._recent_s: deque[float] = deque(maxlen=RECENT)
-        self._median_s: float | None = None
+        self._base_s: float | None = None
         """Of these; None: not looked for yet."""
-        self._unmeasured_s, self._floor_s, self._times = unmeasured_s, floor_s, times
+        self._unmeasured_s, self._floor_s, self._times, self._slow_times = unmeasured_s, floor_s, times, slow_times
 
     def measured(self, seconds: float) -> None:
         """An answer took ``seconds``."""
         self._recent_s.append(seconds)
-        self._median_s = None
+        self._base_s = None
 
     def seconds(self, attempt: int = 0) -> float:
         """The ``attempt``-th time, from 0; doubles."""
-        if self._median_s is None and self._recent_s:
-            self._median_s = statistics.median(self._recent_s)
-        base = self._unmeasured_s if self._median_s is None else self._times * self._median_s
+        if self._base_s is None and self._recent_s:
+            slow_s = sorted(self._recent_s)[max(0, len(self._recent_s) - 2)]
+            self._base_s = max(self._times * statistics.median(self._recent_s), self._slow_times * slow_s)
+        base = self._unmeasured_s if self._base_s is None else self._base_s
         return min(CEILING_S, max(self._floor_s, base) * 2.0 ** min(attempt, 10))
 
 

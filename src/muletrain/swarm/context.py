@@ -444,7 +444,7 @@ class Context:
         took_s = self.clock.now() - begin
         self.probe_deadline.measured(took_s)
         if peer not in self._usual:
-            self._usual[peer] = Usual(unmeasured_s=math.inf, floor_s=0.25, times=4.0)
+            self._usual[peer] = Usual(unmeasured_s=math.inf, floor_s=0.25, times=4.0, slow_times=1.5)
         self._usual[peer].measured(took_s)
         if held.branch != branch_of(lineage):
             self.met(peer, held.branch)
