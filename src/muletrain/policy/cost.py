@@ -59,11 +59,12 @@ ALIKE = 1.5
 """Two bandwidths that differ by less are as narrow as each other."""
 
 
-def averages_at(members: int, up: float, down: float) -> float:
+def averages_at(members: int, up: float, down: float, *, delayed: bool = False) -> float:
     """The share of its bandwidth that the narrowest link carries while so many replicas average. Pacing keeps queues short, so where three
     or more send to each other, and their uplinks are as narrow as the others' downlinks [bytes/s], a link waits now and then for those
-    that are busy elsewhere (measured: tests/test_roads.py, benchmarks/full_links)."""
-    return 0.88 if members > 2 and 1 / ALIKE < up / down < ALIKE else 0.97
+    that are busy elsewhere (measured: tests/test_roads.py, benchmarks/full_links). ``delayed``: the next step's activations take what is
+    left over, and make room for it elsewhere."""
+    return 0.88 if members > 2 and 1 / ALIKE < up / down < ALIKE and not delayed else 0.97
 
 
 def makespan_s(items: int, service: Sequence[tuple[int, float]]) -> float:

@@ -82,9 +82,8 @@ class Endings:
         k = here.index(p)
         shard = self._cost.stages[self._stages[p]].averaged_bytes / len(here)
         for other in here[k:] + here[:k]:
-            nbytes = shard / averages_at(
-                len(here), self._wires.ends(p).up_bytes_per_s, self._wires.ends(other).down_bytes_per_s
-            )
+            up, down = self._wires.ends(p).up_bytes_per_s, self._wires.ends(other).down_bytes_per_s
+            nbytes = shard / averages_at(len(here), up, down, delayed=self._delayed)
             self._wires.send(p, other, nbytes, partial(then, other), bulk=True)
 
     def _sum(self, p: int, step: int) -> None:

@@ -222,7 +222,8 @@ class Rates:
                 min(kinds[a].up_bytes_per_s, kinds[a].down_bytes_per_s),
                 min([p.bandwidth_bytes_per_s for p in paths]),
             )
-            carried = averages_at(peers, kinds[a].up_bytes_per_s, kinds[a].down_bytes_per_s)
+            ends = kinds[a].up_bytes_per_s, kinds[a].down_bytes_per_s
+            carried = averages_at(peers, *ends, delayed=self._delayed)
             halves += [all_reduce_s(cost.averaged_bytes, peers, narrowest, path) / carried / 2] * min(2, here[a])
             delay_s = max(delay_s, *[p.delay_s for p in paths])
         slowest_s, other_s = sorted(halves)[-1:-3:-1]
