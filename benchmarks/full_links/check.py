@@ -1,4 +1,4 @@
-"""Are virtual links like real ones? The same fleet of six between namespaces and in the virtual world, at four rates and depths of queue.
+"""Are virtual links like real ones? The same fleet of six between namespaces and in the virtual world, at six rates and depths of queue.
 See README.md. ``python check.py [--link 20x1] [--keep FOLDER]`` as root."""
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ from timed import Call, TimedNetwork, call_in_turn  # noqa: E402
 
 BAR = 0.15
 STEPS = 4
-LINKS = {"10x2": (10.0, 2.0), "20x1": (20.0, 1.0), "50x0.5": (50.0, 0.5), "100x0.25": (100.0, 0.25)}
+LINKS = {
+    f"{mbps}x{depth_s}": (float(mbps), float(depth_s))
+    for mbps, depth_s in ((10, 2), (15, 0.25), (20, 1), (30, 0.5), (50, 0.5), (100, 0.25))
+}
 """Mb/s in both directions, and seconds of queue."""
 
 
