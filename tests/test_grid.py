@@ -47,7 +47,7 @@ def test_a_drawn_fleet_does_what_rates_and_plan_say(run: ModuleType, seed: int) 
     row = run.compared(seed)
     told = json.dumps(row)
     assert not row["failed"], told
-    assert row["steps"] > run.LEAST_STEPS, told
+    assert row["steps"] >= run.LEAST_STEPS, told
     assert not row["suspected"], told
     assert not row["repeated"], told
     assert not row["rerouted"], told
