@@ -119,7 +119,7 @@ _Work = tuple[float, "Callable[[], None]"]
 class _Play:
     def __init__(self, setting: Setting, who: Cast, *, delayed: bool) -> None:
         self._cost, self._who, self._last = setting.cost, who, len(setting.cut) - 1
-        self._wires = Wires(setting, [k for _, k in who.peers])
+        self._wires = Wires(setting, [k for _, k in who.peers], coupled=who.seats is None)
         stages = [s for s, _ in who.peers]
         self._endings = Endings(self._wires, setting.cost, stages, len(who.trainers), self._open, delayed=delayed)
         self._at = [[p for p, s in enumerate(stages) if s == stage] for stage in range(len(setting.cut))]

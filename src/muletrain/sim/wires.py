@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from muletrain.config.fleet import Link
+from muletrain.policy.cost import ALIKE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,13 +28,19 @@ class Wires:
     path leaves the uplink to others; a downlink takes no time for what comes alone; bulk data (gradients that are averaged) waits for
     activations and their gradients, on both ends."""
 
-    def __init__(self, setting: Setting, kinds: Sequence[int]) -> None:
+    def __init__(self, setting: Setting, kinds: Sequence[int], *, coupled: bool = False) -> None:
+        """``coupled``: where uplinks and downlinks are alike, nothing is sent that the receiver's downlink does not take at once, for
+        queues are short."""
         self.now_s = 0.0
-        self._setting, self.kinds = setting, kinds
+        self._setting, self.kinds, self._coupled = setting, kinds, coupled
         self._order = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._up, self._down = [_Lane() for _ in kinds], [_Lane() for _ in kinds]
         self._paths = defaultdict[tuple[int, int], _Lane](_Lane)
+        self._waiting: list[list[tuple[int, float, Callable[[], None]]]] = [[] for _ in kinds]
+        """What each has to send: to whom, for how long, and what then."""
+        self._looks_s = [-math.inf] * len(kinds)
+        """When it looks whether it can send some of that."""
 
     def run(self, done: Callable[[], bool]) -> None:
         """One event after the other, until ``done``."""
@@ -57,9 +64,34 @@ class Wires:
             self.after(0.0, then)
             return
         link, up_bytes_per_s = self._link(a, b), self._setting.kinds[self.kinds[a]].up_bytes_per_s
+        if not bulk and self._coupled and self._alike(a, b):
+            self._waiting[a].append((b, nbytes / up_bytes_per_s, partial(self.after, link.delay_s, then)))
+            self._begin(a)
+            return
         lanes = (self._up[a], nbytes / up_bytes_per_s), (self._paths[a, b], nbytes / link.bandwidth_bytes_per_s)
         arrive = partial(self.after, link.delay_s, partial(self._take, b, nbytes, then, bulk=bulk))
         self._through(lanes, self.now_s, arrive, bulk=bulk)
+
+    def _alike(self, a: int, b: int) -> bool:
+        """Is the downlink of ``b`` about as narrow as the uplink of ``a``, and the path wider than both?"""
+        up, down = self.ends(a).up_bytes_per_s, self.ends(b).down_bytes_per_s
+        return 1 / ALIKE < up / down < ALIKE and self._link(a, b).bandwidth_bytes_per_s >= min(up, down)
+
+    def _begin(self, a: int) -> None:
+        """The first of what waits whose receiver takes nothing else."""
+        waiting, now_s = self._waiting[a], self.now_s
+        for k, (b, seconds, then) in enumerate(waiting):
+            if max(self._up[a].free_s, self._down[b].free_s) <= now_s + MOMENT_S:
+                del waiting[k]
+                for lane in self._up[a], self._down[b]:
+                    lane.carry(now_s, seconds)
+                self.after(seconds, then)
+                break
+        if waiting:
+            looks_s = min(max(self._up[a].free_s, self._down[b].free_s) for b, _, _ in waiting)
+            if not now_s < self._looks_s[a] <= looks_s:
+                self._looks_s[a] = looks_s
+                self.after(looks_s - now_s, partial(self._begin, a))
 
     def _take(self, b: int, nbytes: float, then: Callable[[], None], *, bulk: bool) -> None:
         """What has come has used the downlink while it came."""
@@ -103,15 +135,16 @@ class _Lane:
     """One thing after another, bulk data only while nothing else waits. Bulk data has a clock of its own, which stands still meanwhile."""
 
     def __init__(self) -> None:
-        self._free_s = self._bulk_free_s = -math.inf
+        self.free_s = self._bulk_free_s = -math.inf
+        """When all that it was given is through."""
         self._urgent_s = 0.0
         """Of all that goes first."""
 
     def carry(self, now_s: float, seconds: float) -> float:
         """When it is through."""
-        self._free_s = max(now_s, self._free_s) + seconds
+        self.free_s = max(now_s, self.free_s) + seconds
         self._urgent_s += seconds
-        return self._free_s
+        return self.free_s
 
     def carry_bulk(self, now_s: float, seconds: float) -> float:
         """When it is through, by the clock of bulk data."""
@@ -120,10 +153,10 @@ class _Lane:
 
     def left_s(self, now_s: float, mark_s: float) -> float:
         """Until that clock shows ``mark_s``, if nothing more comes."""
-        return mark_s - self._bulk_clock_s(now_s) + max(0.0, self._free_s - now_s)
+        return mark_s - self._bulk_clock_s(now_s) + max(0.0, self.free_s - now_s)
 
     def _bulk_clock_s(self, now_s: float) -> float:
-        return max(now_s, self._free_s) - self._urgent_s
+        return max(now_s, self.free_s) - self._urgent_s
 
 
 def without_links(setting: Setting) -> Setting:
