@@ -98,8 +98,26 @@ def test_after_a_piece_that_is_larger_than_the_window_comes_a_pause() -> None:
         assert size < nbytes <= 2 * size
         begin_s = loop.time()
         pacer.acknowledged("b", nbytes, begin_s - 0.2, begin_s)
-        size = pacer._flow("b").window.size
         await pacer.grant("b", BULK, 1 << 20, coarse=1 << 20)
         assert loop.time() - begin_s == pytest.approx(0.2 * (nbytes / size - 1), abs=0.05)
+
+    run(scenario())
+
+
+def test_a_window_that_shrank_while_its_last_piece_was_under_way_brings_no_pause() -> None:
+    """A receiver that froze for a minute: real links would have waited for half an hour."""
+
+    async def scenario() -> None:
+        pacer, loop = Pacer(), asyncio.get_running_loop()
+        nbytes = await pacer.grant("b", BULK, 1 << 10)
+        pacer.acknowledged("b", nbytes, loop.time() - 0.1, loop.time() - 0.05)
+        await asyncio.sleep(0.02)
+        window = pacer._flow("b").window
+        window.size = 1 << 21
+        nbytes = await pacer.grant("b", BULK, 1 << 20)
+        window.size = 1 << 14
+        pacer.acknowledged("b", nbytes, loop.time() - 60.0, loop.time())
+        assert window.size < nbytes
+        await asyncio.wait_for(pacer.grant("b", BULK, 1 << 20), 0.5)
 
     run(scenario())

@@ -52,8 +52,9 @@ class _Flow:
     under_way: int = 0
     progress_s: float = 0.0
     target_s: float = 0.0
+    excess: float = 0.0
+    """Windows that the piece under way is too large, and when the next one may go: only virtual worlds have such pieces."""
     resume_s: float = 0.0
-    """Nothing more goes before that: the last piece was larger than the window."""
     waiting: dict[Channel, asyncio.Future[None]] = field(default_factory=dict)
     """For room: at most one sender for each channel."""
 
@@ -190,6 +191,7 @@ class Pacer:
         now_s = _now_s()
         if not flow.under_way:
             flow.progress_s = now_s
+        flow.excess = nbytes / flow.window.size - 1.0
         if not self._under_way:
             self._empty_s = now_s
         self._sent_s[channel] = now_s
@@ -210,8 +212,8 @@ class Pacer:
         filled = bool(flow.waiting) or flow.under_way > flow.window.size / 2
         self.moved += nbytes
         flow.window.acknowledged(nbytes, sent_s, received_s, now_s, target_s=flow.target_s, filled=filled)
-        if (windows := nbytes / flow.window.size) > 1.0 and flow.under_way == nbytes:
-            flow.resume_s = now_s + (windows - 1.0) * (now_s - sent_s)
+        if flow.excess > 0.0:
+            flow.resume_s = now_s + min(STALL_S, flow.excess * (now_s - sent_s))
             asyncio.get_running_loop().call_at(flow.resume_s, _wake, flow)
         self.forget(peer, nbytes)
 
