@@ -253,6 +253,65 @@ def test_a_higher_class_gets_a_downlink_that_others_had_filled() -> None:
     virtually(scenario())
 
 
+def test_flows_that_begin_at_the_same_time_do_not_fill_the_uplink() -> None:
+    """The first microbatches of a step, to twenty peers. Each flow's window is for the whole uplink, which it had to itself: probes of the
+    sender waited for a second."""
+
+    async def scenario() -> None:
+        rate, receivers = 73 * MBPS, [f"r{k}" for k in range(20)]
+        w = World({"a": Road(rate, rate), "probe": WIDE} | dict.fromkeys(receivers, WIDE))
+        for receiver in receivers:
+            await w.send("a", receiver, 2e6, PIPE)
+        begin_s = now()
+        sending = [asyncio.create_task(w.send("a", receiver, 2e6, PIPE)) for receiver in receivers]
+        longest_s = 0.0
+        while len(w.got) < 40:
+            longest_s = max(longest_s, await w.call("probe", "a"))
+            await asyncio.sleep(0.02)
+        await asyncio.gather(*sending)
+        assert longest_s < 0.25
+        assert now() - begin_s < 1.1 * 20 * 2e6 / rate
+
+    virtually(scenario())
+
+
+def test_what_many_slow_receivers_take_together_goes_out() -> None:
+    """The bound of all flows grows with what they deliver."""
+
+    async def scenario() -> None:
+        receivers = [f"r{k}" for k in range(20)]
+        w = World({"a": Road(1000 * MBPS, 1000 * MBPS)} | dict.fromkeys(receivers, Road(20 * MBPS, 20 * MBPS)), 0.04)
+        for receiver in receivers:
+            w.flood("a", receiver, PIPE)
+        await asyncio.sleep(6.0)
+        assert sum(w.rates(2, 2.0, 6.0).values()) > 0.85 * 20 * 20 * MBPS
+
+    virtually(scenario())
+
+
+def test_what_yields_gets_the_pauses_of_what_goes_first() -> None:
+    """State beside a step that uses half of the uplink, in bursts: a piece that stands for several small ones is not taken for a queue."""
+
+    async def scenario() -> None:
+        rate = 240 * MBPS
+        w = World({"a": Road(rate, rate), "b": WIDE, "c": WIDE}, 0.01)
+
+        async def bursts() -> None:
+            while True:
+                await w.send("a", "b", 0.6 * rate, AVERAGE)
+                await asyncio.sleep(0.6)
+
+        step = asyncio.create_task(bursts())
+        w.flood("a", "c", BULK, after_s=1.0)
+        await asyncio.sleep(40.0)
+        step.cancel()
+        rates = w.rates(3, 5.0, 40.0)
+        assert rates[AVERAGE] > 0.4 * rate
+        assert rates[BULK] > 0.15 * rate
+
+    virtually(scenario())
+
+
 # Faults ---------------------------------------------------------------------------------------------------------------------
 
 

@@ -134,6 +134,50 @@ def test_a_wait_is_not_in_vain_while_what_is_waited_for_goes_on() -> None:
     assert min(asked) == pytest.approx(50.0 + 16 * 0.1)
 
 
+def test_a_deadline_that_was_missed_does_not_lengthen_the_next() -> None:
+    """What is waited for comes only when it is asked for: waits took 7, 12, 21, 37, 64 and 111 s."""
+    took: list[float] = []
+
+    async def scenario() -> None:
+        clock, done = LoopClock(), asyncio.Event()
+        waits, deadline = Waits(clock, lambda: None, lambda: ""), Deadline(floor_s=0.5)
+
+        async def ask() -> None:
+            done.set()
+
+        for usual_s in (1.0, 1.0, 1.0, None, None, None, None, None, None):
+            done.clear()
+            begin = clock.now()
+            if usual_s is not None:
+                asyncio.get_running_loop().call_later(usual_s, lambda: (done.set(), waits.touched()))
+            await waits.until(done.is_set, deadline, "it", ask)
+            took.append(clock.now() - begin)
+
+    virtually(scenario())
+    assert took[-1] == pytest.approx(took[3])
+    assert took[-1] < 4.0
+
+
+def test_a_long_wait_is_not_given_up_while_those_we_ask_say_that_they_come_on() -> None:
+    """Deadlines doubled to more than the patience: nobody was asked meanwhile, and stages without replicas gave up while others averaged
+    2 GB on 37 Mb/s (fleet 109 of the grid)."""
+    asked: list[float] = []
+
+    async def scenario() -> None:
+        clock, done = LoopClock(), asyncio.Event()
+        waits = Waits(clock, lambda: None, lambda: "", lambda: 5.0)
+
+        async def ask() -> None:
+            asked.append(clock.now())
+            waits.came_on()
+
+        asyncio.get_running_loop().call_later(60.0, lambda: (done.set(), waits.touched()))
+        await waits.until(done.is_set, Deadline(unmeasured_s=0.5, floor_s=0.5), "it", ask)
+
+    virtually(scenario())
+    assert len(asked) < 60, "a question now and then is no load"
+
+
 def test_who_is_asked_for_because_somebody_died_is_asked_at_once() -> None:
     pulse, asked = Pulse(16.0), list[float]()
 

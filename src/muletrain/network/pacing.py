@@ -1,9 +1,9 @@
-"""Whose bytes go next, and how many: one peer's sending to all others, paced below what the links carry (``policy.congestion``).
+"""Pacing of everything that one peer sends, below what its links carry (``policy.congestion``).
 
-Transports ask here before they hand bytes over, and say what was acknowledged. To one receiver a channel goes before those below it
-(``Channel``); between receivers the channels' targets decide, for traffic with the smaller one yields wherever both share a link. Averaging
-and state go to few receivers at a time, in the order in which their frames were asked for: else a fleet of senders meets in one download.
-What is small (``Channel.CONTROL``) waits for nothing.
+A transport asks the ``Pacer`` before it hands bytes over, and reports what was acknowledged. On the way to one receiver a higher channel
+goes first (``Channel``). Between receivers the channels' delay targets decide: traffic with a smaller target yields wherever two flows
+share a link. Averaging and state go to few receivers at a time, in the order of the requests, because otherwise all senders of a fleet meet
+in one downlink. Small frames (``Channel.CONTROL``) never wait.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from muletrain.errors import DeadlineExceeded, PeerUnreachable
 from muletrain.network.base import Channel
-from muletrain.policy.congestion import Window
+from muletrain.policy.congestion import INSTANT_S, Uplink, Window
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -27,73 +27,77 @@ if TYPE_CHECKING:
     from muletrain.network.base import PeerId
 
 TARGET_S = {Channel.PIPE: (0.06, 0.06), Channel.AVERAGE: (0.05, 0.02), Channel.BULK: (0.025, 0.005)}
-"""Queue that a channel's traffic may cause [s], the highest class first: alone, and while traffic of a higher class comes and goes, each
-message of which waits for that queue. A call passes one there and one back."""
+"""Queue that a channel may cause [s]: alone, and beside traffic of a higher channel, whose messages wait in that queue. The highest channel
+comes first. A call meets one queue on the way there and one on the way back."""
 BESIDE_S = 1.0
-"""After something of a higher class was sent, more is expected for so long."""
+"""Traffic of a higher channel counts as present for so long after its last bytes."""
 LANES = 8
-"""Receivers that get averaging, or state, at a time: while one acknowledges, the other is sent to."""
+"""Receivers that get averaging, or state, at the same time: we send to one while another acknowledges."""
 STALL_S = 1.0
 """A receiver that acknowledges nothing for so long does not hold up the others."""
 QUEUED_S, MOMENT_S, QUEUED_MAX_S = 2.0, 0.5, 5.0
-"""A queue that was measured within that time may still be there; one that other flows met, within the second; no router queues more than
-the third. A peer that froze, or lies, acknowledges late."""
+"""How long a measured queue counts: on the flow that met it, and for other flows, which may share the uplink. A queue counts at most the
+third, because a frozen or lying peer acknowledges late, too."""
 DRAIN_S = 10.0
-"""When something was on its way for so long without a pause, sending stops until all of it has arrived: the smallest delay of a queue
-that never empties is too large (BBR's ProbeRTT). Sending stops, too, before something goes where no delay was measured yet: a flow that
-comes to a full link would take the others' queue for none, and drive them off it (LEDBAT's latecomers)."""
+"""After sending for so long without a pause we stop until everything has arrived, because a queue that never empties hides the base delay
+(BBR's ProbeRTT). We also stop before the first bytes to a receiver: a newcomer on a full link would take the existing queue for the base
+delay, and push the other flows aside (LEDBAT's latecomers)."""
 
 
 @dataclass(slots=True, eq=False)
 class _Flow:
-    """Everything to one receiver. ``progress_s``: the last acknowledgement, or when the first bytes since then were handed over."""
+    """State of the traffic to one receiver. ``progress_s``: time of the last acknowledgement, or of the first bytes after an idle time."""
 
     window: Window = field(default_factory=Window)
     under_way: int = 0
     progress_s: float = 0.0
     target_s: float = 0.0
     excess: float = 0.0
-    """Windows that the piece under way is too large, and when the next one may go: only virtual worlds have such pieces."""
+    """Only in virtual worlds, whose pieces may exceed the window: by how many windows the last one did; ``resume_s``: when the next may
+    go."""
     resume_s: float = 0.0
     waiting: dict[Channel, asyncio.Future[None]] = field(default_factory=dict)
-    """For room: at most one sender for each channel."""
+    """Senders that wait for room, at most one per channel."""
 
     def stalled(self, now_s: float) -> bool:
         return self.under_way > 0 and now_s - self.progress_s > STALL_S
 
     def first(self) -> Channel | None:
-        """The channel that goes next."""
+        """The highest channel that waits."""
         return next((channel for channel in TARGET_S if channel in self.waiting), None)
 
 
 @dataclass(slots=True, eq=False)
 class _Lanes:
-    """Of one channel: receivers with the frames being sent to them, and frames that wait for a lane, in order."""
+    """Lanes of one channel. ``busy``: number of frames being sent to each receiver. ``waiting``: frames without a lane, in order."""
 
     busy: dict[PeerId, int] = field(default_factory=dict)
     waiting: deque[tuple[PeerId, asyncio.Future[None]]] = field(default_factory=deque)
 
 
 class Pacer:
-    """One peer's. Times are the running loop's [s]."""
+    """Paces one peer's sending. Times are those of the running event loop [s]."""
 
     def __init__(self) -> None:
         self._flows: dict[PeerId, _Flow] = {}
         self._lanes = {Channel.AVERAGE: _Lanes(), Channel.BULK: _Lanes()}
         self._sent_s: dict[Channel, float] = {}
-        """When something of each channel was, last."""
+        """When each channel sent last."""
         self._under_way = 0
+        self._uplink = Uplink()
+        self._held: dict[Channel, dict[_Flow, None]] = {channel: {} for channel in TARGET_S}
+        """Flows with room in their own window, but not in the uplink's, in the order in which they found that out."""
         self.moved = 0
-        """Bytes acknowledged so far."""
+        """Bytes acknowledged so far, of all receivers."""
         self._empty_s = float("-inf")
-        """When nothing was on its way, last."""
+        """When nothing was under way last."""
         self._draining: asyncio.TimerHandle | None = None
         self._first: _Flow | None = None
-        """Goes first after that."""
+        """The flow for which we drain; it goes first afterwards."""
 
     @asynccontextmanager
     async def lane(self, peer: PeerId, channel: Channel) -> AsyncIterator[None]:
-        """While a frame is sent to ``peer``: among few receivers at a time, where the channel has it so."""
+        """Hold a lane to ``peer`` while a frame is sent; channels without lanes do not wait."""
         lanes = self._lanes.get(channel)
         if lanes is None:
             yield
@@ -134,33 +138,37 @@ class Pacer:
             turn.set_result(None)
 
     async def grant(self, peer: PeerId, channel: Channel, wanted: int, coarse: int = 0) -> int:
-        """How many of ``wanted`` bytes to hand over now; they count as on their way until ``acknowledged`` or ``forget``. ``coarse``:
-        virtual worlds hand over so much at once where the window allows it. Waits as long as it takes (``patient``). Raises
-        PeerUnreachable after ``give_up``."""
+        """Wait for room, and return how many of ``wanted`` bytes to hand over now. They count as under way until ``acknowledged`` or
+        ``forget``. ``coarse``: in virtual worlds, the largest piece to hand over at once. There is no deadline here (see ``patient``).
+        Raises PeerUnreachable after ``give_up``."""
         flow = self._flow(peer)
-        if not flow.waiting and (nbytes := self._room(flow, wanted, coarse)):
+        if not flow.waiting and (nbytes := self._room(flow, channel, wanted, coarse)):
             return self._begin(flow, channel, nbytes)
         try:
-            while not (flow.first() in (None, channel) and (nbytes := self._room(flow, wanted, coarse))):
+            while not (flow.first() in (None, channel) and (nbytes := self._room(flow, channel, wanted, coarse))):
+                if flow not in self._held[channel]:
+                    self._release()  # what we were woken for may be of use to another
                 woken = flow.waiting[channel] = asyncio.get_running_loop().create_future()
-                if flow.first() is not channel:  # it came after we were woken: our turn is its
+                if flow.first() is not channel:  # a higher channel came after we were woken
                     _wake(flow)
                 await woken
             return self._begin(flow, channel, nbytes)
         finally:
             flow.waiting.pop(channel, None)
+            self._held[channel].pop(flow, None)
             _wake(flow)
+            self._release()
 
     def piece(self, peer: PeerId) -> int:
-        """Bytes that real links get at once."""
+        """Bytes that a real link gets at once."""
         return self._flow(peer).window.piece
 
     async def patient(
         self, peer: PeerId, writing: asyncio.Task[None], timeout_s: float, begun: Callable[[], bool]
     ) -> None:
-        """Wait for ``writing``, which sends a frame to ``peer``. A sender that gives up does not break the stream: a frame that was
-        ``begun`` is sent to its end. Raises what ``writing`` raises, and DeadlineExceeded when ``peer`` acknowledges nothing for
-        ``timeout_s``: for how long others go first does not count."""
+        """Wait for ``writing``, which sends a frame to ``peer``. If the caller is cancelled, a frame that was ``begun`` is still sent to
+        its end, so that the stream stays whole. Raises what ``writing`` raises, and DeadlineExceeded when ``peer`` acknowledges nothing for
+        ``timeout_s``. Time in which other frames go first does not count."""
         since_s, flow = _now_s(), self._flow(peer)
         writing.add_done_callback(_retrieve)
         try:
@@ -178,14 +186,26 @@ class Pacer:
             raise PeerUnreachable(f"sending to {peer[-6:]}: the network is closed")
         writing.result()
 
-    def _room(self, flow: _Flow, wanted: int, coarse: int) -> int:
-        """Bytes that fit into the window now: a piece, or what is left; 0: wait."""
+    def _room(self, flow: _Flow, channel: Channel, wanted: int, coarse: int) -> int:
+        """Size of the piece that may go now [bytes]; 0: wait."""
         if self._drains(flow):
             return 0
         piece = min(wanted, max(flow.window.piece, min(coarse, flow.window.coarse)))
-        if flow.under_way:
-            return piece if flow.under_way + piece <= flow.window.size else 0
-        return piece if _now_s() >= flow.resume_s else 0
+        if flow.under_way + piece > flow.window.size if flow.under_way else flow.resume_s - _now_s() > INSTANT_S:
+            return 0  # event loops call early, by less than their clock's resolution
+        if self._under_way and self._under_way + piece > self._uplink.size(flow.window, TARGET_S[channel][0]):
+            self._held[channel][flow] = None
+            return 0
+        return piece
+
+    def _release(self) -> None:
+        """Let the next flow that is held back by the uplink look for room."""
+        for held in self._held.values():
+            if held:
+                flow = next(iter(held))
+                del held[flow]
+                _wake(flow)
+                return
 
     def _begin(self, flow: _Flow, channel: Channel, nbytes: int) -> int:
         now_s = _now_s()
@@ -201,16 +221,17 @@ class Pacer:
         return nbytes
 
     def _beside(self, channel: Channel, now_s: float) -> bool:
-        """Is something of a higher class sent these moments?"""
+        """Was anything of a higher channel sent a moment ago?"""
         higher = itertools.takewhile(lambda other: other is not channel, TARGET_S)
         return any(now_s - self._sent_s.get(other, -math.inf) < BESIDE_S for other in higher)
 
     def acknowledged(self, peer: PeerId, nbytes: int, sent_s: float, received_s: float) -> None:
-        """``nbytes`` to ``peer``, handed over at ``sent_s``, arrived at ``received_s`` of its own clock."""
+        """``peer`` got ``nbytes``, handed over at ``sent_s`` (our clock), at ``received_s`` (its clock)."""
         flow, now_s = self._flow(peer), _now_s()
         flow.progress_s = now_s
         filled = bool(flow.waiting) or flow.under_way > flow.window.size / 2
         self.moved += nbytes
+        self._uplink.acknowledged(nbytes, now_s, (flow.window for flow in self._flows.values()))
         flow.window.acknowledged(nbytes, sent_s, received_s, now_s, target_s=flow.target_s, filled=filled)
         if flow.excess > 0.0:
             flow.resume_s = now_s + min(STALL_S, flow.excess * (now_s - sent_s))
@@ -218,18 +239,19 @@ class Pacer:
         self.forget(peer, nbytes)
 
     def forget(self, peer: PeerId, nbytes: int) -> None:
-        """So many bytes are not on their way any more: they arrived, or their stream has ended."""
+        """``nbytes`` are not under way any more: they arrived, or their stream ended."""
         flow = self._flow(peer)
         flow.under_way -= nbytes
         self._under_way -= nbytes
         if not self._under_way or (self._draining is not None and self._only_stalled()):
             self._drained()
         _wake(flow)
+        self._release()
 
     def queued_s(self, peer: PeerId) -> float:
-        """How much later than on free links an answer of ``peer`` comes now: what waits on the way to it and back, as far as it was
-        measured in the last seconds; or what the flows of these moments meet, which leave by the same uplink. Of those the median: one
-        that acknowledges late does not excuse the rest."""
+        """By how much queues delay an answer of ``peer`` now [s]: the larger of what its own flow measured lately and the median of what
+        all flows just measured, since those share our uplink. The median, because one peer that acknowledges late does not excuse the
+        others."""
         now_s = _now_s()
         late_s = [flow.window.late_s for flow in self._flows.values() if now_s - flow.window.measured_s <= MOMENT_S]
         there_s = 0.0
@@ -238,7 +260,7 @@ class Pacer:
         return min(QUEUED_MAX_S, max(there_s, statistics.median_low(late_s) if late_s else 0.0))
 
     def give_up(self, peer: PeerId) -> None:
-        """Every sender that waits for room on the way to ``peer`` gets PeerUnreachable."""
+        """All senders that wait for room to ``peer`` fail with PeerUnreachable."""
         for waiting in self._flows[peer].waiting.values() if peer in self._flows else ():
             if not waiting.done():
                 waiting.set_exception(PeerUnreachable(f"{peer[-6:]} is believed dead"))
@@ -249,7 +271,7 @@ class Pacer:
         return self._flows[peer]
 
     def _drains(self, flow: _Flow) -> bool:
-        """Does sending wait until what is on its way has arrived? It begins to where the smallest delay should be measured."""
+        """Must sending wait until everything under way has arrived? Starts such a drain when the base delay has to be measured."""
         if self._draining is None and self._under_way:
             since_s, now_s = _now_s() - self._empty_s, _now_s()
             if since_s > DRAIN_S or (since_s > STALL_S and not flow.under_way and not flow.window.measured(now_s)):
@@ -261,7 +283,7 @@ class Pacer:
         return all(not flow.under_way or flow.stalled(now_s) for flow in self._flows.values())
 
     def _drained(self) -> None:
-        """Nothing is on its way but what has stalled."""
+        """Only stalled flows have bytes under way: end the drain."""
         self._empty_s = _now_s()
         if self._draining is not None and self._first is not None:
             self._draining.cancel()
@@ -280,13 +302,13 @@ def _set(future: asyncio.Future[None]) -> None:
 
 
 def _wake(flow: _Flow) -> None:
-    """Whose turn it is to look for room."""
+    """Let the highest waiting channel look for room."""
     if (channel := flow.first()) is not None:
         _set(flow.waiting[channel])
 
 
 def _retrieve(writing: asyncio.Task[None]) -> None:
-    """Its error, if it has one: who waited for it may have given up."""
+    """Retrieve the error, because the waiter may be gone (asyncio would warn)."""
     if not writing.cancelled():
         writing.exception()
 

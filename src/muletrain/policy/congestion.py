@@ -9,6 +9,10 @@ target yields to traffic with a larger one wherever the two share a link, at eit
 from __future__ import annotations
 
 from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 SMALLEST, FIRST, LARGEST = 1 << 13, 1 << 14, 1 << 25
 """Bytes of a window: at least, at first, and at most. ``SMALLEST`` lets the lowest class come through on a full link, too."""
@@ -17,22 +21,26 @@ PIECE_MIN, PIECE_MAX = 1 << 12, 1 << 18
 PIECES = 8
 """In a window."""
 COARSE = 2
-"""Windows that a piece of a virtual world is at most: a pause follows one that is larger than the window, so that as much goes in all."""
+"""A virtual world sends pieces of up to this many windows, and pauses after each one larger than a window, so that the rate is the same."""
 GAIN = 0.2
-"""Of the way to the window that the measured delay asks for, in one round trip (FAST TCP's gamma)."""
+"""Share of the distance to the target window that is covered in one round trip (FAST TCP's gamma)."""
+EMPTY = 0.25
+"""A queue shorter than this share of the target counts as empty."""
 MEMORY_S = 60.0
-"""The smallest delay is that of the last one to two of these periods: routes change, and clocks drift by some 50 us in a second."""
+"""The base delay is the smallest of the last one to two periods of this length: routes change, and clocks drift by about 50 us/s."""
 RECENT_S = 0.01
-"""Of the acknowledgements that came within that time, the smallest delay counts: a busy process acknowledges late now and then. More would
-be a lag, and the queue would swing."""
+"""We take the smallest delay of the acknowledgements within this time, because a busy process acknowledges late now and then. A longer
+time would lag behind, and the queue would oscillate."""
 
 
 INSTANT_S = 1e-6
-"""A round trip takes at least that."""
-
-
+"""Smallest round trip that we believe."""
+BESIDE = 2.0
+"""All flows together may have so many times as much under way as the uplink needs."""
+SAMPLE_S = 0.5
+"""The rate of all flows is measured over this time: several pieces and receipts."""
 FADES = 0.9
-"""Of a long queue, with each acknowledgement that saw a shorter one."""
+"""A remembered delay shrinks by this factor with each acknowledgement that saw a shorter one."""
 
 
 class Smallest:
@@ -54,55 +62,89 @@ class Smallest:
         return min(self._before, self._now)
 
 
+class Uplink:
+    """Bound of all flows of one sender together, because they share its uplink.
+
+    The window of an idle flow is that of its last message. If many flows begin at the same time, each with a window for the whole uplink,
+    they queue seconds of data. The bound is ``BESIDE`` times what the uplink is known to need: the largest window, or one round trip at the
+    highest rate of all flows together. So the bound doubles with each round trip where the receivers are the bottleneck."""
+
+    def __init__(self) -> None:
+        self._largest = self._acknowledged = self._bytes_per_s = 0.0
+        self._since_s = float("-inf")
+        self._rates = Smallest()
+        """Negative, so that the smallest is the highest."""
+
+    def acknowledged(self, nbytes: int, now_s: float, windows: Iterable[Window]) -> None:
+        """Take a sample every ``SAMPLE_S``."""
+        self._acknowledged += nbytes
+        if now_s - self._since_s >= SAMPLE_S:
+            self._bytes_per_s = -self._rates.add(-self._acknowledged / (now_s - self._since_s), now_s)
+            self._largest = max(window.size for window in windows)
+            self._acknowledged, self._since_s = 0.0, now_s
+
+    def size(self, window: Window, target_s: float) -> float:
+        """Bytes that all flows may have under way when ``window``'s flow sends more."""
+        return BESIDE * max(window.size, self._largest, self._bytes_per_s * (window.round_trip_s + target_s))
+
+
 class Window:
-    """Of one sender to one receiver. ``size`` [bytes]; ``queue_s``: the queue in front of the receiver, as measured last;
-    ``late_s``: with those on the way back, the longest of late; ``measured_s``: when."""
+    """Congestion window of one sender to one receiver.
+
+    ``size``: the window [bytes]. ``queue_s``: the queue in front of the receiver as measured last. ``late_s``: the longest recent round
+    trip above the shortest one. ``measured_s``: time of that measurement."""
 
     def __init__(self) -> None:
         self.size = float(FIRST)
         self.queue_s = self.late_s = 0.0
         self.measured_s = float("-inf")
+        self.round_trip_s = INSTANT_S
+        """The base round trip."""
         self._starts = True
-        """It doubles with each round trip until a queue is seen."""
+        """Slow start: the window doubles with each round trip until we see a queue."""
+        self._reached = 0.0
+        """Largest size so far. Below half of it the window doubles again while there is no queue."""
         self._one_way, self._round_trip = Smallest(), Smallest()
         self._recent: deque[tuple[float, float]] = deque()
-        """(when it was known, one-way delay)."""
+        """(when the acknowledgement came, one-way delay) [s]."""
 
     def measured(self, now_s: float) -> bool:
-        """Is the delay without a queue known?"""
+        """Is the base delay known?"""
         return self._one_way.known(now_s)
 
     @property
     def piece(self) -> int:
-        """Bytes to hand over at once: a small part of the window, so that other traffic comes between two pieces."""
+        """Bytes to hand to the transport at once: a small part of the window, so that other traffic gets between two pieces."""
         return min(PIECE_MAX, max(PIECE_MIN, int(self.size) // PIECES))
 
     @property
     def coarse(self) -> int:
-        """What a virtual world, where each piece costs events, hands over at once, at most."""
+        """Largest piece in a virtual world, where each piece costs simulator events."""
         return int(self.size) // PIECES if self._starts else COARSE * int(self.size)
 
     def acknowledged(
         self, nbytes: int, sent_s: float, received_s: float, now_s: float, *, target_s: float, filled: bool
     ) -> None:
-        """``nbytes``, handed over at ``sent_s``, arrived at ``received_s`` of the receiver's clock, as is known here since ``now_s``.
-        ``filled``: the window was the limit. Clocks need not agree: only changes of the one-way delay count."""
+        """Adapt the window: the receiver got ``nbytes``, sent at ``sent_s`` (our clock), at ``received_s`` (its clock), and we hear of it
+        at ``now_s``. The clocks need not agree, because only changes of the one-way delay count. ``filled``: the window was the limit."""
         one_way_s = received_s - sent_s
         self._recent.append((now_s, one_way_s))
         while now_s - self._recent[0][0] > RECENT_S:
             self._recent.popleft()
         base_s = self._one_way.add(one_way_s, now_s)
-        if one_way_s - base_s > now_s - sent_s + INSTANT_S:  # no queue is that long: a clock has jumped, or lies
+        if one_way_s - base_s > now_s - sent_s + INSTANT_S:  # longer than the round trip: its clock jumped, or it lies
             self._one_way = Smallest()
             base_s = self._one_way.add(one_way_s, now_s)
             self._recent = deque([(now_s, one_way_s)])
-        round_trip_s = self._round_trip.add(max(INSTANT_S, now_s - sent_s), now_s)
+        round_trip_s = self.round_trip_s = self._round_trip.add(max(INSTANT_S, now_s - sent_s), now_s)
         self.late_s, self.measured_s = max(now_s - sent_s - round_trip_s, FADES * self.late_s), now_s
         self.queue_s = min(delay_s for _, delay_s in self._recent) - base_s
-        # what is sent at once is a queue for a moment, too: not every one that is seen is the link's
+        # a burst of ours is a short queue, too, so we tolerate a quarter of the round trip
         self._starts = self._starts and self.queue_s < max(target_s / 2, round_trip_s / 4)
         # FAST TCP, eq. 1, with a queue of target_s instead of so many packets; stable for any round trip
         asked = (round_trip_s + target_s) / (round_trip_s + self.queue_s) - 1.0
-        change = nbytes if self._starts else nbytes * GAIN * min(1.0, max(-1.0, asked))
+        self._reached = max(self._reached, self.size)
+        back = self.queue_s < EMPTY * target_s and self.size < self._reached / 2  # other traffic has left the link
+        change = nbytes if self._starts or back else nbytes * GAIN * min(1.0, max(-1.0, asked))
         if change < 0.0 or filled:
             self.size = min(LARGEST, max(SMALLEST, self.size / 2, self.size + change))

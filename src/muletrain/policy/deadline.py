@@ -25,6 +25,11 @@ class Deadline:
         self._floor_s = floor_s
         self._deviations = deviations
 
+    @property
+    def known(self) -> bool:
+        """Was anything measured?"""
+        return self._mean_s is not None
+
     def measured(self, seconds: float) -> None:
         """An answer took ``seconds``."""
         if self._mean_s is None:

@@ -147,8 +147,7 @@ class Averager:
             or not 0 < tensor.shape[0] <= self._ctx.plan.chunk
         ):
             raise ProtocolError(f"averaging: {tensor.codec} {tensor.shape} is no chunk of a gradient")
-        members = len(self._ctx.roster.members())
-        limit = 8 * self._ctx.compute.n_params * max(2, members) + (1 << 20)
+        limit = 8 * self._ctx.compute.n_params * max(2, 1 + len(self._ctx.roster.replicas())) + (1 << 20)
         self._inbox.put((message.round, message.KIND, sender, message.chunk), (message, tensor), limit)
         if self._attendance is not None:
             self._attendance.came(sender)

@@ -12,6 +12,7 @@ import math
 from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -22,7 +23,7 @@ from pydantic import Field
 from muletrain.errors import DeadlineExceeded, NetworkError, PeerUnreachable, ProtocolError
 from muletrain.policy.deadline import Deadline
 from muletrain.swarm.messages import AskBlocks, Block, Message, Natural, Text
-from muletrain.wire.codec import RAW, Encoded, decode_raw
+from muletrain.wire.codec import MAX_DIMENSIONS, RAW, Encoded, decode_raw
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,15 +50,18 @@ LONGEST_S = 600.0
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "uint8": torch.uint8}
 
 
+Shape = Annotated[tuple[Natural, ...], Field(max_length=MAX_DIMENSIONS)]
+
+
 class Manifest(Message):
     """What a copy consists of: its tensors (name, dtype, shape) in order, the size of a block, every block's BLAKE3."""
 
     KIND: ClassVar[str] = "manifest"
-    tensors: Annotated[tuple[tuple[Text, Text, tuple[Natural, ...]], ...], Field(max_length=1 << 16)]
+    tensors: Annotated[tuple[tuple[Text, Text, Shape], ...], Field(max_length=1 << 16)]
     block: Annotated[int, Field(ge=1, le=1 << 28)]
     digests: Annotated[bytes, Field(max_length=32 * MAX_BLOCKS)]
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Bytes of all tensors. Raises ProtocolError for a dtype that no state has."""
         if not {dtype for _, dtype, _ in self.tensors} <= DTYPES.keys():

@@ -20,6 +20,8 @@ MAX_SILENCE = 6
 """Doubling deadlines before a wait is declared hopeless,"""
 PATIENCE_S = 300.0
 """but not before this time has passed since the others last came on."""
+LOOKS = 4
+"""Times that we ask again within the patience, however long the doubled deadlines are: else nobody could say that it comes on."""
 ENDLESS = 12
 """Times the patience, after which a wait is hopeless whatever they say of themselves."""
 
@@ -93,7 +95,7 @@ class Waits:
                         due = self._clock.now() + more_s
                         continue
                     attempt += 1
-                    due = self._clock.now() + deadline.seconds(attempt)
+                    due = self._clock.now() + min(deadline.seconds(attempt), self._patience_s() / LOOKS)
                     if attempt >= MAX_SILENCE and self._hopeless(begin):
                         raise MuletrainError(f"gave up waiting for {what}; {self._view()}") from None
                     self._hurried = True
@@ -101,7 +103,9 @@ class Waits:
             if asking is not None:
                 asking.cancel()
                 await asyncio.gather(asking, return_exceptions=True)
-        deadline.measured(self._clock.now() - begin)
+        # a wait that was ended by our questions says nothing of how long such waits are (Karn's algorithm)
+        if attempt == 0 or not deadline.known:
+            deadline.measured(self._clock.now() - begin)
 
     def _hopeless(self, begin: float) -> bool:
         now, patience_s = self._clock.now(), self._patience_s()
