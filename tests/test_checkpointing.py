@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -219,6 +220,30 @@ def test_neither_the_loop_nor_anyone_else_waits_for_the_disk(tmp_path: Path, mon
     play(scenario)
 
 
+def test_a_part_whose_hash_takes_longer_than_a_look_ends_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer looks after its checkpoint meanwhile, and told others of a part that it could not describe yet."""
+    digest = checkpointing._sha256
+
+    def slow_digest(buffers: Any) -> bytes:
+        time.sleep(1.0)
+        return digest(buffers)
+
+    monkeypatch.setattr(checkpointing, "LOOK_S", 0.05)
+    monkeypatch.setattr(checkpointing, "LOOK_MAX_S", 0.05)
+    monkeypatch.setattr(checkpointing, "_sha256", slow_digest)
+
+    async def scenario() -> None:
+        stages = Stages(tmp_path / "run", sharing="one other")
+        assert await stages.checkpoint(4)
+        assert await stages.checkpoint(8)
+        assert not any(ctx.failure.done() for ctx in stages.contexts.values())
+        await stages.close()
+
+    play(scenario)
+
+
 @pytest.mark.parametrize("sharing", ["", "second"])
 def test_when_the_collector_dies_another_collects(
     tmp_path: Path, sharing: str, monkeypatch: pytest.MonkeyPatch
@@ -252,12 +277,16 @@ def test_where_the_place_is_not_shared_two_peers_of_other_stages_keep_each_part_
         deadline = time.monotonic() + 20
 
         def old() -> list[str]:
-            return [n for n, p in stages.places.items() if n != "collector" and Key(4, LINEAGE) in p.parts]
+            return [n for n, c in stages.checkpoints.items() if n != "collector" and Key(4, LINEAGE) in c._parts]
 
         while (old() or any(len(k) < 2 for k in kept.values())) and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
             kept = {
-                s: [n for n, p in stages.places.items() if n != "collector" and s in p.parts.get(Key(8, LINEAGE), {})]
+                s: [
+                    n
+                    for n, c in stages.checkpoints.items()
+                    if n != "collector" and s in c._parts.get(Key(8, LINEAGE), {})
+                ]
                 for s in kept
             }
         for stage, names_ in kept.items():
@@ -279,11 +308,11 @@ def test_a_part_that_changes_on_its_way_is_not_taken(tmp_path: Path, monkeypatch
         liar = stages.checkpoints["one"]
         opened = liar._opened(key := Key(4, LINEAGE))
         assert opened is not None
-        opened.own = state(1)
-        size = sum(map(len, state_buffers(opened.own)))
-        opened.parts[1] = PartFacts(size, bytes(32))
+        part = state(1)
+        facts = opened.parts[1] = PartFacts(sum(map(len, state_buffers(part))), bytes(32))
+        opened.own = part, facts
         await stages.write(4, "collector")
-        await liar._tell_of(key, opened, 1)
+        await liar._tell_of(key, opened, 1, facts)
         await asyncio.sleep(1.0)
         assert names(tmp_path / "run")[0].startswith(".step-00000004")
         await stages.close()
@@ -303,9 +332,9 @@ def test_who_announces_a_false_part_first_does_not_keep_the_checkpoint_from_bein
         liar, key = stages.checkpoints["other"], Key(4, LINEAGE)
         opened = liar._opened(key)
         assert opened is not None
-        opened.own = {"x": torch.zeros(8, dtype=torch.uint8)}
-        opened.parts[1] = PartFacts(8, bytes(32))
-        await liar._tell_of(key, opened, 1)
+        facts = opened.parts[1] = PartFacts(8, bytes(32))
+        opened.own = {"x": torch.zeros(8, dtype=torch.uint8)}, facts
+        await liar._tell_of(key, opened, 1, facts)
         await asyncio.sleep(0.2)
         liar._end = liar._tell_of = _nothing  # type: ignore[method-assign]  # it has said it
         assert await stages.checkpoint(4)
@@ -423,15 +452,49 @@ def test_a_checkpoint_is_complete_with_all_its_parts_or_not_at_all(tmp_path: Pat
         with pytest.raises(PartsGone) as gone:
             place.publish(key, about, parts, FILES)
         assert gone.value.stages == {0}
-        place.write_part(key, 0, parts[0], buffers)
+        place.write_part(key, 0, buffers)
         place.publish(key, about, parts, FILES)
         place.abandon(key)  # too late
         assert place.complete() == {key: parts}
     # somebody froze before its last step, and others were there first
-    folder.write_part(key, 0, parts[0], buffers[:1])
+    folder.write_part(key, 0, buffers[:1])
     folder._finish(key)
     assert names(tmp_path / "run") == ["step-00000004"]
     Checkpoint.intact(tmp_path / "run" / "step-00000004")
+
+
+def test_a_checkpoint_never_goes_before_the_next_is_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two collectors publish the same checkpoint, or two histories one of the same step: with ``keep = 1`` there was a moment, or all time
+    after, without any."""
+    root, about = tmp_path / "run", FACTS.manifest("run") | {"data": "d"}
+    buffers = state_buffers(state(0))
+    parts = {0: PartFacts(sum(map(len, buffers)), checkpointing._sha256(buffers))}
+    one, two = Folder(root, keep=1), Folder(root, keep=1)
+    same, rival, later = Key(4, LINEAGE), Key(4, b"x" * 32), Key(8, LINEAGE)
+    looks: list[bool] = []
+
+    def complete_is_stale(self: Folder) -> dict[Key, dict[int, PartFacts]]:
+        """``two`` looked just before ``one`` was done."""
+        found = complete(self)
+        if self is two and not looks:
+            looks.append(True)
+            one.write_part(same, 0, buffers)
+            one.publish(same, about, parts, FILES)
+        return found
+
+    complete = Folder.complete
+    monkeypatch.setattr(Folder, "complete", complete_is_stale)
+    two.write_part(same, 0, buffers)
+    with contextlib.suppress(FileNotFoundError, PartsGone):
+        two.publish(same, about, parts, FILES)
+    assert set(complete(one)) == {same}
+    two.write_part(rival, 0, buffers)
+    where = two.publish(rival, about, parts, FILES)
+    assert set(complete(one)) == {same, rival}
+    assert Checkpoint.intact(Path(where)).manifest["lineage"] == rival.lineage.hex()
+    one.write_part(later, 0, buffers)
+    one.publish(later, about, parts, FILES)
+    assert names(root) == ["step-00000008"]
 
 
 def test_a_part_that_cannot_be_is_refused(tmp_path: Path) -> None:
@@ -478,9 +541,9 @@ def test_a_store_behind_a_url_holds_the_same_checkpoints(tmp_path: Path) -> None
         for stage in (0, 1):
             buffers = state_buffers(state(stage))
             parts[stage] = PartFacts(sum(map(len, buffers)), checkpointing._sha256(buffers))
-            place.write_part(key, stage, parts[stage], buffers)
+            place.write_part(key, stage, buffers)
             assert key not in place.complete()
-        place.write_part(Key(step, b"x" * 32), 0, parts[0], buffers)  # of another history
+        place.write_part(Key(step, b"x" * 32), 0, buffers)  # of another history
         where = place.publish(key, FACTS.manifest("run") | {"data": "d"}, parts, FILES)
     assert {k.step: p for k, p in place.complete().items()} == {8: ANY, 12: parts}
     assert place.read_part(key, 1) == b"".join(state_buffers(safetensors.torch.load(place.read_part(key, 1))))
@@ -505,7 +568,7 @@ def test_a_store_behind_a_url_holds_the_same_checkpoints(tmp_path: Path) -> None
 
 
 def test_a_place_that_this_machine_cannot_use_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint\.place: nosuch://x cannot be used on this machine"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.place: nosuch://x: give a folder, or a URL of"):
         open_place("nosuch://x", keep=1)
 
 

@@ -290,8 +290,14 @@ def test_nobody_waits_for_a_replica_that_waits_for_those_that_go_on_without_it()
     """After a partition whose sides, and two newcomers, know different ones of each other; the run stood for six minutes."""
     outcome = play(Scenario.draw(587))
     assert outcome.violations == [], "\n".join(readable(outcome))
-    # newcomers that find everybody gone ask for some minutes more
-    assert max(t for t, text in outcome.timeline if "step_applied" in text) < 30.0
+    # newcomers that find everybody gone ask for some minutes more, or begin anew
+    assert max(t for t, text in outcome.timeline if "step_applied" in text and "-0j" not in text) < 30.0
+
+
+def test_a_checkpoint_ends_where_those_that_wait_believe_who_collects_it_dead() -> None:
+    """After a partition each side has a collector of its own, and believes the other side dead: the last checkpoint never ended."""
+    outcome = play(Scenario.draw(232))
+    assert outcome.violations == [], "\n".join(readable(outcome))
 
 
 def test_a_queue_without_bound_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

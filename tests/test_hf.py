@@ -7,12 +7,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from muletrain.config.schema import ModelConfig, RunConfig
+from muletrain.data.tokenizer import parse_tokenizer, tokenizer_json
 from muletrain.errors import CheckpointError
-from muletrain.model.hf import export_hf, import_hf
+from muletrain.model.hf import _full_shapes, export_hf, import_hf
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import build_full
 from muletrain.runs.assemble import RunFacts
@@ -137,3 +145,59 @@ def test_first_weights_are_handed_out_as_the_checkpoint_of_step_0(tmp_path: Path
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match=r"cannot be written for the machines that join .* free 0\.0 GB"):
         write_first_checkpoint(facts, Cache, tmp_path / "file", "run", told.append)  # type: ignore[arg-type]
+
+
+def _source(folder: Path) -> Tokenizer:
+    """A Llama with special tokens, generation settings and a chat template of its own, made for 64 tokens."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=290, special_tokens=["<unk>", "<s>", "</s>", "<pad>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator(["a mule may carry more , mules carry most ."] * 4, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    config = LlamaConfig(
+        num_hidden_layers=2, hidden_size=32, num_attention_heads=4, intermediate_size=48, vocab_size=tokenizer.get_vocab_size(),
+        max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=3,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        bos_token_id=1, eos_token_id=[2, 3], pad_token_id=3, top_p=0.7, do_sample=True
+    )
+    model.save_pretrained(folder)
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>"
+    )
+    theirs.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    theirs.save_pretrained(folder)
+    return tokenizer
+
+
+def test_training_a_model_of_others_changes_its_weights_only(tmp_path: Path) -> None:
+    source, out = tmp_path / "llama", tmp_path / "out"
+    used = tokenizer_json(parse_tokenizer(_source(source).to_str().encode()))  # as a checkpoint has it
+    spec, load = import_hf(source, context=16)
+    state = {name: load(name) + 1.0 for name in _full_shapes(spec)}
+    export_hf(state, spec, used, out, end_of_text="</s>", source=source)
+    before, after = AutoTokenizer.from_pretrained(source), AutoTokenizer.from_pretrained(out)
+    assert (after.eos_token, after.pad_token, after.bos_token) == ("</s>", "<pad>", "<s>")
+    assert (after.chat_template, after.model_max_length) == (before.chat_template, before.model_max_length)
+    assert after("a mule")["input_ids"] == before("a mule")["input_ids"]
+    old, new = AutoModelForCausalLM.from_pretrained(source), AutoModelForCausalLM.from_pretrained(out)
+    assert new.generation_config.to_dict() == old.generation_config.to_dict()
+    for field in ("max_position_embeddings", "eos_token_id", "bos_token_id", "pad_token_id", "rope_parameters"):
+        assert getattr(new.config, field) == getattr(old.config, field)
+    assert all(torch.equal(p, state[name]) for name, p in new.named_parameters())
+
+
+def test_special_tokens_do_not_outlive_their_tokenizer(tmp_path: Path) -> None:
+    source, out = tmp_path / "llama", tmp_path / "out"
+    _source(source)
+    spec, load = import_hf(source)
+    state = {name: load(name) for name in _full_shapes(spec)}
+    export_hf(state, spec, _bytes_tokenizer().to_str().encode(), out, end_of_text=END, source=source)
+    assert AutoTokenizer.from_pretrained(out).eos_token == END
+    config = AutoModelForCausalLM.from_pretrained(out).config
+    assert (config.eos_token_id, config.max_position_embeddings) == (_bytes_tokenizer().token_to_id(END), 64)

@@ -756,11 +756,12 @@ def test_a_name_that_could_not_name_a_file_and_data_that_are_not_there_are_refus
     ticket = str(Ticket("run", bytes(32), bytes(32), ("/ip4/127.0.0.1/tcp/1/p2p/X",)))
     with pytest.raises(MuletrainError, match=r"--data pydoc,x\.txt: no such file: '.*/x\.txt'; check the path"):
         machines_cli.join_run(
-            ticket, data="pydoc,x.txt", stage=None, memory=None, device="cpu", threads=1, listen="127.0.0.1", port=0, json=True
+            ticket, data="pydoc,x.txt", place=None, stage=None, memory=None, device="cpu", threads=1, listen="127.0.0.1", port=0, json=True
         )  # fmt: skip
     with pytest.raises(MuletrainError, match="--name"):
         machines_cli.join_run(
-            ticket, data=None, stage=None, memory=None, device="cpu", threads=1, listen="127.0.0.1", port=0, json=True, name=name
+            ticket, data=None, place=None, stage=None, memory=None, device="cpu", threads=1, listen="127.0.0.1", port=0, json=True,
+            name=name,
         )  # fmt: skip
     assert not list(tmp_path.iterdir())
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from muletrain.errors import ConfigError
+from muletrain.runs.ticket import read_ticket
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,6 +42,8 @@ def doctor(
         str | None,
         typer.Option(
             metavar="TICKET",
+            envvar="MULETRAIN_TICKET",
+            callback=read_ticket,
             help="Of a run, waiting or training: ask its members about this machine's clock, and whether they can connect to it.",
         ),
     ] = None,

@@ -109,6 +109,7 @@ def _start(
                 folder=str(folder),
                 threads=threads,
                 data="config",
+                place=config.checkpoint.place,
                 device=own,
                 memory_gib=config.compute.memory,
                 host_memory=host_memory,
@@ -135,6 +136,8 @@ def _start(
                 if json:
                     print(jsonlib.dumps({"kind": "ticket", "ticket": str(ticket)}), flush=True)
                 session.say(f"on every other machine:\n\nmuletrain join {ticket}\n")
+                if (place := config.checkpoint.place) is not None:
+                    session.say(f"machines that can write to {place} themselves: --place {place}\n")
                 session.say(
                     f"they must reach {ticket.ports()}: open that port, or forward it and say so (--announce)\n"
                 )
@@ -148,6 +151,7 @@ def join_run(
     ticket: str,
     *,
     data: str | None,
+    place: str | None,
     stage: int | None,
     memory: float | None,
     device: str,
@@ -181,6 +185,7 @@ def join_run(
             folder="",
             threads=threads,
             data=where,
+            place=place,
             device=own,
             stage=stage,
             memory_gib=memory,

@@ -16,6 +16,7 @@ from muletrain.cli.plan import plan
 from muletrain.cli.simulate import app as simulate_app
 from muletrain.errors import ConfigError, DataError, MuletrainError, no_room
 from muletrain.policy.chaos import HELP as CHAOS_HELP
+from muletrain.runs.ticket import read_ticket
 
 app = typer.Typer(
     help="Train large transformer models on whatever machines you can get.\n\nBegin with [bold]muletrain run[/bold]: a small model, "
@@ -79,7 +80,13 @@ Announce = Annotated[
         help="What others should dial where it is not what we listen on (port forwarding), e.g. /ip4/1.2.3.4/tcp/4000. Repeatable.",
     ),
 ]
-Ticketed = Annotated[str | None, typer.Argument(metavar="TICKET", help="Default: that of the run this machine is in.")]
+Ticketed = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="TICKET", envvar="MULETRAIN_TICKET", callback=read_ticket,
+        help="Ticket, file with one, or '-' for standard input. Default: that of the run this machine is in.",
+    ),
+]  # fmt: skip
 
 
 def _version(asked: bool) -> None:
@@ -165,10 +172,23 @@ def start(
 def join(
     ticket: Annotated[
         str,
-        typer.Argument(metavar="TICKET", help="What 'muletrain start' printed (or any member's 'muletrain ticket')."),
+        typer.Argument(
+            metavar="TICKET",
+            envvar="MULETRAIN_TICKET",
+            callback=read_ticket,
+            help="What 'muletrain start' printed (or any member's 'muletrain ticket'), a file with it, or '-' for standard input. Other "
+            "users of this machine see arguments, not files or the environment.",
+        ),
     ],
     data: Annotated[
         str | None, typer.Option(help="The run's corpus, to build microbatches too (checked by digest).")
+    ] = None,
+    place: Annotated[
+        str | None,
+        typer.Option(
+            help="Write checkpoints to the run's checkpoint.place from here, too, with this machine's rights; give it exactly as "
+            "'start' shows it. Default: other peers write this one's part."
+        ),
     ] = None,
     stage: Annotated[
         int | None, typer.Option(min=0, help="Serve this stage; default: the one that needs a peer most.")
@@ -214,6 +234,7 @@ def join(
     join_run(
         ticket,
         data=data,
+        place=place,
         stage=stage,
         memory=memory,
         device=device,
@@ -336,13 +357,22 @@ def generate(
 def export(
     where: Where,
     hf: Annotated[Path, typer.Option("--hf", metavar="DIR", help="Folder for the Hugging Face checkpoint.")],
+    source: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where the folder of model.from is now, if it was moved.")
+    ] = None,
 ) -> None:
-    """Write a Hugging Face checkpoint (safetensors, config, tokenizer) that 'transformers' loads to the same logits."""
+    """Write a Hugging Face checkpoint (safetensors, config, tokenizer) that 'transformers' loads to the same logits.
+
+    If the run started from one (model.from), everything but the weights stays as it was there: special tokens, generation settings, chat
+    template, declared context."""
     from muletrain.model.hf import export_hf
     from muletrain.runs.checkpoint import Checkpoint
 
     checkpoint = Checkpoint.open(where)
-    export_hf(checkpoint.weights(), checkpoint.spec, checkpoint.tokenizer_json, hf, end_of_text="<|endoftext|>")
+    export_hf(
+        checkpoint.weights(), checkpoint.spec, checkpoint.tokenizer_json, hf,
+        end_of_text=checkpoint.end_of_text, source=checkpoint.source(source),
+    )  # fmt: skip
     print(f"wrote {hf}: load it with transformers.AutoModelForCausalLM.from_pretrained('{hf}')")
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from muletrain.cli.console import JsonConsole, LiveConsole, RunView, final_report, make_console
@@ -17,7 +18,6 @@ from muletrain.runs.worker_files import EXIT_NO_CHECKPOINT, OWNER_FILE, PROBE_FI
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
     from types import FrameType
 
     from muletrain.events import Event
@@ -77,7 +77,9 @@ class Session:
         self.console(event)
         self._board(event)
         if isinstance(event, CheckpointWritten):
-            self.checkpoint, self._written = self.folder / "checkpoints" / f"step-{event.step:08d}", event.path
+            here, self._written = self.folder / "checkpoints", event.path
+            inside = Path(event.path).resolve().parent == here.resolve()
+            self.checkpoint = here / (Path(event.path).name if inside else f"step-{event.step:08d}")
         if isinstance(event, FleetMeasured) and isinstance(self.console, LiveConsole):
             self.console.console.print(fleet_tables(event))
         if isinstance(event, Note) and event.level == "error":

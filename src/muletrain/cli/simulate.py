@@ -151,8 +151,8 @@ def fleet(
 ) -> None:
     """What would happen: throughput, idle time by cause, bytes by link, and recovery of a run on these machines, while they come and go.
 
-    The policies are those that decide in production. The optimum is all machines that are there, busy all the time. Beside where the time
-    goes stand up to three changes of the run that would make it faster, each predicted by rates.
+    The simulator runs the production policies. The optimum assumes that every machine that is present is always busy. The report shows
+    where the time goes and up to three changes of the run that would make it faster, with the predicted gain of each.
 
     Ctrl-C shows what was played so far (exit code 130); once more ends at once. Exits with 1 where peers gave up: such a run fails."""
     from muletrain.cli.console import make_console

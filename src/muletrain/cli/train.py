@@ -248,6 +248,7 @@ def _workers(config: RunConfig, folder: Path, names: list[str], threads: int) ->
             folder=str(folder),
             threads=threads,
             data="config",
+            place=config.checkpoint.place,
             device=device,
             sharing=devices.count(device),
             precision=config.compute.precision.value,

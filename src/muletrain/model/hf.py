@@ -7,11 +7,13 @@ here: what would change the outputs (biases, scaled rotary embeddings, other hea
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 
 from muletrain.errors import CheckpointError, ConfigError
 from muletrain.model.spec import ModelSpec
@@ -27,6 +29,15 @@ SHARD_BYTES = 5 * 10**9
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER = "model.layers."
+_TOKENIZER = "tokenizer.json"
+_TEXT_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""What ``transformers`` reads beside the tokenizer: special tokens, and how a chat is written."""
 
 
 # Out ----------------------------------------------------------------------------------------------------------------
@@ -34,23 +45,37 @@ _LAYER = "model.layers."
 
 def export_hf(
     state: Mapping[str, Tensor], spec: ModelSpec, tokenizer_json: bytes | None, out_dir: str | Path,
-    *, end_of_text: str | None = None, shard_bytes: int = SHARD_BYTES,
+    *, end_of_text: str | None = None, source: Path | None = None, shard_bytes: int = SHARD_BYTES,
 ) -> None:  # fmt: skip
     """Write what ``transformers.AutoModelForCausalLM.from_pretrained(out_dir)`` (and AutoTokenizer) reads.
 
     ``state``: fp32 tensors of all stages by name; shared layers need only be there once, the export repeats them.
-    ``end_of_text``: the tokenizer's token that ends a document, if it has one. The index, or the only weights file, is
-    written after what it speaks of. Raises CheckpointError when tensors are missing, superfluous or of other shapes, or
-    the folder cannot be written.
-    """
+    ``end_of_text``: the tokenizer's token that ends a document, if it has one. ``source``: the Hugging Face folder that training started
+    from (``model.from``): everything but the weights stays as it is there, the declared context included; its special tokens, generation
+    settings and chat template only beside its own tokenizer. The index, or the only weights file, is written after what it speaks of.
+    Raises CheckpointError when tensors are missing, superfluous or of other shapes, the source cannot be read, or the folder cannot be
+    written."""
     out = Path(out_dir)
     tensors = _complete(state, spec)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        _write_tokenizer(out, spec, tokenizer_json, end_of_text)
-        end_id = _token_id(tokenizer_json, end_of_text)
-        _write_json(out / "config.json", _llama_config(spec, end_id))
-        _write_json(out / "generation_config.json", {"_from_model_config": True, "eos_token_id": end_id})
+        config = _llama_config(spec, _token_id(tokenizer_json, end_of_text))
+        if source is not None and _same_tokenizer(source / _TOKENIZER, tokenizer_json):
+            kept = _read_json(source / "config.json")
+            for name in (_TOKENIZER, *_TEXT_FILES):
+                if (source / name).is_file():
+                    shutil.copyfile(source / name, out / name)
+        else:
+            kept = {} if source is None else _without_tokens(_read_json(source / "config.json"))
+            _write_tokenizer(out, spec, tokenizer_json, end_of_text)
+        # the head was trained apart from the embedding
+        config |= kept | {"torch_dtype": "float32", "tie_word_embeddings": False}
+        config.pop("dtype", None)
+        _write_json(out / "config.json", config)
+        generation = {"_from_model_config": True, "eos_token_id": config["eos_token_id"]}
+        if source is not None and "eos_token_id" in kept and (source / "generation_config.json").is_file():
+            generation = _read_json(source / "generation_config.json")
+        _write_json(out / "generation_config.json", generation)
         _write_weights(out, tensors, shard_bytes)
     except (OSError, SafetensorError) as e:
         raise CheckpointError(
@@ -116,10 +141,26 @@ def _llama_config(spec: ModelSpec, end_id: int | None) -> dict[str, Any]:
     }
 
 
+def _same_tokenizer(file: Path, tokenizer_json: bytes | None) -> bool:
+    """Have both the same tokens? The checkpoint's was written again, by another version perhaps."""
+    if tokenizer_json is None or not file.is_file():
+        return False
+    try:
+        ours, theirs = Tokenizer.from_str(tokenizer_json.decode()), Tokenizer.from_file(str(file))
+    except Exception as e:  # the Rust side raises plain Exception
+        raise CheckpointError(f"{file} cannot be read: {e}") from e
+    return ours.get_vocab(with_added_tokens=True) == theirs.get_vocab(with_added_tokens=True)
+
+
+def _without_tokens(config: dict[str, Any]) -> dict[str, Any]:
+    """The tokenizer is another one: ids of the old one's special tokens mean something else."""
+    return {name: value for name, value in config.items() if not name.endswith("_token_id")}
+
+
 def _write_tokenizer(out: Path, spec: ModelSpec, tokenizer_json: bytes | None, end_of_text: str | None) -> None:
     if tokenizer_json is None:
         return
-    (out / "tokenizer.json").write_bytes(tokenizer_json)
+    (out / _TOKENIZER).write_bytes(tokenizer_json)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": spec.context,

@@ -6,12 +6,14 @@ import hashlib
 import json
 import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fsspec
 import safetensors
 
 from muletrain.config.schema import Precision, RunConfig
+from muletrain.data.tokenizer import end_of_text, parse_tokenizer
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import CheckpointError, ConfigError, MuletrainError
 from muletrain.model.generate import load_model
@@ -21,7 +23,6 @@ from muletrain.swarm.place import open_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from torch import Tensor
 
@@ -195,6 +196,25 @@ class Checkpoint:
             if file["file"] == "tokenizer.json":
                 return self.verify(file).read_bytes()
         raise CheckpointError(f"{self.folder}: its manifest names no tokenizer.json; use another checkpoint of the run")
+
+    @property
+    def end_of_text(self) -> str | None:
+        """The tokenizer's token that ends a document, if it has one."""
+        tokenizer = parse_tokenizer(self.tokenizer_json)
+        known = end_of_text(tokenizer)
+        return None if known is None else tokenizer.id_to_token(known)
+
+    def source(self, moved_to: Path | None) -> Path | None:
+        """The Hugging Face folder that the run started from, if it did. Raises CheckpointError when it is gone."""
+        if self.config.model.from_ is None:
+            return None
+        folder = moved_to or Path(self.config.model.from_)
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(
+                f"the run started from {folder} (model.from), and the export keeps that folder's settings; it is not here: say where it is "
+                f"now, by --source FOLDER"
+            )
+        return folder
 
     def corpus(self, path: str | None = None) -> TokenCache:
         """The run's tokens, or those of another ``data.path`` by the run's tokenizer. Raises DataError when there is no such text."""

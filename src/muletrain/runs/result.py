@@ -11,6 +11,7 @@ import torch
 from muletrain.compute.probe import free_memory
 from muletrain.data.microbatch import heldout_batches
 from muletrain.data.ngram import baselines, countable, spread
+from muletrain.data.tokenizer import end_of_text
 from muletrain.errors import CapacityError, DataError
 from muletrain.events import Evaluated
 from muletrain.model.generate import evaluate, generate
@@ -94,7 +95,7 @@ def perplexity(loss: float) -> float:
 def write(checkpoint: Checkpoint, model: Stage, prompt: str, **options: float) -> str:
     """``prompt`` and its continuation."""
     tokenizer = tokenizers.Tokenizer.from_str(checkpoint.tokenizer_json.decode())
-    end = tokenizer.token_to_id("<|endoftext|>")
+    end = end_of_text(tokenizer)
     return prompt + generate(model, tokenizer, prompt, end_of_text=end, **options)  # type: ignore[arg-type]
 
 

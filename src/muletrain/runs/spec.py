@@ -32,6 +32,8 @@ class WorkerSpec(BaseModel):
     threads: int = 1
     data: Literal["config", "none"] | str = "none"
     """Where this peer has the corpus: as the run's configuration says (the founder's machine), nowhere, or at this path."""
+    place: str | None = None
+    """The shared place for checkpoints that the owner of this machine lets this peer use; another one that the run names is not opened."""
     listen: str = "127.0.0.1"
     port: int = 0
     announce: tuple[str, ...] = ()

@@ -7,16 +7,14 @@ import binascii
 import dataclasses
 import hashlib
 import secrets
+import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import msgpack
 
 from muletrain.errors import AdmissionError
 from muletrain.runs.worker_files import OWNER_FILE
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PREFIX = "mule1-"
 MAX_ADDRESSES = 16
@@ -94,3 +92,18 @@ class Ticket:
 
 def _check(body: bytes) -> bytes:
     return hashlib.sha256(b"ticket" + body).digest()[:4]
+
+
+def read_ticket(given: str | None) -> str | None:
+    """The ticket that an argument is, or names: a file, or '-' for standard input. Other users of a machine see the arguments of its
+    processes. Raises AdmissionError."""
+    if given is None or given.startswith(PREFIX):
+        return given
+    if given == "-":
+        return sys.stdin.readline()
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as e:
+        raise AdmissionError(
+            f"not a ticket: it should begin with '{PREFIX}', or name a file with one ({e}); copy it again, whole"
+        ) from e

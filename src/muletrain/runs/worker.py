@@ -252,7 +252,7 @@ class Worker:
         compute = await self._compute(
             facts, stage, machine, checkpoint.parts[stage] if checkpoint is not None else None
         )
-        place = self._place(config)
+        place = place_of(config, self._spec, self._log.note)
         lobby.ready(network.peer_id, trainer=True, place=place.name)
         if spec.probe:
             survey.before_training()
@@ -294,7 +294,7 @@ class Worker:
             )
         else:
             compute = await self._compute(facts, welcome.stage, machine, None)
-        place = self._place(facts.config)
+        place = place_of(facts.config, self._spec, self._log.note)
         if welcome.running:
             genesis = await visitor.genesis()
             roster = Roster(
@@ -332,7 +332,8 @@ class Worker:
             with tempfile.TemporaryDirectory(prefix="mule-tokenizer-") as folder:
                 file = Path(folder) / "tokenizer.json"
                 file.write_bytes(tokenizer)
-                data = data.model_copy(update={"path": where, "tokenizer": str(file)})
+                own = {"path": where, "tokenizer": str(file), "cache": None}  # not where the founder says
+                data = data.model_copy(update=own)
                 cache = TokenCache.build(data, facts.spec.vocab)
         else:
             cache = TokenCache.build(data, facts.spec.vocab)
@@ -454,20 +455,6 @@ class Worker:
         if self._compute_in_use is not None:
             self._compute_in_use.close()
 
-    def _place(self, config: RunConfig) -> Place:
-        """Where this peer writes checkpoints. Raises ConfigError where the founder cannot use the place that all are to share."""
-        spec, shared = self._spec, config.checkpoint.place
-        own = Folder(Path(spec.folder) / "checkpoints", config.checkpoint.keep)
-        if shared is None:
-            return own
-        try:
-            return open_place(shared, config.checkpoint.keep)
-        except ConfigError as e:
-            if spec.role == "found":
-                raise
-            self._log.note(f"{e}; others write this peer's part there", "warning")
-        return own
-
     def _links(self, facts: RunFacts, network: Network) -> Network:
         """Links of the fleet profile, if there is one (peer i of the profile is the i-th name of the local fleet), or as wide as this
         machine's owner allows."""
@@ -510,6 +497,27 @@ class Worker:
                     first_step=roster.genesis.first_step,
                 )
             )
+
+
+def place_of(config: RunConfig, spec: WorkerSpec, note: Callable[..., None]) -> Place:
+    """Where this peer writes checkpoints: the run's shared place only if the owner of this machine named it, too, because opening it uses
+    this machine's disk or credentials. Raises ConfigError where the owner's place is not the run's, or the founder cannot use it."""
+    shared, keep = config.checkpoint.place, config.checkpoint.keep
+    own = Folder(Path(spec.folder) / "checkpoints", keep)
+    if spec.place is not None and spec.place != shared:
+        raise ConfigError(f"--place: {spec.place} is not where the run's checkpoints go ({shared or 'the run folder'})")
+    if shared is None:
+        return own
+    if spec.place is None:
+        note(f"checkpoints go to {shared}; others write this peer's part (join with --place {shared} to write there)")
+        return own
+    try:
+        return open_place(shared, keep)
+    except ConfigError as e:
+        if spec.role == "found":
+            raise
+        note(f"{e}; others write this peer's part there", "warning")
+    return own
 
 
 def _joined(member: Member, compute: Compute, machine: Machine, threads: int) -> PeerJoined:

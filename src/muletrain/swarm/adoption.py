@@ -170,9 +170,9 @@ class Adoption:
         return min((*self._ctx.roster.others(), me)) == me
 
     async def _adopt(self) -> None:
-        """Ask everyone, those believed dead, too, for nobody is given up in vain."""
+        """Ask everyone where they stand, peers believed dead, too: one of them may have the lost stage's state."""
         ctx, me, at = self._ctx, self._ctx.net.peer_id, self._where()
-        peers = ctx.roster.everyone()
+        peers = ctx.roster.everyone()  # a leaver whose stage is lost has come back by now (``Departure.taken_over``)
         said = dict(zip(peers, await asyncio.gather(*map(self._ask, peers)), strict=True))
         own = branch_of(at.lineage)
         here = {p: s for p, s in said.items() if s is not None and (s.branch == own or s.state == "comes")}

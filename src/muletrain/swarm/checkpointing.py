@@ -122,8 +122,8 @@ class _Open:
     holders: dict[int, set[PeerId]] = field(default_factory=dict)
     here: set[int] = field(default_factory=set)
     """Stages whose part is in our place."""
-    own: dict[str, Tensor] | None = None
-    """Our stage's, if we are its writer."""
+    own: tuple[dict[str, Tensor], PartFacts] | None = None
+    """Our stage's part, if we are its writer."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -134,6 +134,8 @@ class Checkpoints:
         self._ctx, self._snapshots, self._receiver, self._book = ctx, snapshots, receiver, book
         self._open: dict[Key, _Open] = {}
         self._ended: dict[Key, str] = {}
+        self._parts: dict[Key, dict[int, PartFacts]] = {}
+        """Parts in our place, of checkpoints that need not be complete. Only the event loop touches it."""
         self._over = asyncio.Event()
         self._asking = asyncio.Lock()
         ctx.net.serve(AskPart.KIND, self._on_ask)
@@ -153,24 +155,24 @@ class Checkpoints:
             return
         opened = self._opened(key, at_any_rate=True)
         assert opened is not None
-        opened.own = state
         buffers = state_buffers(state)
         facts = PartFacts(sum(map(len, buffers)), await ctx.aside(_sha256, buffers))
         if self._book is not None and self._book.place.name == self._target():
             await self._store(key, opened, stage, facts, buffers)
         if key not in self._ended:
-            opened.parts[stage] = facts
+            opened.own, opened.parts[stage] = (state, facts), facts
             opened.holders.setdefault(stage, set()).add(ctx.net.peer_id)
-            await self._tell_of(key, opened, stage)
+            await self._tell_of(key, opened, stage, facts)
             opened.changed.set()
 
-    async def _tell_of(self, key: Key, opened: _Open, stage: int) -> None:
+    async def _tell_of(self, key: Key, opened: _Open, stage: int, facts: PartFacts) -> None:
         place = self._book.place.name if self._book is not None and stage in opened.here else ""
-        facts = opened.parts[stage]
         ready = PartReady(
             step=key.step, lineage=key.lineage, stage=stage, size=facts.size, digest=facts.digest, place=place
         )
-        await self._ctx.tell(self._ctx.roster.others(), ready)
+        await self._ctx.tell(
+            self._ctx.roster.everyone(), ready
+        )  # a partition may be over that both sides still believe in
 
     # What arrives -----------------------------------------------------------------------------------------------------
 
@@ -201,7 +203,7 @@ class Checkpoints:
         opened.holders[ready.stage].add(sender)
         if self._book is not None and ready.place == self._book.place.name:
             opened.here.add(ready.stage)
-            self._book.place.parts.setdefault(key, {})[ready.stage] = ready.facts
+            self._parts.setdefault(key, {})[ready.stage] = ready.facts
         opened.changed.set()
 
     async def on_end(self, sender: PeerId, end: CheckpointEnd) -> None:
@@ -239,7 +241,7 @@ class Checkpoints:
             return offer
         opened = self._open.get(ask.key)
         if opened is not None and opened.own is not None and ask.stage == self._ctx.roster.own.stage:
-            state = opened.own
+            state = opened.own[0]
         else:
             try:
                 state = await self.read(ask.key, ask.stage)
@@ -262,14 +264,13 @@ class Checkpoints:
         """What of all checkpoints is in our place."""
         if self._book is None:
             return {}
-        place = self._book.place
         if self._ctx.closed:
-            return dict(place.parts)
+            return dict(self._parts)
         try:
-            complete = await self._ctx.aside(place.complete)
+            complete = await self._ctx.aside(self._book.place.complete)
         except OSError:  # a store that cannot be reached now
             complete = {}
-        return {key: {**place.parts.get(key, {}), **complete.get(key, {})} for key in {*place.parts, *complete}}
+        return {key: {**self._parts.get(key, {}), **complete.get(key, {})} for key in {*self._parts, *complete}}
 
     async def base(self, key: Key, digest: bytes) -> dict[str, Tensor]:
         """Our stage's part of a checkpoint: from our place, else from whoever has it. Raises CheckpointError, NetworkError or
@@ -325,12 +326,12 @@ class Checkpoints:
                 lacking = sorted(set(range(ctx.plan.stages)) - opened.parts.keys())
                 reason = f"no part of stages {lacking} came" if lacking else "its parts did not come whole"
                 await (self._fail if self._collects() else self._end)(key, reason)
-            elif (collector := ctx.roster.collector()) is not None and collector.id != ctx.net.peer_id:
+            else:
                 # it is for the collector to give up: on slow links parts take their time
-                if await ctx.probe(collector.id, key.lineage, key.step) is not None:
+                if await self._collector_answers(key):
                     opened.news = ctx.clock.now()
-                if opened.own is not None:  # word of it may have been lost
-                    await self._tell_of(key, opened, ctx.roster.own.stage)
+                if opened.own is not None:  # word of it may be lost, or another peer collects
+                    await self._tell_of(key, opened, ctx.roster.own.stage, opened.own[1])
 
     async def _do_ours(self, key: Key, opened: _Open) -> None:
         """Fetch what we are to have; as the collector, publish what is whole. Raises NetworkError, ProtocolError or CheckpointError."""
@@ -343,6 +344,12 @@ class Checkpoints:
         if collects and len(opened.here) == self._ctx.plan.stages and key in self._open:
             await self._publish(key, opened)
 
+    async def _collector_answers(self, key: Key) -> bool:
+        collector = self._ctx.roster.collector()
+        if collector is None or self._collects():
+            return False
+        return await self._ctx.probe(collector.id, key.lineage, key.step) is not None
+
     def _collects(self) -> bool:
         collector = self._ctx.roster.collector()
         return collector is not None and collector.id == self._ctx.net.peer_id
@@ -354,17 +361,16 @@ class Checkpoints:
         return self._ctx.net.peer_id in keepers(places, stage, self._target())
 
     async def _fetch(self, key: Key, opened: _Open, stage: int) -> None:
-        holders = sorted(opened.holders[stage] - {self._ctx.net.peer_id})
+        holders, facts = sorted(opened.holders[stage] - {self._ctx.net.peer_id}), opened.parts[stage]
         try:
-            state = await self.take(key, stage, opened.parts[stage], holders)
+            state = await self.take(key, stage, facts, holders)
         except ProtocolError:  # who announced it first did not speak the truth: the next one may
             del opened.parts[stage], opened.holders[stage]
             raise
-        buffers = state_buffers(state)
         if not self._ended.get(key):
-            await self._store(key, opened, stage, opened.parts[stage], buffers)
+            await self._store(key, opened, stage, facts, state_buffers(state))
             if stage in opened.here:
-                await self._tell_of(key, opened, stage)
+                await self._tell_of(key, opened, stage, facts)
 
     async def take(self, key: Key, stage: int, facts: PartFacts, holders: list[PeerId]) -> dict[str, Tensor]:
         """A part from those that have it. Raises NetworkError, or ProtocolError if it is not what ``facts`` say."""
@@ -379,13 +385,14 @@ class Checkpoints:
         assert self._book is not None
         place, failed = self._book.place, None
         try:
-            await self._ctx.aside(place.write_part, key, stage, facts, buffers)
+            await self._ctx.aside(place.write_part, key, stage, buffers)
         except OSError as e:
             failed = _why(e)
         if self._ended.get(key):  # while we wrote: whoever tidied up did so too early for this
             await self._ctx.aside(place.abandon, key)
         elif failed is None:
             opened.here.add(stage)
+            self._parts.setdefault(key, {})[stage] = facts
             opened.news = self._ctx.clock.now()
             opened.holders.setdefault(stage, set()).add(self._ctx.net.peer_id)
         elif place.name == self._target():
@@ -439,14 +446,15 @@ class Checkpoints:
         if self._book is not None:
             place = self._book.place
             shared = place.name == self._target()
-            if reason and (not shared or self._collects()):  # first, so that there is room to tell of it
-                await self._ctx.aside(place.abandon, key)
-            elif reason:  # the collector may still gather it there
-                place.parts.pop(key, None)
-            elif not shared:
-                await self._ctx.aside(place.drop, key.step)
-            else:  # whoever published it removed what is older
-                place.parts = {k: parts for k, parts in place.parts.items() if k.step > key.step}
+            if reason:
+                self._parts.pop(key, None)
+                # before anything is said, so that there is room to tell of it; in a shared place the collector may still gather the parts
+                if not shared or self._collects():
+                    await self._ctx.aside(place.abandon, key)
+            else:  # where the place is shared, its publisher removes what is older
+                self._parts = {k: parts for k, parts in self._parts.items() if k.step > key.step - (not shared)}
+                if not shared:
+                    await self._ctx.aside(place.drop, key.step)
         if say:
             self._ctx.emit(CheckpointFailed(step=key.step, reason=reason))
         self._over.set()
@@ -456,6 +464,7 @@ class Checkpoints:
         if self._book is not None:
             place = self._book.place
             with suppress(OSError):
+                self._parts.clear()
                 await self._ctx.aside(place.drop, self._ctx.plan.steps + 1)
 
     async def ended(self, key: Key) -> bool:

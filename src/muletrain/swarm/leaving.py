@@ -42,14 +42,17 @@ class Departure:
 
     async def taken_over(self, lineage: bytes, step: int) -> bool:
         """Wait until every replica of our stage that answers has come to ``step``; False if in the end none has, so that ours is the
-        last state. Those believed dead are asked, too: a link that healed says nothing by itself."""
+        last state, or if none answers for half the time after which others adopt the stage. Replicas believed dead are asked, too: a link
+        that healed says nothing by itself."""
         ctx = self._ctx
-        there = False
+        there, answered_s = False, ctx.clock.now()
         for attempt in range(TRIES):
             answers = await asyncio.gather(*(ctx.probe(p, lineage, step) for p in ctx.roster.replicas()))
             answered = [held.beyond(step - 1) for held in answers if held is not None]
             there = any(answered)
-            if there and all(answered):
+            if answered:
+                answered_s = ctx.clock.now()
+            if (there and all(answered)) or ctx.clock.now() - answered_s > ctx.plan.adopt_after_s / 2:
                 break
             await ctx.clock.sleep(backoff_s(attempt, PAUSE_S, PAUSE_MAX_S))
         return there

@@ -62,12 +62,9 @@ class Place(ABC):
 
     def __init__(self, name: str, keep: int) -> None:
         self.name, self.keep = hashlib.sha256(name.encode()).hexdigest()[:16], keep
-        self.parts: dict[Key, dict[int, PartFacts]] = {}
-        """Parts that this process wrote, of checkpoints that need not be complete."""
 
-    def write_part(self, key: Key, stage: int, facts: PartFacts, buffers: Sequence[memoryview]) -> None:
+    def write_part(self, key: Key, stage: int, buffers: Sequence[memoryview]) -> None:
         self._write(f"{self._open(key)}/{_file(stage)}", buffers)
-        self.parts.setdefault(key, {})[stage] = facts
 
     def read_part(self, key: Key, stage: int) -> bytes:
         """Of a complete checkpoint, or one that is being written. Not checked."""
@@ -121,20 +118,20 @@ class Place(ABC):
             match = _NAME.match(name)
             if match is not None and int(match[1]) < before and not self._is_complete(name):
                 self._remove(name)
-        self.parts = {key: parts for key, parts in self.parts.items() if key.step >= before}
 
     def abandon(self, key: Key) -> None:
         """Nothing will come of it, unless somebody else has completed it."""
-        self.parts.pop(key, None)
         if not self._is_complete(self._open(key)):
             self._remove(self._open(key))
 
     def _prune(self, newest: Key) -> None:
         self.drop(newest.step)
         # those of later steps are what a resumed run passed over: they must not push this one out
-        known = sorted((int(m[1]), m[0]) for n in self._names() if (m := _NAME.match(n)) and self._is_complete(n))
-        for _, name in [k for k in known if k[0] <= newest.step][: -self.keep]:
-            self._remove(name)
+        known = [(int(m[1]), m[0]) for n in self._names() if (m := _NAME.match(n)) and self._is_complete(n)]
+        stay = sorted({step for step, _ in known if step <= newest.step})[-self.keep :]
+        for step, name in known:
+            if step < stay[0]:  # two of one step are of two histories: it is not for us to say which one stays
+                self._remove(name)
 
     @abstractmethod
     def where(self, key: Key) -> str:
@@ -187,21 +184,26 @@ class Folder(Place):
         return f".step-{key.step:08d}-{key.tail}.partial"
 
     def _complete(self, key: Key) -> str:
-        return f"step-{key.step:08d}"
+        """Its second name if it has that: the first was taken by another history, or by something damaged."""
+        first, second = self._finals(key)
+        return second if (self._root / second).is_dir() else first
+
+    def _finals(self, key: Key) -> tuple[str, str]:
+        return f"step-{key.step:08d}", f"step-{key.step:08d}-{key.tail}"
 
     def _is_complete(self, name: str) -> bool:
         return not name.endswith(".partial")
 
     def _finish(self, key: Key) -> None:
-        if key in self.complete():  # somebody else was as fast
-            return self._remove(self._open(key))
-        final = self._root / self._complete(key)
-        shutil.rmtree(final, ignore_errors=True)
-        try:
-            os.replace(self._root / self._open(key), final)
-        except FileNotFoundError:
-            if key not in self.complete():
-                raise
+        for final in self._finals(key):
+            if key in self.complete():  # another collector was as fast
+                return self._remove(self._open(key))
+            try:
+                os.replace(self._root / self._open(key), self._root / final)
+                break
+            except OSError:  # a name that is taken, or the folder is gone: another collector renamed it just now
+                if final == self._finals(key)[-1] and key not in self.complete():
+                    raise
         _sync_folder(self._root)
 
     def _names(self) -> list[str]:
@@ -287,8 +289,15 @@ class Store(Place):
             self._fs.rm(full, recursive=True)
 
 
+PROTOCOLS = ("file", "local", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "sftp", "ssh", "memory")
+"""Of URLs. Others of fsspec chain, cache or rewrite (``reference::`` ran code before fsspec 2026.5), and are no place for checkpoints."""
+
+
 def open_place(url: str, keep: int) -> Place:
     """The place that ``checkpoint.place`` names, the same for all peers. Raises ConfigError where this machine cannot use it."""
+    protocol, is_url, _ = url.partition("://")
+    if "::" in url or (is_url and protocol not in PROTOCOLS):
+        raise ConfigError(f"checkpoint.place: {url}: give a folder, or a URL of {', '.join(PROTOCOLS)} without '::'")
     try:
         fs, path = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError, OSError) as e:

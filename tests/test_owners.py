@@ -1,0 +1,105 @@
+"""What touches a joiner's disk or credentials is the choice of that machine's owner, whatever the founder's configuration says."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from typer.testing import CliRunner
+
+from muletrain.cli import main
+from muletrain.config.load import load_config
+from muletrain.config.schema import RunConfig
+from muletrain.data.tokens import TokenCache
+from muletrain.errors import AdmissionError, ConfigError
+from muletrain.runs.assemble import RunFacts
+from muletrain.runs.spec import WorkerSpec
+from muletrain.runs.ticket import read_ticket
+from muletrain.runs.worker import Worker, place_of
+from muletrain.swarm.place import Folder, Key, open_place
+
+REFUSED = [
+    "reference::memory://x.json",
+    "simplecache::s3://bucket/runs",
+    "filecache::file:///tmp/x",
+    "file:///tmp/x::memory://y",
+    "github://org:repo@/x",
+    "http://example.org/x",
+    "libarchive://x",
+]
+
+
+def told_to_write(place: str) -> RunConfig:
+    return load_config(None, [f"checkpoint.place={place}", "checkpoint.keep=1"])
+
+
+def joiner(folder: Path, place: str | None = None, **more: Any) -> WorkerSpec:
+    return WorkerSpec(role="join", name="a", folder=str(folder), ticket="", place=place, **more)
+
+
+def test_a_joiner_opens_no_place_that_only_the_founder_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a bucket with the joiner's own runs: they would be read, handed out and, with ``keep = 1``, removed."""
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda *_, **__: pytest.fail("opened"))
+    notes: list[str] = []
+    for place in (str(tmp_path / "own-runs"), "s3://own-bucket/runs", *REFUSED):
+        used = place_of(told_to_write(place), joiner(tmp_path / "join"), notes.append)
+        assert isinstance(used, Folder)
+        assert used.where(Key(1, bytes(32))).startswith(str(tmp_path / "join"))
+        assert f"--place {place}" in notes[-1]
+
+
+def test_a_joiner_writes_to_the_place_that_its_owner_names(tmp_path: Path) -> None:
+    place = str(tmp_path / "shared")
+    notes: list[str] = []
+    used = place_of(told_to_write(place), joiner(tmp_path / "join", place), notes.append)
+    assert used.name == open_place(place, 1).name
+    assert not notes
+    with pytest.raises(ConfigError, match=r"--place: .*/other is not where the run's checkpoints go \(.*/shared\)"):
+        place_of(told_to_write(place), joiner(tmp_path / "join", str(tmp_path / "other")), notes.append)
+    with pytest.raises(ConfigError, match=r"not where the run's checkpoints go \(the run folder\)"):
+        place_of(load_config(None, []), joiner(tmp_path / "join", place), notes.append)
+
+
+@pytest.mark.parametrize("url", REFUSED)
+def test_a_place_is_of_a_short_list_and_never_a_chain(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda *_, **__: pytest.fail("opened"))
+    with pytest.raises(ConfigError, match=r"give a folder, or a URL of file, .* without '::'"):
+        open_place(url, 1)
+
+
+def test_a_founder_does_not_choose_where_a_joiners_tokens_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own-cache"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"paragraph {k} of some text, of which there are many" for k in range(400)))
+    config = load_config(None, [f"data.path={text}", f"data.cache={tmp_path / 'founder'}", "model.vocab=300"])
+    founders = TokenCache.build(config.data, 300)
+    chosen = tmp_path / "by-the-founder"
+    told = config.model_copy(update={"data": config.data.model_copy(update={"cache": str(chosen)})})
+    worker = Worker.__new__(Worker)  # its network is not needed
+    worker._spec = joiner(tmp_path / "join", data=str(text))
+    cache = worker._own_data(RunFacts.of(told), founders.tokenizer_json, founders.digest)
+    assert cache is not None
+    assert not chosen.exists()
+
+
+def test_a_ticket_need_not_be_an_argument_that_others_on_the_machine_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "mule1-abc"
+    (tmp_path / "ticket").write_text(text + "\n")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text + "\n"))
+    found = [read_ticket(given) for given in (text, str(tmp_path / "ticket"), "-")]
+    assert [given and given.strip() for given in found] == [text] * 3
+    assert read_ticket(None) is None
+    with pytest.raises(AdmissionError, match="or name a file with one"):
+        read_ticket(str(tmp_path / "none"))
+    for command in (["join"], ["status"], ["stop"], ["kick", "somebody"], ["doctor"]):
+        answer = CliRunner().invoke(main.app, command, env={"MULETRAIN_TICKET": str(tmp_path / "none")})
+        assert isinstance(answer.exception, AdmissionError), command
