@@ -86,8 +86,8 @@ def draw(seed: int) -> Drawn:
 
 
 def _attempt(seed: int, attempt: int) -> Drawn:
-    """If the first one is not possible, machines and stages are drawn anew twice, then model, stages and batch, and so on; after
-    ``PATIENCE`` draws all of it."""
+    """If the first draw is not possible, we redraw machines and stages twice, then model, stages and batch, and so on. After ``PATIENCE``
+    attempts we redraw everything."""
     block, place = divmod(seed, STRATA)
     rng = random.Random(f"grid/{seed}/{attempt}")
 

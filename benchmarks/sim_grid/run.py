@@ -41,20 +41,21 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 TABLES = {"0-39": "results.json", "100-139": "fresh.json"}
 LEAST_STEPS, LEAST_MICROBATCHES = 5, 640
-"""Steps that are played, and microbatches of those that count: all after the first step, in which nobody has measured anything; with
-delayed updates after the second one, which is computed while the first one is averaged. Who builds how many microbatches of a step is a
-draw, so that short steps differ, and more of them are played."""
-PATIENCE = 3.0
-"""A play ends after so many times what rates and ``plan`` expect."""
+"""Each fleet plays at least so many steps, and counts at least so many microbatches. The first step does not count, because nobody has
+measured anything yet; with delayed updates the second does not count either, because it runs while the first is averaged. Which trainer
+injects a microbatch is random, so short steps vary, and we play more of them."""
+PATIENCE, BEGIN_S = 3.0, 300.0
+"""A play is cut off after this many times its predicted duration, and so long for the first step [s], in which slow machines get as much
+work as fast ones."""
 NEAR = 0.15
 
 
 @dataclass
 class Seen:
-    """What the peers of one play say."""
+    """Events of one play, counted."""
 
     first: int
-    """Steps that do not count, and how many after them do."""
+    """Steps that do not count; ``steps`` after them do."""
     steps: int
     ends_s: list[float] = field(default_factory=list)
     repeated: int = 0
@@ -78,7 +79,7 @@ class Seen:
 
     @property
     def step_s(self) -> float:
-        """Mean of those that count; inf: none of them came to its end."""
+        """Mean duration of the steps that count [s]; infinite if none of them ended."""
         ends_s = self.ends_s[self.first - 1 : self.first + self.steps]
         return (ends_s[-1] - ends_s[0]) / (len(ends_s) - 1) if len(ends_s) > 1 else math.inf
 
@@ -89,7 +90,7 @@ def _kind(reason: str) -> str:
 
 
 def compared(seed: int, limit_s: float = math.inf, *, only_predict: bool = False) -> dict[str, Any]:
-    """One fleet, in tokens/s. ``limit_s``: of CPU time. What ends a play early stands in ``failed``."""
+    """Play one fleet, and compare the speeds [tokens/s]. ``limit_s``: CPU time. ``failed`` says why a play ended early."""
     begin_s = time.process_time()
     found = drawn(seed)
     scene, config = found.setting()
@@ -104,7 +105,7 @@ def compared(seed: int, limit_s: float = math.inf, *, only_predict: bool = False
     seen = Seen(first, max(LEAST_STEPS - first, math.ceil(LEAST_MICROBATCHES / cost.microbatches)))
     failed, played_s = "", 0.0
     if not only_predict:
-        horizon_s = PATIENCE * (seen.first + seen.steps) * max(times_s["rates"], times_s["plan"])
+        horizon_s = BEGIN_S + PATIENCE * (seen.first + seen.steps) * max(times_s["rates"], times_s["plan"])
         failed, played_s = _played(scene, config, seen, horizon_s, begin_s + limit_s)
     times_s["protocol"] = seen.step_s
     return {
@@ -118,7 +119,7 @@ def compared(seed: int, limit_s: float = math.inf, *, only_predict: bool = False
 
 
 def _played(scene: Setting, config: RunConfig, seen: Seen, horizon_s: float, until_s: float) -> tuple[str, float]:
-    """What went wrong, if anything did, and the virtual time that was played. ``until_s``: of this process' CPU time."""
+    """Returns what went wrong (empty: nothing) and the virtual duration [s]. The play ends at ``until_s`` of this process' CPU time."""
 
     def goes_on(now_s: float, steps: float) -> bool:
         return not seen.whole and time.process_time() < until_s
@@ -195,7 +196,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def effort(seed: int) -> float:
-    """Virtual machine-seconds: a paced piece is what a link carries in some milliseconds, and each costs some events."""
+    """Virtual machine-seconds: simulating a link costs a few events for every few milliseconds that it is busy."""
     scene, config = drawn(seed).setting()
     serving = seated(scene)
     return bound_s(scene, serving, delayed=config.optimizer.delayed) * sum(map(sum, serving))
