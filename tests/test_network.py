@@ -658,8 +658,8 @@ def test_receivers_share_the_uplink_and_senders_the_downlink() -> None:
         s = Shaped(Link(0.01, 1e6), {"a": machine(up=2e6), "b": machine(), "c": machine(), "d": machine()})
         await asyncio.gather(*(s.nets["a"].send(to, megabyte(n)) for n, to in enumerate("bcd")))
         arrivals = sorted((await s.finish()).values())
-        assert arrivals[0] > 1.1, "each gets about a third of 2 MB/s"
-        assert arrivals[2] == pytest.approx(1.5, rel=0.25), "the bound of all flows is small until their rate was measured"
+        assert arrivals[0] > 1.2, "each gets about a third of 2 MB/s"
+        assert arrivals[2] == pytest.approx(1.5, rel=0.12)
 
     async def scenario_down() -> None:
         s = Shaped(Link(0.01, 1e6), {"a": machine(), "b": machine(), "c": machine(down=1e6)})

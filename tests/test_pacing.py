@@ -9,7 +9,7 @@ import pytest
 
 from muletrain.network.base import Channel
 from muletrain.network.pacing import QUEUED_MAX_S, Pacer
-from muletrain.policy.congestion import FIRST, Window
+from muletrain.policy.congestion import BESIDE, FIRST, Window
 from muletrain.sim.loop import run_virtually
 
 if TYPE_CHECKING:
@@ -58,8 +58,10 @@ def test_room_in_the_uplink_is_never_lost() -> None:
 
     async def scenario() -> None:
         pacer = Pacer()
-        for peer, nbytes in (("b", FIRST), ("c", FIRST // 2), ("d", FIRST // 2)):  # twice a window: the bound of all
+        for peer, nbytes in (("b", FIRST), ("c", FIRST // 2), ("d", FIRST // 2)):
             await fill(pacer, peer, nbytes)
+        for n in range(round(BESIDE) - 2):  # to the bound of all
+            await fill(pacer, f"beside {n}", FIRST)
         waiting = [asyncio.create_task(fill(pacer, peer, FIRST // 4)) for peer in ("e", "f", "d")]
         await asyncio.sleep(0.01)
         assert len(pacer._held[PIPE]) == 3
