@@ -40,7 +40,9 @@ def _module(name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("seed", [pytest.param(5, marks=pytest.mark.slow), 16, 29])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(5, marks=pytest.mark.slow), pytest.param(16, marks=pytest.mark.slow), 29]
+)
 def test_a_drawn_fleet_does_what_rates_and_plan_say(run: ModuleType, seed: int) -> None:
     """And nothing twice: ten machines with 2.7 B parameters in four stages; 16 with 1.3 B in six; and seven that have all, with delayed
     updates over 69 ms."""

@@ -56,6 +56,83 @@ def test_wiring_newcomer_joins_at_the_floor() -> None:
     assert chosen["new"] == pytest.approx(10, abs=1)
 
 
+def test_wiring_does_not_try_a_slow_device_until_fast_ones_have_done_as_much() -> None:
+    """Each of a stage's senders began with one microbatch for every receiver: a CPU had as many at once as a GPU."""
+
+    def chosen(device_s: dict[str, float], choices: int, slow_s: float) -> Counter[str]:
+        wiring, counts = Wiring(random.Random(0)), Counter[str]()
+        for peer, seconds in sorted(device_s.items(), key=lambda item: item[1]):
+            wiring.add(peer, seconds)
+        for _ in range(choices):
+            peer = wiring.choose()
+            assert peer is not None
+            counts[peer] += 1
+            wiring.measured(peer, slow_s if peer == "slow" else 0.01)
+        return counts
+
+    assert chosen({"fast": 0.0, "slow": 0.0}, 30, 5.0)["slow"] >= 1
+    devices = {"fast": 0.01, "other": 0.01, "slow": 5.0}
+    assert chosen(devices, 990, 5.0)["slow"] == 0
+    assert chosen(devices, 1010, 5.0)["slow"] == 1
+    assert chosen(devices, 2300, 0.01)["slow"] == pytest.approx(100, abs=3), "then what was measured counts"
+    assert set(chosen({"fast": 5.0, "slow": 5.0}, 2, 5.0)) == {"fast", "slow"}, "where all are slow nobody waits"
+
+
+def test_wiring_gives_a_slow_peer_nothing_that_the_step_would_wait_for() -> None:
+    """Proportional shares gave a CPU one microbatch in a hundred steps, and made that step five times as long."""
+
+    def step(wiring: Wiring, number: int, microbatches: int, now_s: float) -> tuple[Counter[str], float]:
+        """Each microbatch comes back before the next one goes, except from ``slow``. Returns when the last one is back, too."""
+        counts, last_s = Counter[str](), 0.0
+        for _ in range(microbatches):
+            peer = wiring.choose(step=number, now_s=now_s)
+            assert peer is not None
+            counts[peer] += 1
+            now_s += 0.1 if peer != "slow" else 0.0
+            last_s = max(last_s, now_s + times_s[peer])
+            wiring.measured(peer, times_s[peer], now_s)
+        return counts, max(now_s, last_s)
+
+    times_s, wiring, now_s = {"fast": 0.2, "other": 0.2, "slow": 5.0}, Wiring(random.Random(0)), 0.0
+    for peer in times_s:
+        wiring.add(peer)
+    given = Counter[str]()
+    for number in range(100):
+        counts, now_s = step(wiring, number, 20, now_s)  # 2 s without the slow peer
+        given += counts if number else {}
+    assert given["slow"] <= 1
+    assert abs(given["fast"] - given["other"]) <= 10
+    for number in range(100, 110):
+        counts, now_s = step(wiring, number, 200, now_s)  # 20 s: it is of use in three quarters of that
+        given = counts if number == 100 else given + counts
+    assert 10 <= given["slow"] <= 40, "one in 51"
+    wiring.remove("fast")
+    wiring.remove("other")
+    assert wiring.choose(step=200, now_s=now_s) == "slow", "nobody else is there"
+
+
+def test_wiring_tries_a_slow_peer_again_now_and_then() -> None:
+    wiring = Wiring(random.Random(0))
+    for peer, seconds in (("fast", 0.01), ("slow", 1.0)):
+        wiring.add(peer)
+        wiring.measured(peer, seconds)
+    wiring.choose()
+    wiring.measured("fast", 0.01, 0.1)
+    chosen = Counter(wiring.choose(step=1, now_s=1.0) for _ in range(200_000))
+    assert 1 <= chosen["slow"] <= 20, "2,000 by its speed"
+
+
+def test_wiring_believes_no_device_to_be_faster_than_what_was_measured() -> None:
+    """A newcomer may say what it wants of its device, and links count, too."""
+    wiring = Wiring(random.Random(0))
+    for peer in ("a", "b"):
+        wiring.add(peer, 1.0)
+        wiring.measured(peer, 2.0)
+    wiring.add("boasts", 1e-12)
+    wiring.add("unknown")
+    assert wiring.expected_s("boasts") == wiring.expected_s("unknown") == 2.0
+
+
 def test_wiring_bans_until_announced_again_but_never_the_last() -> None:
     wiring = Wiring(random.Random(0))
     wiring.add("a")

@@ -21,7 +21,7 @@ from muletrain.papers.report import draw, write
 from muletrain.papers.reproduction import Bar, Reproduction, Value
 
 INSTANT = Link(float("inf"))
-QUICK = ("swarm-table1", "swarm-table2", "swarm-table6", "swarm-fig3", "swarm-fig6", "atom", "hybrid-table2")
+QUICK = "swarm-table1", "swarm-table2", "swarm-table6", "swarm-fig3", "atom", "hybrid-table2"
 RUNS = 8
 """Of the simulations that take a hundred in earnest."""
 
@@ -30,7 +30,7 @@ def missed(found: Reproduction) -> list[str]:
     return [str(b) for b in found.bars if not b.met] + [s.stated for s in found.statements if not s.holds]
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", [*QUICK, pytest.param("swarm-fig6", marks=pytest.mark.slow)])
 def test_bars_are_met_and_statements_hold(name: str) -> None:
     found = reproduce(name)
     assert missed(found) == []

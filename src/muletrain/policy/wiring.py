@@ -6,6 +6,7 @@ its running total, and the smallest total is chosen next, so that a peer twice a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,14 @@ if TYPE_CHECKING:
 
 GAMMA = 0.1
 """Weight of a new measurement (SWARM app. C)."""
+MOST = 0.9
+"""The usual length of a step follows from when this share of a sender's microbatches were back: the last ones may have waited for a slow
+peer, and the next step shall not."""
+PROMPT = 2.0
+"""At the end of a step the others still count as fast enough if they take at most so many times as long as the first to be through."""
+TRY = 0.005
+"""How often, divided by the number of peers, one that is too slow for what is left of a step gets its microbatch anyway, because machines
+change, and estimates may be wrong. That is the share of a stage's time that it costs at most."""
 
 
 @dataclass
@@ -23,6 +32,7 @@ class _Entry:
     mean_s: float = 0.0
     weight: float = 0.0  # 1 - (1 - gamma)^n: what the average has seen so far
     banned: bool = False
+    device_s: float = 0.0
 
     @property
     def measured_s(self) -> float | None:
@@ -32,26 +42,36 @@ class _Entry:
 class Wiring:
     """One sender's view of the peers of one stage. Measurements are the sender's own, so peers behind slow links look slow (sec. 3.2).
 
-    Four departures from algorithm 1. Two because its start-up values distort shares: the average is corrected for its
+    Five departures from algorithm 1. Two because its start-up values distort shares: the average is corrected for its
     start at zero (as Adam's moments are), so that a rarely chosen peer is not mistaken for a fast one; and a newcomer starts
     at the smallest running total, not at epsilon, so that it is not flooded until it has caught up. The third because a peer
     computes while its links carry: what is measured is the longer of the two, not their sum, by which a peer next door would
     get twice as much as one that computes as fast 200 ms away, and the fleet would wait for it. The fourth because the
     averages contain a little time that occupies nobody (scheduling), which weighs more for a fast peer: within the
     trainers' bounded window the slow peer's queue then grows until the fast one starves. So nothing is queued behind a peer's
-    work while another would have finished it by then.
+    work while another would have finished it by then. The fifth because a step ends with its last microbatch: a peer that takes longer for
+    one than is left of the usual length of a step gets none, where others take less. A CPU among GPUs would get one in a hundred steps, and
+    make that one five times as long.
     """
 
     def __init__(self, rng: random.Random, gamma: float = GAMMA) -> None:
         self._rng = rng
         self._gamma = gamma
         self._entries: dict[str, _Entry] = {}
+        self._step, self._begun_s, self._usual_s = -1, 0.0, math.inf
+        """Of the current step: its number, when the first microbatch went, and the usual length."""
+        self._back_s: list[float] = []
+        """When its microbatches came back."""
 
-    def add(self, peer: str) -> None:
-        """A peer announced itself: new ones join at the smallest total, banned ones are welcome again."""
+    def add(self, peer: str, device_s: float = 0.0) -> None:
+        """A peer announced itself: new ones join at the smallest total, banned ones are welcome again. ``device_s``: what its device is
+        expected to take for a microbatch [s], 0 if unknown. By as much as that is longer than the fastest device's, it joins later:
+        otherwise all senders try it at once, and the first steps of a fleet with a few CPUs wait for them. Add the fastest first."""
         entry = self._entries.get(peer)
         if entry is None:
-            self._entries[peer] = _Entry(self._floor())
+            fastest_s = min((e.device_s for e in self._entries.values() if e.device_s), default=device_s)
+            behind_s = max(0.0, device_s - fastest_s)
+            self._entries[peer] = _Entry(self._floor() + behind_s, device_s=device_s)
         elif entry.banned:
             entry.banned, entry.total_s = False, max(entry.total_s, self._floor())
 
@@ -64,40 +84,61 @@ class Wiring:
         if peer in self._entries and usable != [peer]:
             self._entries[peer].banned = True
 
-    def choose(self, exclude: Collection[str] = (), under_way: Mapping[str, int] | None = None) -> str | None:
+    def choose(
+        self,
+        exclude: Collection[str] = (),
+        under_way: Mapping[str, int] | None = None,
+        *,
+        step: int = 0,
+        now_s: float = 0.0,
+    ) -> str | None:
         """The peer with the smallest running total (ties at random), or None when there is none outside ``exclude``.
 
-        ``under_way``: what each peer has of ours already; those passed over for it are not owed anything later.
+        ``under_way``: what each peer has of ours already; those passed over for it are not owed anything later. ``step``: of the
+        microbatch.
         """
-        measured_s = {p: e.measured_s for p, e in self._entries.items() if not e.banned and p not in exclude}
-        usual_s = self._usual_s() if None in measured_s.values() else 0.0
-        expected_s = {p: usual_s if s is None else s for p, s in measured_s.items()}
-        if not expected_s:
+        if step > self._step:
+            self._begin(step, now_s)
+        usable = {p: e for p, e in self._entries.items() if not e.banned and p not in exclude}
+        if not usable:
             return None
-        prompt = _prompt(expected_s, under_way or {})
-        smallest = min(self._entries[p].total_s for p in prompt)
-        peer = self._rng.choice(sorted(p for p in prompt if self._entries[p].total_s == smallest))
-        for late in expected_s.keys() - prompt:
-            self._entries[late].total_s = max(self._entries[late].total_s, smallest)
-        self._entries[peer].total_s += expected_s[peer]
-        return peer
+        fastest_s, mean_s = self._measured()
+        expected_s = {p: _expected_s(e, fastest_s, mean_s) for p, e in usable.items()}
+        prompt, soonest_s = _prompt(expected_s, under_way or {})
+        left_s = max(self._begun_s + self._usual_s - now_s, PROMPT * soonest_s)
+        while True:
+            smallest = min(self._entries[p].total_s for p in prompt)
+            peer = self._rng.choice(sorted(p for p in prompt if self._entries[p].total_s == smallest))
+            for late in expected_s.keys() - prompt:
+                self._entries[late].total_s = max(self._entries[late].total_s, smallest)
+            self._entries[peer].total_s += expected_s[peer]
+            if expected_s[peer] <= left_s or self._rng.random() < TRY / len(usable):
+                return peer
 
-    def measured(self, peer: str, seconds: float) -> None:
+    def _begin(self, step: int, now_s: float) -> None:
+        if self._step >= 0 and self._back_s:
+            most = math.ceil(MOST * len(self._back_s))
+            self._usual_s = (self._back_s[most - 1] - self._begun_s) * len(self._back_s) / most
+        self._step, self._begun_s, self._back_s = step, now_s, []
+
+    def measured(self, peer: str, seconds: float, now_s: float = 0.0) -> None:
         """A microbatch took ``seconds`` of this peer's time, or of the way there and back, whichever is longer (waiting in queues not
-        included)."""
+        included). It came back at ``now_s``."""
+        self._back_s.append(now_s)
         entry = self._entries.get(peer)
         if entry is not None:
             entry.mean_s += self._gamma * (seconds - entry.mean_s)
             entry.weight += self._gamma * (1 - entry.weight)
 
     def expected_s(self, peer: str) -> float:
-        """The average for ``peer``; before its first measurement the mean of the others', or 1 s when there are none."""
-        own = self._entries[peer].measured_s
-        return self._usual_s() if own is None else own
+        """The average for ``peer``. Before its first measurement what its device takes, but no less than the fastest that was measured; if
+        the device is unknown, the mean of the others, or 1 s when there are none."""
+        return _expected_s(self._entries[peer], *self._measured())
 
-    def _usual_s(self) -> float:
-        known = [e.measured_s for e in self._entries.values() if e.measured_s is not None]
-        return sum(known) / len(known) if known else 1.0
+    def _measured(self) -> tuple[float, float]:
+        """The smallest average, and their mean."""
+        known = [s for e in self._entries.values() if (s := e.measured_s) is not None]
+        return (min(known), sum(known) / len(known)) if known else (0.0, 1.0)
 
     def peers(self) -> list[str]:
         return sorted(p for p, e in self._entries.items() if not e.banned)
@@ -106,7 +147,13 @@ class Wiring:
         return min((e.total_s for e in self._entries.values() if not e.banned), default=0.0)
 
 
-def _prompt(expected_s: Mapping[str, float], under_way: Mapping[str, int]) -> set[str]:
-    """Those who would begin a microbatch before any other could have finished it."""
+def _expected_s(entry: _Entry, fastest_s: float, mean_s: float) -> float:
+    if (measured_s := entry.measured_s) is not None:
+        return measured_s
+    return max(entry.device_s, fastest_s) if entry.device_s else mean_s
+
+
+def _prompt(expected_s: Mapping[str, float], under_way: Mapping[str, int]) -> tuple[set[str], float]:
+    """Those who would begin a microbatch before any other could have finished it, and how soon the first could [s]."""
     soonest_s = min((under_way.get(p, 0) + 1) * s for p, s in expected_s.items())
-    return {p for p, s in expected_s.items() if under_way.get(p, 0) * s <= soonest_s}
+    return {p for p, s in expected_s.items() if under_way.get(p, 0) * s <= soonest_s}, soonest_s

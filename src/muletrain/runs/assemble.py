@@ -93,7 +93,8 @@ class RunFacts:
             activations=c.wire.activations, gradients=c.wire.gradients, clip=c.optimizer.clip,
             lr=functools.partial(learning_rate, c.optimizer, total_steps=t.steps),
             checkpoint_every=c.checkpoint.every, capacity=self.capacity, seats=self.seats, rebalance=c.fleet.rebalance,
-            rebalance_s=c.fleet.rebalance_period, work=tuple(self.stage_costs()),
+            rebalance_s=c.fleet.rebalance_period,
+            work=tuple(t.microbatch * self.spec.context * flops for flops in self.stage_costs()),
             state_bytes=tuple((16 if c.optimizer.delayed else 12) * self.spec.stage_params(self.cut, s) for s in range(c.fleet.stages)),
             trace=c.fleet.trace, adopt_after_s=c.fleet.adopt_after, from_seed=c.model.from_ is None, delayed=c.optimizer.delayed,
         )  # fmt: skip

@@ -20,7 +20,7 @@ from muletrain.compute.estimate import Offer
 from muletrain.errors import AdmissionError, CapacityError, NetworkError, ProtocolError
 from muletrain.events import Admitted, JoinRefused, Note, Waiting
 from muletrain.runs.seating import choose_stage, mixing, planned
-from muletrain.swarm.messages import Digest, Id, Member, Message, Name, Natural, Text
+from muletrain.swarm.messages import Digest, Id, Member, Message, Name, Natural, Rate, Text
 from muletrain.swarm.roster import Genesis
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ POLL_S = 2.0
 
 
 class Join(Message):
-    """``stage``: the one wanted, if any. ``device``: its kind (``Machine.kind``). ``memory``: bytes of it this peer may use, and
+    """``stage``: the one wanted, if any. ``device``: its kind, and ``flops`` (``Machine``). ``memory``: bytes of it this peer may use, and
     ``host_memory`` beside it (``Offer``)."""
 
     KIND: ClassVar[str] = "lobby.join"
@@ -50,6 +50,7 @@ class Join(Message):
     name: Name
     stage: Natural | None
     device: Text
+    flops: Rate
     memory: Natural
     host_memory: Natural | None
     addresses: Annotated[tuple[Text, ...], Field(max_length=64)]
@@ -299,6 +300,7 @@ class Lobby:
                 trainer=p in trainers,
                 addresses=self._guests[p].join.addresses,
                 device=self._guests[p].join.device,
+                flops=self._guests[p].join.flops,
                 place=self._guests[p].place,
             )
             for p in ranked

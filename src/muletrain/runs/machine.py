@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from muletrain.compute.estimate import Offer
-from muletrain.compute.probe import choose_precision, device_count, device_memory, free_memory, pick_device
+from muletrain.compute.probe import chip, choose_precision, device_count, device_memory, free_memory, pick_device
 from muletrain.config.schema import Precision
 from muletrain.errors import CapacityError
+from muletrain.policy.devices import find_device
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
@@ -42,11 +43,12 @@ def own_devices(asked: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Machine:
-    """What one peer process may use."""
+    """What one peer process may use. ``flops``: what the catalogue says of the device [FLOP/s], 0 if it is not there."""
 
     device: torch.device
     precision: Precision
     offer: Offer
+    flops: int = 0
 
     @classmethod
     def probe(
@@ -60,7 +62,8 @@ class Machine:
         offer = memory_of(chosen, memory_gib, sharing, host)
         if chosen.type != "cpu" and memory_gib is None:
             offer = Offer(min(offer.device, free_memory(chosen)), offer.host)
-        return cls(chosen, measured, offer)
+        known = find_device("CPU" if chosen.type == "cpu" else chip(chosen))
+        return cls(chosen, measured, offer, int(known.flops) // sharing if known else 0)
 
     @property
     def kind(self) -> str:

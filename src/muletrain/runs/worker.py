@@ -301,7 +301,8 @@ class Worker:
                 genesis,
                 Member(
                     id=network.peer_id, name=welcome.name, stage=welcome.stage, trainer=cache is not None,
-                    addresses=tuple(network.addresses()), device=machine.kind, place=place.name,
+                    addresses=tuple(network.addresses()), device=machine.kind,
+                    flops=machine.flops, place=place.name,
                 ),
             )  # fmt: skip
         else:
@@ -371,7 +372,7 @@ class Worker:
 
     def _introduction(self, network: Network, machine: Machine) -> Join:
         return Join(
-            version=muletrain.__version__, name=self._spec.name, stage=self._spec.stage, device=machine.kind,
+            version=muletrain.__version__, name=self._spec.name, stage=self._spec.stage, device=machine.kind, flops=machine.flops,
             memory=machine.offer.device, host_memory=machine.offer.host, addresses=tuple(network.addresses()),
         )  # fmt: skip
 

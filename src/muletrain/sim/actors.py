@@ -24,6 +24,7 @@ from muletrain.errors import Expelled, MuletrainError
 from muletrain.events import StepApplied, StepDone, SteppedBack
 from muletrain.network.memory import MemoryHub
 from muletrain.network.roads import Road
+from muletrain.policy.devices import find_device
 from muletrain.policy.shards import BLOCK
 from muletrain.sim.hollow import CHUNK, PARAMS, TOKENS, VOCAB, WIDTH, HollowCompute, HollowTokens
 from muletrain.sim.ledger import always
@@ -130,9 +131,11 @@ class Actors:
 
     def _member(self, name: str, stage: int) -> Member:
         trains = name in self._training or not any(kind.reliable for kind in self._setting.kinds)
+        device = find_device(self._setting.kinds[self._kind_of[name]].device)
         return Member(
-            id=name, name=name, stage=stage, trainer=trains, addresses=(), place=Folder(Path(), keep=1, name=PLACE).name
-        )
+            id=name, name=name, stage=stage, trainer=trains, addresses=(), flops=int(device.flops) if device else 0,
+            place=Folder(Path(), keep=1, name=PLACE).name,
+        )  # fmt: skip
 
     def play(self, goes_on: GoesOn = always) -> Outcome:
         """Raises MuletrainError where something broke that should not."""

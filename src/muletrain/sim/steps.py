@@ -191,7 +191,7 @@ class _Play:
     # Senders ----------------------------------------------------------------------------------------------------------
 
     def _request(self, sender: int, stage: int, step: int, index: int, then: Callable[[], None]) -> None:
-        receiver = self._choose(sender, stage, index)
+        receiver = self._choose(sender, stage, step, index)
         if receiver == NOBODY:
             self._wires.after(RETRY_S, partial(self._request, sender, stage, step, index, then))
             return
@@ -203,19 +203,20 @@ class _Play:
             self._owed[key][name] -= 1
             if self._who.seats is None:
                 way_s = self._wires.now_s - begun_s - busy_s - away_s
-                self._wirings[key].measured(name, max(busy_s, way_s, 1e-6))
+                self._wirings[key].measured(name, max(busy_s, way_s, 1e-6), self._wires.now_s)
             then()
 
         request = _Request(step, index, sender, answer)
         self._wires.send(sender, receiver, self._cost.forward_bytes[stage], partial(self._admit, receiver, request))
 
-    def _choose(self, sender: int, stage: int, index: int) -> int:
+    def _choose(self, sender: int, stage: int, step: int, index: int) -> int:
         if self._who.seats is not None:
             return self._seat[stage][self._who.seats.pipeline(index)]
         if (sender, stage) not in self._wirings:
             self._wirings[sender, stage] = self._wired(sender, stage)
         full = [str(p) for p in self._at[stage] if self._peers[p].held >= self._capacity]
-        found = self._wirings[sender, stage].choose(full, self._owed[sender, stage])
+        owed, now_s = self._owed[sender, stage], self._wires.now_s
+        found = self._wirings[sender, stage].choose(full, owed, step=step, now_s=now_s)
         return NOBODY if found is None else int(found)
 
     def _wired(self, sender: int, stage: int) -> Wiring:

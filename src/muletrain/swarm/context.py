@@ -102,7 +102,7 @@ class Plan:
     rebalance_s: float = 60.0
     """Period [s]."""
     work: tuple[float, ...] = ()
-    """Compute cost of a microbatch at each stage, any unit."""
+    """Forward of a microbatch at each stage [FLOP]."""
     state_bytes: tuple[int, ...] = ()
     """What a newcomer to each stage copies."""
     seats: Seats | None = None

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
 Natural = Annotated[int, Field(ge=0, lt=2**48)]
+Rate = Annotated[int, Field(ge=0, lt=2**63)]
 Id = Annotated[str, Field(min_length=1, max_length=128)]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.-]+$")]
 """Shown on other people's terminals."""
@@ -80,7 +81,8 @@ class Message(BaseModel):
 
 
 class Member(Message):
-    """One peer of the run. ``device``: its kind. ``since``: counts up with every stage it serves; a later one replaces an earlier."""
+    """One peer of the run. ``device``: its kind. ``flops``: what it is expected to compute [FLOP/s], 0 if unknown. ``since``: counts up
+    with every stage it serves; a later one replaces an earlier."""
 
     KIND: ClassVar[str] = "member"
     id: Id
@@ -89,6 +91,7 @@ class Member(Message):
     trainer: bool
     addresses: Annotated[tuple[Text, ...], Field(max_length=64)]
     device: Text = "cpu"
+    flops: Rate = 0
     since: Natural = 0
     place: Annotated[str, Field(max_length=64)] = ""
     """Where it can write checkpoints (``Place.name``); members with the same share it."""

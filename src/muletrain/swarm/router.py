@@ -130,8 +130,13 @@ class Router:
         alive = set(self._ctx.roster.stage(self._stage))
         for peer in set(self._wiring.peers()) - alive:
             self._wiring.remove(peer)
-        for peer in alive:
-            self._wiring.add(peer)
+        for peer in sorted(alive, key=self._device_s):
+            self._wiring.add(peer, self._device_s(peer))
+
+    def _device_s(self, peer: PeerId) -> float:
+        """Forward and backward of a microbatch by what ``peer`` says of its device [s]; 0: it says nothing."""
+        work, flops = self._ctx.plan.work, self._ctx.roster.member(peer).flops
+        return 3 * work[self._stage] / flops if work and flops else 0.0
 
     def on_reply(self, sender: PeerId, reply: Backward | Done | Busy | Lost, tensors: list[Encoded]) -> None:
         """Match an answer with its request; late answers to requests that were given up, or sent elsewhere since, are dropped.
@@ -166,7 +171,7 @@ class Router:
         for tries in itertools.count():
             if not self._is_current(request):
                 raise StageLost(f"stage {self._stage}: step {request.step} has ended")
-            peer = self._choose(request.index, failed, full)
+            peer = self._choose(request, failed, full)
             if peer is None and full:
                 await self._ctx.clock.sleep(backoff_s(tries, BUSY_PAUSE_S, BUSY_PAUSE_MAX_S))
                 full.clear()
@@ -202,7 +207,7 @@ class Router:
             accumulate = await self._missing(request, accumulate)
         raise AssertionError  # itertools.count does not end
 
-    def _choose(self, index: int, failed: set[PeerId], full: set[PeerId]) -> PeerId | None:
+    def _choose(self, request: Request, failed: set[PeerId], full: set[PeerId]) -> PeerId | None:
         """Somebody else than a peer that is doubted, while there is one, be it that we have to wait for room. With planned membership: who
         has the seat, else a spare, else whoever serves the stage."""
         known = set(self._wiring.peers())
@@ -212,11 +217,14 @@ class Router:
             there = self._ctx.roster.seated(self._stage)
             meant = (
                 there[name]
-                for name in seats.first_choice(self._stage, index, {n for n, p in there.items() if p in trusted})
+                for name in seats.first_choice(
+                    self._stage, request.index, {n for n, p in there.items() if p in trusted}
+                )
             )
             trusted = set(meant) or trusted
         out = known - trusted | full
-        return self._wiring.choose(out, {p: len(owed) for p, owed in self._pending.items()})
+        under_way = {p: len(owed) for p, owed in self._pending.items()}
+        return self._wiring.choose(out, under_way, step=request.step, now_s=self._ctx.clock.now())
 
     async def _from(
         self,
@@ -329,7 +337,8 @@ class Router:
             reply.busy_s, took
         )  # by our own clock: what a peer says of itself must not spoil what is thought of others
         way_s = took - busy_s - reply.away_s
-        self._wiring.measured(peer, max(busy_s, way_s, 1e-6))  # they overlap: the longer is what it can do
+        # they overlap: the longer is what it can do
+        self._wiring.measured(peer, max(busy_s, way_s, 1e-6), clock.now())
         return Answer(peer, reply.loss, answer[0] if answer else None, unfinite, took)
 
     async def _await(self, peer: PeerId, request: Request, pending: _Pending) -> _Reply | Answer:
