@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -292,20 +293,19 @@ def test_two_machines_train_and_a_stranger_is_refused(
     before = output(machines("c", "status", ticket))
     assert "has not begun" in before
     assert "stage 1 has no peer" in before
+    # the end of the ticket protects it against typing errors; another run's ticket is whole, but of another secret
+    assert "damaged" in output(machines("c", "join", ticket[:-6] + "AAAAAA"), code=2)
+    assert "other" in (told := output(machines("c", "join", _with_other_secret(ticket)), code=2)) or "another" in told
     joiner = machines("b", "join", ticket, "--data", "pydoc", "--memory", "2", "--name", "helping-hand")
     wait_for(lambda: trained(tmp_path / "b", "helping-hand") > 2)
-    # peers announce their step now and then
-    wait_for(lambda: json.loads(output(machines("c", "status", ticket, "--json")))["step"])
-    peers = output(machines("c", "status", ticket, "--json"))
-    status = json.loads(peers)
+    status: dict[str, Any] = {"step": 0}
+    while not status["step"]:  # peers announce their step now and then
+        status = json.loads(output(machines("c", "status", ticket, "--json")))
     assert [p["stage"] for p in status["peers"]] == [0, 1]
     assert 0 < status["step"] < status["steps"] == 100000
     assert 0 < status["loss"] < 10
     assert status["tokens_per_s"] > 0
     assert status["missing"] == []
-    # the end of the ticket protects it against typing errors; another run's ticket is whole, but of another secret
-    assert "damaged" in output(machines("c", "join", ticket[:-6] + "AAAAAA"), code=2)
-    assert "other" in (told := output(machines("c", "join", _with_other_secret(ticket)), code=2)) or "another" in told
     passed_on = ticket_in(tmp_path / "b")  # any member takes newcomers in
     late = machines("c", "join", passed_on, "--data", "pydoc", "--name", "late")
     wait_for(lambda: trained(tmp_path / "c", "late"))
@@ -541,7 +541,14 @@ def test_a_newcomer_with_another_corpus_says_why_it_does_not_come(tmp_path: Path
 
 def introduction(name: str, memory: int = 1, *, device: str = "cpu", host: int | None = None) -> lobby.Join:
     return lobby.Join(
-        version=lobby.__version__, name=name, stage=None, device=device, memory=memory, host_memory=host, addresses=()
+        version=lobby.__version__,
+        name=name,
+        stage=None,
+        device=device,
+        flops=0,
+        memory=memory,
+        host_memory=host,
+        addresses=(),
     )
 
 

@@ -109,7 +109,9 @@ def test_what_is_no_plan_is_told(tmp_path: Path, text: str | None, complaint: st
 def test_machines_get_the_seat_of_their_name_whoever_lets_them_in() -> None:
     """At the beginning and later; one that comes back under the name of a dead one has its seat, any other name is made unique."""
     seats = Seats((("east",), ("west",)), (4,), "1f1b")
-    join = Join(version="", name="west", stage=None, device="cpu", memory=1 << 40, host_memory=None, addresses=())
+    join = Join(
+        version="", name="west", stage=None, device="cpu", flops=0, memory=1 << 40, host_memory=None, addresses=()
+    )
     assert seated(join, seats).stage == 1
     assert seated(join.model_copy(update={"name": "cellar"}), seats).stage is None
     assert seated(join.model_copy(update={"stage": 0}), seats).stage == 0

