@@ -106,6 +106,11 @@ def test_wiring_gives_a_slow_peer_nothing_that_the_step_would_wait_for() -> None
         counts, now_s = step(wiring, number, 200, now_s)  # 20 s: it is of use in three quarters of that
         given = counts if number == 100 else given + counts
     assert 10 <= given["slow"] <= 40, "one in 51"
+    given = Counter[str]()
+    for number in range(50, 60):
+        counts, now_s = step(wiring, number, 200, now_s)
+        given += counts
+    assert given["slow"] >= 10, "also after a step back"
     wiring.remove("fast")
     wiring.remove("other")
     assert wiring.choose(step=200, now_s=now_s) == "slow", "nobody else is there"

@@ -97,7 +97,7 @@ class Wiring:
         ``under_way``: what each peer has of ours already; those passed over for it are not owed anything later. ``step``: of the
         microbatch.
         """
-        if step > self._step:
+        if not self._step - 1 <= step <= self._step:  # two steps are under way at most, and a run may step back
             self._begin(step, now_s)
         usable = {p: e for p, e in self._entries.items() if not e.banned and p not in exclude}
         if not usable:
