@@ -116,6 +116,19 @@ def test_wiring_gives_a_slow_peer_nothing_that_the_step_would_wait_for() -> None
     assert wiring.choose(step=200, now_s=now_s) == "slow", "nobody else is there"
 
 
+def test_wiring_waits_for_a_fast_peer_that_is_full_but_not_longer_than_a_slow_one_takes() -> None:
+    wiring = Wiring(random.Random(0))
+    for peer, seconds in (("fast", 0.01), ("slow", 5.0)):
+        wiring.add(peer)
+        wiring.measured(peer, seconds)
+    assert wiring.choose(full={"fast"}) == "slow", "nobody knows yet how long a step is"
+    wiring.measured("fast", 0.01, 1.0)
+    assert wiring.choose(full={"fast"}, step=1, now_s=1.0) is None
+    assert wiring.choose(full={"fast"}, step=1, now_s=1.0, waited_s=5.0) == "slow"
+    assert wiring.choose({"fast"}, step=1, now_s=1.0) == "slow", "there is nobody to wait for"
+    assert wiring.choose(full={"fast", "slow"}, step=1, now_s=1.0, waited_s=9.0) is None
+
+
 def test_wiring_tries_a_slow_peer_again_now_and_then() -> None:
     wiring = Wiring(random.Random(0))
     for peer, seconds in (("fast", 0.01), ("slow", 1.0)):

@@ -85,35 +85,40 @@ class Wiring:
             self._entries[peer].banned = True
 
     def choose(
-        self,
-        exclude: Collection[str] = (),
-        under_way: Mapping[str, int] | None = None,
-        *,
-        step: int = 0,
-        now_s: float = 0.0,
-    ) -> str | None:
-        """The peer with the smallest running total (ties at random), or None when there is none outside ``exclude``.
+        self, exclude: Collection[str] = (), under_way: Mapping[str, int] | None = None, *, full: Collection[str] = (),
+        step: int = 0, now_s: float = 0.0, waited_s: float = 0.0,
+    ) -> str | None:  # fmt: skip
+        """The peer with the smallest running total (ties at random). None when there is none outside ``exclude``, or when it is better to
+        wait for one that is ``full``.
 
         ``under_way``: what each peer has of ours already; those passed over for it are not owed anything later. ``step``: of the
-        microbatch.
+        microbatch, which has ``waited_s`` already.
         """
         if not self._step - 1 <= step <= self._step:  # two steps are under way at most, and a run may step back
             self._begin(step, now_s)
-        usable = {p: e for p, e in self._entries.items() if not e.banned and p not in exclude}
-        if not usable:
-            return None
+        under_way = under_way or {}
         fastest_s, mean_s = self._measured()
-        expected_s = {p: _expected_s(e, fastest_s, mean_s) for p, e in usable.items()}
-        prompt, soonest_s = _prompt(expected_s, under_way or {})
-        left_s = max(self._begun_s + self._usual_s - now_s, PROMPT * soonest_s)
-        while True:
-            smallest = min(self._entries[p].total_s for p in prompt)
-            peer = self._rng.choice(sorted(p for p in prompt if self._entries[p].total_s == smallest))
-            for late in expected_s.keys() - prompt:
-                self._entries[late].total_s = max(self._entries[late].total_s, smallest)
-            self._entries[peer].total_s += expected_s[peer]
-            if expected_s[peer] <= left_s or self._rng.random() < TRY / len(usable):
-                return peer
+        expected_s = {
+            p: _expected_s(e, fastest_s, mean_s) for p, e in self._entries.items() if not e.banned and p not in exclude
+        }
+        soonest_s = min(((under_way.get(p, 0) + 1) * s for p, s in expected_s.items()), default=0.0)
+        left_s = max(self._begun_s + self._usual_s - now_s, PROMPT * soonest_s, waited_s)
+        in_time = {p: s for p, s in expected_s.items() if s <= left_s and p not in full}
+        if not in_time:
+            return None
+        prompt = _prompt(in_time, under_way)
+        smallest = min(self._entries[p].total_s for p in prompt)
+        for peer in sorted(expected_s.keys() - in_time.keys() - set(full)):
+            entry = self._entries[peer]
+            if entry.total_s <= smallest:
+                entry.total_s += expected_s[peer]
+                if self._rng.random() < TRY / len(expected_s):
+                    return peer
+        peer = self._rng.choice(sorted(p for p in prompt if self._entries[p].total_s == smallest))
+        for passed in in_time.keys() - prompt:
+            self._entries[passed].total_s = max(self._entries[passed].total_s, smallest)
+        self._entries[peer].total_s += expected_s[peer]
+        return peer
 
     def _begin(self, step: int, now_s: float) -> None:
         if self._step >= 0 and self._back_s:
@@ -153,7 +158,7 @@ def _expected_s(entry: _Entry, fastest_s: float, mean_s: float) -> float:
     return max(entry.device_s, fastest_s) if entry.device_s else mean_s
 
 
-def _prompt(expected_s: Mapping[str, float], under_way: Mapping[str, int]) -> tuple[set[str], float]:
-    """Those who would begin a microbatch before any other could have finished it, and how soon the first could [s]."""
+def _prompt(expected_s: Mapping[str, float], under_way: Mapping[str, int]) -> set[str]:
+    """Those who would begin a microbatch before any other could have finished it."""
     soonest_s = min((under_way.get(p, 0) + 1) * s for p, s in expected_s.items())
-    return {p for p, s in expected_s.items() if under_way.get(p, 0) * s <= soonest_s}, soonest_s
+    return {p for p, s in expected_s.items() if under_way.get(p, 0) * s <= soonest_s}

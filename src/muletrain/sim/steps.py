@@ -216,7 +216,7 @@ class _Play:
             self._wirings[sender, stage] = self._wired(sender, stage)
         full = [str(p) for p in self._at[stage] if self._peers[p].held >= self._capacity]
         owed, now_s = self._owed[sender, stage], self._wires.now_s
-        found = self._wirings[sender, stage].choose(full, owed, step=step, now_s=now_s)
+        found = self._wirings[sender, stage].choose((), owed, full=full, step=step, now_s=now_s)
         return NOBODY if found is None else int(found)
 
     def _wired(self, sender: int, stage: int) -> Wiring:

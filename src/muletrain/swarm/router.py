@@ -165,13 +165,14 @@ class Router:
         what is sent is to come back. ``unfinite``: see ``Forward``. Where the first that tries it finds that it does not stay finite,
         another one decides, or it does so itself if there is no other. Raises StageLost when every live peer failed it or its step is
         over, and Unfinite when what we send is not finite, and should be."""
+        begun_s = self._ctx.clock.now()
         failed: set[PeerId] = set(tried)
         full: set[PeerId] = set()
         again: set[PeerId] = set()
         for tries in itertools.count():
             if not self._is_current(request):
                 raise StageLost(f"stage {self._stage}: step {request.step} has ended")
-            peer = self._choose(request, failed, full)
+            peer = self._choose(request, failed, full, self._ctx.clock.now() - begun_s)
             if peer is None and full:
                 await self._ctx.clock.sleep(backoff_s(tries, BUSY_PAUSE_S, BUSY_PAUSE_MAX_S))
                 full.clear()
@@ -207,7 +208,7 @@ class Router:
             accumulate = await self._missing(request, accumulate)
         raise AssertionError  # itertools.count does not end
 
-    def _choose(self, request: Request, failed: set[PeerId], full: set[PeerId]) -> PeerId | None:
+    def _choose(self, request: Request, failed: set[PeerId], full: set[PeerId], waited_s: float) -> PeerId | None:
         """Somebody else than a peer that is doubted, while there is one, be it that we have to wait for room. With planned membership: who
         has the seat, else a spare, else whoever serves the stage."""
         known = set(self._wiring.peers())
@@ -222,9 +223,10 @@ class Router:
                 )
             )
             trusted = set(meant) or trusted
-        out = known - trusted | full
+        out = known - trusted
         under_way = {p: len(owed) for p, owed in self._pending.items()}
-        return self._wiring.choose(out, under_way, step=request.step, now_s=self._ctx.clock.now())
+        now_s = self._ctx.clock.now()
+        return self._wiring.choose(out, under_way, full=full, step=request.step, now_s=now_s, waited_s=waited_s)
 
     async def _from(
         self,
