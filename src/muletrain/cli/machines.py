@@ -10,9 +10,7 @@ import re
 import secrets
 import socket
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muletrain.cli.console import make_console
@@ -26,13 +24,14 @@ from muletrain.data.corpus import Corpus, absolute
 from muletrain.errors import AdmissionError, ConfigError, DataError, MuletrainError, NetworkError
 from muletrain.events import PeerJoined, PeerLeft
 from muletrain.runs.fleet import LocalFleet
-from muletrain.runs.folder import ROOT, held, new_run_folder
+from muletrain.runs.folder import ROOT, held, new_run_folder, temporary_folder
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.ticket import Ticket
 from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE, write_secret
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
+    from pathlib import Path
 
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
@@ -418,13 +417,13 @@ async def _as_member(
         raise AdmissionError(
             "the ticket names no member of its run; ask for a ticket of 'muletrain start' or of any member"
         )
-    with tempfile.TemporaryDirectory(prefix="mule-") as folder:
+    with temporary_folder() as folder:
         network = await Libp2pNetwork.create(
             run_id=ticket.run_id,
             secret=ticket.secret,
             owner=owner or ticket.owner,
             protocol=PROTOCOL,
-            folder=Path(folder),
+            folder=folder,
             listen="0.0.0.0",
             initial_peers=ticket.addresses,
             visitor=True,
