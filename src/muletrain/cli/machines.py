@@ -28,7 +28,7 @@ from muletrain.runs.fleet import LocalFleet
 from muletrain.runs.folder import ROOT, held, new_run_folder, temporary_folder
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.ticket import Ticket
-from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE, write_secret
+from muletrain.runs.worker_files import OWNER_FILE, REMOVED_FILE, TICKET_FILE, write_secret
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -369,15 +369,23 @@ def kick_peer(who: str, ticket: str | None) -> None:
 
     folder, given = _owned(ticket)
     with held(folder, OWNER_FILE, "another 'muletrain kick' is at work here; try again when it is done"):
-        owner = Key.at(folder / OWNER_FILE)
+        owner, removed = Key.at(folder / OWNER_FILE), folder / REMOVED_FILE
+        before = removed.read_text(encoding="utf-8").split() if removed.exists() else []
 
         async def act(network: Libp2pNetwork, run_id: str) -> Removal:
-            return await remove(network, given.addresses, who)
+            return await remove(network, given.addresses, who, frozenset(before))
 
         done: Removal = asyncio.run(_as_member(given, act, owner))
         replaced = str(dataclasses.replace(given, secret=done.secret))
         write_secret(folder / TICKET_FILE, replaced)
+        with suppress(OSError):  # only what a later kick says depends on it
+            removed.write_text("\n".join((*before, *sorted(done.out))), encoding="utf-8")
     print(f"{done.name} ({done.id[-8:]}) is out: {done.told} of {done.kept} members know, the others hear it from them")
+    if done.emptied is not None:
+        print(
+            f"it was the only peer of stage {done.emptied}: the run steps back to its newest checkpoint when a peer of another stage can "
+            f"serve that one ('fleet.adopt_after'); else it waits for a machine that joins"
+        )
     if done.unproven:
         print(f"out, too, as no member that answered had met them: {', '.join(done.unproven)}; they may join again")
     print(f"the old ticket admits nobody any more; the new one:\n\nmuletrain join {replaced}")
