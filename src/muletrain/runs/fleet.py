@@ -41,9 +41,8 @@ class LocalFleet:
         self.folder = folder
         self._wrap = wrap
         self._ending = ExitStack()
-        self._scratch = str(
-            self._ending.enter_context(temporary_folder())
-        )  # ours to remove even where a process was killed
+        # ours to remove even where a process was killed
+        self._scratch = str(self._ending.enter_context(temporary_folder()))
         self._threads = threads
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
