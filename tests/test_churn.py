@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from muletrain.errors import DataError
-from muletrain.sim.churn import HORIZON_S, HOUR_S, TRACE_A, Change, read_trace, simulate
+from muletrain.sim.churn import ADOPT_AFTER_S, HORIZON_S, HOUR_S, TRACE_A, Change, read_trace, simulate
+
+if TYPE_CHECKING:
+    from muletrain.sim.churn import Rule
 
 
 def test_by_hand() -> None:
@@ -61,6 +65,33 @@ def test_our_rule_keeps_more_with_fewer_moves(downtime_s: float, overall: float,
     assert ours.overall >= overall
     assert ours.last_hour >= last
     assert ours.moves_per_hour <= 20
+
+
+@pytest.mark.parametrize("rule", ["none", "swarm", "muletrain"])
+def test_a_stage_that_lost_all_peers_is_adopted(rule: Rule) -> None:
+    """Of 6 peers on 4 stages, 2 go: in some draw one stage is left with 2, another with none, for 30 s as in a run."""
+    trace = [Change(HORIZON_S / 2, -2)]
+    results = [simulate(trace, peers=6, stages=4, rule=rule, runs=1, seed=s, period_s=HORIZON_S) for s in range(16)]
+    assert {r.last_hour for r in results} == {100.0}
+    emptied = [r for r in results if r.moves_per_hour > 0]
+    assert emptied, "some draw empties a stage"
+    optimum = HORIZON_S / 2 * (6 + 4) / 4
+    whole = 100 * HORIZON_S / optimum
+    assert [r.overall for r in emptied] == pytest.approx([whole - 100 * ADOPT_AFTER_S / optimum] * len(emptied))
+
+
+@pytest.mark.parametrize("rule", ["swarm", "muletrain"])
+def test_a_fleet_that_shrinks_to_few_peers_keeps_its_stages(rule: Rule) -> None:
+    trace = [Change(3600.0 * hour, -14) for hour in range(1, 24)]
+    shrunk = simulate(trace, peers=16 + 14 * 23, stages=4, rule=rule, runs=10)
+    assert shrunk.last_hour == 100.0
+
+
+def test_a_stage_that_nobody_can_adopt_waits_for_an_arrival() -> None:
+    trace = [Change(HOUR_S, -1), Change(2 * HOUR_S, 1)]
+    waited = simulate(trace, peers=2, stages=2, rule="muletrain", runs=4)
+    assert waited.last_hour == 100.0
+    assert waited.moves_per_hour == 0.0
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from muletrain import events as ev
 from muletrain.cli.console import JsonConsole, LiveConsole, Quality, RunView, final_report, plain_line, status
+from muletrain.cli.view import headline
 from muletrain.runs.tensorboard import TensorBoardSink
 
 if TYPE_CHECKING:
@@ -73,10 +74,33 @@ def test_the_loss_is_smoothed_without_a_bias_at_the_start() -> None:
     assert math.isnan(fold([]).loss)
 
 
-def test_a_step_told_by_two_peers_counts_once_but_another_history_counts() -> None:
+def test_a_step_counts_once_and_another_history_of_it_is_news() -> None:
     view = RunView()
     assert [view.fold(e) for e in (done(1), done(1), done(1, lineage="other"))] == [True, False, True]
-    assert view.tokens == 4000
+    assert view.tokens == 2000
+
+
+def back(step: int, to: int) -> ev.SteppedBack:
+    return ev.SteppedBack(step=step, to=to, lost=[1], moves=[], lineage="new")
+
+
+def test_steps_that_were_taken_back_count_once_and_the_time_without_a_stage_counts() -> None:
+    """Steps 1 to 3, then 40 s without stage 1, then 2 again: two steps in the 6 + 40 + 2 s since the start."""
+    again = dataclasses.replace(done(2, lineage="new"), t=100.0 + 3 + 40 + 2)
+    view = fold([started(), *(dataclasses.replace(done(s), t=97.0 + 2 * s) for s in (1, 2, 3)), back(3, 1), again])
+    assert (view.step, view.tokens) == (2, 4000)
+    assert view.seconds == pytest.approx(6 + 40 + 2)
+    assert shown(final_report(view, None, [], {})).startswith("\n2 of 10 steps, 4,000 tokens in 48.0 s: 83 tokens/s")
+    assert view.tokens_per_s == pytest.approx(1000), "what is left is done at the speed of the steps"
+
+
+def test_a_step_back_is_told_from_where_the_run_was() -> None:
+    """The first to tell may be a newcomer, which had done none."""
+    view = fold([started(steps=1000), done(400)])
+    assert view.fold(back(0, 300))
+    assert "steps back from step 400 to the checkpoint of step 300" in str(headline(back(0, 300), view))
+    assert "the run steps back to the checkpoint of step 300" in str(headline(back(0, 300), fold([])))
+    assert "steps back from step 40 to the beginning" in str(headline(back(40, 0), fold([])))
 
 
 def test_peers_add_up() -> None:
@@ -101,6 +125,28 @@ def test_a_suspected_peer_is_so_until_it_applies_a_step() -> None:
 def test_stages_without_a_peer_are_listed() -> None:
     view = fold([started(stages=3), joined("b", 1), joined("a", 1, OTHER_ID)])
     assert {stage: [p.name for p in peers] for stage, peers in view.stages().items()} == {0: [], 1: ["a", "b"], 2: []}
+
+
+def test_another_peer_under_the_name_of_one_that_is_gone_has_a_row_of_its_own() -> None:
+    events = [joined("a", 0), joined("b", 1, OTHER_ID), applied("b", 1), ev.MemberRemoved(OTHER_ID, "b", peer="a")]
+    view = fold([started(), *events])
+    assert plain_line(view).endswith("stage 1: nobody; 1 gone"), "the owner removed it"
+    new_id = ID[:-1] + "v"
+    for event in (joined("b", 0, new_id), applied("b", 0, microbatches=5), applied("b", 0, microbatches=6)):
+        view.fold(event)
+    assert plain_line(view).endswith("stage 0: a (ready), b; stage 1: nobody; 1 gone")
+    rows = [line.split() for line in shown(final_report(view, None, [], {})).splitlines()]
+    assert ["0", "b", "11"] in [row[:3] for row in rows]
+    assert ["1", "b", f"({OTHER_ID[-8:]})", "2"] in [row[:4] for row in rows]
+    assert (view.name_of(OTHER_ID), view.name_of(new_id)) == (f"b ({OTHER_ID[-8:]})", "b")
+
+
+def test_a_peer_that_the_run_calls_otherwise_than_its_log_has_one_row() -> None:
+    """A newcomer whose name is taken gets another one."""
+    view = fold([started(), dataclasses.replace(joined("b-0", 1), peer="b"), applied("b", 1)])
+    assert plain_line(view).endswith("stage 0: nobody; stage 1: b-0")
+    view.fold(ev.PeerLeft(ID, "b-0", 1, peer="b"))
+    assert plain_line(view).endswith("stage 1: nobody; 1 gone")
 
 
 def test_those_that_have_gone_are_counted_and_not_named_any_more() -> None:

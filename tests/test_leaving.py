@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from muletrain.cli.status import Announced
 from muletrain.sim.scenario import Fault, Scenario
 from muletrain.sim.verdict import LEFT, Outcome, readable
-from muletrain.sim.world import play
+from muletrain.sim.world import World, play
 from muletrain.swarm.leaving import Departure
 from muletrain.swarm.messages import ShardFacts
 from muletrain.swarm.record import StageEntry, StepRecord
@@ -61,6 +64,24 @@ def test_leaving_is_no_fault(leaver: str) -> None:
     assert not said(outcome, "rerouted")
     assert not [text for text in said(outcome, "step_applied") if "recomputed=0" not in text]
     assert len(said(outcome, f"{leaver} step_applied")) == 1
+
+
+def test_who_left_says_so_in_the_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """'muletrain status' would show it for as long as its last word holds."""
+    worlds: list[World] = []
+
+    class Kept(World):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            worlds.append(self)
+
+    monkeypatch.setattr("muletrain.sim.world.World", Kept)
+    outcome = play(Scenario(1, (2, 2), 2, 4, 8, 0.01, (Fault(0.35, "leave", ("peer-1b",)),)))
+    assert outcome.ends["peer-1b"] == LEFT
+    said = {peer: Announced.read(peer, value) for peer, (_, value) in worlds[0].hub.directory["fuzz/peers"].items()}
+    assert {peer: a is not None and a.left for peer, a in said.items()} == {
+        "peer-0a": False, "peer-0b": False, "peer-1a": False, "peer-1b": True
+    }  # fmt: skip
 
 
 def test_all_of_a_stage_want_to_go_and_the_last_stays_and_says_so() -> None:

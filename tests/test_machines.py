@@ -45,7 +45,7 @@ from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.first_weights import write_first_checkpoint
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.ticket import Ticket
-from muletrain.runs.worker import Worker
+from muletrain.runs.worker import PROTOCOL, Worker
 from muletrain.sim.loop import run_virtually
 from muletrain.swarm.roster import Genesis
 from muletrain.wire.codec import encode_raw
@@ -53,6 +53,7 @@ from tests.fleet_run import checkpoint_weights
 from tests.namespaces import Switch
 from tests.reference import train_plainly
 from tests.test_equivalence import EXACT, facts_of, relative_difference
+from tests.test_network import OWNER, SECRET, world
 
 TINY = ["--set", "model.width=64", "--set", "model.heads=2", "--set", "model.context=32"]
 
@@ -743,9 +744,61 @@ def test_status_shows_progress_and_which_stage_nobody_serves() -> None:
     console.print(status_of([], ["stage 1 has no peer", "2 more of 4 peers"]))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "step 4 of 10  loss 4.250  10,000 tokens/s" in text
-    assert ["1", "b", "3", "id-of-b"] in [line.split() for line in text.splitlines()]
+    assert ["1", "b", "3", "0", "s", "ago", "id-of-b"] in [line.split() for line in text.splitlines()]
     assert "nobody announced itself lately" in text
     assert "the run has not begun; it waits for: stage 1 has no peer, 2 more of 4 peers" in text
+
+
+def test_status_shows_how_old_its_news_is_and_believes_the_fresh() -> None:
+    """After a step back, what one that died said before goes further than the run is."""
+    old = Announced.read("id-of-old", announced(name="a", stage=0, step=9, loss=3.0), age_s=24.7)
+    new = Announced.read("id-of-new", announced(name="a", stage=0, step=4), age_s=-1.0)
+    assert old is not None
+    assert new is not None
+    console = Console(file=io.StringIO(), width=80)
+    console.print(status_of([old, new], ()))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "step 4 of 10  loss 4.500" in text
+    rows = [line.split() for line in text.splitlines()]
+    assert ["0", "a", "9", "25", "s", "ago", "d-of-old"] in rows
+    assert ["0", "a", "4", "0", "s", "ago", "d-of-new"] in rows
+
+
+@pytest.mark.alone
+def test_status_leaves_out_who_left_and_has_the_runs_figures_once(capsys: pytest.CaptureFixture[str]) -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            a = await w.open(protocol=PROTOCOL)
+            b = await w.open(a, protocol=PROTOCOL)
+            await a.announce("run/peers", announced(name="a", stage=0, step=4), 20)
+            await b.announce("run/peers", announced(left=True), 30)
+            ticket = str(Ticket("run", SECRET, OWNER.public, tuple(a.addresses())))
+            for as_json in (True, False):
+                await asyncio.to_thread(machines_cli.show_status, ticket, json=as_json)
+
+    asyncio.run(scenario())
+    told, shown = capsys.readouterr().out.split("\n", 1)
+    status = json.loads(told)
+    assert (status["step"], status["loss"], status["tokens_per_s"]) == (4, 4.5, 1e4)
+    (peer,) = status["peers"]
+    assert (peer["name"], peer["step"]) == ("a", 4)
+    assert 10 <= peer["age_s"] <= 14, "it said so for 30 s, and 20 were left"
+    assert not {"loss", "tokens_per_s"} & peer.keys(), "those are the run's"
+    assert "nobody announced itself lately" in shown
+
+
+@pytest.mark.alone
+def test_status_of_a_run_that_is_over() -> None:
+    async def over() -> str:
+        async with world() as w:
+            gone = await w.open(protocol=PROTOCOL)
+            return str(Ticket("run", SECRET, OWNER.public, tuple(gone.addresses())))
+
+    ticket = asyncio.run(over())
+    with pytest.raises(MuletrainError) as told:
+        machines_cli.show_status(ticket, json=False)
+    port = Ticket.parse(ticket).ports()
+    assert str(told.value) == f"nobody answers at {port}: the run is over, or this machine cannot connect there"
 
 
 def test_names_that_would_steer_a_terminal_are_refused_at_the_door() -> None:

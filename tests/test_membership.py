@@ -34,7 +34,8 @@ from muletrain.runs.fleet import LocalFleet
 from muletrain.runs.lobby import Visitor
 from muletrain.runs.removal import Members, remove, serve_members
 from muletrain.runs.ticket import Ticket
-from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE
+from muletrain.runs.worker import PROTOCOL
+from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE, write_secret
 from muletrain.wire.frame import pack
 from tests.fleet_run import run_fleet
 from tests.test_network import OWNER, SECRET, World, world
@@ -204,10 +205,10 @@ def test_a_peer_id_holds_the_public_key() -> None:
 # The kicked ---------------------------------------------------------------------------------------------------------------
 
 
-async def roll(net: Libp2pNetwork, *others: Libp2pNetwork) -> None:
-    """``net`` says that these, and itself, are in the run, by the names 'a', 'b', ..."""
+async def roll(net: Libp2pNetwork, *others: Libp2pNetwork, stages: tuple[int, ...] = ()) -> None:
+    """``net`` says that these, and itself, are in the run, by the names 'a', 'b', ..., and serve these stages."""
     names = {n.peer_id: chr(ord("a") + k) for k, n in enumerate((net, *others))}
-    serve_members(net, lambda: names)
+    serve_members(net, lambda: names, lambda: dict(zip(names, stages, strict=False)))
     Visitor(net, net.peer_id)  # says who founded the run
 
 
@@ -248,6 +249,42 @@ def test_a_kicked_member_gets_nothing_on_any_way() -> None:
             newcomer = await w.open(a, secret=done.secret)
             await newcomer.send(b.peer_id, Frame("x", {"n": 2}))
             assert (await w.next(b))[0] == newcomer.peer_id
+
+    asyncio.run(scenario())
+
+
+def test_kick_warns_of_a_stage_without_peers_and_tells_of_each_victim_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "this"
+    folder.mkdir(parents=True)
+    key = Key.at(folder / OWNER_FILE)
+
+    async def kick(who: str) -> str:
+        await asyncio.to_thread(kick_peer, who, None)
+        return capsys.readouterr().out
+
+    async def scenario() -> None:
+        async with world() as w:
+            a = await w.open(owner=key, protocol=PROTOCOL)
+            b, c, d = [await w.open(a, owner=key.public, protocol=PROTOCOL) for _ in "bcd"]
+            ticket = Ticket("run", SECRET, key.public, tuple(a.addresses()))
+            write_secret(folder / TICKET_FILE, str(ticket))
+            await roll(a, b, c, d, stages=(0, 1, 2, 1))
+            told = await kick("c")
+            assert "it was the only peer of stage 2" in told
+            assert "join again" not in told
+            await roll(a, b, c, d, stages=(0, 1))  # rosters keep those that they believe dead
+            told = await kick("d")
+            assert "only peer" not in told
+            assert "join again" not in told, "c is out for good"
+            ticket = Ticket.parse((folder / TICKET_FILE).read_text())
+            e = await w.open(a, owner=key.public, protocol=PROTOCOL, secret=ticket.secret)
+            names = {a.peer_id: "a", b.peer_id: "b", c.peer_id: "c", d.peer_id: "d", e.peer_id: "c"}
+            serve_members(a, lambda: names)
+            assert f"c ({e.peer_id[-8:]}) is out" in await kick("c"), "not the one that was called so before"
+            assert b.trust.belongs
 
     asyncio.run(scenario())
 

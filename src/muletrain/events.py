@@ -331,7 +331,7 @@ class SteppedBack(Event):
     """Stages lost all their peers: this process begins anew at the newest complete checkpoint, as all do. Steps are lost, no numbers."""
 
     step: int
-    """Steps done by then."""
+    """Steps that this process had done; 0: it was coming."""
     to: int
     """Steps in the checkpoint; 0: the beginning."""
     lost: list[int]

@@ -10,29 +10,29 @@ import re
 import secrets
 import socket
 import sys
-import tempfile
 import time
-from pathlib import Path
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from muletrain.cli.console import make_console
 from muletrain.cli.planned import machines_of
 from muletrain.cli.session import POLL_S, Session
-from muletrain.cli.status import Announced, status_of
+from muletrain.cli.status import Announced, furthest, status_of
 from muletrain.cli.train import first_checkpoint, newest_checkpoint, opened, placed, prepare, save_config
 from muletrain.cli.view import printable
 from muletrain.config.schema import DataConfig
 from muletrain.data.corpus import Corpus, absolute
-from muletrain.errors import AdmissionError, ConfigError, DataError, MuletrainError, NetworkError
+from muletrain.errors import AdmissionError, ConfigError, DataError, MuletrainError, NetworkError, PeerUnreachable
 from muletrain.events import PeerJoined, PeerLeft
 from muletrain.runs.fleet import LocalFleet
-from muletrain.runs.folder import ROOT, held, new_run_folder
+from muletrain.runs.folder import ROOT, held, new_run_folder, temporary_folder
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.ticket import Ticket
-from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE, write_secret
+from muletrain.runs.worker_files import OWNER_FILE, REMOVED_FILE, TICKET_FILE, write_secret
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
+    from pathlib import Path
 
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
@@ -314,22 +314,29 @@ class JoinSession(Session):
 
 
 def show_status(ticket: str | None, *, json: bool) -> None:
-    """Print what the members announced in the directory; of a run that has not begun, what it waits for."""
+    """Print what the members announced in the directory; of a run that has not begun, what it waits for. Raises MuletrainError when
+    no member answers."""
     from muletrain.runs.lobby import ask_missing
+    from muletrain.swarm.peer import HOLDS_S
 
     whole = _ticket(ticket)
 
-    async def look(network: Network, run_id: str) -> tuple[list[Announced], tuple[str, ...]]:
-        found = await network.lookup(f"{run_id}/peers")
-        announced = [p for p in (Announced.read(peer, value) for peer, value in found.items()) if p is not None]
-        missing = () if announced else await ask_missing(network, whole.addresses)
-        return sorted(announced, key=lambda p: (p.stage, p.name)), tuple(map(printable, missing))
+    async def look(network: Libp2pNetwork, run_id: str) -> tuple[list[Announced], tuple[str, ...]]:
+        found = await network.lookup_left(f"{run_id}/peers")
+        read = (Announced.read(peer, value, HOLDS_S - left_s) for peer, (value, left_s) in found.items())
+        announced = [p for p in read if p is not None and not p.left]
+        missing: tuple[str, ...] = ()
+        if not announced:
+            with suppress(AdmissionError):  # those that let us in are about to end
+                missing = await ask_missing(network, whole.addresses)
+        return sorted(announced, key=lambda p: (p.stage, p.name, p.age_s)), tuple(map(printable, missing))
 
     peers, missing = asyncio.run(_as_member(whole, look))
     if json:
-        furthest = max(peers, key=lambda p: p.step).model_dump() if peers else {}
-        numbers = {key: furthest.get(key) for key in ("step", "steps", "stages", "loss", "tokens_per_s")}
-        print(jsonlib.dumps({**numbers, "missing": missing, "peers": [p.model_dump() for p in peers]}))
+        at = furthest(peers).model_dump() if peers else {}
+        numbers = {key: at.get(key) for key in ("step", "steps", "stages", "loss", "tokens_per_s")}
+        listed = [p.model_dump(exclude={"loss", "tokens_per_s", "left"}) for p in peers]
+        print(jsonlib.dumps({**numbers, "missing": missing, "peers": listed}))
     else:
         make_console().print(status_of(peers, missing))
 
@@ -362,15 +369,23 @@ def kick_peer(who: str, ticket: str | None) -> None:
 
     folder, given = _owned(ticket)
     with held(folder, OWNER_FILE, "another 'muletrain kick' is at work here; try again when it is done"):
-        owner = Key.at(folder / OWNER_FILE)
+        owner, removed = Key.at(folder / OWNER_FILE), folder / REMOVED_FILE
+        before = removed.read_text(encoding="utf-8").split() if removed.exists() else []
 
         async def act(network: Libp2pNetwork, run_id: str) -> Removal:
-            return await remove(network, given.addresses, who)
+            return await remove(network, given.addresses, who, frozenset(before))
 
         done: Removal = asyncio.run(_as_member(given, act, owner))
         replaced = str(dataclasses.replace(given, secret=done.secret))
         write_secret(folder / TICKET_FILE, replaced)
+        with suppress(OSError):  # only what a later kick says depends on it
+            removed.write_text("\n".join((*before, *sorted(done.out))), encoding="utf-8")
     print(f"{done.name} ({done.id[-8:]}) is out: {done.told} of {done.kept} members know, the others hear it from them")
+    if done.emptied is not None:
+        print(
+            f"it was the only peer of stage {done.emptied}: the run steps back to its newest checkpoint when a peer of another stage can "
+            f"serve that one ('fleet.adopt_after'); else it waits for a machine that joins"
+        )
     if done.unproven:
         print(f"out, too, as no member that answered had met them: {', '.join(done.unproven)}; they may join again")
     print(f"the old ticket admits nobody any more; the new one:\n\nmuletrain join {replaced}")
@@ -410,7 +425,8 @@ def _ticket(text: str | None) -> Ticket:
 async def _as_member(
     ticket: Ticket, work: Callable[[Libp2pNetwork, str], Awaitable[Any]], owner: Key | None = None
 ) -> Any:
-    """Enter the run's network for one question. ``owner``: the run's key, where it is."""
+    """Enter the run's network for one question. ``owner``: the run's key, where it is. Raises PeerUnreachable when no member answers,
+    and AdmissionError."""
     from muletrain.network.libp2p import Libp2pNetwork
     from muletrain.runs.worker import PROTOCOL
 
@@ -418,17 +434,22 @@ async def _as_member(
         raise AdmissionError(
             "the ticket names no member of its run; ask for a ticket of 'muletrain start' or of any member"
         )
-    with tempfile.TemporaryDirectory(prefix="mule-") as folder:
-        network = await Libp2pNetwork.create(
-            run_id=ticket.run_id,
-            secret=ticket.secret,
-            owner=owner or ticket.owner,
-            protocol=PROTOCOL,
-            folder=Path(folder),
-            listen="0.0.0.0",
-            initial_peers=ticket.addresses,
-            visitor=True,
-        )
+    with temporary_folder() as folder:
+        try:
+            network = await Libp2pNetwork.create(
+                run_id=ticket.run_id,
+                secret=ticket.secret,
+                owner=owner or ticket.owner,
+                protocol=PROTOCOL,
+                folder=folder,
+                listen="0.0.0.0",
+                initial_peers=ticket.addresses,
+                visitor=True,
+            )
+        except PeerUnreachable:
+            raise PeerUnreachable(
+                f"nobody answers at {ticket.ports()}: the run is over, or this machine cannot connect there"
+            ) from None
         try:
             return await work(network, ticket.run_id)
         finally:

@@ -14,7 +14,10 @@ from muletrain.units import format_bytes, format_count, format_duration
 SMOOTHING = 0.9  # weight of the past in the shown loss: about the last ten steps
 WINDOW = 20  # steps over which speed is measured: long enough to even out, short enough to follow
 FORGOTTEN = 20  # steps after which a peer that the others leave out is not shown among them any more
-GONE = frozenset({"left", "expelled", "ended"})  # states of peers of which nothing more is to be expected
+FINAL = frozenset(
+    {"expelled", "removed", "ended"}
+)  # states that nothing ends: what such a peer said last may come late
+GONE = FINAL | {"left", "replaced"}  # states of peers of which nothing more is to be expected
 
 
 @dataclass
@@ -68,6 +71,8 @@ class RunView:
         self.evaluated: ev.Evaluated | None = None
         self.checkpoint: ev.CheckpointWritten | None = None
         self.peers: dict[str, PeerView] = {}
+        """By who tells of them (``Event.peer``): the name that a peer began with, in its own log also where the run calls it otherwise. One
+        whose name was taken over: by id."""
         self.missing: list[str] = []
         self.probing: ev.ProbeProgress | None = None
         """While machines and links are measured."""
@@ -75,11 +80,10 @@ class RunView:
         self.rerouted = 0
         self.faults = FaultsView(self.name_of)
         self.step = 0
-        self.tokens = 0
-        self.seconds = 0.0
-        """Sum of the steps' durations [s]."""
         self.last: ev.StepDone | None = None
-        self._names: dict[str, str] = {}  # peer id -> name
+        self._by_id: dict[str, PeerView] = {}
+        self._tokens: dict[int, int] = {}  # of each step
+        self._begin, self._end = math.inf, -math.inf  # of all steps, wall time [s]
         self._loss = 0.0
         self._weight = 0.0
         self._recent: deque[ev.StepDone] = deque(maxlen=WINDOW)
@@ -96,6 +100,16 @@ class RunView:
     def loss(self) -> float:
         """Smoothed training loss [nats/token]; NaN before the first step."""
         return self._loss / self._weight if self._weight else math.nan
+
+    @property
+    def tokens(self) -> int:
+        """Of all steps up to the one we are at; those that were taken back and done again count once."""
+        return sum(tokens for step, tokens in self._tokens.items() if step <= self.step)
+
+    @property
+    def seconds(self) -> float:
+        """From the beginning of the first step to the end of the last [s], with all waiting between them."""
+        return max(0.0, self._end - self._begin) if self._tokens else 0.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -134,9 +148,9 @@ class RunView:
 
     def name_of(self, peer_id: str) -> str:
         """A peer's name, or the end of its id (all ids begin alike) when it has not joined yet."""
-        known = self._names.get(peer_id) or (peer_id if peer_id in self.peers else None)
+        known = self._by_id.get(peer_id) or self.peers.get(peer_id)
         is_id = len(peer_id) > 40 and peer_id.isalnum()  # base58 of a key, not an address
-        return known or (f"..{peer_id[-8:]}" if is_id else peer_id)
+        return known.name if known is not None else f"..{peer_id[-8:]}" if is_id else peer_id
 
     def tokens_per_microbatch(self) -> float:
         """At full sequence length."""
@@ -168,10 +182,12 @@ class RunView:
                 self._suspect(event)
             case ev.MicrobatchRerouted():
                 self.rerouted += 1
-            case ev.PeerLeft() if event.name in self.peers:
-                self.peers[event.name].state = "left"
-            case ev.PeerExpelled() if event.name in self.peers:
-                self.peers[event.name].state = "expelled"
+            case ev.PeerLeft():
+                self._gone(event.peer_id, "left")
+            case ev.PeerExpelled():
+                self._gone(event.peer_id, "expelled")
+            case ev.MemberRemoved():
+                self._gone(event.peer_id, "removed")
             case ev.CheckpointWritten():
                 self.checkpoint = event
             case ev.SteppedBack():
@@ -193,17 +209,30 @@ class RunView:
         return self.warnings[message] == 1
 
     def _join(self, event: ev.PeerJoined) -> None:
-        peer = self.peers.setdefault(event.name, PeerView(event.name))
-        for key in ("peer_id", "stage", "device", "precision", "trainer", "params", "threads"):
+        teller = event.peer or event.name
+        before = self.peers.get(teller)
+        if before is not None and before.peer_id not in ("", event.peer_id):
+            self._set_aside(self.peers.pop(teller))
+        peer = self._by_id[event.peer_id] = self.peers.setdefault(teller, PeerView(event.name))
+        for key in ("peer_id", "name", "stage", "device", "precision", "trainer", "params", "threads"):
             setattr(peer, key, getattr(event, key))
         peer.state = "ready"
-        self._names[event.peer_id] = event.name
         self.missing = []
+
+    def _set_aside(self, peer: PeerView) -> None:
+        """Another one has its name from now on."""
+        self.peers[peer.peer_id] = peer
+        peer.name = f"{peer.name} ({peer.peer_id[-8:]})"
+        peer.state = peer.state if peer.state in GONE else "replaced"
+
+    def _gone(self, peer_id: str, state: str) -> None:
+        if peer_id in self._by_id:
+            self._by_id[peer_id].state = state
 
     def _apply(self, event: ev.StepApplied) -> None:
         peer = self.peers.setdefault(event.peer, PeerView(event.peer))
         peer.stage, peer.step = event.stage, event.step
-        peer.state = "training" if peer.state != "ended" else peer.state  # what it said last may come late
+        peer.state = peer.state if peer.state in FINAL else "training"
         peer.microbatches += event.microbatches
         peer.recomputed += event.recomputed
         peer.compute_s += event.forward_s + event.backward_s
@@ -218,8 +247,8 @@ class RunView:
             return False
         self._seen.add((event.step, event.lineage))
         self.step, self.last, self.missing = event.step, event, []
-        self.tokens += event.tokens
-        self.seconds += event.duration_s
+        self._tokens[event.step] = event.tokens
+        self._begin, self._end = min(self._begin, event.t - event.duration_s), max(self._end, event.t)
         self._recent.append(event)
         if math.isfinite(event.loss):
             self._loss = SMOOTHING * self._loss + (1 - SMOOTHING) * event.loss
@@ -227,7 +256,7 @@ class RunView:
         return True
 
     def _suspect(self, event: ev.PeerSuspected) -> None:
-        peer = self.peers.get(self.name_of(event.peer_id))
+        peer = self._by_id.get(event.peer_id)
         if peer is not None and peer.state != "suspected" and peer.state not in GONE:
             peer.state, peer.suspected_at = "suspected", self.step
 
@@ -251,11 +280,14 @@ def is_warning(event: ev.Event) -> bool:
     return isinstance(event, kinds) or (isinstance(event, ev.Note) and event.level != "info")
 
 
-def _stepped_back(event: ev.SteppedBack) -> str:
+def _stepped_back(event: ev.SteppedBack, view: RunView) -> str:
+    """The first to tell of it may have been behind, or be a newcomer, which had done no step."""
     stages = f"stage{'s' if len(event.lost) > 1 else ''} {', '.join(map(str, event.lost))}"
     where = f"the checkpoint of step {event.to}" if event.to else "the beginning"
     moves = f"; {', '.join(event.moves)}" if event.moves else ""
-    return f"{stages} lost all peers: the run steps back from step {event.step} to {where}{moves}"
+    step = max(event.step, view.step)
+    origin = f"from step {step} " if step > event.to else ""
+    return f"{stages} lost all peers: the run steps back {origin}to {where}{moves}"
 
 
 def essence(reason: str) -> str:
@@ -308,7 +340,7 @@ def headline(event: ev.Event, view: RunView) -> str | None:
         case ev.CheckpointFailed():
             return f"no checkpoint of step {event.step}: {event.reason}"
         case ev.SteppedBack():
-            return _stepped_back(event)
+            return _stepped_back(event, view)
         case ev.Evaluated():
             return f"step {event.step}: validation loss {event.loss:.3f}, perplexity {event.perplexity:.1f}"
         case ev.Note():

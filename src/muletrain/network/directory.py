@@ -110,10 +110,17 @@ class Directory:
 
     async def lookup(self, key: str) -> dict[str, bytes]:
         """What members say about themselves under ``key``; anything else is left out."""
+        return {peer: value for peer, (value, _) in (await self.lookup_left(key)).items()}
+
+    async def lookup_left(self, key: str) -> dict[str, tuple[bytes, float]]:
+        """The same, each with how long it still holds [s]."""
         found = await _within(self._node.get(key, latest=True), f"looking up '{key}'")
         entries = found.value if found is not None and isinstance(found.value, dict) else {}
-        values = {p: self._records.read(key, p, e.value, e.expiration_time) for p, e in entries.items()}
-        return {peer: value for peer, value in values.items() if value is not None}
+        now = get_dht_time()
+        values = {
+            p: (self._records.read(key, p, e.value, e.expiration_time), e.expiration_time) for p, e in entries.items()
+        }
+        return {peer: (value, until - now) for peer, (value, until) in values.items() if value is not None}
 
     async def close(self) -> None:
         with suppress(Exception):  # hivemind's node may be half way through a refresh

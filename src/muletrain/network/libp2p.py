@@ -374,6 +374,11 @@ class Libp2pNetwork:
         assert self._directory is not None
         return await self._directory.lookup(key)
 
+    async def lookup_left(self, key: str) -> dict[PeerId, tuple[bytes, float]]:
+        """As ``lookup``; with each value, how long it still holds [s]."""
+        assert self._directory is not None
+        return await self._directory.lookup_left(key)
+
     def carried(self) -> dict[PeerId, int]:
         assert self._relay is not None
         carried, self._relay.carried = self._relay.carried, Counter()

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from muletrain import __version__
+from muletrain.runs.folder import temporary_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -128,10 +129,10 @@ def python() -> Check:
 
 def ask(part: Part, question: Question, command: list[str]) -> Iterator[Check]:
     """What the process says, and a finding for the check that it did not come to."""
-    with tempfile.TemporaryDirectory(prefix="mule-") as scratch:  # ours to remove if it is killed
+    with temporary_folder() as scratch:  # ours to remove if it is killed
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
-            start_new_session=True, env={**os.environ, "TMPDIR": scratch},
+            start_new_session=True, env={**os.environ, "TMPDIR": str(scratch)},
         )  # fmt: skip
         late = False
         try:

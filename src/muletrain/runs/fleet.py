@@ -10,13 +10,13 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Self
 
 from muletrain.errors import MuletrainError
 from muletrain.events import Note
+from muletrain.runs.folder import temporary_folder
 from muletrain.runs.ticket import Ticket
 from muletrain.runs.worker_files import SCRATCH, TICKET_FILE
 
@@ -40,7 +40,9 @@ class LocalFleet:
         """``wrap``: what to put before the command of the peer of that name (``ip netns exec ...``)."""
         self.folder = folder
         self._wrap = wrap
-        self._scratch = tempfile.TemporaryDirectory(prefix="mule-")  # ours to remove even where a process was killed
+        self._ending = ExitStack()
+        # ours to remove even where a process was killed
+        self._scratch = str(self._ending.enter_context(temporary_folder()))
         self._threads = threads
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -49,7 +51,7 @@ class LocalFleet:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-        self._scratch.cleanup()
+        self._ending.close()
 
     def spawn(self, names: list[str]) -> None:
         """Start the interpreters (imports take seconds); ``begin`` gives each its work."""
@@ -57,7 +59,7 @@ class LocalFleet:
             with open(self.folder / f"{name}.log", "ab") as log:
                 process = subprocess.Popen(
                     [*self._wrap(name), sys.executable, "-m", "muletrain.runs.worker"], stdin=subprocess.PIPE, stdout=log, stderr=log,
-                    env={**_environment(self._threads), "TMPDIR": self._scratch.name, SCRATCH: self._scratch.name},
+                    env={**_environment(self._threads), "TMPDIR": self._scratch, SCRATCH: self._scratch},
                     start_new_session=True,
                 )  # fmt: skip
             self._running[name] = process

@@ -5,8 +5,12 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
+import platform
+import shutil
+import stat
+import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +20,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path("runs")
+TEMPORARY = "mule-"
+"""What names of temporary folders begin with; short, because they hold sockets."""
+LOCK = f"lock-{platform.node()}"
+"""In a command's temporary folder. Other machines may share the place, and not the locks."""
+YOUNG_S = 60.0
+"""A folder of this age may be about to be locked."""
 WATCH_S = 1.0
 LEAST_ROOM = 1 << 16
 """Bytes: less is a full disk."""
@@ -52,6 +62,25 @@ def held(folder: Path, name: str = "lock", otherwise: str = "") -> Iterator[None
         yield
     finally:
         os.close(file)
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder for a command's sockets and keys, and for the temporary files of its processes. A command that is killed together with them
+    leaves it behind; the next one on this machine removes what nobody holds the lock of."""
+    _sweep()
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY) as name, held(Path(name), LOCK):
+        yield Path(name)
+
+
+def _sweep() -> None:
+    for lock in Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*/{LOCK}"):
+        with suppress(OSError, MuletrainError):  # it has just gone, or is in use
+            folder = lock.parent.lstat()
+            ours = stat.S_ISDIR(folder.st_mode) and folder.st_uid == os.geteuid()
+            if ours and time.time() - lock.stat().st_mtime > YOUNG_S:
+                with held(lock.parent, LOCK):
+                    shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 class DiskWatch:

@@ -16,7 +16,7 @@ from pydantic import Field
 from muletrain.errors import AdmissionError, MuletrainError, NetworkError
 from muletrain.network.trust import MAX_KEPT, chain_from
 from muletrain.runs.lobby import find_founder
-from muletrain.swarm.messages import Id, Message
+from muletrain.swarm.messages import Id, Message, Name, Natural
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,11 +32,13 @@ SHORTEST_ID = 6
 
 
 class Listed(Message):
-    """One member. ``certificate``: empty where the answering peer has not seen it."""
+    """One member. ``certificate``: empty where the answering peer has not seen it. ``stage``: what it serves; None where the answering peer
+    believes it dead, and before the run begins."""
 
     id: Id
-    name: Id
+    name: Name
     certificate: Annotated[bytes, Field(max_length=1024)]
+    stage: Natural | None = None
 
 
 class Members(Message):
@@ -46,9 +48,14 @@ class Members(Message):
     members: Annotated[tuple[Listed, ...], Field(max_length=MAX_KEPT)]
 
 
-def serve_members(net: Libp2pNetwork, names: Callable[[], dict[PeerId, str]]) -> None:
+def serve_members(
+    net: Libp2pNetwork, names: Callable[[], dict[PeerId, str]], stages: Callable[[], dict[PeerId, int]] = dict
+) -> None:
+    """``stages``: of those believed alive."""
+
     async def answer(sender: PeerId, payload: bytes) -> bytes:
-        listed = (Listed(id=p, name=n, certificate=net.certificate(p)) for p, n in names().items())
+        at = stages()
+        listed = (Listed(id=p, name=n, certificate=net.certificate(p), stage=at.get(p)) for p, n in names().items())
         return Members(members=tuple(listed)).pack()
 
     net.serve(Members.KIND, answer)
@@ -65,13 +72,19 @@ class Removal:
     told: int
     unproven: tuple[str, ...]
     """Names of those whose certificate nobody had seen: they are out, too, and need the new ticket."""
+    out: frozenset[PeerId]
+    """Everyone that is out by it."""
+    emptied: int | None
+    """A stage that nobody serves without it, as far as those know that answered."""
 
 
-async def remove(net: Libp2pNetwork, addresses: tuple[str, ...], who: str) -> Removal:
-    """``who``: a name, an id or its end. ``net`` holds the owner's key; ``addresses`` are the ticket's. Raises MuletrainError when
-    nobody is removed."""
+async def remove(
+    net: Libp2pNetwork, addresses: tuple[str, ...], who: str, before: frozenset[PeerId] = frozenset()
+) -> Removal:
+    """``who``: a name, an id or its end. ``net`` holds the owner's key; ``addresses`` are the ticket's. ``before``: who is out already;
+    members believe them dead, and name them still. Raises MuletrainError when nobody is removed."""
     founder = await find_founder(net, addresses)
-    answers = await _ask_around(net, [founder, *(a.rsplit("/p2p/", 1)[-1] for a in addresses)])
+    answers = await _ask_around(net, [founder, *(a.rsplit("/p2p/", 1)[-1] for a in addresses)], before)
     called = {m.id: m.name for listed in answers.values() for m in listed}
     target = find(called, who)
     if target == founder:
@@ -92,8 +105,14 @@ async def remove(net: Libp2pNetwork, addresses: tuple[str, ...], who: str) -> Re
         raise MuletrainError(
             f"no member could be told that {who} is out ({results[0]}); nothing has changed, try again"
         )
-    unproven = sorted(names[p] for p in names.keys() - kept)
-    return Removal(called[target], target, secret, len(kept), sum(r is None for r in results), tuple(unproven))
+    unproven = names.keys() - kept
+    stage = next((m.stage for p, listed in answers.items() if p != target for m in listed if m.id == target), None)
+    served = {m.stage for m in said if m.id in kept}
+    return Removal(
+        called[target], target, secret, len(kept), sum(r is None for r in results),
+        unproven=tuple(sorted(names[p] for p in unproven)), out=frozenset({target, *unproven}),
+        emptied=None if stage in served else stage,
+    )  # fmt: skip
 
 
 def find(names: dict[PeerId, str], who: str) -> PeerId:
@@ -116,8 +135,10 @@ def _counts(net: Libp2pNetwork, m: Listed) -> bool:
     return net.trust.genuine(m.id, chain) and net.trust.current(m.id, chain)
 
 
-async def _ask_around(net: Libp2pNetwork, ask: list[PeerId]) -> dict[PeerId, tuple[Listed, ...]]:
-    """Answers by who gave them, until the certificate of everyone they name was seen."""
+async def _ask_around(
+    net: Libp2pNetwork, ask: list[PeerId], out: frozenset[PeerId]
+) -> dict[PeerId, tuple[Listed, ...]]:
+    """Answers by who gave them, until the certificate of everyone they name was seen; without those that are ``out``."""
     answers: dict[PeerId, tuple[Listed, ...]] = {}
     asked: set[PeerId] = set()
     problems = []
@@ -131,7 +152,7 @@ async def _ask_around(net: Libp2pNetwork, ask: list[PeerId]) -> dict[PeerId, tup
         except NetworkError as e:
             problems.append(str(e))
             continue
-        answers[peer] = answer.members
+        answers[peer] = tuple(m for m in answer.members if m.id not in out)
         seen = {m.id for listed in answers.values() for m in listed if _counts(net, m)}
         lacking = {m.id for listed in answers.values() for m in listed} - seen
         if not lacking:

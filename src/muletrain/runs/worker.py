@@ -176,7 +176,7 @@ class Worker:
             on_ban=lambda peer: self._log.emit(PeerBanned(peer_id=peer, seconds=BAN_S)), on_relay=self._relayed,
             private=spec.private, carries=spec.bandwidth_bytes_per_s is None,
         )  # fmt: skip
-        serve_members(network, lambda: self._names())
+        serve_members(network, lambda: self._names(), self._stages)
         serve_sight(network, carries=spec.bandwidth_bytes_per_s is None)
         links = self._limited(network)
         try:
@@ -186,6 +186,11 @@ class Worker:
                 await self._join(links)
         finally:
             await network.close()
+
+    def _stages(self) -> dict[PeerId, int]:
+        """What each member serves that this peer believes alive; nothing before the run begins."""
+        roster = self._roster
+        return {} if roster is None else {m.id: m.stage for m in roster.members() if roster.is_alive(m.id)}
 
     def _refused(self, remote: str, reason: str) -> None:
         kind = JoinRefused if self._peer is None else FrameRefused

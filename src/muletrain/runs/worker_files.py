@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 TICKET_FILE = "ticket"
 OWNER_FILE = "owner.key"
 """The private key of the run's owner, where it was founded."""
+REMOVED_FILE = "removed"
+"""Beside it: ids of those that the owner removed, a line each."""
 PROBE_FILE = "probe"
 """'muletrain doctor --peers' asks 'muletrain start' by it."""
 SCRATCH = "MULETRAIN_SCRATCH"

@@ -2,7 +2,8 @@
 
 Peers are equal, a stage does what its peers do, the pipeline what its smallest stage does, and the best that could be is all peers
 spread evenly (SWARM 4.4, app. D, I). A departure takes a peer of a stage drawn at random; an arrival goes to a stage drawn at random
-where nothing rebalances, else to the smallest.
+where nothing rebalances, else to the smallest. A stage that lost all its peers is adopted, as in every run (``policy.adoption``); the
+steps that the run then goes back by are not counted.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from muletrain.errors import DataError
+from muletrain.policy.adoption import Standing, adopters
 from muletrain.policy.rebalance import Load, View, by_queue, by_throughput
 from muletrain.swarm.rebalancing import HORIZON_PERIODS
 
@@ -37,6 +39,8 @@ Rule = Literal["none", "swarm", "muletrain"]
 HORIZON_S = 32 * 3600.0
 """SWARM's trace lasts 32 hours."""
 HOUR_S = 3600.0
+ADOPT_AFTER_S = 30.0
+"""The default of ``fleet.adopt_after``: a stage may be empty for so long before another one gives it a peer."""
 
 
 @dataclass(frozen=True)
@@ -199,6 +203,8 @@ class _Run:
         self._moving = [0] * stages
         """On their way, by destination."""
         self._moves = 0
+        self._empty: dict[int, float] = {}
+        """Stages without a peer, and since when."""
         self._arrivals: list[tuple[float, int]] = []
         """Heap: (time, stage)."""
         self._steps: list[tuple[float, int, int]] = []
@@ -211,10 +217,11 @@ class _Run:
             self._steps.append((now_s, min(self._serving), sum(self._serving) + sum(self._moving)))
             change_s = self._changes[upcoming].time_s if upcoming < len(self._changes) else math.inf
             arrival_s = self._arrivals[0][0] if self._arrivals else math.inf
+            adoption_s = self._adoption_s(now_s)
             if settled:  # the rule has nothing to say until somebody comes or goes
-                tick = max(tick, math.ceil(min(change_s, arrival_s, HORIZON_S) / self._period_s))
+                tick = max(tick, math.ceil(min(change_s, arrival_s, adoption_s, HORIZON_S) / self._period_s))
             tick_s = tick * self._period_s
-            now_s = min(change_s, tick_s, arrival_s, HORIZON_S)
+            now_s = min(change_s, tick_s, arrival_s, adoption_s, HORIZON_S)
             if now_s >= HORIZON_S:
                 break
             if arrival_s == now_s:
@@ -226,6 +233,9 @@ class _Run:
                 self._change(self._changes[upcoming].peers)
                 upcoming += 1
                 settled = False
+            elif adoption_s == now_s:
+                self._adopt(now_s)
+                settled = False
             else:
                 tick += 1
                 settled = not self._rebalance(decide, now_s)
@@ -236,16 +246,37 @@ class _Run:
         """Whether the rule wanted anything."""
         moves = decide(tuple(a + b for a, b in zip(self._serving, self._moving, strict=True)))
         for source, target in moves:
-            if self._serving[source] == 0:
-                continue  # all of them are on their way here
-            self._moves += 1
-            self._serving[source] -= 1
-            if self._downtime_s > 0:
-                self._moving[target] += 1
-                heappush(self._arrivals, (now_s + self._downtime_s, target))
-            else:
-                self._serving[target] += 1
+            if self._serving[source]:  # else all of them are on their way here
+                self._move(source, target, now_s)
         return bool(moves)
+
+    def _move(self, source: int, target: int, now_s: float) -> None:
+        self._moves += 1
+        self._serving[source] -= 1
+        if self._downtime_s > 0:
+            self._moving[target] += 1
+            heappush(self._arrivals, (now_s + self._downtime_s, target))
+        else:
+            self._serving[target] += 1
+
+    def _adoption_s(self, now_s: float) -> float:
+        """When somebody moves to a stage that has been empty for long; never where no stage can spare a peer."""
+        counts = map(sum, zip(self._serving, self._moving, strict=True))
+        self._empty = {s: self._empty.get(s, now_s) for s, n in enumerate(counts) if not n}
+        if not self._empty or max(self._serving) < 2:
+            return math.inf
+        return max(now_s, min(self._empty.values()) + ADOPT_AFTER_S)
+
+    def _adopt(self, now_s: float) -> None:
+        """Every empty stage, as one step back fills them all; who is on the way to a stage counts there, and stays."""
+        everywhere = frozenset(range(len(self._serving)))
+        standings = {
+            f"{s:04}.{k:06}": Standing(s, everywhere, {}) for s, n in enumerate(self._serving) for k in range(n)
+        }
+        standings |= {f"{s:04}.coming": Standing(s, frozenset(), {}) for s, n in enumerate(self._moving) if n}
+        moves, _ = adopters(standings, (1.0,) * len(self._serving))
+        for peer, stage in moves.items():
+            self._move(int(peer[:4]), stage, now_s)
 
     def _change(self, peers: int) -> None:
         served = [s for s, n in enumerate(self._serving) if n]

@@ -68,7 +68,11 @@ if TYPE_CHECKING:
     from muletrain.swarm.trainer import Source
 
 ANNOUNCE_S = 10.0
-"""Between announcements in the directory; a record lives three times as long."""
+"""Between announcements in the directory."""
+HOLDS_S = 3 * ANNOUNCE_S
+"""How long one holds."""
+FAREWELL_S = 5.0
+"""Longest time that the last announcement of a peer that leaves may take."""
 TRIES, PAUSE_S, PAUSE_MAX_S = 12, 0.2, 10.0
 """Times that a checkpoint's part is asked for before a peer gives up; the pause between doubles."""
 MAX_PURSUITS = 10
@@ -187,7 +191,7 @@ class Peer:
 
     async def _train(self) -> bool:
         ctx, plan = self._ctx, self._ctx.plan
-        announcing = ctx.spawn(self._announce(), "announce")
+        announcing = ctx.spawn(self._announce_often(), "announce")
         written, returned, sure, followed = True, False, False, 0
         self.rebalancer.settled = not self._joining
         if plan.rebalance != "off":
@@ -260,6 +264,10 @@ class Peer:
             if returned:
                 self._say_back()
         announcing.cancel()
+        if self.left and self.destination is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FAREWELL_S):
+                    await self._announce(left=True)
         return written
 
     def _without(self, record: StepRecord) -> tuple[PeerId, ...]:
@@ -462,19 +470,18 @@ class Peer:
                 peer, Finished.KIND, Finished(written=written).pack(), timeout_s=self._ctx.probe_deadline.seconds(1)
             )
 
-    async def _announce(self) -> None:
-        """Tell the directory that we are here: a hint for status, and for those who banned us."""
-        ctx = self._ctx
+    async def _announce_often(self) -> None:
         while True:
-            try:
-                await ctx.net.announce(
-                    f"{ctx.roster.genesis.run_id}/peers",
-                    json.dumps(self.reporting.status(self.stepper.step)).encode(),
-                    3 * ANNOUNCE_S,
-                )
-            except NetworkError as e:  # a hint that did not get through
-                ctx.emit(Note(level="info", message=f"the directory was not told of us: {e}"))
-            await ctx.clock.sleep(ANNOUNCE_S)
+            await self._announce(left=False)
+            await self._ctx.clock.sleep(ANNOUNCE_S)
+
+    async def _announce(self, *, left: bool) -> None:
+        """Tell the directory that we are here, or have ``left``: a hint for status, and for those who banned us."""
+        ctx, status = self._ctx, self.reporting.status(self.stepper.step, left=left)
+        try:
+            await ctx.net.announce(f"{ctx.roster.genesis.run_id}/peers", json.dumps(status).encode(), HOLDS_S)
+        except NetworkError as e:  # a hint that did not get through
+            ctx.emit(Note(level="info", message=f"the directory was not told of us: {e}"))
 
     # What arrives ---------------------------------------------------------------------------------------------------
 

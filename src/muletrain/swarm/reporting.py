@@ -97,11 +97,11 @@ class Reporting:
             raise ProtocolError(f"report: a {event.kind} event that is not about its sender")
         self._on_report(event, member.name)
 
-    def status(self, step: int) -> dict[str, Any]:
-        """What 'muletrain status' shows of a peer that is at ``step``."""
+    def status(self, step: int, *, left: bool) -> dict[str, Any]:
+        """What 'muletrain status' shows of a peer that is at ``step``, or has ``left`` in order."""
         own, plan, last = self._ctx.roster.own, self._ctx.plan, self._last
         status = {"name": own.name, "stage": own.stage, "stages": plan.stages, "trainer": own.trainer}
-        status |= {"step": step, "steps": plan.steps}
+        status |= {"step": step, "steps": plan.steps, "left": left}
         if last is not None and math.isfinite(last.loss) and last.duration_s > 0:
             status |= {"loss": last.loss, "tokens_per_s": last.tokens / last.duration_s}
         return status
