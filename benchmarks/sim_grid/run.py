@@ -64,6 +64,8 @@ class Seen:
 
     def watch(self, event: Event) -> None:
         match event:
+            case _ if self.whole:  # the world is taken down, one peer after the other
+                pass
             case StepDone() if len(self.ends_s) < event.step:
                 self.ends_s.append(event.t)
             case StepApplied():
