@@ -268,9 +268,12 @@ def test_a_writer_does_not_go_before_its_part_is_safe(
         return await take(*args)
 
     monkeypatch.setattr(Checkpoints, "take", slowly)
-    faults = (Fault(0.9, kind, ("peer-1a",)),)
+    faults = (Fault(2.7, kind, ("peer-1a",)),)
     scenario = Scenario(1, (2, 2), 3, 16, 4, 0.01, faults, checkpoint_every=4, apart=True)
     outcome = run(scenario, tmp_path)
+    assert said(outcome, "peer-1a wants to leave, but its part of checkpoint 4 is on its way"), "\n".join(
+        readable(outcome)
+    )
     (written,) = said(outcome, "peer-0a checkpoint_written step=4")
     assert written < said(outcome, "peer_left" if kind == "leave" else "moves from stage")[0]
 
