@@ -39,7 +39,7 @@ from muletrain.swarm.checkpointing import MAX_OPEN, Book, CheckpointEnd, Checkpo
 from muletrain.swarm.context import Context
 from muletrain.swarm.messages import AskHeld, Block, Held
 from muletrain.swarm.peer import Peer
-from muletrain.swarm.place import Folder, Key, PartFacts, PartsGone, open_place
+from muletrain.swarm.place import MARKER, Folder, Key, PartFacts, PartsGone, open_place
 from muletrain.swarm.roster import Genesis, Member, Roster
 from muletrain.swarm.snapshot import Receiver, Snapshots
 from muletrain.wire.statefile import cut, state_buffers
@@ -148,7 +148,8 @@ class Stages:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(p.name for p in folder.iterdir())
+    """But the marker."""
+    return sorted(p.name for p in folder.iterdir() if p.name != MARKER)
 
 
 def play(scenario: Callable[[], Awaitable[None]]) -> None:
@@ -434,7 +435,7 @@ def test_who_gives_up_on_a_checkpoint_leaves_it_to_the_collector_that_shares_its
         stages = Stages(tmp_path / "run", sharing="other")
         key = Key(4, LINEAGE)
         await stages.write(4, "other")
-        await stages.checkpoints["other"]._end(key, "its parts did not come whole")
+        stages.checkpoints["other"]._end(key, "its parts did not come whole")
         await stages.write(4, "collector")
         assert await asyncio.wait_for(stages.checkpoints["collector"].ended(key), 20)
         Checkpoint.intact(tmp_path / "run" / "step-00000004")

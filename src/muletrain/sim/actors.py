@@ -33,6 +33,7 @@ from muletrain.sim.machines import fetch_s, mortal, seat, seated
 from muletrain.sim.tally import Tally
 from muletrain.swarm.checkpointing import Book
 from muletrain.swarm.context import Context, Plan, capacity
+from muletrain.swarm.disk import Disk
 from muletrain.swarm.messages import Backward, Forward, Member, Reduced, Shard
 from muletrain.swarm.peer import Peer
 from muletrain.swarm.place import Folder
@@ -273,6 +274,7 @@ class Actors:
     async def _peer(self, name: str, network: MemoryNetwork, roster: Roster, *, joining: bool) -> None:
         k = self._kind_of[name]
         kind, place = self._setting.kinds[k], Folder(self._folder, keep=1, name=PLACE)
+        place.disk = Disk(InlineExecutor())
 
         async def make(joins: bool, back: StepBack | None) -> Peer:
             stage = roster.own.stage

@@ -44,6 +44,7 @@ from muletrain.sim.verdict import LEFT, Outcome, judge
 from muletrain.sim.witness import Witness
 from muletrain.swarm.checkpointing import Book
 from muletrain.swarm.context import Context
+from muletrain.swarm.disk import Disk
 from muletrain.swarm.messages import Member
 from muletrain.swarm.peer import Peer
 from muletrain.swarm.place import Folder
@@ -185,7 +186,9 @@ class World:
         """One for all, as in a fleet on one machine, or each its own. What members call it is in the first lineage, so it must not come
         from the folder that this world happens to have."""
         own = name if self.scenario.apart else "run"
-        return Folder(self._folder / own, keep=1, name=own)
+        place = Folder(self._folder / own, keep=1, name=own)
+        place.disk = Disk(InlineExecutor())
+        return place
 
     async def _peer(self, name: str, *, joining: bool = False) -> dict[str, Tensor] | None:
         """A peer's life. Its state at the end of the run, if it came so far."""

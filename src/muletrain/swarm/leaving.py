@@ -14,6 +14,8 @@ from muletrain.events import Note
 from muletrain.policy.deadline import backoff_s
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from muletrain.swarm.context import Context
 
 TRIES, PAUSE_S, PAUSE_MAX_S = 60, 0.05, 2.0
@@ -27,13 +29,15 @@ class Departure:
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
         self.wanted = False
+        self.unsafe: Callable[[], str | None] = lambda: None
+        """What would be lost if we went now."""
         self._told: str | None = None
 
     def announced(self) -> bool:
         """What our seal says: whether we want to go and are not needed. Says why we stay, when that changes."""
         if not self.wanted:
             return False
-        reason = self._ctx.roster.needs_us()
+        reason = self._ctx.roster.needs_us() or self.unsafe()
         if reason is not None and reason != self._told:
             message = f"{self._ctx.roster.own.name} wants to leave, but {reason}: it stays until that changes"
             self._ctx.emit(Note(level="warning", message=message))

@@ -132,6 +132,7 @@ class Peer:
         self._snapshots = Snapshots(ctx, self.stepper)
         self._lineages = Lineages(ctx, self.stepper, self._receiver)
         self._checkpoints = Checkpoints(ctx, self._snapshots, self._receiver, book)
+        self.stepper.departure.unsafe = self._checkpoints.unsafe
         self._adoption = Adoption(ctx, self._checkpoints, self._where, fits, back, self._lineages.goes_on)
         self._membership = Membership(ctx)
         self._early = Early()
@@ -249,7 +250,7 @@ class Peer:
             if ctx.net.peer_id not in gone and (
                 last or (plan.checkpoint_every and (step + 1) % plan.checkpoint_every == 0)
             ):
-                await self._checkpoint(Key(step + 1, record.hash))
+                await self._checkpoint(Key(step + 1, record.hash), last=last)
             if last:
                 self._over = self.stepper.over = True
                 self.stepper.advance(record)
@@ -295,6 +296,8 @@ class Peer:
         ctx, stepper = self._ctx, self.stepper
         self._over = self.left = True  # from now on only what others lack of the steps before
         if await stepper.departure.taken_over(stepper.lineage, stepper.step):
+            if self.destination is None:
+                await self._checkpoints.tidy(over=False)
             return True
         self._over = self.left = False
         ctx.emit(
@@ -334,7 +337,7 @@ class Peer:
         self._say_back()
         if back.step == ctx.plan.steps:
             self._over = self.stepper.over = True
-            await self._checkpoint(self._where())
+            await self._checkpoint(self._where(), last=True)
         return self._over
 
     async def _catch_up(self, why: Behind) -> bool:
@@ -432,9 +435,9 @@ class Peer:
         if trainer is not None and work.missing():
             trainer.spawn(trainer.adopt(work.missing()), "adopt")
 
-    async def _checkpoint(self, key: Key) -> None:
+    async def _checkpoint(self, key: Key, *, last: bool) -> None:
         """Our part of it, while training goes on."""
-        if self._checkpoints.is_writer():
+        if self._checkpoints.begins(key, last=last):
             state = await self._ctx.compute.state()
             self._ctx.spawn(self._checkpoints.write(key, state), f"part of checkpoint {key.step}")
 
@@ -446,8 +449,7 @@ class Peer:
         for work in (self._hear_of_end(key), self._offer_last(key)):
             ctx.spawn(work, "last checkpoint")
         written = await asyncio.shield(self._finished)
-        if written:
-            await self._checkpoints.tidy()
+        await self._checkpoints.tidy(over=written)
         # everyone passes it on: whoever wrote it may not reach them all, and has no time to try again
         await asyncio.gather(*(self._dismiss(peer, written) for peer in ctx.roster.everyone()))
         return written
@@ -461,7 +463,8 @@ class Peer:
         """Our stage's writer may have died, or its word got lost."""
         while not self._finished.done():
             await self._ctx.clock.sleep(OFFER_S)
-            await self._checkpoints.write(key, await self._ctx.compute.state())
+            if self._checkpoints.wants(key):
+                await self._checkpoints.write(key, await self._ctx.compute.state())
 
     async def _dismiss(self, peer: PeerId, written: bool) -> None:
         """Tell ``peer`` that it may go: as a call, since we go next and a frame could still be on its way."""

@@ -4,7 +4,7 @@ Parts first, the manifest that names them by content last: a checkpoint that has
 only then, and everything is on the disk before; object stores show a file only when it is whole. Peers whose members name the same
 place share it: what one of them wrote there, all of them have.
 
-Nothing here waits for anyone but the disk (or the store): call it in ``Context.aside``. Everything raises OSError.
+Nothing here waits for anyone but the disk (or the store): call it by ``Place.disk``. Everything raises OSError.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
-import socket
 from abc import ABC, abstractmethod
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,11 +25,18 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from muletrain.errors import ConfigError
+from muletrain.swarm.disk import Disk
+from muletrain.wire.statefile import cut
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+    from typing import IO
 
 MANIFEST = "manifest.json"
+MARKER = ".place"
+"""Names a folder: peers that read the same random text there share it. Host names and paths may be equal on two machines."""
+PIECE = 64 << 20
+"""Bytes that are written, or read, between two signs that the disk works."""
 _NAME = re.compile(r"\.?step-(\d{8,15})(?:-([0-9a-f]{12}))?(\.partial)?$")
 
 
@@ -58,10 +67,19 @@ class PartsGone(OSError):
 
 
 class Place(ABC):
-    """``name``: what peers that share it call it. ``keep``: that many of the newest complete checkpoints stay."""
+    """``keep``: that many of the newest complete checkpoints stay. ``disk``: where its calls run."""
 
-    def __init__(self, name: str, keep: int) -> None:
-        self.name, self.keep = hashlib.sha256(name.encode()).hexdigest()[:16], keep
+    def __init__(self, keep: int) -> None:
+        self.keep, self.disk = keep, Disk()
+
+    @cached_property
+    def name(self) -> str:
+        """What peers that share it call it."""
+        return hashlib.sha256(self._identity().encode()).hexdigest()[:16]
+
+    @abstractmethod
+    def _identity(self) -> str:
+        """The same for all that share it."""
 
     def write_part(self, key: Key, stage: int, buffers: Sequence[memoryview]) -> None:
         self._write(f"{self._open(key)}/{_file(stage)}", buffers)
@@ -133,6 +151,21 @@ class Place(ABC):
             if step < stay[0]:  # two of one step are of two histories: it is not for us to say which one stays
                 self._remove(name)
 
+    def _pieces(self, buffers: Sequence[memoryview], file: IO[bytes]) -> Iterator[None]:
+        """Write ``buffers``, piece by piece."""
+        for run in cut(buffers, PIECE):
+            for buffer in run:
+                file.write(buffer)
+            yield
+            self.disk.moved()
+
+    def _whole(self, file: IO[bytes]) -> bytes:
+        pieces = []
+        while piece := file.read(PIECE):
+            pieces.append(piece)
+            self.disk.moved()
+        return b"".join(pieces)
+
     @abstractmethod
     def where(self, key: Key) -> str:
         """The complete checkpoint, for people."""
@@ -173,9 +206,28 @@ class Folder(Place):
     """On a disk of this machine, or one that several share. Survives power cuts: a name that says 'complete' comes last."""
 
     def __init__(self, root: Path, keep: int, name: str | None = None) -> None:
-        """``name``: where it is the same place on all machines; default: it is this machine's."""
-        super().__init__(f"{socket.gethostname()}:{root.resolve()}" if name is None else name, keep)
-        self._root = root
+        """``name``: what makes two of them the same place; default: its marker."""
+        super().__init__(keep)
+        self._root, self._given = root, name
+
+    def _identity(self) -> str:
+        """A folder that cannot be written to is shared with nobody."""
+        if self._given is not None:
+            return self._given
+        marker, own = self._root / MARKER, secrets.token_hex(16)
+        draft = marker.with_name(f"{MARKER}.{own}")
+        try:
+            if not marker.exists():
+                self._root.mkdir(parents=True, exist_ok=True)
+                draft.write_text(own)
+                with suppress(FileExistsError):
+                    _link(draft, marker)
+            return marker.read_text() or own
+        except OSError:
+            return own
+        finally:
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
 
     def where(self, key: Key) -> str:
         return str(self._root / self._complete(key))
@@ -214,15 +266,15 @@ class Folder(Place):
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.{os.getpid()}")
         with partial.open("wb") as file:
-            for buffer in buffers:
-                file.write(buffer)
-            file.flush()
-            os.fsync(file.fileno())
+            for _ in self._pieces(buffers, file):
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(partial, target)
         _sync_folder(target.parent)
 
     def _read(self, path: str) -> bytes:
-        return (self._root / path).read_bytes()
+        with (self._root / path).open("rb") as file:
+            return self._whole(file)
 
     def _size(self, path: str) -> int | None:
         try:
@@ -238,9 +290,12 @@ class Store(Place):
     """What fsspec writes to. Nothing is renamed there: a folder is complete once it has a manifest."""
 
     def __init__(self, url: str, keep: int) -> None:
-        super().__init__(url, keep)
+        super().__init__(keep)
         self._fs, self._root = fsspec.core.url_to_fs(url)
         self._url = url
+
+    def _identity(self) -> str:
+        return self._url
 
     def where(self, key: Key) -> str:
         return f"{self._url.rstrip('/')}/{self._complete(key)}"
@@ -267,12 +322,12 @@ class Store(Place):
         full = f"{self._root}/{path}"
         self._fs.makedirs(full.rsplit("/", 1)[0], exist_ok=True)
         with self._fs.open(full, "wb") as file:
-            for buffer in buffers:
-                file.write(buffer)
+            for _ in self._pieces(buffers, file):
+                pass
 
     def _read(self, path: str) -> bytes:
-        content: bytes = self._fs.cat_file(f"{self._root}/{path}")
-        return content
+        with self._fs.open(f"{self._root}/{path}", "rb") as file:
+            return self._whole(file)
 
     def _size(self, path: str) -> int | None:
         self._fs.invalidate_cache()
@@ -302,11 +357,22 @@ def open_place(url: str, keep: int) -> Place:
         fs, path = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError, OSError) as e:
         raise ConfigError(f"checkpoint.place: {url} cannot be used on this machine: {e}") from e
-    return Folder(Path(path), keep, url) if isinstance(fs, LocalFileSystem) else Store(url, keep)
+    return Folder(Path(path), keep) if isinstance(fs, LocalFileSystem) else Store(url, keep)
 
 
 def _file(stage: int) -> str:
     return f"stage-{stage}.safetensors"
+
+
+def _link(file: Path, name: Path) -> None:
+    """Give ``file`` a second ``name``: of several processes one does, and nobody sees half of it. Raises FileExistsError."""
+    try:
+        os.link(file, name)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links: who comes at that very moment may find it empty
+        with name.open("x") as copy:
+            copy.write(file.read_text())
 
 
 def _sync_folder(path: Path) -> None:
