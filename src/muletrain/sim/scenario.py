@@ -45,7 +45,8 @@ class Fault:
     ``who``, for ``for_s``; a 'partition' between ``who`` and all others, or a 'blackhole', of which nobody is told; 'join': a newcomer,
     whose name says its stage; or ``who`` wants to 'leave' in order, or to 'move' to the next stage (or to stage ``to``). A kill or
     damage with ``on`` waits, from ``at_s`` on, for the ``nth`` frame of that kind that ``who`` would send: it dies instead, or that
-    frame is damaged. 'corrupt': ``who`` computes wrongly (``how``: see ``sim.faulty``)."""
+    frame is damaged. 'corrupt': ``who`` computes wrongly (``how``: see ``sim.faulty``). 'hang': no operation of its device ends, while its
+    event loop answers."""
 
     at_s: float
     kind: str
