@@ -17,6 +17,7 @@ from muletrain.compute import jobs
 from muletrain.compute.base import Microbatch
 from muletrain.compute.jobs import Jobs
 from muletrain.compute.torch_compute import StageSetup, TorchCompute
+from muletrain.events import Note
 from muletrain.network.memory import MemoryHub
 from muletrain.runs.worker_files import EXIT_ERROR
 from muletrain.sim import reference
@@ -29,9 +30,16 @@ from muletrain.swarm.messages import Member
 from muletrain.swarm.roster import Genesis, Roster
 from muletrain.swarm.watchdog import LOOK_S, DeviceHung, Watchdog, hung_s
 
+from . import hanging_worker
+from .fleet_run import checkpoint_weights, run_fleet
+from .reference import train_plainly
+from .test_equivalence import facts_of, relative_difference
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from muletrain.runs.fleet import LocalFleet
 
 STEPS, MICROBATCHES, DELAY_S = 8, 8, 0.01
 LATE_S, OUT_S = jobs.FLOOR_S, watchdog.OUT * jobs.FLOOR_S
@@ -99,6 +107,15 @@ def test_the_last_peer_of_a_stage_is_not_given_up_for_being_slow() -> None:
     outcome = hanging(Fault(2.0, "hang", ("peer-1a",), 60.0), stages=(2, 1))
     assert not said(outcome, "stepped_back|peer_suspected")
     assert max(lengths_s(outcome)) < 60.0 + 10.0
+
+
+def test_a_step_that_waits_for_a_device_is_a_broken_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the watchdog; and the fuzzer draws such worlds."""
+    monkeypatch.setattr(Watchdog, "look", lambda self, seconds: None)
+    outcome = play(Scenario(1, (2, 2), 2, 3, MICROBATCHES, DELAY_S, (Fault(1.0, "hang", ("peer-1b",), 200.0),)))
+    assert any("it waited for a device" in violation for violation in outcome.violations)
+    drawn = [Scenario.draw(seed) for seed in range(100)]
+    assert sum(any(f.kind == "hang" for f in s.faults) for s in drawn) > 5
 
 
 # --- real threads --------------------------------------------------------------------------------------------------------
@@ -261,7 +278,7 @@ def test_the_last_of_a_stage_stays_in(failure: asyncio.Future[None]) -> None:
     assert looked.state == (True, False)
 
 
-# --- the process ---------------------------------------------------------------------------------------------------------
+# --- processes ---------------------------------------------------------------------------------------------------------
 
 ENDS = """
 import asyncio, sys, threading, time
@@ -296,3 +313,23 @@ def test_a_process_whose_loop_stands_still_ends(tmp_path: Path, then: str) -> No
     assert done.stdout == "alive\n", "it beats"
     assert "has stood still for 3 s while the device is at 'apply', so it ends" in (tmp_path / "log").read_text()
     assert "in wait" in done.stderr, "where it hangs"
+
+
+@pytest.mark.timeout(600)
+def test_a_process_whose_compute_thread_never_returns_ends_and_costs_no_number(tmp_path: Path) -> None:
+    facts, cache = facts_of(tmp_path, "train.steps=8")
+    expected, _ = train_plainly(facts, facts.source(cache))
+    victim, codes = "peer-3", dict[str, int | None]()
+
+    def wrap(name: str) -> list[str]:
+        return [sys.executable, hanging_worker.__file__] if name == victim else []
+
+    def tick(fleet: LocalFleet) -> None:
+        codes.update(fleet.exit_codes())
+
+    events = run_fleet(facts.config, tmp_path / "run", wrap=wrap, tick=tick, lost={victim})
+    assert relative_difference(checkpoint_weights(tmp_path / "run"), expected) <= 1e-5
+    notes = [e.message for e in events if isinstance(e, Note) and e.peer == victim and e.level == "error"]
+    assert any("so this peer ends. Look for the device's errors" in note for note in notes), notes
+    assert codes[victim] == EXIT_ERROR
+    assert "in wait" in (tmp_path / "run" / f"{victim}.log").read_text(), "where it hangs"

@@ -54,11 +54,11 @@ class FaultyCompute:
         await self._inner.apply(gradient, update)
 
     async def digest(self) -> bytes:
-        await self._turn("digest")
+        await self._turn("passed")  # as what is read waits for its turn on the device
         return await self._inner.digest()
 
     async def state(self) -> dict[str, Tensor]:
-        await self._turn("state")
+        await self._turn("passed")
         return await self._inner.state()
 
     async def load_state(self, state: dict[str, Tensor]) -> None:
