@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -107,6 +108,16 @@ def test_the_last_peer_of_a_stage_is_not_given_up_for_being_slow() -> None:
     outcome = hanging(Fault(2.0, "hang", ("peer-1a",), 60.0), stages=(2, 1))
     assert not said(outcome, "stepped_back|peer_suspected")
     assert max(lengths_s(outcome)) < 60.0 + 10.0
+
+
+@pytest.mark.timeout(120)
+def test_a_late_peer_is_not_counted_on_again_because_it_answers() -> None:
+    """Without delays it was believed dead for being behind, asked, alive because it answered, and so on: no time passed any more."""
+    hang = Fault(1.701858464617255, "hang", ("peer-0a",), FOR_EVER_S)
+    scenario = Scenario(331, (3, 1), 2, 5, 6, 0.0, (hang,), overrides=("optimizer.delayed=true",), stalls=0.1)
+    outcome = play(replace(scenario, relays=True, apart=True))
+    assert outcome.violations == []
+    assert len(said(outcome, "peer_suspected peer_id=peer-0a")) <= 2 * len(scenario.members)
 
 
 def test_a_step_that_waits_for_a_device_is_a_broken_promise(monkeypatch: pytest.MonkeyPatch) -> None:
