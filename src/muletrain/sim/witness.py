@@ -105,7 +105,10 @@ class Witness:
 
     def ended(self) -> None:
         """Each microbatch was counted once for each stage, and none waited for a device that hangs."""
-        if {f.kind for f in self._scenario.faults} == {"hang"}:
+        faults, stages = self._scenario.faults, self._scenario.stages
+        if faults and all(
+            f.kind == "hang" and stages[stage_of(f.who[0])] > 1 for f in faults
+        ):  # the last one is waited for
             self._not_held_up()
         if any(f.kind in DISTURBING for f in self._scenario.faults):
             return
