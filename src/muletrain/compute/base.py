@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from muletrain.compute.jobs import Jobs
+
 R = TypeVar("R")
 
 
@@ -44,6 +46,8 @@ class Compute(Protocol):
     stages: int
     n_params: int
     """P: length of the flat gradient."""
+    jobs: Jobs
+    """What its threads are at."""
 
     async def forward(self, mb: Microbatch, inputs: Tensor) -> Tensor:
         """Stages before the last. ``inputs``: int64 tokens [B, T] at stage 0, else activations fp32 [B, T, D].

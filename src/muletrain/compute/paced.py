@@ -35,6 +35,7 @@ class PacedCompute:
 
     def __init__(self, inner: Compute, clock: Clock, forward_s: float, backward_s: float) -> None:
         self.stage, self.stages, self.n_params = inner.stage, inner.stages, inner.n_params
+        self.jobs = inner.jobs
         self.overruns = 0
         self._inner = inner
         self._clock = clock

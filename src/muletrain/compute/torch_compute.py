@@ -17,15 +17,18 @@ import time
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from muletrain.clock import LoopClock
 from muletrain.compute import checks
 from muletrain.compute.estimate import stash_bytes
 from muletrain.compute.executor import InlineExecutor
+from muletrain.compute.jobs import Jobs
 from muletrain.compute.probe import precision_dtype
 from muletrain.compute.scaling import LossScale
 from muletrain.compute.weights import StageWeights
@@ -100,6 +103,7 @@ class TorchCompute:
     ) -> None:
         self.stage, self.stages = stage, len(cut)
         self.counters = Counters()
+        self.jobs = Jobs(LoopClock().now)
         self._spec, self._cut, self._setup = spec, cut, setup
         self._versions = [Stage(spec, stage, cut) for _ in range(2 if setup.optimizer.delayed else 1)]
         shapes = self._versions[0].shapes()
@@ -253,7 +257,7 @@ class TorchCompute:
         """Queue the addition; whatever is called later sees it."""
         if gradients:
             scale = self._scale.of(mb.step)
-            self._pending = self._thread.submit(self._weights.accumulate, gradients, mb.step, scale)
+            self._pending = self._thread.submit(self._noted, True, self._weights.accumulate, gradients, mb.step, scale)
 
     def gradient(self, step: int) -> Tensor:
         """Waits for additions still queued. On the CPU it is the accumulator itself, until the step is applied."""
@@ -262,7 +266,7 @@ class TorchCompute:
         return self._weights.accumulator(step).cpu()
 
     def clear(self, step: int) -> None:
-        self._pending = self._thread.submit(_zero, self._weights.accumulator(step))
+        self._pending = self._thread.submit(self._noted, True, _zero, self._weights.accumulator(step))
 
     async def apply(self, gradient: Tensor, update: Update) -> None:
         """Raises ProtocolError unless ``gradient`` is fp32 [P]. A cancelled call has either not started or is
@@ -287,7 +291,7 @@ class TorchCompute:
         return await self._read(self._state)
 
     async def load_state(self, state: dict[str, Tensor]) -> None:
-        await self._run(self._locked, lambda: self._load_state(state))
+        await self._run(self._locked, self._load_state, state)
 
     def _state(self) -> dict[str, Tensor]:
         return {**self._weights.state(), **self._scale.state()}
@@ -302,9 +306,9 @@ class TorchCompute:
         await self._on(self._updates, _passed)
         return await self.offload(self._locked, fn)
 
-    def _locked(self, fn: Callable[[], R]) -> R:
+    def _locked(self, fn: Callable[..., R], *args: object) -> R:
         with self._weights_lock, torch.no_grad():
-            return fn()
+            return fn(*args)
 
     # Threads --------------------------------------------------------------------------------------------------------
 
@@ -322,7 +326,15 @@ class TorchCompute:
         return await self._on(self._thread, fn, *args)
 
     async def _on(self, executor: Executor, fn: Callable[..., R], *args: object) -> R:
-        return await asyncio.get_running_loop().run_in_executor(executor, fn, *args)
+        """A cancelled call leaves its thread at what it is at (``jobs``)."""
+        job = partial(self._noted, executor is not self._aside, fn, *args)
+        return await asyncio.get_running_loop().run_in_executor(executor, job)
+
+    def _noted(self, device: bool, fn: Callable[..., R], *args: object) -> R:
+        """In the thread."""
+        operation = args[0] if fn == self._locked else fn
+        with self.jobs.at(getattr(operation, "__name__", type(operation).__name__).strip("_"), device=device):
+            return fn(*args)
 
     @contextmanager
     def _timed(self, counter: str) -> Iterator[None]:

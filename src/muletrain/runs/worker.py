@@ -47,6 +47,7 @@ from muletrain.network.shaped import ShapedNetwork
 from muletrain.runs.assemble import RunFacts, build_compute, resolve_start, versions
 from muletrain.runs.chaos import Points, damage_next, spoil_next
 from muletrain.runs.checkpoint import Checkpoint
+from muletrain.runs.guard import Guard, where_it_hangs
 from muletrain.runs.lobby import Join, Lobby, Visitor, find_founder
 from muletrain.runs.machine import Machine
 from muletrain.runs.probing import BlockFound, Prober, block_of, identity_of
@@ -64,6 +65,7 @@ from muletrain.swarm.peer import Peer
 from muletrain.swarm.place import Folder, Place, open_place
 from muletrain.swarm.roster import Roster
 from muletrain.swarm.service import Service
+from muletrain.swarm.watchdog import DeviceHung
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,6 +119,12 @@ class Worker:
             peer.leave()
         else:
             peer.stop()
+
+    def at(self) -> str:
+        """What the device's threads are at, in words for an error; empty: nothing. In any thread."""
+        compute = self._compute_in_use
+        jobs = () if compute is None else compute.jobs.running()
+        return f" while the device is at {', '.join(repr(job.what) for job in jobs)}" if jobs else ""
 
     def obey(self, line: str) -> None:
         """A line from whoever started us."""
@@ -558,11 +566,15 @@ async def _main() -> int:
     with EventLog(Path(spec.folder) / f"{spec.name}.jsonl", spec.name) as log:
         try:
             worker = Worker(spec, log)
+            beating = asyncio.create_task(Guard(log, worker.at).beat())
             parent = asyncio.create_task(_listen_to_parent(reader, worker))
             code = await worker.run()
             parent.cancel()
+            beating.cancel()
         except MuletrainError as e:
             log.note(str(e), "error")
+            if isinstance(e, DeviceHung):
+                where_it_hangs()
             return EXIT_ERROR
         except BaseException as e:
             full = no_room(e)

@@ -68,6 +68,7 @@ class Faults:
             "blackhole": (lambda: _each(hub.hold_up, sides), lambda: _each(hub.let_pass, sides)),
             "slow": (lambda: self._slow(name, 5.0), lambda: self._slow(name, 0.2)),
             "corrupt": (lambda: self._corrupt(name, fault.how), lambda: self._corrupt(name, "")),
+            "hang": (lambda: world.stages[name].hang(), lambda: world.stages[name].recover()),
             "damage": (lambda: self._damaging.add(name), lambda: self._damaging.discard(name)),
         }
         return switches[fault.kind]

@@ -1,7 +1,8 @@
-"""A stage on hardware that computes wrongly for a while."""
+"""A stage on hardware that computes wrongly, or not at all, for a while."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,8 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from muletrain.compute.base import Microbatch
+    from muletrain.compute.base import Microbatch, Update
+    from muletrain.compute.jobs import Job
     from muletrain.compute.torch_compute import TorchCompute
 
 GRADIENTS = {"nan": math.nan, "hundredfold": 100.0, "huge": 1e4, "zero": 0.0}
@@ -20,26 +22,63 @@ ACTIVATIONS = "activations"
 
 
 class FaultyCompute:
-    """``inner``, where ``how`` says what comes out wrong; empty: nothing."""
+    """``inner``, where ``how`` says what comes out wrong; empty: nothing. From ``hang`` to ``recover`` no operation ends."""
 
     def __init__(self, inner: TorchCompute) -> None:
         self._inner = inner
         self.how = ""
+        self._works = asyncio.Event()
+        self._works.set()
+        self._stuck: Job | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
+    def hang(self) -> None:
+        self._works.clear()
+
+    def recover(self) -> None:
+        self._works.set()
+        if self._stuck is not None:
+            self._inner.jobs.end(self._stuck)
+        self._stuck = None
+
+    async def _turn(self, what: str) -> None:
+        """The first operation that hangs keeps the thread, even if its caller gives up; the others wait behind it."""
+        if not self._works.is_set() and self._stuck is None:
+            self._stuck = self._inner.jobs.begin(what)
+        await self._works.wait()
+
+    async def apply(self, gradient: Tensor, update: Update) -> None:
+        await self._turn("apply")
+        await self._inner.apply(gradient, update)
+
+    async def digest(self) -> bytes:
+        await self._turn("passed")  # as what is read waits for its turn on the device
+        return await self._inner.digest()
+
+    async def state(self) -> dict[str, Tensor]:
+        await self._turn("passed")
+        return await self._inner.state()
+
+    async def load_state(self, state: dict[str, Tensor]) -> None:
+        await self._turn("load_state")
+        await self._inner.load_state(state)
+
     async def forward(self, mb: Microbatch, inputs: Tensor) -> Tensor:
+        await self._turn("forward")
         outputs = await self._inner.forward(mb, inputs)
         return outputs * math.nan if self.how == ACTIVATIONS else outputs
 
     async def backward(self, mb: Microbatch, grad: Tensor, *, accumulate: bool) -> Tensor | None:
+        await self._turn("backward")
         before = self._inner.gradient(mb.step).clone()
         return self._spoiled(mb, before, await self._inner.backward(mb, grad, accumulate=accumulate))
 
     async def loss_backward(
         self, mb: Microbatch, inputs: Tensor, targets: Tensor, *, accumulate: bool
     ) -> tuple[float, Tensor | None]:
+        await self._turn("loss_backward")
         before = self._inner.gradient(mb.step).clone()
         loss, gradient = await self._inner.loss_backward(mb, inputs, targets, accumulate=accumulate)
         return loss, self._spoiled(mb, before, gradient)

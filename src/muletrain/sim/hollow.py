@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
+from muletrain.compute.jobs import Jobs
 from muletrain.policy.shards import BLOCK
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class HollowCompute:
 
     def __init__(self, stage: int, stages: int, clock: Clock, ending_s: float) -> None:
         self.stage, self.stages, self.n_params = stage, stages, PARAMS
+        self.jobs = Jobs(clock.now)
         self._clock, self._ending_s = clock, ending_s
         self._sums: Counter[int] = Counter()
 

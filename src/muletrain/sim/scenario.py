@@ -35,6 +35,8 @@ AVERAGING_S = (2.0, 40.0)
 GRADIENT = 54_000
 """Bytes of the largest stage's."""
 
+HANGING, ALONE = 0.3, 0.4
+"""Share of worlds with a device that hangs, if that can be survived; and of those the share in which nothing else happens."""
 LOSES_A_STAGE = 0.4
 """Share of worlds in which, if that can be survived, a stage loses all its peers."""
 
@@ -45,7 +47,8 @@ class Fault:
     ``who``, for ``for_s``; a 'partition' between ``who`` and all others, or a 'blackhole', of which nobody is told; 'join': a newcomer,
     whose name says its stage; or ``who`` wants to 'leave' in order, or to 'move' to the next stage (or to stage ``to``). A kill or
     damage with ``on`` waits, from ``at_s`` on, for the ``nth`` frame of that kind that ``who`` would send: it dies instead, or that
-    frame is damaged. 'corrupt': ``who`` computes wrongly (``how``: see ``sim.faulty``)."""
+    frame is damaged. 'corrupt': ``who`` computes wrongly (``how``: see ``sim.faulty``). 'hang': no operation of its device ends, while its
+    event loop answers."""
 
     at_s: float
     kind: str
@@ -214,6 +217,12 @@ class Scenario:
             faults += _miscomputation(
                 random.Random(f"corrupt/{seed}"), span, victims, alone={f.kind for f in faults} <= {"slow"}
             )
+            hangs = random.Random(f"hangs/{seed}")
+            liars = {stage_of(f.who[0]) for f in faults if f.kind == "corrupt"}
+            if (sound := [p for p in victims if stage_of(p) not in liars]) and hangs.random() < HANGING:
+                lasting = hangs.choice([hangs.uniform(0.5, 30.0), FOR_EVER_S])
+                hang = Fault(hangs.uniform(0.0, span), "hang", (hangs.choice(sound),), lasting)
+                faults, narrow = ([hang], ()) if hangs.random() < ALONE else ([*faults, hang], narrow)
         trainers = len(base.members) if lost else base.trainers
         every = _one_trains(base.members[:trainers], _in_order([*faults, *lost]))
         drawn = replace(base, faults=every, trainers=trainers, narrow=narrow, relays=relays, skew=skew)
@@ -316,9 +325,9 @@ def _partitioned(seed: int, rng: random.Random) -> Scenario:
 
 
 def _one_trains(trainers: list[tuple[str, int]], faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
-    """Without trainers no run goes on: the last to be killed of them is spared, if the others are gone."""
-    gone = [f for f in faults if f.kind in ("kill", "leave") and f.who[0] in {p for p, _ in trainers}]
-    kills = [f for f in gone if f.kind == "kill"]
+    """Without trainers no run goes on: the last to be killed of them, or to hang, is spared, if the others are gone."""
+    gone = [f for f in faults if f.kind in ("kill", "leave", "hang") and f.who[0] in {p for p, _ in trainers}]
+    kills = [f for f in gone if f.kind != "leave"]
     if not kills or {f.who[0] for f in gone} != {p for p, _ in trainers}:
         return faults
     return tuple(f for f in faults if f is not kills[-1])

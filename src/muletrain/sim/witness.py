@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from muletrain.sim.scenario import Scenario
     from muletrain.swarm.record import StepRecord
 
-DISTURBING = {"kill", "freeze", "cut", "partition", "blackhole", "damage"}
+DISTURBING = {"kill", "freeze", "hang", "cut", "partition", "blackhole", "damage"}
 """Faults after which not everyone that worked on a step reports it as what it came to be."""
 
 
@@ -26,6 +26,11 @@ MERGED_S = 10.0
 """After the last fault all peers are in one lineage."""
 LARGE_S = 90.0
 """With large tensors they need so much more: a peer whose donors came to the end of the run waits a minute for a first block."""
+HELD_UP = 4.0
+"""A step in which a device hangs, and nothing else happens, takes at most so many times as long as the shortest of the run, and"""
+HELD_UP_S, AT_FIRST_S = 16.0, 310.0
+"""so much more: a peer refuses to be counted on after 8 s, and the others ask it again by then. In the first step nobody knows yet how long
+the operations of a device take, and that comes after 300 s (``swarm.watchdog``)."""
 
 
 def difference(state: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -46,6 +51,8 @@ class Witness:
         """Branches that began when a stage had nobody."""
         self._weights: dict[tuple[int, bytes], tuple[str, bytes]] = {}
         self._counted: Counter[tuple[int, int, str]] = Counter()
+        self._applied_s: dict[int, float] = {-1: 0.0}
+        """When each step was first applied somewhere."""
 
     def applied(self, peer: str, record: StepRecord, compute: VirtualCompute, now: float) -> None:
         """``peer`` has applied ``record``: its weights are a single process's after as many steps, and the same bits as its replicas'.
@@ -57,6 +64,7 @@ class Witness:
             self._broken(
                 f"{peer} did step {record.step + 1} otherwise than others, long after every fault: two lineages"
             )
+        self._applied_s.setdefault(record.step, now)
         digest = compute.weights_digest()
         first, known = self._weights.setdefault((compute.stage, record.hash), (peer, digest))
         if known != digest and self._scenario.same_bits:
@@ -84,7 +92,7 @@ class Witness:
             safe = kinds <= {"partition", "blackhole", "slow"} and any(peer in side for side in scenario.whole_sides)
         if served != set(range(len(scenario.stages))):
             self._in_need.add(lineage)
-        if safe and lineage not in self._in_need and not kinds & {"freeze", "cut"}:
+        if safe and lineage not in self._in_need and not kinds & {"freeze", "hang", "cut"}:
             self._broken(f"{peer} stepped back, though every stage had a peer")
 
     def reported(self, peer: str, event: StepApplied) -> None:
@@ -96,10 +104,26 @@ class Witness:
             )
 
     def ended(self) -> None:
-        """Each microbatch was counted once for each stage."""
+        """Each microbatch was counted once for each stage, and none waited for a device that hangs."""
+        faults, stages = self._scenario.faults, self._scenario.stages
+        if faults and all(
+            f.kind == "hang" and stages[stage_of(f.who[0])] > 1 for f in faults
+        ):  # the last one is waited for
+            self._not_held_up()
         if any(f.kind in DISTURBING for f in self._scenario.faults):
             return
         whole = self._scenario.microbatches
         for (step, stage, _), counted in self._counted.items():
             if counted != whole:
                 self._broken(f"step {step}, stage {stage}: {counted} of {whole} microbatches were counted")
+
+    def _not_held_up(self) -> None:
+        ends, steps = self._applied_s, range(self._scenario.steps)
+        lengths = [ends[s] - ends[s - 1] for s in steps if {s - 1, s} <= ends.keys()]
+        begins_s = min(f.at_s for f in self._scenario.faults)
+        for step, length in enumerate(lengths):
+            least_s = AT_FIRST_S if begins_s < ends[0] else HELD_UP_S
+            if length > HELD_UP * min(lengths) + least_s * max(1.0, self._scenario.longer):
+                self._broken(
+                    f"step {step + 1} took {length:.1f} s, the shortest {min(lengths):.1f} s: it waited for a device"
+                )

@@ -50,6 +50,8 @@ LONG_S, RARELY_S = 60.0, 300.0
 """Who is believed dead since then is so for long; between two tries of those that are for longest."""
 AT_ONCE = 4
 """Of those, tried at the same time: many that went together would else be dialled together, again and again."""
+LATE_S, LATE_MAX_S = 1.0, 10.0
+"""Between two questions to a peer whose device is late; doubles."""
 MAX_ALARMS = 3
 """After which the time that an answer has does not double any more."""
 PULSE = 16.0
@@ -72,6 +74,12 @@ def capacity(stages: int, seats: Seats | None = None) -> int:
     if seats is None:
         return each
     return max(each, max(seats.microbatches) if seats.schedule == "gpipe" else 0) * seats.most_seats
+
+
+def _set() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
 
 
 @dataclass(frozen=True)
@@ -208,6 +216,10 @@ class Context:
     """What this peer itself answers to AskHeld."""
     pulse: Pulse = field(default_factory=lambda: Pulse(PULSE))
     """Of the forward and backward passes of this peer."""
+    late: bool = False
+    """This peer's device is at something for unusually long (``swarm.watchdog``)."""
+    works: asyncio.Event = field(default_factory=_set)
+    """Not while it is for so long that nobody is to count on this peer."""
     closed: bool = False
     """The peer has left its stage (calls may still come)."""
     _usual: dict[PeerId, Usual] = field(default_factory=dict)
@@ -216,6 +228,8 @@ class Context:
     _tasks: dict[asyncio.Task[Any], None] = field(default_factory=dict)
     """In the order in which they began, as the answers awaited: sets would have one that depends on addresses."""
     _looked_after: set[PeerId] = field(default_factory=set)
+    _late: set[PeerId] = field(default_factory=set)
+    """Peers that said so of their devices: doubted, until they say otherwise."""
     _tried: dict[PeerId, tuple[float, float]] = field(default_factory=dict)
     """Of those believed dead: when they were tried first, and last."""
     _alarms: Counter[PeerId] = field(default_factory=Counter)
@@ -249,6 +263,8 @@ class Context:
         self, peer: PeerId, message: Message, tensors: list[Any] | None = None, *, frame: Frame | None = None
     ) -> None:
         """Send a frame and count it. ``frame``: the message's, where it is made already. Raises PeerUnreachable or DeadlineExceeded."""
+        if not self.works.is_set():  # until then nobody counts on us, or the watchdog ends us
+            await self.works.wait()
         begin = self.clock.now()
         frame = frame or message.frame(tensors)
         sent = await self.net.send(peer, frame, channel=message.CHANNEL, timeout_s=SEND_TIMEOUT_S)
@@ -300,12 +316,21 @@ class Context:
 
     def suspect(self, peer: PeerId, reason: str) -> None:
         """Believe ``peer`` dead until it is heard of again. Changes routing and rounds only."""
-        self.doubted.discard(peer)
+        self.trust(peer)
         if self.roster.dead(peer):
             self.emit(PeerSuspected(peer_id=peer, reason=reason))
             self.give_up(peer, reason)
             self.net.give_up(peer)
             self.changed()
+
+    def is_late(self, peer: PeerId) -> bool:
+        """Did ``peer`` say so of its device?"""
+        return peer in self._late
+
+    def trust(self, peer: PeerId) -> None:
+        """No doubts about ``peer`` any more."""
+        self._late.discard(peer)
+        self.doubted.discard(peer)
 
     @contextmanager
     def awaiting(self, peer: PeerId, answer: asyncio.Future[Any]) -> Iterator[None]:
@@ -361,6 +386,9 @@ class Context:
                 except NetworkError as e:
                     self.suspect(peer, f"answered a probe with: {e}")
                     return None
+        if held.late:
+            self._doubt(peer, lineage, step, hearsay)
+            self.look_after(peer, lineage, step)
         if held.current:  # at another step it is of no use to this one, however well it may be
             self.roster.alive(peer)
         return held
@@ -383,7 +411,8 @@ class Context:
             yield
         finally:
             timer.cancel()
-            self.doubted.discard(peer)
+            if peer not in self._late:
+                self.doubted.discard(peer)
 
     def doubt_s(self, peer: PeerId, attempt: int = 0) -> float:
         """After how long without an answer ``peer`` is doubted, which costs little: a multiple of what its own answers take, for it may be
@@ -396,7 +425,7 @@ class Context:
     def _doubt(self, peer: PeerId, lineage: bytes, step: int, hearsay: bool) -> None:
         """Route around ``peer`` until it is heard of, and let the others ask, too, so that all know at the same time whether it lives.
         Only routes change, so doubts may be wrong."""
-        if not self.roster.is_alive(peer):
+        if not self.roster.is_alive(peer) or peer in self.doubted:
             return
         self.doubted.add(peer)
         for told in self.on_doubt:
@@ -407,11 +436,20 @@ class Context:
 
     def look_after(self, peer: PeerId, lineage: bytes, step: int) -> None:
         """Others have doubts about ``peer``, or a stream with it ended: find out whether it is there, once at a time."""
-        asked = peer in self.doubted or peer in self._looked_after
+        asked = (peer in self.doubted and peer not in self._late) or peer in self._looked_after
         if self.roster.is_alive(peer) and peer != self.net.peer_id and not asked:
             self._looked_after.add(peer)
-            looking = self.spawn(self.probe(peer, lineage, step, hearsay=True, brief=True), f"look after {peer[-6:]}")
+            looking = self.spawn(self._look_after(peer, lineage, step), f"look after {peer[-6:]}")
             looking.add_done_callback(lambda _: self._looked_after.discard(peer))
+
+    async def _look_after(self, peer: PeerId, lineage: bytes, step: int) -> None:
+        """Ask again while its device is late: nothing else would end the doubt, for it gets nothing to do."""
+        for times in itertools.count():
+            if times or peer not in self._late:
+                await self.probe(peer, lineage, step, hearsay=True, brief=True)
+            if peer not in self._late:
+                return
+            await self.clock.sleep(backoff_s(times, LATE_S, LATE_MAX_S))
 
     async def is_gone(self, peer: PeerId, lineage: bytes, step: int) -> bool:
         """``peer`` cannot be reached at all, which says more than that it does not answer."""
@@ -441,6 +479,7 @@ class Context:
             raise
         held = Held.unpack(answer)
         del self._alarms[peer]
+        (self._late.add if held.late else self._late.discard)(peer)
         took_s = self.clock.now() - begin
         self.probe_deadline.measured(took_s)
         if peer not in self._usual:

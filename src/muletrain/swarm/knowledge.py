@@ -420,6 +420,7 @@ class Knowledge:
         ):  # of no use until it is at this step, too
             now = self._ctx.clock.now()
             if now - self._late.setdefault(peer, now) >= self._late_deadline.seconds():
+                self._late[peer] = now  # else each answer would make it count again, and be believed dead again
                 self._ctx.suspect(peer, f"it is still at step {held.step}")
         elif held.step == self.step and peer in self._late:
             self._late_deadline.measured(self._ctx.clock.now() - self._late.pop(peer))

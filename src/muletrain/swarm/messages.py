@@ -374,6 +374,8 @@ class Held(Message):
     rival: bool = False
     round: Annotated[bytes, Field(max_length=32)] = b""
     moved: Natural = 0
+    late: bool = False
+    """Its device is at something for unusually long."""
 
     def beyond(self, step: int) -> bool:
         """It has done ``step``, in our lineage."""

@@ -56,6 +56,7 @@ from muletrain.swarm.snapshot import Receiver, Snapshots
 from muletrain.swarm.standins import Standins
 from muletrain.swarm.stepper import Stepper
 from muletrain.swarm.trainer import Trainer
+from muletrain.swarm.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -166,6 +167,7 @@ class Peer:
         Raises what any actor could not recover from.
         """
         main = asyncio.create_task(self._train(), name="train")
+        self._ctx.spawn(Watchdog(self._ctx).run(), "watchdog")
         try:
             waiting: set[asyncio.Future[Any]] = {main, self._ctx.failure, self._adoption.ordered}
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -595,14 +597,17 @@ class Peer:
     # Calls ----------------------------------------------------------------------------------------------------------
 
     async def _answer_held(self, sender: PeerId, payload: bytes) -> bytes:
+        """Raises MuletrainError while nobody is to count on us."""
         ask, at = AskHeld.unpack(payload), self.stepper
+        if not self._ctx.works.is_set():
+            raise MuletrainError("its device does not return")
         branch = branch_of(at.lineage)
         self._adoption.met(sender, branch_of(ask.lineage))
         rival = branch_of(ask.lineage) == branch and self._lineages.heard(sender, ask.step, ask.lineage)
         held = at.held(ask.step, ask.lineage, brief=ask.brief)
         if self.left:
             held = Held(current=False, step=at.step, stage=self._ctx.roster.own.stage, branch=branch)
-        return (held.model_copy(update={"rival": True}) if rival else held).pack()
+        return held.model_copy(update={"rival": rival, "late": self._ctx.late}).pack()
 
     async def _answer_entries(self, sender: PeerId, payload: bytes) -> bytes:
         ask = AskEntries.unpack(payload)

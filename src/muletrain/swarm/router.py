@@ -282,7 +282,8 @@ class Router:
             owed = (p for p in self._pending.get(peer, {}).values() if p.copy is None and not p.reply.done())
             if (pending := next(owed, None)) is None or not others or not self._copies.spend():
                 return
-            self._rerouted(peer, pending.request, "it is silent: another computes the same, too")
+            why = "its device is late" if self._ctx.is_late(peer) else "it is silent"
+            self._rerouted(peer, pending.request, f"{why}: another computes the same, too")
             pending.compute_twice()
             await self._ctx.clock.sleep(1 / sum(1 / self._wiring.expected_s(p) for p in others))
 

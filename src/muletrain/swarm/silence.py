@@ -4,6 +4,9 @@ Three deadlines, each from measured times. A peer that owes answers gives one ev
 asked whether it is there (that costs nothing). When the answer takes longer than such answers do, the peer is *doubted*: what it owes
 is computed by another one, too, and nothing new goes to it. That changes routing alone, so it may be wrong. To be believed dead it must
 miss the question's own, patient deadline (``Context.probe``), since then what it accumulated is run again.
+
+A peer whose event loop answers may have a device that hangs. It says so itself, in its answers (``swarm.watchdog``): it is doubted then,
+too, and believed dead when it refuses to answer. A long queue or a slow link is neither.
 """
 
 from __future__ import annotations
@@ -61,7 +64,7 @@ class Silence:
         now, debtor = self._ctx.clock.now(), self._debtors[peer]
         self._usual.measured(now - debtor.heard)
         debtor.heard, debtor.attempt = now, 0
-        self._ctx.doubted.discard(peer)
+        self._ctx.trust(peer)
 
     async def _listen(self) -> None:
         """While anybody owes us something. The deadline of a request, which may wait in a queue, would find out much later that a peer

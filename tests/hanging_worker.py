@@ -1,0 +1,40 @@
+"""A member whose compute thread never returns from a microbatch of step 3: started in place of ``muletrain.runs.worker``."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from muletrain.compute import jobs
+from muletrain.compute.torch_compute import TorchCompute
+from muletrain.runs import worker
+from muletrain.swarm import watchdog
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from muletrain.compute.base import Microbatch
+
+HANGS_AT = 2
+"""Counted from 0."""
+
+
+def hanging(right: Callable[..., Any]) -> Callable[..., Any]:
+    def operation(self: TorchCompute, mb: Microbatch, *args: Any) -> Any:
+        if mb.step >= HANGS_AT:
+            threading.Event().wait()
+        return right(self, mb, *args)
+
+    operation.__name__ = right.__name__
+    return operation
+
+
+def main() -> None:
+    TorchCompute._forward = hanging(TorchCompute._forward)
+    TorchCompute._loss_backward = hanging(TorchCompute._loss_backward)
+    jobs.FLOOR_S, watchdog.LEAST_S, watchdog.HUNG = 1.0, 8.0, 8.0
+    worker.main()
+
+
+if __name__ == "__main__":
+    main()
