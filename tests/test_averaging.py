@@ -143,7 +143,14 @@ def test_who_applies_a_step_for_long_is_waited_for_as_long_as_that_takes() -> No
         group = members(MemoryHub(), Codec.FP32)
         ctx, other = group["a"][0], group["b"][0].net
         stepper = Stepper(
-            ctx, 0, bytes(32), lambda step: [], lambda step: [], lambda work: None, lambda: asyncio.sleep(0), Taker(ctx)
+            ctx,
+            0,
+            bytes(32),
+            lambda step: [],
+            lambda step: [],
+            lambda work, late: None,
+            lambda: asyncio.sleep(0),
+            Taker(ctx),
         )
 
         async def held(sender: str, payload: bytes) -> bytes:

@@ -73,10 +73,10 @@ class Knowledge:
         lineage: bytes,
         running: Callable[[int], list[int]],
         answering: Callable[[int], list[int]],
-        orphaned: Callable[[Computing], None],
+        orphaned: Callable[[Computing, bool], None],
     ) -> None:
         """``running``, ``answering``: microbatches of a step that this peer works on, and whose answer it sends. ``orphaned`` is told
-        when they are not through after a missed deadline."""
+        when they are not through: after a death, or (True) although nothing came for as long as a step takes."""
         self._ctx = ctx
         self._running, self._answering = running, answering
         self._orphaned = orphaned
@@ -351,9 +351,12 @@ class Knowledge:
         await self._waits.until(lambda: not work.ledger.running, self._seal_deadline, "running microbatches")
 
     async def _ask_progress(self) -> None:
-        """Nothing moved for long: find out who is there, and what is through. A dead trainer's microbatches fall to the others."""
+        """Nothing moved for long, or somebody died: find out who is there, and what is through. A dead trainer's microbatches fall to the
+        others; when it is late, those of one that gives out nothing, too."""
         await self._ask_everyone()
-        self._orphaned(self.work)
+        now, due_s = self._ctx.clock.now(), self._step_deadline.seconds()
+        late = now - self.begun >= due_s and self._ctx.pulse.goes_on_s(now, due_s / 2) <= 0
+        self._orphaned(self.work, late)
 
     async def _ask_replicas(self) -> None:
         """A lost announcement must not stop the stage: whoever made it can say it again."""

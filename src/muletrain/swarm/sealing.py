@@ -22,7 +22,7 @@ from muletrain.swarm.averaging import Round
 from muletrain.swarm.knowledge import Behind, Knowledge
 from muletrain.swarm.messages import AskViews, Finding, Gap, GivenUp, MemberView, Seal, Views
 from muletrain.swarm.record import round_id
-from muletrain.swarm.waiting import MAX_SILENCE
+from muletrain.swarm.waiting import LOOKS, MAX_SILENCE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -271,19 +271,20 @@ class Sealing(Knowledge):
         self, gaps: frozenset[int], attempt: int, done: Callable[[], Coroutine[Any, Any, None]]
     ) -> None:
         """Have the trainers run ``gaps`` for this stage alone, until ``done`` returns."""
-        ctx, limit = self._ctx, self._step_deadline
-        for patience in range(MAX_SILENCE):
+        ctx, limit, begin = self._ctx, self._step_deadline, self._ctx.clock.now()
+        for turn in itertools.count():
             gap = Gap(
-                lineage=self.lineage, step=self.step, stage=ctx.roster.own.stage, attempt=attempt,
+                lineage=self.lineage, step=self.step, stage=ctx.roster.own.stage, attempt=attempt, turn=turn,
                 indices=tuple(sorted(gaps - self.ledger.held)),
             )  # fmt: skip
             await ctx.tell(ctx.roster.trainers(), gap)
+            limit_s = min(limit.seconds(turn), ctx.patience_s / LOOKS)
             try:
-                await ctx.clock.deadline(self._waits.watched(done()), limit.seconds(patience), "missing microbatches")
+                return await ctx.clock.deadline(self._waits.watched(done()), limit_s, "missing microbatches")
             except DeadlineExceeded:
+                if turn + 1 >= MAX_SILENCE and ctx.clock.now() - begin > ctx.patience_s:
+                    break
                 await self._ask_everyone()
-            else:
-                return
         raise MuletrainError(
             f"step {self.step}: {len(gaps)} missing microbatches were not run again; {ctx.who_is_there()}"
         )

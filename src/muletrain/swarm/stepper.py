@@ -57,7 +57,7 @@ class Stepper(Sealing):
         lineage: bytes,
         running: Callable[[int], list[int]],
         answering: Callable[[int], list[int]],
-        orphaned: Callable[[Computing], None],
+        orphaned: Callable[[Computing, bool], None],
         begun: Callable[[], Coroutine[Any, Any, None]],
         taker: Taker,
     ) -> None:
