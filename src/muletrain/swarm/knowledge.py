@@ -108,8 +108,10 @@ class Knowledge:
         self.ahead: Computing | None = None
         """The next step, if it is computed already."""
         self._asked_round = 0
-        self._moved: dict[PeerId, int] = {}
-        """Bytes that others said they had moved."""
+        self._moved: dict[PeerId, tuple[int, bytes]] = {}
+        """Bytes that others said they had moved, and the round that they averaged last."""
+        self._apart: dict[PeerId, tuple[int, int]] = {}
+        """Replicas that we average nothing with, since nothing comes from them: until which step, and for how many."""
         self.work = Computing(step, lineage, ctx.plan.microbatches)
         self._enter(Chain(step, (lineage,)))
 
@@ -168,6 +170,8 @@ class Knowledge:
         self._late: dict[PeerId, float] = {}
         """When we first heard that a peer was at an earlier step still."""
         self._lost: Counter[PeerId] = Counter()
+        self._silent: Counter[PeerId] = Counter()
+        """What replicas did not send us of rounds that failed (``Averager.silent``)."""
         self._mourned = self._dead_replicas()
         self._gave_up: GivenUp | None = None
         self._reconsidered = False
@@ -402,9 +406,10 @@ class Knowledge:
         held = await self._ctx.probe(peer, self.lineage, self.step)
         if held is None:
             return None
-        if held.moved > self._moved.get(peer, 0):  # a stage with slow links may average for long
+        moved, round_ = self._moved.get(peer, (0, b""))
+        if held.moved > moved or held.round != round_:  # a stage with slow links may average for long, or try again
             self._waits.came_on()
-        self._moved[peer] = held.moved
+        self._moved[peer] = held.moved, held.round
         if held.rival:
             self.met(peer, held.step)
             self._ctx.suspect(peer, "it trains in another lineage")
