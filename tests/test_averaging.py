@@ -143,7 +143,14 @@ def test_who_applies_a_step_for_long_is_waited_for_as_long_as_that_takes() -> No
         group = members(MemoryHub(), Codec.FP32)
         ctx, other = group["a"][0], group["b"][0].net
         stepper = Stepper(
-            ctx, 0, bytes(32), lambda step: [], lambda step: [], lambda work: None, lambda: asyncio.sleep(0), Taker(ctx)
+            ctx,
+            0,
+            bytes(32),
+            lambda step: [],
+            lambda step: [],
+            lambda work, late: None,
+            lambda: asyncio.sleep(0),
+            Taker(ctx),
         )
 
         async def held(sender: str, payload: bytes) -> bytes:
@@ -239,7 +246,7 @@ def test_a_member_that_says_it_comes_on_but_sends_nothing_fails_the_round() -> N
             return Held(current=True, step=0, stage=0, round=ROUND.id, moved=next(moved))
 
         ctx: Any = SimpleNamespace(clock=clock, probe=probe, silent_s=lambda member: 0.0)
-        watching = Attendance(ctx, ROUND, lambda: {"b"}, set, lambda: False).watch()
+        watching = Attendance(ctx, ROUND, lambda: {"b": 2}, set, lambda: False).watch()
         with pytest.raises(RoundFailed, match="has sent nothing for 36"):
             await asyncio.wait_for(watching, 2 * LONGEST_S)
 

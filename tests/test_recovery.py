@@ -152,7 +152,7 @@ def test_before_it_tries_again_a_peer_looks_at_what_it_works_on_itself() -> None
         plan = cast("Plan", SimpleNamespace(stages=2, microbatches=4, delayed=False))
         ctx = Context(net, clock, nothing, Roster(genesis, "a"), plan, emit=lambda event: None)
         running = [3]
-        knowledge = Knowledge(ctx, 0, genesis.lineage, lambda step: running, lambda step: [], lambda work: None)
+        knowledge = Knowledge(ctx, 0, genesis.lineage, lambda step: running, lambda step: [], lambda work, late: None)
         assert knowledge.ledger.begin(3)
 
         def done() -> None:

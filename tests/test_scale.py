@@ -99,7 +99,7 @@ def test_whether_a_peer_is_there_is_a_short_answer() -> None:
         ctx = Context(
             MemoryHub().join("p0"), LoopClock(), nothing, Roster(genesis, "p0"), plan, emit=lambda event: None
         )
-        knowledge = Knowledge(ctx, 0, genesis.lineage, lambda step: [], lambda step: [], lambda work: None)
+        knowledge = Knowledge(ctx, 0, genesis.lineage, lambda step: [], lambda step: [], lambda work, late: None)
         knowledge.work.through(range(count), [1.0] * count)
         answers = [knowledge.held(0, genesis.lineage, brief=brief) for brief in (True, False)]
         await ctx.close()
@@ -185,7 +185,7 @@ def test_all_are_asked_what_they_know_before_a_wait_is_given_up(peers: int, at_o
             net.serve(AskHeld.KIND, answers(peer))
         plan = cast("Plan", SimpleNamespace(stages=1, microbatches=1, delayed=False))
         ctx = Context(nets["p007"], LoopClock(), nothing, Roster(genesis, "p007"), plan, emit=lambda event: None)
-        knowledge = Knowledge(ctx, 0, genesis.lineage, lambda step: [], lambda step: [], lambda work: None)
+        knowledge = Knowledge(ctx, 0, genesis.lineage, lambda step: [], lambda step: [], lambda work, late: None)
         for _ in range(MAX_SILENCE - 1):
             before = asked.total()
             await knowledge._ask_everyone()

@@ -9,9 +9,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-def claimant(step: int, index: int, trainers: Iterable[str]) -> str:
-    """The live trainer that should build microbatch ``(step, index)``. A hint against double work, not a promise.
+def claimant(step: int, index: int, trainers: Iterable[str], turn: int = 0) -> str:
+    """The live trainer that should build microbatch ``(step, index)``; in later turns, as none of those before it did, the next one. A
+    hint against double work, not a promise.
 
     Raises ValueError when there is no trainer.
     """
-    return max(trainers, key=lambda t: (hashlib.blake2b(f"{step}/{index}/{t}".encode(), digest_size=8).digest(), t))
+
+    def rank(trainer: str) -> tuple[bytes, str]:
+        return hashlib.blake2b(f"{step}/{index}/{trainer}".encode(), digest_size=8).digest(), trainer
+
+    first = max(trainers := [*trainers], key=rank)
+    return first if turn == 0 else sorted(trainers, key=rank, reverse=True)[turn % len(trainers)]

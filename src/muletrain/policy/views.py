@@ -3,8 +3,8 @@
 Every member announces whom it counts on (its view); a round needs members whose views are the same. Views of a first attempt are
 guesses, for a death may not have got around; from the second on they say who does not reach whom. Then everyone keeps to itself
 and, in the order of ids, those that all reach each other as far as it knows: members that know the same choose the same. Who is in
-no such company yields to one that has a lower first member: the order of first members is total, so that somebody always goes on,
-and of two sides that both could, one does.
+no such company yields to one that is larger, or as large with a lower first member: that order is total, so that somebody always goes
+on, and of two sides that both could, one does; and a member that none of the others gets anything from does not go on without them.
 """
 
 from __future__ import annotations
@@ -37,4 +37,7 @@ def company(me: str, reached: Iterable[str], views: Mapping[str, View]) -> tuple
 
 def yields(me: str, own: tuple[str, ...], views: Mapping[str, View]) -> bool:
     """Whether ``me``, in company ``own``, leaves the step to others that go on without it."""
-    return any(v.attempt > 0 and me not in v.members and min(v.members) < min(own) for v in views.values())
+    ours = -len(own), min(own)
+    return any(
+        v.attempt > 0 and me not in v.members and (-len(v.members), min(v.members)) < ours for v in views.values()
+    )

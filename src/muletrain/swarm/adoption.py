@@ -4,11 +4,14 @@ Whoever is first of those that live asks everyone where they stand, and orders a
 stage's part can be had, on a new branch of the lineage, with peers moved to the stages that have none. Everyone obeys that order, or
 hears of it later from the first peer of the new branch that it meets; but not a side of a partition that still has all stages: there the
 longer history stays (``lineages``). Steps are lost by it, never numbers.
+
+A run that lost all its trainers waits for one, too. Nothing is lost then but time; still, what there is is written.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgpack
@@ -124,17 +127,21 @@ class Adoption:
         fits: Callable[[int], bool],
         back: StepBack | None,
         goes_on: Callable[[PeerId], Awaitable[bool]],
+        write: Callable[[], Awaitable[None]],
     ) -> None:
         """``where``: the step this peer is at, and its lineage. ``back``: what its branch began with, if it was there. ``goes_on``: whether
-        our side does although a peer is on a later branch."""
+        our side does although a peer is on a later branch. ``write``: our part of a checkpoint, called again and again while there is no
+        trainer."""
         self._ctx, self._checkpoints, self._where, self._fits, self._back = ctx, checkpoints, where, fits, back
-        self._goes_on = goes_on
+        self._goes_on, self._write = goes_on, write
         self.state: State = "serves"
         self.ordered: asyncio.Future[StepBack | None] = asyncio.get_running_loop().create_future()
         self._learning = False
         self._told: dict[PeerId, float] = {}
         self._heard: dict[PeerId, float] = {}
         self._said: tuple[int, ...] = ()
+        self._nobody_trains = False
+        """Said already."""
         self._lacking: tuple[int, ...] = ()
         self._looked: tuple[int, State] | None = None
         """What was known when these stages were without peers."""
@@ -144,14 +151,33 @@ class Adoption:
         ctx.net.serve(AskStanding.KIND, self._on_standing)
 
     async def watch(self) -> None:
-        """Until cancelled: a stage that is without a peer for long is to be adopted."""
-        ctx, since = self._ctx, dict[int, float]()
+        """Until cancelled: a stage that is without a peer for long is to be adopted, and a trainer is to be waited for."""
+        ctx, since, since_trainer, trainers = self._ctx, dict[int, float](), math.inf, 0
         while True:
             await ctx.clock.sleep(LOOK_S)
-            now = ctx.clock.now()
+            now, before, trainers = ctx.clock.now(), trainers, len(ctx.roster.trainers())
             since = {s: since.get(s, now) for s in self._without_peers()}
-            if since and now - min(since.values()) >= ctx.plan.adopt_after_s and self._leads():
-                await self._adopt()
+            since_trainer = math.inf if trainers else min(since_trainer, now)
+            if now - min(since_trainer, *since.values(), math.inf) >= ctx.plan.adopt_after_s:
+                ctx.patience_s = JOIN_S
+                if since and self._leads():
+                    await self._adopt()
+            if trainers == 1 < before and self._leads():
+                name = ctx.roster.name(ctx.roster.trainers()[0])
+                message = f"{name} is the only trainer left: no other peer has the data, should it go"
+                ctx.emit(Note(level="warning", message=message))
+            if now - since_trainer >= ctx.plan.adopt_after_s and self.state == "serves":
+                self._say_that_nobody_trains()
+                await self._write()
+
+    def _say_that_nobody_trains(self) -> None:
+        if not self._nobody_trains and self._leads():
+            message = (
+                f"no trainer is left: no peer has the data. Let a machine join that has it ('muletrain join'). The run waits for "
+                f"{JOIN_S / 60:.0f} minutes, and writes a checkpoint meanwhile"
+            )
+            self._ctx.emit(Note(level="warning", message=message))
+        self._nobody_trains = True
 
     def _without_peers(self) -> tuple[int, ...]:
         """Stages that nobody serves."""
@@ -202,7 +228,6 @@ class Adoption:
 
     def _say_what_lacks(self, stages: tuple[int, ...], no_checkpoint: bool) -> None:
         ctx = self._ctx
-        ctx.patience_s = JOIN_S
         if self._said == stages:
             return
         self._said = stages

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from muletrain.errors import MuletrainError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from muletrain.network.base import PeerId
     from muletrain.swarm.averaging import Round
@@ -39,7 +39,7 @@ class Attendance:
         self,
         ctx: Context,
         round_: Round,
-        owing: Callable[[], set[PeerId]],
+        owing: Callable[[], Mapping[PeerId, int]],
         taking: Callable[[], set[PeerId]],
         held_elsewhere: Callable[[], bool],
     ) -> None:
@@ -49,6 +49,8 @@ class Attendance:
         self._begun = ctx.clock.now()
         self._came: dict[PeerId, float] = {}
         self._asked: dict[PeerId, float] = {}
+        self.silent: dict[PeerId, int] = {}
+        """What those owe us of which no chunk came for long."""
         self._moved: dict[PeerId, tuple[int, float]] = {}
         """What each said that it had moved, and since when it says so."""
 
@@ -62,7 +64,8 @@ class Attendance:
         while True:
             await ctx.clock.sleep(LOOK_S)
             owing, now = self._owing(), ctx.clock.now()
-            due = [m for m in owing | self._taking() if self._is_due(m, now, owes=m in owing)]
+            self.silent = {m: w for m, w in owing.items() if now - self._came.get(m, self._begun) >= STUCK_S / 2}
+            due = [m for m in owing.keys() | self._taking() if self._is_due(m, now, owes=m in owing)]
             asked = sorted(due, key=lambda m: (self._asked.get(m, self._begun), m))[:AT_ONCE]
             self._asked.update(dict.fromkeys(asked, now))
             probes = (ctx.probe(m, round_.lineage, round_.step, brief=True) for m in asked)

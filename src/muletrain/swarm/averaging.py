@@ -105,9 +105,13 @@ class _Inbox:
         self.arrived[key] = chunk
         self.size += chunk[1].nbytes
 
-    def owing(self) -> set[PeerId]:
-        """Those of whom a chunk is waited for."""
-        return {sender for (_, _, sender, _), waiter in self.waiting.items() if not waiter.done()}
+    def owing(self) -> dict[PeerId, int]:
+        """Those of whom a chunk is waited for: 2 for one of their own, 1 for one that they may owe since another owes them."""
+        found: dict[PeerId, int] = {}
+        for (_, kind, sender, _), waiter in self.waiting.items():
+            if not waiter.done():
+                found[sender] = max(found.get(sender, 0), 2 if kind == Shard.KIND else 1)
+        return found
 
     def get(self, key: _Key) -> asyncio.Future[_Chunk]:
         future: asyncio.Future[_Chunk] = asyncio.get_running_loop().create_future()
@@ -155,6 +159,11 @@ class Averager:
     def begin(self) -> None:
         """An attempt begins: nobody has sent anything of it yet."""
         self._broken.clear()
+        self._attendance = None
+
+    def silent(self) -> dict[PeerId, int]:
+        """Members that live, but of whom no chunk came in this attempt for long; see ``owing``."""
+        return {} if self._attendance is None else self._attendance.silent
 
     def broken(self, member: PeerId) -> None:
         """A stream from ``member`` ended: it may live, but what it had sent and we did not get is lost, and it does not know."""

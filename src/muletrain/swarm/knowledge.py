@@ -73,10 +73,10 @@ class Knowledge:
         lineage: bytes,
         running: Callable[[int], list[int]],
         answering: Callable[[int], list[int]],
-        orphaned: Callable[[Computing], None],
+        orphaned: Callable[[Computing, bool], None],
     ) -> None:
         """``running``, ``answering``: microbatches of a step that this peer works on, and whose answer it sends. ``orphaned`` is told
-        when they are not through after a missed deadline."""
+        when they are not through: after a death, or (True) although nothing came for as long as a step takes."""
         self._ctx = ctx
         self._running, self._answering = running, answering
         self._orphaned = orphaned
@@ -108,8 +108,10 @@ class Knowledge:
         self.ahead: Computing | None = None
         """The next step, if it is computed already."""
         self._asked_round = 0
-        self._moved: dict[PeerId, int] = {}
-        """Bytes that others said they had moved."""
+        self._moved: dict[PeerId, tuple[int, bytes]] = {}
+        """Bytes that others said they had moved, and the round that they averaged last."""
+        self._apart: dict[PeerId, tuple[int, int]] = {}
+        """Replicas that we average nothing with, since nothing comes from them: until which step, and for how many."""
         self.work = Computing(step, lineage, ctx.plan.microbatches)
         self._enter(Chain(step, (lineage,)))
 
@@ -168,6 +170,8 @@ class Knowledge:
         self._late: dict[PeerId, float] = {}
         """When we first heard that a peer was at an earlier step still."""
         self._lost: Counter[PeerId] = Counter()
+        self._silent: Counter[PeerId] = Counter()
+        """What replicas did not send us of rounds that failed (``Averager.silent``)."""
         self._mourned = self._dead_replicas()
         self._gave_up: GivenUp | None = None
         self._reconsidered = False
@@ -351,9 +355,12 @@ class Knowledge:
         await self._waits.until(lambda: not work.ledger.running, self._seal_deadline, "running microbatches")
 
     async def _ask_progress(self) -> None:
-        """Nothing moved for long: find out who is there, and what is through. A dead trainer's microbatches fall to the others."""
+        """Nothing moved for long, or somebody died: find out who is there, and what is through. A dead trainer's microbatches fall to the
+        others; when it is late, those of one that gives out nothing, too."""
         await self._ask_everyone()
-        self._orphaned(self.work)
+        now, due_s = self._ctx.clock.now(), self._step_deadline.seconds()
+        late = now - self.begun >= due_s and self._ctx.pulse.goes_on_s(now, due_s / 2) <= 0
+        self._orphaned(self.work, late)
 
     async def _ask_replicas(self) -> None:
         """A lost announcement must not stop the stage: whoever made it can say it again."""
@@ -399,9 +406,10 @@ class Knowledge:
         held = await self._ctx.probe(peer, self.lineage, self.step)
         if held is None:
             return None
-        if held.moved > self._moved.get(peer, 0):  # a stage with slow links may average for long
+        moved, round_ = self._moved.get(peer, (0, b""))
+        if held.moved > moved or held.round != round_:  # a stage with slow links may average for long, or try again
             self._waits.came_on()
-        self._moved[peer] = held.moved
+        self._moved[peer] = held.moved, held.round
         if held.rival:
             self.met(peer, held.step)
             self._ctx.suspect(peer, "it trains in another lineage")

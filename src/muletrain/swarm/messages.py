@@ -187,7 +187,7 @@ class TrainerDone(Message):
 class Gap(Message):
     """A stage found these microbatches in none of its accumulators: trainers inject them again, for that stage alone.
     Every replica says so; ``attempt`` tells a repetition from a second loss. ``early``: a replica died in the middle of the step, and took
-    these with it, or they did not come so far yet."""
+    these with it, or they did not come so far yet. ``turn``: times that it was said in vain, so that another trainer is to do it."""
 
     KIND: ClassVar[str] = "gap"
     lineage: Digest
@@ -196,6 +196,7 @@ class Gap(Message):
     attempt: Natural
     indices: Indices
     early: bool = False
+    turn: Natural = 0
 
 
 class GivenUp(BaseModel):

@@ -134,13 +134,17 @@ class Peer:
         self._lineages = Lineages(ctx, self.stepper, self._receiver)
         self._checkpoints = Checkpoints(ctx, self._snapshots, self._receiver, book)
         self.stepper.departure.unsafe = self._checkpoints.unsafe
-        self._adoption = Adoption(ctx, self._checkpoints, self._where, fits, back, self._lineages.goes_on)
+        self._adoption = Adoption(
+            ctx, self._checkpoints, self._where, fits, back, self._lineages.goes_on, self._write_what_there_is
+        )
         self._membership = Membership(ctx)
         self._early = Early()
         self._finished: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._claims: set[PeerId] = set()
         """Who said that the end is reached."""
         self._over = False
+        self._written: Key | None = None
+        """What was written last because no trainer was left."""
         self._leaves = False
         self._pursuits = 0
         self.left = False
@@ -432,15 +436,26 @@ class Peer:
         for step in [s for s in self._trainers if s <= last]:
             self._trainers.pop(step).end()
 
-    def _adopt(self, work: Computing) -> None:
+    def _adopt(self, work: Computing, late: bool = False) -> None:
         trainer = self._trainers.get(work.step)
-        if trainer is not None and work.missing():
-            trainer.spawn(trainer.adopt(work.missing()), "adopt")
+        if trainer is not None and not work.all_through:
+            trainer.spawn(trainer.adopt(late=late), "adopt")
 
     async def _checkpoint(self, key: Key, *, last: bool) -> None:
         """Our part of it, while training goes on."""
         if self._checkpoints.begins(key, last=last):
             state = await self._ctx.compute.state()
+            self._ctx.spawn(self._checkpoints.write(key, state), f"part of checkpoint {key.step}")
+
+    async def _write_what_there_is(self) -> None:
+        """Our part of a checkpoint of the weights before this step, which may never be done: once."""
+        key, stepper = self._where(), self.stepper
+        done = key == self._written or not key.step or stepper.work.all_through  # then another follows soon
+        if done or not stepper.settled or stepper.away or not self._checkpoints.begins(key, last=True):
+            return
+        state = await self._ctx.compute.state()
+        if stepper.settled and key == self._where():
+            self._written = key
             self._ctx.spawn(self._checkpoints.write(key, state), f"part of checkpoint {key.step}")
 
     async def _finish(self) -> bool:

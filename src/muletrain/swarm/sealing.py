@@ -22,7 +22,7 @@ from muletrain.swarm.averaging import Round
 from muletrain.swarm.knowledge import Behind, Knowledge
 from muletrain.swarm.messages import AskViews, Finding, Gap, GivenUp, MemberView, Seal, Views
 from muletrain.swarm.record import round_id
-from muletrain.swarm.waiting import MAX_SILENCE
+from muletrain.swarm.waiting import LOOKS, MAX_SILENCE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -33,6 +33,8 @@ MEETING_POINTS = 2
 """Peers of other stages that are asked about replicas we do not reach; the first ones, so that those replicas ask the same."""
 MAX_LOST = 2
 """Times that a replica is lost while it is counted on, before it is left out of the step: some links carry messages one way only."""
+APART, APART_MAX = 16, 1024
+"""Steps for which a replica of which no chunk comes is left out, the first time and at most; doubles."""
 PAUSE_S, PAUSE_MAX_S = 0.05, 2.0
 """Before the next question; doubles."""
 HEARD_S = 0.5
@@ -84,8 +86,9 @@ class Sealing(Knowledge):
         )  # fmt: skip
 
     def _next_attempt(self) -> int:
-        """After ours, but not before what others try already."""
-        return max(0 if self.announced is None else self.announced.attempt + 1, self._latest_attempt())
+        """After ours, but not before what others try already. Whom we average nothing with is to know it from the first view on."""
+        first = int(any(map(self._is_apart, self._ctx.roster.stage(self._ctx.roster.own.stage))))
+        return max(first if self.announced is None else self.announced.attempt + 1, self._latest_attempt())
 
     async def _announce(self, attempt: int) -> dict[PeerId, Seal] | None:
         """Seal, and collect the seals of those we count on; None unless all of them count on the same ones."""
@@ -138,7 +141,24 @@ class Sealing(Knowledge):
 
     def _counts(self, peer: PeerId) -> bool:
         """Whether what ``peer`` accumulates in this step may become part of a round of ours."""
-        return peer not in self._differing and self._lost[peer] < MAX_LOST
+        return not self._is_apart(peer) and peer not in self._differing and self._lost[peer] < MAX_LOST
+
+    def _is_apart(self, peer: PeerId) -> bool:
+        return self.step < self._apart.get(peer, (0, 0))[0]
+
+    def _part(self, silent: dict[PeerId, int]) -> None:
+        """A round failed. Replicas that live, but sent us nothing of it, are soon not counted on, in later steps neither: what they owe us
+        may not pass their link, however well questions do. Those that may lack what another owes them have twice the rounds."""
+        for peer, owes in silent.items():
+            self._silent[peer] += owes
+            if self._silent[peer] >= 2 * MAX_LOST and self._counts(peer):
+                steps = min(APART_MAX, 2 * self._apart.get(peer, (0, APART // 2))[1])
+                self._apart[peer] = self.step + steps, steps
+                name = self._ctx.roster.name(peer)
+                message = (
+                    f"step {self.step}: {name} answers, but sends no chunks: no averaging with it for {steps} steps"
+                )
+                self._ctx.emit(Note(level="warning", message=message))
 
     def _compare(self, seals: dict[PeerId, Seal]) -> None:
         """Replicas begin a step with the same weights; devices that differ in the last bit, or a donor that lied, break that (DESIGN
@@ -271,19 +291,20 @@ class Sealing(Knowledge):
         self, gaps: frozenset[int], attempt: int, done: Callable[[], Coroutine[Any, Any, None]]
     ) -> None:
         """Have the trainers run ``gaps`` for this stage alone, until ``done`` returns."""
-        ctx, limit = self._ctx, self._step_deadline
-        for patience in range(MAX_SILENCE):
+        ctx, limit, begin = self._ctx, self._step_deadline, self._ctx.clock.now()
+        for turn in itertools.count():
             gap = Gap(
-                lineage=self.lineage, step=self.step, stage=ctx.roster.own.stage, attempt=attempt,
+                lineage=self.lineage, step=self.step, stage=ctx.roster.own.stage, attempt=attempt, turn=turn,
                 indices=tuple(sorted(gaps - self.ledger.held)),
             )  # fmt: skip
             await ctx.tell(ctx.roster.trainers(), gap)
+            limit_s = min(limit.seconds(turn), ctx.patience_s / LOOKS)
             try:
-                await ctx.clock.deadline(self._waits.watched(done()), limit.seconds(patience), "missing microbatches")
+                return await ctx.clock.deadline(self._waits.watched(done()), limit_s, "missing microbatches")
             except DeadlineExceeded:
+                if turn + 1 >= MAX_SILENCE and ctx.clock.now() - begin > ctx.patience_s:
+                    break
                 await self._ask_everyone()
-            else:
-                return
         raise MuletrainError(
             f"step {self.step}: {len(gaps)} missing microbatches were not run again; {ctx.who_is_there()}"
         )

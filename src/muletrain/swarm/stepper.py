@@ -57,7 +57,7 @@ class Stepper(Sealing):
         lineage: bytes,
         running: Callable[[int], list[int]],
         answering: Callable[[int], list[int]],
-        orphaned: Callable[[Computing], None],
+        orphaned: Callable[[Computing, bool], None],
         begun: Callable[[], Coroutine[Any, Any, None]],
         taker: Taker,
     ) -> None:
@@ -208,11 +208,11 @@ class Stepper(Sealing):
         ctx = self._ctx
         alive, stage = ctx.roster.is_alive, ctx.roster.own.stage
         if round_ is None:
-            known = [(e.holder, e) for e in self._held_by_replicas()]
+            known = sorted(((e.holder, e) for e in self._held_by_replicas()), key=lambda k: not self._counts(k[0]))
         else:
             entry = next(e for e in self._builder.held(stage) if e.round == round_)
             holders = self._builder.holders(stage, round_)
-            peers = sorted(ctx.roster.replicas(), key=lambda p: (not alive(p), p not in holders))
+            peers = sorted(ctx.roster.replicas(), key=lambda p: (not alive(p), p not in holders, not self._counts(p)))
             known = [(p, entry) for p in peers]
         for peer, entry in known:
             try:
@@ -244,6 +244,7 @@ class Stepper(Sealing):
             except RoundFailed as e:
                 self._ctx.emit(Note(level="warning", message=f"averaging step {self.step}, attempt {attempt}: {e}"))
                 self.ledger.reopen(keep=True)
+                self._part(self.averager.silent())
                 failed += 1
                 if failed > 1:  # each attempt sends the whole gradient
                     await self._waits.watched(self._ctx.clock.sleep(backoff_s(failed - 2, FAILED_S, FAILED_MAX_S)))

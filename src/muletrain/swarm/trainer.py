@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from muletrain.errors import MuletrainError
+from muletrain.events import Note
 from muletrain.policy.claims import claimant
 from muletrain.policy.deadline import backoff_s
 from muletrain.swarm.messages import Gap, Request, TrainerDone
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from muletrain.network.base import PeerId
     from muletrain.swarm.computing import Computing
     from muletrain.swarm.context import Context
     from muletrain.swarm.router import Router
@@ -53,8 +55,12 @@ class Trainer:
         self._pipeline = (lambda index: 0) if seats is None else seats.pipeline
         self._windows = [asyncio.Semaphore(window) for _ in range(1 if seats is None else seats.pipelines)]
         self._attempts: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
-        self._step, self._lineage = work.step, work.lineage
+        self._work, self._step, self._lineage = work, work.step, work.lineage
         self._claimed: set[int] = set()
+        self._turn = 0
+        """Times that microbatches which nobody worked on were given to the next trainer (``claimant``)."""
+        self._passed = False
+        """What we have not given out yet may have gone to others so."""
         self._refilling: set[tuple[int, int]] = set()
         self._begun: dict[int, bool] = {}
         """Microbatches that were given out: are they through?"""
@@ -75,16 +81,35 @@ class Trainer:
 
     async def run_step(self, *, retry: bool = False) -> None:
         """All microbatches that are ours; then tell everyone. ``retry``: we were away, others may have begun them."""
-        await self._run(range(self._ctx.plan.microbatches), tuple(range(self._ctx.plan.stages)), retry=retry)
+        await self._run(range(self._ctx.plan.microbatches), retry=retry)
 
-    async def adopt(self, missing: frozenset[int]) -> None:
-        """Of the microbatches that are not through, those that fell to us when their trainer died."""
-        await self._run(missing, tuple(range(self._ctx.plan.stages)), retry=True)
+    async def adopt(self, *, late: bool = False) -> None:
+        """Of the microbatches that are not through, those that fell to us when their trainer died. ``late``: they should be through by now;
+        while nobody works on any, those of trainers that live pass on, too."""
+        await self._run(self._work.missing(), retry=True)
+        if not late or not all(self._begun.values()):  # ours show that the stages are slow, not the trainers
+            return
+        if self._claimed - self._begun.keys():
+            self._passed = True
+            return
+        turn = self._turn + 1
+        theirs = self._claims(self._work.missing(), turn)
+        if theirs and await self._under_way():
+            return
+        self._turn = turn
+        if theirs := self._claims(self._work.missing(), turn):
+            owners = sorted({self._ctx.roster.name(self._claimant(i, turn - 1)) for i in theirs})
+            message = f"step {self._step}: nobody works on {len(theirs)} microbatches of {', '.join(owners)}: this peer gives them out"
+            self._ctx.emit(Note(level="warning", message=message))
+            await self._run(theirs, retry=True, turn=turn)
 
     async def on_gap(self, gap: Gap) -> None:
         """A stage misses microbatches: the trainer they fall to runs them again for that stage alone; while others are under way still,
         each as soon as it is through."""
-        mine = [i for i in gap.indices if (gap.stage, i) not in self._refilling and self._is_mine(i)]
+        mine = [i for i in gap.indices if (gap.stage, i) not in self._refilling and self._is_mine(i, gap.turn)]
+        if mine and gap.turn:  # whose they were before may have begun
+            under_way = await self._under_way()
+            mine = [i for i in mine if i not in under_way and (gap.stage, i) not in self._refilling]
         if gap.early:
             for i in [i for i in mine if self._begun.get(i) is False]:
                 self._perhaps_lost[i].add(gap.stage)
@@ -103,12 +128,13 @@ class Trainer:
             missing, _ = await self._still_missing(index, (stage,))
             if missing:
                 await self._through(index, (stage,))
+                self._begun[index] = True
         finally:
             self._refilling.discard((stage, index))
 
-    async def _run(self, indices: Iterable[int], stages: tuple[int, ...], *, retry: bool) -> None:
+    async def _run(self, indices: Iterable[int], *, retry: bool, turn: int = 0) -> None:
         """Claim ours among ``indices``, see them through, and tell everyone."""
-        mine = [i for i in indices if i not in self._claimed and self._is_mine(i)]
+        mine, stages = self._claims(indices, turn), tuple(range(self._ctx.plan.stages))
         self._claimed.update(mine)
         tasks = [asyncio.create_task(self._whole(i, stages, retry=retry)) for i in mine]
         try:
@@ -123,8 +149,21 @@ class Trainer:
             done = TrainerDone(lineage=self._lineage, step=self._step, indices=tuple(mine), losses=tuple(losses))
             await ctx.tell((*ctx.roster.others(), ctx.net.peer_id), done)
 
-    def _is_mine(self, index: int) -> bool:
-        return claimant(self._step, index, self._ctx.roster.trainers()) == self._ctx.net.peer_id
+    def _claims(self, indices: Iterable[int], turn: int) -> list[int]:
+        return [i for i in indices if i not in self._claimed and self._is_mine(i, turn)]
+
+    def _is_mine(self, index: int, turn: int = 0) -> bool:
+        return self._claimant(index, turn) == self._ctx.net.peer_id
+
+    def _claimant(self, index: int, turn: int) -> PeerId:
+        return claimant(self._step, index, self._ctx.roster.trainers(), turn)
+
+    async def _under_way(self) -> set[int]:
+        """Microbatches of the step that somebody works on, at any stage."""
+        ctx = self._ctx
+        answers = await ctx.ask_held(ctx.roster.everyone(), self._lineage, self._step)
+        held = (*answers.values(), ctx.own_held(self._step, self._lineage))
+        return {i for h in held if h.current for i in (*h.running, *h.answering)}
 
     async def _whole(self, index: int, stages: tuple[int, ...], *, retry: bool) -> float:
         """One microbatch through, and what was lost of it meanwhile once more. Returns its loss [nats/token]."""
@@ -139,7 +178,7 @@ class Trainer:
         loss: float | None = None
         async with self._windows[self._pipeline(index)]:
             self._begun.setdefault(index, False)
-            if retry:
+            if retry or self._passed:
                 accumulate, loss = await self._still_missing(index, accumulate)
             inputs, targets = self._source.microbatch(self._step, index)
             tensors = [encode_ids(torch.from_numpy(inputs)), encode_ids(torch.from_numpy(targets))]

@@ -1,0 +1,83 @@
+"""Links that carry questions but no chunks, and replicas that seal and then send nothing: everyone is alive, and no round completes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from muletrain.clock import LoopClock
+from muletrain.errors import DeadlineExceeded
+from muletrain.network.memory import MemoryNetwork
+from muletrain.sim.scenario import Scenario
+from muletrain.sim.verdict import Outcome, readable
+from muletrain.sim.world import play
+from muletrain.swarm.messages import AskGradient, Reduced, Shard
+from muletrain.swarm.snapshot import AskBlocks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from muletrain.network.base import Frame
+
+pytestmark = pytest.mark.timeout(240)
+STEPS = 3
+
+
+def swallowed(monkeypatch: pytest.MonkeyPatch, lost: Callable[[str, str], bool]) -> None:
+    """What is large is sent again and again until its sender gives up, where ``lost(sender, receiver)``."""
+    send, call = MemoryNetwork.send, MemoryNetwork.call
+
+    async def sends(net: MemoryNetwork, peer: str, frame: Frame, **how: Any) -> int:
+        if frame.kind in (Shard.KIND, Reduced.KIND, "block") and lost(net.peer_id, peer):
+            await LoopClock().sleep(how["timeout_s"])
+            raise DeadlineExceeded("no receipt came")
+        return await send(net, peer, frame, **how)
+
+    async def calls(net: MemoryNetwork, peer: str, method: str, payload: bytes, *, timeout_s: float) -> bytes:
+        if method in (AskGradient.KIND, AskBlocks.KIND) and lost(peer, net.peer_id):
+            await LoopClock().sleep(timeout_s)
+            raise DeadlineExceeded("no answer came")
+        return await call(net, peer, method, payload, timeout_s=timeout_s)
+
+    monkeypatch.setattr(MemoryNetwork, "send", sends)
+    monkeypatch.setattr(MemoryNetwork, "call", calls)
+
+
+def played(*stages: int) -> Outcome:
+    return play(Scenario(21, stages, 2, STEPS, 8, 0.01, ()))
+
+
+def between(a: str, b: str) -> Callable[[str, str], bool]:
+    return lambda sender, receiver: {sender, receiver} == {a, b}
+
+
+def finished(outcome: Outcome) -> set[str]:
+    return {p for p, end in outcome.ends.items() if end == "finished"}
+
+
+def test_a_pair_that_exchanges_no_chunks_is_parted_and_a_third_replica_has_what_both_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    swallowed(monkeypatch, between("peer-1a", "peer-1b"))
+    outcome = played(2, 3)
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert len(finished(outcome)) == 5
+    assert outcome.virtual_s < 300, "later steps do not try again"
+
+
+def test_of_two_replicas_that_exchange_no_chunks_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All peers gave up, those of the other stage first."""
+    swallowed(monkeypatch, between("peer-1a", "peer-1b"))
+    outcome = played(2, 2)
+    assert finished(outcome) >= {"peer-0a", "peer-0b", "peer-1a"}, "\n".join(readable(outcome))
+    assert not [v for v in outcome.violations if not v.startswith("peer-1b did not survive")]
+
+
+@pytest.mark.parametrize("silent", ["peer-1a", "peer-1c"])
+def test_a_replica_whose_chunks_do_not_come_is_left_behind(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the others send it comes."""
+    swallowed(monkeypatch, lambda sender, receiver: sender == silent)
+    outcome = played(2, 3)
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert len(finished(outcome)) == 5

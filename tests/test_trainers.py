@@ -1,0 +1,110 @@
+"""Trainers that go, that live and give out nothing, or that come back late: the others' work goes on, and each microbatch counts once."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from muletrain.policy.claims import claimant
+from muletrain.sim.scenario import Fault, Scenario
+from muletrain.sim.verdict import Outcome, readable
+from muletrain.sim.world import play
+from muletrain.swarm.trainer import Trainer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.timeout(240)
+STEPS = 4
+
+
+def played(trainers: int, *faults: Fault, microbatches: int = 8, **more: Any) -> Outcome:
+    return play(Scenario(21, (2, 2), trainers, STEPS, microbatches, 0.01, faults, **more))
+
+
+def whole(outcome: Outcome) -> Outcome:
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    return outcome
+
+
+def said(outcome: Outcome, text: str) -> list[float]:
+    """When somebody said ``text`` [virtual s]."""
+    return [t for t, line in outcome.timeline if text in line]
+
+
+def stuck(monkeypatch: pytest.MonkeyPatch, method: str, wakes: Callable[[Any], Any] | None = None) -> None:
+    """``method`` of peer-0b's trainer comes to nothing; or goes on after what ``wakes`` waits for."""
+    right = getattr(Trainer, method)
+
+    async def never(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        if self._ctx.net.peer_id == "peer-0b" and self._step > 0:
+            await (asyncio.Event().wait() if wakes is None else wakes(self))
+        return await right(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, method, never)
+
+
+def test_microbatches_of_a_trainer_that_lives_and_gives_out_nothing_pass_to_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All peers gave up after 440 s."""
+    stuck(monkeypatch, "_through")
+    outcome = whole(played(2))
+    assert outcome.virtual_s < 60
+    assert said(outcome, "microbatches of peer-0b: this peer gives them out")
+
+
+@pytest.mark.parametrize("late_s", [3.0, 5.0, 20.0])
+def test_a_trainer_that_wakes_when_its_microbatches_have_passed_on_computes_none_of_them_again(
+    late_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck(monkeypatch, "_through", lambda trainer: trainer._ctx.clock.sleep(late_s))
+    outcome = whole(played(2))
+    assert not said(outcome, "again"), "no accumulator had to go"
+
+
+@pytest.mark.parametrize("overrides", [(), ("optimizer.delayed=true",)])
+def test_a_trainer_that_wakes_at_the_moment_at_which_they_pass_on_changes_no_number(
+    overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both may give them out: then whole accumulators are dropped, and run again."""
+    for late_s in (2.45, 2.5, 2.55):
+        with monkeypatch.context() as patch:
+            stuck(patch, "_through", lambda trainer, late_s=late_s: trainer._ctx.clock.sleep(late_s))
+            whole(played(2, overrides=overrides))
+
+
+def test_gaps_of_a_trainer_that_does_not_run_them_again_pass_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck(monkeypatch, "_refill")
+    outcome = whole(played(2, Fault(1.5, "kill", ("peer-1b",), on="seal", nth=1)))
+    assert said(outcome, "again")
+    assert outcome.virtual_s < 60
+
+
+def test_the_last_trainer_dies_and_the_run_waits_for_another() -> None:
+    """It ended after 511 s."""
+    outcome = whole(played(1, Fault(1.0, "kill", ("peer-0a",)), Fault(700.0, "join", ("peer-0j0",))))
+    assert said(outcome, "no trainer is left")
+    assert len(said(outcome, f"step_applied step={STEPS} ")) == 4
+
+
+def test_where_no_trainer_comes_what_there_is_is_written() -> None:
+    outcome = played(1, Fault(1.5, "kill", ("peer-0a",)))
+    done = max(int(line.split("step=")[1].split()[0]) for _, line in outcome.timeline if "step_applied" in line)
+    assert [line for _, line in outcome.timeline if f"checkpoint_written step={done} " in line]
+    assert 900 < outcome.virtual_s < 1500
+    assert all("no trainer can" in end for end in outcome.ends.values())
+
+
+def test_that_one_trainer_is_left_is_said_once() -> None:
+    outcome = whole(played(2, Fault(1.0, "kill", ("peer-0b",))))
+    assert len(said(outcome, "is the only trainer left")) == 1
+
+
+def test_each_turn_another_trainer_builds_a_microbatch() -> None:
+    trainers = ["a", "b", "c"]
+    turns = [claimant(3, 5, trainers, turn) for turn in range(4)]
+    assert turns[0] == claimant(3, 5, trainers) == turns[3]
+    assert set(turns) == set(trainers)
