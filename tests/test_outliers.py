@@ -263,7 +263,7 @@ def test_who_missed_that_it_is_expelled_hears_of_it_from_the_record_or_those_wit
     told = {EXPELLED, "was expelled: it computed false gradients"}
     heard = set[str]()
     # in one of these moments it has what the others judge it by, in another not
-    for seed, before_s in itertools.product((22, 3, 5, 7, 9, 11), (0.001, 0.01, 0.02)):
+    for seed, before_s in itertools.product((8, 22, 3, 5, 7, 9, 11), (0.001, 0.01, 0.02)):
         end = frozen_before_its_sentence(seed, before_s, for_s=0.9).ends["peer-1a"]
         assert any(text in end for text in told), end
         heard |= {text for text in told if text in end}
