@@ -22,7 +22,7 @@ from muletrain.swarm.averaging import Round
 from muletrain.swarm.knowledge import Behind, Knowledge
 from muletrain.swarm.messages import AskViews, Finding, Gap, GivenUp, MemberView, Seal, Views
 from muletrain.swarm.record import round_id
-from muletrain.swarm.waiting import LOOKS, MAX_SILENCE
+from muletrain.swarm.waiting import MAX_SILENCE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -35,6 +35,8 @@ MAX_LOST = 2
 """Times that a replica is lost while it is counted on, before it is left out of the step: some links carry messages one way only."""
 APART, APART_MAX = 16, 1024
 """Steps for which a replica of which no chunk comes is left out, the first time and at most; doubles."""
+AGAIN_S = 30.0
+"""Before trainers are told of missing microbatches once more, at most: what they believed of who holds them may have changed."""
 PAUSE_S, PAUSE_MAX_S = 0.05, 2.0
 """Before the next question; doubles."""
 HEARD_S = 0.5
@@ -298,11 +300,12 @@ class Sealing(Knowledge):
                 indices=tuple(sorted(gaps - self.ledger.held)),
             )  # fmt: skip
             await ctx.tell(ctx.roster.trainers(), gap)
-            limit_s = min(limit.seconds(turn), ctx.patience_s / LOOKS)
+            limit_s = min(limit.seconds(turn), AGAIN_S)
             try:
                 return await ctx.clock.deadline(self._waits.watched(done()), limit_s, "missing microbatches")
             except DeadlineExceeded:
-                if turn + 1 >= MAX_SILENCE and ctx.clock.now() - begin > ctx.patience_s:
+                # a device that hangs holds them for up to 300 s before its peer is not counted on (``watchdog``)
+                if turn + 1 >= MAX_SILENCE and ctx.clock.now() - begin > 2 * ctx.patience_s:
                     break
                 await self._ask_everyone()
         raise MuletrainError(
