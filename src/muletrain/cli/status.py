@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 FRESH_S = 15.0
-"""A member that goes on says so every 10 s (``swarm.peer.ANNOUNCE_S``), by a clock that may be some seconds off."""
+"""Older announcements are out of date: members announce themselves every 10 s (``swarm.peer.ANNOUNCE_S``), and clocks differ by some
+seconds."""
 
 
 def furthest(peers: Sequence[Announced]) -> Announced:

@@ -103,7 +103,7 @@ class RunView:
 
     @property
     def tokens(self) -> int:
-        """Of all steps up to the one we are at; those that were taken back and done again count once."""
+        """Tokens of all steps up to the current one. A step that was taken back and done again counts once."""
         return sum(tokens for step, tokens in self._tokens.items() if step <= self.step)
 
     @property

@@ -138,7 +138,8 @@ def _counts(net: Libp2pNetwork, m: Listed) -> bool:
 async def _ask_around(
     net: Libp2pNetwork, ask: list[PeerId], out: frozenset[PeerId]
 ) -> dict[PeerId, tuple[Listed, ...]]:
-    """Answers by who gave them, until the certificate of everyone they name was seen; without those that are ``out``."""
+    """Ask members until we have seen the certificate of everyone whom they name. Returns the answers by member, without peers that are
+    ``out``."""
     answers: dict[PeerId, tuple[Listed, ...]] = {}
     asked: set[PeerId] = set()
     problems = []
