@@ -11,6 +11,7 @@ from muletrain.policy.claims import claimant
 from muletrain.sim.scenario import Fault, Scenario
 from muletrain.sim.verdict import Outcome, readable
 from muletrain.sim.world import play
+from muletrain.swarm.context import Context
 from muletrain.swarm.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -54,6 +55,29 @@ def test_microbatches_of_a_trainer_that_lives_and_gives_out_nothing_pass_to_anot
     outcome = whole(played(2))
     assert outcome.virtual_s < 60
     assert said(outcome, "microbatches of peer-0b: this peer gives them out")
+
+
+def test_many_gaps_at_the_same_moment_cost_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each frame made the trainer ask all peers."""
+    asked: list[str] = []
+    right, ask = Trainer.run_step, Context.ask_held
+
+    async def counted(self: Context, *args: Any, **kwargs: Any) -> Any:
+        asked.append(self.net.peer_id)
+        return await ask(self, *args, **kwargs)
+
+    async def run_step(self: Trainer, **kwargs: Any) -> None:
+        if self._ctx.net.peer_id == "peer-0a" and self._step == 1:
+            with monkeypatch.context() as counting:
+                counting.setattr(Context, "ask_held", counted)
+                found = await asyncio.gather(*(self._under_way() for _ in range(10)))
+            assert asked.count("peer-0a") == 1
+            assert found == [found[0]] * 10
+        await right(self, **kwargs)
+
+    monkeypatch.setattr(Trainer, "run_step", run_step)
+    whole(played(2))
+    assert asked
 
 
 @pytest.mark.parametrize("late_s", [3.0, 5.0, 20.0])

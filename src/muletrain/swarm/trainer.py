@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -32,6 +32,8 @@ MAX_TRIES = 60
 """Injections of one microbatch before the trainer gives up with an error instead of trying for ever: 20 minutes of pauses."""
 PAUSE_S, PAUSE_MAX_S = 0.1, 20.0
 """Before the next injection; doubles."""
+
+R = TypeVar("R")
 
 
 class Source(Protocol):
@@ -68,12 +70,14 @@ class Trainer:
         """Those under way whose part of these stages may have died with a peer."""
         self._repairs: set[asyncio.Task[None]] = set()
         self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._asking: asyncio.Task[set[int]] | None = None
 
-    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def spawn(self, work: Coroutine[Any, Any, R], name: str) -> asyncio.Task[R]:
         """What has no meaning beyond the step."""
         task = self._ctx.spawn(work, f"{name} {self._step}")
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)
+        return task
 
     def end(self) -> None:
         for task in self._tasks:
@@ -159,7 +163,13 @@ class Trainer:
         return claimant(self._step, index, self._ctx.roster.trainers(), turn)
 
     async def _under_way(self) -> set[int]:
-        """Microbatches of the step that somebody works on, at any stage."""
+        """Microbatches of the step that somebody works on, at any stage. Only one question goes around at a time, because all replicas tell
+        us of a gap at the same moment, and a member could make us ask all peers with each small frame."""
+        if self._asking is None or self._asking.done():
+            self._asking = self.spawn(self._ask_under_way(), "what is under way")
+        return await asyncio.shield(self._asking)
+
+    async def _ask_under_way(self) -> set[int]:
         ctx = self._ctx
         answers = await ctx.ask_held(ctx.roster.everyone(), self._lineage, self._step)
         held = (*answers.values(), ctx.own_held(self._step, self._lineage))
