@@ -39,7 +39,7 @@ from muletrain.swarm.checkpointing import MAX_OPEN, Book, CheckpointEnd, Checkpo
 from muletrain.swarm.context import Context
 from muletrain.swarm.messages import AskHeld, Block, Held
 from muletrain.swarm.peer import Peer
-from muletrain.swarm.place import MARKER, Folder, Key, PartFacts, PartsGone, open_place
+from muletrain.swarm.place import MARKER, Folder, Key, PartFacts, PartsGone, Place, open_place
 from muletrain.swarm.roster import Genesis, Member, Roster
 from muletrain.swarm.snapshot import Receiver, Snapshots
 from muletrain.wire.statefile import cut, state_buffers
@@ -150,6 +150,19 @@ class Stages:
 def names(folder: Path) -> list[str]:
     """But the marker."""
     return sorted(p.name for p in folder.iterdir() if p.name != MARKER)
+
+
+def held_up(monkeypatch: pytest.MonkeyPatch, place: Place) -> tuple[threading.Event, threading.Event]:
+    """From now on ``place`` sets the first event when it is to write a part, and does so when the second is set."""
+    begun, go_on, write_part = threading.Event(), threading.Event(), place.write_part
+
+    def slow(*args: Any) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        write_part(*args)
+
+    monkeypatch.setattr(place, "write_part", slow)
+    return begun, go_on
 
 
 def play(scenario: Callable[[], Awaitable[None]]) -> None:
@@ -638,15 +651,7 @@ def test_a_part_that_is_written_when_its_checkpoint_has_failed_does_not_stay(
     async def scenario() -> None:
         stages = Stages(tmp_path / "run", sharing="one other")
         writer = next(n for n, c in stages.checkpoints.items() if c.is_writer() and n != "collector")
-        place, begun, go_on = stages.places[writer], threading.Event(), threading.Event()
-        write_part = place.write_part
-
-        def slow(*args: Any) -> None:
-            begun.set()
-            assert go_on.wait(20)
-            write_part(*args)
-
-        monkeypatch.setattr(place, "write_part", slow)
+        begun, go_on = held_up(monkeypatch, stages.places[writer])
         writing = asyncio.create_task(stages.write(4, "collector", writer))
         await asyncio.to_thread(begun.wait, 20)
         await stages.checkpoints["collector"]._fail(Key(4, LINEAGE), "the disk is full")

@@ -23,7 +23,7 @@ from muletrain.sim.verdict import LEFT, Outcome, readable
 from muletrain.sim.witness import Witness
 from muletrain.swarm.checkpointing import CheckpointEnd, Checkpoints
 from muletrain.swarm.place import Folder, Key
-from tests.test_checkpointing import LINEAGE, Stages, names, play, state
+from tests.test_checkpointing import LINEAGE, Stages, held_up, names, play, state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,14 +112,8 @@ def test_a_disk_that_comes_back_is_used_again(tmp_path: Path, monkeypatch: pytes
 
     async def scenario() -> None:
         stages = Stages(tmp_path / "run", sharing="one other")
-        place, go_on = stages.places["one"], threading.Event()
-        write_part = place.write_part
-
-        def hang(*args: Any) -> None:
-            assert go_on.wait(60)
-            write_part(*args)
-
-        monkeypatch.setattr(place, "write_part", hang)
+        place = stages.places["one"]
+        _, go_on = held_up(monkeypatch, place)
         assert not await stages.checkpoint(4)
         assert "may hang" in stages.of(CheckpointFailed)[0].reason
         assert "free some space" not in stages.of(CheckpointFailed)[0].reason
@@ -145,20 +139,14 @@ def test_a_checkpoint_that_comes_due_while_another_is_written_is_left_out_for_al
     async def scenario() -> None:
         peers = {"collector": 0, "one": 1, "two": 2}
         stages = Stages(tmp_path / "run", stages=peers, sharing="one")
-        place, begun, go_on = stages.places["one"], threading.Event(), threading.Event()
-        write_part = place.write_part
-
-        def slow(*args: Any) -> None:
-            begun.set()
-            assert go_on.wait(20)
-            write_part(*args)
+        place = stages.places["one"]
 
         async def step(step: int) -> None:
             key = Key(step, LINEAGE)
             writers = [n for n, c in stages.checkpoints.items() if c.begins(key, last=False)]
             await asyncio.gather(*(stages.checkpoints[w].write(key, state(peers[w])) for w in writers))
 
-        monkeypatch.setattr(place, "write_part", slow)
+        begun, go_on = held_up(monkeypatch, place)
         first = asyncio.create_task(step(4))
         await asyncio.to_thread(begun.wait, 20)
         await step(8)
@@ -235,15 +223,7 @@ def test_a_part_that_is_written_once_more_after_the_end_does_not_stay(
 
     async def scenario() -> None:
         stages = Stages(tmp_path / "run", sharing="one other")
-        place, begun, go_on = stages.places["other"], threading.Event(), threading.Event()
-        write_part = place.write_part
-
-        def slow(*args: Any) -> None:
-            begun.set()
-            assert go_on.wait(20)
-            write_part(*args)
-
-        monkeypatch.setattr(place, "write_part", slow)
+        begun, go_on = held_up(monkeypatch, stages.places["other"])
         late = asyncio.create_task(stages.write(4, "other"))
         await asyncio.to_thread(begun.wait, 20)
         assert await stages.checkpoint(4)
