@@ -166,7 +166,7 @@ def test_both_fidelities_agree_under_churn(tmp_path: Path) -> None:
 
 
 def test_bytes_agree(tmp_path: Path) -> None:
-    flow, protocol = (played(tmp_path, REGIONS, 65.0, f) for f in ("flow", "protocol"))
+    flow, protocol = (played(tmp_path, REGIONS, 125.0, f) for f in ("flow", "protocol"))
     for link in (("x", "x"), ("x", "y"), ("y", "x"), ("y", "y")):
         each = [
             sum(sent for what, sent in o.bytes[link].items() if what != "control") / o.steps for o in (flow, protocol)

@@ -14,7 +14,7 @@ from muletrain.policy.claims import claimant
 from muletrain.policy.cover import resolve
 from muletrain.policy.deadline import CEILING_S, FLOOR_S, RECENT, Deadline, Usual, backoff_s
 from muletrain.policy.shards import BLOCK, CHUNK, chunk_ranges, shard_ranges
-from muletrain.policy.wiring import Wiring
+from muletrain.policy.wiring import WAYS, Wiring
 
 
 def routed(times: dict[str, float], choices: int) -> Counter[str]:
@@ -90,7 +90,7 @@ def test_wiring_gives_a_slow_peer_nothing_that_the_step_would_wait_for() -> None
             counts[peer] += 1
             now_s += 0.1 if peer != "slow" else 0.0
             last_s = max(last_s, now_s + times_s[peer])
-            wiring.measured(peer, times_s[peer], now_s)
+            wiring.measured(peer, times_s[peer], now_s=now_s)
         return counts, max(now_s, last_s)
 
     times_s, wiring, now_s = {"fast": 0.2, "other": 0.2, "slow": 5.0}, Wiring(random.Random(0)), 0.0
@@ -122,11 +122,25 @@ def test_wiring_waits_for_a_fast_peer_that_is_full_but_not_longer_than_a_slow_on
         wiring.add(peer)
         wiring.measured(peer, seconds)
     assert wiring.choose(full={"fast"}) == "slow", "nobody knows yet how long a step is"
-    wiring.measured("fast", 0.01, 1.0)
+    wiring.measured("fast", 0.01, now_s=1.0)
     assert wiring.choose(full={"fast"}, step=1, now_s=1.0) is None
     assert wiring.choose(full={"fast"}, step=1, now_s=1.0, waited_s=5.0) == "slow"
     assert wiring.choose({"fast"}, step=1, now_s=1.0) == "slow", "there is nobody to wait for"
     assert wiring.choose(full={"fast", "slow"}, step=1, now_s=1.0, waited_s=9.0) is None
+
+
+def test_wiring_does_not_take_a_full_link_for_a_slow_peer() -> None:
+    """By mean ways, those that got most looked as slow as a CPU that got nothing: more under way made mixed fleets slower."""
+    wiring = Wiring(random.Random(0))
+    for peer in ("gpu", "cpu"):
+        wiring.add(peer)
+    wiring.measured("cpu", 5.0, 0.1)
+    for waited_s in (0.0, 2.0, 6.0, 4.0):
+        wiring.measured("gpu", 0.2, 0.1 + waited_s)
+    assert wiring.expected_s("gpu") == pytest.approx(0.2)
+    for _ in range(WAYS):
+        wiring.measured("gpu", 0.2, 3.0)
+    assert wiring.expected_s("gpu") == 3.0, "its link has become slow"
 
 
 def test_wiring_tries_a_slow_peer_again_now_and_then() -> None:
@@ -135,7 +149,7 @@ def test_wiring_tries_a_slow_peer_again_now_and_then() -> None:
         wiring.add(peer)
         wiring.measured(peer, seconds)
     wiring.choose()
-    wiring.measured("fast", 0.01, 0.1)
+    wiring.measured("fast", 0.01, now_s=0.1)
     chosen = Counter(wiring.choose(step=1, now_s=1.0) for _ in range(200_000))
     assert 1 <= chosen["slow"] <= 20, "2,000 by its speed"
 

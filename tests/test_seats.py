@@ -71,8 +71,8 @@ def test_a_peer_may_serve_several_pipelines_of_its_stage() -> None:
     assert dict(SHARED.moves([{"b"}, {"c"}, {"e", "f", "g", "x", "y"}], lambda name, stage: True)) == {"x": 0}
     assert [SHARED.most_in_flight(0, name) for name in ("a", "b", "spare")] == [5, 3, 5]
     assert [SHARED.most_in_flight(1, name) for name in ("c", "spare")] == [6, 6]
-    assert capacity(3, SHARED) == 3 * 16
-    assert (SHARED.window(capacity(3, SHARED), 2), SEATS.window(capacity(3, SEATS), 2)) == (8, 8)
+    assert capacity(3, SHARED) == 3 * 24
+    assert (SHARED.window(capacity(3, SHARED), 2), SEATS.window(capacity(3, SEATS), 2)) == (12, 12)
     gpipe = replace(SHARED, schedule="gpipe", microbatches=(40, 3, 5))
     assert [gpipe.most_in_flight(0, name) for name in ("a", "b")] == [45, 3]
     assert gpipe.window(capacity(3, gpipe), 2) == 40

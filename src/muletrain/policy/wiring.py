@@ -7,7 +7,8 @@ its running total, and the smallest total is chosen next, so that a peer twice a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 GAMMA = 0.1
 """Weight of a new measurement (SWARM app. C)."""
+WAYS = 32
+"""The shortest of the last so many ways to a peer and back counts."""
 MOST = 0.9
 """The usual length of a step follows from when this share of a sender's microbatches were back: the last ones may have waited for a slow
 peer, and the next step shall not."""
@@ -31,12 +34,13 @@ class _Entry:
     total_s: float
     mean_s: float = 0.0
     weight: float = 0.0  # 1 - (1 - gamma)^n: what the average has seen so far
+    ways_s: deque[float] = field(default_factory=lambda: deque(maxlen=WAYS))
     banned: bool = False
     device_s: float = 0.0
 
     @property
     def measured_s(self) -> float | None:
-        return self.mean_s / self.weight if self.weight else None
+        return max(self.mean_s / self.weight, min(self.ways_s)) if self.weight else None
 
 
 class Wiring:
@@ -45,8 +49,10 @@ class Wiring:
     Five departures from algorithm 1. Two because its start-up values distort shares: the average is corrected for its
     start at zero (as Adam's moments are), so that a rarely chosen peer is not mistaken for a fast one; and a newcomer starts
     at the smallest running total, not at epsilon, so that it is not flooded until it has caught up. The third because a peer
-    computes while its links carry: what is measured is the longer of the two, not their sum, by which a peer next door would
-    get twice as much as one that computes as fast 200 ms away, and the fleet would wait for it. The fourth because the
+    computes while its links carry: what counts is the longer of the two, not their sum, by which a peer next door would
+    get twice as much as one that computes as fast 200 ms away, and the fleet would wait for it. Of the ways the shortest counts,
+    because the others tell how much else was on the links: by their mean a fast peer that gets much looks as slow as one that gets
+    nothing. The fourth because the
     averages contain a little time that occupies nobody (scheduling), which weighs more for a fast peer: within the
     trainers' bounded window the slow peer's queue then grows until the fast one starves. So nothing is queued behind a peer's
     work while another would have finished it by then. The fifth because a step ends with its last microbatch: a peer that takes longer for
@@ -126,14 +132,15 @@ class Wiring:
             self._usual_s = (self._back_s[most - 1] - self._begun_s) * len(self._back_s) / most
         self._step, self._begun_s, self._back_s = step, now_s, []
 
-    def measured(self, peer: str, seconds: float, now_s: float = 0.0) -> None:
-        """A microbatch took ``seconds`` of this peer's time, or of the way there and back, whichever is longer (waiting in queues not
-        included). It came back at ``now_s``."""
+    def measured(self, peer: str, busy_s: float, way_s: float = 0.0, now_s: float = 0.0) -> None:
+        """A microbatch took ``busy_s`` of this peer's time, and ``way_s`` on the way there and back, with what waited for links. It came
+        back at ``now_s``."""
         self._back_s.append(now_s)
         entry = self._entries.get(peer)
         if entry is not None:
-            entry.mean_s += self._gamma * (seconds - entry.mean_s)
+            entry.mean_s += self._gamma * (busy_s - entry.mean_s)
             entry.weight += self._gamma * (1 - entry.weight)
+            entry.ways_s.append(way_s)
 
     def expected_s(self, peer: str) -> float:
         """The average for ``peer``. Before its first measurement what its device takes, but no less than the fastest that was measured; if

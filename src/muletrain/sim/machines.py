@@ -302,10 +302,10 @@ def _service_s(
 
 
 def _recomputes(config: RunConfig, stages: int, need: StageMemory, offer: Offer) -> bool:
-    """As a peer decides: activations are kept where memory has room for those of all that it holds."""
+    """As a peer decides: activations are kept where memory has room for those of all that it usually holds."""
     if config.compute.checkpointing != "auto":
         return config.compute.checkpointing == "always"
-    kept = min(capacity(stages), config.microbatches) * need.activations
+    kept = min(capacity(stages) // 2, config.microbatches) * need.activations
     return kept > stash_room(offer, need)
 
 

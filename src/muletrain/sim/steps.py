@@ -71,10 +71,12 @@ def steps_of(setting: Setting, seats: Seats | None = None) -> int:
 
 
 def play(setting: Setting, who: Cast, *, delayed: bool = False) -> Took:
-    """Steps in which senders have measured all receivers. ``delayed``: each is averaged while the next one is computed."""
-    steps = steps_of(setting, who.seats)
-    warm, *ends = _Play(setting, who, delayed=delayed).run(1 + steps)
-    step_s = (ends[-1].over_s - warm.over_s) / steps
+    """Steps in which senders have measured all receivers. ``delayed``: each is averaged while the next one is computed, and the first one
+    has nothing beside it."""
+    steps, first = steps_of(setting, who.seats), 1 + delayed
+    played = _Play(setting, who, delayed=delayed).run(first + steps)
+    ends = played[first:]
+    step_s = (ends[-1].over_s - played[first - 1].over_s) / steps
     if delayed:
         return Took(step_s, min(step_s, sum(end.through_s - end.begun_s for end in ends) / steps))
     return Took(step_s, max(0.0, step_s - sum(end.over_s - end.through_s for end in ends) / steps))
@@ -203,7 +205,7 @@ class _Play:
             self._owed[key][name] -= 1
             if self._who.seats is None:
                 way_s = self._wires.now_s - begun_s - busy_s - away_s
-                self._wirings[key].measured(name, max(busy_s, way_s, 1e-6), self._wires.now_s)
+                self._wirings[key].measured(name, max(busy_s, 1e-6), way_s, self._wires.now_s)
             then()
 
         request = _Request(step, index, sender, answer)
@@ -225,7 +227,7 @@ class _Play:
         for p in self._at[stage]:
             way_s = self._wires.alone_s(sender, p, cost.forward_bytes[stage], cost.backward_bytes[stage])
             wiring.add(str(p))
-            wiring.measured(str(p), max(self._peers[p].forward_s + self._peers[p].backward_s, way_s, 1e-6))
+            wiring.measured(str(p), max(self._peers[p].forward_s + self._peers[p].backward_s, 1e-6), way_s)
         return wiring
 
     # Receivers --------------------------------------------------------------------------------------------------------

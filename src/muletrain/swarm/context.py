@@ -66,11 +66,12 @@ SEND_TIMEOUT_S = 120.0
 
 
 def capacity(stages: int, seats: Seats | None = None) -> int:
-    """Requests a peer holds at once, twice of what trainers have under way for each. At least 16, to cover a round trip of several service
-    times: at 100 ms and 180 ms of service a fleet kept 0.84 of its throughput with 8 and keeps 0.91 with 16 (benchmarks/slow_links). And
-    a pipeline is full with as many microbatches under way for each of a stage's peers as there are stages; GPipe has a whole step's. With
-    planned membership a peer may have several seats, each of which counts."""
-    each = max(16, 3 * stages)
+    """Requests a peer holds at once, twice of what trainers have under way for each. At least 24, to cover a round trip of several service
+    times: at 100 ms and 180 ms of service a fleet kept 0.84 of its throughput with 8 and 0.91 with 16 (benchmarks/slow_links). A
+    pipeline computes all the time with as many microbatches under way for each of a stage's peers as there are stages; half as many more
+    keep narrow links busy, too, where what a sender has for one receiver often waits for another sender (benchmarks/sim_grid). GPipe has a
+    whole step's. With planned membership a peer may have several seats, each of which counts."""
+    each = max(24, 9 * stages // 2)
     if seats is None:
         return each
     return max(each, max(seats.microbatches) if seats.schedule == "gpipe" else 0) * seats.most_seats

@@ -340,8 +340,7 @@ class Router:
             reply.busy_s, took
         )  # by our own clock: what a peer says of itself must not spoil what is thought of others
         way_s = took - busy_s - reply.away_s
-        # they overlap: the longer is what it can do
-        self._wiring.measured(peer, max(busy_s, way_s, 1e-6), clock.now())
+        self._wiring.measured(peer, max(busy_s, 1e-6), way_s, clock.now())
         return Answer(peer, reply.loss, answer[0] if answer else None, unfinite, took)
 
     async def _await(self, peer: PeerId, request: Request, pending: _Pending) -> _Reply | Answer:
