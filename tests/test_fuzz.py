@@ -21,6 +21,7 @@ from muletrain.compute import scaling
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.errors import NetworkError
 from muletrain.sim import reference
+from muletrain.sim.draws.base import draw
 from muletrain.sim.faults import Faults
 from muletrain.sim.loop import Hang, VirtualLoop, run_virtually
 from muletrain.sim.scenario import FOR_EVER_S, Fault, Scenario
@@ -288,7 +289,7 @@ def test_the_judge_freezes_while_it_computes_and_the_member_goes_on_without_it()
 
 def test_nobody_waits_for_a_replica_that_waits_for_those_that_go_on_without_it() -> None:
     """After a partition whose sides, and two newcomers, know different ones of each other; the run stood for six minutes."""
-    outcome = play(Scenario.draw(587))
+    outcome = play(draw(587))
     assert outcome.violations == [], "\n".join(readable(outcome))
     # newcomers that find everybody gone ask for some minutes more, or begin anew
     assert max(t for t, text in outcome.timeline if "step_applied" in text and "-0j" not in text) < 30.0
@@ -296,7 +297,7 @@ def test_nobody_waits_for_a_replica_that_waits_for_those_that_go_on_without_it()
 
 def test_a_checkpoint_ends_where_those_that_wait_believe_who_collects_it_dead() -> None:
     """After a partition each side has a collector of its own, and believes the other side dead: the last checkpoint never ended."""
-    outcome = play(Scenario.draw(232))
+    outcome = play(draw(232))
     assert outcome.violations == [], "\n".join(readable(outcome))
 
 

@@ -92,11 +92,11 @@ def _end_with_parent() -> None:
 
 def _play(seed: int, trace: Path | None = None) -> dict[str, Any]:
     from muletrain.events import FaultInjected
-    from muletrain.sim.scenario import Scenario
+    from muletrain.sim.draws import draw
     from muletrain.sim.verdict import readable
     from muletrain.sim.world import play
 
-    outcome = play(replace(Scenario.draw(seed), trace=trace is not None))
+    outcome = play(replace(draw(seed), trace=trace is not None))
     gc.collect()  # a task that failed and that nobody awaited says so when it is forgotten: here, not with some later seed
     if trace is not None:
         faults = [
@@ -108,6 +108,7 @@ def _play(seed: int, trace: Path | None = None) -> dict[str, Any]:
     return {
         "seed": seed,
         "faults": len(outcome.scenario.faults),
+        "kinds": outcome.scenario.kinds,
         "violations": outcome.violations,
         "timeline": list(readable(outcome)),
     }

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
 from typing import TYPE_CHECKING
+
+import safetensors.torch
 
 from muletrain.sim.scenario import stage_of
 from muletrain.swarm.branches import branch_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -18,7 +23,7 @@ if TYPE_CHECKING:
     from muletrain.sim.scenario import Scenario
     from muletrain.swarm.record import StepRecord
 
-DISTURBING = {"kill", "freeze", "hang", "cut", "partition", "blackhole", "damage"}
+DISTURBING = {"kill", "freeze", "hang", "cut", "partition", "blackhole", "damage", "one way", "small", "kick"}
 """Faults after which not everyone that worked on a step reports it as what it came to be."""
 
 
@@ -36,6 +41,23 @@ the operations of a device take, and that comes after 300 s (``swarm.watchdog``)
 def difference(state: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """The largest of a weight from a single process's: norm of the difference over norm."""
     return max(float((state[k] - expected[k]).norm() / expected[k].norm()) for k in state if k.startswith("model/"))
+
+
+def faults_of(checkpoint: Path, expected: dict[str, Tensor], tolerance: float) -> Iterator[str]:
+    """What is wrong in a complete ``checkpoint``: parts that are not what its manifest says, weights that are not a single process's."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    weights: dict[str, Tensor] = {}
+    for part in manifest["parts"]:
+        content = (checkpoint / part["file"]).read_bytes()
+        if hashlib.sha256(content).hexdigest() != part["sha256"] or len(content) != part["size"]:
+            yield f"{part['file']} is not what the manifest says"
+            return
+        weights |= safetensors.torch.load(content)
+    held = {name for name in weights if name.startswith("model/")}
+    if held != expected.keys():
+        yield f"weights are missing: {sorted(expected.keys() - held)}"
+    elif not (apart := difference(weights, expected)) <= tolerance:
+        yield f"other weights than a single process's: difference {apart:.1e}"
 
 
 class Witness:
@@ -94,6 +116,18 @@ class Witness:
             self._in_need.add(lineage)
         if safe and lineage not in self._in_need and not kinds & {"freeze", "hang", "cut"}:
             self._broken(f"{peer} stepped back, though every stage had a peer")
+
+    def written(self, peer: str, step: int, folder: Path) -> None:
+        """Whoever completed a checkpoint of ``step`` steps: all that is in it is right, and no more are there than are kept."""
+        found = [f for f in folder.glob(f"step-{step:08d}*") if not f.name.endswith(".partial")]
+        for checkpoint in found:
+            for fault in faults_of(checkpoint, self._history[step - 1], self._scenario.tolerance):
+                self._broken(f"{peer}: {checkpoint.name}: {fault}")
+        if not found:
+            self._broken(f"{peer}: the checkpoint of step {step} is not in its place")
+        steps = {f.name.split("-")[1] for f in folder.glob("step-*") if int(f.name.split("-")[1]) <= step}
+        if len(steps) > self._scenario.keep:
+            self._broken(f"{peer} keeps checkpoints of {len(steps)} steps, not {self._scenario.keep}")
 
     def reported(self, peer: str, event: StepApplied) -> None:
         """What peers say that they did adds up."""

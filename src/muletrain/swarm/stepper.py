@@ -334,8 +334,8 @@ class Stepper(Sealing):
         work.ledger.seal()
 
     async def rejoin(self, chain: Chain) -> None:
-        """Go on at its step, whose state was loaded; what we did for another step is forgotten. What was said of this one still holds, by us,
-        too: a round that we attested to must not come to have another mean, nor an attempt other sums."""
+        """Go on at its step, whose state was loaded; what we did for another step is forgotten. What was said of this one still holds, by
+        us, too: a round that we attested to must not come to have another mean, nor an attempt other sums."""
         self.averager.forget()
         for dropped in (chain.step, chain.step + 1):
             self._ctx.compute.clear(dropped)
