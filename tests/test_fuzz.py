@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,11 +21,13 @@ from muletrain.cli.fuzz import _play, _processes
 from muletrain.compute import scaling
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.errors import NetworkError
-from muletrain.sim import reference
+from muletrain.sim import draws, reference
+from muletrain.sim.draws import sizes
 from muletrain.sim.draws.base import draw
 from muletrain.sim.faults import Faults
 from muletrain.sim.loop import Hang, VirtualLoop, run_virtually
 from muletrain.sim.scenario import FOR_EVER_S, Fault, Scenario
+from muletrain.sim.shrink import as_code, shrunk
 from muletrain.sim.verdict import Outcome, readable
 from muletrain.sim.world import play
 from muletrain.swarm import lineages, sealing, trials
@@ -78,6 +81,22 @@ def test_thirty_seeds_keep_every_promise() -> None:
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["failed"] == []
     assert summary["faults"] > 30
+    assert len(summary["kinds"]) > 10
+
+
+def test_each_kind_is_drawn_in_twenty_of_a_thousand_seeds() -> None:
+    drawn = Counter(kind for seed in range(1000) for kind in draws.draw(seed).kinds)
+    assert {kind for kind in (*draws.KINDS, *sizes.KINDS) if drawn[kind] < 20} == set()
+
+
+def test_what_breaks_a_promise_is_made_smaller_until_nothing_can_be_left_out() -> None:
+    """Here: a cut of ``peer-1a`` with two microbatches at least."""
+    needed = Fault(1.5, "cut", ("peer-1a",), 3.0)
+    whole = replace(
+        Scenario(1, (2, 3), 2, 9, 8, 0.1, (Fault(0.3, "slow", ("peer-0a",), 9.0), needed)), stalls=0.1, keep=2
+    )
+    smallest = shrunk(whole, lambda s: any(f.who == ("peer-1a",) for f in s.faults) and s.microbatches > 1)
+    assert as_code(smallest) == "Scenario(1, (1, 1), 2, 1, 2, 0.0, (Fault(1.5, 'cut', ('peer-1a',), for_s=0.8),))"
 
 
 def test_who_kills_it_leaves_no_process_behind() -> None:

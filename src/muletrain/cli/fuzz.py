@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,19 +33,22 @@ def play_one(seed: int, *, json: bool, trace: Path | None = None) -> int:
         check_trace(trace)
     with _processes(1) as pool:
         result = pool.submit(_play, seed, trace).result()
+        if result["violations"]:
+            result["smallest"] = pool.submit(_smallest, seed).result()
     _show(result, json=json)
     return len(result["violations"])
 
 
 def play_many(seeds: range, jobs: int | None, *, json: bool) -> int:
     """Play all, show the first failures. Returns how many seeds broke a promise."""
-    console, begin, failed, faults = make_console(), time.monotonic(), [], 0
+    console, begin, failed, faults, kinds = make_console(), time.monotonic(), [], 0, Counter[str]()
     columns = (TextColumn("virtual worlds"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with _processes(jobs or os.cpu_count() or 1) as pool, Progress(*columns, transient=True, disable=json) as progress:
         task = progress.add_task("", total=len(seeds))
         for future in as_completed([pool.submit(_play, seed) for seed in seeds]):
             result = future.result()
             faults += result["faults"]
+            kinds.update(result["kinds"])
             progress.advance(task)
             if result["violations"]:
                 failed.append(result["seed"])
@@ -52,7 +56,8 @@ def play_many(seeds: range, jobs: int | None, *, json: bool) -> int:
                     _show(result, json=json)
     seconds = time.monotonic() - begin
     if json:
-        print(jsonlib.dumps({"seeds": len(seeds), "faults": faults, "failed": sorted(failed), "seconds": seconds}))
+        summary = {"seeds": len(seeds), "faults": faults, "failed": sorted(failed), "seconds": seconds}
+        print(jsonlib.dumps({**summary, "kinds": dict(sorted(kinds.items()))}))
         return len(failed)
     console.print(f"{len(seeds)} worlds with {faults} faults in {seconds:.0f} s: {len(failed)} broke a promise")
     if failed:
@@ -114,8 +119,21 @@ def _play(seed: int, trace: Path | None = None) -> dict[str, Any]:
     }
 
 
+def _smallest(seed: int) -> str:
+    """The smallest plan that breaks the same promise, as code for a test."""
+    from muletrain.sim.draws import draw
+    from muletrain.sim.shrink import as_code, shrunk, sorts
+    from muletrain.sim.world import play
+
+    drawn = draw(seed)
+    broken = sorts(play(drawn).violations)
+    return as_code(shrunk(drawn, lambda scenario: bool(broken & sorts(play(scenario).violations))))
+
+
 def _show(result: dict[str, Any], *, json: bool) -> None:
     if json:
         print(jsonlib.dumps(result))
     else:
         print("\n".join(result["timeline"]))
+        if "smallest" in result:
+            print(f"smallest plan that still breaks it: {result['smallest']}")

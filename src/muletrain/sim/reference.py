@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from muletrain.compute.base import Update
 from muletrain.compute.torch_compute import StageSetup, TorchCompute
 from muletrain.config.load import load_config
+from muletrain.config.schema import Precision
 from muletrain.data.microbatch import sequence_length
 from muletrain.model.dropout import Masks, keep_mask
 from muletrain.model.spec import ModelSpec
@@ -134,12 +135,21 @@ class SingleProcess(VirtualCompute):
 
     def mean_gradient(self, step: int, inputs: Tensor, targets: Tensor) -> tuple[Tensor, float]:
         """Of the microbatches, flat fp32 [P], and their mean loss [nats/token]; ``inputs`` and ``targets``: tokens [microbatches, T]."""
-        count, scale = len(inputs), self._scale.of(step)
+        if self._setup.precision is not Precision.FP16:
+            gradient, loss = self._sums(step, inputs, targets, _MasksOfAll(self._setup.seed, step, len(inputs)))
+        else:  # a sum of fp16 numbers overflows where each of them does not
+            masks = (_KnownMasks(self._setup.seed, step, index) for index in range(len(inputs)))
+            parts = [self._sums(step, *one) for one in zip(inputs[:, None], targets[:, None], masks, strict=True)]
+            gradient, loss = torch.stack([g for g, _ in parts]).sum(dim=0), sum(part for _, part in parts)
+        return gradient / (self._scale.of(step) * len(inputs)), loss / len(inputs)
+
+    def _sums(self, step: int, inputs: Tensor, targets: Tensor, masks: Masks) -> tuple[Tensor, float]:
+        """Over microbatches: of scaled gradients, and of losses."""
         with torch.enable_grad():
-            logits = self._versions[0](inputs, _MasksOfAll(self._setup.seed, step, count)).float()
+            logits = self._versions[0](inputs, masks).float()
             losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / targets.shape[1]
-            gradients = torch.autograd.grad(losses * scale, self._weights.parameters(step))
-        return torch.cat([g.flatten() for g in gradients]) / (scale * count), float(losses.detach()) / count
+            gradients = torch.autograd.grad(losses * self._scale.of(step), self._weights.parameters(step))
+        return torch.cat([g.flatten().float() for g in gradients]), float(losses.detach())
 
     def update(self, gradient: Tensor, update: Update) -> None:
         self._apply(gradient, update)

@@ -36,7 +36,7 @@ def shrunk(scenario: Scenario, fails: Callable[[Scenario], bool], plays: int = P
             if len(known) > plays:
                 return scenario
             known.add(candidate)
-            if fails(candidate):
+            if _can_be(candidate) and fails(candidate):
                 scenario, smaller = candidate, True
                 break
     return scenario
@@ -69,7 +69,17 @@ def _smaller(s: Scenario) -> Iterator[Scenario]:
     for k in range(len(s.faults)):
         yield replace(s, faults=s.faults[:k] + s.faults[k + 1 :])
     for f in fields(Scenario):
-        if f.name not in (*NEEDED, "kinds", "tolerance", "longer", "weight", "queue_s"):
+        if f.name not in (
+            *NEEDED,
+            "kinds",
+            "tolerance",
+            "longer",
+            "weight",
+            "queue_s",
+            "overrides",
+            "narrow",
+            "disk_s",
+        ):
             yield replace(s, **{f.name: f.default})  # type: ignore[arg-type]  # of that very field
     for k in range(len(s.overrides)):
         yield replace(s, overrides=s.overrides[:k] + s.overrides[k + 1 :])
@@ -87,6 +97,11 @@ def _smaller(s: Scenario) -> Iterator[Scenario]:
     for k, fault in enumerate(s.faults):
         for simpler in _simpler(fault):
             yield replace(s, faults=(*s.faults[:k], simpler, *s.faults[k + 1 :]))
+
+
+def _can_be(s: Scenario) -> bool:
+    """Nobody is named that is not there."""
+    return {p for f in s.faults for p in f.who} | {p for p, _ in s.narrow} <= {*s.names}
 
 
 def _fewer_peers(s: Scenario) -> Iterator[Scenario]:

@@ -37,6 +37,8 @@ class Outcome:
     steps: dict[str, int] = field(default_factory=dict)
     """That each peer did."""
     virtual_s: float = 0.0
+    longest: float = 1.0
+    """Step, in times that the shortest took."""
     difference: float = 0.0
     """The largest of a tensor from a single process's: norm of the difference over norm."""
 

@@ -33,6 +33,7 @@ from muletrain.events import (
     PeerLeft,
     PeerSuspected,
     StepApplied,
+    StepDone,
     SteppedBack,
 )
 from muletrain.network.memory import MemoryHub
@@ -174,7 +175,7 @@ class World:
             task.cancel()
         await self._silence()
         self._outcome.virtual_s = self.clock.now()
-        self._witness.ended()
+        self._outcome.longest = self._witness.ended()
         return {name: t.result() for name, t in self.tasks.items() if not t.cancelled() and t.result() is not None}
 
     async def _lose_power(self, at_s: float) -> None:
@@ -215,7 +216,7 @@ class World:
     def look_at(self, name: str) -> None:
         """While it works."""
         if name in self.peers:
-            self._witness.held(name, self.peers[name].load())
+            self._witness.held(name, self.peers[name].load(), self.peers[name].memory())
 
     def say(self, text: str) -> None:
         """Into the timeline."""
@@ -320,6 +321,8 @@ class World:
             self._outcome.events.append(replace(event, t=self.clock.now(), peer=name))
         if isinstance(event, StepApplied):
             self._witness.reported(name, event)
+        if isinstance(event, StepDone):
+            self._witness.told(name, event)
         if isinstance(event, SteppedBack):
             there = (peer for p, peer in self.peers.items() if not self.tasks[p].done())
             self._witness.stepped_back(name, event.lineage, {peer.roster.own.stage for peer in there})

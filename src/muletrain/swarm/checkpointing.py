@@ -162,6 +162,11 @@ class Checkpoints:
 
     # The writer -------------------------------------------------------------------------------------------------------
 
+    @property
+    def copies(self) -> int:
+        """States of our stage that are kept for checkpoints."""
+        return sum(opened.own is not None for opened in self._open.values())
+
     def is_writer(self) -> bool:
         return self._writer(self._ctx.roster.own.stage) == self._ctx.net.peer_id
 
