@@ -152,3 +152,11 @@ def test_what_was_kicked_ends_and_comes_again_under_its_name() -> None:
     faults = (Fault(0.4, "kick", ("peer-1b",)), Fault(0.8, "join", ("peer-1r",), how="peer-1b"))
     outcome = kept(Scenario(8, (2, 2), 2, 8, 4, 0.01, faults))
     assert outcome.ends["peer-1r"] == "finished"
+
+
+def test_a_slow_store_outlives_the_memory_of_checkpoints_that_ended() -> None:
+    """Their end was looked up after the disk had done its part, when later ones had pushed it out, and the collector died of it. Found by
+    'muletrain fuzz' (seed 218)."""
+    slow = Fault(0.5, "disk", ("peer-0a",), FOR_EVER_S, how="slow")
+    outcome = kept(Scenario(9, (1, 1), 1, 30, 2, 0.01, (slow,), checkpoint_every=1, disk_s=0.01, short=True))
+    assert set(outcome.ends.values()) == {"finished"}
