@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from muletrain.compute.torch_compute import TorchCompute
+from muletrain.errors import MuletrainError
+from muletrain.sim.loop import run_virtually
 from muletrain.sim.scenario import FOR_EVER_S, Fault, Scenario
 from muletrain.sim.verdict import Outcome, readable
 from muletrain.sim.world import play
 from muletrain.swarm.checkpointing import Checkpoints
+from muletrain.swarm.messages import Gap
 from muletrain.swarm.place import Place
 from muletrain.swarm.reporting import Reporting
 from muletrain.swarm.stepper import Stepper
 from muletrain.swarm.trail import Trail
+from muletrain.swarm.trainer import Trainer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -160,3 +165,26 @@ def test_a_slow_store_outlives_the_memory_of_checkpoints_that_ended() -> None:
     slow = Fault(0.5, "disk", ("peer-0a",), FOR_EVER_S, how="slow")
     outcome = kept(Scenario(9, (1, 1), 1, 30, 2, 0.01, (slow,), checkpoint_every=1, disk_s=0.01, short=True))
     assert set(outcome.ends.values()) == {"finished"}
+
+
+def test_of_repairs_none_goes_on_when_one_has_failed() -> None:
+    """Found by 'muletrain fuzz' (seed 241: who is kicked gives up, and leaves tasks behind)."""
+
+    class Alone(Trainer):
+        def __init__(self) -> None:
+            self._refilling, self._repairs = set(), set()
+
+        def _is_mine(self, index: int, turn: int = 0) -> bool:
+            return True
+
+        async def _refill(self, index: int, stage: int) -> None:
+            await asyncio.sleep(index)
+            raise MuletrainError("could not be finished in 60 tries")
+
+    async def repaired() -> int:
+        with pytest.raises(MuletrainError):
+            await Alone().on_gap(Gap(lineage=bytes(32), step=0, stage=0, attempt=0, indices=(1, 60)))
+        await asyncio.sleep(0.1)
+        return len(asyncio.all_tasks())
+
+    assert run_virtually(repaired(), 100.0, []) == 1, "this one"
