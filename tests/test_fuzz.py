@@ -70,7 +70,7 @@ FALSE_GRADIENTS = [
     Scenario(1, (2, 2), 2, 2, 8, 0.01, (Fault(0.0, "corrupt", ("peer-0b",), 0.8, how="activations"),)),
 ]
 # fmt: on
-FORKED = 23
+FORKED = 310
 """A seed in which both sides of a partition train on, and one leaves its history in the end."""
 
 
@@ -386,7 +386,7 @@ def _stale_weights(patch: pytest.MonkeyPatch) -> None:
 
 
 def _lost_trainer(patch: pytest.MonkeyPatch) -> None:
-    async def adopt(self: Trainer, missing: frozenset[int]) -> None:
+    async def adopt(self: Trainer, *, late: bool = False) -> None:
         return None
 
     patch.setattr(Trainer, "adopt", adopt)

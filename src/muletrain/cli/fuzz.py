@@ -42,6 +42,8 @@ def play_one(seed: int, *, json: bool, trace: Path | None = None) -> int:
 def play_many(seeds: range, jobs: int | None, *, json: bool) -> int:
     """Play all, show the first failures. Returns how many seeds broke a promise."""
     console, begin, failed, faults, kinds = make_console(), time.monotonic(), [], 0, Counter[str]()
+    longest = (0.0, seeds.start)
+    """Step of a world, in times its shortest, and the world's seed."""
     columns = (TextColumn("virtual worlds"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with _processes(jobs or os.cpu_count() or 1) as pool, Progress(*columns, transient=True, disable=json) as progress:
         task = progress.add_task("", total=len(seeds))
@@ -49,6 +51,7 @@ def play_many(seeds: range, jobs: int | None, *, json: bool) -> int:
             result = future.result()
             faults += result["faults"]
             kinds.update(result["kinds"])
+            longest = max(longest, (result["longest"], result["seed"]))
             progress.advance(task)
             if result["violations"]:
                 failed.append(result["seed"])
@@ -57,9 +60,10 @@ def play_many(seeds: range, jobs: int | None, *, json: bool) -> int:
     seconds = time.monotonic() - begin
     if json:
         summary = {"seeds": len(seeds), "faults": faults, "failed": sorted(failed), "seconds": seconds}
-        print(jsonlib.dumps({**summary, "kinds": dict(sorted(kinds.items()))}))
+        print(jsonlib.dumps({**summary, "kinds": dict(sorted(kinds.items())), "longest": longest}))
         return len(failed)
     console.print(f"{len(seeds)} worlds with {faults} faults in {seconds:.0f} s: {len(failed)} broke a promise")
+    console.print(f"the longest step took {longest[0]:.0f} times as long as its run's shortest (seed {longest[1]})")
     if failed:
         console.print(f"seeds {sorted(failed)}; replay one with: muletrain fuzz --seed {min(failed)}", soft_wrap=True)
     return len(failed)
@@ -113,7 +117,8 @@ def _play(seed: int, trace: Path | None = None) -> dict[str, Any]:
     return {
         "seed": seed,
         "faults": len(outcome.scenario.faults),
-        "kinds": outcome.scenario.kinds,
+        "kinds": list(outcome.scenario.kinds),
+        "longest": outcome.longest,
         "violations": outcome.violations,
         "timeline": list(readable(outcome)),
     }
