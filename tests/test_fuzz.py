@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,10 +21,13 @@ from muletrain.cli.fuzz import _play, _processes
 from muletrain.compute import scaling
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.errors import NetworkError
-from muletrain.sim import reference
+from muletrain.sim import draws, reference
+from muletrain.sim.draws import sizes
+from muletrain.sim.draws.base import draw
 from muletrain.sim.faults import Faults
 from muletrain.sim.loop import Hang, VirtualLoop, run_virtually
 from muletrain.sim.scenario import FOR_EVER_S, Fault, Scenario
+from muletrain.sim.shrink import as_code, shrunk
 from muletrain.sim.verdict import Outcome, readable
 from muletrain.sim.world import play
 from muletrain.swarm import lineages, sealing, trials
@@ -66,7 +70,7 @@ FALSE_GRADIENTS = [
     Scenario(1, (2, 2), 2, 2, 8, 0.01, (Fault(0.0, "corrupt", ("peer-0b",), 0.8, how="activations"),)),
 ]
 # fmt: on
-FORKED = 23
+FORKED = 310
 """A seed in which both sides of a partition train on, and one leaves its history in the end."""
 
 
@@ -77,6 +81,22 @@ def test_thirty_seeds_keep_every_promise() -> None:
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["failed"] == []
     assert summary["faults"] > 30
+    assert len(summary["kinds"]) > 10
+
+
+def test_each_kind_is_drawn_in_twenty_of_a_thousand_seeds() -> None:
+    drawn = Counter(kind for seed in range(1000) for kind in draws.draw(seed).kinds)
+    assert {kind for kind in (*draws.KINDS, *sizes.KINDS) if drawn[kind] < 20} == set()
+
+
+def test_what_breaks_a_promise_is_made_smaller_until_nothing_can_be_left_out() -> None:
+    """Here: a cut of ``peer-1a`` with two microbatches at least."""
+    needed = Fault(1.5, "cut", ("peer-1a",), 3.0)
+    whole = replace(
+        Scenario(1, (2, 3), 2, 9, 8, 0.1, (Fault(0.3, "slow", ("peer-0a",), 9.0), needed)), stalls=0.1, keep=2
+    )
+    smallest = shrunk(whole, lambda s: any(f.who == ("peer-1a",) for f in s.faults) and s.microbatches > 1)
+    assert as_code(smallest) == "Scenario(1, (1, 1), 2, 1, 2, 0.0, (Fault(1.5, 'cut', ('peer-1a',), for_s=0.8),))"
 
 
 def test_who_kills_it_leaves_no_process_behind() -> None:
@@ -288,7 +308,7 @@ def test_the_judge_freezes_while_it_computes_and_the_member_goes_on_without_it()
 
 def test_nobody_waits_for_a_replica_that_waits_for_those_that_go_on_without_it() -> None:
     """After a partition whose sides, and two newcomers, know different ones of each other; the run stood for six minutes."""
-    outcome = play(Scenario.draw(587))
+    outcome = play(draw(587))
     assert outcome.violations == [], "\n".join(readable(outcome))
     # newcomers that find everybody gone ask for some minutes more, or begin anew
     assert max(t for t, text in outcome.timeline if "step_applied" in text and "-0j" not in text) < 30.0
@@ -296,7 +316,7 @@ def test_nobody_waits_for_a_replica_that_waits_for_those_that_go_on_without_it()
 
 def test_a_checkpoint_ends_where_those_that_wait_believe_who_collects_it_dead() -> None:
     """After a partition each side has a collector of its own, and believes the other side dead: the last checkpoint never ended."""
-    outcome = play(Scenario.draw(232))
+    outcome = play(draw(232))
     assert outcome.violations == [], "\n".join(readable(outcome))
 
 
@@ -366,7 +386,7 @@ def _stale_weights(patch: pytest.MonkeyPatch) -> None:
 
 
 def _lost_trainer(patch: pytest.MonkeyPatch) -> None:
-    async def adopt(self: Trainer, missing: frozenset[int]) -> None:
+    async def adopt(self: Trainer, *, late: bool = False) -> None:
         return None
 
     patch.setattr(Trainer, "adopt", adopt)

@@ -22,6 +22,7 @@ from muletrain.events import Note
 from muletrain.network.memory import MemoryHub
 from muletrain.runs.worker_files import EXIT_ERROR
 from muletrain.sim import reference
+from muletrain.sim.draws.base import draw
 from muletrain.sim.scenario import FOR_EVER_S, Fault, Scenario
 from muletrain.sim.verdict import Outcome, readable
 from muletrain.sim.world import play
@@ -125,7 +126,7 @@ def test_a_step_that_waits_for_a_device_is_a_broken_promise(monkeypatch: pytest.
     monkeypatch.setattr(Watchdog, "look", lambda self, seconds: None)
     outcome = play(Scenario(1, (2, 2), 2, 3, MICROBATCHES, DELAY_S, (Fault(1.0, "hang", ("peer-1b",), 200.0),)))
     assert any("it waited for a device" in violation for violation in outcome.violations)
-    drawn = [Scenario.draw(seed) for seed in range(100)]
+    drawn = [draw(seed) for seed in range(100)]
     assert sum(any(f.kind == "hang" for f in s.faults) for s in drawn) > 5
 
 

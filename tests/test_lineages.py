@@ -12,6 +12,9 @@ from muletrain.policy.lineages import LEAD, Chain, forked_at, gives_way
 from muletrain.sim.scenario import Fault, Scenario
 from muletrain.sim.verdict import Outcome, readable
 from muletrain.sim.world import play
+from muletrain.swarm.lineages import GivesWay, Lineages
+from muletrain.swarm.messages import RoundEntry
+from muletrain.swarm.stepper import Stepper
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -99,3 +102,32 @@ def test_a_side_that_lacks_a_stage_steps_back_alone_and_joins_the_longer_history
     applied = [text.split()[2] for _, text in outcome.timeline if text.startswith("peer-0c step_applied")]
     assert len(applied) == len(set(applied)) == 40, "no step was lost"
     assert set(outcome.ends.values()) == {"finished"}
+
+
+def test_a_peer_that_could_not_go_over_stands_by_what_it_attested_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It made its round again, with other bits under the same name, so that its side had two records of the step, and stood still until it
+    gave up. Found by 'muletrain fuzz' (seed 438)."""
+    said: dict[tuple[str, bytes], set[tuple[bytes, ...]]] = {}
+    held = []
+    attest = Stepper._attest
+
+    def attested(self: Stepper, entry: RoundEntry) -> None:
+        said.setdefault((self._ctx.net.peer_id, entry.round), set()).add(tuple(s.content for s in entry.shards))
+        attest(self, entry)
+        if entry.step == 1 and self._ctx.net.peer_id not in held:
+            held.append(self._ctx.net.peer_id)
+            self.interrupt(GivesWay("the others' history stays"))
+
+    async def not_had(self: Lineages) -> None:
+        return None
+
+    monkeypatch.setattr(Stepper, "_attest", attested)
+    monkeypatch.setattr(Lineages, "go_over", not_had)
+    for delayed in ("false", "true"):
+        held.clear()
+        outcome = play(Scenario(1, (1, 1), 1, 3, 8, 0.1, (), overrides=(f"optimizer.delayed={delayed}",)))
+        assert {len(contents) for contents in said.values()} == {1}
+        assert outcome.violations == [], "\n".join(readable(outcome))
+        assert sorted(held) == ["peer-0a", "peer-1a"]
+        assert set(outcome.ends.values()) == {"finished"}
+        assert outcome.virtual_s < 60.0

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,19 +33,25 @@ def play_one(seed: int, *, json: bool, trace: Path | None = None) -> int:
         check_trace(trace)
     with _processes(1) as pool:
         result = pool.submit(_play, seed, trace).result()
+        if result["violations"]:
+            result["smallest"] = pool.submit(_smallest, seed).result()
     _show(result, json=json)
     return len(result["violations"])
 
 
 def play_many(seeds: range, jobs: int | None, *, json: bool) -> int:
     """Play all, show the first failures. Returns how many seeds broke a promise."""
-    console, begin, failed, faults = make_console(), time.monotonic(), [], 0
+    console, begin, failed, faults, kinds = make_console(), time.monotonic(), [], 0, Counter[str]()
+    longest = (0.0, seeds.start)
+    """Step of a world, in times its shortest, and the world's seed."""
     columns = (TextColumn("virtual worlds"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with _processes(jobs or os.cpu_count() or 1) as pool, Progress(*columns, transient=True, disable=json) as progress:
         task = progress.add_task("", total=len(seeds))
         for future in as_completed([pool.submit(_play, seed) for seed in seeds]):
             result = future.result()
             faults += result["faults"]
+            kinds.update(result["kinds"])
+            longest = max(longest, (result["longest"], result["seed"]))
             progress.advance(task)
             if result["violations"]:
                 failed.append(result["seed"])
@@ -52,9 +59,11 @@ def play_many(seeds: range, jobs: int | None, *, json: bool) -> int:
                     _show(result, json=json)
     seconds = time.monotonic() - begin
     if json:
-        print(jsonlib.dumps({"seeds": len(seeds), "faults": faults, "failed": sorted(failed), "seconds": seconds}))
+        summary = {"seeds": len(seeds), "faults": faults, "failed": sorted(failed), "seconds": seconds}
+        print(jsonlib.dumps({**summary, "kinds": dict(sorted(kinds.items())), "longest": longest}))
         return len(failed)
     console.print(f"{len(seeds)} worlds with {faults} faults in {seconds:.0f} s: {len(failed)} broke a promise")
+    console.print(f"the longest step took {longest[0]:.0f} times as long as its run's shortest (seed {longest[1]})")
     if failed:
         console.print(f"seeds {sorted(failed)}; replay one with: muletrain fuzz --seed {min(failed)}", soft_wrap=True)
     return len(failed)
@@ -92,11 +101,11 @@ def _end_with_parent() -> None:
 
 def _play(seed: int, trace: Path | None = None) -> dict[str, Any]:
     from muletrain.events import FaultInjected
-    from muletrain.sim.scenario import Scenario
+    from muletrain.sim.draws import draw
     from muletrain.sim.verdict import readable
     from muletrain.sim.world import play
 
-    outcome = play(replace(Scenario.draw(seed), trace=trace is not None))
+    outcome = play(replace(draw(seed), trace=trace is not None))
     gc.collect()  # a task that failed and that nobody awaited says so when it is forgotten: here, not with some later seed
     if trace is not None:
         faults = [
@@ -108,9 +117,22 @@ def _play(seed: int, trace: Path | None = None) -> dict[str, Any]:
     return {
         "seed": seed,
         "faults": len(outcome.scenario.faults),
+        "kinds": list(outcome.scenario.kinds),
+        "longest": outcome.longest,
         "violations": outcome.violations,
         "timeline": list(readable(outcome)),
     }
+
+
+def _smallest(seed: int) -> str:
+    """The smallest plan that breaks the same promise, as code for a test."""
+    from muletrain.sim.draws import draw
+    from muletrain.sim.shrink import as_code, shrunk, sorts
+    from muletrain.sim.world import play
+
+    drawn = draw(seed)
+    broken = sorts(play(drawn).violations)
+    return as_code(shrunk(drawn, lambda scenario: bool(broken & sorts(play(scenario).violations))))
 
 
 def _show(result: dict[str, Any], *, json: bool) -> None:
@@ -118,3 +140,5 @@ def _show(result: dict[str, Any], *, json: bool) -> None:
         print(jsonlib.dumps(result))
     else:
         print("\n".join(result["timeline"]))
+        if "smallest" in result:
+            print(f"smallest plan that still breaks it: {result['smallest']}")

@@ -60,6 +60,11 @@ class MemoryHub:
         self.relays = False
         """Do members carry for those that are cut off from each other?"""
         self._cut: Counter[frozenset[PeerId]] = Counter()
+        self._one_way: Counter[tuple[PeerId, PeerId]] = Counter()
+        """(sender, receiver) of whom the one does not reach the other."""
+        self._directory_down = False
+        self._small: dict[frozenset[PeerId], int] = {}
+        """Bytes of the largest frame that passes between two."""
         self._ways: dict[frozenset[PeerId], PeerId] = {}
         """Who carries between two that are cut off."""
         self._held_up: dict[frozenset[PeerId], asyncio.Event] = {}
@@ -123,6 +128,37 @@ class MemoryHub:
             self._ended_for(self.peers[a], self.peers[b])
             self._ended_for(self.peers[b], self.peers[a])
 
+    def cut_way(self, sender: PeerId, receiver: PeerId) -> None:
+        """As ``cut``, but what the receiver asks the sender is answered, and what it sends arrives."""
+        self._one_way[sender, receiver] += 1
+        if sender in self.peers:
+            self.peers[sender].streams.broke(receiver)
+
+    def mend_way(self, sender: PeerId, receiver: PeerId) -> None:
+        self._one_way[sender, receiver] -= 1
+        if not self._one_way[sender, receiver]:
+            del self._one_way[sender, receiver]
+        if sender in self.peers and receiver in self.peers:
+            self._ended_for(self.peers[receiver], self.peers[sender])
+
+    def pass_small(self, pair: tuple[PeerId, ...], limit: int | None) -> None:
+        """Frames, questions and answers of more than ``limit`` bytes do not pass between the two, and nobody is told; None: all do."""
+        self._small.pop(frozenset(pair), None)
+        if limit is not None:
+            self._small[frozenset(pair)] = limit
+
+    def too_large(self, a: PeerId, b: PeerId, nbytes: int) -> bool:
+        return bool(self._small) and nbytes > self._small.get(frozenset((a, b)), nbytes)
+
+    def no_directory(self, down: bool) -> None:
+        """Nobody gets an answer from it, for now."""
+        self._directory_down = down
+
+    def ask_directory(self) -> None:
+        """Raises PeerUnreachable."""
+        if self._directory_down:
+            raise PeerUnreachable("the directory cannot be reached")
+
     def hold_up(self, a: PeerId, b: PeerId) -> None:
         """Nothing passes between the two until ``let_pass``, and nobody is told; then what waited arrives, as with TCP."""
         self._held_up.setdefault(frozenset((a, b)), asyncio.Event())
@@ -133,7 +169,7 @@ class MemoryHub:
 
     def reach(self, sender: PeerId, receiver: PeerId) -> MemoryNetwork:
         """Raises PeerUnreachable."""
-        if receiver not in self.peers or self.way(sender, receiver) is None:
+        if receiver not in self.peers or self.way(sender, receiver) is None or (sender, receiver) in self._one_way:
             raise PeerUnreachable(f"{receiver[-6:]} cannot be reached")
         return self.peers[receiver]
 
@@ -238,6 +274,13 @@ class MemoryNetwork:
         # a task of the callee's: it goes on when the caller's patience ends, and dies with the callee
         task = target.spawn(target._answer(self.peer_id, method, bytes(payload)))
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
+        if (
+            done
+            and not task.cancelled()
+            and self._hub.too_large(self.peer_id, peer, max(len(payload), len(task.result()[1])))
+        ):
+            await asyncio.sleep(timeout_s)
+            done = set()
         if not done:
             raise DeadlineExceeded(f"{method} to {peer[-6:]}: no answer within {timeout_s:.1f} s")
         if task.cancelled():
@@ -296,7 +339,10 @@ class MemoryNetwork:
         own = peer == self.peer_id
         if not own:
             self._hub.sending(self.peer_id, frame.kind)
-            self._hub.reach(peer, self.peer_id)  # perhaps we were killed by that
+            self._hub.reach(self.peer_id, self.peer_id)  # perhaps we were killed by that
+            if self._hub.too_large(self.peer_id, peer, self._hub.weigh(self.peer_id, frame)):
+                await asyncio.sleep(timeout_s)
+                raise DeadlineExceeded(f"sending to {peer[-6:]}: no receipt within {timeout_s:.1f} s")
         item = self._as_sent(peer, frame)
         if not own and self._hub.route(self.peer_id, peer) is not None:
             nbytes = max(1, self._hub.weigh(self.peer_id, frame))
@@ -401,10 +447,12 @@ class MemoryNetwork:
         self._delivery.refused = handler
 
     async def announce(self, key: str, value: bytes, ttl_s: float) -> None:
+        self._hub.ask_directory()
         expires = asyncio.get_running_loop().time() + ttl_s
         self._hub.directory.setdefault(key, {})[self.peer_id] = expires, bytes(value)
 
     async def lookup(self, key: str) -> dict[PeerId, bytes]:
+        self._hub.ask_directory()
         now = asyncio.get_running_loop().time()
         return {peer: value for peer, (expires, value) in self._hub.directory.get(key, {}).items() if expires > now}
 

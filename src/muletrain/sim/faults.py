@@ -26,14 +26,14 @@ class Faults:
 
     async def inject(self, fault: Fault) -> None:
         """At its time, and until it is over."""
-        world, name = self._world, fault.who[0]
+        world, name = self._world, fault.who[0] if fault.who else ""
         await world.clock.sleep(fault.at_s)
         if fault.kind == "join":
             world.say(f"FAULT {fault}")
-            world.join(name)
+            world.join(name, fault.how or name)
             return
-        if len(fault.who) == 1 and (
-            name not in world.tasks or world.tasks[name].done()
+        if (
+            len(fault.who) == 1 and fault.kind != "disk" and (name not in world.tasks or world.tasks[name].done())
         ):  # has not come yet, or is gone
             return
         if fault.on:
@@ -47,6 +47,10 @@ class Faults:
             world.peers[name].move((stage_of(name) + 1) % stages if fault.to is None else fault.to)
         elif fault.kind == "leave":
             world.peers[name].leave()
+        elif fault.kind == "stop":
+            world.peers[name].stop()
+        elif fault.kind == "kick":
+            _each(world.hub.cut, [(name, other) for other in world.scenario.names if other != name])
         else:
             begin, end = self._switch(fault)
             begin()
@@ -58,7 +62,7 @@ class Faults:
 
     def _switch(self, fault: Fault) -> tuple[Callable[[], None], Callable[[], None]]:
         """What begins and what ends a fault that lasts."""
-        world, hub, name = self._world, self._world.hub, fault.who[0]
+        world, hub, name = self._world, self._world.hub, fault.who[0] if fault.who else ""
         pairs = [(name, other) for other in (fault.who[1:] or world.networks) if other != name]
         sides = [(a, b) for a in fault.who for b in world.scenario.names if b not in fault.who]
         switches: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
@@ -69,6 +73,10 @@ class Faults:
             "slow": (lambda: self._slow(name, 5.0), lambda: self._slow(name, 0.2)),
             "corrupt": (lambda: self._corrupt(name, fault.how), lambda: self._corrupt(name, "")),
             "hang": (lambda: world.stages[name].hang(), lambda: world.stages[name].recover()),
+            "one way": (lambda: hub.cut_way(*fault.who), lambda: hub.mend_way(*fault.who)),
+            "small": (lambda: hub.pass_small(fault.who, fault.limit), lambda: hub.pass_small(fault.who, None)),
+            "disk": (lambda: self._disk(name, fault.how, True), lambda: self._disk(name, fault.how, False)),
+            "directory": (lambda: hub.no_directory(True), lambda: hub.no_directory(False)),
             "damage": (lambda: self._damaging.add(name), lambda: self._damaging.discard(name)),
         }
         return switches[fault.kind]
@@ -91,6 +99,16 @@ class Faults:
 
     def _corrupt(self, name: str, how: str) -> None:
         self._world.stages[name].how = how
+
+    def _disk(self, name: str, how: str, broken: bool) -> None:
+        disk = self._world.disk(name)
+        match how:
+            case "slow":
+                disk.slow = broken
+            case "full":
+                disk.full = broken
+            case "hangs":
+                disk.hang() if broken else disk.recover()
 
     def _damaged(self, sender: str, receiver: str, packed: bytes) -> bytes:
         """Where libp2p's encryption would notice: a frame of a damaging peer comes with a flipped bit in its prefix, once."""

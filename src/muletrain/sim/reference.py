@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from muletrain.compute.base import Update
 from muletrain.compute.torch_compute import StageSetup, TorchCompute
 from muletrain.config.load import load_config
+from muletrain.config.schema import Precision
 from muletrain.data.microbatch import sequence_length
 from muletrain.model.dropout import Masks, keep_mask
 from muletrain.model.spec import ModelSpec
@@ -22,6 +23,8 @@ from muletrain.policy.seats import planned_seats
 from muletrain.swarm.context import Plan
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy.typing as npt
     from torch import Tensor
 
@@ -39,6 +42,8 @@ class Facts:
     spec: ModelSpec
     cut: Cut
     plan: Plan
+    given: Callable[[str], Tensor] | None = None
+    """The first weights; None: they are drawn."""
 
 
 class Tokens:
@@ -82,11 +87,13 @@ def facts_of(scenario: Scenario) -> Facts:
         activations=config.wire.activations,
         gradients=config.wire.gradients, clip=config.optimizer.clip,
         lr=lambda step: learning_rate(config.optimizer, step, scenario.steps),
-        checkpoint_every=scenario.checkpoint_every, adopt_after_s=scenario.adopt_after_s, from_seed=True, capacity=scenario.capacity,
+        checkpoint_every=scenario.checkpoint_every, adopt_after_s=scenario.adopt_after_s, from_seed=not scenario.given_weights,
+        capacity=scenario.capacity,
         rebalance=scenario.rebalance, rebalance_s=scenario.rebalance_s, trace=scenario.trace, work=(1.0,) * len(scenario.stages),
         state_bytes=(0,) * len(scenario.stages), delayed=config.optimizer.delayed, seats=planned_seats(config),
     )  # fmt: skip
-    return Facts(config, spec, spec.cut(len(scenario.stages)), plan)
+    facts = Facts(config, spec, spec.cut(len(scenario.stages)), plan)
+    return replace(facts, given=_given(facts)) if scenario.given_weights else facts
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -126,22 +133,39 @@ class VirtualCompute(TorchCompute):
 class SingleProcess(VirtualCompute):
     """The whole model. It takes the microbatches of a step together."""
 
-    def mean_gradient(self, step: int, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Of the microbatches, flat fp32 [P]; ``inputs`` and ``targets``: tokens [microbatches, T]."""
-        count, scale = len(inputs), self._scale.of(step)
+    def mean_gradient(self, step: int, inputs: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+        """Of the microbatches, flat fp32 [P], and their mean loss [nats/token]; ``inputs`` and ``targets``: tokens [microbatches, T]."""
+        if self._setup.precision is not Precision.FP16:
+            gradient, loss = self._sums(step, inputs, targets, _MasksOfAll(self._setup.seed, step, len(inputs)))
+        else:  # a sum of fp16 numbers overflows where each of them does not
+            masks = (_KnownMasks(self._setup.seed, step, index) for index in range(len(inputs)))
+            parts = [self._sums(step, *one) for one in zip(inputs[:, None], targets[:, None], masks, strict=True)]
+            gradient, loss = torch.stack([g for g, _ in parts]).sum(dim=0), sum(part for _, part in parts)
+        return gradient / (self._scale.of(step) * len(inputs)), loss / len(inputs)
+
+    def _sums(self, step: int, inputs: Tensor, targets: Tensor, masks: Masks) -> tuple[Tensor, float]:
+        """Over microbatches: of scaled gradients, and of losses."""
         with torch.enable_grad():
-            logits = self._versions[0](inputs, _MasksOfAll(self._setup.seed, step, count)).float()
+            logits = self._versions[0](inputs, masks).float()
             losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / targets.shape[1]
-            gradients = torch.autograd.grad(losses * scale, self._weights.parameters(step))
-        return torch.cat([g.flatten() for g in gradients]) / (scale * count)
+            gradients = torch.autograd.grad(losses * self._scale.of(step), self._weights.parameters(step))
+        return torch.cat([g.flatten().float() for g in gradients]), float(losses.detach())
 
     def update(self, gradient: Tensor, update: Update) -> None:
         self._apply(gradient, update)
 
 
-def stage_compute(facts: Facts, stage: int) -> VirtualCompute:
-    """What trains ``stage``."""
-    return VirtualCompute(facts.spec, facts.cut, stage, _setup(facts, facts.config.optimizer))
+def stage_compute(facts: Facts, stage: int, *, joins: bool = False) -> VirtualCompute:
+    """What trains ``stage``. Who ``joins`` takes others' weights anyway."""
+    given = None if joins else facts.given
+    return VirtualCompute(facts.spec, facts.cut, stage, _setup(facts, facts.config.optimizer), given)
+
+
+def _given(facts: Facts) -> Callable[[str], Tensor]:
+    """First weights that are not those of the seed."""
+    setup = replace(_setup(facts, facts.config.optimizer), seed=facts.config.train.seed + 1)
+    other = SingleProcess(facts.spec, facts.spec.cut(1), 0, setup).weights()
+    return lambda name: other[f"model/{name}"].clone()
 
 
 def _setup(facts: Facts, optimizer: OptimizerConfig) -> StageSetup:
@@ -152,17 +176,33 @@ def _setup(facts: Facts, optimizer: OptimizerConfig) -> StageSetup:
     )  # fmt: skip
 
 
-def history(scenario: Scenario) -> list[dict[str, Tensor]]:
+class History(list[dict[str, "Tensor"]]):
+    """States after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+        """Of each step [nats/token]."""
+        self.norms: list[float] = []
+        """Of each step's mean gradient."""
+
+
+def history(scenario: Scenario) -> History:
     """The weights of a single process after each step: the whole model, no network, no protocol, no faults. Delayed updates are those of
     a plain optimizer, each made once the step after it was computed."""
     facts = facts_of(scenario)
     at_once = facts.config.optimizer.model_copy(update={"delayed": False})
-    tokens, compute = Tokens(facts), SingleProcess(facts.spec, facts.spec.cut(1), 0, _setup(facts, at_once))
-    states: list[dict[str, Tensor]] = []
+    tokens, compute = (
+        Tokens(facts),
+        SingleProcess(facts.spec, facts.spec.cut(1), 0, _setup(facts, at_once), facts.given),
+    )
+    states = History()
     late: list[tuple[Tensor, Update]] = []
     for step in range(scenario.steps):
-        mean = compute.mean_gradient(step, *tokens.batch(step, scenario.microbatches))
+        mean, loss = compute.mean_gradient(step, *tokens.batch(step, scenario.microbatches))
         norm = float(mean.double().norm())
+        states.losses.append(loss)
+        states.norms.append(norm)
         clip = facts.config.optimizer.clip
         scale = min(1.0, clip / (norm + 1e-6)) if clip is not None else 1.0
         late.append((mean, Update(step, scale, skip=not math.isfinite(norm))))

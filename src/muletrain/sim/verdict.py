@@ -34,15 +34,26 @@ class Outcome:
     """Peers that came back when the others had finished and were gone: no number is lost by that, but a machine's work was."""
     lineages: dict[str, bytes] = field(default_factory=dict)
     """In which history of the run each peer was in the end."""
+    steps: dict[str, int] = field(default_factory=dict)
+    """That each peer did."""
     virtual_s: float = 0.0
+    longest: float = 1.0
+    """Step, in times that the shortest took."""
     difference: float = 0.0
     """The largest of a tensor from a single process's: norm of the difference over norm."""
 
 
-def judge(outcome: Outcome, states: dict[str, dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
-    """Compare the ``states`` of those that came to the end with a single process's, and see who did not come so far."""
+def judge(outcome: Outcome, states: dict[str, dict[str, Tensor]], history: list[dict[str, Tensor]]) -> None:
+    """Compare the ``states`` of those that came to the end with a single process's (``history``: after each step), and see who did not come
+    so far."""
+    scenario = outcome.scenario
+    early = scenario.time_limit_s is not None or any(f.kind == "stop" for f in scenario.faults)
     for name, state in states.items():
-        worst = difference(state, expected)
+        steps = outcome.steps[name]
+        if not (steps == scenario.steps or (early and steps > 0)):
+            outcome.violations.append(f"{name} ended after {steps} of {scenario.steps} steps")
+            continue
+        worst = difference(state, history[steps - 1])
         outcome.difference = max(outcome.difference, worst)
         if not worst <= outcome.scenario.tolerance:
             outcome.violations.append(
@@ -70,6 +81,7 @@ def _survival(outcome: Outcome, states: dict[str, dict[str, Tensor]]) -> None:
     gone |= {p for p in corrupt if "does not compute what its replicas compute" in outcome.ends.get(p, "")}
     hung = {p for f in scenario.faults if f.kind == "hang" for p in f.who}
     gone |= {p for p in hung if "so this peer ends" in outcome.ends.get(p, "")}
+    gone |= {p for f in scenario.faults if f.kind == "kick" for p in f.who}
     gone |= {p for p, end in outcome.ends.items() if end == LEFT}
     for name in scenario.names:
         if name in gone or name in states or (name not in outcome.ends and name in scenario.joining):
@@ -89,6 +101,8 @@ def readable(outcome: Outcome) -> Iterator[str]:
         f"seed {s.seed}: stages of {', '.join(map(str, s.stages))} replicas, {s.trainers} trainers, {s.steps} steps of "
         f"{s.microbatches} microbatches, delays up to {1000 * s.delay_s:.0f} ms{', '.join(('', *s.overrides))}"
     )
+    if s.kinds:
+        yield f"drawn: {', '.join(s.kinds)}"
     if s.stalls:
         yield f"{100 * s.stalls:.0f} % of the frames are overtaken by what goes by other streams"
     if s.weight != 1.0:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import safetensors.torch
+
 from muletrain.sim.scenario import stage_of
 from muletrain.swarm.branches import branch_of
+from muletrain.swarm.snapshot import MAX_COPIES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from torch import Tensor
 
-    from muletrain.events import StepApplied
-    from muletrain.sim.reference import VirtualCompute
+    from muletrain.events import StepApplied, StepDone
+    from muletrain.sim.reference import History, VirtualCompute
     from muletrain.sim.scenario import Scenario
+    from muletrain.swarm.peer import Memory
     from muletrain.swarm.record import StepRecord
 
-DISTURBING = {"kill", "freeze", "hang", "cut", "partition", "blackhole", "damage"}
+DISTURBING = {"kill", "freeze", "hang", "cut", "partition", "blackhole", "damage", "one way", "small", "kick"}
 """Faults after which not everyone that worked on a step reports it as what it came to be."""
 
 
@@ -38,10 +46,27 @@ def difference(state: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(float((state[k] - expected[k]).norm() / expected[k].norm()) for k in state if k.startswith("model/"))
 
 
+def faults_of(checkpoint: Path, expected: dict[str, Tensor], tolerance: float) -> Iterator[str]:
+    """What is wrong in a complete ``checkpoint``: parts that are not what its manifest says, weights that are not a single process's."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    weights: dict[str, Tensor] = {}
+    for part in manifest["parts"]:
+        content = (checkpoint / part["file"]).read_bytes()
+        if hashlib.sha256(content).hexdigest() != part["sha256"] or len(content) != part["size"]:
+            yield f"{part['file']} is not what the manifest says"
+            return
+        weights |= safetensors.torch.load(content)
+    held = {name for name in weights if name.startswith("model/")}
+    if held != expected.keys():
+        yield f"weights are missing: {sorted(expected.keys() - held)}"
+    elif not (apart := difference(weights, expected)) <= tolerance:
+        yield f"other weights than a single process's: difference {apart:.1e}"
+
+
 class Witness:
     """``history``: a single process's state after each step. ``broken`` is told what does not hold."""
 
-    def __init__(self, scenario: Scenario, history: Sequence[dict[str, Tensor]], broken: Callable[[str], None]) -> None:
+    def __init__(self, scenario: Scenario, history: History, broken: Callable[[str], None]) -> None:
         self._scenario, self._history, self._broken = scenario, history, broken
         self._together_s = max((f.at_s + f.for_s for f in scenario.faults), default=0.0) + (
             MERGED_S if scenario.longer == 1.0 else LARGE_S + scenario.longer * MERGED_S
@@ -76,8 +101,11 @@ class Witness:
                     f"{peer} has other weights after step {record.step + 1} than a single process: difference {apart:.1e}"
                 )
 
-    def held(self, peer: str, requests: int) -> None:
-        """No queue grows without bound."""
+    def held(self, peer: str, requests: int, memory: Memory) -> None:
+        """No queue grows without bound, nor what is kept for others."""
+        largest = (MAX_COPIES, 1, self._scenario.trail_bytes)
+        if any(kept > most for kept, most in zip(memory, largest, strict=True)):
+            self._broken(f"{peer} keeps {memory}, and may keep {largest}")
         if requests > self._scenario.capacity:
             self._broken(f"{peer} holds {requests} requests, and has room for {self._scenario.capacity}")
 
@@ -95,6 +123,18 @@ class Witness:
         if safe and lineage not in self._in_need and not kinds & {"freeze", "hang", "cut"}:
             self._broken(f"{peer} stepped back, though every stage had a peer")
 
+    def written(self, peer: str, step: int, folder: Path) -> None:
+        """Whoever completed a checkpoint of ``step`` steps: all that is in it is right, and no more are there than are kept."""
+        found = [f for f in folder.glob(f"step-{step:08d}*") if not f.name.endswith(".partial")]
+        for checkpoint in found:
+            for fault in faults_of(checkpoint, self._history[step - 1], self._scenario.tolerance):
+                self._broken(f"{peer}: {checkpoint.name}: {fault}")
+        if not found:
+            self._broken(f"{peer}: the checkpoint of step {step} is not in its place")
+        steps = {f.name.split("-")[1] for f in folder.glob("step-*") if int(f.name.split("-")[1]) <= step}
+        if len(steps) > self._scenario.keep:
+            self._broken(f"{peer} keeps checkpoints of {len(steps)} steps, not {self._scenario.keep}")
+
     def reported(self, peer: str, event: StepApplied) -> None:
         """What peers say that they did adds up."""
         self._counted[event.step, event.stage, event.lineage] += event.microbatches
@@ -103,8 +143,29 @@ class Witness:
                 f"{peer} counts {event.microbatches} microbatches of step {event.step}, {event.recomputed} again"
             )
 
-    def ended(self) -> None:
-        """Each microbatch was counted once for each stage, and none waited for a device that hangs."""
+    def told(self, peer: str, event: StepDone) -> None:
+        """The run's report: losses and norms are a single process's."""
+        scenario, at = self._scenario, event.step - 1
+        every = {f.kind for f in scenario.faults}.isdisjoint(DISTURBING) and scenario.resume_s is None
+        apart = 1000 * scenario.tolerance  # of sums of numbers that nearly cancel each other
+        for name, said, right in (
+            ("loss", event.loss if every else math.nan, self._history.losses[at]),
+            ("norm", event.grad_norm, self._history.norms[at]),
+        ):
+            if math.isfinite(said) and math.isfinite(right) and abs(said - right) > apart * abs(right):
+                self._broken(
+                    f"{peer} reports a {name} of {said:.6g} for step {event.step}: a single process has {right:.6g}"
+                )
+
+    def ended(self) -> float:
+        """Each microbatch was counted once for each stage, and none waited for a device that hangs. The longest step, in times that the
+        shortest took."""
+        self._counted_once()
+        ends = self._applied_s
+        lengths = [ends[s] - ends[s - 1] for s in range(self._scenario.steps) if {s - 1, s} <= ends.keys()]
+        return max(lengths, default=1.0) / max(min(lengths, default=1.0), 1e-9)
+
+    def _counted_once(self) -> None:
         faults, stages = self._scenario.faults, self._scenario.stages
         if faults and all(
             f.kind == "hang" and stages[stage_of(f.who[0])] > 1 for f in faults

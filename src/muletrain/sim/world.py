@@ -13,9 +13,11 @@ import math
 import os
 import random
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import safetensors.torch
 
 from muletrain.clock import LoopClock
 from muletrain.compute.executor import InlineExecutor
@@ -31,13 +33,16 @@ from muletrain.events import (
     PeerLeft,
     PeerSuspected,
     StepApplied,
+    StepDone,
     SteppedBack,
 )
 from muletrain.network.memory import MemoryHub
 from muletrain.network.roads import Road
 from muletrain.sim import reference
+from muletrain.sim.disks import DiskState, VirtualFolder, VirtualThread
 from muletrain.sim.faults import Faults
 from muletrain.sim.faulty import FaultyCompute
+from muletrain.sim.limits import short_memory
 from muletrain.sim.loop import Hang, SkewedClock, run_virtually
 from muletrain.sim.scenario import BACKWARD_S, FORWARD_S, STALL_S, stage_of
 from muletrain.sim.verdict import LEFT, Outcome, judge
@@ -60,6 +65,7 @@ if TYPE_CHECKING:
     from muletrain.network.memory import MemoryNetwork
     from muletrain.sim.scenario import Scenario
     from muletrain.swarm.adoption import StepBack
+    from muletrain.swarm.place import Key
     from muletrain.swarm.record import StepRecord
 
 LIMIT_S = 6000.0
@@ -79,22 +85,61 @@ def play(scenario: Scenario) -> Outcome:
     outcome = Outcome(scenario)
     history = reference.history(scenario)
     fast = IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="mule-fuzz-", dir=fast) as folder:
-        world = World(scenario, outcome, Path(folder), Witness(scenario, history, outcome.violations.append))
+    with (
+        tempfile.TemporaryDirectory(prefix="mule-fuzz-", dir=fast) as folder,
+        short_memory(short=scenario.short),
+    ):
         try:
-            states = run_virtually(world.run(), LIMIT_S, outcome.violations)
+            states = run_virtually(_run(outcome, Path(folder), history), LIMIT_S, outcome.violations)
         except Hang as e:
             outcome.violations.append(f"hang: {e}")
             return outcome
-    judge(outcome, states, history[-1])
+    judge(outcome, states, history)
     return outcome
+
+
+async def _run(outcome: Outcome, folder: Path, history: reference.History) -> dict[str, dict[str, Tensor]]:
+    """Once; or until the power fails, and again from what was written."""
+    scenario = outcome.scenario
+    world = World(scenario, outcome, folder, Witness(scenario, history, outcome.violations.append))
+    states = await world.run()
+    if scenario.resume_s is None or states:
+        return states
+    outcome.ends.clear()
+    resumed = replace(scenario, faults=(), resume_s=None)
+    written = Folder(folder / "run", keep=1, name="run")
+    base = max(written.complete(), key=lambda key: key.step, default=None)
+    start = Start(written, base)
+    outcome.scenario = resumed
+    return await World(resumed, outcome, folder, Witness(resumed, history, outcome.violations.append), start).run()
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run that is begun again has: the newest complete checkpoint, if there is one."""
+
+    place: Folder
+    base: Key | None
+
+    @property
+    def step(self) -> int:
+        return 0 if self.base is None else self.base.step
+
+    async def load(self, compute: FaultyCompute, stage: int) -> None:
+        """Into the stage's device."""
+        if self.base is not None:
+            await compute.load_state(safetensors.torch.load(self.place.read_part(self.base, stage)))
 
 
 class World:
     """The peers of a scenario, by name, and what they stand on."""
 
-    def __init__(self, scenario: Scenario, outcome: Outcome, folder: Path, witness: Witness) -> None:
+    def __init__(
+        self, scenario: Scenario, outcome: Outcome, folder: Path, witness: Witness, start: Start | None = None
+    ) -> None:
+        """``start``: the run is begun again from there."""
         self.scenario, self._outcome, self._folder, self._witness = scenario, outcome, folder, witness
+        self._start = start
         self._rng = random.Random(f"world/{scenario.seed}")
         self.hub = MemoryHub()
         self.hub.relays = scenario.relays
@@ -109,6 +154,9 @@ class World:
         self.computes: dict[str, PacedCompute] = {}
         self.tasks: dict[str, asyncio.Task[Any]] = {}
         self.peers: dict[str, Peer] = {}
+        self._disks: dict[str, DiskState] = {}
+        self._background: set[asyncio.Task[Any]] = set()
+        """Of disks: those that hang do so for ever."""
         self._facts = reference.facts_of(scenario)
         self._genesis = self._first_members()
 
@@ -119,14 +167,23 @@ class World:
         for name, _ in self.scenario.members:
             self.tasks[name] = asyncio.create_task(self._peer(name), name=name)
         injecting = [asyncio.create_task(faults.inject(f)) for f in self.scenario.faults]
+        if self.scenario.resume_s is not None:
+            injecting.append(asyncio.create_task(self._lose_power(self.scenario.resume_s)))
         while running := [t for t in self.tasks.values() if not t.done()]:  # newcomers, too
             await asyncio.wait(running)
-        for task in injecting:
+        for task in (*injecting, *self._background):
             task.cancel()
         await self._silence()
         self._outcome.virtual_s = self.clock.now()
-        self._witness.ended()
+        self._outcome.longest = self._witness.ended()
         return {name: t.result() for name, t in self.tasks.items() if not t.cancelled() and t.result() is not None}
+
+    async def _lose_power(self, at_s: float) -> None:
+        """All machines at once."""
+        await self.clock.sleep(at_s)
+        self.say("FAULT all machines lose power")
+        for name in self.networks:
+            self.kill(name)
 
     async def _silence(self) -> None:
         """Of those that are gone nothing goes on."""
@@ -147,10 +204,10 @@ class World:
         rng, skew = random.Random(f"clock/{self.scenario.seed}/{name}"), self.scenario.skew
         return SkewedClock(math.exp(rng.uniform(-skew, skew)), rng.uniform(0.0, 1e6)) if skew else self.clock
 
-    def join(self, name: str) -> None:
+    def join(self, name: str, called: str) -> None:
         """A newcomer."""
         self.networks[name] = self.hub.join(name)
-        self.tasks[name] = asyncio.create_task(self._peer(name, joining=True), name=name)
+        self.tasks[name] = asyncio.create_task(self._peer(name, joins_as=called), name=name)
 
     def kill(self, name: str) -> None:
         self.hub.kill(name)
@@ -159,7 +216,7 @@ class World:
     def look_at(self, name: str) -> None:
         """While it works."""
         if name in self.peers:
-            self._witness.held(name, self.peers[name].load())
+            self._witness.held(name, self.peers[name].load(), self.peers[name].memory())
 
     def say(self, text: str) -> None:
         """Into the timeline."""
@@ -179,36 +236,63 @@ class World:
         )
         return Genesis(
             run_id="fuzz", config=bytes(32), data=bytes(32), stages=len(self.scenario.stages), members=members,
-            collector=members[0].id, first_step=0,
+            collector=members[0].id, first_step=0 if self._start is None else self._start.step,
         )  # fmt: skip
 
     def _place(self, name: str) -> Folder:
         """One for all, as in a fleet on one machine, or each its own. What members call it is in the first lineage, so it must not come
         from the folder that this world happens to have."""
-        own = name if self.scenario.apart else "run"
-        place = Folder(self._folder / own, keep=1, name=own)
+        own, keep = self._at(name), self.scenario.keep
+        if self.scenario.disk_s:
+            return VirtualFolder(
+                self._folder / own, keep, own, self.disk(name), VirtualThread(self.disk(name), self._spawn)
+            )
+        place = Folder(self._folder / own, keep, name=own)
         place.disk = Disk(InlineExecutor())
         return place
 
-    async def _peer(self, name: str, *, joining: bool = False) -> dict[str, Tensor] | None:
-        """A peer's life. Its state at the end of the run, if it came so far."""
-        network, clock, place = self.networks[name], self._own_clock(name), self._place(name)
-        member = Member(id=name, name=name, stage=stage_of(name), trainer=True, addresses=(), place=place.name)
+    def _at(self, name: str) -> str:
+        """Where ``name`` writes checkpoints."""
+        return name if self.scenario.apart else "run"
+
+    def disk(self, name: str) -> DiskState:
+        """That ``name`` writes to."""
+        at = self._at(name)
+        if at not in self._disks:
+            self._disks[at] = DiskState(random.Random(f"disk/{self.scenario.seed}/{at}"), self.scenario.disk_s)
+        return self._disks[at]
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _peer(self, name: str, *, joins_as: str = "") -> dict[str, Tensor] | None:
+        """A peer's life. Its state at the end of the run, if it came so far. ``joins_as``: what it calls itself, if it joins."""
+        network, clock, place, joining = self.networks[name], self._own_clock(name), self._place(name), bool(joins_as)
+        trains, begin = name not in self.scenario.without_data, clock.now()
+        member = Member(
+            id=name, name=joins_as or name, stage=stage_of(name), trainer=trains, addresses=(), place=place.name
+        )
         roster = Roster(self._genesis, member if joining else name)
         network.on_refusal(lambda remote, reason: self._note(name, FrameRefused(remote=remote, reason=reason)))
 
         async def make(joins: bool, back: StepBack | None) -> Peer:
-            inner = reference.stage_compute(self._facts, roster.own.stage)
+            inner = reference.stage_compute(self._facts, roster.own.stage, joins=joins)
             stage = self.stages[name] = FaultyCompute(inner)
+            if self._start is not None and not joins:
+                await self._start.load(stage, roster.own.stage)
             compute = self.computes[name] = PacedCompute(stage, clock, FORWARD_S, BACKWARD_S)
             ctx = Context(
-                network, clock, compute, roster, self._facts.plan, lambda e: self._note(name, e), background=InlineExecutor()
+                network, clock, compute, roster, self._facts.plan, lambda e: self._note(name, e), background=InlineExecutor(),
+                trail_bytes=self.scenario.trail_bytes,
             )  # fmt: skip
             source = reference.Tokens(self._facts)
 
             def on_step(record: StepRecord) -> bool:
                 self._witness.applied(name, record, inner, self.clock.now())
-                return False
+                limit_s = self.scenario.time_limit_s
+                return limit_s is not None and clock.now() - begin > limit_s
 
             book = Book(place)
             peer = self.peers[name] = Peer(ctx, source=source, book=book, on_step=on_step, joining=joins, back=back)
@@ -227,6 +311,7 @@ class World:
         finally:
             await network.close()
         self._outcome.lineages[name] = self.peers[name].stepper.applied
+        self._outcome.steps[name] = self.peers[name].stepper.step
         left = self.peers[name].left
         self._outcome.ends[name] = LEFT if left else "finished"
         return None if left else state
@@ -236,9 +321,13 @@ class World:
             self._outcome.events.append(replace(event, t=self.clock.now(), peer=name))
         if isinstance(event, StepApplied):
             self._witness.reported(name, event)
+        if isinstance(event, StepDone):
+            self._witness.told(name, event)
         if isinstance(event, SteppedBack):
             there = (peer for p, peer in self.peers.items() if not self.tasks[p].done())
             self._witness.stepped_back(name, event.lineage, {peer.roster.own.stage for peer in there})
+        if isinstance(event, CheckpointWritten):
+            self._witness.written(name, event.step, self._folder / self._at(name))
         if isinstance(event, SHOWN):
             fields = {
                 k: v for k, v in event.__dict__.items() if k not in ("t", "peer", "sent", "lineage") and "_s" not in k

@@ -162,6 +162,11 @@ class Checkpoints:
 
     # The writer -------------------------------------------------------------------------------------------------------
 
+    @property
+    def copies(self) -> int:
+        """States of our stage that are kept for checkpoints."""
+        return sum(opened.own is not None for opened in self._open.values())
+
     def is_writer(self) -> bool:
         return self._writer(self._ctx.roster.own.stage) == self._ctx.net.peer_id
 
@@ -273,7 +278,7 @@ class Checkpoints:
             raise ProtocolError(f"checkpoint {ready.step}: stage {ready.stage} of {ready.size} bytes cannot be")
         if key in self._ended:
             if self._collects():  # word of that was lost
-                self._ctx.spawn(self._ctx.tell((sender,), self._ending(key)), "end of a checkpoint")
+                self._ctx.spawn(self._ctx.tell((sender,), _ending(key, self._ended[key])), "end of a checkpoint")
             return
         known = self._open[key].parts.get(ready.stage) if key in self._open else None
         if known is None and self._ctx.roster.member(sender).stage != ready.stage:
@@ -547,15 +552,12 @@ class Checkpoints:
             await self._fail(overtaken, f"{missing} before a later checkpoint was complete")
         if self._mark(key, ""):
             await self._clear(key, "")
-            await ctx.tell(ctx.roster.others(), self._ending(key))
+            await ctx.tell(ctx.roster.others(), _ending(key, ""))
 
     async def _fail(self, key: Key, reason: str) -> None:
         if self._mark(key, reason[:4096]):
-            await self._clear(key, reason[:4096])
-            await self._ctx.tell(self._ctx.roster.others(), self._ending(key))
-
-    def _ending(self, key: Key) -> CheckpointEnd:
-        return CheckpointEnd(step=key.step, lineage=key.lineage, reason=self._ended[key])
+            await self._clear(key, reason[:4096])  # a slow disk takes so long that the end may be forgotten by then
+            await self._ctx.tell(self._ctx.roster.others(), _ending(key, reason[:4096]))
 
     def _end(self, key: Key, reason: str) -> None:
         """Nobody waits for the disk."""
@@ -616,6 +618,10 @@ class Checkpoints:
             self._over.clear()
             await self._over.wait()
         return not self._ended[key]
+
+
+def _ending(key: Key, reason: str) -> CheckpointEnd:
+    return CheckpointEnd(step=key.step, lineage=key.lineage, reason=reason)
 
 
 def _why(error: OSError, where: str) -> str:

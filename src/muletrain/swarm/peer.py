@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from muletrain.errors import Malformed, MuletrainError, NetworkError, ProtocolError
 from muletrain.events import Event, Note, PeerExpelled, PeerLeft
@@ -88,6 +88,15 @@ STEP_KINDS: dict[str, type[Message]] = {
     for m in (Forward, Backward, Done, Busy, Lost, TrainerDone, Gap, Seal, Shard, Reduced, RoundEntry, Back, Doubted)
 }
 OTHER_KINDS: dict[str, type[Message]] = {m.KIND: m for m in (PartReady, CheckpointEnd, Report, Block)}
+
+
+class Memory(NamedTuple):
+    """Copies of states and of checkpoints' parts that a peer offers; states of its own parts of checkpoints; bytes of earlier steps'
+    gradients."""
+
+    copies: int
+    parts: int
+    past: int
 
 
 class Peer:
@@ -679,6 +688,10 @@ class Peer:
     def load(self) -> int:
         """Requests it holds, waiting or being worked on; at most ``Plan.capacity``."""
         return self._pipeline.load()
+
+    def memory(self) -> Memory:
+        """What it keeps for others."""
+        return Memory(self._snapshots.copies, self._checkpoints.copies, self.stepper.trail.nbytes)
 
     def stop(self) -> None:
         """Ask for an orderly end after the current step."""

@@ -100,6 +100,10 @@ class Snapshots:
         leading = [o for o in offers if stepper.chain.at(o.step) == o.lineage and stepper.trail.reaches(o.step)]
         return max(leading, key=lambda o: o.step, default=None)
 
+    @property
+    def copies(self) -> int:
+        return len(self._kept)
+
     def crowded(self) -> bool:
         """Are all copies that may be kept on their way to somebody?"""
         now = self._ctx.clock.now()

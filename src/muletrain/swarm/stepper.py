@@ -177,7 +177,11 @@ class Stepper(Sealing):
         self._ctx.spawn(self._ctx.tell(everyone, self._attested), "entry")  # a frozen peer must not hold us up
 
     async def _hold(self) -> Holding:
-        """This stage's mean gradient: reduced with the other replicas, or taken from one that holds it."""
+        """This stage's mean gradient: reduced with the other replicas, or taken from one that holds it, or what we held of this step
+        before (``rejoin``)."""
+        if self._holding is not None:
+            await self._begin_ahead()
+            return self._holding
         for tries in itertools.count():
             try:
                 await self._waits.until(
@@ -330,12 +334,17 @@ class Stepper(Sealing):
         work.ledger.seal()
 
     async def rejoin(self, chain: Chain) -> None:
-        """Go on at its step, whose state was loaded; what we did for another step is forgotten."""
+        """Go on at its step, whose state was loaded; what we did for another step is forgotten. What was said of this one still holds, by
+        us, too: a round that we attested to must not come to have another mean, nor an attempt other sums."""
         self.averager.forget()
         for dropped in (chain.step, chain.step + 1):
             self._ctx.compute.clear(dropped)
-        seals = self._seals if (chain.step, chain.lineages[-1]) == (self.step, self.applied) else {}
+        same = (chain.step, chain.lineages[-1]) == (self.step, self.applied)
+        said, before = (self._seals, self.announced, self._holding), self.work
         self._enter(chain)
-        self._seals = seals  # what the others said of this step still holds
+        if same:
+            self._seals, self.announced, self._holding = said
+        if self._holding is not None:  # what we accumulated is in it
+            self.work.accumulated, self.work.recomputed = before.accumulated, before.recomputed
         self.settled = True
         await self.open()

@@ -86,8 +86,13 @@ class Trail:
         """Is ``step`` kept, and all that followed?"""
         return bool(self._past) and self._past[0].builder.step <= step
 
+    @property
+    def nbytes(self) -> int:
+        """Of the gradients beside the last."""
+        return sum(p.nbytes for p in list(self._past)[:-1])
+
     def _excess(self) -> bool:
-        return sum(p.nbytes for p in list(self._past)[:-1]) > self._limit
+        return self.nbytes > self._limit
 
     async def _pack(self, past: _Past) -> None:
         """A half or a quarter of the memory, and a copy that can be taken as a state is."""

@@ -124,7 +124,11 @@ class Trainer:
         self._repairs.update(repairs)
         for repair in repairs:
             repair.add_done_callback(self._repairs.discard)
-        await asyncio.gather(*repairs)
+        try:
+            await asyncio.gather(*repairs)
+        finally:
+            for repair in repairs:  # one that fails ends all
+                repair.cancel()
 
     async def _refill(self, index: int, stage: int) -> None:
         self._refilling.add((stage, index))

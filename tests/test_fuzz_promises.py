@@ -1,0 +1,190 @@
+"""What the fuzzer judges beside the weights: for each promise a bug that breaks it, and is found out."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from muletrain.compute.torch_compute import TorchCompute
+from muletrain.errors import MuletrainError
+from muletrain.sim.loop import run_virtually
+from muletrain.sim.scenario import FOR_EVER_S, Fault, Scenario
+from muletrain.sim.verdict import Outcome, readable
+from muletrain.sim.world import play
+from muletrain.swarm.checkpointing import Checkpoints
+from muletrain.swarm.messages import Gap
+from muletrain.swarm.place import Place
+from muletrain.swarm.reporting import Reporting
+from muletrain.swarm.stepper import Stepper
+from muletrain.swarm.trail import Trail
+from muletrain.swarm.trainer import Trainer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.timeout(240)
+
+
+def kept(scenario: Scenario) -> Outcome:
+    outcome = play(scenario)
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    return outcome
+
+
+WRITES = Scenario(1, (2, 2), 2, 4, 4, 0.01, (), checkpoint_every=1, keep=2)
+RESUMES = Scenario(2, (2, 1), 2, 9, 4, 0.01, (), checkpoint_every=2, resume_s=2.5)
+LONG = Scenario(
+    3, (1, 2), 1, 24, 2, 0.01, (Fault(1.5, "join", ("peer-1j0",)),), narrow=(("peer-1j0", 2e4),), trail_bytes=150_000
+)
+
+
+def _writes_the_weights_of_before(patch: pytest.MonkeyPatch) -> None:
+    right, before = Checkpoints.write, {}
+
+    async def write(self: Checkpoints, key: Any, state: dict[str, Any]) -> None:
+        own = id(self)
+        stale, before[own] = before.get(own, state), {k: v.clone() for k, v in state.items()}
+        await right(self, key, stale)
+
+    patch.setattr(Checkpoints, "write", write)
+
+
+def _damages_what_it_writes(patch: pytest.MonkeyPatch) -> None:
+    right = Place.write_part
+
+    def write_part(self: Place, key: Any, stage: int, buffers: Any) -> None:
+        damaged = bytearray(b"".join(buffers))
+        damaged[-1] ^= 1
+        right(self, key, stage, [memoryview(damaged)])
+
+    patch.setattr(Place, "write_part", write_part)
+
+
+def _removes_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Place, "_prune", lambda self, newest: None)
+
+
+def _forgets_moments(patch: pytest.MonkeyPatch) -> None:
+    right = TorchCompute._load_state
+
+    def load(self: TorchCompute, state: dict[str, Any]) -> None:
+        right(self, {k: v if k.startswith("model/") else torch.zeros_like(v) for k, v in state.items()})
+
+    patch.setattr(TorchCompute, "_load_state", load)
+
+
+def _keeps_all_gradients(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Trail, "_excess", lambda self: False)
+
+
+def _forgets_no_part(patch: pytest.MonkeyPatch) -> None:
+    """Writers begin a part while their last one is under way."""
+    patch.setattr(Checkpoints, "_busy", lambda self: None)
+
+
+def _sums_losses(patch: pytest.MonkeyPatch) -> None:
+    right = Reporting.applied
+
+    def applied(self: Reporting, record: Any, work: Any) -> None:
+        work.losses = {index: 1.1 * loss for index, loss in work.losses.items()}
+        right(self, record, work)
+
+    patch.setattr(Reporting, "applied", applied)
+
+
+def _never_stops(patch: pytest.MonkeyPatch) -> None:
+    """One of the stages does not hear of it."""
+    right = Stepper.advance
+
+    def advance(self: Stepper, record: Any) -> None:
+        if record.stop:
+            self._ctx.compute.clear(self.step)
+            raise AssertionError("this peer does not know how to stop")
+        right(self, record)
+
+    patch.setattr(Stepper, "advance", advance)
+
+
+PLANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Scenario, str]] = [
+    (_writes_the_weights_of_before, WRITES, "other weights than a single process's"),
+    (_damages_what_it_writes, WRITES, "is not what the manifest says"),
+    (_removes_nothing, WRITES, "keeps checkpoints of 3 steps, not 2"),
+    (_forgets_moments, RESUMES, "other weights after step"),
+    (_keeps_all_gradients, LONG, "may keep"),
+    (_sums_losses, WRITES, "reports a loss of"),
+    (_never_stops, Scenario(4, (2, 2), 2, 6, 4, 0.01, (Fault(0.5, "stop", ("peer-1b",)),)), "does not know how to stop"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("plant", "scenario", "text"), PLANTS, ids=[plant.__name__ for plant, _, _ in PLANTS])
+def test_a_planted_bug_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], scenario: Scenario, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept(scenario)
+    plant(monkeypatch)
+    assert any(text in violation for violation in play(scenario).violations)
+
+
+def test_a_run_that_lost_power_goes_on_from_its_checkpoint() -> None:
+    outcome = kept(RESUMES)
+    again = [text for t, text in outcome.timeline if t > 0 and "lose power" in text]
+    assert again
+    assert set(outcome.ends.values()) == {"finished"}
+
+
+@pytest.mark.parametrize("how", ["slow", "hangs", "full"])
+def test_a_broken_disk_costs_checkpoints_and_nothing_else(how: str) -> None:
+    broken = Fault(0.4, "disk", ("peer-0a",), FOR_EVER_S, how=how)
+    outcome = kept(Scenario(5, (2, 2), 2, 5, 4, 0.01, (broken,), checkpoint_every=1, disk_s=0.01))
+    assert set(outcome.ends.values()) == {"finished"}
+
+
+def test_a_link_that_passes_one_way_only_costs_nothing() -> None:
+    kept(Scenario(6, (2, 2), 2, 5, 4, 0.01, (Fault(0.4, "one way", ("peer-0a", "peer-1b"), FOR_EVER_S),)))
+
+
+def test_links_for_small_frames_only_part_a_pair() -> None:
+    small = Fault(0.4, "small", ("peer-1a", "peer-1b"), FOR_EVER_S, limit=6000)
+    outcome = kept(Scenario(7, (2, 3), 2, 4, 4, 0.01, (small,)))
+    assert set(outcome.ends.values()) == {"finished"}
+
+
+def test_what_was_kicked_ends_and_comes_again_under_its_name() -> None:
+    faults = (Fault(0.4, "kick", ("peer-1b",)), Fault(0.8, "join", ("peer-1r",), how="peer-1b"))
+    outcome = kept(Scenario(8, (2, 2), 2, 8, 4, 0.01, faults))
+    assert outcome.ends["peer-1r"] == "finished"
+
+
+def test_a_slow_store_outlives_the_memory_of_checkpoints_that_ended() -> None:
+    """Their end was looked up after the disk had done its part, when later ones had pushed it out, and the collector died of it. Found by
+    'muletrain fuzz' (seed 218)."""
+    slow = Fault(0.5, "disk", ("peer-0a",), FOR_EVER_S, how="slow")
+    outcome = kept(Scenario(9, (1, 1), 1, 30, 2, 0.01, (slow,), checkpoint_every=1, disk_s=0.01, short=True))
+    assert set(outcome.ends.values()) == {"finished"}
+
+
+def test_of_repairs_none_goes_on_when_one_has_failed() -> None:
+    """Found by 'muletrain fuzz' (seed 241: who is kicked gives up, and leaves tasks behind)."""
+
+    class Alone(Trainer):
+        def __init__(self) -> None:
+            self._refilling, self._repairs = set(), set()
+
+        def _is_mine(self, index: int, turn: int = 0) -> bool:
+            return True
+
+        async def _refill(self, index: int, stage: int) -> None:
+            await asyncio.sleep(index)
+            raise MuletrainError("could not be finished in 60 tries")
+
+    async def repaired() -> int:
+        with pytest.raises(MuletrainError):
+            await Alone().on_gap(Gap(lineage=bytes(32), step=0, stage=0, attempt=0, indices=(1, 60)))
+        await asyncio.sleep(0.1)
+        return len(asyncio.all_tasks())
+
+    assert run_virtually(repaired(), 100.0, []) == 1, "this one"
