@@ -17,6 +17,7 @@ from muletrain.network.base import Channel, Frame
 from muletrain.optim.sketch import SIZE as SKETCH
 from muletrain.policy.lineages import MEMORY, Chain
 from muletrain.swarm.branches import BRANCH
+from muletrain.swarm.sizes import packed_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -27,9 +28,12 @@ Rate = Annotated[int, Field(ge=0, lt=2**63)]
 Id = Annotated[str, Field(min_length=1, max_length=128)]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.-]+$")]
 """Shown on other people's terminals."""
+Address = Annotated[str, Field(max_length=256)]
 Text = Annotated[str, Field(max_length=4096)]
 Seconds = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
 MAX_MICROBATCHES = 1 << 16
+MAX_RUN = 8
+"""Blocks of a copy in one call."""
 Indices = Annotated[tuple[Natural, ...], Field(max_length=MAX_MICROBATCHES)]
 Past = Annotated[tuple[Digest, ...], Field(max_length=MEMORY)]
 SketchBytes = Annotated[bytes, Field(min_length=4 * SKETCH, max_length=4 * SKETCH)]
@@ -47,6 +51,12 @@ class Message(BaseModel):
 
     def frame(self, tensors: list[Any] | None = None) -> Frame:
         return Frame(self.KIND, None, tensors, self)
+
+    @classmethod
+    def most(cls, microbatches: int = MAX_MICROBATCHES) -> int:
+        """Most bytes that a packed message has, in a run whose steps have so many ``microbatches``. Raises TypeError for a field without a
+        bound."""
+        return packed_size(cls, MAX_MICROBATCHES, microbatches)
 
     @classmethod
     def parse(cls: type[M], frame: Frame) -> M:
@@ -73,6 +83,9 @@ class Message(BaseModel):
 
     @classmethod
     def unpack(cls: type[M], payload: bytes) -> M:
+        """Raises ProtocolError for anything but a message that validates, before anything is made of one that is too large."""
+        if len(payload) > cls.most():
+            raise Malformed(f"{cls.__name__}: {len(payload)} bytes; at most {cls.most()} are accepted")
         try:
             header = msgpack.unpackb(payload, use_list=True, strict_map_key=True, max_ext_len=0)
         except Exception as e:  # msgpack raises a dozen unrelated types on garbage
@@ -89,7 +102,7 @@ class Member(Message):
     name: Name
     stage: Natural
     trainer: bool
-    addresses: Annotated[tuple[Text, ...], Field(max_length=64)]
+    addresses: Annotated[tuple[Address, ...], Field(max_length=64)]
     device: Text = "cpu"
     flops: Rate = 0
     since: Natural = 0
@@ -187,7 +200,8 @@ class TrainerDone(Message):
 class Gap(Message):
     """A stage found these microbatches in none of its accumulators: trainers inject them again, for that stage alone.
     Every replica says so; ``attempt`` tells a repetition from a second loss. ``early``: a replica died in the middle of the step, and took
-    these with it, or they did not come so far yet. ``turn``: times that it was said in vain, so that another trainer is to do it."""
+    these with it, or they did not come so far yet. ``turn``: times that it was said in vain, so that another trainer is to do it.
+    ``without``: replicas that its sender does not count on, whatever they hold."""
 
     KIND: ClassVar[str] = "gap"
     lineage: Digest
@@ -197,6 +211,7 @@ class Gap(Message):
     indices: Indices
     early: bool = False
     turn: Natural = 0
+    without: Annotated[tuple[Id, ...], Field(max_length=64)] = ()
 
 
 class GivenUp(BaseModel):
@@ -508,7 +523,7 @@ class AskBlocks(Message):
 
     KIND: ClassVar[str] = "ask_blocks"
     digest: Digest
-    blocks: Annotated[tuple[Natural, ...], Field(max_length=64)]
+    blocks: Annotated[tuple[Natural, ...], Field(max_length=MAX_RUN)]
 
 
 class Block(Message):
