@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from muletrain.config.load import load_config
 from muletrain.config.schema import RunConfig
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import AdmissionError, ConfigError
-from muletrain.runs.assemble import RunFacts
+from muletrain.runs.assemble import RunFacts, build_compute
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.ticket import read_ticket
 from muletrain.runs.worker import Worker, place_of
@@ -103,3 +105,89 @@ def test_a_ticket_need_not_be_an_argument_that_others_on_the_machine_see(
     for command in (["join"], ["status"], ["stop"], ["kick", "somebody"], ["doctor"]):
         answer = CliRunner().invoke(main.app, command, env={"MULETRAIN_TICKET": str(tmp_path / "none")})
         assert isinstance(answer.exception, AdmissionError), command
+
+
+# Every row of the table in docs/trust.md --------------------------------------------------------------------------------
+
+
+def rows() -> set[str]:
+    """What the table says of the founder's configuration, row by row."""
+    table = (Path(__file__).parents[1] / "docs" / "trust.md").read_text().split("\n# ")[0]
+    return {line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| `")}
+
+
+ATTACKS: dict[str, list[str]] = {
+    "`model`, `train`, `optimizer`, `wire`, `pipeline`": ["model.layers=3", "train.batch=8", "wire.activations=fp16"],
+    "`model.from`": ["model.from={trap}"],
+    "`data.path`, `data.tokenizer`, `data.cache`": [
+        "data.path={trap}/*.txt",
+        "data.tokenizer={trap}/tokenizer.json",
+        "data.cache={trap}/cache",
+    ],
+    "`data.field`": ["data.field=../../etc/passwd"],
+    "`fleet`": ["fleet.profile={trap}/fleet.toml", "fleet.rebalance_period=1"],
+    "`compute.precision`, `compute.checkpointing`": ["compute.precision=fp32", "compute.checkpointing=always"],
+    "`compute.device`, `compute.threads`, `compute.memory`": [
+        "compute.device=cuda:7",
+        "compute.threads=4096",
+        "compute.memory=1000000",
+    ],
+    "`checkpoint.every`, `checkpoint.keep`": ["checkpoint.every=1", "checkpoint.keep=1000"],
+    "`checkpoint.place`": ["checkpoint.place={trap}/runs"],
+    "`network`": ["network.listen=0.0.0.0", "network.port=22"],
+}
+
+
+def test_each_row_of_the_table_is_tried() -> None:
+    assert rows() == ATTACKS.keys()
+
+
+TOUCHED: list[str] = []
+"""Paths that were opened, listed, made or removed, and programs and addresses, while ``WATCHING``."""
+WATCHING: list[bool] = []
+
+
+def _note(event: str, arguments: tuple[Any, ...]) -> None:
+    if WATCHING and event.startswith(("open", "os.", "shutil.", "subprocess.", "socket.connect")):
+        TOUCHED.append(f"{event} {arguments[:2]}")
+
+
+sys.addaudithook(_note)
+
+
+@pytest.mark.parametrize("row", sorted(ATTACKS))
+def test_what_a_founder_puts_into_its_configuration_touches_nothing_of_a_joiner(
+    row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the configuration as it comes to the stage that computes, with the corpus of the joiner's own."""
+    trap = tmp_path / "trap"
+    trap.mkdir()
+    (trap / "secret.txt").write_text("credentials\n\n" * 50)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own-cache"))
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"paragraph {k} of some text, of which there are many" for k in range(400)))
+    sizes = ["model.width=16", "model.heads=2", "model.layers=2", "model.context=16", "model.vocab=300"]
+    own = TokenCache.build(load_config(None, [f"data.path={text}"]).data, 300)
+    attack = load_config(None, [*sizes, *(a.format(trap=trap) for a in ATTACKS[row])])
+    environment, files = dict(os.environ), sorted(trap.rglob("*"))
+    spec = joiner(tmp_path / "join", data=str(text), memory_gib=1.0)
+    worker = Worker.__new__(Worker)  # its network is not needed
+    worker._spec = spec
+    TOUCHED.clear()
+    WATCHING.append(True)
+    try:
+        facts = RunFacts.of(RunConfig.model_validate_json(attack.model_dump_json(by_alias=True)))
+        machine = asyncio.run(worker._machine(None))
+        facts.plan()
+        build_compute(facts.drawn(), 0, machine, spec.fleet_index).close()
+        place = place_of(facts.config, spec, lambda *_: None)
+        if "data.field" not in row:
+            worker._own_data(facts, own.tokenizer_json, own.digest)
+    finally:
+        WATCHING.clear()
+    assert [t for t in TOUCHED if str(trap) in t or "socket.connect" in t or "subprocess" in t] == []
+    assert place.where(Key(1, bytes(32))).startswith(str(tmp_path / "join"))
+    assert machine.offer.device == 1 << 30, "the joiner's own word"
+    assert dict(os.environ) == environment
+    assert sorted(trap.rglob("*")) == files

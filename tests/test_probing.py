@@ -304,7 +304,7 @@ def test_a_link_costs_a_bounded_number_of_bytes_and_echoes_are_small(tmp_path: P
             assert sum(n for (_, kind), n in sent.items() if kind == "probe.echoed") < FIRST
         huge = Echo(number=1).frame([encode_raw(bytes(MOST // PIECES + 1))])
         with pytest.raises(Malformed):
-            await lab.probers["x-0"]._on_frame("x-1", huge)
+            await lab.probers["x-0"].expect("x-1", huge)
 
     virtually(scenario)
 

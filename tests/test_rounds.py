@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -214,7 +215,7 @@ def test_what_is_abandoned_before_it_begins_gives_its_place_back() -> None:
             spawn=lambda serving, name: asyncio.create_task(serving),
         )
         pipeline = Pipeline(ctx, lambda step: work, None)
-        pipeline._check = lambda *_: None  # type: ignore[method-assign]
+        pipeline.expects = lambda *_: None  # type: ignore[method-assign]
         forward = Forward(
             lineage=bytes(32), step=0, index=1, attempt=0, trainer="t", stage=0, accumulate=(0,), gradient=False, deadline_s=1.0
         )  # fmt: skip
@@ -230,7 +231,7 @@ def test_what_is_abandoned_before_it_begins_gives_its_place_back() -> None:
 
 def test_of_frames_that_come_early_no_more_are_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(early, "LIMIT", 3)
-    kept = early.Early()
+    kept = early.Early(capacity=2)
     for step in (5, 4, 6, 7):
         kept.keep("a", Frame("seal", {"step": step}), step)
     kept.forget(before=5)
@@ -244,9 +245,19 @@ def test_of_frames_that_come_early_no_more_are_kept_than_there_is_room_for(monke
     kept.keep("a", Frame("shard", {"step": "3"}, [encode_raw(bytes(60))]), 3)  # as a stranger may write it
     kept.forget(before=3)
     assert len(kept.take()) == 1
-    for step in (1, 2, 3):
-        kept.keep("a", Frame("shard", {"step": step}, [encode_raw(bytes(60))]), step)
-    assert len(kept.take()) == 2, "the last that is kept may go beyond"
+    for sender in "abc":
+        kept.keep(sender, Frame("shard", {"step": 1}, [encode_raw(bytes(50))]), 1)
+    assert [sender for sender, _ in kept.take()] == ["a", "b"]
+
+
+def test_of_frames_that_come_early_one_sender_takes_no_room_from_others() -> None:
+    kept = early.Early(capacity=2)
+    for step in range(early.LIMIT):
+        kept.keep("a", Frame("gap", {"step": step}), step)
+        kept.keep("a", Frame("forward", {"step": step}, [encode_raw(bytes(60))]), step)
+    kept.keep("b", Frame("gap", {"step": 1}), 1)
+    kept.keep("b", Frame("forward", {"step": 1}, [encode_raw(bytes(60))]), 1)
+    assert Counter(sender for sender, _ in kept.take()) == {"a": early.NOTICES + 2, "b": 2}
 
 
 # Who reduces with whom: pure --------------------------------------------------------------------------------------------

@@ -379,11 +379,10 @@ def test_a_copy_that_is_still_being_sent_is_kept_however_slow_the_link(monkeypat
 
     async def scenario() -> None:
         monkeypatch.setattr(snapshot, "KEPT_S", 0.2)
-        monkeypatch.setattr(transfer, "RUN", 100)  # one question for all
         whole = Context.send
 
         async def slowly(self: Context, *args: Any) -> int:
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.06)
             return await whole(self, *args)
 
         monkeypatch.setattr(Context, "send", slowly)

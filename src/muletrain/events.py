@@ -551,7 +551,7 @@ def _located(line: bytes, where: str) -> Event:
 def _parse(line: str | bytes) -> Event:
     try:
         fields = json.loads(line)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise EventError(f"not JSON: {e}") from None
     kind = fields.pop("kind", None) if isinstance(fields, dict) else None
     cls = _KINDS.get(kind) if isinstance(kind, str) else None

@@ -66,6 +66,19 @@ RefusalHandler = Callable[[PeerId, str], None]
 LossHandler = Callable[[PeerId], None]
 
 
+class Bounds(Protocol):
+    """What a receiver of frames takes: asked before it reads a header, and again before it reads any tensor."""
+
+    def header(self, kind: str) -> int:
+        """Most bytes of a header of ``kind``. Raises Malformed for a kind that no peer sends."""
+        ...
+
+    async def expect(self, sender: PeerId, frame: Frame) -> None:
+        """``frame`` has its header, and codecs and shapes of its tensors, but not their bytes. Raises ProtocolError where the receiver does
+        not expect it from ``sender`` now, Malformed where no correct peer sends it at any time."""
+        ...
+
+
 class Network(Protocol):
     """What protocol actors see of the world outside the process."""
 
@@ -75,8 +88,9 @@ class Network(Protocol):
         """Raises PeerUnreachable, DeadlineExceeded, or Refused (the handler raised a MuletrainError; its message is carried)."""
         ...
 
-    def serve(self, method: str, handler: CallHandler) -> None:
-        """Answer calls to ``method``. A MuletrainError raised by the handler reaches the caller as Refused."""
+    def serve(self, method: str, handler: CallHandler, *, free: bool = False) -> None:
+        """Answer calls to ``method``. A MuletrainError raised by the handler reaches the caller as Refused. Of answers each member has so
+        many bytes a second (``network.draws``), unless they are ``free``, for the handler bounds what each member has."""
         ...
 
     async def send(
@@ -87,9 +101,10 @@ class Network(Protocol):
         link (``network.pacing``). Raises PeerUnreachable, and DeadlineExceeded when ``peer`` takes nothing for ``timeout_s``."""
         ...
 
-    def receive(self, handler: FrameHandler, kinds: Collection[str] = ()) -> None:
+    def receive(self, handler: FrameHandler, kinds: Collection[str] = (), bounds: Bounds | None = None) -> None:
         """Every frame of every stream goes to ``handler``, or those of ``kinds`` only; awaiting it holds that stream back (back-pressure).
-        Without a handler for their kind, nor one for all, frames wait."""
+        Without a handler for their kind, nor one for all, frames wait. What ``bounds`` refuses is not read, and its stream is closed;
+        None: whatever a frame may carry is taken."""
         ...
 
     def on_refusal(self, handler: RefusalHandler) -> None:

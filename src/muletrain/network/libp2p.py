@@ -18,8 +18,18 @@ from muletrain.errors import (
     ProtocolError,
     Refused,
 )
-from muletrain.network.base import CallHandler, Channel, Frame, FrameHandler, LossHandler, PeerId, RefusalHandler
+from muletrain.network.base import (
+    Bounds,
+    CallHandler,
+    Channel,
+    Frame,
+    FrameHandler,
+    LossHandler,
+    PeerId,
+    RefusalHandler,
+)
 from muletrain.network.delivery import Counters, Delivery
+from muletrain.network.draws import Draws
 from muletrain.wire.frame import MAX_PAYLOAD, pack, reread, size
 
 try:
@@ -49,6 +59,8 @@ if TYPE_CHECKING:
 
 MAX_CALL = 1 << 20
 CALL = "muletrain/call"
+MAX_METHOD = 64
+"""Characters of a method that are repeated to who calls it."""
 OK, FAILED, STRANGER = b"\0", b"\1", b"\2not admitted to this run"
 SYNC_S, SYNC_TIMEOUT_S = 10.0, 30.0
 """Between questions for renewals, each to one member drawn by chance: all know of one after about log2(members) of them."""
@@ -70,7 +82,8 @@ class Libp2pNetwork:
         self._pacer = Pacer()
         self._outgoing: dict[tuple[PeerId, Channel], Outgoing] = {}
         self._own: dict[Channel, asyncio.Queue[Frame]] = {}
-        self._handlers: dict[str, CallHandler] = {}
+        self._handlers: dict[str, tuple[CallHandler, bool]] = {}
+        self._draws = Draws()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._directory: Directory | None = None
         self._relay: Relay | None = None
@@ -169,8 +182,8 @@ class Libp2pNetwork:
 
     # Calls ----------------------------------------------------------------------------------------------------------
 
-    def serve(self, method: str, handler: CallHandler) -> None:
-        self._handlers[method] = handler
+    def serve(self, method: str, handler: CallHandler, *, free: bool = False) -> None:
+        self._handlers[method] = handler, free
 
     async def call(self, peer: PeerId, method: str, payload: bytes, *, timeout_s: float) -> bytes:
         if len(payload) > MAX_CALL:
@@ -212,11 +225,14 @@ class Libp2pNetwork:
         return answer if self._p2p.gate.admitted(sender) else STRANGER
 
     async def _answer(self, sender: PeerId, method: str, payload: bytes) -> bytes:
-        handler = self._handlers.get(method)
+        handler, free = self._handlers.get(method, (None, False))
         if handler is None:
-            return FAILED + f"'{method}' is not served here (not yet, or not any more)".encode()
+            return FAILED + f"'{method[:MAX_METHOD]}' is not served here (not yet, or not any more)".encode()
         try:
-            answer = OK + await handler(sender, payload)
+            own = sender == self.peer_id
+            answer = OK + await (
+                handler(sender, payload) if own else self._draws.answer(sender, handler, payload, free=free)
+            )
         except MuletrainError as e:
             if isinstance(e, ProtocolError):
                 self._refused(sender, f"{method}: {e}")
@@ -250,8 +266,8 @@ class Libp2pNetwork:
         self.counters.sent[peer, frame.kind] += size(buffers)
         return size(buffers)
 
-    def receive(self, handler: FrameHandler, kinds: Collection[str] = ()) -> None:
-        self._delivery.receive(handler, kinds)
+    def receive(self, handler: FrameHandler, kinds: Collection[str] = (), bounds: Bounds | None = None) -> None:
+        self._delivery.receive(handler, kinds, bounds)
 
     def on_refusal(self, handler: RefusalHandler) -> None:
         self._delivery.refused = handler
@@ -289,7 +305,8 @@ class Libp2pNetwork:
         self._keep(task)
         sender = info.peer_id.to_base58()
         try:
-            async with aclosing(self._incoming.frames(sender, reader, writer)) as frames:
+            door = self._delivery.door(sender)
+            async with aclosing(self._incoming.frames(sender, reader, writer, door)) as frames:
                 async for frame in frames:
                     if not self._p2p.gate.admitted(sender):
                         return
@@ -299,7 +316,8 @@ class Libp2pNetwork:
             self._ended(sender)
         except ProtocolError as e:
             self._refused(sender, str(e))
-            self._offended(sender)
+            if isinstance(e, Malformed):
+                self._offended(sender)
         except asyncio.CancelledError:
             if not self._closed:
                 raise

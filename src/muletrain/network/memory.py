@@ -15,16 +15,28 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import DeadlineExceeded, MuletrainError, PeerUnreachable, ProtocolError, Refused
-from muletrain.network.base import CallHandler, Channel, Frame, FrameHandler, LossHandler, PeerId, RefusalHandler
+from muletrain.network.base import (
+    Bounds,
+    CallHandler,
+    Channel,
+    Frame,
+    FrameHandler,
+    LossHandler,
+    PeerId,
+    RefusalHandler,
+)
 from muletrain.network.delivery import Counters, Delivery
+from muletrain.network.draws import Draws
 from muletrain.network.paced import MemoryStreams, Parcel
 from muletrain.network.roads import Roads
+from muletrain.policy.recent import Recent
 from muletrain.wire.frame import frame_size, pack, read_frame, reread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from muletrain.network.roads import Route
+    from muletrain.wire.frame import Door
 
 QUEUE = 64
 """Frames of one sender on one channel that wait for the handler."""
@@ -255,10 +267,11 @@ class MemoryNetwork:
         self._delivery = Delivery()
         self.streams = MemoryStreams(hub, self)
         """Over narrow links."""
-        self._heard: dict[PeerId, float] = {}
+        self._heard: Recent[float] = Recent()
         self._moved = 0
         """Bytes that came whole."""
-        self._handlers: dict[str, CallHandler] = {}
+        self._handlers: dict[str, tuple[CallHandler, bool]] = {}
+        self._draws = Draws()
         self._inbox: dict[tuple[PeerId, Channel], _Stream] = {}
         self._senders: set[PeerId] = set()
         """Of all streams that were ever opened to us."""
@@ -312,11 +325,14 @@ class MemoryNetwork:
     async def _answered(self, sender: PeerId, method: str, payload: bytes) -> tuple[bool, bytes]:
         if method not in self._handlers:
             return True, f"'{method}' is not served here (not yet, or not any more)".encode()
+        handler, free = self._handlers[method]
         try:
-            return False, await self._handlers[method](sender, payload)
+            if sender == self.peer_id:
+                return False, await handler(sender, payload)
+            return False, await self._draws.answer(sender, handler, payload, free=free)
         except MuletrainError as e:
             if isinstance(e, ProtocolError):
-                self._delivery.refused(sender, f"{method}: {e}")
+                self._delivery.refuse(sender, e, f"{method}: ")
             return True, str(e).encode()
 
     def _delay_s(self, sender: PeerId) -> float:
@@ -327,8 +343,8 @@ class MemoryNetwork:
             return self._hub.delay_s(sender, self.peer_id)
         return self._hub.delay_s(sender, relay) + self._hub.delay_s(relay, self.peer_id)
 
-    def serve(self, method: str, handler: CallHandler) -> None:
-        self._handlers[method] = handler
+    def serve(self, method: str, handler: CallHandler, *, free: bool = False) -> None:
+        self._handlers[method] = handler, free
 
     async def send(
         self, peer: PeerId, frame: Frame, *, channel: Channel = Channel.PIPE, timeout_s: float = 60.0
@@ -417,10 +433,14 @@ class MemoryNetwork:
             await self._hub.taken(sender, self.peer_id)
             if not self._hub.passes(sender, self.peer_id, way):
                 continue  # it was on its way when the link broke, or with a relay that died
+            door = self._delivery.door(sender)
             try:
-                frame = await unpack(item) if isinstance(item, bytes) else item
+                if isinstance(item, bytes):
+                    frame = await unpack(item, door)
+                else:
+                    await door.expect(frame := item)
             except ProtocolError as e:
-                self._delivery.refused(sender, str(e))
+                self._delivery.refuse(sender, e)
                 continue
             self.hear(sender)
             nbytes = sum(t.nbytes for t in frame.tensors)
@@ -440,8 +460,8 @@ class MemoryNetwork:
         await self._hub.taken(peer, self.peer_id)
         self._lost(peer)
 
-    def receive(self, handler: FrameHandler, kinds: Collection[str] = ()) -> None:
-        self._delivery.receive(handler, kinds)
+    def receive(self, handler: FrameHandler, kinds: Collection[str] = (), bounds: Bounds | None = None) -> None:
+        self._delivery.receive(handler, kinds, bounds)
 
     def on_refusal(self, handler: RefusalHandler) -> None:
         self._delivery.refused = handler
@@ -500,9 +520,9 @@ class _Bytes:
         return part
 
 
-async def unpack(data: bytes) -> Frame:
+async def unpack(data: bytes, door: Door | None = None) -> Frame:
     """One whole frame. Raises ProtocolError."""
     try:
-        return await read_frame(_Bytes(data))
+        return await read_frame(_Bytes(data), door=door)
     except asyncio.IncompleteReadError as e:
         raise ProtocolError(f"a frame of {len(data)} bytes is cut short") from e

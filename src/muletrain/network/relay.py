@@ -27,6 +27,8 @@ from hivemind.utils.multiaddr import Multiaddr
 from muletrain.errors import MuletrainError, ProtocolError
 from muletrain.network.base import Frame
 from muletrain.policy.deadline import backoff_s
+from muletrain.policy.debts import Debts
+from muletrain.policy.recent import Recent
 from muletrain.wire.frame import pack, read_frame
 
 if TYPE_CHECKING:
@@ -54,7 +56,15 @@ RACE = 3
 """Members asked at once."""
 MAX_PIPES = 64
 """Carried for others, and as many to and from this peer."""
+PIPES_EACH = MAX_PIPES // 2
+"""Streams of one member: two that lie behind routers may each have many beyond another."""
+DIALS, DIALS_PER_S = 32.0, 1.0
+"""Peers that one relay has us dial, at the addresses that it names: at once, and per second after that."""
 MAX_ADDRESSES = 16
+MAX_ADDRESS = 256
+"""Characters."""
+MAX_REQUEST = 256 + MAX_ADDRESSES * (MAX_ADDRESS + 3)
+"""Bytes of the header of a request."""
 CHUNK = 1 << 18
 NOT_DIALLED = ("failed to dial", "routing: not found", "no addresses", "no good addresses", "dial backoff")
 """What the daemon says of a peer with which it has no connection, and gets none: nothing of the request has left this machine."""
@@ -106,12 +116,15 @@ class Relay:
         self._open, self._carries = not private, carries
         self.carried: Counter[str] = Counter()
         """Bytes carried for others, by receiver."""
+        self._asked_by: Counter[str] = Counter()
+        """Streams that members have with us."""
+        self._dialled = Debts(DIALS_PER_S)
         self._pipes: list[_Pipe] = []
         self._carrying: list[_Pipe] = []
         self._finding: dict[str, asyncio.Task[bool]] = {}
         self._in_vain: dict[str, dict[str, _Asked]] = {}
         """By peer, who was asked for a way to it and had none."""
-        self._times: dict[str, float] = {}
+        self._times: Recent[float] = Recent()
         self._relayed: set[str] = set()
         """Whom we have reached by way of others, and not looked for in vain since."""
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -307,9 +320,10 @@ class Relay:
         assert task is not None
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        self._asked_by[sender] += 1
         try:
             async with asyncio.timeout(ASK_S):
-                request = await read_frame(reader, 0)
+                request = await read_frame(reader, 0, max_header=MAX_REQUEST)
             await self._serve(sender, request, (reader, writer))
         except ProtocolError as e:
             self._offended(sender, str(e))
@@ -319,6 +333,9 @@ class Relay:
             if not self._closed:
                 raise
             # asyncio's stream server complains about a cancelled callback
+        finally:
+            self._asked_by[sender] -= 1
+            self._asked_by += Counter()  # only those that have some stay
 
     async def _serve(self, sender: str, request: Frame, ends: Ends) -> None:
         match request.kind, request.header:
@@ -331,7 +348,9 @@ class Relay:
 
     async def _lend(self, sender: str, target: str, addresses: list[str], ends: Ends) -> None:
         """Carry between two members, each of which has, or gets, a connection with us."""
-        if not self._carries or len(self._carrying) >= MAX_PIPES or self.indirect(target) or self.indirect(sender):
+        if not self._carries or len(self._carrying) >= MAX_PIPES or self._asked_by[sender] > PIPES_EACH:
+            return
+        if self.indirect(target) or self.indirect(sender):
             return
         if not self._p2p.gate.admitted(target):
             return
@@ -357,7 +376,7 @@ class Relay:
         if origin in self._finding and self._p2p.peer_id.to_base58() < origin:
             ends[1].write(WAIT)
             return await ends[1].drain()
-        if await self._reaches(origin, addresses):
+        if await self._reaches(origin, relay, addresses):
             ends[1].write(WORKS)
             return await ends[1].drain()
         await self._disconnect(origin)
@@ -366,11 +385,13 @@ class Relay:
         await self._keep_up(relay, _Pipe((origin,), (ends[1], writer)), ends, (reader, writer))
         return None
 
-    async def _reaches(self, origin: str, addresses: list[str]) -> bool:
-        """Without a new pipe."""
+    async def _reaches(self, origin: str, relay: str, addresses: list[str]) -> bool:
+        """Without a new pipe. ``relay`` named the ``addresses``."""
         try:
             if not await self._connected(origin):
                 if not (dialled := [Multiaddr(a.rsplit("/p2p/", 1)[0]) for a in addresses]):
+                    return False
+                if self._dialled.add(relay, 1.0, _now()) > DIALS:
                     return False
                 async with asyncio.timeout(DIAL_S):
                     await self._p2p.dial(PeerID.from_base58(origin), dialled)
@@ -444,4 +465,4 @@ def not_dialled(error: Exception) -> bool:
 
 
 def _few(addresses: list[Any]) -> bool:
-    return len(addresses) <= MAX_ADDRESSES and all(isinstance(a, str) and len(a) <= 256 for a in addresses)
+    return len(addresses) <= MAX_ADDRESSES and all(isinstance(a, str) and len(a) <= MAX_ADDRESS for a in addresses)

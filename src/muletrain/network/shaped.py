@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from muletrain.clock import LoopClock
 from muletrain.errors import MuletrainError, NetworkError, PeerUnreachable
 from muletrain.network.base import (
+    Bounds,
     CallHandler,
     Channel,
     Frame,
@@ -145,7 +146,7 @@ class ShapedNetwork:
 
         return await self._clock.deadline(shaped(), timeout_s, f"{method} to {peer[-6:]}")
 
-    def serve(self, method: str, handler: CallHandler) -> None:
+    def serve(self, method: str, handler: CallHandler, *, free: bool = False) -> None:
         async def shaped(sender: PeerId, payload: bytes) -> bytes:
             try:
                 await self._take(sender, len(payload) + CALL_OVERHEAD)
@@ -156,7 +157,7 @@ class ShapedNetwork:
             await self._travel(sender, len(answer) + CALL_OVERHEAD)
             return answer
 
-        self._inner.serve(method, shaped)
+        self._inner.serve(method, shaped, free=free)
 
     async def _travel(self, peer: PeerId, nbytes: int) -> None:
         """The time until the last of ``nbytes`` is with ``peer``. When it is cut off: until that changes, then PeerUnreachable."""
@@ -213,13 +214,13 @@ class ShapedNetwork:
             comes_s = self._stalls.after(_now_s() + by.route.delay_s)
             at(comes_s, partial(self._streams.acknowledged, by, of.nbytes, of.sent_s, of.received_s))
 
-    def receive(self, handler: FrameHandler, kinds: Collection[str] = ()) -> None:
+    def receive(self, handler: FrameHandler, kinds: Collection[str] = (), bounds: Bounds | None = None) -> None:
         async def shaped(sender: PeerId, frame: Frame) -> None:
             if sender not in self._cut:
                 await self._take(sender, frame_size(frame))
                 await handler(sender, frame)
 
-        self._inner.receive(shaped, kinds)
+        self._inner.receive(shaped, kinds, bounds)
 
     async def _take(self, sender: PeerId, nbytes: int) -> None:
         """Until our downlink has taken what is here now. Alone it came in while the sender sent it, so that this takes no time; several

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from hivemind.p2p import PeerID
 
-from muletrain.errors import DeadlineExceeded, PeerUnreachable, ProtocolError
+from muletrain.errors import DeadlineExceeded, Malformed, PeerUnreachable
 from muletrain.network.base import Channel, Frame
 from muletrain.network.gated import GatedP2P, reaching
 from muletrain.network.intake import Intake
+from muletrain.policy.recent import Recent
 from muletrain.wire.frame import pack, read_frame
 
 if TYPE_CHECKING:
@@ -28,10 +29,13 @@ if TYPE_CHECKING:
 
     from muletrain.network.base import LossHandler
     from muletrain.network.pacing import Pacer
+    from muletrain.wire.frame import Door
 
 FRAMES = "muletrain/frames"
 HELLO, ACCEPTED = "hello", b"\1"
 HELLO_TIMEOUT_S = 30.0
+MAX_HELLO = 128
+"""Bytes of its header."""
 RECEIPT = struct.Struct(">Qd")
 """Bytes that have come on the stream since the hello, and when the last of them did, by the receiver's clock."""
 RECEIPT_BYTES, RECEIPT_S = 1 << 13, 0.003
@@ -248,7 +252,7 @@ class Incoming:
     older one is handled, so that frames stay in order when a sender reopens."""
 
     max_payload: int
-    heard: dict[str, float] = field(default_factory=dict)
+    heard: Recent[float] = field(default_factory=Recent)
     """When the last bytes of each sender came, by the loop's clock."""
     moved: int = 0
     """Bytes that came on paced channels."""
@@ -265,9 +269,9 @@ class Incoming:
         self.moved += nbytes
 
     async def frames(
-        self, sender: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, sender: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, door: Door
     ) -> AsyncGenerator[Frame, None]:
-        """Every frame until the stream ends. Raises ProtocolError for what is no frame."""
+        """Every frame until the stream ends. Raises Malformed for what is no frame, and what ``door`` raises."""
         done = asyncio.Event()
         key: tuple[str, str] | None = None
         receipts: _Receipts | None = None
@@ -282,7 +286,7 @@ class Incoming:
             receipts = _Receipts(writer.transport, lambda nbytes: self._came(sender, nbytes * paced), paced=paced)
             intake = Intake.take_over(reader, writer, receipts.came)
             while True:
-                yield await read_frame(intake, self.max_payload)
+                yield await read_frame(intake, self.max_payload, door)
         except (asyncio.IncompleteReadError, ConnectionError):
             return  # the sender closed it, or is gone
         finally:
@@ -297,11 +301,11 @@ async def _greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
     """Read and accept the hello; its channel."""
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
-            hello = await read_frame(reader, 0)
+            hello = await read_frame(reader, 0, max_header=MAX_HELLO)
             if hello.kind != HELLO or hello.header.get("channel") not in list(Channel):
-                raise ProtocolError("a stream of frames must begin with a hello")
+                raise Malformed("a stream of frames must begin with a hello")
             writer.write(ACCEPTED)
             await writer.drain()
     except TimeoutError:
-        raise ProtocolError(f"no hello on a new stream within {HELLO_TIMEOUT_S:.0f} s") from None
+        raise Malformed(f"no hello on a new stream within {HELLO_TIMEOUT_S:.0f} s") from None
     return str(hello.header["channel"])

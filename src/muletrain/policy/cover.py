@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -47,20 +48,25 @@ def resolve(sealed: Mapping[str, frozenset[int]], microbatches: int) -> Cover:
 
 
 def _exact(members: list[str], sealed: Mapping[str, frozenset[int]]) -> list[str]:
-    """Branch on taking or leaving each member; the first largest union found in this order is the answer everywhere."""
+    """Branch on taking or leaving each member; the first largest union found in this order is the answer everywhere. Branches that cannot
+    be larger than one that was found are left out: where few sets overlap, almost all."""
+    left = [*accumulate((len(sealed[m]) for m in reversed(members)), initial=0)][::-1]
+    best: tuple[int, list[str]] = (-1, [])
 
-    def search(k: int, taken: frozenset[int]) -> tuple[int, list[str]]:
+    def search(k: int, taken: frozenset[int], chosen: list[str]) -> None:
+        nonlocal best
+        if len(taken) + left[k] <= best[0]:
+            return
         if k == len(members):
-            return len(taken), []
+            best = len(taken), chosen
+            return
         member = members[k]
-        best: tuple[int, list[str]] = (-1, [])
         if not sealed[member] & taken:
-            size, rest = search(k + 1, taken | sealed[member])
-            best = (size, [member, *rest])
-        size, rest = search(k + 1, taken)
-        return best if best[0] >= size else (size, rest)
+            search(k + 1, taken | sealed[member], [*chosen, member])
+        search(k + 1, taken, chosen)
 
-    return search(0, frozenset())[1]
+    search(0, frozenset(), [])
+    return best[1]
 
 
 def _greedy(members: list[str], sealed: Mapping[str, frozenset[int]]) -> list[str]:

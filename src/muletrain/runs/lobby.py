@@ -20,7 +20,7 @@ from muletrain.compute.estimate import Offer
 from muletrain.errors import AdmissionError, CapacityError, NetworkError, ProtocolError
 from muletrain.events import Admitted, JoinRefused, Note, Waiting
 from muletrain.runs.seating import choose_stage, mixing, planned
-from muletrain.swarm.messages import Digest, Id, Member, Message, Name, Natural, Rate, Text
+from muletrain.swarm.messages import Address, Digest, Id, Member, Message, Name, Natural, Rate, Text
 from muletrain.swarm.roster import Genesis
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Join(Message):
     flops: Rate
     memory: Natural
     host_memory: Natural | None
-    addresses: Annotated[tuple[Text, ...], Field(max_length=64)]
+    addresses: Annotated[tuple[Address, ...], Field(max_length=64)]
 
     @property
     def offer(self) -> Offer:
@@ -179,7 +179,7 @@ class Lobby:
     def open(self) -> None:
         self.net.serve(Join.KIND, self._on_join)
         self.net.serve(AskTokenizer.KIND, self._on_tokenizer)
-        self.net.serve(AskPart.KIND, self._on_part)
+        self.net.serve(AskPart.KIND, self._on_part, free=True)
         self.net.serve(Ready.KIND, self._on_ready)
         self.net.serve(Declined.KIND, self._on_declined)
         self.net.serve(Missing.KIND, self._on_missing)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import math
 import os
 import platform
 import secrets
@@ -32,7 +33,7 @@ from muletrain.compute.probe import chip
 from muletrain.errors import AdmissionError, Malformed, NetworkError
 from muletrain.network.base import Channel, Frame
 from muletrain.swarm.messages import Digest, Id, Message, Name, Natural, Text
-from muletrain.wire.codec import encode_raw
+from muletrain.wire.codec import RAW, encode_raw
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -128,11 +129,24 @@ class Prober:
     def open(self) -> None:
         self._net.serve(AskBlock.KIND, self._on_block)
         self._net.serve(AskLink.KIND, self._on_link)
-        self._links.receive(self._on_frame, (Echo.KIND, Echoed.KIND))
+        self._links.receive(self._on_frame, (Echo.KIND, Echoed.KIND), self)
 
     def close(self) -> None:
         """The run begins: what is still on its way means nothing any more."""
         self._begun, self._noise = True, b""
+
+    # What is taken (``network.base.Bounds``)
+
+    def header(self, kind: str) -> int:
+        return 256 + (Echo if kind == Echo.KIND else Echoed).most()
+
+    async def expect(self, sender: PeerId, frame: Frame) -> None:
+        if frame.kind == Echoed.KIND:
+            Echoed.parse(frame)
+            return
+        Echo.parse(frame)
+        if frame.tensors[0].codec != RAW or math.prod(frame.tensors[0].shape) > MOST // PIECES:
+            raise Malformed("a piece larger than any")
 
     def _check(self, sender: PeerId) -> None:
         if sender != self._founder:
@@ -194,8 +208,6 @@ class Prober:
     async def _on_frame(self, sender: PeerId, frame: Frame) -> None:
         if frame.kind == Echo.KIND:
             echo = Echo.parse(frame)
-            if frame.tensors[0].nbytes > MOST // PIECES:
-                raise Malformed("a piece larger than any")
             if not self._begun:
                 with suppress(NetworkError):
                     await self._links.send(sender, Echoed(number=echo.number).frame(), timeout_s=REPLY_S)

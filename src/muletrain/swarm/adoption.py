@@ -20,6 +20,7 @@ from pydantic import Field
 from muletrain.errors import NetworkError, ProtocolError
 from muletrain.events import Note
 from muletrain.policy import adoption as policy
+from muletrain.policy.recent import Recent
 from muletrain.swarm.branches import BRANCH, branch_of, branched, count_of
 from muletrain.swarm.messages import Digest, Id, Message, Natural
 from muletrain.swarm.place import Key
@@ -137,8 +138,10 @@ class Adoption:
         self.state: State = "serves"
         self.ordered: asyncio.Future[StepBack | None] = asyncio.get_running_loop().create_future()
         self._learning = False
-        self._told: dict[PeerId, float] = {}
-        self._heard: dict[PeerId, float] = {}
+        self._told: Recent[float] = Recent()
+        self._heard: Recent[float] = Recent()
+        self._ordered_by: Recent[float] = Recent()
+        """When peers gave us an order last."""
         self._said: tuple[int, ...] = ()
         self._nobody_trains = False
         """Said already."""
@@ -288,9 +291,10 @@ class Adoption:
     def _consider(self, peer: PeerId, order: StepBack | None) -> None:
         """``peer`` is on a later branch, which began with ``order``, if it said so."""
         ctx, now = self._ctx, self._ctx.clock.now()
-        again = order is None and now - self._heard.get(peer, float("-inf")) < AGAIN_S
+        heard, pause_s = (self._heard, AGAIN_S) if order is None else (self._ordered_by, LOOK_S)
+        again = now - heard.get(peer, float("-inf")) < pause_s  # each time all peers may be asked
         if not (self._learning or self.ordered.done() or ctx.closed or again):
-            self._learning, self._heard[peer] = True, now
+            self._learning, heard[peer] = True, now
             ctx.spawn(self._learn(peer, order), "learn of a step back")
 
     async def _learn(self, peer: PeerId, order: StepBack | None) -> None:

@@ -24,7 +24,7 @@ from muletrain.optim.norms import square_norm
 from muletrain.policy.shards import CHUNK, chunk_ranges, shard_ranges
 from muletrain.swarm.attendance import Attendance, RoundFailed
 from muletrain.swarm.messages import Reduced, Shard, ShardFacts
-from muletrain.wire.codec import decode, encode
+from muletrain.wire.codec import decode, encode, encoded_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -80,30 +80,60 @@ class Round:
 _Key = tuple[bytes, str, str, int]
 """(round, kind, sender, chunk number)"""
 _Chunk = tuple["Shard | Reduced", "Encoded"]
+ATTEMPTS_WAIT = 2
+"""Rounds of one step of which chunks of one sender may wait: of that which failed, and of the next."""
+ATTEMPTS_SENT = 64
+"""Of which they may come."""
+KEPT_BYTES = 1 << 10
+"""That a chunk costs beside its values: a liar's may have one."""
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """For one sender in one step. ``waiting``: bytes; ``sent``: chunks."""
+
+    waiting: int
+    sent: int
+
+    @classmethod
+    def of(cls, n_params: int, chunk: int) -> _Limits:
+        """Of two members each sends the other the half that it reduces, and its part of the other's half; of more, less."""
+        chunks = n_params // chunk + 4
+        return cls(ATTEMPTS_WAIT * (4 * n_params + chunks * KEPT_BYTES), ATTEMPTS_SENT * chunks)
 
 
 @dataclass
 class _Inbox:
-    """Chunks that arrived, perhaps before we knew the round; bounded by what a stage's members may send in one step."""
+    """Chunks that arrived, perhaps before we knew the round. Each sender has its own room: what one sends takes none from others."""
 
     arrived: dict[_Key, _Chunk] = field(default_factory=dict)
     waiting: dict[_Key, asyncio.Future[_Chunk]] = field(default_factory=dict)
     seen: set[_Key] = field(default_factory=set)
-    size: int = 0
+    sizes: Counter[PeerId] = field(default_factory=Counter)
+    """Bytes that wait, by sender."""
+    sent: Counter[PeerId] = field(default_factory=Counter)
+    """Chunks that came, by sender."""
 
-    def put(self, key: _Key, chunk: _Chunk, limit: int) -> None:
+    def check(self, key: _Key, nbytes: int, limits: _Limits) -> None:
+        """Before it is read. Raises ProtocolError."""
+        sender = key[2]
         if key in self.seen:
             raise Malformed(f"averaging: chunk {key[3]} twice")
+        if self.sent[sender] >= limits.sent:
+            raise Malformed(f"averaging: more than {limits.sent} chunks of one sender in one step")
+        if key not in self.waiting and self.sizes[sender] + nbytes + KEPT_BYTES > limits.waiting:
+            raise ProtocolError(f"averaging: more than {limits.waiting} bytes of one sender waiting")
+
+    def put(self, key: _Key, chunk: _Chunk, limits: _Limits) -> None:
+        self.check(key, chunk[1].nbytes, limits)
+        self.seen.add(key)
+        self.sent[key[2]] += 1
         waiter = self.waiting.pop(key, None)
         if waiter is not None and not waiter.done():
-            self.seen.add(key)
             waiter.set_result(chunk)
             return
-        if self.size + chunk[1].nbytes > limit:
-            raise ProtocolError(f"averaging: more than {limit} bytes waiting")
-        self.seen.add(key)
         self.arrived[key] = chunk
-        self.size += chunk[1].nbytes
+        self.sizes[key[2]] += chunk[1].nbytes + KEPT_BYTES
 
     def owing(self) -> dict[PeerId, int]:
         """Those of whom a chunk is waited for: 2 for one of their own, 1 for one that they may owe since another owes them."""
@@ -118,7 +148,7 @@ class _Inbox:
         future.add_done_callback(lambda f: f.cancelled() or f.exception())  # nobody may wait for it any more
         if key in self.arrived:
             chunk = self.arrived.pop(key)
-            self.size -= chunk[1].nbytes
+            self.sizes[key[2]] -= chunk[1].nbytes + KEPT_BYTES
             future.set_result(chunk)
         else:
             self.waiting[key] = future
@@ -133,6 +163,7 @@ class Averager:
         self._ctx = ctx
         self._held_elsewhere = held_elsewhere
         self._inbox = _Inbox()
+        self._limits = _Limits.of(ctx.compute.n_params, ctx.plan.chunk)
         self._broken: set[PeerId] = set()
         self._attendance: Attendance | None = None
         self._sending: Counter[PeerId] = Counter()
@@ -140,19 +171,19 @@ class Averager:
         self.round = b""
         """Being reduced, or reduced last."""
 
-    def on_chunk(self, sender: PeerId, message: Shard | Reduced, tensor: Encoded) -> None:
-        """Raises ProtocolError for a sender of another stage and for more than a round can need."""
-        own = self._ctx.roster.own
-        if self._ctx.roster.member(sender).stage != own.stage:
+    def expects(self, sender: PeerId, message: Shard | Reduced, tensors: list[Encoded]) -> None:
+        """Before it is read. Raises ProtocolError for a sender of another stage and for more than a round can need."""
+        plan, (chunk,) = self._ctx.plan, tensors
+        if self._ctx.roster.member(sender).stage != self._ctx.roster.own.stage:
             raise ProtocolError(f"averaging: {message.KIND} from a peer of another stage")
-        if (
-            tensor.codec != self._ctx.plan.gradients
-            or len(tensor.shape) != 1
-            or not 0 < tensor.shape[0] <= self._ctx.plan.chunk
-        ):
-            raise ProtocolError(f"averaging: {tensor.codec} {tensor.shape} is no chunk of a gradient")
-        limit = 8 * self._ctx.compute.n_params * max(2, 1 + len(self._ctx.roster.replicas())) + (1 << 20)
-        self._inbox.put((message.round, message.KIND, sender, message.chunk), (message, tensor), limit)
+        if chunk.codec != plan.gradients or len(chunk.shape) != 1 or not 0 < chunk.shape[0] <= plan.chunk:
+            raise Malformed(f"averaging: {chunk.codec} {chunk.shape} is no chunk of a gradient")
+        self._inbox.check(_key(sender, message), encoded_size(chunk.codec, chunk.shape), self._limits)
+
+    def on_chunk(self, sender: PeerId, message: Shard | Reduced, tensor: Encoded) -> None:
+        """Raises ProtocolError as ``expects``."""
+        self.expects(sender, message, [tensor])
+        self._inbox.put(_key(sender, message), (message, tensor), self._limits)
         if self._attendance is not None:
             self._attendance.came(sender)
 
@@ -286,6 +317,10 @@ def _reasons(error: BaseException) -> list[str]:
     if isinstance(error, BaseExceptionGroup):
         return [reason for e in error.exceptions for reason in _reasons(e)]
     return [str(error)]
+
+
+def _key(sender: PeerId, message: Shard | Reduced) -> _Key:
+    return message.round, message.KIND, sender, message.chunk
 
 
 def _reduce_chunk(

@@ -21,7 +21,7 @@ from muletrain.swarm.branches import branch_of
 from muletrain.swarm.messages import AskHeld, Doubted, Held, Message
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Iterator
+    from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -138,6 +138,33 @@ class StepStats:
     sent: defaultdict[str, Counter[TrafficClass]] = field(default_factory=lambda: defaultdict(Counter))
 
 
+@dataclass(frozen=True)
+class _Survey:
+    """Where the microbatches of a step are, by index: peers and their stages. ``losses`` [nats/token]."""
+
+    running: Mapping[int, list[tuple[PeerId, int]]]
+    held: Mapping[int, list[tuple[PeerId, int]]]
+    losses: Mapping[int, float]
+
+    @classmethod
+    def of(cls, answers: Mapping[PeerId, Held]) -> _Survey:
+        running, held = (
+            defaultdict[int, list[tuple["PeerId", int]]](list),
+            defaultdict[int, list[tuple["PeerId", int]]](list),
+        )
+        losses: dict[int, float] = {}
+        for peer, answer in answers.items():
+            if answer.current:
+                for index in answer.running:
+                    running[index].append((peer, answer.stage))
+                for index in answer.held:
+                    held[index].append((peer, answer.stage))
+                for index, loss in zip(answer.held, answer.held_losses, strict=False):
+                    if not math.isnan(loss):
+                        losses.setdefault(index, loss)
+        return cls(running, held, losses)
+
+
 class PriorityLock:
     """One holder at a time; the waiter with the lowest priority number goes first, then first come."""
 
@@ -226,6 +253,9 @@ class Context:
     _usual: dict[PeerId, Usual] = field(default_factory=dict)
     """How long a peer's answers to probes take, for doubts."""
     _awaited: defaultdict[PeerId, dict[asyncio.Future[Any], None]] = field(default_factory=lambda: defaultdict(dict))
+    _surveys: dict[tuple[bytes, int], asyncio.Task[_Survey]] = field(default_factory=dict)
+    _surveys_to_come: dict[tuple[bytes, int], asyncio.Task[_Survey]] = field(default_factory=dict)
+    """By lineage and step: those under way, and those that begin after them."""
     _tasks: dict[asyncio.Task[Any], None] = field(default_factory=dict)
     """In the order in which they began, as the answers awaited: sets would have one that depends on addresses."""
     _looked_after: set[PeerId] = field(default_factory=set)
@@ -492,23 +522,45 @@ class Context:
         return held
 
     async def still_missing(
-        self, lineage: bytes, step: int, index: int, stages: tuple[int, ...]
+        self,
+        lineage: bytes,
+        step: int,
+        index: int,
+        stages: tuple[int, ...],
+        counts: Callable[[PeerId], bool] = lambda peer: True,
     ) -> tuple[tuple[int, ...], float | None]:
-        """Before a retry: those of ``stages`` in which nobody, ourselves included, has the microbatch in its accumulator (those that have,
-        recompute without accumulating), and its loss [nats/token], where one that has it knows. While someone still works on it, wait:
-        what is about to be accumulated must not be twice."""
+        """Before a retry: those of ``stages`` in which nobody that ``counts``, ourselves included, has the microbatch in its accumulator
+        (those that have, recompute without accumulating), and its loss [nats/token], where one that has it knows. While someone still works
+        on it, wait: what is about to be accumulated must not be twice."""
         if not stages:
             return (), None
         for pause in range(MAX_PAUSES):
-            answers = await self.ask_held(self.roster.everyone(), lineage, step)
-            current = [held for held in (*answers.values(), self.own_held(step, lineage)) if held.current]
-            if not any(index in held.running and held.stage in stages for held in current):
+            survey = await self._survey(lineage, step)
+            if not any(counts(p) and s in stages for p, s in survey.running.get(index, ())):
                 break
             await self.clock.sleep(backoff_s(pause, PAUSE_S, PAUSE_MAX_S))
-        have = {held.stage for held in current if index in held.held}
-        losses = (dict(zip(held.held, held.held_losses, strict=False)).get(index) for held in current)
-        loss = next((known for known in losses if known is not None and not math.isnan(known)), None)
-        return tuple(s for s in stages if s not in have), loss
+        have = {s for p, s in survey.held.get(index, ()) if counts(p)}
+        return tuple(s for s in stages if s not in have), survey.losses.get(index)
+
+    async def _survey(self, lineage: bytes, step: int) -> _Survey:
+        """What everyone holds of a step, asked after this call. One question goes around at a time, and one more waits for it to end, for
+        however many microbatches: a member could make us ask all peers with each."""
+        key = lineage, step
+        if (waits := self._surveys_to_come.get(key)) is None:
+            waits = self.spawn(self._ask_all(key, self._surveys.get(key)), "what all hold")
+            self._surveys_to_come[key] = waits
+        return await asyncio.shield(waits)
+
+    async def _ask_all(self, key: tuple[bytes, int], before: asyncio.Task[_Survey] | None) -> _Survey:
+        if before is not None:
+            await asyncio.wait({before})
+        self._surveys[key] = self._surveys_to_come.pop(key)
+        try:
+            answers = await self.ask_held(self.roster.everyone(), *key)
+            return _Survey.of({**answers, self.net.peer_id: self.own_held(key[1], key[0])})
+        finally:
+            if key not in self._surveys_to_come:
+                del self._surveys[key]
 
     async def aside(self, fn: Callable[..., R], *args: Any) -> R:
         """Run ``fn`` in the background thread, after what was given to it before."""

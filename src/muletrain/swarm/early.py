@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,31 +11,43 @@ if TYPE_CHECKING:
 LIMIT = 4096
 BYTES = 1 << 30
 """Frames that are kept, and the bytes of their tensors: with more than that we are far behind, and find that out."""
+NOTICES = 256
+"""Of one sender: frames without tensors. Of frames with tensors it has as many as this peer holds requests: more would find it full."""
 
 
 class Early:
-    """In the order in which they came."""
+    """In the order in which they came. What one sender sends leaves room for the others' frames."""
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int) -> None:
+        """``capacity``: requests that this peer holds."""
+        self._capacity = capacity
         self._frames: list[tuple[int, PeerId, Frame]] = []
+        self._of: Counter[tuple[PeerId, bool]] = Counter()
+        """By sender; with tensors or without."""
         self._bytes = 0
 
     def keep(self, sender: PeerId, frame: Frame, step: int) -> None:
         """A frame of ``step``, as its header was read; unless there are too many of them."""
-        if len(self._frames) < LIMIT and self._bytes < BYTES:
+        kind = sender, bool(frame.tensors)
+        room = self._of[kind] < (self._capacity if frame.tensors else NOTICES)
+        if room and len(self._frames) < LIMIT and self._bytes + _bytes(frame) <= BYTES:
             self._frames.append((step, sender, frame))
+            self._of[kind] += 1
             self._bytes += _bytes(frame)
 
     def take(self) -> list[tuple[PeerId, Frame]]:
         """All of them; none is left."""
         taken = [(sender, frame) for _, sender, frame in self._frames]
-        self._frames, self._bytes = [], 0
+        self._keep([])
         return taken
 
     def forget(self, before: int) -> None:
         """Those of the steps before ``before``."""
-        kept = [entry for entry in self._frames if entry[0] >= before]
+        self._keep([entry for entry in self._frames if entry[0] >= before])
+
+    def _keep(self, kept: list[tuple[int, PeerId, Frame]]) -> None:
         self._frames, self._bytes = kept, sum(_bytes(frame) for _, _, frame in kept)
+        self._of = Counter((sender, bool(frame.tensors)) for _, sender, frame in kept)
 
 
 def _bytes(frame: Frame) -> int:

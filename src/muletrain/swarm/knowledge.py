@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from muletrain.errors import MuletrainError, NetworkError, ProtocolError
 from muletrain.policy.deadline import Deadline
 from muletrain.policy.lineages import Chain
+from muletrain.policy.recent import Recent
 from muletrain.swarm.branches import branch_of
 from muletrain.swarm.computing import Computing
 from muletrain.swarm.leaving import Departure
@@ -108,9 +109,9 @@ class Knowledge:
         self.ahead: Computing | None = None
         """The next step, if it is computed already."""
         self._asked_round = 0
-        self._moved: dict[PeerId, tuple[int, bytes]] = {}
+        self._moved: Recent[tuple[int, bytes]] = Recent()
         """Bytes that others said they had moved, and the round that they averaged last."""
-        self._apart: dict[PeerId, tuple[int, int]] = {}
+        self._apart: Recent[tuple[int, int]] = Recent()
         """Replicas that we average nothing with, since nothing comes from them: until which step, and for how many."""
         self.work = Computing(step, lineage, ctx.plan.microbatches)
         self._enter(Chain(step, (lineage,)))

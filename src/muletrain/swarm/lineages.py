@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from muletrain.errors import MuletrainError, NetworkError, ProtocolError
 from muletrain.events import LineageLeft, Note
 from muletrain.policy.lineages import forked_at, gives_way
+from muletrain.policy.recent import Recent
 from muletrain.swarm.knowledge import Behind
 from muletrain.swarm.messages import AskStay, History, Stay
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 AGAIN_S = 5.0
 """Between questions to one peer that does not come on."""
+JUDGE_S = 1.0
+"""Between two histories of one peer that are looked at when it brings them."""
 CALL_S = 10.0
 STAY_S = 15.0
 """For so long a peer that promised to stay does; more than its caller waits for all answers."""
@@ -58,7 +61,9 @@ class Lineages:
 
     def __init__(self, ctx: Context, stepper: Stepper, receiver: Receiver) -> None:
         self._ctx, self._stepper, self._receiver = ctx, stepper, receiver
-        self._asked: dict[PeerId, tuple[int, float]] = {}
+        self._asked: Recent[tuple[int, float]] = Recent()
+        self._judged: Recent[float] = Recent()
+        """When each last told us its history."""
         self._promised = float("-inf")
         self._going = False
         stepper.met = self._met
@@ -89,7 +94,10 @@ class Lineages:
             await self._judge(peer, answer.chain)
 
     async def _on_history(self, sender: PeerId, payload: bytes) -> bytes:
-        self._ctx.spawn(self._judge(sender, History.unpack(payload).chain), "rival")
+        chain, now = History.unpack(payload).chain, self._ctx.clock.now()
+        if now - self._judged.get(sender, float("-inf")) >= JUDGE_S:  # each time all peers are asked
+            self._judged[sender] = now
+            self._ctx.spawn(self._judge(sender, chain), "rival")
         return History.of(self._stepper.chain).pack()
 
     async def _judge(self, peer: PeerId, other: Chain) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from muletrain.errors import DeadlineExceeded, NetworkError, ProtocolError
 from muletrain.events import MemberAdmitted, Note
 from muletrain.policy.deadline import Deadline
+from muletrain.policy.recent import Recent
 from muletrain.swarm.messages import Acquaintances, Introduce, Member, WhoAreYou
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Membership:
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
         self._asking: dict[PeerId, asyncio.Task[None]] = {}
-        self._asked: dict[PeerId, float] = {}
+        self._asked: Recent[float] = Recent()
         self._deadline = Deadline(unmeasured_s=CALL_S, floor_s=FLOOR_S)
         ctx.net.serve(Introduce.KIND, self._on_introduction)
         ctx.net.serve(WhoAreYou.KIND, self._on_question)

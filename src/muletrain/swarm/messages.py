@@ -10,13 +10,14 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from muletrain.errors import Malformed
 from muletrain.network.base import Channel, Frame
 from muletrain.optim.sketch import SIZE as SKETCH
 from muletrain.policy.lineages import MEMORY, Chain
 from muletrain.swarm.branches import BRANCH
+from muletrain.swarm.sizes import packed_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -27,11 +28,16 @@ Rate = Annotated[int, Field(ge=0, lt=2**63)]
 Id = Annotated[str, Field(min_length=1, max_length=128)]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.-]+$")]
 """Shown on other people's terminals."""
+Address = Annotated[str, Field(max_length=256)]
 Text = Annotated[str, Field(max_length=4096)]
 Seconds = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
 MAX_MICROBATCHES = 1 << 16
-Indices = Annotated[tuple[Natural, ...], Field(max_length=MAX_MICROBATCHES)]
-Past = Annotated[tuple[Digest, ...], Field(max_length=MEMORY)]
+MAX_ERRORS = 16
+"""Of a message that are described."""
+MAX_RUN = 8
+"""Blocks of a copy in one call."""
+Indices = Annotated[tuple[Natural, ...], Field(max_length=MAX_MICROBATCHES), FailFast()]
+Past = Annotated[tuple[Digest, ...], Field(max_length=MEMORY), FailFast()]
 SketchBytes = Annotated[bytes, Field(min_length=4 * SKETCH, max_length=4 * SKETCH)]
 
 M = TypeVar("M", bound="Message")
@@ -49,6 +55,12 @@ class Message(BaseModel):
         return Frame(self.KIND, None, tensors, self)
 
     @classmethod
+    def most(cls, microbatches: int = MAX_MICROBATCHES) -> int:
+        """Most bytes that a packed message has, in a run whose steps have so many ``microbatches``. Raises TypeError for a field without a
+        bound."""
+        return packed_size(cls, MAX_MICROBATCHES, microbatches)
+
+    @classmethod
     def parse(cls: type[M], frame: Frame) -> M:
         """Raises ProtocolError when the header or the number of tensors is not what this message has."""
         if len(frame.tensors) != cls.TENSORS:
@@ -62,6 +74,8 @@ class Message(BaseModel):
         try:
             return cls.model_validate(header)
         except ValidationError as e:
+            if e.error_count() > MAX_ERRORS:  # to describe 60,000 takes a second
+                raise Malformed(f"{cls.__name__}: {e.error_count()} fields that are wrong") from None
             first = e.errors()[0]
             where = ".".join(map(str, first["loc"]))[:100]  # a field's name may be anything
             raise Malformed(f"{cls.__name__}: {where!r}: {first['msg'][:200]}") from None
@@ -73,6 +87,9 @@ class Message(BaseModel):
 
     @classmethod
     def unpack(cls: type[M], payload: bytes) -> M:
+        """Raises ProtocolError for anything but a message that validates, before anything is made of one that is too large."""
+        if len(payload) > cls.most():
+            raise Malformed(f"{cls.__name__}: {len(payload)} bytes; at most {cls.most()} are accepted")
         try:
             header = msgpack.unpackb(payload, use_list=True, strict_map_key=True, max_ext_len=0)
         except Exception as e:  # msgpack raises a dozen unrelated types on garbage
@@ -89,7 +106,7 @@ class Member(Message):
     name: Name
     stage: Natural
     trainer: bool
-    addresses: Annotated[tuple[Text, ...], Field(max_length=64)]
+    addresses: Annotated[tuple[Address, ...], Field(max_length=64), FailFast()]
     device: Text = "cpu"
     flops: Rate = 0
     since: Natural = 0
@@ -126,7 +143,7 @@ class Forward(Request):
     CHANNEL: ClassVar[Channel] = Channel.PIPE
     TENSORS: ClassVar[int] = 2
     stage: Natural
-    accumulate: Annotated[tuple[Natural, ...], Field(max_length=4096)]
+    accumulate: Annotated[tuple[Natural, ...], Field(max_length=4096), FailFast()]
     gradient: bool
     deadline_s: Seconds
     unfinite: bool = False
@@ -181,13 +198,14 @@ class TrainerDone(Message):
     lineage: Digest
     step: Natural
     indices: Indices
-    losses: Annotated[tuple[float, ...], Field(max_length=MAX_MICROBATCHES)]
+    losses: Annotated[tuple[float, ...], Field(max_length=MAX_MICROBATCHES), FailFast()]
 
 
 class Gap(Message):
     """A stage found these microbatches in none of its accumulators: trainers inject them again, for that stage alone.
     Every replica says so; ``attempt`` tells a repetition from a second loss. ``early``: a replica died in the middle of the step, and took
-    these with it, or they did not come so far yet. ``turn``: times that it was said in vain, so that another trainer is to do it."""
+    these with it, or they did not come so far yet. ``turn``: times that it was said in vain, so that another trainer is to do it.
+    ``without``: replicas that its sender does not count on, whatever they hold."""
 
     KIND: ClassVar[str] = "gap"
     lineage: Digest
@@ -197,6 +215,7 @@ class Gap(Message):
     indices: Indices
     early: bool = False
     turn: Natural = 0
+    without: Annotated[tuple[Id, ...], Field(max_length=64), FailFast()] = ()
 
 
 class GivenUp(BaseModel):
@@ -228,13 +247,13 @@ class Seal(Message):
     stage: Natural
     attempt: Natural
     indices: Indices
-    members: Annotated[tuple[Id, ...], Field(min_length=1, max_length=4096)]
+    members: Annotated[tuple[Id, ...], Field(min_length=1, max_length=4096), FailFast()]
     weights: Digest
     stop: bool
     leaves: bool
     sketch: SketchBytes
     gave_up: GivenUp | None = None
-    findings: Annotated[tuple[Finding, ...], Field(max_length=64)] = ()
+    findings: Annotated[tuple[Finding, ...], Field(max_length=64), FailFast()] = ()
 
 
 class Shard(Message):
@@ -281,15 +300,15 @@ class RoundEntry(Message):
     step: Natural
     stage: Natural
     round: Digest
-    members: Annotated[tuple[Id, ...], Field(min_length=1, max_length=4096)]
-    shards: Annotated[tuple[ShardFacts, ...], Field(min_length=1, max_length=4096)]
+    members: Annotated[tuple[Id, ...], Field(min_length=1, max_length=4096), FailFast()]
+    shards: Annotated[tuple[ShardFacts, ...], Field(min_length=1, max_length=4096), FailFast()]
     stop: bool
-    leaves: Annotated[tuple[Id, ...], Field(max_length=4096)] = ()
+    leaves: Annotated[tuple[Id, ...], Field(max_length=4096), FailFast()] = ()
     """Members that want to go after this step, sorted."""
-    expelled: Annotated[tuple[Id, ...], Field(max_length=64)] = ()
+    expelled: Annotated[tuple[Id, ...], Field(max_length=64), FailFast()] = ()
     """Replicas that are no members any more, sorted: their gradients were not what others computed."""
     holder: Id
-    without: Annotated[tuple[Id, ...], Field(max_length=4096)] = ()
+    without: Annotated[tuple[Id, ...], Field(max_length=4096), FailFast()] = ()
 
 
 class AskEntries(Message):
@@ -306,12 +325,14 @@ class Attested(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     entry: RoundEntry
-    holders: Annotated[tuple[tuple[Id, Annotated[tuple[Id, ...], Field(max_length=4096)]], ...], Field(max_length=4096)]
+    holders: Annotated[
+        tuple[tuple[Id, Annotated[tuple[Id, ...], Field(max_length=4096), FailFast()]], ...], Field(max_length=4096)
+    ]
 
 
 class Entries(Message):
     KIND: ClassVar[str] = "entries"
-    rounds: Annotated[tuple[Attested, ...], Field(max_length=4096)]
+    rounds: Annotated[tuple[Attested, ...], Field(max_length=4096), FailFast()]
 
     @classmethod
     def of(cls, entries: Iterable[RoundEntry]) -> Entries:
@@ -367,11 +388,11 @@ class Held(Message):
     branch: Annotated[bytes, Field(min_length=BRANCH, max_length=BRANCH)] = bytes(BRANCH)
     """Of its lineage: steps of different branches have nothing to do with each other."""
     held: Indices = ()
-    held_losses: Annotated[tuple[float, ...], Field(max_length=MAX_MICROBATCHES)] = ()
+    held_losses: Annotated[tuple[float, ...], Field(max_length=MAX_MICROBATCHES), FailFast()] = ()
     running: Indices = ()
     answering: Indices = ()
     through: Indices = ()
-    losses: Annotated[tuple[float, ...], Field(max_length=MAX_MICROBATCHES)] = ()
+    losses: Annotated[tuple[float, ...], Field(max_length=MAX_MICROBATCHES), FailFast()] = ()
     rival: bool = False
     round: Annotated[bytes, Field(max_length=32)] = b""
     moved: Natural = 0
@@ -397,7 +418,7 @@ class MemberView(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     member: Id
     attempt: Natural
-    members: Annotated[tuple[Id, ...], Field(min_length=1, max_length=4096)]
+    members: Annotated[tuple[Id, ...], Field(min_length=1, max_length=4096), FailFast()]
 
 
 class AskViews(Message):
@@ -411,7 +432,7 @@ class AskViews(Message):
 
 class Views(Message):
     KIND: ClassVar[str] = "views"
-    views: Annotated[tuple[MemberView, ...], Field(max_length=4096)]
+    views: Annotated[tuple[MemberView, ...], Field(max_length=4096), FailFast()]
 
 
 class Back(Message):
@@ -461,7 +482,7 @@ class History(Message):
 
     KIND: ClassVar[str] = "history"
     step: Natural
-    lineages: Annotated[tuple[Digest, ...], Field(min_length=1, max_length=MEMORY)]
+    lineages: Annotated[tuple[Digest, ...], Field(min_length=1, max_length=MEMORY), FailFast()]
     over: bool
 
     @classmethod
@@ -508,7 +529,7 @@ class AskBlocks(Message):
 
     KIND: ClassVar[str] = "ask_blocks"
     digest: Digest
-    blocks: Annotated[tuple[Natural, ...], Field(max_length=64)]
+    blocks: Annotated[tuple[Natural, ...], Field(max_length=MAX_RUN), FailFast()]
 
 
 class Block(Message):
@@ -539,7 +560,7 @@ class Acquaintances(Message):
     """The answer: everyone the answerer knows, itself included."""
 
     KIND: ClassVar[str] = "acquaintances"
-    members: Annotated[tuple[Member, ...], Field(max_length=4096)]
+    members: Annotated[tuple[Member, ...], Field(max_length=4096), FailFast()]
 
 
 class WhoAreYou(Message):

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import itertools
 import json
+from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from muletrain.errors import Malformed, MuletrainError, NetworkError, ProtocolError
+from muletrain.errors import MuletrainError, NetworkError, ProtocolError
 from muletrain.events import Event, Note, PeerExpelled, PeerLeft
 from muletrain.policy.deadline import RECENT, backoff_s
 from muletrain.policy.lineages import Chain, forked_at, gives_way
@@ -17,6 +18,7 @@ from muletrain.swarm.branches import branch_of
 from muletrain.swarm.checkpointing import Book, CheckpointEnd, Checkpoints, PartReady
 from muletrain.swarm.context import StepStats
 from muletrain.swarm.early import Early
+from muletrain.swarm.expected import Expected
 from muletrain.swarm.knowledge import Behind
 from muletrain.swarm.lineages import GivesWay, Lineages
 from muletrain.swarm.membership import Membership
@@ -64,9 +66,11 @@ if TYPE_CHECKING:
     from muletrain.network.base import Frame, PeerId
     from muletrain.swarm.computing import Computing
     from muletrain.swarm.context import Context
+    from muletrain.swarm.expected import Check
     from muletrain.swarm.messages import Message, Snapshot
     from muletrain.swarm.record import StepRecord
     from muletrain.swarm.trainer import Source
+    from muletrain.wire.codec import Encoded
 
 ANNOUNCE_S = 10.0
 """Between announcements in the directory."""
@@ -80,6 +84,8 @@ MAX_PURSUITS = 10
 """States that a peer takes one after the other, each too old to be of use when it has come, before it gives up."""
 WEIGH_S = 0.1
 """Between two looks whether word of the end can be believed; doubles."""
+GRADIENT_TIMES = 4
+"""That one replica may have a step's gradient: links break, and what came may be lost."""
 OFFER_S = 20.0
 """After the end, a stage whose part of the last checkpoint did not come from its writer offers it from every replica, then again."""
 
@@ -147,10 +153,12 @@ class Peer:
             ctx, self._checkpoints, self._where, fits, back, self._lineages.goes_on, self._write_what_there_is
         )
         self._membership = Membership(ctx)
-        self._early = Early()
+        self._early = Early(plan.capacity)
         self._finished: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._claims: set[PeerId] = set()
         """Who said that the end is reached."""
+        self._drawn: Counter[tuple[PeerId, bytes]] = Counter()
+        """Bytes of gradients that replicas asked for, by round; since the last step."""
         self._over = False
         self._written: Key | None = None
         """What was written last because no trainer was left."""
@@ -161,11 +169,19 @@ class Peer:
         self.destination: int | None = None
         """The stage it goes to; None: it leaves the run."""
         self.rebalancer = Rebalancer(ctx, self._pipeline.load, fits, self.move)
-        ctx.net.receive(self._on_frame)
+        checks: dict[type[Message], Check] = {
+            Forward: self._pipeline.expects,
+            Backward: self._expects_gradient,
+            Shard: self.stepper.averager.expects,
+            Reduced: self.stepper.averager.expects,
+            Block: taker.expects,
+        }
+        bounds = Expected(self._membership, STEP_KINDS | OTHER_KINDS, plan.microbatches, checks)
+        ctx.net.receive(self._on_frame, bounds=bounds)
         ctx.net.on_lost(self._on_lost)
         ctx.net.serve(AskHeld.KIND, self._answer_held)
         ctx.net.serve(AskEntries.KIND, self._answer_entries)
-        ctx.net.serve(AskGradient.KIND, self._answer_gradient)
+        ctx.net.serve(AskGradient.KIND, self._answer_gradient, free=True)
         ctx.net.serve(AskPast.KIND, self._answer_past)
         ctx.net.serve(AskSeal.KIND, self._answer_seal)
         ctx.net.serve(AskViews.KIND, self._answer_views)
@@ -258,6 +274,7 @@ class Peer:
             self.rebalancer.count(ctx.stats)
             self.reporting.applied(record, self.stepper.work)
             self._standins.look(speaks=self.reporting.speaks())
+            self._drawn.clear()
             if self._on_step(record):
                 self.stepper.stop_requested = True
             last = record.stop or step + 1 == plan.steps
@@ -515,14 +532,12 @@ class Peer:
     # What arrives ---------------------------------------------------------------------------------------------------
 
     async def _on_frame(self, sender: PeerId, frame: Frame) -> None:
-        """Only members, only known kinds, only valid headers; then the current step's go to their actor."""
+        """Only members, only valid headers of known kinds (``Expected``); then the current step's go to their actor."""
         await self._membership.acquaint(sender)
         if frame.kind in OTHER_KINDS:
             await self._on_other(sender, OTHER_KINDS[frame.kind].parse(frame), frame)
-        elif frame.kind in STEP_KINDS:
-            await self._on_step_frame(sender, STEP_KINDS[frame.kind].parse(frame), frame)
         else:
-            raise Malformed(f"frame of unknown kind {frame.kind!r}")
+            await self._on_step_frame(sender, STEP_KINDS[frame.kind].parse(frame), frame)
 
     async def _on_step_frame(self, sender: PeerId, message: Message, frame: Frame) -> None:
         step = message.step  # type: ignore[attr-defined]  # all STEP_KINDS have one
@@ -565,7 +580,7 @@ class Peer:
                 ):
                     raise ProtocolError("gap outside the step")
                 trainer = self._trainers[message.step]
-                trainer.spawn(trainer.on_gap(message), "gap")
+                trainer.spawn(trainer.on_gap(sender, message), "gap")
             case Gap() if self._source is not None:
                 pass  # this trainer has not begun that step: who asks, asks again
             case Seal():
@@ -580,6 +595,12 @@ class Peer:
                 self._ctx.look_after(message.peer, message.lineage, message.step)
             case _:
                 raise ProtocolError(f"{frame.kind}: not for this peer")
+
+    def _expects_gradient(self, sender: PeerId, message: Backward, tensors: list[Encoded]) -> None:
+        """Raises ProtocolError."""
+        if self._pipeline.router is None or message.stage != self._ctx.roster.own.stage + 1:
+            raise ProtocolError(f"{message.KIND} from stage {message.stage}: no gradient was asked for there")
+        self._pipeline.router.expects(sender, message, tensors)
 
     def _on_reply(self, sender: PeerId, message: Backward | Done | Busy | Lost, frame: Frame) -> None:
         """Answers from stage 0 are the trainer's; from the next stage, the pipeline's."""
@@ -642,7 +663,11 @@ class Peer:
         ask = AskGradient.unpack(payload)
         if self._ctx.roster.member(sender).stage != self._ctx.roster.own.stage:
             raise ProtocolError("a gradient is for replicas of its stage")
-        return self.stepper.gradient_piece(sender, ask.round, ask.offset)
+        piece, drawn = self.stepper.gradient_piece(sender, ask.round, ask.offset), (sender, ask.round)
+        if self._drawn[drawn] > GRADIENT_TIMES * 4 * self._ctx.compute.n_params:
+            raise MuletrainError(f"this peer was given that gradient {GRADIENT_TIMES} times")
+        self._drawn[drawn] += len(piece)
+        return piece
 
     async def _answer_past(self, sender: PeerId, payload: bytes) -> bytes:
         return self.stepper.trail.manifest(sender, AskPast.unpack(payload).round)

@@ -106,7 +106,7 @@ class Pipeline:
     async def on_forward(self, sender: PeerId, message: Forward, frame: Frame) -> None:
         """Admit, or say that the queue is full, or that another replica must accumulate it. A microbatch that this peer works on
         already is not begun twice."""
-        self._check(message, *frame.tensors)
+        self.expects(sender, message, frame.tensors)
         work = self.computing(message.step)
         if work is None:
             return
@@ -205,10 +205,12 @@ class Pipeline:
             held.excused = True
         return inputs, targets
 
-    def _check(self, message: Forward, inputs: Encoded, targets: Encoded) -> None:
-        """What a sender of ours would send, before anything is decoded or kept. Raises ProtocolError."""
-        plan, stage = self.ctx.plan, self.ctx.roster.own.stage
-        if message.stage != stage or message.index >= plan.microbatches:
+    def expects(self, sender: PeerId, message: Forward, tensors: list[Encoded]) -> None:
+        """What a sender of ours would send, before it is read, decoded or kept. Raises ProtocolError."""
+        plan, stage, (inputs, targets) = self.ctx.plan, self.ctx.roster.own.stage, tensors
+        if message.index >= plan.microbatches:
+            raise Malformed(f"forward of microbatch {message.index}; a step has {plan.microbatches}")
+        if message.stage != stage:
             raise ProtocolError(
                 f"forward of microbatch {message.index} for stage {message.stage} at a peer of stage {stage}"
             )
@@ -219,7 +221,7 @@ class Pipeline:
             or inputs.codec not in codecs
             or targets.codec not in IDS
         ):
-            raise ProtocolError(
+            raise Malformed(
                 f"forward with {inputs.codec} {inputs.shape} and {targets.codec} {targets.shape}, expected {expected} and {tokens}"
             )
 

@@ -177,7 +177,7 @@ class Rebalancer:
         roster = self._ctx.roster
         try:
             said = Announcement.model_validate(json.loads(value))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             return None
         if not roster.knows(peer) or not (roster.is_alive(peer) or said.coming):
             return None

@@ -4,12 +4,17 @@ run's status."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from muletrain.errors import NetworkError, ProtocolError
+from muletrain.errors import Malformed, NetworkError, ProtocolError
 from muletrain.events import Event, EventError, Note, PeerJoined, StepApplied, StepDone
 from muletrain.swarm.context import StepStats
 from muletrain.swarm.messages import Report
+
+REPORTS, REPORTS_A_STEP = 256, 4
+"""That one peer sends at most: it may be ahead of us, and steps that the run steps back are done again."""
+
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +31,9 @@ class Reporting:
     def __init__(self, ctx: Context, on_report: Callable[[Event, str], None], *, apart: bool) -> None:
         self._ctx, self._on_report, self._apart = ctx, on_report, apart
         self._last: StepDone | None = None
+        self._applied = 0
+        self._reports: Counter[PeerId] = Counter()
+        """That peers of other machines sent: they go onto our disk."""
 
     def speaks(self) -> bool:
         """What all see alike is for us to tell."""
@@ -34,7 +42,7 @@ class Reporting:
 
     def applied(self, record: StepRecord, work: Computing) -> None:
         """A step, with all that was counted since the one before; counting begins anew."""
-        ctx = self._ctx
+        ctx, self._applied = self._ctx, self._applied + 1
         stats, now = ctx.stats, ctx.clock.now()
         for receiver, nbytes in ctx.net.carried().items():
             stats.sent[receiver]["relayed"] += nbytes
@@ -86,6 +94,9 @@ class Reporting:
         except EventError as e:
             raise ProtocolError(f"report: {e}") from None
         member = self._ctx.roster.member(sender)
+        self._reports[sender] += 1
+        if self._reports[sender] > REPORTS + REPORTS_A_STEP * self._applied:
+            raise Malformed("more reports than there were steps")
         match event:
             case PeerJoined():
                 own = (event.peer_id, event.name, event.stage) == (sender, member.name, member.stage)

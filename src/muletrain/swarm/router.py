@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from muletrain.errors import DeadlineExceeded, MuletrainError, PeerUnreachable, ProtocolError
+from muletrain.errors import DeadlineExceeded, Malformed, MuletrainError, PeerUnreachable, ProtocolError
 from muletrain.events import MicrobatchRerouted
 from muletrain.policy.deadline import Deadline, RetryBudget, backoff_s
 from muletrain.policy.wiring import Wiring
@@ -137,6 +137,13 @@ class Router:
         """Forward and backward of a microbatch by what ``peer`` says of its device [s]; 0: it says nothing."""
         work, flops = self._ctx.plan.work, self._ctx.roster.member(peer).flops
         return 3 * work[self._stage] / flops if work and flops else 0.0
+
+    def expects(self, sender: PeerId, reply: Backward, tensors: list[Encoded]) -> None:
+        """A gradient of what is sent to this stage, before it is read. It may be late. Raises Malformed for any other."""
+        plan, (gradient,) = self._ctx.plan, tensors
+        shape = plan.sequences, plan.sequence_length(reply.step), plan.width
+        if (gradient.shape, gradient.codec) != (shape, plan.activations):
+            raise Malformed(f"a gradient of {gradient.codec} {gradient.shape} that is not {plan.activations} {shape}")
 
     def on_reply(self, sender: PeerId, reply: Backward | Done | Busy | Lost, tensors: list[Encoded]) -> None:
         """Match an answer with its request; late answers to requests that were given up, or sent elsewhere since, are dropped.

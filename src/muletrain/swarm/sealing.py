@@ -298,6 +298,7 @@ class Sealing(Knowledge):
             gap = Gap(
                 lineage=self.lineage, step=self.step, stage=ctx.roster.own.stage, attempt=attempt, turn=turn,
                 indices=tuple(sorted(gaps - self.ledger.held)),
+                without=tuple(p for p in ctx.roster.replicas() if not self._counts(p))[:64],
             )  # fmt: skip
             await ctx.tell(ctx.roster.trainers(), gap)
             limit_s = min(limit.seconds(turn), AGAIN_S)

@@ -7,7 +7,6 @@ copies: a donor whose copy has another digest than the others' is left out.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -17,8 +16,9 @@ from blake3 import blake3
 from muletrain.errors import CheckpointError, MuletrainError, NetworkError, PeerUnreachable, ProtocolError, Refused
 from muletrain.events import Note
 from muletrain.policy.deadline import backoff_s
+from muletrain.policy.debts import Debts
 from muletrain.swarm.branches import branch_of
-from muletrain.swarm.messages import AskBlocks, AskManifest, AskSnapshot, Snapshot
+from muletrain.swarm.messages import MAX_RUN, AskBlocks, AskManifest, AskSnapshot, Snapshot
 from muletrain.swarm.transfer import LANES, Copy, Manifest, Partial, Taker
 
 if TYPE_CHECKING:
@@ -41,6 +41,12 @@ BUSY_S = 10.0
 """After the last question for it, a copy is still on its way to somebody."""
 MAX_RUNS, ALL_RUNS = 2 * LANES, 256
 """Runs of blocks that wait at once, of one taker and of all: they take turns, so that each comes on."""
+TIMES = 4
+"""That one taker may have each block of a copy, on average: links break, and what came may be lost."""
+MAX_DRAWN = 4096
+"""Takers and copies of which that is remembered; then those of copies that are gone are forgotten."""
+COPYING, COPYING_S = 0.1, 20.0
+"""Share of the time that goes into copies for one taker, and seconds of it at once: it may ask for a new one at every step."""
 CALL_S = 60.0
 """A bound for a dead donor, not for a large state."""
 SETTLE_S, SETTLE_TRIES = 0.02, 500
@@ -68,7 +74,12 @@ class Snapshots:
         self._ctx, self._stepper = ctx, stepper
         self._kept: dict[bytes, _Kept] = {}
         self._making = asyncio.Lock()
-        self._runs: Counter[PeerId] = Counter()
+        self._runs: Counter[tuple[PeerId, bytes]] = Counter()
+        """By taker and copy; of past gradients (``trail``) without the copy's name."""
+        self._drawn: Counter[tuple[PeerId, bytes]] = Counter()
+        """Blocks that takers asked for."""
+        self._copying = Debts(COPYING)
+        """Seconds."""
         for kind, answer in (
             (AskSnapshot, self._on_ask),
             (AskManifest, self._on_manifest),
@@ -85,10 +96,21 @@ class Snapshots:
             raise MuletrainError("the peer that asks was expelled: it computed false gradients")
         async with self._making:
             label = own.stage, self._stepper.step, self._stepper.applied
-            offer = self.offered(*label, part=False) or self._on_its_way(ask.after) or await self._make()
+            offer = self.offered(*label, part=False) or self._on_its_way(ask.after) or await self._make_for(sender)
             self._kept[offer.digest].takers.add(sender)
             self._stepper.trail.follow(sender, offer.step)
             return offer.pack()
+
+    async def _make_for(self, taker: PeerId) -> Snapshot:
+        """A new copy. Raises MuletrainError where that would keep one more in memory than may be, or ``taker`` asks for them too often."""
+        begin = self._ctx.clock.now()
+        if any(digest and digest not in self._kept for _, digest in self._runs):
+            raise MuletrainError("a copy that was replaced is still on its way to somebody; ask again")
+        if self._copying.owed(taker, begin) > COPYING_S:
+            raise MuletrainError("this peer was given many copies already; ask again")
+        offer = await self._make()
+        self._copying.add(taker, self._ctx.clock.now() - begin, begin)
+        return offer
 
     def _on_its_way(self, after: int) -> Snapshot | None:
         """Where all copies that we may keep are being taken, the newest of them: another would break one off. The steps since then are
@@ -182,22 +204,30 @@ class Snapshots:
         copy = self._asked(ask.digest, sender)
         if any(k * copy.block >= copy.size for k in ask.blocks):
             raise ProtocolError("blocks that the copy does not have")
-        if self._runs[sender] >= MAX_RUNS or self._runs.total() >= ALL_RUNS:
+        drawn = sender, copy.digest
+        if (
+            sum(n for (taker, _), n in self._runs.items() if taker == sender) >= MAX_RUNS
+            or self._runs.total() >= ALL_RUNS
+        ):
             raise MuletrainError("this donor has enough to send")
-        self._runs[sender] += 1
-        self._ctx.spawn(self._send(copy, sender, ask.blocks), "blocks")
+        if self._drawn[drawn] + len(ask.blocks) > TIMES * max(MAX_RUN, -(-copy.size // copy.block)):
+            raise MuletrainError(f"this donor has sent that copy to this peer {TIMES} times")
+        self._drawn[drawn] += len(ask.blocks)
+        if len(self._drawn) > MAX_DRAWN:
+            self._drawn = Counter({drawn: n for drawn, n in self._drawn.items() if drawn[1] in self._kept})
+        run = sender, copy.digest if copy.digest in self._kept else b""
+        self._runs[run] += 1
+        self._ctx.spawn(self._send(copy, run, ask.blocks), "blocks")
         return b""
 
-    async def _send(self, copy: Copy, taker: PeerId, blocks: tuple[int, ...]) -> None:
-        def sent() -> None:
-            """On a slow link even a block takes its time."""
-            with contextlib.suppress(MuletrainError):
-                self._asked(copy.digest, taker)
-
+    async def _send(self, copy: Copy, run: tuple[PeerId, bytes], blocks: tuple[int, ...]) -> None:
+        """While the copy is kept."""
         try:
-            await copy.send(self._ctx, taker, blocks, sent)
+            await copy.send(self._ctx, run[0], blocks, lambda: self._asked(copy.digest, run[0]))
+        except MuletrainError:
+            pass
         finally:
-            self._runs[taker] -= 1
+            self._runs[run] -= 1
             self._runs += Counter()  # only those that still have some stay
 
 

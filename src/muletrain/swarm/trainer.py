@@ -71,6 +71,8 @@ class Trainer:
         self._repairs: set[asyncio.Task[None]] = set()
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._asking: asyncio.Task[set[int]] | None = None
+        self._without: defaultdict[int, dict[PeerId, tuple[PeerId, ...]]] = defaultdict(dict)
+        """By stage: whom its replicas do not count on, as each said last."""
 
     def spawn(self, work: Coroutine[Any, Any, R], name: str) -> asyncio.Task[R]:
         """What has no meaning beyond the step."""
@@ -107,9 +109,11 @@ class Trainer:
             self._ctx.emit(Note(level="warning", message=message))
             await self._run(theirs, retry=True, turn=turn)
 
-    async def on_gap(self, gap: Gap) -> None:
+    async def on_gap(self, sender: PeerId, gap: Gap) -> None:
         """A stage misses microbatches: the trainer they fall to runs them again for that stage alone; while others are under way still,
         each as soon as it is through."""
+        if self._ctx.roster.member(sender).stage == gap.stage:
+            self._without[gap.stage][sender] = gap.without
         mine = [i for i in gap.indices if (gap.stage, i) not in self._refilling and self._is_mine(i, gap.turn)]
         if mine and gap.turn:  # whose they were before may have begun
             under_way = await self._under_way()
@@ -218,4 +222,13 @@ class Trainer:
 
     async def _still_missing(self, index: int, stages: tuple[int, ...]) -> tuple[tuple[int, ...], float | None]:
         """Those of ``stages`` that lack it, and its loss, if anyone knows."""
-        return await self._ctx.still_missing(self._lineage, self._step, index, stages)
+        return await self._ctx.still_missing(self._lineage, self._step, index, stages, self._counts)
+
+    def _counts(self, peer: PeerId) -> bool:
+        """Not where most of the other replicas of its stage go on without ``peer``: what it holds, or says that it holds, is of no use."""
+        roster = self._ctx.roster
+        if not roster.knows(peer):
+            return False
+        stage = roster.member(peer).stage
+        others, said = [p for p in roster.stage(stage) if p != peer], self._without[stage]
+        return 2 * sum(peer in said.get(p, ()) for p in others) <= len(others)

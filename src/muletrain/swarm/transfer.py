@@ -20,9 +20,9 @@ import torch
 from blake3 import blake3
 from pydantic import Field
 
-from muletrain.errors import DeadlineExceeded, NetworkError, PeerUnreachable, ProtocolError
+from muletrain.errors import DeadlineExceeded, Malformed, NetworkError, PeerUnreachable, ProtocolError
 from muletrain.policy.deadline import Deadline
-from muletrain.swarm.messages import AskBlocks, Block, Message, Natural, Text
+from muletrain.swarm.messages import MAX_RUN, AskBlocks, Block, Message, Natural, Text
 from muletrain.wire.codec import MAX_DIMENSIONS, RAW, Encoded, decode_raw
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 BLOCK = 1 << 20
 """Bytes. Larger for a state of which the manifest would not fit into a call's answer."""
 MAX_BLOCKS = 1 << 14
-RUN = 8
+RUN = MAX_RUN
 """Blocks asked for in one call."""
 LANES = 2
 """Calls under way with one donor: while one run arrives, the next is on its way."""
@@ -195,9 +195,21 @@ class Taker:
     _waiting: dict[tuple[PeerId, bytes, int], _Expected] = field(default_factory=dict)
     _deadline: Deadline = field(default_factory=lambda: Deadline(unmeasured_s=60.0, floor_s=5.0))
     """Between two blocks, from any donor: they share our link."""
+    _largest: int = BLOCK
+    """Bytes of a block that was asked for; or of one that this peer asked for before it began anew."""
     _breaks: int = 0
     _came: float = float("-inf")
     """When the last block did."""
+
+    def expects(self, sender: PeerId, message: Block, tensors: list[Encoded]) -> None:
+        """A block that was asked for, or one that comes late: it is at most as large as any that was. Raises ProtocolError."""
+        expected, (block,) = self._waiting.get((sender, message.digest, message.block)), tensors
+        if block.codec != RAW or len(block.shape) != 1:
+            raise Malformed(f"a block of {block.codec} {block.shape}")
+        if expected is not None and block.shape[0] != len(expected.into):
+            raise Malformed(f"block {message.block}: {block.shape[0]} bytes instead of {len(expected.into)}")
+        if block.shape[0] > self._largest:
+            raise ProtocolError(f"a block of {block.shape[0]} bytes, and none was asked for")
 
     def on_block(self, sender: PeerId, message: Block, tensor: Encoded) -> None:
         """A block that nobody waits for (any more) is dropped. Raises ProtocolError for one of another size."""
@@ -205,7 +217,7 @@ class Taker:
         if expected is None or expected.whole.done():
             return
         if len(data) != len(expected.into):
-            raise ProtocolError(f"block {message.block}: {len(data)} bytes instead of {len(expected.into)}")
+            raise Malformed(f"block {message.block}: {len(data)} bytes instead of {len(expected.into)}")
         expected.into[:] = data
         self._came = self.ctx.clock.now()
         expected.whole.set_result(None)
@@ -240,6 +252,7 @@ class Taker:
     async def _run(self, partial: Partial, donor: PeerId, run: list[int]) -> None:
         """One call's blocks, each checked as it comes."""
         ctx, whole = self.ctx, memoryview(partial.data)
+        self._largest = max(self._largest, partial.manifest.block)
         spans = {k: partial.manifest.span(k) for k in run}
         expected = {k: _Expected(whole[a:b]) for k, (a, b) in spans.items()}
         self._waiting |= {(donor, partial.digest, k): e for k, e in expected.items()}

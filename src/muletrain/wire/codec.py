@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from muletrain.config.schema import Codec
-from muletrain.errors import ProtocolError
+from muletrain.errors import Malformed, ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,12 +49,12 @@ class Encoded:
 
 
 def encoded_size(codec: str, shape: tuple[int, ...]) -> int:
-    """Bytes the buffers must have. Raises ProtocolError for an unknown codec or an absurd shape."""
+    """Bytes the buffers must have. Raises Malformed for an unknown codec or an absurd shape."""
     if codec not in _SIZES or len(shape) > MAX_DIMENSIONS or any(not 0 <= n <= MAX_ELEMENTS for n in shape):
-        raise ProtocolError(f"tensor with codec {codec[:20]!r} and shape {shape[:MAX_DIMENSIONS]}: no such tensor")
+        raise Malformed(f"tensor with codec {codec[:20]!r} and shape {shape[:MAX_DIMENSIONS]}: no such tensor")
     elements = math.prod(shape)
     if elements > MAX_ELEMENTS:
-        raise ProtocolError(f"tensor of {elements} elements; at most {MAX_ELEMENTS} travel at once")
+        raise Malformed(f"tensor of {elements} elements; at most {MAX_ELEMENTS} travel at once")
     scales = _scale_bytes(elements) if codec == Codec.INT8 else 0
     return elements * _SIZES[codec] + scales
 

@@ -1,4 +1,5 @@
-"""Framing: a fixed prefix, a msgpack header, then the tensors' buffers. Everything is bounded before it is read.
+"""Framing: a fixed prefix, a msgpack header, then the tensors' buffers. Everything is bounded before it is read: the receiver is asked
+about the kind before the rest of the header, and about codecs and shapes before the first byte of a tensor (``Door``).
 
 Prefix (16 bytes, big endian): magic 'MT', version, reserved, header length (u32), payload length (u64).
 """
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgpack
 
-from muletrain.errors import ProtocolError
+from muletrain.errors import Malformed, ProtocolError
 from muletrain.network.base import Frame
 from muletrain.wire.codec import MAX_DIMENSIONS, Encoded, encoded_size
 
@@ -26,6 +27,8 @@ MAX_PAYLOAD = 1 << 30
 MAX_TENSORS = 64
 MAX_KIND = 64
 """Characters."""
+_KIND_BYTES = 3 + 4 * MAX_KIND
+"""Bytes of a header in which its kind is whole."""
 MAX_DEPTH = 8
 """Nesting of a header."""
 
@@ -62,37 +65,73 @@ class Reader(Protocol):
         ...
 
 
-async def read_frame(reader: Reader, max_payload: int = MAX_PAYLOAD) -> Frame:
-    """The next frame. Raises ProtocolError for what is no frame, IncompleteReadError where the stream ends.
+class Door(Protocol):
+    """Says what is taken, before it is read. Both raise ProtocolError for what is not."""
+
+    async def header(self, kind: str, nbytes: int) -> None: ...
+
+    async def expect(self, frame: Frame) -> None:
+        """``frame`` lacks its tensors' bytes."""
+        ...
+
+
+async def read_frame(
+    reader: Reader, max_payload: int = MAX_PAYLOAD, door: Door | None = None, *, max_header: int = MAX_HEADER
+) -> Frame:
+    """The next frame, as far as ``door`` takes it (None: any). Raises Malformed for what is no frame, IncompleteReadError where the
+    stream ends, and what ``door`` raises.
 
     Memory grows with what arrives, never with what a header claims."""
-    header_size, payload_size = parse_prefix(await reader.readexactly(PREFIX.size), max_payload)
-    kind, header, described = parse_header(await reader.readexactly(header_size), payload_size)
-    return Frame(kind, header, [Encoded(codec, shape, [await reader.readexactly(n)]) for codec, shape, n in described])
+    header_size, payload_size = parse_prefix(await reader.readexactly(PREFIX.size), max_payload, max_header)
+    start = bytes(await reader.readexactly(min(header_size, _KIND_BYTES)))
+    if door is not None:
+        await door.header(_parse_kind(start), header_size)
+    rest = await reader.readexactly(header_size - len(start)) if header_size > len(start) else b""
+    kind, header, described = parse_header(start + rest if rest else start, payload_size)
+    frame = Frame(kind, header, [Encoded(codec, shape, ()) for codec, shape, _ in described])
+    if door is not None:
+        await door.expect(frame)
+    for tensor, (_, _, nbytes) in zip(frame.tensors, described, strict=True):
+        tensor.buffers = [await reader.readexactly(nbytes)]
+    return frame
 
 
-def parse_prefix(prefix: Buffer, max_payload: int) -> tuple[int, int]:
-    """(header bytes, payload bytes)."""
+def parse_prefix(prefix: Buffer, max_payload: int, max_header: int = MAX_HEADER) -> tuple[int, int]:
+    """(header bytes, payload bytes). Raises Malformed."""
     magic, version, reserved, header, payload = PREFIX.unpack(prefix)
     if magic != MAGIC or version != VERSION or reserved:
-        raise ProtocolError(f"not a frame of this protocol (it begins with {bytes(prefix[:4])!r})")
-    if header > MAX_HEADER or payload > max_payload:
-        raise ProtocolError(f"frame of {header} + {payload} bytes; at most {MAX_HEADER} + {max_payload} are accepted")
+        raise Malformed(f"not a frame of this protocol (it begins with {bytes(prefix[:4])!r})")
+    if header > max_header or payload > max_payload:
+        raise Malformed(f"frame of {header} + {payload} bytes; at most {max_header} + {max_payload} are accepted")
     return header, payload
 
 
+def _parse_kind(start: bytes) -> str:
+    """Of the first bytes of a header, which is a list of three whose first is the kind: the rest may be large. Raises Malformed."""
+    match list(start[:3]):
+        case [0x93, size, *_] if 0xA0 <= size < 0xC0:
+            begin, length = 2, size - 0xA0
+        case [0x93, 0xD9, length]:
+            begin = 3
+        case _:
+            raise Malformed("frame header is malformed")
+    if begin + length > len(start):
+        raise Malformed("frame header is malformed")
+    return start[begin : begin + length].decode(errors="replace")
+
+
 def parse_header(data: Buffer, payload: int) -> tuple[str, dict[str, Any], list[tuple[str, tuple[int, ...], int]]]:
-    """Kind, header map, and (codec, shape, bytes) of each tensor; their sum is the payload. Raises ProtocolError."""
+    """Kind, header map, and (codec, shape, bytes) of each tensor; their sum is the payload. Raises Malformed."""
     try:
         content = msgpack.unpackb(data, strict_map_key=True, max_ext_len=0, ext_hook=_no_extensions)
     except Exception as e:  # msgpack raises a dozen unrelated types on garbage
-        raise ProtocolError(f"frame header is malformed ({type(e).__name__})") from None
+        raise Malformed(f"frame header is malformed ({type(e).__name__})") from None
     if not _well_formed(content):
-        raise ProtocolError("frame header is malformed")
+        raise Malformed("frame header is malformed")
     kind, header, described = content
     sized = [(codec, tuple(shape), encoded_size(codec, tuple(shape))) for codec, shape in described]
     if sum(n for _, _, n in sized) != payload:
-        raise ProtocolError(f"{kind[:40]}: tensors of {sum(n for _, _, n in sized)} bytes in a payload of {payload}")
+        raise Malformed(f"{kind[:40]}: tensors of {sum(n for _, _, n in sized)} bytes in a payload of {payload}")
     return kind, header, sized
 
 

@@ -1,0 +1,52 @@
+"""What members draw by calls: small questions may have large answers, which leave unpaced, beside the traffic of the step.
+
+A member has some at once, then so many bytes a second; its further answers wait. That is far above what a correct peer asks for. Calls
+that give a gradient or a checkpoint away are not counted here: those who serve them count what each member has of each (``free``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from muletrain.errors import MuletrainError
+from muletrain.policy.debts import Debts
+
+if TYPE_CHECKING:
+    from muletrain.network.base import CallHandler, PeerId
+
+AT_ONCE = 64
+"""Calls of one member that are answered at the same time."""
+BURST, PER_S = 64 << 20, 1 << 20
+"""Bytes of answers that one member has at once, and per second after that."""
+LEAST = 1 << 12
+"""Bytes that every answer counts for: it costs work, too."""
+
+
+class Draws:
+    """One peer's answers, by who asked."""
+
+    def __init__(self) -> None:
+        self._answering: Counter[PeerId] = Counter()
+        self._debts = Debts(PER_S)
+        """Bytes."""
+
+    async def answer(self, sender: PeerId, handler: CallHandler, payload: bytes, *, free: bool) -> bytes:
+        """What ``handler`` answers, once ``sender`` may have it. Raises what the handler raises, and MuletrainError for too many calls at
+        once."""
+        if self._answering[sender] >= AT_ONCE:
+            raise MuletrainError(f"{AT_ONCE} calls of yours are being answered; wait for some of them")
+        self._answering[sender] += 1
+        try:
+            answer = await handler(sender, payload)
+            if not free:
+                now = asyncio.get_running_loop().time()
+                beyond = self._debts.add(sender, max(LEAST, len(answer)), now) - BURST
+                if beyond > 0:
+                    await asyncio.sleep(beyond / PER_S)
+            return answer
+        finally:
+            self._answering[sender] -= 1
+            if not self._answering[sender]:
+                del self._answering[sender]

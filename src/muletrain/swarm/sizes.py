@@ -1,0 +1,57 @@
+"""How large a message can be: what follows from the bounds of its fields.
+
+So whoever receives one can refuse what is larger before it looks at it, and a field without a bound is found before anyone sends it."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+_PREFIX = 5
+"""Bytes that msgpack puts before a text, bytes, a list or a map, at most."""
+_NUMBER = 9
+_PER_CHARACTER = 4
+"""Bytes of UTF-8."""
+
+
+@functools.cache
+def packed_size(model: type[BaseModel], standard: int, length: int) -> int:
+    """Most bytes of a ``model`` as msgpack. Lists that may have ``standard`` items have ``length``. Raises TypeError for a field that has
+    no bound, or is of a type that is not known here."""
+    schema: Any = model.__pydantic_core_schema__
+    definitions = {d["ref"]: d for d in schema.get("definitions", ())}
+
+    def items(bound: int | None, of: dict[str, Any]) -> int:
+        if bound is None:
+            raise TypeError(f"{model.__name__}: a list without max_length")
+        return _PREFIX + (length if bound == standard else bound) * size(of)
+
+    def size(of: dict[str, Any]) -> int:
+        match of:
+            case {"type": "definitions", "schema": inner}:
+                return size(inner)
+            case {"type": "definition-ref", "schema_ref": name}:
+                return size(definitions[name])
+            case {"type": "model" | "nullable" | "default" | "function-after", "schema": inner}:
+                return size(inner)
+            case {"type": "model-fields", "fields": fields}:
+                names = sum(_PREFIX + _PER_CHARACTER * len(name) for name in fields)
+                return _PREFIX + names + sum(size(f["schema"]) for f in fields.values())
+            case {"type": "int" | "float" | "bool" | "none"}:
+                return _NUMBER
+            case {"type": "str", "max_length": bound}:
+                return _PREFIX + _PER_CHARACTER * int(bound)
+            case {"type": "bytes", "max_length": bound}:
+                return _PREFIX + int(bound)
+            case {"type": "literal", "expected": known}:
+                return _PREFIX + max(_PER_CHARACTER * len(str(k)) for k in known)
+            case {"type": "tuple", "variadic_item_index": 0, "items_schema": [item]}:
+                return items(of.get("max_length"), item)
+            case {"type": "tuple", "items_schema": of_items} if "variadic_item_index" not in of:
+                return _PREFIX + sum(map(size, of_items))
+        raise TypeError(f"{model.__name__}: a {of['type']} without a bound")
+
+    return size(schema)
