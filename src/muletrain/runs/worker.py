@@ -48,6 +48,7 @@ from muletrain.runs.assemble import RunFacts, build_compute, resolve_start, vers
 from muletrain.runs.chaos import Points, damage_next, spoil_next
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.guard import Guard, where_it_hangs
+from muletrain.runs.limits import check_stage, check_tokenizer, check_welcome, told_config
 from muletrain.runs.lobby import Join, Lobby, Visitor, find_founder
 from muletrain.runs.machine import Machine
 from muletrain.runs.probing import BlockFound, Prober, block_of, identity_of
@@ -241,6 +242,7 @@ class Worker:
             raise CheckpointError(
                 f"{checkpoint.folder}: the corpus is not what the run was trained on; restore its files"
             )
+        check_tokenizer(facts, len(cache.tokenizer_json))
         machine = await self._machine(config)
         lobby = Lobby(
             net=network, clock=self._clock, emit=self._log.emit, run_id=self._ticket.run_id,
@@ -282,8 +284,14 @@ class Worker:
         visitor = Visitor(network, await find_founder(network, self._ticket.addresses), self._waiting)
         self._hand_out(self._ticket.passed_on(visitor.founder, network.addresses()))
         machine = await self._machine(None)
-        welcome, tokenizer = await visitor.join(self._introduction(network, machine))
-        facts = RunFacts.of(RunConfig.model_validate_json(welcome.config))
+        welcome = await visitor.join(self._introduction(network, machine))
+        try:
+            facts = RunFacts.of(told_config(welcome.config))
+            check_welcome(facts, welcome, machine.offer)
+            tokenizer = await visitor.tokenizer(welcome)
+        except MuletrainError as e:
+            await visitor.decline(str(e))
+            raise
         if self._spec.keeps_ticket:
             self._log.note(f"this peer gets stage {welcome.stage} of 0..{facts.config.fleet.stages - 1} ready")
         precision = facts.config.compute.precision
@@ -325,8 +333,9 @@ class Worker:
             genesis = await visitor.begin(trainer=cache is not None, place=place.name)
             prober.close()
             roster = Roster(genesis, network.peer_id)
-        if genesis.config != facts.config_digest:
-            raise AdmissionError("the run began with another configuration than was sent; start it again")
+        begun = genesis.config, genesis.stages, roster.own.stage
+        if begun != (facts.config_digest, len(facts.cut), welcome.stage):
+            raise AdmissionError("the run began with another configuration or stage than was sent; start it again")
         papers = Papers(welcome.config, welcome.data, tokenizer)
         await self._train(facts, roster, network, compute, machine, cache, papers, place, joining=welcome.running)
 
@@ -390,7 +399,9 @@ class Worker:
         )  # fmt: skip
 
     async def _compute(self, facts: RunFacts, stage: int, machine: Machine, part: Path | None) -> Compute:
-        """With the state in ``part``, if the run does not begin with what every peer can make."""
+        """With the state in ``part``, if the run does not begin with what every peer can make. Raises CapacityError, whoever says that this
+        peer serves ``stage``."""
+        check_stage(facts, stage, machine.offer)
         compute = await asyncio.to_thread(build_compute, facts, stage, machine, self._spec.fleet_index, part)
         if part is not None:
             await compute.load_state(await compute.offload(safetensors.torch.load_file, part))

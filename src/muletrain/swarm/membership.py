@@ -95,6 +95,11 @@ class Membership:
             await asyncio.wait({task})
         roster.member(peer)
 
+    async def serves(self, peer: PeerId, stage: int) -> bool:
+        """Is that the stage of ``peer``, by its own word? Raises ProtocolError as ``acquaint``."""
+        await self.acquaint(peer, stage)
+        return self._ctx.roster.member(peer).stage == stage
+
     async def _ask(self, peer: PeerId) -> None:
         try:
             limit_s = self._deadline.seconds()  # the next step may wait for this answer

@@ -114,7 +114,7 @@ class Peer:
         self.roster, self.emit = ctx.roster, ctx.emit
         self._on_step = on_step
         self.reporting, self._standins = Reporting(ctx, on_report, apart=reports), Standins(ctx)
-        self._joining, self._back = joining, back
+        self._joining, self._back, self._fits = joining, back, fits
         stage, plan = ctx.roster.own.stage, ctx.plan
         onwards = Router(ctx, stage + 1) if stage + 1 < plan.stages else None
         self._pipeline = Pipeline(ctx, lambda step: self.stepper.computing(step), onwards)
@@ -130,14 +130,14 @@ class Peer:
         self._inwards = Router(ctx, stage=0)
         self._trainers: dict[int, Trainer] = {}
         """By step."""
-        self._snapshots = Snapshots(ctx, self.stepper)
+        self._membership = Membership(ctx)
+        self._snapshots = Snapshots(ctx, self.stepper, self._membership)
         self._lineages = Lineages(ctx, self.stepper, self._receiver)
-        self._checkpoints = Checkpoints(ctx, self._snapshots, self._receiver, book)
+        self._checkpoints = Checkpoints(ctx, self._snapshots, self._receiver, self._membership, book)
         self.stepper.departure.unsafe = self._checkpoints.unsafe
         self._adoption = Adoption(
             ctx, self._checkpoints, self._where, fits, back, self._lineages.goes_on, self._write_what_there_is
         )
-        self._membership = Membership(ctx)
         self._early = Early()
         self._finished: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._claims: set[PeerId] = set()
@@ -631,11 +631,17 @@ class Peer:
     async def _answer_gradient(self, sender: PeerId, payload: bytes) -> bytes:
         """Raises ProtocolError for a peer of another stage, and for a round that is not held here."""
         ask = AskGradient.unpack(payload)
-        if self._ctx.roster.member(sender).stage != self._ctx.roster.own.stage:
-            raise ProtocolError("a gradient is for replicas of its stage")
+        await self._only_a_replica(sender)
         return self.stepper.gradient_piece(sender, ask.round, ask.offset)
 
+    async def _only_a_replica(self, sender: PeerId) -> None:
+        """Raises ProtocolError for anybody else."""
+        if not await self._membership.serves(sender, self._ctx.roster.own.stage):
+            raise ProtocolError("a gradient is for replicas of its stage")
+
     async def _answer_past(self, sender: PeerId, payload: bytes) -> bytes:
+        """Raises ProtocolError for a peer of another stage."""
+        await self._only_a_replica(sender)
         return self.stepper.trail.manifest(sender, AskPast.unpack(payload).round)
 
     async def _answer_seal(self, sender: PeerId, payload: bytes) -> bytes:
@@ -693,6 +699,10 @@ class Peer:
         """Ask to serve ``stage`` instead, or, with None, to stay after all."""
         if self._leaves:
             return
+        if stage is not None and not self._fits(stage):  # whatever others' announcements led to
+            message = f"stage {stage} needs more memory than this machine may use (--memory): this peer stays"
+            self._ctx.emit(Note(level="warning", message=message))
+            stage = None
         self.stepper.departure.wanted = stage not in (None, self._ctx.roster.own.stage)
         if self.stepper.departure.wanted:  # else it may be announced already, and then it goes where it wanted to
             self.destination = stage
