@@ -4,7 +4,6 @@ a founder or another member says of sizes is only compared with it.
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from pydantic import ValidationError
 from muletrain.config.schema import RunConfig
 from muletrain.errors import AdmissionError, CapacityError, ConfigError
 from muletrain.swarm.checkpointing import largest_part
+from muletrain.swarm.disk import check_room
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 TOKENIZER_BYTES, TOKENIZER_BYTES_PER_TOKEN = 4 << 20, 1 << 10
 """A tokenizer.json has at most so many, and for each token of the vocabulary (those of published models have 70 to 140)."""
-SPARE_BYTES = 1 << 30
-"""Of a disk, which no other machine's word fills."""
 
 
 def told_config(text: str) -> RunConfig:
@@ -84,16 +82,6 @@ def check_welcome(facts: RunFacts, welcome: Welcome, offer: Offer) -> None:
         )
     if welcome.part_size:
         check_room(tempfile.gettempdir(), welcome.part_size, "set TMPDIR to another folder")
-
-
-def check_room(folder: str, size: int, otherwise: str) -> None:
-    """Raises CapacityError where ``size`` more bytes would fill the disk of ``folder``, which exists."""
-    free = shutil.disk_usage(folder).free
-    if size + SPARE_BYTES > free:
-        raise CapacityError(
-            f"{folder}: {format_memory(size)} are to go there, of {format_memory(free)} that are free, and {format_memory(SPARE_BYTES)} "
-            f"stay free; free some space, or {otherwise}"
-        )
 
 
 _ASK = "nothing was taken; ask whoever began the run"

@@ -22,6 +22,7 @@ from muletrain.events import Admitted, JoinRefused, Note, Waiting
 from muletrain.runs.seating import choose_stage, mixing, planned
 from muletrain.swarm.messages import Digest, Id, Member, Message, Name, Natural, Rate, Text
 from muletrain.swarm.roster import Genesis
+from muletrain.swarm.sharing import Shared  # noqa: TC001  (a field of Welcome)
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -76,6 +77,8 @@ class Welcome(Message):
     """The run has begun: take the stage's state from its replicas."""
     name: Text = ""
     """What you are called in a run that has begun."""
+    tokens: Shared | None = None
+    """Where the run shares its tokens (``data.share``)."""
 
 
 class AskTokenizer(Message):
@@ -168,6 +171,8 @@ class Lobby:
     parts: list[Path] = field(default_factory=list)
     """Each stage's state before ``first_step``, if that is not 0."""
     part_digests: list[bytes] = field(default_factory=list)
+    tokens: Shared | None = None
+    """Where the run shares them."""
     settled: Callable[[], Awaitable[bool]] = _nothing_to_settle
     """Awaited before the run begins; True: it took its time, in which others may have come and gone."""
     _guests: dict[PeerId, _Guest] = field(default_factory=dict)
@@ -329,6 +334,7 @@ class Lobby:
             tokenizer_size=len(self.tokenizer),
             part_size=self.parts[stage].stat().st_size if self.parts else 0,
             part_digest=self.part_digests[stage] if self.parts else bytes(32),
+            tokens=self.tokens,
         ).pack()
 
     async def _on_tokenizer(self, sender: PeerId, payload: bytes) -> bytes:

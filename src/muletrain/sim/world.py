@@ -9,6 +9,7 @@ may depend on them.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import os
 import random
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from muletrain.clock import LoopClock
 from muletrain.compute.executor import InlineExecutor
 from muletrain.compute.paced import PacedCompute
+from muletrain.data.tokens import digest_of
 from muletrain.errors import MuletrainError
 from muletrain.events import (
     CheckpointWritten,
@@ -50,9 +52,12 @@ from muletrain.swarm.peer import Peer
 from muletrain.swarm.place import Folder
 from muletrain.swarm.roster import Genesis, Roster
 from muletrain.swarm.service import Service
+from muletrain.swarm.sharing import Sharing, Store, share
 from muletrain.wire.frame import frame_size
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from torch import Tensor
 
     from muletrain.events import Event
@@ -190,10 +195,36 @@ class World:
         place.disk = Disk(InlineExecutor())
         return place
 
+    def _corpus(self) -> tuple[Path, Path, bytes]:
+        """The data owners' files of tokens, of the held-out side, and what the genesis says of them."""
+        tokens, heldout = self._folder / "train.bin", self._folder / "heldout.bin"
+        tokens.write_bytes(content := reference.corpus(self._facts).tobytes())
+        heldout.write_bytes(b"")
+        return tokens, heldout, digest_of([hashlib.sha256(side).digest() for side in (content, b"", b"")])
+
+    def _sharing(self, name: str) -> Sharing | None:
+        """Of a peer of a world that shares its tokens: its first trainers have them."""
+        if not self.scenario.share:
+            return None
+        disk = Disk(InlineExecutor())
+        tokens, heldout, data = self._corpus()
+        shared, copy = share(tokens, 2, heldout, disk)
+
+        def source_of(tokens: npt.NDArray[np.integer]) -> reference.Tokens:
+            return reference.Corpus(self._facts, tokens)
+
+        sharing = Sharing(shared, data, b"", self._facts.spec.vocab, source_of, disk=disk)
+        if name in dict(self.scenario.members[: self.scenario.trainers]):
+            sharing.source, sharing.copy = source_of(reference.corpus(self._facts)), copy
+        else:
+            sharing.store = Store(self._folder / f"tokens-{name}", 1 << 20)
+        return sharing
+
     async def _peer(self, name: str, *, joining: bool = False) -> dict[str, Tensor] | None:
         """A peer's life. Its state at the end of the run, if it came so far."""
         network, clock, place = self.networks[name], self._own_clock(name), self._place(name)
-        member = Member(id=name, name=name, stage=stage_of(name), trainer=True, addresses=(), place=place.name)
+        trains, sharing = not self.scenario.share, self._sharing(name)
+        member = Member(id=name, name=name, stage=stage_of(name), trainer=trains, addresses=(), place=place.name)
         roster = Roster(self._genesis, member if joining else name)
         network.on_refusal(lambda remote, reason: self._note(name, FrameRefused(remote=remote, reason=reason)))
 
@@ -204,14 +235,16 @@ class World:
             ctx = Context(
                 network, clock, compute, roster, self._facts.plan, lambda e: self._note(name, e), background=InlineExecutor()
             )  # fmt: skip
-            source = reference.Tokens(self._facts)
+            source = reference.Tokens(self._facts) if sharing is None else sharing.source
 
             def on_step(record: StepRecord) -> bool:
                 self._witness.applied(name, record, inner, self.clock.now())
                 return False
 
             book = Book(place)
-            peer = self.peers[name] = Peer(ctx, source=source, book=book, on_step=on_step, joining=joins, back=back)
+            peer = self.peers[name] = Peer(
+                ctx, source=source, book=book, on_step=on_step, joining=joins, back=back, sharing=sharing
+            )
             return peer
 
         try:
@@ -225,6 +258,8 @@ class World:
             self._outcome.violations.append(f"{name}: {type(e).__name__}: {e}")
             return None
         finally:
+            if sharing is not None:
+                sharing.close()
             await network.close()
         self._outcome.lineages[name] = self.peers[name].stepper.applied
         left = self.peers[name].left

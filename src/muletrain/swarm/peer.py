@@ -56,6 +56,7 @@ from muletrain.swarm.snapshot import Receiver, Snapshots
 from muletrain.swarm.standins import Standins
 from muletrain.swarm.stepper import Stepper
 from muletrain.swarm.trainer import Trainer
+from muletrain.swarm.transfer import Taker
 from muletrain.swarm.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from muletrain.swarm.context import Context
     from muletrain.swarm.messages import Message, Snapshot
     from muletrain.swarm.record import StepRecord
+    from muletrain.swarm.sharing import Sharing
     from muletrain.swarm.trainer import Source
 
 ANNOUNCE_S = 10.0
@@ -105,11 +107,13 @@ class Peer:
         joining: bool = False,
         back: StepBack | None = None,
         fits: Callable[[int], bool] = lambda stage: True,
+        sharing: Sharing | None = None,
     ) -> None:
         """``source``: where a trainer gets its microbatches. ``book``: where it writes checkpoints, if it can. ``on_step`` is told of every
         applied step; True asks to stop. ``reports``: this peer's log is not beside the collector's, so what it counts goes there, to
         ``on_report``. ``joining``: the run goes on already; take its state from a replica first, or, with ``back``, from that
-        checkpoint. ``fits``: the stages this machine's memory has room for."""
+        checkpoint. ``fits``: the stages this machine's memory has room for. ``sharing``: of the run's tokens, if its founder shares
+        them."""
         self._ctx = ctx
         self.roster, self.emit = ctx.roster, ctx.emit
         self._on_step = on_step
@@ -121,7 +125,7 @@ class Peer:
         genesis = ctx.roster.genesis
         begin = (genesis.first_step, genesis.lineage) if back is None else (back.step, back.lineage)
         self._receiver = Receiver(ctx)
-        taker = self._receiver.taker
+        taker, self._sharing, self._tokens = self._receiver.taker, sharing, Taker(ctx)
         self.stepper = Stepper(
             ctx, *begin, self._pipeline.running, self._pipeline.answering, self._adopt, self._begin_ahead, taker
         )
@@ -131,7 +135,7 @@ class Peer:
         self._trainers: dict[int, Trainer] = {}
         """By step."""
         self._membership = Membership(ctx)
-        self._snapshots = Snapshots(ctx, self.stepper, self._membership)
+        self._snapshots = Snapshots(ctx, self.stepper, self._membership, sharing)
         self._lineages = Lineages(ctx, self.stepper, self._receiver)
         self._checkpoints = Checkpoints(ctx, self._snapshots, self._receiver, self._membership, book)
         self.stepper.departure.unsafe = self._checkpoints.unsafe
@@ -204,6 +208,8 @@ class Peer:
         if plan.rebalance != "off":
             ctx.spawn(self.rebalancer.run(), "rebalancing")
         ctx.spawn(self._adoption.watch(), "adoption")
+        if self._sharing is not None:
+            ctx.spawn(self._sharing.run(ctx, self._tokens, self._membership, self._train_too), "tokens")
         if self._joining:
             if await (self._begin_anew(self._back) if self._back is not None else self._begin_late()):
                 announcing.cancel()
@@ -424,6 +430,14 @@ class Peer:
             self._trainers[work.step] = trainer
             trainer.spawn(trainer.run_step(retry=retry), "trainer step")
 
+    def _train_too(self, source: Source) -> None:
+        """This peer has got the data: it builds microbatches, also of the step that is under way."""
+        self.roster.train()
+        self._source = source
+        for work in () if self.stepper.away else self.stepper.under_way():
+            if not work.over:
+                self._begin_step(work, retry=True)
+
     async def _begin_ahead(self) -> None:
         ahead = self.stepper.ahead
         assert ahead is not None
@@ -587,7 +601,8 @@ class Peer:
             case Report():
                 self.reporting.told(sender, message)
             case Block():
-                self._receiver.taker.on_block(sender, message, frame.tensors[0])
+                for taker in (self._receiver.taker, self._tokens):  # who does not wait for it drops it
+                    taker.on_block(sender, message, frame.tensors[0])
             case PartReady():
                 self._checkpoints.on_ready(sender, message)
             case CheckpointEnd():

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from muletrain.swarm.context import Context
     from muletrain.swarm.membership import Membership
     from muletrain.swarm.messages import Message
+    from muletrain.swarm.sharing import Sharing
     from muletrain.swarm.stepper import Stepper
 
 MAX_COPIES = 3
@@ -65,8 +66,9 @@ class _Kept:
 class Snapshots:
     """The donor's side."""
 
-    def __init__(self, ctx: Context, stepper: Stepper, membership: Membership) -> None:
-        self._ctx, self._stepper, self._membership = ctx, stepper, membership
+    def __init__(self, ctx: Context, stepper: Stepper, membership: Membership, sharing: Sharing | None = None) -> None:
+        """``sharing``: of the run's tokens, which are given as copies of states are."""
+        self._ctx, self._stepper, self._membership, self._sharing = ctx, stepper, membership, sharing
         self._kept: dict[bytes, _Kept] = {}
         self._making = asyncio.Lock()
         self._runs: Counter[PeerId] = Counter()
@@ -168,6 +170,8 @@ class Snapshots:
 
     def _asked(self, digest: bytes, taker: PeerId) -> Copy:
         """Raises MuletrainError when it is not kept for ``taker`` (any more)."""
+        if self._sharing is not None and digest == self._sharing.shared.digest:
+            return self._sharing.given(self._ctx, taker)
         kept = self._kept.get(digest)
         if kept is None and (past := self._stepper.trail.copy(taker, digest)) is not None:
             return past
