@@ -25,9 +25,11 @@ from muletrain.swarm.messages import (
     Snapshot,
 )
 from muletrain.swarm.place import Key
+from muletrain.swarm.trail import Trail
 
 from .test_checkpointing import LINEAGE, Stages, play
 from .test_hostile import Target, warm_up
+from .test_joining import context, step_of
 from .test_machines import introduction, lobby_of
 
 if TYPE_CHECKING:
@@ -186,3 +188,23 @@ def test_a_newcomer_that_moved_while_we_were_away_is_asked_who_it_is(tmp_path: P
         await stages.close()
 
     play(scenario)
+
+
+def test_the_gradient_of_a_step_that_lies_back_is_for_replicas_alone() -> None:
+    """Also for one that has heard what it is called."""
+
+    async def scenario() -> None:
+        ctx = context()
+        ctx.roster.admit(Member(id="c", name="c", stage=0, trainer=False, addresses=()))
+        own = Trail(ctx, 1 << 30)
+        own.follow("b", 0)
+        for step in range(2):
+            own.add(*step_of(step))
+        await asyncio.sleep(0.1)
+        packed = own._past[0].packed
+        assert packed is not None
+        assert own.copy("b", packed.digest) is packed
+        assert own.copy("stranger", packed.digest) is None
+        await ctx.close()
+
+    asyncio.run(scenario())

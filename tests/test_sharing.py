@@ -142,8 +142,9 @@ class Pair:
         sides = [hashlib.sha256(side).digest() for side in (TOKENS.tobytes(), b"held out", TOKENIZER)]
         self.data, self.limit, self.vocab, self.folder = digest_of(sides), limit, vocab, folder
         self.shared, _ = share(self.files[0], 2, self.files[1], Disk())
+        self.given: dict[str, Sharing] = {}
         for name in donors:
-            given = self.sharing()
+            given = self.given[name] = self.sharing()
             given.source, given.copy = object(), share(self.files[0], 2, self.files[1], Disk())[1]  # type: ignore[assignment]
             ctx = self.stage.contexts[name]
             Snapshots(ctx, self.stage.at[name], Membership(ctx), given)  # type: ignore[arg-type]
@@ -244,6 +245,22 @@ def test_what_came_before_a_break_need_not_come_again(tmp_path: Path, monkeypatc
     run(scenario)
 
 
+def test_a_founder_does_not_choose_how_large_the_blocks_in_our_memory_are(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        pair = Pair(tmp_path)
+        copy = FileCopy(pair.files[0], Disk())
+        copy.block = len(TOKENS) * 2  # all at once
+        copy.named(copy.hashes())
+        pair.given["a"].copy, pair.given["a"].shared = copy, pair.shared.model_copy(update={"digest": copy.digest})
+        own = pair.sharing(pair.given["a"].shared)
+        assert not await pair.taken(own)
+        assert "blocks that are too large" in pair.notes()
+        assert not pair.net.counters.received["a", Block.KIND]
+        own.close()
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("lie", ["heldout", "vocab", "size"])
 def test_tokens_that_are_not_the_runs_are_not_used_or_kept(lie: str, tmp_path: Path) -> None:
     async def scenario() -> None:
@@ -252,7 +269,11 @@ def test_tokens_that_are_not_the_runs_are_not_used_or_kept(lie: str, tmp_path: P
         own = pair.sharing(pair.shared.model_copy(update=told))
         assert not await pair.taken(own)
         assert own.source is None
-        assert "more tokens than there are" in pair.notes() if lie == "size" else "not the run's" in pair.notes()
+        assert (
+            "another number of tokens than there are" in pair.notes()
+            if lie == "size"
+            else "not the run's" in pair.notes()
+        )
         kept = sum(p.stat().st_size for p in (tmp_path / "cache").iterdir())
         assert kept == 0
         own.close()

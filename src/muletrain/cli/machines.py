@@ -153,7 +153,7 @@ def join_run(
     ticket: str,
     *,
     data: str | None,
-    tokens: float,
+    tokens: float = 1.0,
     place: str | None,
     stage: int | None,
     memory: float | None,

@@ -209,7 +209,8 @@ class Peer:
             ctx.spawn(self.rebalancer.run(), "rebalancing")
         ctx.spawn(self._adoption.watch(), "adoption")
         if self._sharing is not None:
-            ctx.spawn(self._sharing.run(ctx, self._tokens, self._membership, self._train_too), "tokens")
+            taking = self._sharing.run(ctx, self._tokens, self._membership, self._serves, self._train_too)
+            ctx.spawn(taking, "tokens")
         if self._joining:
             if await (self._begin_anew(self._back) if self._back is not None else self._begin_late()):
                 announcing.cancel()
@@ -430,11 +431,14 @@ class Peer:
             self._trainers[work.step] = trainer
             trainer.spawn(trainer.run_step(retry=retry), "trainer step")
 
+    def _serves(self) -> bool:
+        return not self.stepper.away and self._adoption.state == "serves"
+
     def _train_too(self, source: Source) -> None:
         """This peer has got the data: it builds microbatches, also of the step that is under way."""
         self.roster.train()
         self._source = source
-        for work in () if self.stepper.away else self.stepper.under_way():
+        for work in self.stepper.under_way():
             if not work.over:
                 self._begin_step(work, retry=True)
 

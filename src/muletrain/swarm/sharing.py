@@ -24,7 +24,7 @@ from muletrain.events import Note
 from muletrain.policy.deadline import backoff_s
 from muletrain.swarm.disk import Disk, check_room
 from muletrain.swarm.messages import AskManifest, Digest, Message
-from muletrain.swarm.transfer import Copy, Manifest, Partial
+from muletrain.swarm.transfer import Copy, Manifest, Partial, block_size
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
@@ -205,14 +205,22 @@ class Sharing:
 
     # The taker --------------------------------------------------------------------------------------------------------
 
-    async def run(self, ctx: Context, taker: Taker, membership: Membership, train: Callable[[Source], None]) -> None:
-        """Until cancelled: where more peers should be able to build microbatches, get the tokens, and be one (``train``)."""
+    async def run(
+        self,
+        ctx: Context,
+        taker: Taker,
+        membership: Membership,
+        serves: Callable[[], bool],
+        train: Callable[[Source], None],
+    ) -> None:
+        """Until cancelled: where more peers should be able to build microbatches, get the tokens, and be one (``train``). But first of all
+        the state of its stage, so that it ``serves``."""
         tries, untold = 0, set[str]()
         while self.source is not None or self.store is not None:
             await ctx.clock.sleep(backoff_s(tries, LOOK_S, LOOK_MAX_S))
             tries = 0
             untold = await membership.tell({p for p in untold if ctx.roster.knows(p)})
-            if ctx.roster.own.trainer or len(ctx.roster.trainers()) >= self.wanted:
+            if not serves() or ctx.roster.own.trainer or len(ctx.roster.trainers()) >= self.wanted:
                 continue
             if self.source is None and not await self._taken(ctx, taker):
                 tries += 1
@@ -275,8 +283,8 @@ class Sharing:
             manifest.check(self.shared.size)
         except ProtocolError as e:
             raise DataError(f"the welcome names what cannot be tokens: {e}") from None
-        if manifest.size != self.shared.size:
-            raise DataError("the welcome names more tokens than there are")
+        if manifest.size != self.shared.size or manifest.block > block_size(manifest.size):  # blocks lie in our memory
+            raise DataError("the welcome names another number of tokens than there are, or blocks that are too large")
         partial = FilePartial(self.shared.digest, manifest, bytearray(), set(range(manifest.blocks)), file, self.disk)
         await partial.look()
         return partial

@@ -53,6 +53,11 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "uint8": torch.uin
 Shape = Annotated[tuple[Natural, ...], Field(max_length=MAX_DIMENSIONS)]
 
 
+def block_size(size: int) -> int:
+    """Of a copy of ``size`` bytes."""
+    return max(BLOCK, -(-size // MAX_BLOCKS))
+
+
 class Manifest(Message):
     """What a copy consists of: its tensors (name, dtype, shape) in order, the size of a block, every block's BLAKE3."""
 
@@ -94,7 +99,7 @@ class Copy:
         self._views = [t.contiguous().reshape(-1).view(torch.uint8).numpy().data for t in self._tensors]
         self._begins = [0, *accumulate(len(v) for v in self._views)]
         self.size = self._begins[-1]
-        self.block = max(BLOCK, -(-self.size // MAX_BLOCKS))
+        self.block = block_size(self.size)
         self.manifest = b""
         self.digest = b""
 
