@@ -236,10 +236,14 @@ def test_what_came_before_a_break_need_not_come_again(tmp_path: Path, monkeypatc
         first = pair.sharing()
         assert not await pair.taken(first)
         first.close()
+        assert first._partial is not None
+        came = {1000 * k for k in range(60)} - {1000 * k for k in first._partial.missing}
+        assert came
         pair.stage.hub.mend("a", "t")
         second = pair.sharing()
+        again = len(sent)
         assert await pair.taken(second)
-        assert len(sent) < 60 + 2 * 2 * transfer.RUN
+        assert not came & {*sent[again:]}
         second.close()
 
     run(scenario)
