@@ -650,7 +650,7 @@ def test_who_joins_gets_its_first_weights_and_needs_no_folder(tmp_path: Path) ->
         own.open()
         own.seat("founder", introduction("founder"))
         visitor = lobby.Visitor(hub.join("newcomer"), "founder")
-        welcome, _ = await visitor.join(introduction("newcomer"))
+        welcome = await visitor.join(introduction("newcomer"))
         await visitor.part(welcome, tmp_path / "part")
         here = machine.Machine.probe("cpu", Precision.FP32, 1.0)
         compute = build_compute(facts, welcome.stage, here, None, tmp_path / "part")

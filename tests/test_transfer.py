@@ -20,6 +20,7 @@ from muletrain.network.memory import MemoryHub, MemoryNetwork
 from muletrain.policy.lineages import Chain
 from muletrain.swarm import snapshot, transfer
 from muletrain.swarm.context import Context, Plan
+from muletrain.swarm.membership import Membership
 from muletrain.swarm.messages import AskBlocks, AskPast, AskSnapshot, Block, Member, Snapshot
 from muletrain.swarm.roster import Genesis, Roster
 from muletrain.swarm.snapshot import Receiver, Snapshots
@@ -87,7 +88,7 @@ class Stage:
         }
         for n in donors:
             stepper: Any = self.at[n]
-            Snapshots(self.contexts[n], stepper)
+            Snapshots(self.contexts[n], stepper, Membership(self.contexts[n]))
             self.networks[n].receive(self._nothing)
         self.receiver = Receiver(self.contexts["t"])
         self.networks["t"].receive(self._block)
@@ -339,12 +340,12 @@ def test_each_of_many_takers_gets_its_turn(monkeypatch: pytest.MonkeyPatch) -> N
             sent.append(taker)
 
         monkeypatch.setattr(Copy, "send", send)
-        digest = Snapshot.unpack(
-            await stage.networks["t"].call("a", AskSnapshot.KIND, AskSnapshot(stage=0).pack(), timeout_s=5)
-        ).digest
-        ask, takers = AskBlocks(digest=digest, blocks=(0,)).pack(), [f"t{k}" for k in range(20)]
+        takers = [f"t{k}" for k in range(20)]
         for taker in takers:
             network = stage.hub.join(taker)
+            stage.contexts["a"].roster.admit(Member(id=taker, name=taker, stage=0, trainer=False, addresses=()))
+            offer = Snapshot.unpack(await network.call("a", AskSnapshot.KIND, AskSnapshot(stage=0).pack(), timeout_s=5))
+            ask = AskBlocks(digest=offer.digest, blocks=(0,)).pack()
             for _ in range(snapshot.MAX_RUNS):
                 await network.call("a", AskBlocks.KIND, ask, timeout_s=5)
             with pytest.raises(Refused, match="enough to send"):

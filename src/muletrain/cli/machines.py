@@ -57,10 +57,12 @@ def start_run(
     strategy: str | None = None,
     name: str | None = None,
     probe: bool = False,
+    share_data: bool = False,
 ) -> None:
-    """Found a run (or go on with one) and serve one of its peers; the report comes when it ends. ``plan``, ``strategy``: see ``run_local``.
-    Raises MuletrainError before anything starts."""
+    """Found a run (or go on with one) and serve one of its peers; the report comes when it ends. ``plan``, ``strategy``: see ``run_local``;
+    ``share_data``: sets ``data.share``. Raises MuletrainError before anything starts."""
     _check_name(name)
+    overrides = (*overrides, "data.share=true") if share_data else overrides
     with opened(path, overrides, "start", resume, plan, strategy) as (folder, config):
         _start(
             folder, config, listen=listen, port=port, announce=announce, json=json, resumed=resume is not None, name=name or _host(),
@@ -151,6 +153,7 @@ def join_run(
     ticket: str,
     *,
     data: str | None,
+    tokens: float = 1.0,
     place: str | None,
     stage: int | None,
     memory: float | None,
@@ -185,6 +188,7 @@ def join_run(
             folder="",
             threads=threads,
             data=where,
+            tokens_gib=tokens,
             place=place,
             device=own,
             stage=stage,

@@ -148,6 +148,14 @@ def start(
             "(for 'muletrain plan') into the run folder.",
         ),
     ] = False,
+    share_data: Annotated[
+        bool,
+        typer.Option(
+            "--share-data",
+            help="As --set data.share=true: members may ask for the tokens of your training text, which say the text itself, and a few "
+            "keep them on their disks, so that the run goes on without this machine. Whoever has the ticket can read the text then.",
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Begin a run on several machines: prints a ticket, waits until every stage is served, trains, collects checkpoints."""
@@ -165,6 +173,7 @@ def start(
         strategy=strategy,
         name=name,
         probe=probe,
+        share_data=share_data,
     )
 
 
@@ -183,6 +192,14 @@ def join(
     data: Annotated[
         str | None, typer.Option(help="The run's corpus, to build microbatches too (checked by digest).")
     ] = None,
+    tokens: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Of a run that shares its tokens (data.share): keep them in this machine's cache, up to this size [GiB], build "
+            "microbatches where others that have the data are gone, and give the tokens to other members; 0: take none.",
+        ),
+    ] = 1.0,
     place: Annotated[
         str | None,
         typer.Option(
@@ -234,6 +251,7 @@ def join(
     join_run(
         ticket,
         data=data,
+        tokens=tokens,
         place=place,
         stage=stage,
         memory=memory,

@@ -134,6 +134,11 @@ class DataConfig(Section):
         description="folder of the token cache; default: ~/.cache/muletrain",
         examples=["/data/cache"],
     )
+    share: bool = Field(
+        default=False,
+        description="give the tokens of the training text (so the text itself) to members that ask for them: a few peers without the data "
+        "take them, and the run outlives its only data owner. Whoever has the ticket can read the text then",
+    )
 
 
 class TrainConfig(Section):
@@ -344,6 +349,10 @@ class RunConfig(Section):
         _check_fleet(self.fleet)
         _check_pipeline(self)
         _check_network(self.network)
+        if self.data.share and self.fleet.trainers == 1:
+            raise ValueError(
+                "data.share: of no use beside fleet.trainers = 1; let two peers build microbatches, or leave it out"
+            )
         return self
 
     def local(self) -> RunConfig:

@@ -32,7 +32,7 @@ from muletrain.data.tokenizer import (
 from muletrain.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from muletrain.config.schema import DataConfig
 
@@ -124,6 +124,15 @@ class TokenCache:
             return cls(folder, train, heldout, text, meta["digest"], int(meta["vocab"]), meta["end_of_text"], stats)
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+    @property
+    def train_file(self) -> tuple[Path, int]:
+        """Of the training side's tokens, and the bytes of each."""
+        return self.folder / "train.bin", self.train.dtype.itemsize
+
+    @property
+    def heldout_file(self) -> Path:
+        return self.folder / "heldout.bin"
 
     def decode(self, tokens: list[int]) -> str:
         """Text of token ids, special tokens included."""
@@ -312,12 +321,17 @@ def _key(config: DataConfig, corpus: Corpus, tokenizer: tokenizers.Tokenizer | N
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
+def digest_of(parts: Sequence[bytes]) -> bytes:
+    """``TokenCache.digest`` of the SHA-256 of ``train.bin``, ``heldout.bin`` and ``tokenizer.json``."""
+    return hashlib.sha256(b"".join(parts)).digest()
+
+
 def _digest(folder: Path) -> str:
-    whole = hashlib.sha256()
+    parts = []
     for name in ("train.bin", "heldout.bin", "tokenizer.json"):
         with (folder / name).open("rb") as file:
-            whole.update(hashlib.file_digest(file, "sha256").digest())
-    return whole.hexdigest()
+            parts.append(hashlib.file_digest(file, "sha256").digest())
+    return digest_of(parts).hex()
 
 
 def _no_progress(_share: float) -> None:

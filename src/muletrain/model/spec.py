@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from muletrain.config.schema import ModelConfig
 
+MAX_SEARCH = 1 << 24
+"""Stages x layers^2: the search for the best cut takes some 32 bytes for each."""
 _FFN_MULTIPLE = 64  # the default feed-forward width is rounded up to it
 
 
@@ -155,6 +157,11 @@ class ModelSpec:
         if not 1 <= stages <= self.layers:
             raise ConfigError(
                 f"fleet.stages: {stages} stages for model.layers = {self.layers}; a stage needs at least one layer"
+            )
+        if stages * self.layers**2 > MAX_SEARCH:  # also what a founder's configuration can make a joiner compute
+            raise ConfigError(
+                f"fleet.layers: {self.layers} layers in {stages} stages are too many to search for the best cut; say how many layers each "
+                f"stage has"
             )
         costs = [self.layer_flops()] * self.layers
         return partition(costs, stages, first_extra=self.embedding_flops, last_extra=self.head_flops)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from muletrain.compute.base import Compute
     from muletrain.compute.estimate import StageMemory
+    from muletrain.data.microbatch import TokenArray
     from muletrain.data.tokens import TokenCache
     from muletrain.policy.partition import Cut
     from muletrain.policy.seats import Seats
@@ -100,9 +101,13 @@ class RunFacts:
         )  # fmt: skip
 
     def source(self, cache: TokenCache) -> MicrobatchSource:
+        return self.source_of(cache.train)
+
+    def source_of(self, tokens: TokenArray) -> MicrobatchSource:
+        """Of the training side. Raises DataError where it is shorter than one sequence."""
         t = self.config.train
         return MicrobatchSource(
-            cache.train, t.seed, t.batch, t.microbatch, self.spec.context, t.sequence_start, t.sequence_warmup
+            tokens, t.seed, t.batch, t.microbatch, self.spec.context, t.sequence_start, t.sequence_warmup
         )
 
     def needs(self) -> list[StageMemory]:

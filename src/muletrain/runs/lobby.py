@@ -22,6 +22,7 @@ from muletrain.events import Admitted, JoinRefused, Note, Waiting
 from muletrain.runs.seating import choose_stage, mixing, planned
 from muletrain.swarm.messages import Address, Digest, Id, Member, Message, Name, Natural, Rate, Text
 from muletrain.swarm.roster import Genesis
+from muletrain.swarm.sharing import Shared  # noqa: TC001  (a field of Welcome)
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -76,6 +77,8 @@ class Welcome(Message):
     """The run has begun: take the stage's state from its replicas."""
     name: Text = ""
     """What you are called in a run that has begun."""
+    tokens: Shared | None = None
+    """Where the run shares its tokens (``data.share``)."""
 
 
 class AskTokenizer(Message):
@@ -168,6 +171,8 @@ class Lobby:
     parts: list[Path] = field(default_factory=list)
     """Each stage's state before ``first_step``, if that is not 0."""
     part_digests: list[bytes] = field(default_factory=list)
+    tokens: Shared | None = None
+    """Where the run shares them."""
     settled: Callable[[], Awaitable[bool]] = _nothing_to_settle
     """Awaited before the run begins; True: it took its time, in which others may have come and gone."""
     _guests: dict[PeerId, _Guest] = field(default_factory=dict)
@@ -329,6 +334,7 @@ class Lobby:
             tokenizer_size=len(self.tokenizer),
             part_size=self.parts[stage].stat().st_size if self.parts else 0,
             part_digest=self.part_digests[stage] if self.parts else bytes(32),
+            tokens=self.tokens,
         ).pack()
 
     async def _on_tokenizer(self, sender: PeerId, payload: bytes) -> bytes:
@@ -336,9 +342,10 @@ class Lobby:
         return self.tokenizer[offset : offset + PIECE]
 
     async def _on_part(self, sender: PeerId, payload: bytes) -> bytes:
-        ask = AskPart.unpack(payload)
-        if ask.stage >= len(self.parts):
-            raise ProtocolError(f"no checkpoint part of stage {ask.stage} here")
+        """Raises ProtocolError for any but a guest that gets its stage ready."""
+        ask, guest = AskPart.unpack(payload), self._guests.get(sender)
+        if self._begun or guest is None or ask.stage != guest.stage or ask.stage >= len(self.parts):
+            raise ProtocolError(f"stage {ask.stage}'s part of the checkpoint is for those that get that stage ready")
         return await asyncio.to_thread(_read_at, self.parts[ask.stage], ask.offset)
 
     async def _on_ready(self, sender: PeerId, payload: bytes) -> bytes:
@@ -418,10 +425,13 @@ class Visitor:
         self.net.serve("lobby.ping", self._on_ping)
         _serve_founder(self.net, self.founder)
 
-    async def join(self, join: Join) -> tuple[Welcome, bytes]:
-        """Get a seat and the tokenizer. Raises Refused with the founder's reason, or another NetworkError."""
+    async def join(self, join: Join) -> Welcome:
+        """Get a seat. Raises Refused with the founder's reason, or another NetworkError."""
         answer = await self.net.call(self.founder, Join.KIND, join.pack(), timeout_s=CALL_TIMEOUT_S)
-        welcome = Welcome.unpack(answer)
+        return Welcome.unpack(answer)
+
+    async def tokenizer(self, welcome: Welcome) -> bytes:
+        """Raises ProtocolError for pieces that do not fit, or another NetworkError."""
         tokenizer = bytearray()
         while len(tokenizer) < welcome.tokenizer_size:
             ask = AskTokenizer(offset=len(tokenizer)).pack()
@@ -429,7 +439,7 @@ class Visitor:
             if not piece or len(tokenizer) + len(piece) > welcome.tokenizer_size:
                 raise ProtocolError("the tokenizer's pieces do not add up to its size")
             tokenizer += piece
-        return welcome, bytes(tokenizer)
+        return bytes(tokenizer)
 
     async def decline(self, reason: str) -> None:
         """Give the seat back; whoever took us in is told why, if it can be."""

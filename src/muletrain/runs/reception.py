@@ -32,15 +32,18 @@ if TYPE_CHECKING:
     from muletrain.network.base import Network, PeerId
     from muletrain.policy.seats import Seats
     from muletrain.swarm.roster import Roster
+    from muletrain.swarm.sharing import Shared
 
 
 @dataclass(frozen=True)
 class Papers:
-    """What a newcomer is told of the run. ``config``: the configuration as JSON; ``data``: the corpus' digest; ``tokenizer``: its JSON."""
+    """What a newcomer is told of the run. ``config``: the configuration as JSON; ``data``: the corpus' digest; ``tokenizer``: its JSON;
+    ``tokens``: see ``Welcome``."""
 
     config: str
     data: bytes
     tokenizer: bytes
+    tokens: Shared | None = None
 
 
 @dataclass
@@ -82,7 +85,7 @@ class Reception:
         self.emit(Admitted(peer_id=sender))
         return Welcome(
             config=self.papers.config, stage=stage, data=self.papers.data, tokenizer_size=len(self.papers.tokenizer), running=True,
-            name=self._unique(join.name),
+            name=self._unique(join.name), tokens=self.papers.tokens,
         ).pack()  # fmt: skip
 
     def _unique(self, name: str) -> str:

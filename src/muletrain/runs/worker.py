@@ -25,9 +25,9 @@ import muletrain
 from muletrain.clock import LoopClock
 from muletrain.compute.probe import chip
 from muletrain.config.fleet import Link, limited_peer, load_fleet
-from muletrain.config.schema import Precision, RunConfig
-from muletrain.data.tokens import TokenCache
-from muletrain.errors import AdmissionError, CheckpointError, ConfigError, MuletrainError, no_room
+from muletrain.config.schema import DataConfig, Precision, RunConfig
+from muletrain.data.tokens import TokenCache, cache_folder
+from muletrain.errors import AdmissionError, CheckpointError, ConfigError, DataError, MuletrainError, no_room
 from muletrain.events import (
     EventLog,
     FrameRefused,
@@ -48,7 +48,8 @@ from muletrain.runs.assemble import RunFacts, build_compute, resolve_start, vers
 from muletrain.runs.chaos import Points, damage_next, spoil_next
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.guard import Guard, where_it_hangs
-from muletrain.runs.lobby import Join, Lobby, Visitor, find_founder
+from muletrain.runs.limits import check_stage, check_tokenizer, check_welcome, told_config
+from muletrain.runs.lobby import Join, Lobby, Visitor, Welcome, find_founder
 from muletrain.runs.machine import Machine
 from muletrain.runs.probing import BlockFound, Prober, block_of, identity_of
 from muletrain.runs.reception import Papers, Reception
@@ -60,12 +61,15 @@ from muletrain.runs.vicinity import serve_sight
 from muletrain.runs.worker_files import EXIT_ERROR, EXIT_NO_CHECKPOINT, OWNER_FILE, SCRATCH, TICKET_FILE, write_secret
 from muletrain.swarm.checkpointing import Book
 from muletrain.swarm.context import Context
+from muletrain.swarm.disk import Disk
 from muletrain.swarm.messages import Member
 from muletrain.swarm.peer import Peer
 from muletrain.swarm.place import Folder, Place, open_place
 from muletrain.swarm.roster import Roster
 from muletrain.swarm.service import Service
+from muletrain.swarm.sharing import WANTED, Sharing, Store, share
 from muletrain.swarm.watchdog import DeviceHung
+from muletrain.units import format_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -241,6 +245,8 @@ class Worker:
             raise CheckpointError(
                 f"{checkpoint.folder}: the corpus is not what the run was trained on; restore its files"
             )
+        check_tokenizer(facts, len(cache.tokenizer_json))
+        sharing = await self._owners_sharing(facts, cache) if config.data.share else None
         machine = await self._machine(config)
         lobby = Lobby(
             net=network, clock=self._clock, emit=self._log.emit, run_id=self._ticket.run_id,
@@ -249,7 +255,7 @@ class Worker:
             stages=config.fleet.stages, expected=config.fleet.peers or config.fleet.stages, trainers=config.fleet.trainers,
             needs=facts.needs(), stage_costs=facts.stage_costs(), seats=facts.seats,
             first_step=checkpoint.step if checkpoint else 0, parts=checkpoint.parts if checkpoint else [],
-            part_digests=checkpoint.digests if checkpoint else [],
+            part_digests=checkpoint.digests if checkpoint else [], tokens=None if sharing is None else sharing.shared,
         )  # fmt: skip
         lobby.open()
         self._names = lobby.names
@@ -273,8 +279,8 @@ class Worker:
         roster = Roster(await lobby.gather(), network.peer_id)
         self._survey = None
         prober.close()
-        papers = Papers(lobby.config_json, lobby.data_digest, lobby.tokenizer)
-        await self._train(facts, roster, network, compute, machine, cache, papers, place)
+        papers = Papers(lobby.config_json, lobby.data_digest, lobby.tokenizer, lobby.tokens)
+        await self._train(facts, roster, network, compute, machine, cache, papers, place, sharing)
 
     # A newcomer -----------------------------------------------------------------------------------------------------
 
@@ -282,8 +288,14 @@ class Worker:
         visitor = Visitor(network, await find_founder(network, self._ticket.addresses), self._waiting)
         self._hand_out(self._ticket.passed_on(visitor.founder, network.addresses()))
         machine = await self._machine(None)
-        welcome, tokenizer = await visitor.join(self._introduction(network, machine))
-        facts = RunFacts.of(RunConfig.model_validate_json(welcome.config))
+        welcome = await visitor.join(self._introduction(network, machine))
+        try:
+            facts = RunFacts.of(told_config(welcome.config))
+            check_welcome(facts, welcome, machine.offer)
+            tokenizer = await visitor.tokenizer(welcome)
+        except MuletrainError as e:
+            await visitor.decline(str(e))
+            raise
         if self._spec.keeps_ticket:
             self._log.note(f"this peer gets stage {welcome.stage} of 0..{facts.config.fleet.stages - 1} ready")
         precision = facts.config.compute.precision
@@ -308,6 +320,7 @@ class Worker:
         else:
             compute = await self._compute(facts, welcome.stage, machine, None)
         place = place_of(facts.config, self._spec, self._log.note)
+        sharing = await self._sharing(facts, welcome, tokenizer, cache)
         if welcome.running:
             genesis = await visitor.genesis()
             roster = Roster(
@@ -325,16 +338,53 @@ class Worker:
             genesis = await visitor.begin(trainer=cache is not None, place=place.name)
             prober.close()
             roster = Roster(genesis, network.peer_id)
-        if genesis.config != facts.config_digest:
-            raise AdmissionError("the run began with another configuration than was sent; start it again")
-        papers = Papers(welcome.config, welcome.data, tokenizer)
-        await self._train(facts, roster, network, compute, machine, cache, papers, place, joining=welcome.running)
+        begun = genesis.config, genesis.stages, roster.own.stage
+        if begun != (facts.config_digest, len(facts.cut), welcome.stage):
+            raise AdmissionError("the run began with another configuration or stage than was sent; start it again")
+        papers = Papers(welcome.config, welcome.data, tokenizer, welcome.tokens)
+        if genesis.data != welcome.data:
+            raise AdmissionError("the run began with another corpus than was said; ask whoever began it")
+        await self._train(
+            facts, roster, network, compute, machine, cache, papers, place, sharing, joining=welcome.running
+        )
 
     def _waiting(self, missing: tuple[str, ...]) -> None:
         """On a machine of its own a joiner says what the run waits for; otherwise the founder does so beside it."""
         if self._spec.keeps_ticket and missing and list(missing) != self._missing:
             self._missing = list(missing)
             self._log.emit(Waiting(missing=self._missing))
+
+    async def _owners_sharing(self, facts: RunFacts, cache: TokenCache) -> Sharing:
+        """Of a peer that has the data. Reads all of it once. Raises DataError."""
+        disk, wanted = Disk(), facts.config.fleet.trainers or WANTED
+        try:
+            shared, copy = await asyncio.to_thread(share, *cache.train_file, cache.heldout_file, disk)
+        except OSError as e:
+            raise DataError(f"data.share: {cache.folder}: {e.strerror}; build the cache again") from e
+        return Sharing(
+            shared, bytes.fromhex(cache.digest), cache.tokenizer_json, facts.spec.vocab, facts.source_of, wanted=min(WANTED, wanted),
+            source=facts.source(cache), copy=copy, disk=disk,
+        )  # fmt: skip
+
+    async def _sharing(
+        self, facts: RunFacts, welcome: Welcome, tokenizer: bytes, cache: TokenCache | None
+    ) -> Sharing | None:
+        """A joiner's part in it, where the run shares its tokens."""
+        shared, limit = welcome.tokens, int(self._spec.tokens_gib * 2**30)
+        if shared is None or not facts.config.data.share:
+            return None
+        if cache is not None:
+            own = await self._owners_sharing(facts, cache)
+            return own if own.shared == shared else None
+        if shared.size > limit:
+            self._log.note(
+                f"the run shares its tokens, {format_memory(shared.size)}; this machine keeps at most {format_memory(limit)} (--tokens)",
+                "info",
+            )
+            return None
+        wanted = min(WANTED, facts.config.fleet.trainers or WANTED)
+        store = Store(cache_folder(DataConfig()) / "shared", limit)
+        return Sharing(shared, welcome.data, tokenizer, facts.spec.vocab, facts.source_of, store, wanted)
 
     def _own_data(self, facts: RunFacts, tokenizer: bytes, digest: str) -> TokenCache | None:
         """The corpus, where this peer has it: only then can it be a trainer. Raises AdmissionError when it is another corpus."""
@@ -390,7 +440,9 @@ class Worker:
         )  # fmt: skip
 
     async def _compute(self, facts: RunFacts, stage: int, machine: Machine, part: Path | None) -> Compute:
-        """With the state in ``part``, if the run does not begin with what every peer can make."""
+        """With the state in ``part``, if the run does not begin with what every peer can make. Raises CapacityError, whoever says that this
+        peer serves ``stage``."""
+        check_stage(facts, stage, machine.offer)
         compute = await asyncio.to_thread(build_compute, facts, stage, machine, self._spec.fleet_index, part)
         if part is not None:
             await compute.load_state(await compute.offload(safetensors.torch.load_file, part))
@@ -406,6 +458,7 @@ class Worker:
         cache: TokenCache | None,
         papers: Papers,
         place: Place,
+        sharing: Sharing | None,
         *,
         joining: bool = False,
     ) -> None:
@@ -446,9 +499,9 @@ class Worker:
                 trail_bytes=facts.needs()[roster.own.stage].spare(machine.offer),
                 reached=lambda phase, step: self._points.reached(phase, step + 1),
             )  # fmt: skip
+            source = facts.source(cache) if cache is not None else None if sharing is None else sharing.source
             peer = self._peer = Peer(
-                ctx, source=facts.source(cache) if cache is not None and roster.own.trainer else None,
-                book=book, on_step=on_step, on_report=self._log.emit,
+                ctx, source=source, sharing=sharing, book=book, on_step=on_step, on_report=self._log.emit,
                 reports=self._spec.keeps_ticket, joining=joins, back=back, fits=lambda s: facts.needs()[s].fits(machine.offer),
             )  # fmt: skip
             peer.reporting.tell(_joined(roster.own, own, machine, self._spec.threads))

@@ -15,7 +15,7 @@ from muletrain.compute.base import Update
 from muletrain.compute.torch_compute import StageSetup, TorchCompute
 from muletrain.config.load import load_config
 from muletrain.config.schema import Precision
-from muletrain.data.microbatch import sequence_length
+from muletrain.data.microbatch import MicrobatchSource, sequence_length
 from muletrain.model.dropout import Masks, keep_mask
 from muletrain.model.spec import ModelSpec
 from muletrain.optim.schedule import learning_rate
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from muletrain.config.schema import OptimizerConfig, RunConfig
     from muletrain.policy.partition import Cut
     from muletrain.sim.scenario import Scenario
+
+
+CORPUS = 20_000
+"""Tokens."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,29 @@ class Tokens:
         """All inputs and all targets of a step, int64 [microbatches, T]."""
         inputs, targets = zip(*(self.microbatch(step, index) for index in range(microbatches)), strict=True)
         return torch.from_numpy(np.concatenate(inputs)), torch.from_numpy(np.concatenate(targets))
+
+
+def corpus(facts: Facts) -> npt.NDArray[np.uint16]:
+    """What the data owner of a world has."""
+    drawn = np.random.default_rng(facts.config.train.seed).integers(0, facts.spec.vocab, CORPUS)
+    return drawn.astype("<u2")
+
+
+class Corpus(Tokens):
+    """Microbatches of a corpus, as in production."""
+
+    def __init__(self, facts: Facts, tokens: npt.NDArray[np.integer]) -> None:
+        super().__init__(facts)
+        train = facts.config.train
+        self._source = MicrobatchSource(tokens, train.seed, train.batch, train.microbatch, facts.spec.context)
+
+    def microbatch(self, step: int, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        return self._source.microbatch(step, index)
+
+
+def tokens_of(scenario: Scenario, facts: Facts) -> Tokens:
+    """Where its microbatches come from."""
+    return Corpus(facts, corpus(facts)) if scenario.share else Tokens(facts)
 
 
 def facts_of(scenario: Scenario) -> Facts:
@@ -193,7 +220,7 @@ def history(scenario: Scenario) -> History:
     facts = facts_of(scenario)
     at_once = facts.config.optimizer.model_copy(update={"delayed": False})
     tokens, compute = (
-        Tokens(facts),
+        tokens_of(scenario, facts),
         SingleProcess(facts.spec, facts.spec.cut(1), 0, _setup(facts, at_once), facts.given),
     )
     states = History()

@@ -88,6 +88,8 @@ class Scenario:
     """Share of frames that are held up for up to ``STALL_S``, while what goes by other streams overtakes them."""
     trace: bool = False
     """Keep all events, those of the peers' slots, too."""
+    share: bool = False
+    """Those that do not train at first, and newcomers, have no data: the trainers share theirs (``data.share``)."""
     same_bits: bool = True
     """All peers' devices round alike."""
     kinds: tuple[str, ...] = ()

@@ -9,6 +9,7 @@ may depend on them.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import os
 import random
@@ -22,6 +23,7 @@ import safetensors.torch
 from muletrain.clock import LoopClock
 from muletrain.compute.executor import InlineExecutor
 from muletrain.compute.paced import PacedCompute
+from muletrain.data.tokens import digest_of
 from muletrain.errors import MuletrainError
 from muletrain.events import (
     CheckpointWritten,
@@ -55,9 +57,12 @@ from muletrain.swarm.peer import Peer
 from muletrain.swarm.place import Folder
 from muletrain.swarm.roster import Genesis, Roster
 from muletrain.swarm.service import Service
+from muletrain.swarm.sharing import Sharing, Store, share
 from muletrain.wire.frame import frame_size
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from torch import Tensor
 
     from muletrain.events import Event
@@ -267,10 +272,36 @@ class World:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
+    def _corpus(self) -> tuple[Path, Path, bytes]:
+        """The data owners' files of tokens, of the held-out side, and what the genesis says of them."""
+        tokens, heldout = self._folder / "train.bin", self._folder / "heldout.bin"
+        tokens.write_bytes(content := reference.corpus(self._facts).tobytes())
+        heldout.write_bytes(b"")
+        return tokens, heldout, digest_of([hashlib.sha256(side).digest() for side in (content, b"", b"")])
+
+    def _sharing(self, name: str) -> Sharing | None:
+        """Of a peer of a world that shares its tokens: its first trainers have them."""
+        if not self.scenario.share:
+            return None
+        disk = Disk(InlineExecutor())
+        tokens, heldout, data = self._corpus()
+        shared, copy = share(tokens, 2, heldout, disk)
+
+        def source_of(tokens: npt.NDArray[np.integer]) -> reference.Tokens:
+            return reference.Corpus(self._facts, tokens)
+
+        sharing = Sharing(shared, data, b"", self._facts.spec.vocab, source_of, disk=disk)
+        if name in dict(self.scenario.members[: self.scenario.trainers]):
+            sharing.source, sharing.copy = source_of(reference.corpus(self._facts)), copy
+        else:
+            sharing.store = Store(self._folder / f"tokens-{name}", 1 << 20)
+        return sharing
+
     async def _peer(self, name: str, *, joins_as: str = "") -> dict[str, Tensor] | None:
         """A peer's life. Its state at the end of the run, if it came so far. ``joins_as``: what it calls itself, if it joins."""
         network, clock, place, joining = self.networks[name], self._own_clock(name), self._place(name), bool(joins_as)
-        trains, begin = name not in self.scenario.without_data, clock.now()
+        sharing, begin = self._sharing(name), clock.now()
+        trains = not self.scenario.share and name not in self.scenario.without_data
         member = Member(
             id=name, name=joins_as or name, stage=stage_of(name), trainer=trains, addresses=(), place=place.name
         )
@@ -287,7 +318,7 @@ class World:
                 network, clock, compute, roster, self._facts.plan, lambda e: self._note(name, e), background=InlineExecutor(),
                 trail_bytes=self.scenario.trail_bytes,
             )  # fmt: skip
-            source = reference.Tokens(self._facts)
+            source = reference.Tokens(self._facts) if sharing is None else sharing.source
 
             def on_step(record: StepRecord) -> bool:
                 self._witness.applied(name, record, inner, self.clock.now())
@@ -295,7 +326,9 @@ class World:
                 return limit_s is not None and clock.now() - begin > limit_s
 
             book = Book(place)
-            peer = self.peers[name] = Peer(ctx, source=source, book=book, on_step=on_step, joining=joins, back=back)
+            peer = self.peers[name] = Peer(
+                ctx, source=source, book=book, on_step=on_step, joining=joins, back=back, sharing=sharing
+            )
             return peer
 
         try:
@@ -309,6 +342,8 @@ class World:
             self._outcome.violations.append(f"{name}: {type(e).__name__}: {e}")
             return None
         finally:
+            if sharing is not None:
+                sharing.close()
             await network.close()
         self._outcome.lineages[name] = self.peers[name].stepper.applied
         self._outcome.steps[name] = self.peers[name].stepper.step

@@ -337,7 +337,15 @@ class Adoption:
             self.ordered.set_result(order)
 
     def _check(self, order: StepBack) -> None:
+        """Raises ProtocolError for an order that nobody of ours would give: peers say which stages they have room for."""
         order.check(self._ctx.plan.stages, self._ctx.plan.steps)
+        own = self._ctx.roster.own
+        stage = dict(order.moves).get(own.id, own.stage)
+        if stage != own.stage and not self._fits(stage):
+            raise ProtocolError(
+                f"a step back that moves {own.name} to stage {stage}, which needs more memory than it may use (--memory): move one that "
+                f"names it among its targets"
+            )
 
     def _is_later(self, order: StepBack) -> bool:
         return branch_of(order.lineage) > branch_of(self._where().lineage)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from muletrain.network.base import PeerId
     from muletrain.swarm.context import Context
+    from muletrain.swarm.membership import Membership
     from muletrain.swarm.messages import Snapshot
     from muletrain.swarm.place import Place
     from muletrain.swarm.snapshot import Receiver, Snapshots
@@ -145,8 +146,11 @@ class _Open:
 class Checkpoints:
     """One peer's part in them."""
 
-    def __init__(self, ctx: Context, snapshots: Snapshots, receiver: Receiver, book: Book | None) -> None:
+    def __init__(
+        self, ctx: Context, snapshots: Snapshots, receiver: Receiver, membership: Membership, book: Book | None
+    ) -> None:
         self._ctx, self._snapshots, self._receiver, self._book = ctx, snapshots, receiver, book
+        self._membership = membership
         self._open: dict[Key, _Open] = {}
         self._ended: dict[Key, str] = {}
         self._parts = {} if book is None else book.parts
@@ -320,17 +324,30 @@ class Checkpoints:
     def _largest(self, stage: int) -> int:
         """Bytes that a part of ``stage`` may have: whoever fetches it makes room for as many as its writer says."""
         known = self._ctx.plan.state_bytes[stage] if self._ctx.plan.state_bytes else 0
-        return 2 * known + (1 << 20) if known else MAX_PART
+        return largest_part(known) if known else MAX_PART
 
     async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
-        """Raises MuletrainError when the part is not here."""
+        """Raises MuletrainError when the part is not here, or not for the sender."""
         ask = AskPart.unpack(payload)
         if self._ctx.closed:
             raise MuletrainError("this peer begins anew; ask again")
-        if (offer := self._snapshots.offered(ask.stage, *ask.key, part=True)) is not None:
-            return offer.pack()
-        async with self._asking:  # one at a time is read, and held, for all that want it
-            return (await self._offer(ask)).pack()
+        if not await self._may_have(sender, ask.stage):
+            raise MuletrainError(
+                f"stage {ask.stage}'s part is for peers that serve it, keep it, or collect checkpoints"
+            )
+        offer = self._snapshots.offered(ask.stage, *ask.key, part=True)
+        if offer is None:
+            async with self._asking:  # one at a time is read, and held, for all that want it
+                offer = await self._offer(ask)
+        return self._snapshots.grant(offer, sender)
+
+    async def _may_have(self, peer: PeerId, stage: int) -> bool:
+        """By our own roster: ``peer`` collects, or keeps that part, or serves the stage, also because a step back that we know of moved it
+        there. Raises ProtocolError for one that is no member, and has none of them."""
+        collector = self._ctx.roster.collector()
+        if collector is not None and collector.id == peer:
+            return True
+        return peer in self._keepers(stage, peer) or await self._membership.serves(peer, stage)
 
     async def _offer(self, ask: AskPart) -> Snapshot:
         until = self._ctx.clock.now() + TURN_S
@@ -460,9 +477,9 @@ class Checkpoints:
         """Fetch what we are to have; as the collector, publish what is whole. Raises NetworkError, ProtocolError or CheckpointError."""
         if self._book is None:
             return
-        collects = self._collects()
+        collects, me = self._collects(), self._ctx.net.peer_id
         for stage in sorted(opened.parts.keys() - opened.here):
-            if (collects and key in self._open) or self._keeps(stage):
+            if (collects and key in self._open) or me in self._keepers(stage, me):
                 await self._fetch(key, opened, stage)
         if collects and len(opened.here) == self._ctx.plan.stages and key in self._open:
             await self._publish(key, opened)
@@ -477,11 +494,12 @@ class Checkpoints:
         collector = self._ctx.roster.collector()
         return collector is not None and collector.id == self._ctx.net.peer_id
 
-    def _keeps(self, stage: int) -> bool:
+    def _keepers(self, stage: int, there: PeerId) -> tuple[PeerId, ...]:
+        """Of the live peers, and of ``there``, those that keep ``stage``'s parts beside the place."""
         roster = self._ctx.roster
-        members = [m for m in roster.members() if roster.is_alive(m.id)]
+        members = [m for m in roster.members() if roster.is_alive(m.id) or m.id == there]
         places = {m.id: (m.stage, m.place) for m in members if m.place}
-        return self._ctx.net.peer_id in keepers(places, stage, self._target())
+        return keepers(places, stage, self._target())
 
     async def _fetch(self, key: Key, opened: _Open, stage: int) -> None:
         async with self._fetching:  # one part at a time, of whichever checkpoint, is in our memory
@@ -622,6 +640,12 @@ class Checkpoints:
 
 def _ending(key: Key, reason: str) -> CheckpointEnd:
     return CheckpointEnd(step=key.step, lineage=key.lineage, reason=reason)
+
+
+def largest_part(state_bytes: int) -> int:
+    """Bytes that a stage's part may have as a file: its tensors, and their names, of which layers as small as those of tests have a
+    tenth as many."""
+    return state_bytes + state_bytes // 4 + (1 << 20)
 
 
 def _why(error: OSError, where: str) -> str:

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import shutil
 import threading
 from collections import deque
 from concurrent.futures import Executor, Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from muletrain.errors import CapacityError
+from muletrain.units import format_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +25,8 @@ R = TypeVar("R")
 
 LOOK_S = 1.0
 """Between two looks at a call that is under way."""
+SPARE_BYTES = 1 << 30
+"""Of a disk, which no other machine's word fills."""
 STILL_S = 300.0
 """A call that does nothing for so long hangs. Counted in looks, so that time in which the whole process is stopped counts little."""
 
@@ -114,3 +120,13 @@ class Disk:
 
     def _given_up(self) -> TimeoutError:
         return TimeoutError(errno.ETIMEDOUT, f"the disk or store does nothing for {STILL_S:.0f} s, and may hang")
+
+
+def check_room(folder: str, size: int, otherwise: str) -> None:
+    """Raises CapacityError where ``size`` more bytes would fill the disk of ``folder``, which exists."""
+    free = shutil.disk_usage(folder).free
+    if size + SPARE_BYTES > free:
+        raise CapacityError(
+            f"{folder}: {format_memory(size)} are to go there, of {format_memory(free)} that are free, and {format_memory(SPARE_BYTES)} "
+            f"stay free; free some space, or {otherwise}"
+        )

@@ -14,6 +14,8 @@ from muletrain.policy.recent import Recent
 from muletrain.swarm.messages import Acquaintances, Introduce, Member, WhoAreYou
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from muletrain.network.base import PeerId
     from muletrain.swarm.context import Context
 
@@ -61,7 +63,14 @@ class Membership:
         for peer in calls.values():
             self._ctx.suspect(peer, "it has not answered our introduction yet")
 
-    async def _introduce_to(self, peer: PeerId) -> None:
+    async def tell(self, peers: Collection[PeerId]) -> set[PeerId]:
+        """What is new about us, while we serve on. Those of ``peers`` that have not heard it."""
+        living = [p for p in peers if self._ctx.roster.is_alive(p)]
+        told = await asyncio.gather(*map(self._introduce_to, living))
+        return {*peers} - {p for p, heard in zip(living, told, strict=True) if heard}
+
+    async def _introduce_to(self, peer: PeerId) -> bool:
+        """True if it has heard it."""
         ctx = self._ctx
         begin = ctx.clock.now()
         try:
@@ -78,6 +87,9 @@ class Membership:
             ctx.refused(peer, str(e))
         except NetworkError as e:
             ctx.suspect(peer, str(e))
+        else:
+            return True
+        return False
 
     async def acquaint(self, peer: PeerId, stage: int | None = None) -> None:
         """``peer`` speaks to us, and we do not know it, or not as serving ``stage``: it came, or moved, while we were away. Raises
@@ -95,6 +107,11 @@ class Membership:
         if task is not None:
             await asyncio.wait({task})
         roster.member(peer)
+
+    async def serves(self, peer: PeerId, stage: int) -> bool:
+        """Is that the stage of ``peer``, by its own word? Raises ProtocolError as ``acquaint``."""
+        await self.acquaint(peer, stage)
+        return self._ctx.roster.member(peer).stage == stage
 
     async def _ask(self, peer: PeerId) -> None:
         try:

@@ -58,6 +58,7 @@ from muletrain.swarm.snapshot import Receiver, Snapshots
 from muletrain.swarm.standins import Standins
 from muletrain.swarm.stepper import Stepper
 from muletrain.swarm.trainer import Trainer
+from muletrain.swarm.transfer import Taker
 from muletrain.swarm.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from muletrain.swarm.expected import Check
     from muletrain.swarm.messages import Message, Snapshot
     from muletrain.swarm.record import StepRecord
+    from muletrain.swarm.sharing import Sharing
     from muletrain.swarm.trainer import Source
     from muletrain.wire.codec import Encoded
 
@@ -120,23 +122,25 @@ class Peer:
         joining: bool = False,
         back: StepBack | None = None,
         fits: Callable[[int], bool] = lambda stage: True,
+        sharing: Sharing | None = None,
     ) -> None:
         """``source``: where a trainer gets its microbatches. ``book``: where it writes checkpoints, if it can. ``on_step`` is told of every
         applied step; True asks to stop. ``reports``: this peer's log is not beside the collector's, so what it counts goes there, to
         ``on_report``. ``joining``: the run goes on already; take its state from a replica first, or, with ``back``, from that
-        checkpoint. ``fits``: the stages this machine's memory has room for."""
+        checkpoint. ``fits``: the stages this machine's memory has room for. ``sharing``: of the run's tokens, if its founder shares
+        them."""
         self._ctx = ctx
         self.roster, self.emit = ctx.roster, ctx.emit
         self._on_step = on_step
         self.reporting, self._standins = Reporting(ctx, on_report, apart=reports), Standins(ctx)
-        self._joining, self._back = joining, back
+        self._joining, self._back, self._fits = joining, back, fits
         stage, plan = ctx.roster.own.stage, ctx.plan
         onwards = Router(ctx, stage + 1) if stage + 1 < plan.stages else None
         self._pipeline = Pipeline(ctx, lambda step: self.stepper.computing(step), onwards)
         genesis = ctx.roster.genesis
         begin = (genesis.first_step, genesis.lineage) if back is None else (back.step, back.lineage)
         self._receiver = Receiver(ctx)
-        taker = self._receiver.taker
+        taker, self._sharing, self._tokens = self._receiver.taker, sharing, Taker(ctx)
         self.stepper = Stepper(
             ctx, *begin, self._pipeline.running, self._pipeline.answering, self._adopt, self._begin_ahead, taker
         )
@@ -145,14 +149,14 @@ class Peer:
         self._inwards = Router(ctx, stage=0)
         self._trainers: dict[int, Trainer] = {}
         """By step."""
-        self._snapshots = Snapshots(ctx, self.stepper)
+        self._membership = Membership(ctx)
+        self._snapshots = Snapshots(ctx, self.stepper, self._membership, sharing)
         self._lineages = Lineages(ctx, self.stepper, self._receiver)
-        self._checkpoints = Checkpoints(ctx, self._snapshots, self._receiver, book)
+        self._checkpoints = Checkpoints(ctx, self._snapshots, self._receiver, self._membership, book)
         self.stepper.departure.unsafe = self._checkpoints.unsafe
         self._adoption = Adoption(
             ctx, self._checkpoints, self._where, fits, back, self._lineages.goes_on, self._write_what_there_is
         )
-        self._membership = Membership(ctx)
         self._early = Early(plan.capacity)
         self._finished: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._claims: set[PeerId] = set()
@@ -229,6 +233,9 @@ class Peer:
         if plan.rebalance != "off":
             ctx.spawn(self.rebalancer.run(), "rebalancing")
         ctx.spawn(self._adoption.watch(), "adoption")
+        if self._sharing is not None:
+            taking = self._sharing.run(ctx, self._tokens, self._membership, self._serves, self._train_too)
+            ctx.spawn(taking, "tokens")
         if self._joining:
             if await (self._begin_anew(self._back) if self._back is not None else self._begin_late()):
                 announcing.cancel()
@@ -450,6 +457,17 @@ class Peer:
             self._trainers[work.step] = trainer
             trainer.spawn(trainer.run_step(retry=retry), "trainer step")
 
+    def _serves(self) -> bool:
+        return not self.stepper.away and self._adoption.state == "serves"
+
+    def _train_too(self, source: Source) -> None:
+        """This peer has got the data: it builds microbatches, also of the step that is under way."""
+        self.roster.train()
+        self._source = source
+        for work in self.stepper.under_way():
+            if not work.over:
+                self._begin_step(work, retry=True)
+
     async def _begin_ahead(self) -> None:
         ahead = self.stepper.ahead
         assert ahead is not None
@@ -617,7 +635,8 @@ class Peer:
             case Report():
                 self.reporting.told(sender, message)
             case Block():
-                self._receiver.taker.on_block(sender, message, frame.tensors[0])
+                for taker in (self._receiver.taker, self._tokens):  # who does not wait for it drops it
+                    taker.on_block(sender, message, frame.tensors[0])
             case PartReady():
                 self._checkpoints.on_ready(sender, message)
             case CheckpointEnd():
@@ -661,15 +680,21 @@ class Peer:
     async def _answer_gradient(self, sender: PeerId, payload: bytes) -> bytes:
         """Raises ProtocolError for a peer of another stage, and for a round that is not held here."""
         ask = AskGradient.unpack(payload)
-        if self._ctx.roster.member(sender).stage != self._ctx.roster.own.stage:
-            raise ProtocolError("a gradient is for replicas of its stage")
+        await self._only_a_replica(sender)
         piece, drawn = self.stepper.gradient_piece(sender, ask.round, ask.offset), (sender, ask.round)
         if self._drawn[drawn] > GRADIENT_TIMES * 4 * self._ctx.compute.n_params:
             raise MuletrainError(f"this peer was given that gradient {GRADIENT_TIMES} times")
         self._drawn[drawn] += len(piece)
         return piece
 
+    async def _only_a_replica(self, sender: PeerId) -> None:
+        """Raises ProtocolError for anybody else."""
+        if not await self._membership.serves(sender, self._ctx.roster.own.stage):
+            raise ProtocolError("a gradient is for replicas of its stage")
+
     async def _answer_past(self, sender: PeerId, payload: bytes) -> bytes:
+        """Raises ProtocolError for a peer of another stage."""
+        await self._only_a_replica(sender)
         return self.stepper.trail.manifest(sender, AskPast.unpack(payload).round)
 
     async def _answer_seal(self, sender: PeerId, payload: bytes) -> bytes:
@@ -731,6 +756,10 @@ class Peer:
         """Ask to serve ``stage`` instead, or, with None, to stay after all."""
         if self._leaves:
             return
+        if stage is not None and not self._fits(stage):  # whatever others' announcements led to
+            message = f"stage {stage} needs more memory than this machine may use (--memory): this peer stays"
+            self._ctx.emit(Note(level="warning", message=message))
+            stage = None
         self.stepper.departure.wanted = stage not in (None, self._ctx.roster.own.stage)
         if self.stepper.departure.wanted:  # else it may be announced already, and then it goes where it wanted to
             self.destination = stage

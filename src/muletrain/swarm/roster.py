@@ -118,9 +118,9 @@ class Roster:
             self._changed()
 
     def admit(self, member: Member) -> bool:
-        """Count ``member`` in, as it says itself: a newcomer, or one that serves another stage since a later step. It is believed dead
-        until it is heard of. True if that is news. Raises ProtocolError for a stage that the run does not have, or when it is full, and
-        for one that was expelled."""
+        """Count ``member`` in, as it says itself: a newcomer, or one that serves another stage since a later step, which are believed dead
+        until they are heard of; or one that trains from now on. True if that is news. Raises ProtocolError for a stage that the run does
+        not have, or when it is full, and for one that was expelled."""
         if member.id in self._expelled:
             raise ProtocolError(f"{member.name} was expelled: it computed false gradients")
         known = self._members.get(member.id)
@@ -132,8 +132,9 @@ class Roster:
             raise ProtocolError(f"{member.name}: the run has no room for it, or no stage {member.stage}")
         self._members[member.id] = member
         self._hearsay.discard(member.id)
-        self._left.pop(member.id, None)
-        self._dead[member.id] = None
+        if known is None or known.stage != member.stage or member.id in self._left:
+            self._left.pop(member.id, None)
+            self._dead[member.id] = None
         self._forget()
         self._changed()
         return True
@@ -149,6 +150,11 @@ class Roster:
     def move(self, stage: int) -> None:
         """This peer serves ``stage`` from now on."""
         self._members[self._own_id] = self.own.model_copy(update={"stage": stage, "since": self.own.since + 1})
+        self._changed()
+
+    def train(self) -> None:
+        """This peer builds microbatches from now on."""
+        self._members[self._own_id] = self.own.model_copy(update={"trainer": True, "since": self.own.since + 1})
         self._changed()
 
     def moved(self, peer: str, stage: int) -> None:

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
     from muletrain.network.base import PeerId
     from muletrain.swarm.context import Context
+    from muletrain.swarm.membership import Membership
     from muletrain.swarm.messages import Message
+    from muletrain.swarm.sharing import Sharing
     from muletrain.swarm.stepper import Stepper
 
 MAX_COPIES = 3
@@ -64,14 +66,15 @@ class _Kept:
     part: bool
     """Of a checkpoint: who takes it goes on from somewhere else."""
     takers: set[PeerId] = field(default_factory=set)
-    """Who goes on from this state, and will want the steps after it."""
+    """Those that it was offered to, and nobody else gets it. Who goes on from it will want the steps after it."""
 
 
 class Snapshots:
     """The donor's side."""
 
-    def __init__(self, ctx: Context, stepper: Stepper) -> None:
-        self._ctx, self._stepper = ctx, stepper
+    def __init__(self, ctx: Context, stepper: Stepper, membership: Membership, sharing: Sharing | None = None) -> None:
+        """``sharing``: of the run's tokens, which are given as copies of states are."""
+        self._ctx, self._stepper, self._membership, self._sharing = ctx, stepper, membership, sharing
         self._kept: dict[bytes, _Kept] = {}
         self._making = asyncio.Lock()
         self._runs: Counter[tuple[PeerId, bytes]] = Counter()
@@ -88,18 +91,19 @@ class Snapshots:
             ctx.net.serve(kind.KIND, answer)
 
     async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
-        """Raises MuletrainError for a taker of another stage."""
+        """Raises MuletrainError for a taker of another stage, and for one that is no member."""
         ask, own = AskSnapshot.unpack(payload), self._ctx.roster.own
         if ask.stage != own.stage or self._ctx.closed:
             raise MuletrainError(f"this peer does not serve stage {ask.stage} (any more)")
         if self._ctx.roster.expelled(sender):  # it missed that
             raise MuletrainError("the peer that asks was expelled: it computed false gradients")
+        if not await self._membership.serves(sender, own.stage):
+            raise MuletrainError(f"the state of stage {own.stage} is for members that serve it")
         async with self._making:
             label = own.stage, self._stepper.step, self._stepper.applied
             offer = self.offered(*label, part=False) or self._on_its_way(ask.after) or await self._make_for(sender)
-            self._kept[offer.digest].takers.add(sender)
             self._stepper.trail.follow(sender, offer.step)
-            return offer.pack()
+            return self.grant(offer, sender)
 
     async def _make_for(self, taker: PeerId) -> Snapshot:
         """A new copy. Raises MuletrainError where that would keep one more in memory than may be, or ``taker`` asks for them too often."""
@@ -130,6 +134,12 @@ class Snapshots:
         """Are all copies that may be kept on their way to somebody?"""
         now = self._ctx.clock.now()
         return len(self._kept) >= MAX_COPIES and all(now - k.asked <= BUSY_S for k in self._kept.values())
+
+    def grant(self, offer: Snapshot, taker: PeerId) -> bytes:
+        """The answer to ``taker``, who may have that copy, as long as it is kept."""
+        if (kept := self._kept.get(offer.digest)) is not None:
+            kept.takers.add(taker)
+        return offer.pack()
 
     def offered(self, stage: int, step: int, lineage: bytes, *, part: bool) -> Snapshot | None:
         """A copy of that state, or of that ``part`` of a checkpoint, if one is kept."""
@@ -185,14 +195,16 @@ class Snapshots:
             self._kept = {d: k for d, k in self._kept.items() if now - k.asked < KEPT_S}
 
     def _asked(self, digest: bytes, taker: PeerId) -> Copy:
-        """Raises MuletrainError when it is not kept (any more)."""
+        """Raises MuletrainError when it is not kept for ``taker`` (any more)."""
+        if self._sharing is not None and digest == self._sharing.shared.digest:
+            return self._sharing.given(self._ctx, taker)
         kept = self._kept.get(digest)
         if kept is None and (past := self._stepper.trail.copy(taker, digest)) is not None:
             return past
-        if kept is None or self._ctx.closed:
-            raise MuletrainError("this copy is not kept any more; ask for another")
+        if kept is None or taker not in kept.takers or self._ctx.closed:
+            raise MuletrainError("this copy is not kept for you (any more); ask for another")
         kept.asked = self._ctx.clock.now()
-        if taker in kept.takers:
+        if not kept.part:
             self._stepper.trail.follow(taker, kept.offer.step)
         return kept.copy
 

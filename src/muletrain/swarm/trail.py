@@ -133,12 +133,16 @@ class Trail:
         return b""
 
     def copy(self, peer: PeerId, digest: bytes) -> Copy | None:
-        """That of which ``peer`` got the manifest."""
+        """That of which ``peer``, a replica, got the manifest."""
         for past in self._past:
-            if past.packed is not None and past.packed.digest == digest:
+            if past.packed is not None and past.packed.digest == digest and self._is_replica(peer):
                 self._heard(peer, past.builder.step)
                 return past.packed
         return None
+
+    def _is_replica(self, peer: PeerId) -> bool:
+        roster = self._ctx.roster
+        return roster.knows(peer) and roster.member(peer).stage == roster.own.stage
 
     def _heard(self, peer: PeerId, step: int) -> None:
         if peer in self._followers:

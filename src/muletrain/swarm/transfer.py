@@ -53,6 +53,11 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "uint8": torch.uin
 Shape = Annotated[tuple[Natural, ...], Field(max_length=MAX_DIMENSIONS)]
 
 
+def block_size(size: int) -> int:
+    """Of a copy of ``size`` bytes."""
+    return max(BLOCK, -(-size // MAX_BLOCKS))
+
+
 class Manifest(Message):
     """What a copy consists of: its tensors (name, dtype, shape) in order, the size of a block, every block's BLAKE3."""
 
@@ -94,7 +99,7 @@ class Copy:
         self._views = [t.contiguous().reshape(-1).view(torch.uint8).numpy().data for t in self._tensors]
         self._begins = [0, *accumulate(len(v) for v in self._views)]
         self.size = self._begins[-1]
-        self.block = max(BLOCK, -(-self.size // MAX_BLOCKS))
+        self.block = block_size(self.size)
         self.manifest = b""
         self.digest = b""
 
@@ -102,12 +107,20 @@ class Copy:
         """Hash everything."""
         count = -(-self.size // self.block)
         step = max(1, HASHED_AT_ONCE // self.block)
-        digests = [await ctx.compute.offload(self._hashes, k, min(count, k + step)) for k in range(0, count, step)]
+        jobs = [(k, min(count, k + step)) for k in range(0, count, step)]
+        self.named(b"".join([await ctx.compute.offload(self._hashes, *job) for job in jobs]))
+
+    def hashes(self) -> bytes:
+        """Of all blocks."""
+        return self._hashes(0, -(-self.size // self.block))
+
+    def named(self, digests: bytes) -> None:
+        """Those are the hashes of its blocks."""
         tensors = [
             (n, str(t.dtype).removeprefix("torch."), tuple(t.shape))
             for n, t in zip(self._names, self._tensors, strict=True)
         ]
-        self.manifest = Manifest(tensors=tuple(tensors), block=self.block, digests=b"".join(digests)).pack()
+        self.manifest = Manifest(tensors=tuple(tensors), block=self.block, digests=digests).pack()
         self.digest = blake3(self.manifest).digest()
 
     def _hashes(self, begin: int, end: int) -> bytes:
@@ -136,6 +149,10 @@ class Copy:
             a, k = a + len(piece), k + 1
         return pieces
 
+    async def content(self, ctx: Context, begin: int, end: int) -> list[memoryview]:
+        """As ``views``, to be sent."""
+        return self.views(begin, end)
+
     async def send(
         self, ctx: Context, taker: PeerId, blocks: tuple[int, ...], sent: Callable[[], object] = lambda: None
     ) -> None:
@@ -143,7 +160,7 @@ class Copy:
         try:
             for k in blocks:
                 begin, end = self._span(k)
-                raw = Encoded(RAW, (end - begin,), self.views(begin, end))
+                raw = Encoded(RAW, (end - begin,), await self.content(ctx, begin, end))
                 await ctx.send(taker, Block(digest=self.digest, block=k), [raw])
                 sent()
         except NetworkError:
@@ -162,6 +179,15 @@ class Partial:
     @classmethod
     def of(cls, digest: bytes, manifest: Manifest) -> Partial:
         return cls(digest, manifest, bytearray(manifest.size), set(range(manifest.blocks)))
+
+    def room(self, block: int) -> memoryview:
+        """Where a block belongs that is asked for."""
+        begin, end = self.manifest.span(block)
+        return memoryview(self.data)[begin:end]
+
+    async def keep(self, ctx: Context, block: int, content: memoryview) -> None:
+        """It came into its ``room``, and is what the manifest says. Raises NetworkError where it cannot be kept."""
+        self.missing.discard(block)
 
     def state(self) -> dict[str, Tensor]:
         """The tensors, on the memory that arrived."""
@@ -226,11 +252,12 @@ class Taker:
         """Until nothing of ``partial`` is missing. Raises PeerUnreachable when every donor failed; what came stays in it."""
         queue = deque(sorted(partial.missing))
         good = list(donors)
+        most = max(1, RUN * BLOCK // partial.manifest.block)  # large blocks come one by one
 
         async def lane(donor: PeerId) -> None:
             while queue and donor in good:
                 share = -(-len(queue) // (LANES * len(good)))  # of a small copy, each sends some
-                run = [queue.popleft() for _ in range(min(RUN, share))]
+                run = [queue.popleft() for _ in range(min(RUN, most, share))]
                 try:
                     await self._run(partial, donor, run)
                 except (NetworkError, ProtocolError) as e:
@@ -251,10 +278,9 @@ class Taker:
 
     async def _run(self, partial: Partial, donor: PeerId, run: list[int]) -> None:
         """One call's blocks, each checked as it comes."""
-        ctx, whole = self.ctx, memoryview(partial.data)
+        ctx = self.ctx
         self._largest = max(self._largest, partial.manifest.block)
-        spans = {k: partial.manifest.span(k) for k in run}
-        expected = {k: _Expected(whole[a:b]) for k, (a, b) in spans.items()}
+        expected = {k: _Expected(partial.room(k)) for k in run}
         self._waiting |= {(donor, partial.digest, k): e for k, e in expected.items()}
         try:
             ask = AskBlocks(digest=partial.digest, blocks=tuple(run))
@@ -263,7 +289,7 @@ class Taker:
                 await self._block(donor, block.whole, f"block {k} from {donor[-6:]}")
                 if await ctx.compute.offload(_digest, block.into) != partial.manifest.digest(k):
                     raise ProtocolError(f"block {k} is not what the manifest says")
-                partial.missing.discard(k)
+                await partial.keep(ctx, k, block.into)
         finally:
             for k in run:
                 self._waiting.pop((donor, partial.digest, k), None)

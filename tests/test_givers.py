@@ -1,0 +1,210 @@
+"""Who may have what: a peer gives weights, moments and gradients to those whose work needs them, and to nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from muletrain.errors import ProtocolError, Refused
+from muletrain.events import FrameRefused
+from muletrain.network.memory import MemoryHub
+from muletrain.runs import lobby
+from muletrain.swarm.adoption import StepBack
+from muletrain.swarm.checkpointing import AskPart
+from muletrain.swarm.messages import (
+    AskBlocks,
+    AskGradient,
+    AskManifest,
+    AskPast,
+    AskSnapshot,
+    Member,
+    Message,
+    Snapshot,
+)
+from muletrain.swarm.place import Key
+from muletrain.swarm.trail import Trail
+
+from .test_checkpointing import LINEAGE, Stages, play
+from .test_hostile import Target, warm_up
+from .test_joining import context, step_of
+from .test_machines import introduction, lobby_of
+
+if TYPE_CHECKING:
+    from muletrain.network.memory import MemoryNetwork
+
+pytestmark = pytest.mark.timeout(240)
+PEERS = {"collector": 0, "a": 0, "b": 1, "c": 1, "d": 2, "e": 2}
+
+
+async def asked(net: MemoryNetwork, donor: str, ask: Message) -> bytes:
+    return await net.call(donor, ask.KIND, ask.pack(), timeout_s=10.0)
+
+
+async def refused(net: MemoryNetwork, donor: str, ask: Message, match: str) -> None:
+    with pytest.raises(Refused, match=match):
+        await asked(net, donor, ask)
+
+
+def part(stage: int, step: int = 4) -> AskPart:
+    return AskPart(step=step, lineage=LINEAGE, stage=stage)
+
+
+def test_a_part_of_a_checkpoint_is_for_its_stage_its_keepers_and_the_collector(tmp_path: Path) -> None:
+    """Any member, and any visitor with the ticket, got the weights and moments of any stage."""
+
+    async def scenario() -> None:
+        stages = Stages(tmp_path / "run", stages=PEERS)
+        nets = {n: ctx.net for n, ctx in stages.contexts.items()}
+        await stages.write(4, "b")
+        stranger = stages.hub.join("stranger")
+        keepers = stages.checkpoints["b"]._keepers(1, "b")
+        others = {"a", "d", "e"} - {*keepers}
+        assert len(keepers) == 2
+        assert others
+        for peer in others:
+            await refused(nets[peer], "b", part(1), "for peers that serve it, keep it, or collect")  # type: ignore[arg-type]
+        await refused(stranger, "b", part(1), "not a member")
+        offer = b""
+        for peer in (*keepers, "c", "collector"):
+            offer = await asked(nets[peer], "b", part(1))  # type: ignore[arg-type]
+        copy = Snapshot.unpack(offer).digest
+        for thief in (*(nets[peer] for peer in others), stranger):  # one that has heard what it is called
+            await refused(thief, "b", AskManifest(digest=copy), "not kept for you")  # type: ignore[arg-type]
+            await refused(thief, "b", AskBlocks(digest=copy, blocks=(0,)), "not kept for you")  # type: ignore[arg-type]
+        assert await asked(nets["c"], "b", AskManifest(digest=copy))  # type: ignore[arg-type]
+        await stages.close()
+
+    play(scenario)
+
+
+def test_who_moves_by_a_step_back_gets_the_part_of_its_new_stage(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        stages = Stages(tmp_path / "run", stages=PEERS)
+        await stages.write(4, "b")
+        giver, mover = stages.contexts["b"], next(p for p in "ade" if p not in stages.checkpoints["b"]._keepers(1, "b"))
+        net: Any = stages.contexts[mover].net
+        await refused(net, "b", part(1), "for peers that serve it")
+        giver.roster.moved(mover, 1)
+        assert await asked(net, "b", part(1))
+        await stages.close()
+
+    play(scenario)
+
+
+def test_the_state_and_gradients_of_a_stage_are_for_its_replicas(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        await warm_up()
+        target = Target(1, tmp_path)
+        stranger = target.hub.join("stranger")
+        await asyncio.sleep(0.2)
+        for thief, said in ((target.others["first"], "for members that serve it"), (stranger, "not a member")):
+            await refused(thief, target.name, AskSnapshot(stage=1), said)
+        offer = Snapshot.unpack(await asked(target.others["last"], target.name, AskSnapshot(stage=1)))
+        for thief in (target.others["first"], stranger):
+            await refused(thief, target.name, AskManifest(digest=offer.digest), "not kept for you")
+            await refused(thief, target.name, AskBlocks(digest=offer.digest, blocks=(0,)), "not kept for you")
+        for thief, said in ((target.others["first"], "for replicas of its stage"), (stranger, "not a member")):
+            await refused(thief, target.name, AskPast(round=bytes(32)), said)
+            await refused(thief, target.name, AskGradient(round=bytes(32), offset=0), said)
+        assert await asked(target.others["last"], target.name, AskManifest(digest=offer.digest))
+        assert await asked(target.others["last"], target.name, AskPast(round=bytes(32))) == b""
+        target.running.cancel()
+        await asyncio.gather(target.running, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_the_founder_gives_a_guest_its_own_stages_part_and_only_until_the_run_begins(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        hub = MemoryHub()
+        own = lobby_of(hub.join("founder"), [1, 1], expected=2)
+        own.parts = [tmp_path / "0", tmp_path / "1"]
+        own.part_digests = [bytes(32)] * 2
+        for path in own.parts:
+            path.write_bytes(b"weights")
+        own.open()
+        own.seat("founder", introduction("founder"))
+        guest, stranger = hub.join("guest"), hub.join("stranger")
+        welcome = await lobby.Visitor(guest, "founder").join(introduction("guest"))
+        mine, others = (lobby.AskPart(stage=s, offset=0) for s in (welcome.stage, 1 - welcome.stage))
+        assert await asked(guest, "founder", mine) == b"weights"
+        await refused(guest, "founder", others, "for those that get that stage ready")
+        await refused(stranger, "founder", mine, "for those that get that stage ready")
+        own._begun = True
+        await refused(guest, "founder", mine, "for those that get that stage ready")
+
+    asyncio.run(scenario())
+
+
+# What others make a peer serve ------------------------------------------------------------------------------------------
+
+
+def step_back(moves: dict[str, int]) -> StepBack:
+    return StepBack.of(1, Key(0, bytes(32)), (), moves, (0,))
+
+
+def test_nobody_moves_a_peer_to_a_stage_that_it_has_no_room_for(tmp_path: Path) -> None:
+    """Only the founder looked at what a joiner offered."""
+
+    async def scenario() -> None:
+        await warm_up()
+        target = Target(1, tmp_path)
+        await asyncio.sleep(0.2)
+        peer = target.peer
+        peer._fits = peer._adoption._fits = lambda stage: False
+        await refused(
+            target.others["last"], target.name, step_back({target.name: 0}), r"more memory than it may use \(--memory\)"
+        )
+        with pytest.raises(ProtocolError, match="--memory"):
+            peer._adoption._obey(step_back({target.name: 0}))
+        assert any("step_back" in e.reason for e in target.events if isinstance(e, FrameRefused))
+        peer.move(0)
+        assert peer.destination is None
+        assert not peer.stepper.departure.wanted
+        assert not peer.begins_anew
+        assert peer.roster.own.stage == 1
+        await asked(target.others["last"], target.name, step_back({"last": 0}))
+        await asyncio.wait_for(asyncio.shield(peer._adoption.ordered), 30)
+        target.running.cancel()
+        await asyncio.gather(target.running, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_a_newcomer_that_moved_while_we_were_away_is_asked_who_it_is(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        stages = Stages(tmp_path / "run", stages=PEERS)
+        await stages.write(4, "b")
+        newcomer = stages.hub.join("newcomer")
+
+        async def who(sender: str, payload: bytes) -> bytes:
+            return Member(id="newcomer", name="newcomer", stage=1, trainer=False, addresses=()).pack()
+
+        newcomer.serve("who_are_you", who)
+        assert await asked(newcomer, "b", part(1))
+        await stages.close()
+
+    play(scenario)
+
+
+def test_the_gradient_of_a_step_that_lies_back_is_for_replicas_alone() -> None:
+    """Also for one that has heard what it is called."""
+
+    async def scenario() -> None:
+        ctx = context()
+        ctx.roster.admit(Member(id="c", name="c", stage=0, trainer=False, addresses=()))
+        own = Trail(ctx, 1 << 30)
+        own.follow("b", 0)
+        for step in range(2):
+            own.add(*step_of(step))
+        await asyncio.sleep(0.1)
+        packed = own._past[0].packed
+        assert packed is not None
+        assert own.copy("b", packed.digest) is packed
+        assert own.copy("stranger", packed.digest) is None
+        await ctx.close()
+
+    asyncio.run(scenario())

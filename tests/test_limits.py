@@ -1,0 +1,156 @@
+"""A joiner's limits are its own: what a founder asks for beyond them is refused before anything is taken, and the founder hears why."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from muletrain.config.load import load_config
+from muletrain.errors import AdmissionError, CapacityError, ConfigError, MuletrainError
+from muletrain.events import EventLog
+from muletrain.network.memory import MemoryHub
+from muletrain.runs import lobby
+from muletrain.runs.assemble import RunFacts, build_compute
+from muletrain.runs.limits import check_tokenizer, largest_tokenizer
+from muletrain.runs.machine import Machine
+from muletrain.runs.spec import WorkerSpec
+from muletrain.runs.ticket import Ticket
+from muletrain.runs.worker import Worker
+from muletrain.swarm.checkpointing import largest_part
+from muletrain.swarm.disk import SPARE_BYTES, check_room
+from muletrain.wire.statefile import state_buffers
+
+pytestmark = pytest.mark.timeout(120)
+SMALL = ("model.width=64", "model.heads=2", "model.context=32", "model.vocab=300")
+LARGE = ("model.width=2048", "model.heads=16", "model.layers=8")
+
+
+class Founder:
+    """Says what it likes, and counts what it is asked for."""
+
+    def __init__(self, hub: MemoryHub, overrides: tuple[str, ...], **told: Any) -> None:
+        self.asked: list[str] = []
+        self.declined: list[str] = []
+        config = load_config(None, list(overrides)).model_dump_json(by_alias=True)
+        self.welcome = {"config": config, "stage": 0, "data": bytes(32), "tokenizer_size": 10} | told
+        net = hub.join("founder")
+        for message in (lobby.Founder, lobby.Join, lobby.AskTokenizer, lobby.AskPart, lobby.Declined):
+            net.serve(message.KIND, self._answers(message))
+
+    def _answers(self, kind: type[lobby.Message]) -> Any:
+        async def answer(sender: str, payload: bytes) -> bytes:
+            self.asked.append(kind.KIND)
+            if kind is lobby.Founder:
+                return lobby.Founder(id="founder").pack()
+            if kind is lobby.Join:
+                return lobby.Welcome(**self.welcome).pack()
+            if kind is lobby.Declined:
+                self.declined.append(lobby.Declined.unpack(payload).reason)
+                return b""
+            return bytes(lobby.PIECE)
+
+        return answer
+
+
+def joined(tmp_path: Path, memory_gib: float, *overrides: str, **told: Any) -> tuple[MuletrainError, Founder]:
+    """What a machine that offers so much says to such a founder."""
+
+    async def scenario() -> tuple[MuletrainError, Founder]:
+        hub = MemoryHub()
+        founder = Founder(hub, overrides, **told)
+        ticket = Ticket("run", bytes(32), bytes(32), ("/memory/p2p/founder",))
+        spec = WorkerSpec(
+            role="join", name="a", folder=str(tmp_path), ticket=str(ticket), device="cpu", memory_gib=memory_gib
+        )
+        with EventLog(tmp_path / "a.jsonl", "a") as log, pytest.raises(MuletrainError) as refusal:
+            await Worker(spec, log)._join(hub.join("a"))  # type: ignore[arg-type]
+        return refusal.value, founder
+
+    return asyncio.run(scenario())
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "overrides", "told", "kind", "said"),
+    [
+        (0.25, LARGE, {}, CapacityError, r"stage 0 needs .* this machine may use 256 MiB: it does not serve it. Give more \(--memory"),
+        (0.25, LARGE, {"running": True, "name": "a"}, CapacityError, "this machine may use"),
+        (2.0, SMALL, {"stage": 7}, AdmissionError, r"serve stage 7 of a run with stages 0..1; nothing was taken"),
+        (2.0, SMALL, {"tokenizer_size": 200 << 20}, AdmissionError, "a tokenizer of 200 MiB, and the run's vocabulary takes at most 4"),
+        (2.0, SMALL, {"part_size": 1 << 40}, AdmissionError, "a checkpoint's part of .* and stage 0 has at most"),
+        (2.0, SMALL, {"config": "{"}, AdmissionError, "cannot be run"),
+        (2.0, SMALL, {"config": '{"model": {"layers": 1000000}, "fleet": {"stages": 3000}}'}, ConfigError, "say how many layers each"),
+    ],
+)  # fmt: skip
+def test_a_founder_that_asks_for_too_much_is_refused_before_anything_is_taken(
+    memory_gib: float, overrides: tuple[str, ...], told: dict[str, Any], kind: type[MuletrainError], said: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    before = resident_bytes()
+    error, founder = joined(tmp_path, memory_gib, *overrides, **told)
+    assert isinstance(error, kind)
+    with pytest.raises(kind, match=said):
+        raise error
+    assert founder.declined == [str(error)], "and the founder's people hear why"
+    assert founder.asked == ["lobby.founder", "lobby.join", "lobby.declined"]
+    assert not list(temporary.iterdir())
+    assert resident_bytes() - before < 64 << 20
+
+
+def test_a_stage_that_does_not_fit_is_never_built_whoever_says_so(tmp_path: Path) -> None:
+    """After a move, or a step back, too."""
+    facts = RunFacts.of(load_config(None, list(LARGE)))
+    worker = Worker.__new__(Worker)
+    worker._spec = WorkerSpec(role="join", name="a", folder=str(tmp_path), ticket="")
+    machine = Machine.probe("cpu", facts.config.compute.precision, 0.25)
+    with pytest.raises(CapacityError, match="stage 1 needs"):
+        asyncio.run(worker._compute(facts, 1, machine, None))
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_what_a_part_may_have_is_what_parts_have(*, delayed: bool) -> None:
+    facts = RunFacts.of(
+        load_config(
+            None, ["model.width=16", "model.heads=2", "model.layers=8", f"optimizer.delayed={str(delayed).lower()}"]
+        )
+    )
+
+    async def size() -> int:
+        machine = Machine.probe("cpu", facts.config.compute.precision, 1.0)
+        compute = build_compute(facts, 1, machine, None)
+        written = sum(map(len, state_buffers(await compute.state())))
+        compute.close()
+        return written
+
+    known = facts.plan().state_bytes[1]
+    assert known < asyncio.run(size()) <= largest_part(known) - (15 << 16), "most of that megabyte is to spare"
+
+
+def test_a_disk_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=SPARE_BYTES + 100))
+    check_room(str(tmp_path), 100, "")
+    with pytest.raises(CapacityError, match=r"free some space, or set TMPDIR"):
+        check_room(str(tmp_path), 101, "set TMPDIR")
+    error, founder = joined(tmp_path, 2.0, *SMALL, part_size=1 << 20)
+    assert "set TMPDIR to another folder" in str(error)
+    assert founder.asked[-1] == "lobby.declined"
+
+
+def test_a_tokenizer_that_nobody_would_take_is_refused_by_the_founder() -> None:
+    facts = RunFacts.of(load_config(None, ["model.vocab=50000"]))
+    check_tokenizer(facts, largest_tokenizer(facts))
+    with pytest.raises(ConfigError, match=r"data.tokenizer: .* model.vocab = 50000: machines that join take at most"):
+        check_tokenizer(facts, largest_tokenizer(facts) + 1)
