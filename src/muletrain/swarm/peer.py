@@ -21,6 +21,7 @@ from muletrain.swarm.knowledge import Behind
 from muletrain.swarm.lineages import GivesWay, Lineages
 from muletrain.swarm.membership import Membership
 from muletrain.swarm.messages import (
+    Abstain,
     AskEntries,
     AskGradient,
     AskHeld,
@@ -85,7 +86,22 @@ OFFER_S = 20.0
 
 STEP_KINDS: dict[str, type[Message]] = {
     m.KIND: m
-    for m in (Forward, Backward, Done, Busy, Lost, TrainerDone, Gap, Seal, Shard, Reduced, RoundEntry, Back, Doubted)
+    for m in (
+        Forward,
+        Backward,
+        Done,
+        Busy,
+        Lost,
+        TrainerDone,
+        Gap,
+        Seal,
+        Shard,
+        Reduced,
+        RoundEntry,
+        Abstain,
+        Back,
+        Doubted,
+    )
 }
 OTHER_KINDS: dict[str, type[Message]] = {m.KIND: m for m in (PartReady, CheckpointEnd, Report, Block)}
 
@@ -282,7 +298,7 @@ class Peer:
         MuletrainError where we are expelled, and missed that."""
         ctx, me = self._ctx, self._ctx.net.peer_id
         for stage, entry in enumerate(record.stages):
-            for peer in entry.expelled:
+            for peer in entry.expelled if self.stepper.sentenced(stage) else ():
                 if ctx.roster.knows(peer) and ctx.roster.member(peer).stage == stage:
                     ctx.emit(PeerExpelled(peer_id=peer, name=ctx.roster.name(peer), step=record.step + 1))
                     ctx.roster.expel(peer)
@@ -528,7 +544,7 @@ class Peer:
             raise ProtocolError(f"{frame.kind} of step {step} from another lineage")
         if self._ctx.roster.alive(sender):
             self._refresh_routes()
-        agreeing = isinstance(message, Seal | Shard | Reduced | RoundEntry)
+        agreeing = isinstance(message, Seal | Shard | Reduced | RoundEntry | Abstain)
         loads = self._adoption.state == "loads"
         if loads or work is None or (agreeing and step > self.stepper.step):
             ahead = int(self._ctx.plan.delayed)
@@ -565,6 +581,8 @@ class Peer:
                 self.stepper.averager.on_chunk(sender, message, frame.tensors[0])
             case RoundEntry():
                 self.stepper.on_entry(sender, message)
+            case Abstain():
+                self.stepper.on_abstain(sender)
             case Back():
                 self._refresh_routes()
             case Doubted():
