@@ -143,7 +143,10 @@ def test_what_one_member_says_that_others_agreed_on_counts_for_nothing(
     def applied(peer: Peer, ask: AskEntries) -> Entries:
         asked.append(ask.step)
         first = forged(ask.lineage, ask.step, "peer-0a", ("peer-0a",), stage=0, stop=True, leaves=("peer-0a",))
-        return Entries(applied=(first, forged(ask.lineage, ask.step, others(peer)[0], tuple(sorted(others(peer))))))
+        return Entries(
+            step=ask.step + 1,
+            applied=(first, forged(ask.lineage, ask.step, others(peer)[0], tuple(sorted(others(peer))))),
+        )
 
     answering(monkeypatch, liar, applied)
     outcome = played(replicas)
@@ -155,7 +158,7 @@ def test_what_one_member_says_that_others_agreed_on_counts_for_nothing(
 def test_who_speaks_for_another_is_refused(replicas: int, liar: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def entry(peer: Peer, ask: AskEntries) -> Entries:
         holder = others(peer)[0]
-        return Entries(own=forged(ask.lineage, ask.step, holder, (holder,)))
+        return Entries(step=ask.step, own=forged(ask.lineage, ask.step, holder, (holder,)))
 
     answering(monkeypatch, liar, entry)
     outcome = played(replicas)

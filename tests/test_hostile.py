@@ -34,6 +34,7 @@ from muletrain.swarm.context import Context
 from muletrain.swarm.messages import (
     Abstain,
     AskHeld,
+    Away,
     Back,
     Backward,
     Block,
@@ -129,6 +130,7 @@ def frames(stage: int, index: int) -> list[Frame]:
         Reduced(round=digest, step=0, chunk=index, square_norm=1.0, finite=True).frame([chunk]),
         RoundEntry(**entry).frame(),
         Abstain(**at).frame(),
+        Away().frame(),
         Back(**at).frame(),
         Doubted(**at, peer="second").frame(),
         PartReady(**at | {"step": 1}, stage=stage, size=1 << 20, digest=digest, place="x").frame(),

@@ -234,7 +234,7 @@ def test_record_refuses_contradictions() -> None:
 def test_what_a_peer_answers_that_applied_a_step_of_many_replicas_fits_into_a_call() -> None:
     """Else whoever missed it would believe everyone dead that it asks."""
     members = tuple(f"12D3KooW{k:044}" for k in range(1000))
-    assert len(Entries(applied=(entry(0, members[0], members),)).pack()) < 1 << 18
+    assert len(Entries(step=5, applied=(entry(0, members[0], members),)).pack()) < 1 << 18
 
 
 def test_what_one_holder_attests_to_is_bounded_and_takes_no_room_from_others() -> None:
@@ -267,12 +267,11 @@ def test_one_non_finite_shard_makes_everyone_skip() -> None:
 
 def test_who_leaves_after_a_step_follows_from_its_record() -> None:
     pair = ("a", "b")
-    both = record(entry(0, "a", pair, leaves=pair, without=("b",)), entry(1, "c", ("c",), leaves=("c",)))
+    live = (("a",), ("c",))
+    both = record(entry(0, "a", pair, leaves=pair), entry(1, "c", ("c",), leaves=("c",)), live=live)
     assert both is not None
     assert both.leavers(lambda peer: False) == ("a",), "another stays in its stage; the last one of a stage never goes"
-    trainers = record(
-        entry(0, "a", pair, leaves=("a",), without=("b",)), entry(1, "c", ("c", "d"), leaves=("c",), without=("d",))
-    )
+    trainers = record(entry(0, "a", pair, leaves=("a",)), entry(1, "c", ("c", "d"), leaves=("c",)), live=live)
     assert trainers is not None
     assert trainers.leavers(lambda peer: True) == ("a",), "one trainer at a time"
     assert trainers.leavers(lambda peer: peer == "a") == ("a", "c")

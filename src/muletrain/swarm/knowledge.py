@@ -388,8 +388,8 @@ class Knowledge:
         """Of this step or an earlier one that is kept; none for any other."""
         if (step, lineage) == (self.step, self.lineage):
             abstains = self._ctx.net.peer_id in self._builder.abstaining(self._ctx.roster.own.stage)
-            return Entries(current=True, own=self._attested, abstains=abstains)
-        return Entries(applied=self.trail.entries(sender, step, lineage))
+            return Entries(step=step, own=self._attested, abstains=abstains)
+        return Entries(step=self.step, applied=self.trail.entries(sender, step, lineage))
 
     def sentenced(self, stage: int) -> bool:
         """Enough attest to whom the record of this step expels from ``stage``."""
@@ -571,7 +571,7 @@ class Knowledge:
             if self._builder.record() is not None:
                 return True
             if answer is not None:
-                here, gone = here + answer.current, gone + (not answer.current)
+                here, gone = here + (answer.step == self.step), gone + (answer.step > self.step)
             if gone - here > 1:
                 break
         return gone > here
@@ -583,6 +583,6 @@ class Knowledge:
             if self._builder.record() is not None or asked > MAX_ASKED:
                 break
             answer = await self._entries_from(peer)
-            here |= answer is not None and answer.current
+            here |= answer is not None and answer.step == self.step
             asked += self._builder.claimed > 0
         self._builder.trusting = not here

@@ -296,6 +296,12 @@ class Abstain(Message):
     step: Natural
 
 
+class Away(Message):
+    """The sender serves nobody until it says ``Back``: it takes a state."""
+
+    KIND: ClassVar[str] = "away"
+
+
 class AskEntries(Message):
     """Call: what do you attest to of this step? If you applied it: which record?"""
 
@@ -305,12 +311,12 @@ class AskEntries(Message):
 
 
 class Entries(Message):
-    """``current``: the answerer is at that step. ``own``: what it holds itself; ``abstains``: see ``Abstain``. ``applied``: the rounds of
+    """The answerer is at ``step``. ``own``: what it holds itself; ``abstains``: see ``Abstain``. ``applied``: the rounds of
     the record that it applied, one of each stage; empty if it did not apply that step, or does not know any more. Nobody is believed about
     others' entries."""
 
     KIND: ClassVar[str] = "entries"
-    current: bool = False
+    step: Natural
     own: RoundEntry | None = None
     abstains: bool = False
     applied: Annotated[tuple[RoundEntry, ...], Field(max_length=4096)] = ()

@@ -28,6 +28,7 @@ from muletrain.swarm.messages import (
     AskPast,
     AskSeal,
     AskViews,
+    Away,
     Back,
     Backward,
     Block,
@@ -103,7 +104,7 @@ STEP_KINDS: dict[str, type[Message]] = {
         Doubted,
     )
 }
-OTHER_KINDS: dict[str, type[Message]] = {m.KIND: m for m in (PartReady, CheckpointEnd, Report, Block)}
+OTHER_KINDS: dict[str, type[Message]] = {m.KIND: m for m in (PartReady, CheckpointEnd, Report, Block, Away)}
 
 
 class Peer:
@@ -392,6 +393,7 @@ class Peer:
 
     async def _let_go(self) -> None:
         """Of all that is under way."""
+        self._ctx.spawn(self._ctx.tell(self._ctx.roster.everyone(), Away()), "away")
         self._end_trainers(self.stepper.step + 1)
         await self.stepper.let_go()
         self._pipeline.abandon()
@@ -606,6 +608,8 @@ class Peer:
                 self.reporting.told(sender, message)
             case Block():
                 self._receiver.taker.on_block(sender, message, frame.tensors[0])
+            case Away():
+                self._ctx.stand_aside(sender)
             case PartReady():
                 self._checkpoints.on_ready(sender, message)
             case CheckpointEnd():
