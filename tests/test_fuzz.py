@@ -33,7 +33,7 @@ from muletrain.swarm.ledger import Ledger
 from muletrain.swarm.messages import Busy, ShardFacts
 from muletrain.swarm.opinions import Opinions
 from muletrain.swarm.pipeline import Pipeline
-from muletrain.swarm.record import RecordBuilder, StepRecord, _Known
+from muletrain.swarm.record import Attested, RecordBuilder, StepRecord
 from muletrain.swarm.sealing import Sealing
 from muletrain.swarm.stepper import Stepper
 from muletrain.swarm.trainer import Trainer
@@ -422,7 +422,7 @@ def _gaps_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def _one_holder_is_enough(patch: pytest.MonkeyPatch) -> None:
-    def counting(self: RecordBuilder, stage: int, live: tuple[str, ...]) -> _Known | None:
+    def counting(self: RecordBuilder, stage: int, live: tuple[str, ...]) -> Attested | None:
         held = (k for (s, _), rounds in self._rounds.items() if s == stage for k in rounds)
         return min(held, key=lambda k: k.facts.round, default=None)
 

@@ -227,7 +227,7 @@ def test_record_refuses_contradictions() -> None:
         builder.add(entry(1, expelled=("a",)))
     with pytest.raises(ProtocolError, match="gives itself up"):
         builder.add(entry(1, "a", PAIR, without=("a",)))
-    assert [e.holder for e in builder.held(0)] == ["a"]
+    assert [[*r.holders] for r in builder.rounds(0)] == [["a"]]
     builder.add(entry(1, "x", without=("a",)))  # it took the gradient from one that is gone
 
 

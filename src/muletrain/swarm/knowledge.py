@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from muletrain.swarm.context import Context
     from muletrain.swarm.holding import Holding
     from muletrain.swarm.ledger import Ledger
+    from muletrain.swarm.record import Attested
 
 MAX_ATTEMPTS = 20
 """Rounds tried for one step before the peer gives up with an error instead of trying for ever."""
@@ -52,6 +53,8 @@ GRACE_S = 0.25
 """Between the first sign that others are beyond what we wait for, and the question whether we missed it."""
 ASKED = 64
 """Living peers that are asked at once what they know; so many more that all were asked before a wait is given up."""
+MAX_VIEWS = 4 * MAX_ATTEMPTS
+"""Of each replica that are remembered in a step."""
 MAX_ASKED = 8
 """Peers that are asked whether they are beyond this step, too; and for its record, after the first that knew it."""
 LATE_S = 3.0
@@ -192,6 +195,8 @@ class Knowledge:
         stages, clock = self._ctx.plan.stages, self._ctx.clock
         self._builder = RecordBuilder(step, lineage, stages, self.applied, self._ctx.roster.stage, clock.now)
         self._holders: list[RoundEntry] = []
+        self._committed: frozenset[PeerId] = frozenset()
+        """Replicas that attest to a round that was sealed so: they take part in no other."""
         self._seals_heard = 0
         self._holders_of: tuple[int, int, int] | None = None
         """What was known when these were the ones."""
@@ -220,23 +225,29 @@ class Knowledge:
 
     def _held_by_replicas(self) -> list[RoundEntry]:
         """What live replicas attest that they hold of this step, as far as we believe them."""
-        roster = self._ctx.roster
-        known = self._builder.known[roster.own.stage], roster.version, self._seals_heard
-        if self._holders_of != known:  # waits ask whenever anything arrives
-            held = self._builder.held(roster.own.stage)
-            self._holders = [e for e in held if roster.is_alive(e.holder) and self._believed(e)]
-            self._holders_of = known
+        self._look_at_rounds()
         return self._holders
 
-    def _believed(self, entry: RoundEntry) -> bool:
-        """Of our stage. A round of ours is known by the shards that came out of it. Of one without us it counts how many of the other
-        replicas attest to it; if there is but one, its word is enough, and nobody knows which of us is wrong."""
-        if self._takes_part(entry):
-            return self._contradiction(entry) is None
-        stage, me = self._ctx.roster.own.stage, self._ctx.net.peer_id
-        holders = self._builder.holders(entry)
+    def _look_at_rounds(self) -> None:
+        """Of our stage: whom to believe, and who takes part in no other."""
+        roster = self._ctx.roster
+        known = self._builder.known[roster.own.stage], roster.version, self._seals_heard
+        if self._holders_of == known:  # waits ask whenever anything arrives
+            return
+        rounds = self._builder.rounds(roster.own.stage)
+        held = [e for r in rounds if self._believed(r) for _, e in sorted(r.holders.items())]
+        self._holders = [e for e in held if roster.is_alive(e.holder)]
+        self._committed = frozenset(m for r in rounds if not self._unsealed(r) for m in r.holders)
+        self._holders_of = known
+
+    def _believed(self, round_: Attested) -> bool:
+        """A round of ours is known by the shards that came out of it. Of one without us it counts how many of the other replicas attest to
+        it; if there is but one, its word is enough, and nobody knows which of us is wrong."""
+        if self._takes_part(round_.facts):
+            return self._contradiction(round_.facts) is None
+        stage, me, holders = self._ctx.roster.own.stage, self._ctx.net.peer_id, round_.holders.keys()
         others = (set(self._ctx.roster.stage(stage)) | holders) - self._builder.abstaining(stage) - {me}
-        return 2 * len(holders) > len(others | holders) and not self._unsealed(entry)
+        return 2 * len(holders) > len(others | holders) and not self._unsealed(round_)
 
     def _takes_part(self, entry: RoundEntry) -> bool:
         return self._ctx.net.peer_id in entry.members and not self._fresh
@@ -247,31 +258,34 @@ class Knowledge:
         known = self._shards(entry.round)
         if self._ctx.net.peer_id not in known:
             return "its members are not what this peer sealed, or it cannot be whole: this peer reduced no shard of it"
-        told = dict(zip(entry.members, entry.shards, strict=True))
+        told = dict(zip(entry.members, entry.shards, strict=False))  # counted later
         wrong = any(known[m] != told.get(m) for m in (self._ctx.net.peer_id, entry.holder) if m in known)
         return "its shards are not what its members reduced" if wrong else None
 
-    def _unsealed(self, entry: RoundEntry) -> bool:
+    def _unsealed(self, round_: Attested) -> bool:
         """Did none of the members that attest to it announce them, as far as we heard?"""
-        members = self._builder.holders(entry) & {*entry.members}
-        view = frozenset({*entry.members, *entry.expelled})
+        members = [m for m in round_.facts.members if m in round_.holders]
+        view = frozenset({*round_.facts.members, *round_.facts.expelled})
         return bool(members) and not any(view in self._announced_by[m] for m in members)
 
-    def _question(self, entry: RoundEntry) -> None:
-        """Find out whether its holder sealed what it says, unless we know."""
-        sender, seal = entry.holder, self._seals.get(entry.holder)
-        asked = sender, seal.attempt if seal is not None else -1
-        if not self._takes_part(entry) and self._unsealed(entry) and asked not in self._questioned:
-            self._questioned.add(asked)
-            self._ctx.spawn(self._ask_why(entry), "ask for a seal")
+    def _question(self, holder: PeerId) -> None:
+        """Find out whether ``holder`` sealed what it attests to, unless we know."""
+        seal = self._seals.get(holder)
+        asked = holder, seal.attempt if seal is not None else -1
+        if asked in self._questioned or len(self._announced_by[holder]) > MAX_VIEWS:
+            return
+        for round_ in self._builder.rounds(self._ctx.roster.own.stage):
+            if holder in round_.holders and not self._takes_part(round_.facts) and self._unsealed(round_):
+                self._questioned.add(asked)
+                self._ctx.spawn(self._ask_why(holder, round_), "ask for a seal")
 
-    async def _ask_why(self, entry: RoundEntry) -> None:
+    async def _ask_why(self, holder: PeerId, round_: Attested) -> None:
         """Its seal may have been lost on its way to us. It answers with what it announced last, and whoever holds a round announces no
         more; only one that took the round from another may have tried one since."""
-        step, sender = self.step, entry.holder
-        if await self._learn_seal(sender) and self.step == step and sender in self._seals:
-            if self._unsealed(entry) and self._builder.holders(entry) == {sender}:
-                self._ctx.refused(sender, "round entry: its members are not what its holder sealed")
+        step = self.step
+        if await self._learn_seal(holder) and self.step == step and holder in self._seals:
+            if self._unsealed(round_) and round_.holders.keys() == {holder}:
+                self._ctx.refused(holder, "round entry: its members are not what its holder sealed")
             self.touched()
 
     def _shards(self, round_: bytes) -> Mapping[PeerId, ShardFacts]:
@@ -309,10 +323,10 @@ class Knowledge:
         known = self._seals.get(sender)
         if known is None or known.attempt < message.attempt:
             self._seals[sender] = message
-            self._announced_by[sender].add(frozenset(message.members))
+            if len(self._announced_by[sender]) <= MAX_VIEWS:
+                self._announced_by[sender].add(frozenset(message.members))
             self._seals_heard += 1
-            for entry in [e for e in self._builder.held(stage) if e.holder == sender]:
-                self._question(entry)
+            self._question(sender)
             self.touched()
             if not self._all_through():
                 self.overtaken(sender, self._all_through)
@@ -327,7 +341,7 @@ class Knowledge:
             raise ProtocolError(f"round entry: {reason}")
         self._builder.add(entry)
         if ours:
-            self._question(entry)
+            self._question(sender)
         self.touched()
         for member in entry.without:  # whether it counts may depend on whether they live
             self._ctx.look_after(member, self.lineage, self.step)

@@ -119,7 +119,7 @@ class StepRecord:
 
 
 @dataclass
-class _Known:
+class Attested:
     """A round that somebody attests to: what all of them say, and what each holder says."""
 
     facts: RoundEntry
@@ -180,11 +180,11 @@ class RecordBuilder:
     """[s]"""
     known: Counter[int] = field(default_factory=Counter)
     """Counts what was learnt, by stage."""
-    _rounds: dict[tuple[int, bytes], list[_Known]] = field(default_factory=dict)
+    _rounds: dict[tuple[int, bytes], list[Attested]] = field(default_factory=dict)
     """Of one round several, where their holders contradict each other."""
     _abstaining: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     _claims: dict[str, _Claim] = field(default_factory=dict)
-    _chosen: dict[int, tuple[int, tuple[str, ...], _Known | None]] = field(default_factory=dict)
+    _chosen: dict[int, tuple[int, tuple[str, ...], Attested | None]] = field(default_factory=dict)
     """Of each stage: how much was known, who was believed alive, and what counted then."""
     _undecided: dict[int, float] = field(default_factory=dict)
     """Stages of which all have attested, but no round has more than half, and since when."""
@@ -212,7 +212,7 @@ class RecordBuilder:
                 )
         if known is None:
             self._check_facts(entry)
-            known = _Known(facts_of(entry))
+            known = Attested(facts_of(entry))
             self._rounds.setdefault((entry.stage, entry.round), []).append(known)
         if known.add(entry):
             self.known[entry.stage] += 1
@@ -257,13 +257,12 @@ class RecordBuilder:
         """How many say that they applied this step."""
         return len(self._claims)
 
-    def held(self, stage: int) -> list[RoundEntry]:
-        """Entries of ``stage``, those of the rounds that most hold first."""
-        rounds = [
+    def rounds(self, stage: int) -> list[Attested]:
+        """Of ``stage``, those that most hold first."""
+        found = [
             k for (s, _), each in sorted(self._rounds.items(), key=lambda item: item[0]) if s == stage for k in each
         ]
-        rounds.sort(key=lambda k: -len(k.holders))
-        return [e for known in rounds for _, e in sorted(known.holders.items())]
+        return sorted(found, key=lambda k: -len(k.holders))
 
     def holders(self, entry: RoundEntry) -> frozenset[str]:
         """Who attests to what ``entry`` says."""
@@ -298,7 +297,7 @@ class RecordBuilder:
         attesting = len(chosen.holders) if chosen is not None else 0
         return attesting > 1 or sum(c.record == record for c in self._claims.values()) > 1
 
-    def _choice(self, stage: int) -> _Known | None:
+    def _choice(self, stage: int) -> Attested | None:
         """The round of ``stage`` that counts."""
         live, known = self.live(stage), self.known[stage]
         before = self._chosen.get(stage)
@@ -306,8 +305,8 @@ class RecordBuilder:
             before = self._chosen[stage] = known, live, self._counting(stage, live)
         return before[2]
 
-    def _counting(self, stage: int, live: tuple[str, ...]) -> _Known | None:
-        rounds = [k for (s, _), each in self._rounds.items() if s == stage for k in each]
+    def _counting(self, stage: int, live: tuple[str, ...]) -> Attested | None:
+        rounds = self.rounds(stage)
         attesting = {m for k in rounds for m in k.holders}
         voters = set(live) - self._abstaining[stage]
         whole = [k for k in rounds if k.complete(live, attesting)]

@@ -152,8 +152,8 @@ class Sealing(Knowledge):
     def _holds(self, peer: PeerId) -> bool:
         """``peer`` attests to a round that it sealed, so that it takes part in no other. Where that is believed, we take it, and else go on
         without ``peer``."""
-        held = self._builder.held(self._ctx.roster.own.stage)
-        return any(e.holder == peer and not self._unsealed(e) for e in held)
+        self._look_at_rounds()
+        return peer in self._committed
 
     def _is_apart(self, peer: PeerId) -> bool:
         return self.step < self._apart.get(peer, (0, 0))[0]

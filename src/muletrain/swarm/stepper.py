@@ -178,7 +178,7 @@ class Stepper(Sealing):
         me, alive = self._ctx.net.peer_id, self._ctx.roster.is_alive
         known = self._builder.holders(entry)
         without = {m for m in entry.members if m != me and m not in known and not alive(m)}
-        others = {e.round for e in self._builder.held(entry.stage)} - {entry.round}
+        others = {r.facts.round for r in self._builder.rounds(entry.stage)} - {entry.round}
         if self._attested is not None:
             if without <= set(self._attested.without) and others <= self._rivals:
                 return
