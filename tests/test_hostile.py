@@ -129,7 +129,7 @@ def frames(stage: int, index: int) -> list[Frame]:
         Shard(round=digest, step=0, chunk=index).frame([chunk]),
         Reduced(round=digest, step=0, chunk=index, square_norm=1.0, finite=True).frame([chunk]),
         RoundEntry(**entry).frame(),
-        Abstain(**at).frame(),
+        Abstain(**at, attempt=1).frame(),
         Away().frame(),
         Back(**at).frame(),
         Doubted(**at, peer="second").frame(),

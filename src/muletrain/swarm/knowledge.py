@@ -178,6 +178,8 @@ class Knowledge:
         """We came to this step with a state that was loaded: what we did in it before, we may not know."""
         self._announced_by: defaultdict[PeerId, set[frozenset[PeerId]]] = defaultdict(set)
         """The members that each replica sealed with, in all attempts that we heard of."""
+        self._aside: dict[PeerId, int] = {}
+        """Who abstains, and the first attempt after that."""
         self._questioned: set[tuple[PeerId, int]] = set()
         """Replicas that were asked for the seal of what they attest to, and the attempt of the last one that we knew."""
         self._late: dict[PeerId, float] = {}
@@ -346,17 +348,23 @@ class Knowledge:
         for member in entry.without:  # whether it counts may depend on whether they live
             self._ctx.look_after(member, self.lineage, self.step)
 
-    def on_abstain(self, sender: PeerId) -> None:
+    def on_abstain(self, sender: PeerId, attempt: int = 0) -> None:
         self._builder.abstain(self._ctx.roster.member(sender).stage, sender)
+        self._aside[sender] = max(attempt, self._aside.get(sender, 0))
         self.touched()
 
     def _abstain(self) -> None:
         """Others of our stage go on without us: what they hold counts without our word."""
-        stage, me = self._ctx.roster.own.stage, self._ctx.net.peer_id
-        if me not in self._builder.abstaining(stage):
-            self._builder.abstain(stage, me)
-            message = Abstain(lineage=self.lineage, step=self.step)
+        me, attempt = self._ctx.net.peer_id, 0 if self.announced is None else self.announced.attempt + 1
+        if attempt > self._aside.get(me, -1):
+            self.on_abstain(me, attempt)
+            message = Abstain(lineage=self.lineage, step=self.step, attempt=attempt)
             self._ctx.spawn(self._ctx.tell(self._ctx.roster.everyone(), message), "abstain")
+
+    def _stands_aside(self, peer: PeerId) -> bool:
+        """Has it announced nothing since it abstained?"""
+        seal = self._seals.get(peer)
+        return peer in self._aside and (seal is None or seal.attempt < self._aside[peer])
 
     def on_view(self, sender: PeerId, ask: AskViews) -> Views:
         """Members of another stage that do not reach each other learn of each other here: views of those that we reach. Raises

@@ -289,11 +289,13 @@ class RoundEntry(Message):
 
 
 class Abstain(Message):
-    """The sender leaves this step to the other replicas of its stage: it takes what they agree on, and is not waited for."""
+    """The sender leaves this step to the other replicas of its stage: it takes what they agree on, and is not waited for. What it announced
+    in attempts before ``attempt`` is void."""
 
     KIND: ClassVar[str] = "abstain"
     lineage: Digest
     step: Natural
+    attempt: Natural
 
 
 class Away(Message):

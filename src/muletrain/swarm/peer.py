@@ -584,7 +584,7 @@ class Peer:
             case RoundEntry():
                 self.stepper.on_entry(sender, message)
             case Abstain():
-                self.stepper.on_abstain(sender)
+                self.stepper.on_abstain(sender, message.attempt)
             case Back():
                 self._refresh_routes()
             case Doubted():

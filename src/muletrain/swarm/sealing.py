@@ -114,8 +114,11 @@ class Sealing(Knowledge):
         def missing() -> bool:
             return any(m not in self._seals or self._seals[m].attempt < attempt for m in view if m != me)
 
+        def gone(member: PeerId) -> bool:
+            return self._holds(member) or self._stands_aside(member)
+
         def lost() -> bool:
-            return not all(map(ctx.roster.is_alive, view)) or any(m != me and self._holds(m) for m in view)
+            return not all(map(ctx.roster.is_alive, view)) or any(m != me and gone(m) for m in view)
 
         def outdated() -> bool:
             return self._latest_attempt(view) > attempt
@@ -144,7 +147,7 @@ class Sealing(Knowledge):
 
     def _counts(self, peer: PeerId) -> bool:
         """Whether what ``peer`` accumulates in this step may become part of a round of ours."""
-        return self._averages(peer) and not self._holds(peer)
+        return self._averages(peer) and not self._holds(peer) and not self._stands_aside(peer)
 
     def _averages(self, peer: PeerId) -> bool:
         return not self._is_apart(peer) and peer not in self._differing and self._lost[peer] < MAX_LOST
@@ -198,7 +201,8 @@ class Sealing(Knowledge):
     def _views(self) -> dict[PeerId, View]:
         """Whom replicas count on: those we reach say it themselves, of others we hear."""
         alive = self._ctx.roster.is_alive
-        known = {m: View(s.attempt, s.members) for m, s in self._seals.items() if alive(m)}
+        aside = self._stands_aside  # it goes on with nobody, whatever it announced before
+        known = {m: View(s.attempt, s.members) for m, s in self._seals.items() if alive(m) and not aside(m)}
         told = {m: v for m, v in self._hearsay.items() if not alive(m)}
         return {m: v for m, v in {**told, **known}.items() if m not in self._differing}
 
