@@ -32,7 +32,9 @@ from muletrain.swarm.adoption import AskStanding, HeldPart, StandsAt
 from muletrain.swarm.checkpointing import Book, CheckpointEnd, PartReady
 from muletrain.swarm.context import Context
 from muletrain.swarm.messages import (
+    Abstain,
     AskHeld,
+    Away,
     Back,
     Backward,
     Block,
@@ -127,6 +129,8 @@ def frames(stage: int, index: int) -> list[Frame]:
         Shard(round=digest, step=0, chunk=index).frame([chunk]),
         Reduced(round=digest, step=0, chunk=index, square_norm=1.0, finite=True).frame([chunk]),
         RoundEntry(**entry).frame(),
+        Abstain(**at, attempt=1).frame(),
+        Away().frame(),
         Back(**at).frame(),
         Doubted(**at, peer="second").frame(),
         PartReady(**at | {"step": 1}, stage=stage, size=1 << 20, digest=digest, place="x").frame(),

@@ -10,7 +10,7 @@ import pytest
 from muletrain.errors import ProtocolError
 from muletrain.swarm.ledger import Ledger
 from muletrain.swarm.messages import Entries, RoundEntry
-from muletrain.swarm.record import RecordBuilder, StepRecord, round_id
+from muletrain.swarm.record import UNDECIDED_S, RecordBuilder, StepRecord, round_id
 
 LINEAGE = b"L" * 32
 
@@ -33,8 +33,19 @@ def entry(
     return RoundEntry.model_validate({**fields, **changes})
 
 
-def record(*entries: RoundEntry, stages: int = 2) -> StepRecord | None:
-    builder = RecordBuilder(4, LINEAGE, stages, LINEAGE)
+class Alive:
+    """What one peer believes."""
+
+    def __init__(self, *stages: tuple[str, ...]) -> None:
+        self.stages = list(stages)
+        self.now_s = 0.0
+
+    def builder(self) -> RecordBuilder:
+        return RecordBuilder(4, LINEAGE, len(self.stages), LINEAGE, lambda s: self.stages[s], lambda: self.now_s)
+
+
+def record(*entries: RoundEntry, live: tuple[tuple[str, ...], ...] = (("a",), ("a",))) -> StepRecord | None:
+    builder = Alive(*live).builder()
     for e in entries:
         builder.add(e)
     return builder.record()
@@ -68,41 +79,115 @@ def test_ledger_refuses_indices_the_step_does_not_have() -> None:
         Ledger(LINEAGE, 0, 4).begin(4)
 
 
-def test_a_round_is_complete_when_every_member_holds_it_or_is_given_up_by_one_that_does() -> None:
-    pair = ("a", "b")
-    assert record(entry(0)) is None, "no word of stage 1"
-    assert record(entry(0), entry(1, "a", pair)) is None, "b does not hold it yet"
-    assert record(entry(0), entry(1, "a", pair), entry(1, "b", pair)) is not None
-    assert record(entry(0), entry(1, "a", pair, without=("b",))) is not None
-    three = ("a", "b", "c")
-    assert record(entry(0), entry(1, "a", three, without=("b",))) is None
-    later = entry(1, "c", three, without=("a",))
-    assert record(entry(0), entry(1, "a", three, without=("b",)), later) is not None, "taken together"
-    repeated = [entry(1, "a", three, without=("b",)), entry(1, "a", three), entry(1, "c", three)]
-    assert record(entry(0), *repeated) is not None, "who was given up stays given up"
+PAIR, THREE = ("a", "b"), ("a", "b", "c")
+
+
+def test_a_round_counts_when_no_live_member_lacks_it_and_most_replicas_attest_to_it() -> None:
+    both = (("a",), PAIR)
+    assert record(entry(0), live=both) is None, "no word of stage 1"
+    assert record(entry(0), entry(1, "a", PAIR), live=both) is None, "b does not hold it yet"
+    assert record(entry(0), entry(1, "a", PAIR), entry(1, "b", PAIR), live=both) is not None
+    assert record(entry(0), entry(1, "a", PAIR)) is not None, "b is believed dead"
+    assert record(entry(0), entry(1, "a", PAIR, without=("b",)), live=both) is None, "of two that live both are needed"
+    every = (("a",), THREE)
+    two = entry(1, "a", THREE), entry(1, "b", THREE)
+    assert record(entry(0), *two, live=every) is None, "c may have it in a moment"
+    assert record(entry(0), *two, entry(1, "a", THREE, without=("c",)), live=every) is not None
+    assert record(entry(0), two[0], entry(1, "a", THREE, without=("b", "c")), live=every) is None
+    repeated = entry(1, "a", THREE, without=("c",)), entry(1, "a", THREE), entry(1, "b", THREE)
+    assert record(entry(0), *repeated, live=every) is not None, "who was given up stays given up"
+
+
+def test_the_word_of_the_dead_counts_but_not_against_that_of_the_living() -> None:
+    assert record(entry(0), entry(1, "a"), live=(("a",), ())) is not None, "it died when it had told us"
+    other = entry(1, "b", ("b",), round=b"o" * 32)
+    found = record(entry(0), entry(1, "a", PAIR), other, live=(("a",), ("b",)))
+    assert found is not None
+    assert found.stages[1].round == other.round
+
+
+def test_a_replica_that_abstains_is_not_waited_for() -> None:
+    builder = Alive(("a",), PAIR).builder()
+    builder.add(entry(0))
+    builder.add(entry(1, "a"))
+    assert builder.record() is None
+    builder.abstain(1, "b")
+    assert builder.record() is not None
 
 
 def test_who_took_the_gradient_from_a_holder_does_not_stand_for_a_member() -> None:
-    assert record(entry(0), entry(1, "x", ("a",))) is None
-    assert record(entry(0), entry(1, "x", ("a",)), entry(1, "a", ("a",))) is not None
+    live = (("a",), ("a", "x"))
+    assert record(entry(0), entry(1, "x"), live=live) is None
+    assert record(entry(0), entry(1, "x"), entry(1, "a"), live=live) is not None
 
 
-def test_record_is_the_same_whatever_the_order_of_arrival_and_whoever_was_given_up() -> None:
-    entries = [entry(0), entry(1, "a", ("a", "b")), entry(1, "b", ("a", "b"))]
-    a, b = record(*entries), record(*reversed(entries))
-    c = record(entry(0), entry(1, "b", ("a", "b"), without=("a",)))
-    assert a is not None
-    assert b is not None
-    assert c is not None
-    assert a.hash == b.hash == c.hash
+def test_record_is_the_same_whatever_the_order_of_arrival_and_whoever_is_believed_dead() -> None:
+    entries = [entry(0), entry(1, "a", PAIR), entry(1, "b", PAIR)]
+    believed = [(("a",), PAIR), (("a",), ("a",)), (("a",), ("b",)), ((), ())]
+    found = {r.hash for live in believed for e in (entries, entries[::-1]) if (r := record(*e, live=live)) is not None}
+    assert len(found) == 1
 
 
-def test_of_two_complete_rounds_of_a_stage_the_lowest_counts_whichever_came_first() -> None:
-    low, high = entry(1, round=b"\x11" * 32), entry(1, round=b"\xee" * 32)
-    for both in ((low, high), (high, low)):
-        found = record(entry(0), *both)
+def test_of_two_rounds_of_a_stage_that_counts_to_which_most_attest_whichever_came_first() -> None:
+    one, *more = entry(1, "a", round=b"\x11" * 32), *(entry(1, m, ("b", "c"), round=b"\xee" * 32) for m in "bc")
+    for order in ([one, *more], [*more, one]):
+        found = record(entry(0), *order, live=(("a",), THREE))
         assert found is not None
-        assert found.stages[1].round == low.round
+        assert found.stages[1].round == more[0].round
+
+
+def test_replicas_that_lost_sight_of_each_other_hold_one_round_each_and_in_the_end_the_first_one_s_counts() -> None:
+    alive = Alive(("a",), THREE)
+    builder = alive.builder()
+    for e in (entry(0), entry(1, "c", ("c",), round=b"\x11" * 32), entry(1, "b", ("b",), round=b"\xee" * 32)):
+        builder.add(e)
+    alive.now_s = 100.0
+    assert builder.record() is None, "a may attest to either"
+    alive.stages[1] = ("b", "c")
+    assert builder.record() is None, "one of them may take what the other holds"
+    alive.now_s += UNDECIDED_S
+    found = builder.record()
+    assert found is not None
+    assert found.stages[1].round == b"\xee" * 32
+
+
+def test_of_one_round_that_two_describe_otherwise_what_most_say_counts() -> None:
+    false = entry(1, "a", THREE, shard={"square_norm": 9.0})
+    found = record(entry(0), false, entry(1, "b", THREE), entry(1, "c", THREE), live=(("a",), THREE))
+    assert found is not None
+    assert found.stages[1].square_norm == 12.0
+
+
+def test_a_past_step_is_as_most_say_that_applied_it_if_they_are_two() -> None:
+    true, false = (entry(0), entry(1)), (entry(0), entry(1, stop=True))
+    builder = Alive(THREE, ("d", "e")).builder()
+    builder.claim("a", false)
+    assert builder.record() is None, "one may lie"
+    builder.claim("b", true)
+    assert builder.record() is None
+    builder.claim("c", true)
+    found = builder.record()
+    assert found is not None
+    assert not found.stop
+    assert builder.agreed() == true
+    with pytest.raises(ProtocolError, match="instead of 2"):
+        builder.claim("d", true[:1])
+    alone = Alive(("me",), ("b",)).builder()
+    alone.claim("b", true)
+    assert alone.record() is not None, "nobody else lives"
+
+
+def test_one_alone_expels_nobody() -> None:
+    """A third decides: the two that agree both say so."""
+    with pytest.raises(ProtocolError, match="one member alone"):
+        Alive(("a",), THREE).builder().add(entry(1, "a", expelled=("b",)))
+    builder = Alive(("a",), ("a",)).builder()
+    for e in (entry(0), entry(1, "a", PAIR, expelled=("c",))):
+        builder.add(e)
+    assert builder.record() is not None
+    assert not builder.sentenced(1), "b is dead, and said nothing"
+    builder.add(entry(1, "b", PAIR, expelled=("c",)))
+    assert builder.sentenced(1)
 
 
 @pytest.mark.parametrize(
@@ -118,27 +203,22 @@ def test_of_two_complete_rounds_of_a_stage_the_lowest_counts_whichever_came_firs
     ],
 )
 def test_record_hash_covers_everything(change: dict[str, Any]) -> None:
-    a, b = record(entry(0), entry(1)), record(entry(0), entry(1, **change))
+    a, b = record(entry(0), entry(1, "a", PAIR)), record(entry(0), entry(1, "a", PAIR, **change))
     assert a is not None
     assert b is not None
     assert a.hash != b.hash
 
 
 def test_record_refuses_contradictions() -> None:
-    builder = RecordBuilder(4, LINEAGE, 2, LINEAGE)
-    builder.add(entry(0, "a", ("a", "b")))
-    builder.add(entry(0, "a", ("a", "b")))  # a repeated notice is fine
-    for wrong in ({"shard": {"square_norm": 9.0}}, {"shard": {"content": b"d" * 32}}, {"stop": True}):
-        with pytest.raises(ProtocolError, match="contradicts"):
-            builder.add(entry(0, "b", ("a", "b"), **wrong))  # type: ignore[arg-type]
-    with pytest.raises(ProtocolError, match="contradicts"):
-        builder.add(entry(0, "b", ("a", "c")))
+    builder = Alive(("a",), ("a",)).builder()
+    builder.add(entry(0, "a", PAIR))
+    builder.add(entry(0, "a", PAIR))  # a repeated notice is fine
     with pytest.raises(ProtocolError, match="step 5"):
         builder.add(entry(0, step=5))
     with pytest.raises(ProtocolError, match="stage 2/2"):
         builder.add(entry(2))
     with pytest.raises(ProtocolError, match="with 1 shards"):
-        builder.add(entry(1).model_copy(update={"members": ("a", "b")}))
+        builder.add(entry(1).model_copy(update={"members": PAIR}))
     with pytest.raises(ProtocolError, match="out of order"):
         builder.add(entry(1, "a", ("b", "a")))
     with pytest.raises(ProtocolError, match="others than its members"):
@@ -146,26 +226,24 @@ def test_record_refuses_contradictions() -> None:
     with pytest.raises(ProtocolError, match="a member is expelled"):
         builder.add(entry(1, expelled=("a",)))
     with pytest.raises(ProtocolError, match="gives itself up"):
-        builder.add(entry(1, "a", ("a", "b"), without=("a",)))
-    assert [e.holder for e in builder.entries()] == ["a"]
-    builder.add(entry(1, "x", ("a",), without=("a",)))  # it took the gradient from one that is gone
-    assert list(Entries.unpack(Entries.of(builder.entries()).pack()).entries) == list(builder.entries())
+        builder.add(entry(1, "a", PAIR, without=("a",)))
+    assert [[*r.holders] for r in builder.rounds(0)] == [["a"]]
+    builder.add(entry(1, "x", without=("a",)))  # it took the gradient from one that is gone
 
 
-def test_what_a_stage_of_many_replicas_attests_to_fits_into_a_call() -> None:
-    """Else whoever misses one notice of a step would believe everyone dead that it asks."""
-    members = tuple(f"12D3KooW{k:044}" for k in range(100))
-    said = [entry(0, holder, members) for holder in members]
-    assert sum(len(e.pack()) for e in said) > 1 << 20
-    assert len(Entries.of(said).pack()) < 1 << 16
+def test_what_a_peer_answers_that_applied_a_step_of_many_replicas_fits_into_a_call() -> None:
+    """Else whoever missed it would believe everyone dead that it asks."""
+    members = tuple(f"12D3KooW{k:044}" for k in range(1000))
+    assert len(Entries(step=5, applied=(entry(0, members[0], members),)).pack()) < 1 << 18
 
 
-def test_record_bounds_the_rounds_of_a_step() -> None:
-    builder = RecordBuilder(4, LINEAGE, 2, LINEAGE)
+def test_what_one_holder_attests_to_is_bounded_and_takes_no_room_from_others() -> None:
+    builder = Alive(("a",), ("a",)).builder()
     for k in range(RecordBuilder.MAX_ROUNDS):
         builder.add(entry(0, round=bytes([k]) * 32))
-    with pytest.raises(ProtocolError, match="rounds"):
+    with pytest.raises(ProtocolError, match="rounds of one holder"):
         builder.add(entry(0, round=b"\xff" * 32))
+    builder.add(entry(0, "b", ("b",), round=b"\xff" * 32))
 
 
 def test_clip_is_by_the_global_norm() -> None:
@@ -189,12 +267,11 @@ def test_one_non_finite_shard_makes_everyone_skip() -> None:
 
 def test_who_leaves_after_a_step_follows_from_its_record() -> None:
     pair = ("a", "b")
-    both = record(entry(0, "a", pair, leaves=pair, without=("b",)), entry(1, "c", ("c",), leaves=("c",)))
+    live = (("a",), ("c",))
+    both = record(entry(0, "a", pair, leaves=pair), entry(1, "c", ("c",), leaves=("c",)), live=live)
     assert both is not None
     assert both.leavers(lambda peer: False) == ("a",), "another stays in its stage; the last one of a stage never goes"
-    trainers = record(
-        entry(0, "a", pair, leaves=("a",), without=("b",)), entry(1, "c", ("c", "d"), leaves=("c",), without=("d",))
-    )
+    trainers = record(entry(0, "a", pair, leaves=("a",)), entry(1, "c", ("c", "d"), leaves=("c",)), live=live)
     assert trainers is not None
     assert trainers.leavers(lambda peer: True) == ("a",), "one trainer at a time"
     assert trainers.leavers(lambda peer: peer == "a") == ("a", "c")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -170,6 +170,8 @@ class Averager:
         """Chunks on their way to each member."""
         self.round = b""
         """Being reduced, or reduced last."""
+        self.shards: defaultdict[bytes, dict[PeerId, ShardFacts]] = defaultdict(dict)
+        """Of each round of this step: what is known of the shards that came out of it, by who reduced them."""
 
     def expects(self, sender: PeerId, message: Shard | Reduced, tensors: list[Encoded]) -> None:
         """Before it is read. Raises ProtocolError for a sender of another stage and for more than a round can need."""
@@ -208,6 +210,7 @@ class Averager:
         for waiter in self._inbox.waiting.values():
             waiter.cancel()
         self._inbox = _Inbox()
+        self.shards.clear()
 
     async def reduce(self, plan: Round, gradient: Tensor) -> tuple[Tensor, tuple[ShardFacts, ...]]:
         """The stage's mean gradient, flat fp32 [P], and what the record needs to know of each member's shard.
@@ -257,8 +260,11 @@ class Averager:
         """Reduce our shard, and return it to everyone."""
         me = self._ctx.net.peer_id
         others = plan.others(me)
-        facts = []
-        for number, (a, b) in plan.chunks(me):
+        facts: list[ShardFacts] = []
+        chunks = plan.chunks(me)
+        if not chunks:
+            self.shards[plan.id][me] = _of_shard(facts)
+        for number, (a, b) in chunks:
             parts: list[Tensor | Encoded] = []
             for member in plan.contributors:  # sorted: every run sums in the same order
                 parts.append(gradient[a:b] if member == me else (await self._chunk(plan, Shard, member, number))[1])
@@ -266,13 +272,15 @@ class Averager:
                 _reduce_chunk, parts, b - a, plan.microbatches, self._ctx.plan.gradients, result[a:b], len(others) > 0
             )
             facts.append(chunk)
+            if len(facts) == len(chunks):  # known before another can hold all of it, and say so
+                self.shards[plan.id][me] = _of_shard(facts)
             if sent is not None:
                 message = Reduced(
                     round=plan.id, step=plan.step, chunk=number, square_norm=chunk.square_norm, finite=chunk.finite
                 )
                 await asyncio.gather(*(self._send(m, message, sent) for m in others))
             self._ctx.reached("averaging", plan.step)
-        return _of_shard(facts)
+        return self.shards[plan.id][me]
 
     async def _collect(self, plan: Round, owner: PeerId, result: Tensor) -> ShardFacts:
         """Receive the shard that ``owner`` reduced."""
@@ -281,7 +289,8 @@ class Averager:
             message, chunk = await self._chunk(plan, Reduced, owner, number)
             assert isinstance(message, Reduced)  # by its key
             facts.append(await self._ctx.compute.offload(_store_chunk, message, chunk, result[a:b]))
-        return _of_shard(facts)
+        self.shards[plan.id][owner] = _of_shard(facts)
+        return self.shards[plan.id][owner]
 
     async def _chunk(self, plan: Round, kind: type[Shard | Reduced], sender: PeerId, number: int) -> _Chunk:
         """The next chunk from ``sender``. Raises PeerUnreachable when it is believed dead, or its stream ended."""

@@ -354,6 +354,12 @@ class Context:
             self.net.give_up(peer)
             self.changed()
 
+    def stand_aside(self, peer: PeerId) -> None:
+        """``peer`` says that nobody is to count on it for now. It can be reached, so that what is on its way to it goes on."""
+        if self.roster.dead(peer):
+            self.give_up(peer, "it takes a state")
+            self.changed()
+
     def is_late(self, peer: PeerId) -> bool:
         """Did ``peer`` say so of its device?"""
         return peer in self._late

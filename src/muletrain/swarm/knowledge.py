@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from muletrain.swarm.branches import branch_of
 from muletrain.swarm.computing import Computing
 from muletrain.swarm.leaving import Departure
 from muletrain.swarm.messages import (
+    Abstain,
     AskEntries,
     AskSeal,
     AskViews,
@@ -27,6 +28,7 @@ from muletrain.swarm.messages import (
     MemberView,
     RoundEntry,
     Seal,
+    ShardFacts,
     TrainerDone,
     Views,
 )
@@ -35,13 +37,14 @@ from muletrain.swarm.trail import Trail
 from muletrain.swarm.waiting import MAX_SILENCE, Waits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from muletrain.network.base import PeerId
     from muletrain.policy.views import View
     from muletrain.swarm.context import Context
     from muletrain.swarm.holding import Holding
     from muletrain.swarm.ledger import Ledger
+    from muletrain.swarm.record import Attested
 
 MAX_ATTEMPTS = 20
 """Rounds tried for one step before the peer gives up with an error instead of trying for ever."""
@@ -51,6 +54,10 @@ GRACE_S = 0.25
 """Between the first sign that others are beyond what we wait for, and the question whether we missed it."""
 ASKED = 64
 """Living peers that are asked at once what they know; so many more that all were asked before a wait is given up."""
+MAX_VIEWS = 4 * MAX_ATTEMPTS
+"""Of each replica that are remembered in a step."""
+MAX_ASKED = 8
+"""Peers that are asked whether they are beyond this step, too; and for its record, after the first that knew it."""
 LATE_S = 3.0
 """From when we first ask it, a peer may be at an earlier step for this time at least, before it is left out."""
 
@@ -168,6 +175,14 @@ class Knowledge:
         self._rivals: set[bytes] = set()
         """Other rounds of our stage that we knew of when we said so."""
         self._differing: set[PeerId] = set()
+        self._fresh = False
+        """We came to this step with a state that was loaded: what we did in it before, we may not know."""
+        self._announced_by: defaultdict[PeerId, set[frozenset[PeerId]]] = defaultdict(set)
+        """The members that each replica sealed with, in all attempts that we heard of."""
+        self._aside: dict[PeerId, int] = {}
+        """Who abstains, and the first attempt after that."""
+        self._questioned: set[tuple[PeerId, int]] = set()
+        """Replicas that were asked for the seal of what they attest to, and the attempt of the last one that we knew."""
         self._late: dict[PeerId, float] = {}
         """When we first heard that a peer was at an earlier step still."""
         self._lost: Counter[PeerId] = Counter()
@@ -180,9 +195,13 @@ class Knowledge:
         self._overflowed = False
         """Finite gradients came to a mean that is not."""
         self._findings: tuple[Finding, ...] = ()
-        self._builder = RecordBuilder(step, lineage, self._ctx.plan.stages, self.applied)
+        stages, clock = self._ctx.plan.stages, self._ctx.clock
+        self._builder = RecordBuilder(step, lineage, stages, self.applied, self._ctx.roster.stage, clock.now)
         self._holders: list[RoundEntry] = []
-        self._holders_of: tuple[int, int] | None = None
+        self._committed: frozenset[PeerId] = frozenset()
+        """Replicas that attest to a round that was sealed so: they take part in no other."""
+        self._seals_heard = 0
+        self._holders_of: tuple[int, int, int] | None = None
         """What was known when these were the ones."""
         self._attested_of: tuple[bytes, int, int] | None = None
         """The round that we attested to, and what was known then."""
@@ -208,13 +227,73 @@ class Knowledge:
         return self.work.all_through
 
     def _held_by_replicas(self) -> list[RoundEntry]:
-        """What live replicas attest that they hold of this step."""
-        known = self._builder.known[self._ctx.roster.own.stage], self._ctx.roster.version
-        if self._holders_of != known:  # waits ask whenever anything arrives
-            alive = self._ctx.roster.is_alive
-            self._holders = [e for e in self._builder.held(self._ctx.roster.own.stage) if alive(e.holder)]
-            self._holders_of = known
+        """What live replicas attest that they hold of this step, as far as we believe them."""
+        self._look_at_rounds()
         return self._holders
+
+    def _look_at_rounds(self) -> None:
+        """Of our stage: whom to believe, and who takes part in no other."""
+        roster = self._ctx.roster
+        known = self._builder.known[roster.own.stage], roster.version, self._seals_heard
+        if self._holders_of == known:  # waits ask whenever anything arrives
+            return
+        rounds = self._builder.rounds(roster.own.stage)
+        held = [e for r in rounds if self._believed(r) for _, e in sorted(r.holders.items())]
+        self._holders = [e for e in held if roster.is_alive(e.holder)]
+        self._committed = frozenset(m for r in rounds if not self._unsealed(r) for m in r.holders)
+        self._holders_of = known
+
+    def _believed(self, round_: Attested) -> bool:
+        """A round of ours is known by the shards that came out of it. Of one without us it counts how many of the other replicas attest to
+        it; if there is but one, its word is enough, and nobody knows which of us is wrong."""
+        if self._takes_part(round_.facts):
+            return self._contradiction(round_.facts) is None
+        stage, me, holders = self._ctx.roster.own.stage, self._ctx.net.peer_id, round_.holders.keys()
+        others = (set(self._ctx.roster.stage(stage)) | holders) - self._builder.abstaining(stage) - {me}
+        return 2 * len(holders) > len(others | holders) and not self._unsealed(round_)
+
+    def _takes_part(self, entry: RoundEntry) -> bool:
+        return self._ctx.net.peer_id in entry.members and not self._fresh
+
+    def _contradiction(self, entry: RoundEntry) -> str | None:
+        """Why a round that names us cannot be what its holder says. Nobody holds it before we reduced our shard, and it has our shard as we
+        reduced it, and its holder's as that was sent to us; of those of others we do not know who is wrong."""
+        known = self._shards(entry.round)
+        if self._ctx.net.peer_id not in known:
+            return "its members are not what this peer sealed, or it cannot be whole: this peer reduced no shard of it"
+        told = dict(zip(entry.members, entry.shards, strict=False))  # counted later
+        wrong = any(known[m] != told.get(m) for m in (self._ctx.net.peer_id, entry.holder) if m in known)
+        return "its shards are not what its members reduced" if wrong else None
+
+    def _unsealed(self, round_: Attested) -> bool:
+        """Did none of the members that attest to it announce them, as far as we heard?"""
+        members = [m for m in round_.facts.members if m in round_.holders]
+        view = frozenset({*round_.facts.members, *round_.facts.expelled})
+        return bool(members) and not any(view in self._announced_by[m] for m in members)
+
+    def _question(self, holder: PeerId) -> None:
+        """Find out whether ``holder`` sealed what it attests to, unless we know."""
+        seal = self._seals.get(holder)
+        asked = holder, seal.attempt if seal is not None else -1
+        if asked in self._questioned or len(self._announced_by[holder]) > MAX_VIEWS:
+            return
+        for round_ in self._builder.rounds(self._ctx.roster.own.stage):
+            if holder in round_.holders and not self._takes_part(round_.facts) and self._unsealed(round_):
+                self._questioned.add(asked)
+                self._ctx.spawn(self._ask_why(holder, round_), "ask for a seal")
+
+    async def _ask_why(self, holder: PeerId, round_: Attested) -> None:
+        """Its seal may have been lost on its way to us. It answers with what it announced last, and whoever holds a round announces no
+        more; only one that took the round from another may have tried one since."""
+        step = self.step
+        if await self._learn_seal(holder) and self.step == step and holder in self._seals:
+            if self._unsealed(round_) and round_.holders.keys() == {holder}:
+                self._ctx.refused(holder, "round entry: its members are not what its holder sealed")
+            self.touched()
+
+    def _shards(self, round_: bytes) -> Mapping[PeerId, ShardFacts]:
+        """Those of a round of this step that we know, by who reduced them."""
+        return {}
 
     def _latest_attempt(self, members: Collection[PeerId] | None = None) -> int:
         """The highest that a live replica (of ``members``) announced in this step."""
@@ -247,6 +326,10 @@ class Knowledge:
         known = self._seals.get(sender)
         if known is None or known.attempt < message.attempt:
             self._seals[sender] = message
+            if len(self._announced_by[sender]) <= MAX_VIEWS:
+                self._announced_by[sender].add(frozenset(message.members))
+            self._seals_heard += 1
+            self._question(sender)
             self.touched()
             if not self._all_through():
                 self.overtaken(sender, self._all_through)
@@ -256,11 +339,33 @@ class Knowledge:
     def on_entry(self, sender: PeerId, entry: RoundEntry) -> None:
         if sender != entry.holder or self._ctx.roster.member(sender).stage != entry.stage:
             raise ProtocolError("round entry in another's name, or for a stage that its sender does not serve")
+        ours = entry.stage == self._ctx.roster.own.stage
+        if ours and self._takes_part(entry) and (reason := self._contradiction(entry)) is not None:
+            raise ProtocolError(f"round entry: {reason}")
         self._builder.add(entry)
+        if ours:
+            self._question(sender)
         self.touched()
-        if entry.stage == self._ctx.roster.own.stage:
-            for member in entry.without:
-                self._ctx.look_after(member, self.lineage, self.step)
+        for member in entry.without:  # whether it counts may depend on whether they live
+            self._ctx.look_after(member, self.lineage, self.step)
+
+    def on_abstain(self, sender: PeerId, attempt: int = 0) -> None:
+        self._builder.abstain(self._ctx.roster.member(sender).stage, sender)
+        self._aside[sender] = max(attempt, self._aside.get(sender, 0))
+        self.touched()
+
+    def _abstain(self) -> None:
+        """Others of our stage go on without us: what they hold counts without our word."""
+        me, attempt = self._ctx.net.peer_id, 0 if self.announced is None else self.announced.attempt + 1
+        if attempt > self._aside.get(me, -1):
+            self.on_abstain(me, attempt)
+            message = Abstain(lineage=self.lineage, step=self.step, attempt=attempt)
+            self._ctx.spawn(self._ctx.tell(self._ctx.roster.everyone(), message), "abstain")
+
+    def _stands_aside(self, peer: PeerId) -> bool:
+        """Has it announced nothing since it abstained?"""
+        seal = self._seals.get(peer)
+        return peer in self._aside and (seal is None or seal.attempt < self._aside[peer])
 
     def on_view(self, sender: PeerId, ask: AskViews) -> Views:
         """Members of another stage that do not reach each other learn of each other here: views of those that we reach. Raises
@@ -305,8 +410,13 @@ class Knowledge:
     def entries(self, sender: PeerId, step: int, lineage: bytes) -> Entries:
         """Of this step or an earlier one that is kept; none for any other."""
         if (step, lineage) == (self.step, self.lineage):
-            return Entries.of(self._builder.entries())
-        return Entries.of(self.trail.entries(sender, step, lineage))
+            abstains = self._ctx.net.peer_id in self._builder.abstaining(self._ctx.roster.own.stage)
+            return Entries(step=step, own=self._attested, abstains=abstains)
+        return Entries(step=self.step, applied=self.trail.entries(sender, step, lineage))
+
+    def sentenced(self, stage: int) -> bool:
+        """Enough attest to whom the record of this step expels from ``stage``."""
+        return self._builder.sentenced(stage)
 
     def gradient_piece(self, sender: PeerId, round_: bytes, offset: int) -> bytes:
         """Of a round that we hold. Raises ProtocolError for any other."""
@@ -315,8 +425,11 @@ class Knowledge:
         return self.trail.piece(sender, round_, offset)
 
     def covered(self, work: Computing) -> frozenset[int]:
-        """Microbatches that are not to be accumulated again: ours; all of them once we hold the stage's mean gradient."""
+        """Microbatches that are not to be accumulated again: ours; all of them once we hold the stage's mean gradient, unless a larger
+        company of replicas goes on without us, and what we hold will not count."""
         whole = work is self.work and self._holding is not None
+        if whole and self._outvoted():
+            return frozenset()
         return frozenset(range(self._ctx.plan.microbatches)) if whole else work.ledger.held
 
     def held(self, step: int, lineage: bytes, *, brief: bool = False) -> Held:
@@ -350,6 +463,10 @@ class Knowledge:
         """What is averaged now, or was last; empty: nothing was."""
         return b""
 
+    def _outvoted(self) -> bool:
+        """Do we hold a round, and more of our replicas try another without us?"""
+        return False
+
     # What we ask ------------------------------------------------------------------------------------------------------
 
     async def _nothing_running(self, work: Computing) -> None:
@@ -369,8 +486,11 @@ class Knowledge:
 
     async def _ask_seal(self, peer: PeerId) -> None:
         await self._ask(peer)
-        if not self._ctx.roster.is_alive(peer):
-            return
+        if self._ctx.roster.is_alive(peer) and await self._learn_seal(peer):
+            await self._entries_from(peer)
+
+    async def _learn_seal(self, peer: PeerId) -> bool:
+        """False where ``peer`` does not answer."""
         ask = AskSeal(lineage=self.lineage, step=self.step).pack()
         try:
             answer = await self._ctx.net.call(peer, AskSeal.KIND, ask, timeout_s=self._ctx.probe_deadline.seconds(1))
@@ -378,8 +498,8 @@ class Knowledge:
                 self.on_seal(peer, Seal.unpack(answer))
         except NetworkError as e:
             self._ctx.suspect(peer, str(e))
-        else:
-            await self._entries_from(peer)
+            return False
+        return True
 
     async def _ask_holders(self) -> list[Held]:
         """A notice that a replica holds this step's gradient, or is beyond it, may have been lost. What those that answer hold."""
@@ -417,10 +537,9 @@ class Knowledge:
             return held
         if held.step > self.step:
             self.others_at = max(self.others_at, held.step)
-            if (
-                await self._entries_from(peer) and self._holding is not None
-            ):  # all that we lacked was word of the others
-                return held
+            went_on = await self._went_on(peer)
+            if not went_on or (self._holding is not None and self._builder.record() is not None):
+                return held  # all that we lacked was word of the others
             raise Behind(f"step {self.step}: {self._ctx.roster.name(peer)} is at step {held.step}")
         if held.current and self.work.through(held.through, held.losses):
             self.touched()
@@ -436,21 +555,57 @@ class Knowledge:
         return held
 
     async def _ask_entries(self) -> None:
-        """A lost notice must not stop the run: any peer may know the entries we miss."""
-        if not any(
-            await asyncio.gather(*(self._entries_from(p) for p in self._ctx.worth_a_try(self._ctx.roster.everyone())))
-        ):
+        """A lost notice must not stop the run: who sent it can say it again."""
+        await asyncio.gather(*map(self._entries_from, self._ctx.worth_a_try(self._ctx.roster.everyone())))
+        if self._builder.record() is None:
             await self._ask_everyone()
 
-    async def _entries_from(self, peer: PeerId) -> bool:
-        """Learn the entries that ``peer`` knows of this step. True if the record is whole now."""
-        ask = AskEntries(lineage=self.lineage, step=self.step).pack()
+    async def _entries_from(self, peer: PeerId) -> Entries | None:
+        """Learn what ``peer`` attests to of this step, or which record it applied. None where it does not answer."""
+        ask, builder = AskEntries(lineage=self.lineage, step=self.step).pack(), self._builder
         try:
-            answer = await self._ctx.net.call(peer, AskEntries.KIND, ask, timeout_s=self._ctx.probe_deadline.seconds(1))
-            for entry in Entries.unpack(answer).entries:
-                self._builder.add(entry)
+            packed = await self._ctx.net.call(peer, AskEntries.KIND, ask, timeout_s=self._ctx.probe_deadline.seconds(1))
+            answer = Entries.unpack(packed)
+            if builder is not self._builder:  # that step is over
+                return None
+            if answer.abstains:
+                self.on_abstain(peer)
+            if answer.own is not None:
+                self.on_entry(peer, answer.own)
+            if answer.applied:
+                own = (e for e in answer.applied if e.stage == self._ctx.roster.member(peer).stage)
+                for entry in own:
+                    self.on_entry(peer, entry.model_copy(update={"holder": peer, "without": ()}))
+                builder.claim(peer, answer.applied)
         except ProtocolError as e:
             self._ctx.refused(peer, str(e))
         except NetworkError as e:
             self._ctx.suspect(peer, str(e))
-        return self._builder.record() is not None
+        else:
+            return answer
+        return None
+
+    async def _went_on(self, first: PeerId) -> bool:
+        """``first`` says that it is beyond this step. True if others say so, too, and more than say that they are here, or if the record
+        of this step is known now: one member alone cannot lure us away."""
+        here = gone = 0
+        for peer in dict.fromkeys((first, *self._ctx.roster.spread(MAX_ASKED))):
+            answer = await self._entries_from(peer)
+            if self._builder.record() is not None:
+                return True
+            if answer is not None:
+                here, gone = here + (answer.step == self.step), gone + (answer.step > self.step)
+            if gone - here > 1:
+                break
+        return gone > here
+
+    async def _learn_record(self, peers: Iterable[PeerId]) -> None:
+        """Ask ``peers`` that may have applied this step for its record, until enough of them say the same."""
+        asked, here = 0, False
+        for peer in peers:
+            if self._builder.record() is not None or asked > MAX_ASKED:
+                break
+            answer = await self._entries_from(peer)
+            here |= answer is not None and answer.step == self.step
+            asked += self._builder.claimed > 0
+        self._builder.trusting = not here

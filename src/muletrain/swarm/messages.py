@@ -6,8 +6,7 @@ Messages on streams are *frames* (a header of one of these models, perhaps tenso
 
 from __future__ import annotations
 
-from collections import defaultdict
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgpack
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
@@ -18,9 +17,6 @@ from muletrain.optim.sketch import SIZE as SKETCH
 from muletrain.policy.lineages import MEMORY, Chain
 from muletrain.swarm.branches import BRANCH
 from muletrain.swarm.sizes import packed_size
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
 Natural = Annotated[int, Field(ge=0, lt=2**48)]
@@ -311,47 +307,40 @@ class RoundEntry(Message):
     without: Annotated[tuple[Id, ...], Field(max_length=4096), FailFast()] = ()
 
 
+class Abstain(Message):
+    """The sender leaves this step to the other replicas of its stage: it takes what they agree on, and is not waited for. What it announced
+    in attempts before ``attempt`` is void."""
+
+    KIND: ClassVar[str] = "abstain"
+    lineage: Digest
+    step: Natural
+    attempt: Natural
+
+
+class Away(Message):
+    """The sender serves nobody until it says ``Back``: it takes a state."""
+
+    KIND: ClassVar[str] = "away"
+
+
 class AskEntries(Message):
-    """Call: which round entries of this step, or of the one you applied last, do you know?"""
+    """Call: what do you attest to of this step? If you applied it: which record?"""
 
     KIND: ClassVar[str] = "ask_entries"
     lineage: Digest
     step: Natural
 
 
-class Attested(BaseModel):
-    """A round, and who attests to it: (holder, ``without``) of each. What they all say alike is there once, or the answer for a stage
-    of many replicas would grow with their square, beyond what a call carries."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    entry: RoundEntry
-    holders: Annotated[
-        tuple[tuple[Id, Annotated[tuple[Id, ...], Field(max_length=4096), FailFast()]], ...], Field(max_length=4096)
-    ]
-
-
 class Entries(Message):
+    """The answerer is at ``step``. ``own``: what it holds itself; ``abstains``: see ``Abstain``. ``applied``: the rounds of
+    the record that it applied, one of each stage; empty if it did not apply that step, or does not know any more. Nobody is believed about
+    others' entries."""
+
     KIND: ClassVar[str] = "entries"
-    rounds: Annotated[tuple[Attested, ...], Field(max_length=4096), FailFast()]
-
-    @classmethod
-    def of(cls, entries: Iterable[RoundEntry]) -> Entries:
-        """Entries of one round must agree on all but ``holder`` and ``without``."""
-        by_round: defaultdict[tuple[int, bytes], list[RoundEntry]] = defaultdict(list)
-        for entry in entries:
-            by_round[entry.stage, entry.round].append(entry)
-        return cls(
-            rounds=tuple(
-                Attested(entry=alike[0], holders=tuple((e.holder, e.without) for e in alike))
-                for alike in by_round.values()
-            )
-        )
-
-    @property
-    def entries(self) -> Iterator[RoundEntry]:
-        for known in self.rounds:
-            for holder, without in known.holders:
-                yield known.entry.model_copy(update={"holder": holder, "without": without})
+    step: Natural
+    own: RoundEntry | None = None
+    abstains: bool = False
+    applied: Annotated[tuple[RoundEntry, ...], Field(max_length=4096), FailFast()] = ()
 
 
 class AskGradient(Message):

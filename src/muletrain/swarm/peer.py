@@ -23,12 +23,14 @@ from muletrain.swarm.knowledge import Behind
 from muletrain.swarm.lineages import GivesWay, Lineages
 from muletrain.swarm.membership import Membership
 from muletrain.swarm.messages import (
+    Abstain,
     AskEntries,
     AskGradient,
     AskHeld,
     AskPast,
     AskSeal,
     AskViews,
+    Away,
     Back,
     Backward,
     Block,
@@ -93,9 +95,24 @@ OFFER_S = 20.0
 
 STEP_KINDS: dict[str, type[Message]] = {
     m.KIND: m
-    for m in (Forward, Backward, Done, Busy, Lost, TrainerDone, Gap, Seal, Shard, Reduced, RoundEntry, Back, Doubted)
+    for m in (
+        Forward,
+        Backward,
+        Done,
+        Busy,
+        Lost,
+        TrainerDone,
+        Gap,
+        Seal,
+        Shard,
+        Reduced,
+        RoundEntry,
+        Abstain,
+        Back,
+        Doubted,
+    )
 }
-OTHER_KINDS: dict[str, type[Message]] = {m.KIND: m for m in (PartReady, CheckpointEnd, Report, Block)}
+OTHER_KINDS: dict[str, type[Message]] = {m.KIND: m for m in (PartReady, CheckpointEnd, Report, Block, Away)}
 
 
 class Memory(NamedTuple):
@@ -315,7 +332,7 @@ class Peer:
         MuletrainError where we are expelled, and missed that."""
         ctx, me = self._ctx, self._ctx.net.peer_id
         for stage, entry in enumerate(record.stages):
-            for peer in entry.expelled:
+            for peer in entry.expelled if self.stepper.sentenced(stage) else ():
                 if ctx.roster.knows(peer) and ctx.roster.member(peer).stage == stage:
                     ctx.emit(PeerExpelled(peer_id=peer, name=ctx.roster.name(peer), step=record.step + 1))
                     ctx.roster.expel(peer)
@@ -409,6 +426,7 @@ class Peer:
 
     async def _let_go(self) -> None:
         """Of all that is under way."""
+        self._ctx.spawn(self._ctx.tell(self._ctx.roster.everyone(), Away()), "away")
         self._end_trainers(self.stepper.step + 1)
         await self.stepper.let_go()
         self._pipeline.abandon()
@@ -570,7 +588,7 @@ class Peer:
             raise ProtocolError(f"{frame.kind} of step {step} from another lineage")
         if self._ctx.roster.alive(sender):
             self._refresh_routes()
-        agreeing = isinstance(message, Seal | Shard | Reduced | RoundEntry)
+        agreeing = isinstance(message, Seal | Shard | Reduced | RoundEntry | Abstain)
         loads = self._adoption.state == "loads"
         if loads or work is None or (agreeing and step > self.stepper.step):
             ahead = int(self._ctx.plan.delayed)
@@ -607,6 +625,8 @@ class Peer:
                 self.stepper.averager.on_chunk(sender, message, frame.tensors[0])
             case RoundEntry():
                 self.stepper.on_entry(sender, message)
+            case Abstain():
+                self.stepper.on_abstain(sender, message.attempt)
             case Back():
                 self._refresh_routes()
             case Doubted():
@@ -637,6 +657,8 @@ class Peer:
             case Block():
                 for taker in (self._receiver.taker, self._tokens):  # who does not wait for it drops it
                     taker.on_block(sender, message, frame.tensors[0])
+            case Away():
+                self._ctx.stand_aside(sender)
             case PartReady():
                 self._checkpoints.on_ready(sender, message)
             case CheckpointEnd():

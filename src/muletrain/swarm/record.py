@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgpack
 
@@ -20,7 +20,7 @@ from muletrain.swarm.branches import branch_of, hashed
 from muletrain.swarm.messages import RoundEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from muletrain.swarm.messages import ShardFacts
 
@@ -119,16 +119,13 @@ class StepRecord:
 
 
 @dataclass
-class _Known:
-    """A round of which entries arrived: what all of them say, and what each holder says."""
+class Attested:
+    """A round that somebody attests to: what all of them say, and what each holder says."""
 
     facts: RoundEntry
     holders: dict[str, RoundEntry] = field(default_factory=dict)
-    _lacking: set[str] = field(init=False)
-    """Members that neither hold the gradient, as far as we know, nor are given up by one that does."""
-
-    def __post_init__(self) -> None:
-        self._lacking = set(self.facts.members)
+    given_up: set[str] = field(default_factory=set)
+    """Members that a holder goes on without."""
 
     def add(self, entry: RoundEntry) -> bool:
         """False where that is no news."""
@@ -138,18 +135,38 @@ class _Known:
                 return False
             entry = entry.model_copy(update={"without": tuple(sorted({*entry.without, *before.without}))})
         self.holders[entry.holder] = entry
-        self._lacking -= {entry.holder, *entry.without}
+        self.given_up |= {*entry.without}
         return True
 
-    @property
-    def complete(self) -> bool:
-        """Every member holds the gradient, or is given up by one that does: an applied gradient can be had from somebody."""
-        return not self._lacking
+    def complete(self, live: Collection[str], attesting: Collection[str]) -> bool:
+        """Every member holds the gradient, or is given up by one that does, or is believed dead here, or attests to another round: an
+        applied gradient can be had from somebody."""
+        lacking = set(self.facts.members) - self.holders.keys() - self.given_up
+        return not any(m in live and m not in attesting for m in lacking)
+
+
+UNDECIDED_S = 5.0
+"""Before a round counts without more than half: one that holds it, too, may not have said so yet."""
+
+
+class _Claim(NamedTuple):
+    """What a peer says that it applied."""
+
+    record: StepRecord
+    entries: tuple[RoundEntry, ...]
 
 
 @dataclass
 class RecordBuilder:
-    """Collects round entries of one step until every stage has a complete round."""
+    """Collects what replicas attest to of one step, until a round of each stage counts.
+
+    Nothing is signed, so that a peer's word is believed of itself alone: the one that sends an entry is its holder. A round counts
+    where it is complete, and more than half of the stage's replicas attest to it: of those that are believed alive here and do not abstain,
+    and those that attest to it. Where all of these have attested for a while, and no round has so many, the one with the most counts, of as
+    many that of the lowest holder: replicas that lost sight of each other may hold different ones. Peers that believe the same alive
+    choose the same; others may choose otherwise, and then lineages part and meet again (``swarm.lineages``).
+
+    A peer that comes late cannot ask everyone: it believes what most of those say that applied the step, if they are two or more."""
 
     step: int
     lineage: bytes
@@ -157,34 +174,73 @@ class RecordBuilder:
     stages: int
     previous: bytes
     """hash(R_{t-1})"""
+    live: Callable[[int], tuple[str, ...]] = lambda stage: ()
+    """Replicas of a stage that are believed alive here, ourselves included."""
+    now: Callable[[], float] = lambda: 0.0
+    """[s]"""
     known: Counter[int] = field(default_factory=Counter)
     """Counts what was learnt, by stage."""
-    _rounds: dict[tuple[int, bytes], _Known] = field(default_factory=dict)
+    _rounds: dict[tuple[int, bytes], list[Attested]] = field(default_factory=dict)
+    """Of one round several, where their holders contradict each other."""
+    _abstaining: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    _claims: dict[str, _Claim] = field(default_factory=dict)
+    _chosen: dict[int, tuple[int, tuple[str, ...], Attested | None]] = field(default_factory=dict)
+    """Of each stage: how much was known, who was believed alive, and what counted then."""
+    _undecided: dict[int, float] = field(default_factory=dict)
+    """Stages of which all have attested, but no round has more than half, and since when."""
+    _agreed: tuple[RoundEntry, ...] = ()
     _record: StepRecord | None = None
+    _settled: bool = False
+    trusting: bool = False
+    """One peer that applied the step is enough: of those that were asked none is at it still."""
 
-    MAX_ROUNDS = 64  # a stage retries a handful of times; more is an attack on memory
+    MAX_ROUNDS = 4
+    """That one holder attests to: it tries no other round of a step, unless it loses its state. More is an attack on memory."""
 
     def add(self, entry: RoundEntry) -> None:
-        """Raises ProtocolError for an entry that contradicts the step, itself, or an earlier one."""
+        """What ``entry.holder`` itself said. Raises ProtocolError for an entry that contradicts the step or itself."""
+        self._check(entry)
+        rounds = self._rounds.get((entry.stage, entry.round), [])
+        known = next((k for k in rounds if alike(entry, k.facts)), None)
+        if known is None or entry.holder not in known.holders:
+            said = sum(
+                entry.holder in k.holders for (s, _), each in self._rounds.items() for k in each if s == entry.stage
+            )
+            if said >= self.MAX_ROUNDS:
+                raise ProtocolError(
+                    f"stage {entry.stage}: more than {self.MAX_ROUNDS} rounds of one holder in one step"
+                )
+        if known is None:
+            self._check_facts(entry)
+            known = Attested(facts_of(entry))
+            self._rounds.setdefault((entry.stage, entry.round), []).append(known)
+        if known.add(entry):
+            self.known[entry.stage] += 1
+
+    def abstain(self, stage: int, peer: str) -> None:
+        """``peer`` goes by what the other replicas of its stage agree on."""
+        if peer not in self._abstaining[stage]:
+            self._abstaining[stage].add(peer)
+            self.known[stage] += 1
+
+    def claim(self, peer: str, entries: tuple[RoundEntry, ...]) -> None:
+        """``peer`` says that it applied the record of these. Raises ProtocolError for what is no record of this step."""
+        for entry in entries:
+            self._check(entry)
+            self._check_facts(entry)
+        if [e.stage for e in entries] != list(range(self.stages)):
+            raise ProtocolError(f"a record of {len(entries)} stages instead of {self.stages}, or out of order")
+        self._claims[peer] = _Claim(self._of(entries), entries)
+        self.known[-1] += 1
+
+    def _check(self, entry: RoundEntry) -> None:
         if (entry.step, entry.lineage) != (self.step, self.lineage):
             raise ProtocolError(f"entry of step {entry.step} for the record of step {self.step}, or of another lineage")
         if entry.without and not set(entry.without) <= {*entry.members} - {entry.holder}:
             raise ProtocolError(f"entry of stage {entry.stage}: its holder gives itself up, or one that is no member")
-        key = (entry.stage, entry.round)
-        known = self._rounds.get(key)
-        if known is None:
-            self._check(entry)
-            known = self._rounds[key] = _Known(facts_of(entry))
-        elif not _alike(entry, known.facts):
-            raise ProtocolError(f"stage {entry.stage}: {entry.holder[-6:]} contradicts what others hold of one round")
-        complete = known.complete
-        if known.add(entry):
-            self.known[entry.stage] += 1
-            if known.complete and not complete:
-                self._record = self._built()
 
-    def _check(self, entry: RoundEntry) -> None:
-        """The first of its round; of the others it is enough that they say the same."""
+    def _check_facts(self, entry: RoundEntry) -> None:
+        """Of the others that say the same it is known."""
         if entry.stage >= self.stages or len(entry.shards) != len(entry.members):
             raise ProtocolError(f"entry of stage {entry.stage}/{self.stages} with {len(entry.shards)} shards")
         if list(entry.members) != sorted(set(entry.members)):
@@ -193,36 +249,90 @@ class RecordBuilder:
             raise ProtocolError(f"entry of stage {entry.stage}: others than its members leave")
         if set(entry.expelled) & set(entry.members):
             raise ProtocolError(f"entry of stage {entry.stage}: a member is expelled")
-        if sum(s == entry.stage for s, _ in self._rounds) >= self.MAX_ROUNDS:
-            raise ProtocolError(f"stage {entry.stage}: more than {self.MAX_ROUNDS} rounds in one step")
+        if entry.expelled and len(entry.members) < 2:
+            raise ProtocolError(f"entry of stage {entry.stage}: one member alone cannot expel another")
 
-    def entries(self) -> tuple[RoundEntry, ...]:
-        return tuple(e for known in self._rounds.values() for e in known.holders.values())
+    @property
+    def claimed(self) -> int:
+        """How many say that they applied this step."""
+        return len(self._claims)
 
-    def held(self, stage: int) -> list[RoundEntry]:
-        """Entries of ``stage``, those of the rounds that most hold first."""
-        rounds = [k for (s, _), k in sorted(self._rounds.items(), key=lambda item: item[0]) if s == stage]
-        rounds.sort(key=lambda k: -len(k.holders))
-        return [e for known in rounds for _, e in sorted(known.holders.items())]
+    def rounds(self, stage: int) -> list[Attested]:
+        """Of ``stage``, those that most hold first."""
+        found = [
+            k for (s, _), each in sorted(self._rounds.items(), key=lambda item: item[0]) if s == stage for k in each
+        ]
+        return sorted(found, key=lambda k: -len(k.holders))
 
-    def holders(self, stage: int, round_: bytes) -> frozenset[str]:
-        known = self._rounds.get((stage, round_))
-        return frozenset(known.holders) if known is not None else frozenset()
+    def holders(self, entry: RoundEntry) -> frozenset[str]:
+        """Who attests to what ``entry`` says."""
+        known = self._rounds.get((entry.stage, entry.round), [])
+        return next((frozenset(k.holders) for k in known if alike(entry, k.facts)), frozenset())
+
+    def abstaining(self, stage: int) -> frozenset[str]:
+        return frozenset(self._abstaining[stage])
 
     def record(self) -> StepRecord | None:
-        """``R_t`` once every stage has a complete round (the lowest round id, should there be two), else None."""
+        """``R_t`` once a round of every stage counts, or enough others applied it; else None."""
+        if self._settled:
+            return self._record
+        chosen = [k for stage in range(self.stages) if (k := self._choice(stage)) is not None]
+        agreed = tuple(k.facts for k in chosen) if len(chosen) == self.stages else self._claimed()
+        if agreed != self._agreed:
+            self._agreed, self._record = agreed, self._of(agreed) if agreed else None
         return self._record
 
-    def _built(self) -> StepRecord | None:
-        lowest: dict[int, bytes] = {}
-        for (stage, round_), known in self._rounds.items():
-            if known.complete:
-                lowest[stage] = min(lowest.get(stage, round_), round_)
-        if len(lowest) < self.stages:
-            return None
-        complete = [self._rounds[stage, lowest[stage]].facts for stage in range(self.stages)]
-        entries = (StageEntry(f.round, f.shards, f.stop, f.leaves, f.expelled) for f in complete)
-        return StepRecord(self.step, self.previous, tuple(entries))
+    def settle(self) -> None:
+        """The record is applied: nothing changes it any more."""
+        self._settled = self.record() is not None
+
+    def agreed(self) -> tuple[RoundEntry, ...]:
+        """The rounds of ``R_t``, by stage, each in a holder's words; empty before there is one."""
+        self.record()
+        return tuple(e if e.holder else e.model_copy(update={"holder": e.members[0]}) for e in self._agreed)
+
+    def sentenced(self, stage: int) -> bool:
+        """Two peers at least attest to whom the record's round of ``stage`` expels (DESIGN "Invariants", 5: a third decides)."""
+        chosen, record = self._choice(stage), self.record()
+        attesting = len(chosen.holders) if chosen is not None else 0
+        return attesting > 1 or sum(c.record == record for c in self._claims.values()) > 1
+
+    def _choice(self, stage: int) -> Attested | None:
+        """The round of ``stage`` that counts."""
+        live, known = self.live(stage), self.known[stage]
+        before = self._chosen.get(stage)
+        if before is None or before[0] != known or before[1] != live or stage in self._undecided:
+            before = self._chosen[stage] = known, live, self._counting(stage, live)
+        return before[2]
+
+    def _counting(self, stage: int, live: tuple[str, ...]) -> Attested | None:
+        rounds = self.rounds(stage)
+        attesting = {m for k in rounds for m in k.holders}
+        voters = set(live) - self._abstaining[stage]
+        whole = [k for k in rounds if k.complete(live, attesting)]
+        most = [k for k in whole if 2 * len(k.holders) > len(voters | k.holders.keys())]
+        if most or not whole or not voters <= attesting:
+            self._undecided.pop(stage, None)
+        elif self.now() - self._undecided.setdefault(stage, self.now()) >= UNDECIDED_S:
+            most = whole
+        return min(most, key=lambda k: (-len(k.holders), min(k.holders), k.facts.round), default=None)
+
+    def _claimed(self) -> tuple[RoundEntry, ...]:
+        """What most of those applied that did, if they are enough; where fewer others live, or can be asked, all of them are."""
+        if not self._claims:
+            return ()
+        others = sum(len(self.live(stage)) for stage in range(self.stages)) - 1
+        hashes = Counter(c.record.hash for c in self._claims.values())
+        most, count = min(hashes.items(), key=lambda item: (-item[1], item[0]))
+        unknown = [stage for stage in range(self.stages) if self._choice(stage) is None]
+        alone = self.trusting or not any(map(self.live, unknown))  # who else could tell us is gone
+        if 2 * count <= len(self._claims) or count < (1 if alone else min(2, others)):
+            return ()
+        return next(c.entries for c in self._claims.values() if c.record.hash == most)
+
+    def _of(self, entries: tuple[RoundEntry, ...]) -> StepRecord:
+        stages = (StageEntry(e.round, e.shards, e.stop, e.leaves, e.expelled) for e in entries)
+        return StepRecord(self.step, self.previous, tuple(stages))
 
 
 def facts_of(entry: RoundEntry) -> RoundEntry:
@@ -230,7 +340,8 @@ def facts_of(entry: RoundEntry) -> RoundEntry:
     return entry.model_copy(update={"holder": "", "without": ()})
 
 
-def _alike(a: RoundEntry, b: RoundEntry) -> bool:
+def alike(a: RoundEntry, b: RoundEntry) -> bool:
+    """Do their holders say the same of the same round?"""
     facts = all(getattr(a, name) == getattr(b, name) for name in _FACTS)
     return facts and [vars(s) for s in a.shards] == [
         vars(s) for s in b.shards

@@ -77,6 +77,7 @@ class Sealing(Knowledge):
             await self._compute_again(trial, attempt)
             return None
         expelled = await self._sentenced(trials.disagreements(seals))
+        expelled = expelled if len(sealed) - len(expelled) > 1 else ()  # whom one alone would expel nobody else does
         sealed = {m: s for m, s in sealed.items() if m not in expelled}
         stop, leaves = any(s.stop for s in seals.values()), tuple(sorted(m for m in sealed if seals[m].leaves))
         ident = round_id(self.lineage, stage, self.step, attempt, sealed, cover.chosen, stop, leaves, expelled)
@@ -113,8 +114,11 @@ class Sealing(Knowledge):
         def missing() -> bool:
             return any(m not in self._seals or self._seals[m].attempt < attempt for m in view if m != me)
 
+        def gone(member: PeerId) -> bool:
+            return self._holds(member) or self._stands_aside(member)
+
         def lost() -> bool:
-            return not all(map(ctx.roster.is_alive, view))
+            return not all(map(ctx.roster.is_alive, view)) or any(m != me and gone(m) for m in view)
 
         def outdated() -> bool:
             return self._latest_attempt(view) > attempt
@@ -143,7 +147,16 @@ class Sealing(Knowledge):
 
     def _counts(self, peer: PeerId) -> bool:
         """Whether what ``peer`` accumulates in this step may become part of a round of ours."""
+        return self._averages(peer) and not self._holds(peer) and not self._stands_aside(peer)
+
+    def _averages(self, peer: PeerId) -> bool:
         return not self._is_apart(peer) and peer not in self._differing and self._lost[peer] < MAX_LOST
+
+    def _holds(self, peer: PeerId) -> bool:
+        """``peer`` attests to a round that it sealed, so that it takes part in no other. Where that is believed, we take it, and else go on
+        without ``peer``."""
+        self._look_at_rounds()
+        return peer in self._committed
 
     def _is_apart(self, peer: PeerId) -> bool:
         return self.step < self._apart.get(peer, (0, 0))[0]
@@ -153,7 +166,7 @@ class Sealing(Knowledge):
         may not pass their link, however well questions do. Those that may lack what another owes them have twice the rounds."""
         for peer, owes in silent.items():
             self._silent[peer] += owes
-            if self._silent[peer] >= 2 * MAX_LOST and self._counts(peer):
+            if self._silent[peer] >= 2 * MAX_LOST and self._averages(peer):
                 steps = min(APART_MAX, 2 * self._apart.get(peer, (0, APART // 2))[1])
                 self._apart[peer] = self.step + steps, steps
                 name = self._ctx.roster.name(peer)
@@ -188,7 +201,8 @@ class Sealing(Knowledge):
     def _views(self) -> dict[PeerId, View]:
         """Whom replicas count on: those we reach say it themselves, of others we hear."""
         alive = self._ctx.roster.is_alive
-        known = {m: View(s.attempt, s.members) for m, s in self._seals.items() if alive(m)}
+        aside = self._stands_aside  # it goes on with nobody, whatever it announced before
+        known = {m: View(s.attempt, s.members) for m, s in self._seals.items() if alive(m) and not aside(m)}
         told = {m: v for m, v in self._hearsay.items() if not alive(m)}
         return {m: v for m, v in {**told, **known}.items() if m not in self._differing}
 
@@ -218,6 +232,7 @@ class Sealing(Knowledge):
         ctx, me = self._ctx, self._ctx.net.peer_id
         message = f"step {self.step}: replicas that do not reach this peer go on without it"
         ctx.emit(Note(level="warning", message=message))
+        self._abstain()
         await self._nothing_running(self.work)
         self._drop()
         self.ledger.seal()  # nothing comes in before it is announced
@@ -272,7 +287,7 @@ class Sealing(Knowledge):
             for pause in itertools.count():
                 union = set(self.ledger.held)
                 for peer, held in (await ctx.ask_held(ctx.roster.replicas(), self.lineage, self.step)).items():
-                    if held.beyond(self.step):
+                    if held.beyond(self.step) and await self._went_on(peer):
                         raise Behind(f"step {self.step}: {ctx.roster.name(peer)} is at step {held.step}")
                     union |= set(held.held) if held.current and self._counts(peer) else set()
                 if gaps <= union:
@@ -363,7 +378,7 @@ class Sealing(Knowledge):
                 if me == trial.judge and trial.indices <= self.ledger.held:
                     return
                 answer = (await ctx.ask_held((asked,), self.lineage, self.step)).get(asked) if asked != me else None
-                if answer is not None and answer.beyond(self.step):
+                if answer is not None and answer.beyond(self.step) and await self._went_on(asked):
                     raise Behind(f"step {self.step}: {ctx.roster.name(asked)} is at step {answer.step}")
                 if me == trial.judge:
                     if answer is not None and answer.current and trial.indices & set(answer.held):

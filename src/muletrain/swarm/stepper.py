@@ -13,22 +13,26 @@ from muletrain.compute.base import Update
 from muletrain.errors import MuletrainError, NetworkError, Refused
 from muletrain.events import Note
 from muletrain.policy.deadline import backoff_s
+from muletrain.policy.views import yields
 from muletrain.swarm.attendance import RoundFailed
 from muletrain.swarm.averaging import Averager, Round
 from muletrain.swarm.computing import Computing
 from muletrain.swarm.holding import Holding, fetch_gradient
 from muletrain.swarm.knowledge import MAX_ATTEMPTS, Behind
 from muletrain.swarm.messages import RoundEntry
+from muletrain.swarm.record import alike
 from muletrain.swarm.sealing import PAUSE_MAX_S, PAUSE_S, LeftOut, Sealing
 from muletrain.swarm.trail import take_past
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Mapping
 
     from torch import Tensor
 
+    from muletrain.network.base import PeerId
     from muletrain.policy.lineages import Chain
     from muletrain.swarm.context import Context
+    from muletrain.swarm.messages import ShardFacts
     from muletrain.swarm.record import StepRecord
     from muletrain.swarm.transfer import Taker
 
@@ -70,6 +74,14 @@ class Stepper(Sealing):
     def _round(self) -> bytes:
         return self.averager.round
 
+    def _shards(self, round_: bytes) -> Mapping[PeerId, ShardFacts]:
+        return self.averager.shards.get(round_, {})
+
+    def _outvoted(self) -> bool:
+        if self._holding is None or self._builder.record() is not None:
+            return False
+        return yields(self._ctx.net.peer_id, self._holding.entry.members, self._views())
+
     async def open(self) -> None:
         """Replicas must begin with the same weights, too."""
         self._weights = await self._ctx.compute.digest()
@@ -100,26 +112,25 @@ class Stepper(Sealing):
     async def replay(self) -> StepRecord | None:
         """The others finished this step without us, but keep what it takes: apply it. None where nobody has it (any more)."""
         await self._quiesce(self.work)
-        roster = self._ctx.roster
-        for peer in sorted(roster.everyone(), key=lambda p: not roster.is_alive(p)):
-            if self._builder.record() is not None or await self._entries_from(peer):
-                break
+        replicas, alive = self._ctx.roster.replicas(), self._ctx.roster.is_alive  # replicas keep it for longest
+        peers = sorted(self._ctx.roster.everyone(), key=lambda p: (not alive(p), p not in replicas))
+        await self._learn_record(peers)
         record = self._builder.record()
         if record is None:
             return None
-        round_ = record.stages[roster.own.stage].round
-        if self._holding is None or self._holding.entry.round != round_:
-            self._holding = await self._past(round_) or await self._taken(round_)
+        entry = self._builder.agreed()[self._ctx.roster.own.stage]
+        if self._holding is None or not alike(self._holding.entry, entry):
+            self._holding = await self._past(entry) or await self._taken(entry)
         if self._holding is None:
             return None
         await self._apply(record, self._holding.gradient)
         return record
 
-    async def _past(self, round_: bytes) -> Holding | None:
-        """The gradient of ``round_``, if the others are beyond the next step: nobody waits for us, and they are to lose no time by it."""
+    async def _past(self, entry: RoundEntry) -> Holding | None:
+        """The gradient of ``entry``'s round, if the others are beyond the next step: nobody waits for us, and they are to lose no time by
+        it."""
         if self.others_at <= self.step + 1:
             return None
-        entry = next(e for e in self._builder.held(self._ctx.roster.own.stage) if e.round == round_)
         try:
             holding = await take_past(self._ctx, self._taker, entry)
         except NetworkError as e:
@@ -147,7 +158,9 @@ class Stepper(Sealing):
         if self._holding is not None:
             self._attest(self._holding.entry)
             record = self._builder.record()
-        if record is not None and (self._holding is None or self._holding.entry.round != record.stages[own].round):
+        if record is not None and (
+            self._holding is None or not alike(self._holding.entry, self._builder.agreed()[own])
+        ):
             raise Behind(f"step {self.step}: the run agreed on a gradient of stage {own} that this peer does not hold")
         if self._holding is None and self._held_by_replicas():
             lost = self._reducing is not None and not all(map(self._ctx.roster.is_alive, self._reducing.members))
@@ -163,9 +176,9 @@ class Stepper(Sealing):
             return
         self._attested_of = seen
         me, alive = self._ctx.net.peer_id, self._ctx.roster.is_alive
-        known = self._builder.holders(entry.stage, entry.round)
+        known = self._builder.holders(entry)
         without = {m for m in entry.members if m != me and m not in known and not alive(m)}
-        others = {e.round for e in self._builder.held(entry.stage)} - {entry.round}
+        others = {r.facts.round for r in self._builder.rounds(entry.stage)} - {entry.round}
         if self._attested is not None:
             if without <= set(self._attested.without) and others <= self._rivals:
                 return
@@ -190,6 +203,7 @@ class Stepper(Sealing):
                 await self._begin_ahead()
                 return await self._reduce()
             except _HeldElsewhere:
+                self._abstain()
                 await self._begin_ahead()
                 holding = await self._gathered(self._taken(None))
                 if holding is not None:
@@ -207,17 +221,16 @@ class Stepper(Sealing):
             self.ahead.ledger.seal()
         await self._begun()
 
-    async def _taken(self, round_: bytes | None) -> Holding | None:
-        """The gradient of ``round_`` (None: of any that a live replica holds), from whoever has it."""
+    async def _taken(self, agreed: RoundEntry | None) -> Holding | None:
+        """The gradient of the round that was ``agreed`` on (None: of any that a live replica holds), from whoever has it."""
         ctx = self._ctx
-        alive, stage = ctx.roster.is_alive, ctx.roster.own.stage
-        if round_ is None:
-            known = sorted(((e.holder, e) for e in self._held_by_replicas()), key=lambda k: not self._counts(k[0]))
+        alive = ctx.roster.is_alive
+        if agreed is None:
+            known = sorted(((e.holder, e) for e in self._held_by_replicas()), key=lambda k: not self._averages(k[0]))
         else:
-            entry = next(e for e in self._builder.held(stage) if e.round == round_)
-            holders = self._builder.holders(stage, round_)
-            peers = sorted(ctx.roster.replicas(), key=lambda p: (not alive(p), p not in holders, not self._counts(p)))
-            known = [(p, entry) for p in peers]
+            holders = self._builder.holders(agreed)
+            peers = sorted(ctx.roster.replicas(), key=lambda p: (not alive(p), p not in holders, not self._averages(p)))
+            known = [(p, agreed) for p in peers]
         for peer, entry in known:
             try:
                 holding = await fetch_gradient(ctx, peer, entry)
@@ -293,6 +306,7 @@ class Stepper(Sealing):
         await self._nothing_running(self.work)
         self.ledger.seal()
         begin = ctx.clock.now()
+        self._builder.settle()
         self.settled = False
         ctx.reached("applying", self.step)
         update = Update(self.step, record.clip_scale(ctx.plan.clip), record.skip)
@@ -346,5 +360,8 @@ class Stepper(Sealing):
             self._seals, self.announced, self._holding = said
         if self._holding is not None:  # what we accumulated is in it
             self.work.accumulated, self.work.recomputed = before.accumulated, before.recomputed
+        self._fresh = True
+        for member, seal in self._seals.items():
+            self._announced_by[member].add(frozenset(seal.members))
         self.settled = True
         await self.open()

@@ -40,6 +40,8 @@ class _Past:
     """A step that was applied. ``packed``: its gradient as it travels, in tensors of a piece each, once it lies here for longer."""
 
     builder: RecordBuilder
+    agreed: tuple[RoundEntry, ...]
+    """The rounds of its record."""
     entry: RoundEntry
     holding: Holding | None
     packed: Copy | None = None
@@ -73,7 +75,7 @@ class Trail:
         past = self._past
         if past and past[-1].builder.step + 1 != builder.step:  # a gap: what lies before it leads nowhere
             past.clear()
-        past.append(_Past(builder, holding.entry, holding))
+        past.append(_Past(builder, builder.agreed(), holding.entry, holding))
         now = self._ctx.clock.now()
         self._followers = {p: f for p, f in self._followers.items() if now - f[1] < KEPT_S}
         needed = min((step for step, _ in self._followers.values()), default=builder.step)
@@ -106,11 +108,11 @@ class Trail:
             past.packed, past.holding = packed, None
 
     def entries(self, peer: PeerId, step: int, lineage: bytes) -> tuple[RoundEntry, ...]:
-        """Of a step that is kept; none for any other."""
+        """The rounds that made the record of a step that is kept; none for any other."""
         for past in self._past:
             if (past.builder.step, past.builder.lineage) == (step, lineage):
                 self._heard(peer, step)
-                return past.builder.entries()
+                return past.agreed
         return ()
 
     def piece(self, peer: PeerId, round_: bytes, offset: int) -> bytes:

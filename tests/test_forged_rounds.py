@@ -1,0 +1,167 @@
+"""A member that lies about rounds: it dictates no gradient, expels nobody, and is named; and what it says of others counts for nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from muletrain.sim.scenario import Fault, Scenario
+from muletrain.sim.verdict import Outcome, readable
+from muletrain.sim.world import play
+from muletrain.swarm.messages import AskEntries, Entries, Held, RoundEntry, ShardFacts
+from muletrain.swarm.peer import Peer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from muletrain.network.base import PeerId
+    from muletrain.swarm.computing import Computing
+
+pytestmark = pytest.mark.timeout(240)
+
+LIARS = [(2, "peer-1a"), (2, "peer-1b"), (3, "peer-1a"), (3, "peer-1c"), (5, "peer-1a"), (5, "peer-1e")]
+"""Replicas of stage 1, and which of them lies."""
+
+
+def played(replicas: int, *faults: Fault, first: int = 2, steps: int = 3) -> Outcome:
+    outcome = play(Scenario(21, (first, replicas), 2, steps, 8, 0.01, faults))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    return outcome
+
+
+def forged(lineage: bytes, step: int, holder: PeerId, members: tuple[PeerId, ...], **more: Any) -> RoundEntry:
+    """The lowest round, of a gradient so long that whoever believes it would shrink the whole update to nothing."""
+    facts = ShardFacts(content=bytes(32), square_norm=1e12, finite=True)
+    fields: dict[str, Any] = {"stage": 1, "round": bytes(32), "stop": False, "shards": (facts,) * len(members)}
+    return RoundEntry(**fields | {"lineage": lineage, "step": step, "holder": holder, "members": members} | more)
+
+
+def lying(patch: pytest.MonkeyPatch, liar: PeerId, lie: Callable[[Peer, Computing], RoundEntry]) -> None:
+    """``liar`` does its work, and tells everyone of a round of its own as soon as a step begins, and when it has sealed."""
+    begin = Peer._begin_step
+
+    def begin_step(self: Peer, work: Computing, *, retry: bool) -> None:
+        begin(self, work, retry=retry)
+        if self._ctx.net.peer_id == liar:
+
+            async def tell() -> None:
+                for _ in range(3):
+                    await self._ctx.tell(self._ctx.roster.everyone(), lie(self, work))
+                    await self._ctx.clock.sleep(0.3)
+
+            self._ctx.spawn(tell(), "lie")
+
+    patch.setattr(Peer, "_begin_step", begin_step)
+
+
+def said(outcome: Outcome, text: str) -> list[str]:
+    return [line for _, line in outcome.timeline if text in line]
+
+
+def others(peer: Peer) -> tuple[PeerId, ...]:
+    return peer.roster.replicas()
+
+
+def names_the_liar(outcome: Outcome, liar: PeerId) -> None:
+    """All that know better do, and accuse nobody else."""
+    honest = {p for p, _ in outcome.scenario.members if p.startswith("peer-1")} - {liar}
+    accused = said(outcome, "frame_refused")
+    assert {line.split()[0] for line in accused if "round_entry" in line or "round entry" in line} >= honest
+    assert all(f"remote={liar} " in line for line in accused)
+    assert set(outcome.ends.values()) == {"finished"}
+    assert not said(outcome, "peer_expelled")
+
+
+@pytest.mark.parametrize(("replicas", "liar"), LIARS)
+def test_one_replica_alone_dictates_no_gradient(replicas: int, liar: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lying(monkeypatch, liar, lambda peer, work: forged(work.lineage, work.step, liar, (liar,)))
+    names_the_liar(played(replicas), liar)
+
+
+@pytest.mark.parametrize(("replicas", "liar"), LIARS)
+def test_nor_in_the_name_of_all_while_it_gives_them_up(
+    replicas: int, liar: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lie(peer: Peer, work: Computing) -> RoundEntry:
+        return forged(work.lineage, work.step, liar, tuple(sorted((liar, *others(peer)))), without=others(peer))
+
+    lying(monkeypatch, liar, lie)
+    names_the_liar(played(replicas), liar)
+
+
+@pytest.mark.parametrize(("replicas", "liar"), LIARS)
+def test_one_replica_alone_expels_nobody(replicas: int, liar: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lying(
+        monkeypatch, liar, lambda peer, work: forged(work.lineage, work.step, liar, (liar,), expelled=others(peer)[:64])
+    )
+    names_the_liar(played(replicas), liar)
+
+
+@pytest.mark.parametrize(("replicas", "liar"), LIARS)
+def test_nor_with_another_that_knows_nothing_of_it(replicas: int, liar: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a stage of two the other one is of another stage."""
+
+    def lie(peer: Peer, work: Computing) -> RoundEntry:
+        victim, *rest = others(peer)
+        with_it = rest[0] if rest else "peer-0a"
+        pair = tuple(sorted((liar, with_it)))
+        return forged(work.lineage, work.step, liar, pair, expelled=(victim,), without=(with_it,))
+
+    lying(monkeypatch, liar, lie)
+    outcome = played(replicas)
+    assert set(outcome.ends.values()) == {"finished"}
+    assert not said(outcome, "peer_expelled")
+    assert all(f"remote={liar} " in line for line in said(outcome, "frame_refused"))
+
+
+def answering(patch: pytest.MonkeyPatch, liar: PeerId, lie: Callable[[Peer, AskEntries], Entries]) -> None:
+    """``liar`` does its work. At each step it pretends to be at the next, so that everyone asks it for the record, and answers falsely."""
+    entries, held = Peer._answer_entries, Peer._answer_held
+
+    async def answer_entries(self: Peer, sender: PeerId, payload: bytes) -> bytes:
+        if self._ctx.net.peer_id != liar:
+            return await entries(self, sender, payload)
+        return lie(self, AskEntries.unpack(payload)).pack()
+
+    async def answer_held(self: Peer, sender: PeerId, payload: bytes) -> bytes:
+        answer = Held.unpack(await held(self, sender, payload))
+        lies = self._ctx.net.peer_id == liar and answer.current
+        return (answer.model_copy(update={"current": False, "step": answer.step + 1}) if lies else answer).pack()
+
+    patch.setattr(Peer, "_answer_entries", answer_entries)
+    patch.setattr(Peer, "_answer_held", answer_held)
+    lying(patch, liar, lambda peer, work: forged(work.lineage, work.step + 1, liar, (liar,)))
+
+
+@pytest.mark.parametrize(("replicas", "liar"), LIARS)
+def test_what_one_member_says_that_others_agreed_on_counts_for_nothing(
+    replicas: int, liar: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[int]()
+
+    def applied(peer: Peer, ask: AskEntries) -> Entries:
+        asked.append(ask.step)
+        first = forged(ask.lineage, ask.step, "peer-0a", ("peer-0a",), stage=0, stop=True, leaves=("peer-0a",))
+        return Entries(
+            step=ask.step + 1,
+            applied=(first, forged(ask.lineage, ask.step, others(peer)[0], tuple(sorted(others(peer))))),
+        )
+
+    answering(monkeypatch, liar, applied)
+    outcome = played(replicas)
+    assert asked
+    assert set(outcome.ends.values()) == {"finished"}
+
+
+@pytest.mark.parametrize(("replicas", "liar"), LIARS)
+def test_who_speaks_for_another_is_refused(replicas: int, liar: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def entry(peer: Peer, ask: AskEntries) -> Entries:
+        holder = others(peer)[0]
+        return Entries(step=ask.step, own=forged(ask.lineage, ask.step, holder, (holder,)))
+
+    answering(monkeypatch, liar, entry)
+    outcome = played(replicas)
+    assert set(outcome.ends.values()) == {"finished"}
+    refused = said(outcome, "frame_refused")
+    assert any(f"remote={liar} reason=round entry in another's name" in line for line in refused)
