@@ -422,7 +422,12 @@ class Donor:
         compute: Any = SimpleNamespace(state=state, offload=offload)
         roster: Any = SimpleNamespace(own=own, expelled=lambda _: False)
         ctx = Context(self.net, clock, compute, roster, cast("Any", None), lambda _: None)
-        self.ctx, self.snapshots = ctx, snapshot.Snapshots(ctx, self.stepper)
+
+        async def serves(peer: str, stage: int) -> bool:
+            return True
+
+        membership: Any = SimpleNamespace(serves=serves)
+        self.ctx, self.snapshots = ctx, snapshot.Snapshots(ctx, self.stepper, membership)
 
     async def offer(self, taker: str) -> bytes:
         self.stepper.step += 1
@@ -437,6 +442,8 @@ def test_one_taker_has_a_bounded_number_of_blocks_at_once_and_each_a_few_times(m
     async def scenario() -> None:
         donor = Donor(monkeypatch)
         digest = await donor.offer("t")
+        donor.stepper.step -= 1
+        assert await donor.offer("other") == digest
         more: bytes = msgpack.packb({"digest": digest, "blocks": [0] * (MAX_RUN + 1)})
         with pytest.raises(ProtocolError):
             await donor.snapshots._on_blocks("t", more)
