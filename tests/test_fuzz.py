@@ -463,17 +463,6 @@ def _attests_before_it_holds(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Averager, "_collect", collect)
 
 
-def _gives_up_members_that_live(patch: pytest.MonkeyPatch) -> None:
-    def attest(self: Stepper, entry: Any) -> None:
-        if self._attested is None:
-            others = tuple(m for m in entry.members if m != self._ctx.net.peer_id)
-            self._attested = entry.model_copy(update={"without": others})
-            self._builder.add(self._attested)
-            self._ctx.spawn(self._ctx.tell(self._ctx.roster.everyone(), self._attested), "entry")
-
-    patch.setattr(Stepper, "_attest", attest)
-
-
 def _holders_are_not_asked(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Stepper, "_held_by_replicas", lambda self: [])
 
@@ -500,7 +489,6 @@ def test_a_planted_bug_is_caught(plant: Callable[[pytest.MonkeyPatch], None], mo
     [
         _one_holder_is_enough,
         _attests_before_it_holds,
-        _gives_up_members_that_live,
         _holders_are_not_asked,
     ],
 )

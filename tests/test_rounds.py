@@ -132,6 +132,28 @@ def test_who_waits_for_one_that_left_the_step_to_others_leaves_it_to_them_too() 
     assert outcome.violations == []
 
 
+def test_a_replica_that_left_the_step_to_others_is_waited_for_by_nobody() -> None:
+    """Two companies, each of which waited for a member that had left the step to the other one. Found by 'muletrain fuzz'."""
+    outcome = play(Scenario.draw(188))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert outcome.virtual_s < 60
+
+
+def test_a_step_that_one_of_two_replicas_did_alone_beyond_a_partition_is_taken_by_the_other() -> None:
+    """It is at the next step by then, alone, and nobody can ask it any more what it had sealed. Found by 'muletrain fuzz'."""
+    outcome = play(Scenario.draw(274))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert outcome.virtual_s < 120, "a wait for microbatches, unmeasured yet"
+
+
+def test_a_replica_that_holds_a_round_alone_gives_way_to_most() -> None:
+    """It has what the others miss, and no trainer runs that again while it says so. Found by 'muletrain fuzz'."""
+    outcome = play(Scenario.draw(316))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert said(outcome, "most replicas average without this peer")
+    assert outcome.virtual_s < 60
+
+
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_replicas_whose_weights_differ_go_on_with_the_first_one_s(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that differs in the last bit after step 0: the later one of the two takes the state of the first."""

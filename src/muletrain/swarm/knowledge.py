@@ -165,7 +165,7 @@ class Knowledge:
         self.away = False
         """The others go on without us: what we do for this step is of no use to them."""
         self._holding: Holding | None = None
-        self._gathering = False
+        self._gathering = self._gave_way = False
         self._reducing: Seal | None = None
         self._hearsay: dict[PeerId, View] = {}
         self._meeting: dict[PeerId, MemberView] = {}
@@ -428,7 +428,7 @@ class Knowledge:
         """Microbatches that are not to be accumulated again: ours; all of them once we hold the stage's mean gradient, unless a larger
         company of replicas goes on without us, and what we hold will not count."""
         whole = work is self.work and self._holding is not None
-        if whole and self._outvoted():
+        if whole and self._gave_way:
             return frozenset()
         return frozenset(range(self._ctx.plan.microbatches)) if whole else work.ledger.held
 
@@ -463,9 +463,9 @@ class Knowledge:
         """What is averaged now, or was last; empty: nothing was."""
         return b""
 
-    def _outvoted(self) -> bool:
-        """Do we hold a round, and more of our replicas try another without us?"""
-        return False
+    def _give_way(self) -> None:
+        """If we hold a round, and more of our replicas try another without us: have them run again what we accumulated."""
+        raise NotImplementedError
 
     # What we ask ------------------------------------------------------------------------------------------------------
 
@@ -557,8 +557,13 @@ class Knowledge:
     async def _ask_entries(self) -> None:
         """A lost notice must not stop the run: who sent it can say it again."""
         await asyncio.gather(*map(self._entries_from, self._ctx.worth_a_try(self._ctx.roster.everyone())))
-        if self._builder.record() is None:
-            await self._ask_everyone()
+        if self._builder.record() is not None:
+            return
+        self._look_at_rounds()
+        # those of our stage that hold no round may try one without us
+        others = [p for p in self._ctx.roster.replicas() if self._ctx.roster.is_alive(p) and p not in self._committed]
+        await asyncio.gather(self._ask_everyone(), *map(self._learn_seal, others))
+        self._give_way()
 
     async def _entries_from(self, peer: PeerId) -> Entries | None:
         """Learn what ``peer`` attests to of this step, or which record it applied. None where it does not answer."""
@@ -576,6 +581,9 @@ class Knowledge:
                 own = (e for e in answer.applied if e.stage == self._ctx.roster.member(peer).stage)
                 for entry in own:
                     self.on_entry(peer, entry.model_copy(update={"holder": peer, "without": ()}))
+                    # it is beyond the step, and does not know any more what it sealed
+                    self._announced_by[peer].add(frozenset({*entry.members, *entry.expelled}))
+                    self._seals_heard += 1
                 builder.claim(peer, answer.applied)
         except ProtocolError as e:
             self._ctx.refused(peer, str(e))

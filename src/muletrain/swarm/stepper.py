@@ -13,7 +13,6 @@ from muletrain.compute.base import Update
 from muletrain.errors import MuletrainError, NetworkError, Refused
 from muletrain.events import Note
 from muletrain.policy.deadline import backoff_s
-from muletrain.policy.views import yields
 from muletrain.swarm.attendance import RoundFailed
 from muletrain.swarm.averaging import Averager, Round
 from muletrain.swarm.computing import Computing
@@ -77,10 +76,18 @@ class Stepper(Sealing):
     def _shards(self, round_: bytes) -> Mapping[PeerId, ShardFacts]:
         return self.averager.shards.get(round_, {})
 
-    def _outvoted(self) -> bool:
-        if self._holding is None or self._builder.record() is not None:
-            return False
-        return yields(self._ctx.net.peer_id, self._holding.entry.members, self._views())
+    def _give_way(self) -> None:
+        """We go on attesting to what we hold: should it count after all, they take it."""
+        if self._holding is None or self._gave_way or self.ledger.running or self._builder.record() is not None:
+            return
+        me, live = self._ctx.net.peer_id, self._ctx.roster.stage(self._ctx.roster.own.stage)
+        without_us = [m for m, view in self._views().items() if m in live and me not in view.members]
+        if 2 * sum(m not in self._committed for m in without_us) > len(live):
+            message = f"step {self.step}: most replicas average without this peer, so what it holds will not count"
+            self._ctx.emit(Note(level="warning", message=message))
+            self._gave_way = True
+            self._drop()
+            self.ledger.seal()
 
     async def open(self) -> None:
         """Replicas must begin with the same weights, too."""
