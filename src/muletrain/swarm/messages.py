@@ -322,6 +322,8 @@ class Entries(Message):
     own: RoundEntry | None = None
     abstains: bool = False
     applied: Annotated[tuple[RoundEntry, ...], Field(max_length=4096)] = ()
+    record: Annotated[bytes, Field(max_length=32)] = b""
+    """Its hash: under delayed updates frames of two histories may look alike for a step."""
 
 
 class AskGradient(Message):
