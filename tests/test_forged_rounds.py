@@ -142,11 +142,12 @@ def test_what_one_member_says_that_others_agreed_on_counts_for_nothing(
 
     def applied(peer: Peer, ask: AskEntries) -> Entries:
         asked.append(ask.step)
-        first = forged(ask.lineage, ask.step, "peer-0a", ("peer-0a",), stage=0, stop=True, leaves=("peer-0a",))
-        return Entries(
-            step=ask.step + 1,
-            applied=(first, forged(ask.lineage, ask.step, others(peer)[0], tuple(sorted(others(peer))))),
+        rounds = (
+            forged(ask.lineage, ask.step, "peer-0a", ("peer-0a",), stage=0, stop=True, leaves=("peer-0a",)),
+            forged(ask.lineage, ask.step, others(peer)[0], tuple(sorted(others(peer)))),
         )
+        record = peer.stepper._builder._of(rounds)
+        return Entries(step=ask.step + 1, applied=rounds, record=record.hash)
 
     answering(monkeypatch, liar, applied)
     outcome = played(replicas)

@@ -160,20 +160,22 @@ def test_of_one_round_that_two_describe_otherwise_what_most_say_counts() -> None
 
 def test_a_past_step_is_as_most_say_that_applied_it_if_they_are_two() -> None:
     true, false = (entry(0), entry(1)), (entry(0), entry(1, stop=True))
+    right, wrong = record(*true), record(*false)
+    assert right is not None
+    assert wrong is not None
     builder = Alive(THREE, ("d", "e")).builder()
-    builder.claim("a", false)
+    assert builder.claim("a", false, wrong.hash)
     assert builder.record() is None, "one may lie"
-    builder.claim("b", true)
+    assert builder.claim("b", true, right.hash)
     assert builder.record() is None
-    builder.claim("c", true)
-    found = builder.record()
-    assert found is not None
-    assert not found.stop
+    assert not builder.claim("c", true, wrong.hash), "other steps came before it"
+    assert builder.claim("c", true, right.hash)
+    assert builder.record() == right
     assert builder.agreed() == true
     with pytest.raises(ProtocolError, match="instead of 2"):
-        builder.claim("d", true[:1])
+        builder.claim("d", true[:1], right.hash)
     alone = Alive(("me",), ("b",)).builder()
-    alone.claim("b", true)
+    alone.claim("b", true, right.hash)
     assert alone.record() is not None, "nobody else lives"
 
 

@@ -412,7 +412,8 @@ class Knowledge:
         if (step, lineage) == (self.step, self.lineage):
             abstains = self._ctx.net.peer_id in self._builder.abstaining(self._ctx.roster.own.stage)
             return Entries(step=step, own=self._attested, abstains=abstains)
-        return Entries(step=self.step, applied=self.trail.entries(sender, step, lineage))
+        applied = self.trail.entries(sender, step, lineage)
+        return Entries(step=self.step, applied=applied, record=self.trail.record(step) if applied else b"")
 
     def sentenced(self, stage: int) -> bool:
         """Enough attest to whom the record of this step expels from ``stage``."""
@@ -577,14 +578,13 @@ class Knowledge:
                 self.on_abstain(peer)
             if answer.own is not None:
                 self.on_entry(peer, answer.own)
-            if answer.applied:
+            if answer.applied and builder.claim(peer, answer.applied, answer.record):
                 own = (e for e in answer.applied if e.stage == self._ctx.roster.member(peer).stage)
                 for entry in own:
                     self.on_entry(peer, entry.model_copy(update={"holder": peer, "without": ()}))
                     # it is beyond the step, and does not know any more what it sealed
                     self._announced_by[peer].add(frozenset({*entry.members, *entry.expelled}))
                     self._seals_heard += 1
-                builder.claim(peer, answer.applied)
         except ProtocolError as e:
             self._ctx.refused(peer, str(e))
         except NetworkError as e:

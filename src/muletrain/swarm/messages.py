@@ -341,6 +341,8 @@ class Entries(Message):
     own: RoundEntry | None = None
     abstains: bool = False
     applied: Annotated[tuple[RoundEntry, ...], Field(max_length=4096), FailFast()] = ()
+    record: Annotated[bytes, Field(max_length=32)] = b""
+    """Its hash: under delayed updates frames of two histories may look alike for a step."""
 
 
 class AskGradient(Message):

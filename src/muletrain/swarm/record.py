@@ -223,15 +223,19 @@ class RecordBuilder:
             self._abstaining[stage].add(peer)
             self.known[stage] += 1
 
-    def claim(self, peer: str, entries: tuple[RoundEntry, ...]) -> None:
-        """``peer`` says that it applied the record of these. Raises ProtocolError for what is no record of this step."""
+    def claim(self, peer: str, entries: tuple[RoundEntry, ...], hash_: bytes) -> bool:
+        """``peer`` says that it applied the record of these. False if its hash shows another history before it. Raises ProtocolError for
+        what is no record of this step."""
         for entry in entries:
             self._check(entry)
             self._check_facts(entry)
         if [e.stage for e in entries] != list(range(self.stages)):
             raise ProtocolError(f"a record of {len(entries)} stages instead of {self.stages}, or out of order")
-        self._claims[peer] = _Claim(self._of(entries), entries)
-        self.known[-1] += 1
+        record = self._of(entries)
+        if record.hash != hash_:
+            return False
+        self._claims[peer] = _Claim(record, entries)
+        return True
 
     def _check(self, entry: RoundEntry) -> None:
         if (entry.step, entry.lineage) != (self.step, self.lineage):

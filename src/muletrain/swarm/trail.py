@@ -115,6 +115,11 @@ class Trail:
                 return past.agreed
         return ()
 
+    def record(self, step: int) -> bytes:
+        """The hash of a record that is kept."""
+        found = (r for past in self._past if past.builder.step == step and (r := past.builder.record()) is not None)
+        return next((r.hash for r in found), b"")
+
     def piece(self, peer: PeerId, round_: bytes, offset: int) -> bytes:
         """Raises ProtocolError for a round that is not kept."""
         for past in self._past:
