@@ -63,7 +63,7 @@ def play_many(seeds: range, jobs: int | None, *, json: bool) -> int:
         print(jsonlib.dumps({**summary, "kinds": dict(sorted(kinds.items())), "longest": longest}))
         return len(failed)
     console.print(f"{len(seeds)} worlds with {faults} faults in {seconds:.0f} s: {len(failed)} broke a promise")
-    console.print(f"the longest step took {longest[0]:.0f} times as long as its run's shortest (seed {longest[1]})")
+    console.print(f"the longest step took {longest[0]:.0f} times as long as the median of its run (seed {longest[1]})")
     if failed:
         console.print(f"seeds {sorted(failed)}; replay one with: muletrain fuzz --seed {min(failed)}", soft_wrap=True)
     return len(failed)

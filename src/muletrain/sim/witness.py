@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import statistics
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -159,11 +160,11 @@ class Witness:
 
     def ended(self) -> float:
         """Each microbatch was counted once for each stage, and none waited for a device that hangs. The longest step, in times that the
-        shortest took."""
+        median step took."""
         self._counted_once()
         ends = self._applied_s
         lengths = [ends[s] - ends[s - 1] for s in range(self._scenario.steps) if {s - 1, s} <= ends.keys()]
-        return max(lengths, default=1.0) / max(min(lengths, default=1.0), 1e-9)
+        return max(lengths) / statistics.median(lengths) if lengths and statistics.median(lengths) else 1.0
 
     def _counted_once(self) -> None:
         faults, stages = self._scenario.faults, self._scenario.stages
