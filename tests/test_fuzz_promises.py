@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -173,6 +174,8 @@ def test_of_repairs_none_goes_on_when_one_has_failed() -> None:
     class Alone(Trainer):
         def __init__(self) -> None:
             self._refilling, self._repairs = set(), set()
+            roster: Any = SimpleNamespace(member=lambda _: SimpleNamespace(stage=1))
+            self._ctx: Any = SimpleNamespace(roster=roster)
 
         def _is_mine(self, index: int, turn: int = 0) -> bool:
             return True
@@ -183,7 +186,7 @@ def test_of_repairs_none_goes_on_when_one_has_failed() -> None:
 
     async def repaired() -> int:
         with pytest.raises(MuletrainError):
-            await Alone().on_gap(Gap(lineage=bytes(32), step=0, stage=0, attempt=0, indices=(1, 60)))
+            await Alone().on_gap("peer", Gap(lineage=bytes(32), step=0, stage=0, attempt=0, indices=(1, 60)))
         await asyncio.sleep(0.1)
         return len(asyncio.all_tasks())
 

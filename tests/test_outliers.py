@@ -347,9 +347,9 @@ def not_finite(patch: pytest.MonkeyPatch, stage: int, *, activations: bool = Fal
         return differentiate(self, mb, output, leaf, seed * factor if bad else seed, accumulate)
 
     def spoiled_mean(self: SingleProcess, step: int, inputs: Any, targets: Any) -> Any:
-        up_to, before = (k * mean_gradient(self, step, inputs[:k], targets[:k]) for k in (4, 3))
-        third = (up_to - before) / len(inputs)
-        return mean_gradient(self, step, inputs, targets) + (third * (factor - 1) if step == 1 else 0.0)
+        up_to, before = (k * mean_gradient(self, step, inputs[:k], targets[:k])[0] for k in (4, 3))
+        third, (mean, loss) = (up_to - before) / len(inputs), mean_gradient(self, step, inputs, targets)
+        return mean + (third * (factor - 1) if step == 1 else 0.0), loss
 
     patch.setattr(TorchCompute, "_forward", spoiled_forward)
     patch.setattr(TorchCompute, "_differentiate", spoiled)

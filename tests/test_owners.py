@@ -125,6 +125,7 @@ ATTACKS: dict[str, list[str]] = {
         "data.cache={trap}/cache",
     ],
     "`data.field`": ["data.field=../../etc/passwd"],
+    "`data.share`": ["data.share=true"],
     "`fleet`": ["fleet.profile={trap}/fleet.toml", "fleet.rebalance_period=1"],
     "`compute.precision`, `compute.checkpointing`": ["compute.precision=fp32", "compute.checkpointing=always"],
     "`compute.device`, `compute.threads`, `compute.memory`": [

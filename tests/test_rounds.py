@@ -14,6 +14,7 @@ from muletrain.clock import LoopClock
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.network.base import Frame
 from muletrain.policy.views import View, company, yields
+from muletrain.sim.draws import base
 from muletrain.sim.scenario import Fault, Scenario
 from muletrain.sim.verdict import Outcome, readable
 from muletrain.sim.world import World, play
@@ -134,21 +135,21 @@ def test_who_waits_for_one_that_left_the_step_to_others_leaves_it_to_them_too() 
 
 def test_a_replica_that_left_the_step_to_others_is_waited_for_by_nobody() -> None:
     """Two companies, each of which waited for a member that had left the step to the other one. Found by 'muletrain fuzz'."""
-    outcome = play(Scenario.draw(188))
+    outcome = play(base.draw(188))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert outcome.virtual_s < 60
 
 
 def test_a_step_that_one_of_two_replicas_did_alone_beyond_a_partition_is_taken_by_the_other() -> None:
     """It is at the next step by then, alone, and nobody can ask it any more what it had sealed. Found by 'muletrain fuzz'."""
-    outcome = play(Scenario.draw(274))
+    outcome = play(base.draw(274))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert outcome.virtual_s < 120, "a wait for microbatches, unmeasured yet"
 
 
 def test_a_replica_that_holds_a_round_alone_gives_way_to_most() -> None:
     """It has what the others miss, and no trainer runs that again while it says so. Found by 'muletrain fuzz'."""
-    outcome = play(Scenario.draw(316))
+    outcome = play(base.draw(316))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert said(outcome, "most replicas average without this peer")
     assert outcome.virtual_s < 60
