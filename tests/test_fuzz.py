@@ -76,7 +76,6 @@ FORKED = 310
 
 OPEN = {
     14: "one of three replicas never hears another (a one-way link for good): it gives up after 20 attempts; the others train on",
-    23: "a gradient overflows (fp16) while a newcomer joins and the fleet is cut in two: a replica counts on others than its trainers do",
 }
 """Defects that are known and not mended (issue 17)."""
 

@@ -253,9 +253,6 @@ class Context:
     _usual: dict[PeerId, Usual] = field(default_factory=dict)
     """How long a peer's answers to probes take, for doubts."""
     _awaited: defaultdict[PeerId, dict[asyncio.Future[Any], None]] = field(default_factory=lambda: defaultdict(dict))
-    _surveys: dict[tuple[bytes, int], asyncio.Task[_Survey]] = field(default_factory=dict)
-    _surveys_to_come: dict[tuple[bytes, int], asyncio.Task[_Survey]] = field(default_factory=dict)
-    """By lineage and step: those under way, and those that begin after them."""
     _tasks: dict[asyncio.Task[Any], None] = field(default_factory=dict)
     """In the order in which they began, as the answers awaited: sets would have one that depends on addresses."""
     _looked_after: set[PeerId] = field(default_factory=set)
@@ -541,32 +538,13 @@ class Context:
         if not stages:
             return (), None
         for pause in range(MAX_PAUSES):
-            survey = await self._survey(lineage, step)
+            answers = await self.ask_held(self.roster.everyone(), lineage, step)
+            survey = _Survey.of({**answers, self.net.peer_id: self.own_held(step, lineage)})
             if not any(counts(p) and s in stages for p, s in survey.running.get(index, ())):
                 break
             await self.clock.sleep(backoff_s(pause, PAUSE_S, PAUSE_MAX_S))
         have = {s for p, s in survey.held.get(index, ()) if counts(p)}
         return tuple(s for s in stages if s not in have), survey.losses.get(index)
-
-    async def _survey(self, lineage: bytes, step: int) -> _Survey:
-        """What everyone holds of a step, asked after this call. One question goes around at a time, and one more waits for it to end, for
-        however many microbatches: a member could make us ask all peers with each."""
-        key = lineage, step
-        if (waits := self._surveys_to_come.get(key)) is None:
-            waits = self.spawn(self._ask_all(key, self._surveys.get(key)), "what all hold")
-            self._surveys_to_come[key] = waits
-        return await asyncio.shield(waits)
-
-    async def _ask_all(self, key: tuple[bytes, int], before: asyncio.Task[_Survey] | None) -> _Survey:
-        if before is not None:
-            await asyncio.wait({before})
-        self._surveys[key] = self._surveys_to_come.pop(key)
-        try:
-            answers = await self.ask_held(self.roster.everyone(), *key)
-            return _Survey.of({**answers, self.net.peer_id: self.own_held(key[1], key[0])})
-        finally:
-            if key not in self._surveys_to_come:
-                del self._surveys[key]
 
     async def aside(self, fn: Callable[..., R], *args: Any) -> R:
         """Run ``fn`` in the background thread, after what was given to it before."""
