@@ -95,6 +95,7 @@ def test_without_it_nobody_gives_or_takes_anything() -> None:
     assert not said(outcome, "tokens")
 
 
+@pytest.mark.slow
 def test_a_fleet_of_processes_outlives_the_one_that_has_the_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
