@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from muletrain.clock import LoopClock
 from muletrain.config.load import load_config
 from muletrain.data.tokens import digest_of
 from muletrain.errors import CapacityError, ConfigError, Refused
@@ -21,6 +24,7 @@ from muletrain.events import Event, Note, StepDone
 from muletrain.network.memory import MemoryNetwork
 from muletrain.policy.deadline import Deadline
 from muletrain.runs.fleet import LocalFleet
+from muletrain.sim.loop import run_virtually
 from muletrain.sim.scenario import Fault, Scenario
 from muletrain.sim.verdict import Outcome, readable
 from muletrain.sim.world import World, play
@@ -328,6 +332,30 @@ def test_a_disk_that_is_full_is_said_and_nothing_else_happens(tmp_path: Path, mo
         own.close()
 
     run(scenario)
+
+
+def test_who_gets_nothing_asks_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = 0
+
+    async def taken(*_: object) -> bool:
+        nonlocal tries
+        tries += 1
+        return False
+
+    async def tell(peers: set[str]) -> set[str]:
+        return peers
+
+    roster = SimpleNamespace(own=SimpleNamespace(trainer=False), trainers=list)
+    ctx: Any = SimpleNamespace(clock=LoopClock(), roster=roster)
+    membership: Any = SimpleNamespace(tell=tell)
+    sharing: Any = SimpleNamespace(source=None, store=object(), wanted=4, _taken=taken)
+
+    async def ten_minutes() -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(Sharing.run(sharing, ctx, ctx, membership, lambda: True, print), 600.0)
+
+    run_virtually(ten_minutes(), 1000.0, [])
+    assert 10 <= tries <= 13, "after 5, 10, 20 and 40 s, then once a minute"
 
 
 def test_one_trainer_alone_shares_with_nobody() -> None:

@@ -21,7 +21,7 @@ from muletrain.swarm.branches import branch_of
 from muletrain.swarm.messages import AskHeld, Doubted, Held, Message
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Coroutine, Iterable, Iterator
 
     from torch import Tensor
 
@@ -136,33 +136,6 @@ class StepStats:
     services: list[float] = field(default_factory=list)
     """Forward and backward of each [s]."""
     sent: defaultdict[str, Counter[TrafficClass]] = field(default_factory=lambda: defaultdict(Counter))
-
-
-@dataclass(frozen=True)
-class _Survey:
-    """Where the microbatches of a step are, by index: peers and their stages. ``losses`` [nats/token]."""
-
-    running: Mapping[int, list[tuple[PeerId, int]]]
-    held: Mapping[int, list[tuple[PeerId, int]]]
-    losses: Mapping[int, float]
-
-    @classmethod
-    def of(cls, answers: Mapping[PeerId, Held]) -> _Survey:
-        running, held = (
-            defaultdict[int, list[tuple["PeerId", int]]](list),
-            defaultdict[int, list[tuple["PeerId", int]]](list),
-        )
-        losses: dict[int, float] = {}
-        for peer, answer in answers.items():
-            if answer.current:
-                for index in answer.running:
-                    running[index].append((peer, answer.stage))
-                for index in answer.held:
-                    held[index].append((peer, answer.stage))
-                for index, loss in zip(answer.held, answer.held_losses, strict=False):
-                    if not math.isnan(loss):
-                        losses.setdefault(index, loss)
-        return cls(running, held, losses)
 
 
 class PriorityLock:
@@ -539,12 +512,16 @@ class Context:
             return (), None
         for pause in range(MAX_PAUSES):
             answers = await self.ask_held(self.roster.everyone(), lineage, step)
-            survey = _Survey.of({**answers, self.net.peer_id: self.own_held(step, lineage)})
-            if not any(counts(p) and s in stages for p, s in survey.running.get(index, ())):
+            own = {self.net.peer_id: self.own_held(step, lineage)}
+            current = {peer: held for peer, held in {**answers, **own}.items() if held.current}
+            counted = [held for peer, held in current.items() if held.stage in stages and counts(peer)]
+            if not any(index in held.running for held in counted):
                 break
             await self.clock.sleep(backoff_s(pause, PAUSE_S, PAUSE_MAX_S))
-        have = {s for p, s in survey.held.get(index, ()) if counts(p)}
-        return tuple(s for s in stages if s not in have), survey.losses.get(index)
+        have = {held.stage for held in counted if index in held.held}
+        losses = (dict(zip(held.held, held.held_losses, strict=False)).get(index) for held in current.values())
+        loss = next((known for known in losses if known is not None and not math.isnan(known)), None)
+        return tuple(s for s in stages if s not in have), loss
 
     async def aside(self, fn: Callable[..., R], *args: Any) -> R:
         """Run ``fn`` in the background thread, after what was given to it before."""

@@ -218,13 +218,13 @@ class Sharing:
         tries, untold = 0, set[str]()
         while self.source is not None or self.store is not None:
             await ctx.clock.sleep(backoff_s(tries, LOOK_S, LOOK_MAX_S))
-            tries = 0
             untold = await membership.tell({p for p in untold if ctx.roster.knows(p)})
             if not serves() or ctx.roster.own.trainer or len(ctx.roster.trainers()) >= self.wanted:
-                continue
-            if self.source is None and not await self._taken(ctx, taker):
+                tries = 0
+            elif self.source is None and not await self._taken(ctx, taker):
                 tries += 1
             elif self.source is not None:
+                tries = 0
                 train(self.source)
                 message = f"{ctx.roster.own.name} has the run's tokens, and builds microbatches, too"
                 ctx.emit(Note(level="info", message=message))
