@@ -36,7 +36,7 @@ from muletrain.swarm import snapshot
 from muletrain.swarm.adoption import AskStanding, StepBack
 from muletrain.swarm.context import Context
 from muletrain.swarm.lineages import AskStay, History
-from muletrain.swarm.messages import MAX_RUN, AskBlocks, AskSnapshot, Gap, Message, Shard, TrainerDone
+from muletrain.swarm.messages import MAX_RUN, AskBlocks, AskHeld, AskSnapshot, Gap, Held, Message, Shard, TrainerDone
 from muletrain.swarm.peer import GRADIENT_TIMES, OTHER_KINDS, STEP_KINDS
 from muletrain.swarm.rebalancing import Rebalancer
 from muletrain.wire.codec import encode, encode_raw, encoded_size
@@ -534,6 +534,32 @@ def test_a_history_or_an_order_told_again_and_again_has_all_peers_asked_now_and_
             await target.others["last"].call(target.name, StepBack.KIND, order, timeout_s=9)
         await asyncio.sleep(0.2)
         assert len(asked) <= 4 * len(MEMBERS)
+        await ended(target)
+
+    run(scenario)
+
+
+def test_looking_for_many_microbatches_asks_each_peer_twice_at_most(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        target, asked = Target(0, tmp_path, answers=False), 0
+        await until(lambda: target.net._delivery._receiver is not None)
+        ctx = target.peer._ctx
+
+        async def held(sender: str, payload: bytes) -> bytes:
+            nonlocal asked
+            asked += not AskHeld.unpack(payload).brief
+            await asyncio.sleep(0.05)
+            return Held(current=True, step=0, stage=1, held=(1, 2), held_losses=(5.0, float("nan"))).pack()
+
+        for net in target.others.values():
+            net.serve(AskHeld.KIND, held)
+        work = [ctx.still_missing(GENESIS.lineage, 0, index, (0, 1)) for index in range(4)]
+        answers = await asyncio.gather(*work)
+        assert asked <= 2 * len(target.others)
+        assert [missing for missing, _ in answers[1:]] == [(0,), (0,), (0, 1)]
+        assert [loss for _, loss in answers[1:]] == [5.0, None, None]
+        assert not ctx._surveys
+        assert not ctx._next_surveys
         await ended(target)
 
     run(scenario)

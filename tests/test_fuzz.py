@@ -74,18 +74,11 @@ FORKED = 310
 """A seed in which both sides of a partition train on, and one leaves its history in the end."""
 
 
-OPEN = {
-    14: "one of three replicas never hears another (a one-way link for good): it gives up after 20 attempts; the others train on",
-}
-"""Defects that are known and not mended (issue 17)."""
-
-
 def test_thirty_seeds_keep_every_promise() -> None:
     command = [sys.executable, "-m", "muletrain.cli.main", "fuzz", "--seeds", "30", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=760)
     summary = json.loads(done.stdout.splitlines()[-1])
-    assert set(summary["failed"]) <= OPEN.keys(), done.stdout + done.stderr
-    assert done.returncode == bool(summary["failed"])
+    assert done.returncode == 0, done.stdout + done.stderr
     assert summary["faults"] > 30
     assert len(summary["kinds"]) > 10
 
@@ -318,6 +311,14 @@ def test_nobody_waits_for_a_replica_that_waits_for_those_that_go_on_without_it()
     assert outcome.violations == [], "\n".join(readable(outcome))
     # newcomers that find everybody gone ask for some minutes more, or begin anew
     assert max(t for t, text in outcome.timeline if "step_applied" in text and "-0j" not in text) < 30.0
+
+
+def test_a_peer_that_waits_for_the_record_finds_replicas_that_it_believed_dead() -> None:
+    """After a partition a replica held its own round, and its two others sealed one without it: it saw one of them, so it did not give
+    way, and they waited for microbatches that their trainer sent to it."""
+    outcome = play(draw(316))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert outcome.virtual_s < 60.0
 
 
 def test_a_checkpoint_ends_where_those_that_wait_believe_who_collects_it_dead() -> None:

@@ -300,6 +300,12 @@ def test_members_that_know_the_same_choose_the_same() -> None:
     assert not yields("a", ("a", "c"), {"b": View(1, ("b", "c"))}), "the lower one stays"
 
 
+def test_a_member_counts_first_on_those_that_count_on_it() -> None:
+    """Nobody knows what b counts on: its link to a carries nothing."""
+    assert company("a", ["b", "c"], {"c": View(1, ("a", "c"))}) == ("a", "c")
+    assert company("a", ["b", "c"], {"c": View(0, ("a", "c"))}) == ("a", "b", "c")
+
+
 def test_somebody_always_goes_on() -> None:
     """A chain a-b-c-d in which only neighbours reach each other: rounds of announcements until nobody changes its mind."""
     reach = {"a": ["b"], "b": ["a", "c"], "c": ["b", "d"], "d": ["c"]}

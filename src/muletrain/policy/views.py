@@ -2,7 +2,8 @@
 
 Every member announces whom it counts on (its view); a round needs members whose views are the same. Views of a first attempt are
 guesses, for a death may not have got around; from the second on they say who does not reach whom. Then everyone keeps to itself
-and, in the order of ids, those that all reach each other as far as it knows: members that know the same choose the same. Who is in
+and those that all reach each other as far as it knows, first those that say that they count on it, in the order of ids: members that
+know the same choose the same. Who is in
 no such company yields to one that is larger, or as large with a lower first member: that order is total, so that somebody always goes
 on, and of two sides that both could, one does; and a member that none of the others gets anything from does not go on without them.
 """
@@ -28,8 +29,11 @@ def company(me: str, reached: Iterable[str], views: Mapping[str, View]) -> tuple
     def counts_on(a: str, b: str) -> bool:
         return a == me or a not in views or views[a].attempt == 0 or b in views[a].members
 
+    def unsure(peer: str) -> bool:
+        return not (peer in views and views[peer].attempt > 0 and me in views[peer].members)
+
     chosen = [me]
-    for peer in sorted(set(reached) - {me}):
+    for peer in sorted(set(reached) - {me}, key=lambda peer: (unsure(peer), peer)):
         if all(counts_on(peer, other) and counts_on(other, peer) for other in chosen):
             chosen.append(peer)
     return tuple(sorted(chosen))

@@ -226,6 +226,9 @@ class Context:
     _usual: dict[PeerId, Usual] = field(default_factory=dict)
     """How long a peer's answers to probes take, for doubts."""
     _awaited: defaultdict[PeerId, dict[asyncio.Future[Any], None]] = field(default_factory=lambda: defaultdict(dict))
+    _surveys: dict[tuple[bytes, int], asyncio.Task[dict[PeerId, Held]]] = field(default_factory=dict)
+    _next_surveys: dict[tuple[bytes, int], asyncio.Task[dict[PeerId, Held]]] = field(default_factory=dict)
+    """By lineage and step: the questions to everyone under way, and those that follow them."""
     _tasks: dict[asyncio.Task[Any], None] = field(default_factory=dict)
     """In the order in which they began, as the answers awaited: sets would have one that depends on addresses."""
     _looked_after: set[PeerId] = field(default_factory=set)
@@ -511,17 +514,38 @@ class Context:
         if not stages:
             return (), None
         for pause in range(MAX_PAUSES):
-            answers = await self.ask_held(self.roster.everyone(), lineage, step)
-            own = {self.net.peer_id: self.own_held(step, lineage)}
-            current = {peer: held for peer, held in {**answers, **own}.items() if held.current}
+            current = await self.survey(lineage, step)
             counted = [held for peer, held in current.items() if held.stage in stages and counts(peer)]
             if not any(index in held.running for held in counted):
                 break
             await self.clock.sleep(backoff_s(pause, PAUSE_S, PAUSE_MAX_S))
         have = {held.stage for held in counted if index in held.held}
-        losses = (dict(zip(held.held, held.held_losses, strict=False)).get(index) for held in current.values())
-        loss = next((known for known in losses if known is not None and not math.isnan(known)), None)
-        return tuple(s for s in stages if s not in have), loss
+        losses = (held.loss(index) for held in current.values())
+        return tuple(s for s in stages if s not in have), next((loss for loss in losses if loss is not None), None)
+
+    async def survey(self, lineage: bytes, step: int) -> dict[PeerId, Held]:
+        """What every peer at ``step`` holds, this one included, asked after this call. Calls during a question share the next one: a lost
+        peer or a lying member asks about many microbatches at once."""
+        key = lineage, step
+        if (survey := self._next_surveys.get(key)) is None:
+            survey = self.spawn(self._survey(key, self._surveys.get(key)), "survey")
+            self._next_surveys[key] = survey
+        return await asyncio.shield(survey)
+
+    async def _survey(
+        self, key: tuple[bytes, int], before: asyncio.Task[dict[PeerId, Held]] | None
+    ) -> dict[PeerId, Held]:
+        if before is not None:
+            await asyncio.wait({before})
+        self._surveys[key] = self._next_surveys.pop(key)
+        lineage, step = key
+        try:
+            answers = await self.ask_held(self.roster.everyone(), lineage, step)
+            answers[self.net.peer_id] = self.own_held(step, lineage)
+            return {peer: held for peer, held in answers.items() if held.current}
+        finally:
+            if key not in self._next_surveys:
+                del self._surveys[key]
 
     async def aside(self, fn: Callable[..., R], *args: Any) -> R:
         """Run ``fn`` in the background thread, after what was given to it before."""

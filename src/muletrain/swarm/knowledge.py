@@ -518,9 +518,15 @@ class Knowledge:
         itself; but nobody waits for them."""
         roster, self._asked_round = self._ctx.roster, self._asked_round + 1
         for peer in self._ctx.worth_a_try(p for p in roster.everyone() if not roster.is_alive(p)):
-            self._ctx.spawn(self.find_out(peer), "ask after the dead")
+            self._ctx.spawn(self._try_again(peer), "ask after the dead")
         count = max(ASKED, math.ceil(len(roster.others()) / (MAX_SILENCE - 1)))
         await asyncio.gather(*(self._ask(peer) for peer in roster.spread(count, self._asked_round)))
+
+    async def _try_again(self, peer: PeerId) -> None:
+        """A peer that was believed dead may be back."""
+        await self.find_out(peer)
+        if self._ctx.roster.is_alive(peer):
+            await self._entries_from(peer)
 
     async def _ask(self, peer: PeerId) -> Held | None:
         """Learn what ``peer`` knows of this step (and return it); leave it out when it stays at an earlier one. Raises Behind if it is at a
@@ -557,7 +563,7 @@ class Knowledge:
 
     async def _ask_entries(self) -> None:
         """A lost notice must not stop the run: who sent it can say it again."""
-        await asyncio.gather(*map(self._entries_from, self._ctx.worth_a_try(self._ctx.roster.everyone())))
+        await asyncio.gather(*map(self._entries_from, filter(self._ctx.roster.is_alive, self._ctx.roster.everyone())))
         if self._builder.record() is not None:
             return
         self._look_at_rounds()

@@ -6,6 +6,7 @@ Messages on streams are *frames* (a header of one of these models, perhaps tenso
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgpack
@@ -393,6 +394,11 @@ class Held(Message):
     def beyond(self, step: int) -> bool:
         """It has done ``step``, in our lineage."""
         return self.step > step and not self.rival
+
+    def loss(self, index: int) -> float | None:
+        """Of microbatch ``index`` [nats/token]; None if the answerer does not hold it, or does not know its loss."""
+        known = [loss for i, loss in zip(self.held, self.held_losses, strict=False) if i == index]
+        return known[0] if known and not math.isnan(known[0]) else None
 
 
 class AskSeal(Message):

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 MEETING_POINTS = 2
 """Peers of other stages that are asked about replicas we do not reach; the first ones, so that those replicas ask the same."""
+SPEAKS_S = 3.0
+"""A replica that we do not reach goes on with the step if something came from it within this time."""
 MAX_LOST = 2
 """Times that a replica is lost while it is counted on, before it is left out of the step: some links carry messages one way only."""
 APART, APART_MAX = 16, 1024
@@ -101,15 +103,14 @@ class Sealing(Knowledge):
         if self.ledger.running:  # something came in meanwhile
             await self._nothing_running(self.work)
         held = self.ledger.seal()
-        replicas = [m for m in ctx.roster.stage(stage) if m != me]
-        view = company(me, filter(self._counts, replicas), self._views())
+        replicas, view = tuple(m for m in ctx.roster.stage(stage) if m != me), self._company()
         self.announced = seal = Seal(
             lineage=self.lineage, step=self.step, stage=stage, attempt=attempt, indices=tuple(sorted(held)), members=view,
             weights=self._weights, stop=self.stop_requested, leaves=self._leaves(), sketch=await self._sketch(),
             gave_up=self._gave_up, findings=self._findings,
         )  # fmt: skip
         ctx.reached("sealing", self.step)
-        ctx.spawn(ctx.tell(tuple(replicas), seal), "seal")  # those we do not count on hear of it, too
+        ctx.spawn(ctx.tell(replicas, seal), "seal")  # those we do not count on hear of it, too
 
         def missing() -> bool:
             return any(m not in self._seals or self._seals[m].attempt < attempt for m in view if m != me)
@@ -145,9 +146,14 @@ class Sealing(Knowledge):
         computes = self.ahead is not None and not self.ahead.ledger.sealed
         return self.departure.announced() and not computes
 
-    def _counts(self, peer: PeerId) -> bool:
-        """Whether what ``peer`` accumulates in this step may become part of a round of ours."""
-        return self._averages(peer) and not self._holds(peer) and not self._stands_aside(peer)
+    def _company(self) -> tuple[PeerId, ...]:
+        """Whose accumulators would be in a round of ours, as far as we know now."""
+
+        def counts(peer: PeerId) -> bool:
+            return self._averages(peer) and not self._holds(peer) and not self._stands_aside(peer)
+
+        roster = self._ctx.roster
+        return company(self._ctx.net.peer_id, filter(counts, roster.stage(roster.own.stage)), self._views())
 
     def _averages(self, peer: PeerId) -> bool:
         return not self._is_apart(peer) and peer not in self._differing and self._lost[peer] < MAX_LOST
@@ -199,11 +205,14 @@ class Sealing(Knowledge):
         self._differing |= differing
 
     def _views(self) -> dict[PeerId, View]:
-        """Whom replicas count on: those we reach say it themselves, of others we hear."""
-        alive = self._ctx.roster.is_alive
+        """Whom replicas count on: those that we hear say it themselves, even if they do not hear us; of the others we are told."""
+
+        def heard(member: PeerId) -> bool:
+            return self._ctx.roster.is_alive(member) or self._ctx.silent_s(member) < SPEAKS_S
+
         aside = self._stands_aside  # it goes on with nobody, whatever it announced before
-        known = {m: View(s.attempt, s.members) for m, s in self._seals.items() if alive(m) and not aside(m)}
-        told = {m: v for m, v in self._hearsay.items() if not alive(m)}
+        known = {m: View(s.attempt, s.members) for m, s in self._seals.items() if heard(m) and not aside(m)}
+        told = {m: v for m, v in self._hearsay.items() if not heard(m)}
         return {m: v for m, v in {**told, **known}.items() if m not in self._differing}
 
     async def _meet(self) -> None:
@@ -283,14 +292,16 @@ class Sealing(Knowledge):
         ctx.emit(Note(level="warning", message=message))
 
         async def refilled() -> None:
-            """Gaps are filled when no replica misses them; its own ledger is each one's truth."""
+            """Gaps are filled when no replica misses them; its own ledger is each one's truth. A replica that tries once more found them
+            filled, or its company has changed: then we try again, too."""
+            assert self.announced is not None  # of which these are the gaps
             for pause in itertools.count():
-                union = set(self.ledger.held)
+                union, with_us = set(self.ledger.held), self._company()
                 for peer, held in (await ctx.ask_held(ctx.roster.replicas(), self.lineage, self.step)).items():
                     if held.beyond(self.step) and await self._went_on(peer):
                         raise Behind(f"step {self.step}: {ctx.roster.name(peer)} is at step {held.step}")
-                    union |= set(held.held) if held.current and self._counts(peer) else set()
-                if gaps <= union:
+                    union |= set(held.held) if held.current and peer in with_us else set()
+                if gaps <= union or self._latest_attempt(self.announced.members) > attempt:
                     return
                 await self._pause(pause)
 
@@ -310,10 +321,11 @@ class Sealing(Knowledge):
         """Have the trainers run ``gaps`` for this stage alone, until ``done`` returns."""
         ctx, limit, begin = self._ctx, self._step_deadline, self._ctx.clock.now()
         for turn in itertools.count():
+            with_us = self._company()
             gap = Gap(
                 lineage=self.lineage, step=self.step, stage=ctx.roster.own.stage, attempt=attempt, turn=turn,
                 indices=tuple(sorted(gaps - self.ledger.held)),
-                without=tuple(p for p in ctx.roster.replicas() if not self._counts(p))[:64],
+                without=tuple(p for p in ctx.roster.replicas() if p not in with_us)[:64],
             )  # fmt: skip
             await ctx.tell(ctx.roster.trainers(), gap)
             limit_s = min(limit.seconds(turn), AGAIN_S)
@@ -371,22 +383,23 @@ class Sealing(Knowledge):
             self.ledger.reopen(keep=True, only=trial.indices)
 
         async def computed() -> None:
-            """The judge's own ledger is the truth; without it there is nothing to wait for, nor when the member, for which the judge was
-            lost for a while, computed it itself."""
-            asked = trial.member if me == trial.judge else trial.judge
+            """The judge waits for its own ledger, until another replica holds some of it: the member may have lost the judge and computed
+            it itself, or a replica came back that had it all along. The others wait for the judge."""
             for pause in itertools.count():
                 if me == trial.judge and trial.indices <= self.ledger.held:
                     return
-                answer = (await ctx.ask_held((asked,), self.lineage, self.step)).get(asked) if asked != me else None
-                if answer is not None and answer.beyond(self.step) and await self._went_on(asked):
-                    raise Behind(f"step {self.step}: {ctx.roster.name(asked)} is at step {answer.step}")
+                asked = tuple(p for p in self._company() if p != me) if me == trial.judge else (trial.judge,)
+                answers = await ctx.ask_held(asked, self.lineage, self.step)
+                for peer, held in answers.items():
+                    if held.beyond(self.step) and await self._went_on(peer):
+                        raise Behind(f"step {self.step}: {ctx.roster.name(peer)} is at step {held.step}")
+                holding = {i for held in answers.values() if held.current for i in held.held}
                 if me == trial.judge:
-                    if answer is not None and answer.current and trial.indices & set(answer.held):
+                    if trial.indices & holding:
                         return
                 elif (
-                    answer is None
-                    or not answer.current
-                    or trial.indices <= set(answer.held)
+                    not any(held.current for held in answers.values())
+                    or trial.indices <= holding
                     or self._latest_attempt() > attempt
                 ):
                     return

@@ -70,7 +70,6 @@ class Trainer:
         """Those under way whose part of these stages may have died with a peer."""
         self._repairs: set[asyncio.Task[None]] = set()
         self._tasks: dict[asyncio.Task[Any], None] = {}
-        self._asking: asyncio.Task[set[int]] | None = None
         self._without: defaultdict[int, dict[PeerId, tuple[PeerId, ...]]] = defaultdict(dict)
         """By stage: whom its replicas do not count on, as each said last."""
 
@@ -171,17 +170,9 @@ class Trainer:
         return claimant(self._step, index, self._ctx.roster.trainers(), turn)
 
     async def _under_way(self) -> set[int]:
-        """Microbatches of the step that somebody works on, at any stage. Only one question goes around at a time, because all replicas tell
-        us of a gap at the same moment, and a member could make us ask all peers with each small frame."""
-        if self._asking is None or self._asking.done():
-            self._asking = self.spawn(self._ask_under_way(), "what is under way")
-        return await asyncio.shield(self._asking)
-
-    async def _ask_under_way(self) -> set[int]:
-        ctx = self._ctx
-        answers = await ctx.ask_held(ctx.roster.everyone(), self._lineage, self._step)
-        held = (*answers.values(), ctx.own_held(self._step, self._lineage))
-        return {i for h in held if h.current for i in (*h.running, *h.answering)}
+        """Microbatches of the step that some peer works on, at any stage."""
+        current = await self._ctx.survey(self._lineage, self._step)
+        return {i for held in current.values() for i in (*held.running, *held.answering)}
 
     async def _whole(self, index: int, stages: tuple[int, ...], *, retry: bool) -> float:
         """One microbatch through, and what was lost of it meanwhile once more. Returns its loss [nats/token]."""
