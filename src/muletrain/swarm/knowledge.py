@@ -535,7 +535,8 @@ class Knowledge:
         if held is None:
             return None
         moved, round_ = self._moved.get(peer, (0, b""))
-        if held.moved > moved or held.round != round_:  # a stage with slow links may average for long, or try again
+        # a stage with slow links may average for long, or try again; and a peer whose device is late soon leaves the step to the others
+        if held.moved > moved or held.round != round_ or held.late:
             self._waits.came_on()
         self._moved[peer] = held.moved, held.round
         if held.rival:
