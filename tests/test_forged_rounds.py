@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from muletrain.sim.scenario import Fault, Scenario
+from muletrain.sim.lying import LIES
+from muletrain.sim.scenario import FOR_EVER_S, Fault, Scenario
 from muletrain.sim.verdict import Outcome, readable
 from muletrain.sim.world import play
 from muletrain.swarm.messages import AskEntries, Entries, Held, RoundEntry, ShardFacts
@@ -166,3 +167,17 @@ def test_who_speaks_for_another_is_refused(replicas: int, liar: str, monkeypatch
     assert set(outcome.ends.values()) == {"finished"}
     refused = said(outcome, "frame_refused")
     assert any(f"remote={liar} reason=round entry in another's name" in line for line in refused)
+
+
+@pytest.mark.parametrize("how", LIES)
+def test_a_member_that_lies_costs_no_number(how: str) -> None:
+    """As fuzz draws it. Where it counts on nobody, or damages copies, the others take longer."""
+    faults = [Fault(0.3, "lie", ("peer-1a",), FOR_EVER_S, how=how)]
+    faults += [Fault(1.0, "join", ("peer-1l",))] if how == "copies" else []
+    scenario = Scenario(3, (2, 3), 2, 4, 8, 0.02, tuple(faults), checkpoint_every=1, apart=how == "parts")
+    outcome = play(scenario)
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert {outcome.ends[p] for p, _ in scenario.members} == {"finished"}
+    longest = max(t for t, text in outcome.timeline if "step_applied" in text)
+    assert longest < 20.0
+    assert [t for t, text in outcome.timeline if "checkpoint_written" in text]

@@ -77,6 +77,7 @@ class Faults:
             "small": (lambda: hub.pass_small(fault.who, fault.limit), lambda: hub.pass_small(fault.who, None)),
             "disk": (lambda: self._disk(name, fault.how, True), lambda: self._disk(name, fault.how, False)),
             "directory": (lambda: hub.no_directory(True), lambda: hub.no_directory(False)),
+            "lie": (lambda: self._lie(name, fault.how), lambda: self._lie(name, "")),
             "damage": (lambda: self._damaging.add(name), lambda: self._damaging.discard(name)),
         }
         return switches[fault.kind]
@@ -99,6 +100,9 @@ class Faults:
 
     def _corrupt(self, name: str, how: str) -> None:
         self._world.stages[name].how = how
+
+    def _lie(self, name: str, how: str) -> None:
+        self._world.liars[name].how = how
 
     def _disk(self, name: str, how: str, broken: bool) -> None:
         disk = self._world.disk(name)

@@ -26,9 +26,9 @@ class Fault:
     damage with ``on`` waits, from ``at_s`` on, for the ``nth`` frame of that kind that ``who`` would send: it dies instead, or that
     frame is damaged. 'corrupt': ``who`` computes wrongly (``how``: see ``sim.faulty``). 'hang': no operation of its device ends, while its
     event loop answers. 'one way': the first of ``who`` does not reach the second, which reaches it. 'small': between the two only frames
-    of up to ``limit`` bytes pass. 'kick': all others refuse ``who`` from now on. 'stop': it asks for the run's orderly end. 'disk': the
-    disk that ``who`` writes checkpoints to is 'slow', 'hangs', or is 'full' (``how``). 'directory': it answers nobody. A 'join' may come
-    under the name ``how`` of another."""
+    of up to ``limit`` bytes pass. 'lie': ``who`` lies to the others (``how``: see ``sim.lying``). 'kick': all others refuse ``who``
+    from now on. 'stop': it asks for the run's orderly end. 'disk': the disk that ``who`` writes checkpoints to is 'slow', 'hangs', or is
+    'full' (``how``). 'directory': it answers nobody. A 'join' may come under the name ``how`` of another."""
 
     at_s: float
     kind: str

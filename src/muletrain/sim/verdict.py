@@ -81,7 +81,7 @@ def _survival(outcome: Outcome, states: dict[str, dict[str, Tensor]]) -> None:
     gone |= {p for p in corrupt if "does not compute what its replicas compute" in outcome.ends.get(p, "")}
     hung = {p for f in scenario.faults if f.kind == "hang" for p in f.who}
     gone |= {p for p in hung if "so this peer ends" in outcome.ends.get(p, "")}
-    gone |= {p for f in scenario.faults if f.kind == "kick" for p in f.who}
+    gone |= {p for f in scenario.faults if f.kind in ("kick", "lie") for p in f.who}
     gone |= {p for p, end in outcome.ends.items() if end == LEFT}
     for name in scenario.names:
         if name in gone or name in states or (name not in outcome.ends and name in scenario.joining):

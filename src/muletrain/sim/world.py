@@ -46,6 +46,7 @@ from muletrain.sim.faults import Faults
 from muletrain.sim.faulty import FaultyCompute
 from muletrain.sim.limits import short_memory
 from muletrain.sim.loop import Hang, SkewedClock, run_virtually
+from muletrain.sim.lying import Liar
 from muletrain.sim.scenario import BACKWARD_S, FORWARD_S, STALL_S, stage_of
 from muletrain.sim.verdict import LEFT, Outcome, judge
 from muletrain.sim.witness import Witness
@@ -155,6 +156,7 @@ class World:
             self.hub.roads.lay(name, Road(rate, rate, scenario.queue_s))
         self.clock = LoopClock()
         self.networks: dict[str, MemoryNetwork] = {}
+        self.liars: dict[str, Liar] = {}
         self.stages: dict[str, FaultyCompute] = {}
         self.computes: dict[str, PacedCompute] = {}
         self.tasks: dict[str, asyncio.Task[Any]] = {}
@@ -297,9 +299,15 @@ class World:
             sharing.store = Store(self._folder / f"tokens-{name}", 1 << 20)
         return sharing
 
+    def _network(self, name: str) -> MemoryNetwork | Liar:
+        network = self.networks[name]
+        if not any(f.kind == "lie" and f.who == (name,) for f in self.scenario.faults):
+            return network
+        return self.liars.setdefault(name, Liar(network, random.Random(f"lies/{self.scenario.seed}/{name}")))
+
     async def _peer(self, name: str, *, joins_as: str = "") -> dict[str, Tensor] | None:
         """A peer's life. Its state at the end of the run, if it came so far. ``joins_as``: what it calls itself, if it joins."""
-        network, clock, place, joining = self.networks[name], self._own_clock(name), self._place(name), bool(joins_as)
+        network, clock, place, joining = self._network(name), self._own_clock(name), self._place(name), bool(joins_as)
         sharing, begin = self._sharing(name), clock.now()
         trains = not self.scenario.share and name not in self.scenario.without_data
         member = Member(

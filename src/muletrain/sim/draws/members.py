@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from muletrain.sim.draws.kinds import Kind, calm, span, spare, with_faults
-from muletrain.sim.scenario import Fault, Scenario, stage_of
+from muletrain.sim.draws.kinds import Kind, calm, replicas, span, spare, with_faults
+from muletrain.sim.lying import LIES
+from muletrain.sim.scenario import FOR_EVER_S, Fault, Scenario, stage_of
 
 if TYPE_CHECKING:
     import random
@@ -69,11 +70,23 @@ def _resume(s: Scenario, rng: random.Random) -> Scenario | None:
     )
 
 
+def _lie(s: Scenario, rng: random.Random) -> Scenario | None:
+    """One of three replicas: one of two may decide alone, and peers that share a folder trust each other (README "Not protected")."""
+    stages = [stage for stage, count in enumerate(s.stages) if count > 2]
+    if not stages:
+        return None
+    stage, how = rng.choice(stages), rng.choice(LIES)
+    lies = [Fault(rng.uniform(0.0, span(s)), "lie", (rng.choice(replicas(s, stage)),), FOR_EVER_S, how=how)]
+    if how == "copies":
+        lies.append(Fault(rng.uniform(0.2, 0.8) * span(s), "join", (f"peer-{stage}l",)))
+    return with_faults(replace(calm(s), checkpoint_every=1, apart=s.apart or how == "parts"), lies)
+
+
 def _keep(s: Scenario, rng: random.Random) -> Scenario | None:
     return replace(s, keep=rng.randint(2, 3), checkpoint_every=1)
 
 
 KINDS: dict[str, Kind] = {
     "last trainer": _last_trainer, "without data": _without_data, "stop": _stop, "time limit": _time_limit, "kick": _kick,
-    "restart": _restart, "resume": _resume, "keep": _keep,
+    "restart": _restart, "resume": _resume, "keep": _keep, "lie": _lie,
 }  # fmt: skip
