@@ -242,10 +242,13 @@ class Context:
     failure: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        """A background task whose unexpected failure ends the peer, loudly, instead of being swallowed."""
+        """A background task whose unexpected failure ends the peer, loudly, instead of being swallowed. Cancelled once the peer has left
+        its stage."""
         task = asyncio.create_task(work, name=name)
         self._tasks[task] = None
         task.add_done_callback(self._finished)
+        if self.closed:
+            task.cancel()
         return task
 
     def _finished(self, task: asyncio.Task[Any]) -> None:

@@ -413,15 +413,24 @@ class Sealing(Knowledge):
                 with np.errstate(invalid="ignore", over="ignore"):
                     found = packed(unpacked(await self._sketch()) - unpacked(base))
                 self._findings += (Finding(member=trial.member, sketch=found),)
+            elif (
+                me == trial.member
+            ):  # it judged itself, until a replica came back: now the others compute what it gave up
+                self._empty(barred=True)
 
     async def _give_up(self, *, barred: bool) -> None:
         """What this peer announced; it stands by it."""
         assert self.announced is not None  # that is what stands out
-        findings, excused = self._findings, self.ledger.excused
+        excused = self.ledger.excused
+        self._empty(barred=barred)
+        self._gave_up = GivenUp(indices=self.announced.indices, sketch=self.announced.sketch, excused=excused)
+
+    def _empty(self, *, barred: bool) -> None:
+        """Nothing that we accumulated counts; what we found of others does."""
+        findings = self._findings
         self._drop()
         self._findings, self.ledger.barred = findings, barred
         self.ledger.seal()
-        self._gave_up = GivenUp(indices=self.announced.indices, sketch=self.announced.sketch, excused=excused)
 
     def _stand_for_it(self) -> None:
         """Nobody is there (any more) who did not give up: what this peer computes again itself counts."""
