@@ -80,7 +80,9 @@ class Corpus(Tokens):
     def __init__(self, facts: Facts, tokens: npt.NDArray[np.integer]) -> None:
         super().__init__(facts)
         train = facts.config.train
-        self._source = MicrobatchSource(tokens, train.seed, train.batch, train.microbatch, facts.spec.context)
+        self._source = MicrobatchSource(
+            tokens, train.seed, train.batch, train.microbatch, facts.spec.context, train.sequence_start, train.sequence_warmup
+        )  # fmt: skip
 
     def microbatch(self, step: int, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         return self._source.microbatch(step, index)

@@ -281,6 +281,11 @@ class World:
         heldout.write_bytes(b"")
         return tokens, heldout, digest_of([hashlib.sha256(side).digest() for side in (content, b"", b"")])
 
+    def _owns_data(self, name: str) -> bool:
+        """Where data is shared, newcomers have none, but for the trainer that comes when the last one died."""
+        first = dict(self.scenario.members[: self.scenario.trainers])
+        return not self.scenario.share or name in first or name.endswith("t")
+
     def _sharing(self, name: str) -> Sharing | None:
         """Of a peer of a world that shares its tokens: its first trainers have them."""
         if not self.scenario.share:
@@ -293,7 +298,7 @@ class World:
             return reference.Corpus(self._facts, tokens)
 
         sharing = Sharing(shared, data, b"", self._facts.spec.vocab, source_of, disk=disk)
-        if name in dict(self.scenario.members[: self.scenario.trainers]):
+        if self._owns_data(name):
             sharing.source, sharing.copy = source_of(reference.corpus(self._facts)), copy
         else:
             sharing.store = Store(self._folder / f"tokens-{name}", 1 << 20)
@@ -309,7 +314,7 @@ class World:
         """A peer's life. Its state at the end of the run, if it came so far. ``joins_as``: what it calls itself, if it joins."""
         network, clock, place, joining = self._network(name), self._own_clock(name), self._place(name), bool(joins_as)
         sharing, begin = self._sharing(name), clock.now()
-        trains = not self.scenario.share and name not in self.scenario.without_data
+        trains = self._owns_data(name) and name not in self.scenario.without_data
         member = Member(
             id=name, name=joins_as or name, stage=stage_of(name), trainer=trains, addresses=(), place=place.name
         )

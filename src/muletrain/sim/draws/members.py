@@ -30,6 +30,11 @@ def _without_data(s: Scenario, rng: random.Random) -> Scenario | None:
     return replace(s, without_data=tuple(p for p in s.joining if not p.endswith("t")))
 
 
+def _shared_data(s: Scenario, rng: random.Random) -> Scenario | None:
+    """The first trainers give their tokens to others."""
+    return replace(s, share=True) if len(s.members) > s.trainers and not s.without_data else None
+
+
 def _stop(s: Scenario, rng: random.Random) -> Scenario | None:
     who = rng.choice([p for p, _ in s.members])
     return with_faults(s, [Fault(rng.uniform(0.0, span(s)), "stop", (who,))])
@@ -89,4 +94,5 @@ def _keep(s: Scenario, rng: random.Random) -> Scenario | None:
 KINDS: dict[str, Kind] = {
     "last trainer": _last_trainer, "without data": _without_data, "stop": _stop, "time limit": _time_limit, "kick": _kick,
     "restart": _restart, "resume": _resume, "keep": _keep, "lie": _lie,
+    "shared data": _shared_data,
 }  # fmt: skip
