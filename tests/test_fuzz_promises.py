@@ -15,6 +15,7 @@ from muletrain.sim.loop import run_virtually
 from muletrain.sim.scenario import FOR_EVER_S, Fault, Scenario
 from muletrain.sim.verdict import Outcome, readable
 from muletrain.sim.world import play
+from muletrain.swarm import trainer
 from muletrain.swarm.checkpointing import Checkpoints
 from muletrain.swarm.messages import Gap
 from muletrain.swarm.place import Place
@@ -38,6 +39,7 @@ def kept(scenario: Scenario) -> Outcome:
 
 WRITES = Scenario(1, (2, 2), 2, 4, 4, 0.01, (), checkpoint_every=1, keep=2)
 RESUMES = Scenario(2, (2, 1), 2, 9, 4, 0.01, (), checkpoint_every=2, resume_s=2.5)
+CUT_OFF = Scenario(5, (1, 2), 1, 3, 4, 0.01, (Fault(0.3, "cut", ("peer-0a",), 2.0),))
 LONG = Scenario(
     3, (1, 2), 1, 24, 2, 0.01, (Fault(1.5, "join", ("peer-1j0",)),), narrow=(("peer-1j0", 2e4),), trail_bytes=150_000
 )
@@ -97,6 +99,11 @@ def _sums_losses(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Reporting, "applied", applied)
 
 
+def _pauses_for_long(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(trainer, "PAUSE_S", 260.0)
+    patch.setattr(trainer, "PAUSE_MAX_S", 260.0)
+
+
 def _never_stops(patch: pytest.MonkeyPatch) -> None:
     """One of the stages does not hear of it."""
     right = Stepper.advance
@@ -117,6 +124,7 @@ PLANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Scenario, str]] = [
     (_forgets_moments, RESUMES, "other weights after step"),
     (_keeps_all_gradients, LONG, "may keep"),
     (_sums_losses, WRITES, "reports a loss of"),
+    (_pauses_for_long, CUT_OFF, "with these faults it may take"),
     (_never_stops, Scenario(4, (2, 2), 2, 6, 4, 0.01, (Fault(0.5, "stop", ("peer-1b",)),)), "does not know how to stop"),
 ]  # fmt: skip
 

@@ -112,6 +112,11 @@ class Scenario:
     """The first weights are not drawn, as with ``model.from``."""
 
     @property
+    def step_s(self) -> float:
+        """About the time of a step without faults [s]."""
+        return self.longer * self.microbatches * (FORWARD_S + BACKWARD_S) / min(self.stages)
+
+    @property
     def members(self) -> list[tuple[str, int]]:
         """(id, stage), stage by stage."""
         return [(f"peer-{s}{chr(97 + k)}", s) for s, replicas in enumerate(self.stages) for k in range(replicas)]

@@ -7,11 +7,12 @@ import json
 import math
 import statistics
 from collections import Counter
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import safetensors.torch
 
-from muletrain.sim.scenario import stage_of
+from muletrain.sim.scenario import FOR_EVER_S, stage_of
 from muletrain.swarm.branches import branch_of
 from muletrain.swarm.snapshot import MAX_COPIES
 
@@ -40,6 +41,10 @@ HELD_UP = 4.0
 HELD_UP_S, AT_FIRST_S = 16.0, 310.0
 """so much more: a peer refuses to be counted on after 8 s, and the others ask it again by then. In the first step nobody knows yet how long
 the operations of a device take, and that comes after 300 s (``swarm.watchdog``)."""
+
+MOST_TIMES, MOST_S, HANGING_S, GONE_S = 20.0, 200.0, 700.0, 1100.0
+"""A step takes at most this many undisturbed ones, the time that the faults last, and MOST_S; HANGING_S more if a device hangs, GONE_S
+more if a stage loses all peers or the run all trainers (the others wait 15 minutes for a newcomer)."""
 
 
 def difference(state: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -162,6 +167,7 @@ class Witness:
         """Each microbatch was counted once for each stage, and none waited for a device that hangs. The longest step, in times that the
         median step took."""
         self._counted_once()
+        self._in_time()
         ends = self._applied_s
         lengths = [ends[s] - ends[s - 1] for s in range(self._scenario.steps) if {s - 1, s} <= ends.keys()]
         return max(lengths) / statistics.median(lengths) if lengths and statistics.median(lengths) else 1.0
@@ -178,6 +184,19 @@ class Witness:
         for (step, stage, _), counted in self._counted.items():
             if counted != whole:
                 self._broken(f"step {step}, stage {stage}: {counted} of {whole} microbatches were counted")
+
+    def _in_time(self) -> None:
+        s = self._scenario
+        gone = {p for f in s.faults if f.kind in ("kill", "kick", "leave", "move", "hang") for p in f.who}
+        needed = [{p for p, k in s.members if k == stage} for stage in range(len(s.stages))]
+        needed.append({p for p, _ in s.members[: s.trainers]})
+        waits_s = MOST_S + HANGING_S * any(f.kind == "hang" for f in s.faults) + GONE_S * any(n <= gone for n in needed)
+        lasting_s = sum(f.for_s for f in s.faults if f.for_s < FOR_EVER_S)
+        most_s = MOST_TIMES * s.step_s + lasting_s + math.exp(s.skew) * waits_s
+        ends = [0.0, *(self._applied_s[step] for step in sorted(self._applied_s))]
+        for step, (begin, end) in enumerate(pairwise(ends)):
+            if end - begin > most_s:
+                self._broken(f"step {step + 1} took {end - begin:.0f} s; with these faults it may take {most_s:.0f} s")
 
     def _not_held_up(self) -> None:
         ends, steps = self._applied_s, range(self._scenario.steps)

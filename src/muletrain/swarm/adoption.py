@@ -102,7 +102,7 @@ class HeldPart(Message):
 
 
 class StandsAt(Message):
-    """``targets``: other stages that this peer has room for."""
+    """``targets``: other stages that this peer has room for; ``reaches``: stages of which it reaches a peer."""
 
     KIND: ClassVar[str] = "stands_at"
     branch: Annotated[bytes, Field(min_length=BRANCH, max_length=BRANCH)]
@@ -110,6 +110,7 @@ class StandsAt(Message):
     stage: Natural
     state: State
     targets: Annotated[tuple[Natural, ...], Field(max_length=4096)]
+    reaches: Annotated[tuple[Natural, ...], Field(max_length=4096)] = ()
     parts: Annotated[tuple[HeldPart, ...], Field(max_length=MAX_PARTS)]
 
     def standing(self) -> policy.Standing:
@@ -213,6 +214,7 @@ class Adoption:
             if stands.state == "serves":
                 ctx.roster.alive(peer)
         coming = {s.stage for s in here.values() if s.state in ("serves", "loads")}
+        coming |= {stage for s in here.values() for stage in s.reaches}
         lost = tuple(s for s in range(ctx.plan.stages) if s not in coming)
         if not lost or self.ordered.done() or self._learning:
             return
@@ -267,6 +269,7 @@ class Adoption:
             stage=stage,
             state=state,
             targets=targets,
+            reaches=tuple(s for s in range(ctx.plan.stages) if s not in self._without_peers()),
             parts=tuple(parts[:MAX_PARTS]),
         )
 

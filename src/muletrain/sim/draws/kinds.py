@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from muletrain.sim.scenario import BACKWARD_S, FORWARD_S, Fault, Scenario
+from muletrain.sim.scenario import Fault, Scenario
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,7 +20,7 @@ HARMLESS = {"join", "slow", "damage"}
 
 def span(s: Scenario) -> float:
     """About the time of a run without faults [s]."""
-    return s.longer * s.steps * s.microbatches * (FORWARD_S + BACKWARD_S) / min(s.stages)
+    return s.steps * s.step_s
 
 
 def calm(s: Scenario) -> Scenario:
