@@ -24,8 +24,8 @@ import muletrain.swarm
 from muletrain.config.schema import Codec
 from muletrain.errors import Malformed, MuletrainError, ProtocolError, Refused
 from muletrain.network import draws
-from muletrain.network.draws import Draws
 from muletrain.network.memory import MemoryHub
+from muletrain.network.quota import Quota
 from muletrain.network.relay import DIALS, MAX_REQUEST, PIPES_EACH, Relay
 from muletrain.policy.cover import Cover, resolve
 from muletrain.policy.debts import Debts
@@ -375,7 +375,7 @@ def test_answers_to_one_member_are_paced_beyond_a_first_amount_and_others_are_no
 
 def test_one_member_has_a_bounded_number_of_calls_answered_at_once() -> None:
     async def scenario() -> None:
-        limited, done = Draws(), asyncio.Event()
+        limited, done = Quota(), asyncio.Event()
 
         async def slow(sender: str, payload: bytes) -> bytes:
             await done.wait()

@@ -90,7 +90,7 @@ class Network(Protocol):
 
     def serve(self, method: str, handler: CallHandler, *, free: bool = False) -> None:
         """Answer calls to ``method``. A MuletrainError raised by the handler reaches the caller as Refused. Of answers each member has so
-        many bytes a second (``network.draws``), unless they are ``free``, for the handler bounds what each member has."""
+        many bytes a second (``network.quota``), unless they are ``free``, for the handler bounds what each member has."""
         ...
 
     async def send(

@@ -29,7 +29,7 @@ from muletrain.network.base import (
     RefusalHandler,
 )
 from muletrain.network.delivery import Counters, Delivery
-from muletrain.network.draws import Draws
+from muletrain.network.quota import Quota
 from muletrain.wire.frame import MAX_PAYLOAD, pack, reread, size
 
 try:
@@ -83,7 +83,7 @@ class Libp2pNetwork:
         self._outgoing: dict[tuple[PeerId, Channel], Outgoing] = {}
         self._own: dict[Channel, asyncio.Queue[Frame]] = {}
         self._handlers: dict[str, tuple[CallHandler, bool]] = {}
-        self._draws = Draws()
+        self._quota = Quota()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._directory: Directory | None = None
         self._relay: Relay | None = None
@@ -231,7 +231,7 @@ class Libp2pNetwork:
         try:
             own = sender == self.peer_id
             answer = OK + await (
-                handler(sender, payload) if own else self._draws.answer(sender, handler, payload, free=free)
+                handler(sender, payload) if own else self._quota.answer(sender, handler, payload, free=free)
             )
         except MuletrainError as e:
             if isinstance(e, ProtocolError):

@@ -26,8 +26,8 @@ from muletrain.network.base import (
     RefusalHandler,
 )
 from muletrain.network.delivery import Counters, Delivery
-from muletrain.network.draws import Draws
 from muletrain.network.paced import MemoryStreams, Parcel
+from muletrain.network.quota import Quota
 from muletrain.network.roads import Roads
 from muletrain.policy.recent import Recent
 from muletrain.wire.frame import frame_size, pack, read_frame, reread
@@ -271,7 +271,7 @@ class MemoryNetwork:
         self._moved = 0
         """Bytes that came whole."""
         self._handlers: dict[str, tuple[CallHandler, bool]] = {}
-        self._draws = Draws()
+        self._quota = Quota()
         self._inbox: dict[tuple[PeerId, Channel], _Stream] = {}
         self._senders: set[PeerId] = set()
         """Of all streams that were ever opened to us."""
@@ -329,7 +329,7 @@ class MemoryNetwork:
         try:
             if sender == self.peer_id:
                 return False, await handler(sender, payload)
-            return False, await self._draws.answer(sender, handler, payload, free=free)
+            return False, await self._quota.answer(sender, handler, payload, free=free)
         except MuletrainError as e:
             if isinstance(e, ProtocolError):
                 self._delivery.refuse(sender, e, f"{method}: ")

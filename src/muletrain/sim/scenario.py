@@ -105,7 +105,7 @@ class Scenario:
     trail_bytes: int = 1 << 28
     """``Context.trail_bytes``."""
     short: bool = False
-    """Peers remember little (``sim.limits``): what long runs reach, this one does, too."""
+    """Peers remember little (``sim.short_memory``): what long runs reach, this one does, too."""
     resume_s: float | None = None
     """Then all machines lose power; the run is begun again from what was written."""
     given_weights: bool = False

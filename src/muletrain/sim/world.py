@@ -44,10 +44,10 @@ from muletrain.sim import reference
 from muletrain.sim.disks import DiskState, VirtualFolder, VirtualThread
 from muletrain.sim.faults import Faults
 from muletrain.sim.faulty import FaultyCompute
-from muletrain.sim.limits import short_memory
 from muletrain.sim.loop import Hang, SkewedClock, run_virtually
 from muletrain.sim.lying import Liar
 from muletrain.sim.scenario import BACKWARD_S, FORWARD_S, STALL_S, stage_of
+from muletrain.sim.short_memory import short_memory
 from muletrain.sim.verdict import LEFT, Outcome, judge
 from muletrain.sim.witness import Witness
 from muletrain.swarm.checkpointing import Book

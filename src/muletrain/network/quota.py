@@ -1,7 +1,7 @@
-"""What members draw by calls: small questions may have large answers, which leave unpaced, beside the traffic of the step.
+"""A quota of answers for each member: small questions may have large answers, which leave unpaced, beside the traffic of the step.
 
-A member has some at once, then so many bytes a second; its further answers wait. That is far above what a correct peer asks for. Calls
-that give a gradient or a checkpoint away are not counted here: those who serve them count what each member has of each (``free``).
+A member gets BURST bytes of answers at once and PER_S bytes a second after that; its further answers wait. A correct peer needs far less.
+Calls that give away a gradient or a checkpoint are not counted here: their handlers count what each member takes (``free``).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ LEAST = 1 << 12
 """Bytes that every answer counts for: it costs work, too."""
 
 
-class Draws:
-    """One peer's answers, by who asked."""
+class Quota:
+    """Of one peer's answers, by member."""
 
     def __init__(self) -> None:
         self._answering: Counter[PeerId] = Counter()
@@ -33,8 +33,8 @@ class Draws:
         """Bytes."""
 
     async def answer(self, sender: PeerId, handler: CallHandler, payload: bytes, *, free: bool) -> bytes:
-        """What ``handler`` answers, once ``sender`` may have it. Raises what the handler raises, and MuletrainError for too many calls at
-        once."""
+        """Run ``handler``, and return its answer once the quota of ``sender`` allows it. Raises what the handler raises, and MuletrainError
+        for too many calls at once."""
         if self._answering[sender] >= AT_ONCE:
             raise MuletrainError(f"{AT_ONCE} calls of yours are being answered; wait for some of them")
         self._answering[sender] += 1
