@@ -23,7 +23,7 @@ import muletrain.runs
 import muletrain.swarm
 from muletrain.config.schema import Codec
 from muletrain.errors import Malformed, MuletrainError, ProtocolError, Refused
-from muletrain.network import draws
+from muletrain.network import quota
 from muletrain.network.memory import MemoryHub
 from muletrain.network.quota import Quota
 from muletrain.network.relay import DIALS, MAX_REQUEST, PIPES_EACH, Relay
@@ -349,8 +349,8 @@ def test_answers_to_one_member_are_paced_beyond_a_first_amount_and_others_are_no
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scenario() -> None:
-        monkeypatch.setattr(draws, "BURST", 1 << 20)
-        monkeypatch.setattr(draws, "PER_S", 1 << 20)
+        monkeypatch.setattr(quota, "BURST", 1 << 20)
+        monkeypatch.setattr(quota, "PER_S", 1 << 20)
         hub = MemoryHub()
         a, b, c = (hub.join(n) for n in "abc")
 
@@ -381,7 +381,7 @@ def test_one_member_has_a_bounded_number_of_calls_answered_at_once() -> None:
             await done.wait()
             return b""
 
-        calls = [asyncio.create_task(limited.answer("a", slow, b"", free=False)) for _ in range(draws.AT_ONCE)]
+        calls = [asyncio.create_task(limited.answer("a", slow, b"", free=False)) for _ in range(quota.AT_ONCE)]
         await asyncio.sleep(0)
         with pytest.raises(MuletrainError, match="calls of yours"):
             await limited.answer("a", slow, b"", free=False)
