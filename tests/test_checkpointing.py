@@ -759,6 +759,7 @@ class Command:
         self._reader.join(10)
 
 
+@pytest.mark.slow
 def test_a_fleet_whose_disks_are_full_trains_on_and_says_so(small_disk: Callable[[str, str], Path]) -> None:
     ours, theirs = small_disk("ours", "32m"), small_disk("theirs", "1m")
     settings = ["model.width=64", "model.heads=2", "model.context=32", "fleet.peers=2", "checkpoint.every=3"]

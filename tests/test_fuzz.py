@@ -321,6 +321,25 @@ def test_a_peer_that_waits_for_the_record_finds_replicas_that_it_believed_dead()
     assert outcome.virtual_s < 60.0
 
 
+def test_a_stage_that_another_peer_reaches_is_not_lost() -> None:
+    one_way = Fault(1.0, "one way", ("peer-0a", "peer-1a"), 60.0)
+    outcome = play(Scenario(1, (2, 1), 2, 6, 8, 0.01, (one_way,), adopt_after_s=3.0))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert not any("stepped_back" in text for _, text in outcome.timeline)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(430, id="a first operation that never ends"),
+        pytest.param(752, id="a replica judged itself, and another came back"),
+    ],
+)
+def test_worlds_that_broke_a_promise_once(seed: int) -> None:
+    outcome = play(draw(seed))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+
+
 def test_a_checkpoint_ends_where_those_that_wait_believe_who_collects_it_dead() -> None:
     """After a partition each side has a collector of its own, and believes the other side dead: the last checkpoint never ended."""
     outcome = play(draw(232))
