@@ -10,7 +10,7 @@ import pytest
 from muletrain.clock import LoopClock
 from muletrain.policy.deadline import Deadline, Pulse
 from muletrain.sim.loop import run_virtually
-from muletrain.swarm.waiting import Waits, unless_done
+from muletrain.swarm.waiting import MAX_SILENCE, Waits, unless_done
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -132,6 +132,37 @@ def test_a_wait_is_not_in_vain_while_what_is_waited_for_goes_on() -> None:
     virtually(scenario())
     assert asked
     assert min(asked) == pytest.approx(50.0 + 16 * 0.1)
+
+
+def test_a_wait_that_went_on_without_questions_is_not_given_up_before_the_next_one() -> None:
+    """Microbatches behind slow links: nobody had asked for 350 s, since the peer's own work went on (fleet 138 of benchmarks/sim_grid)."""
+    pulse = Pulse(16.0)
+
+    async def scenario() -> None:
+        clock, done, asked = LoopClock(), asyncio.Event(), 0
+        waits = Waits(clock, lambda: None, lambda: "")
+
+        async def ask() -> None:
+            nonlocal asked
+            asked += 1
+            if clock.now() > 400.0:
+                done.set()
+                waits.touched()
+            else:
+                waits.came_on()
+
+        async def work() -> None:
+            await clock.sleep(250.0)  # by then it has asked more often than MAX_SILENCE
+            assert asked > MAX_SILENCE
+            for _ in range(350):
+                await clock.sleep(1.0)
+                pulse.beat(clock.now())
+
+        working = asyncio.create_task(work())
+        await waits.until(done.is_set, Deadline(unmeasured_s=5.0, floor_s=5.0), "it", ask, pulse.goes_on_s)
+        await working
+
+    virtually(scenario())
 
 
 def test_a_deadline_that_was_missed_does_not_lengthen_the_next() -> None:

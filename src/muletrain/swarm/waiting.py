@@ -92,6 +92,7 @@ class Waits:
                     await self._clock.deadline(news, max(0.0, due - self._clock.now()), what)
                 except DeadlineExceeded:
                     if (more_s := goes_on_s(self._clock.now(), deadline.seconds() / 2)) > 0:
+                        self.came_on()
                         due = self._clock.now() + more_s
                         continue
                     attempt += 1
