@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
 
-def virtually(work: Coroutine[Any, Any, None]) -> None:
+def virtually(work: Coroutine[Any, Any, None], limit_s: float = 100.0) -> None:
     problems: list[str] = []
-    run_virtually(work, 100.0, problems)
+    run_virtually(work, limit_s, problems)
     assert not problems
 
 
@@ -162,7 +162,7 @@ def test_a_wait_that_went_on_without_questions_is_not_given_up_before_the_next_o
         await waits.until(done.is_set, Deadline(unmeasured_s=5.0, floor_s=5.0), "it", ask, pulse.goes_on_s)
         await working
 
-    virtually(scenario())
+    virtually(scenario(), 1000.0)
 
 
 def test_a_deadline_that_was_missed_does_not_lengthen_the_next() -> None:
