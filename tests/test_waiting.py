@@ -152,8 +152,8 @@ def test_a_wait_that_went_on_without_questions_is_not_given_up_before_the_next_o
                 waits.came_on()
 
         async def work() -> None:
-            await clock.sleep(250.0)  # by then it has asked more often than MAX_SILENCE
-            assert asked > MAX_SILENCE
+            await clock.sleep(250.0)  # from then on one more missed deadline may end the wait
+            assert asked >= MAX_SILENCE
             for _ in range(350):
                 await clock.sleep(1.0)
                 pulse.beat(clock.now())
