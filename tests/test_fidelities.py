@@ -162,7 +162,7 @@ def test_both_fidelities_agree_under_churn(tmp_path: Path) -> None:
             assert outcome.events["left"] > 5
             assert outcome.events["joined"] > 3
             found.append(outcome.share_of_optimum)
-    assert fmean(shares["flow"]) == pytest.approx(fmean(shares["protocol"]), rel=AGREE)
+    assert fmean(shares["flow"]) == pytest.approx(fmean(shares["protocol"]), rel=0.08)
 
 
 def test_bytes_agree(tmp_path: Path) -> None:

@@ -328,6 +328,13 @@ def test_a_stage_that_another_peer_reaches_is_not_lost() -> None:
     assert not any("stepped_back" in text for _, text in outcome.timeline)
 
 
+def test_a_stage_that_no_peer_before_it_reaches_is_lost_although_the_one_behind_it_is_reached() -> None:
+    cuts = [Fault(1.0, "cut", (peer, "peer-1a"), FOR_EVER_S) for peer in ("peer-0a", "peer-0b")]
+    outcome = play(Scenario(1, (2, 1, 2), 2, 4, 8, 0.01, tuple(cuts), adopt_after_s=3.0, checkpoint_every=1))
+    assert {outcome.ends[p] for p in ("peer-0a", "peer-0b", "peer-2a", "peer-2b")} == {"finished"}
+    assert max(t for t, text in outcome.timeline if "step_applied" in text) < 90.0
+
+
 @pytest.mark.parametrize(
     "seed",
     [

@@ -306,6 +306,12 @@ def test_a_member_counts_first_on_those_that_count_on_it() -> None:
     assert company("a", ["b", "c"], {"c": View(0, ("a", "c"))}) == ("a", "b", "c")
 
 
+def test_a_member_that_counts_on_one_only_does_not_part_the_others() -> None:
+    """A lie that each of them is told of itself."""
+    views = {"b": View(0, ("a", "b", "c", "d")), "c": View(0, ("a", "b", "c", "d")), "d": View(1, ("a", "d"))}
+    assert company("a", ["b", "c", "d"], views) == ("a", "b", "c")
+
+
 def test_somebody_always_goes_on() -> None:
     """A chain a-b-c-d in which only neighbours reach each other: rounds of announcements until nobody changes its mind."""
     reach = {"a": ["b"], "b": ["a", "c"], "c": ["b", "d"], "d": ["c"]}

@@ -3,9 +3,9 @@
 Every member announces whom it counts on (its view); a round needs members whose views are the same. Views of a first attempt are
 guesses, for a death may not have got around; from the second on they say who does not reach whom. Then everyone keeps to itself
 and those that all reach each other as far as it knows, first those that say that they count on it, in the order of ids: members that
-know the same choose the same. Who is in
-no such company yields to one that is larger, or as large with a lower first member: that order is total, so that somebody always goes
-on, and of two sides that both could, one does; and a member that none of the others gets anything from does not go on without them.
+know the same choose the same. Who is in no such company yields to one that is larger, or as large with a lower first member: that order
+is total, so that somebody always goes on, and of two sides that both could, one does; and a member that none of the others gets
+anything from does not go on without them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ class View(NamedTuple):
 
 
 def company(me: str, reached: Iterable[str], views: Mapping[str, View]) -> tuple[str, ...]:
-    """Whom ``me``, who reaches ``reached``, counts on next; sorted."""
+    """Whom ``me``, who reaches ``reached``, counts on next; sorted. Those that say that they count on ``me`` come first, unless that makes
+    the company smaller: one member that tells each of the others that it counts on nobody else must not part them."""
+    others = sorted(set(reached) - {me})
 
     def counts_on(a: str, b: str) -> bool:
         return a == me or a not in views or views[a].attempt == 0 or b in views[a].members
@@ -32,11 +34,14 @@ def company(me: str, reached: Iterable[str], views: Mapping[str, View]) -> tuple
     def unsure(peer: str) -> bool:
         return not (peer in views and views[peer].attempt > 0 and me in views[peer].members)
 
-    chosen = [me]
-    for peer in sorted(set(reached) - {me}, key=lambda peer: (unsure(peer), peer)):
-        if all(counts_on(peer, other) and counts_on(other, peer) for other in chosen):
-            chosen.append(peer)
-    return tuple(sorted(chosen))
+    def chosen(order: Iterable[str]) -> tuple[str, ...]:
+        found = [me]
+        for peer in order:
+            if all(counts_on(peer, other) and counts_on(other, peer) for other in found):
+                found.append(peer)
+        return tuple(sorted(found))
+
+    return max(chosen(sorted(others, key=unsure)), chosen(others), key=len)
 
 
 def yields(me: str, own: tuple[str, ...], views: Mapping[str, View]) -> bool:

@@ -26,7 +26,7 @@ from muletrain.swarm.messages import Digest, Id, Message, Natural
 from muletrain.swarm.place import Key
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
 
     from muletrain.network.base import PeerId
     from muletrain.swarm.checkpointing import Checkpoints
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 LOOK_S = 1.0
 AGAIN_S = 5.0
 """Between two hints to one peer that its branch was given up, and between two questions about a branch that ours does not follow."""
+REACHED = 10.0
+"""Times ``Plan.adopt_after_s`` for which the word of others that they reach a stage puts its adoption off."""
 JOIN_S = 900.0
 """How long a run waits for a machine to join a stage that nobody can adopt."""
 MAX_PARTS = 1 << 12
@@ -165,7 +167,7 @@ class Adoption:
             if now - min(since_trainer, *since.values(), math.inf) >= ctx.plan.adopt_after_s:
                 ctx.patience_s = JOIN_S
                 if since and self._leads():
-                    await self._adopt()
+                    await self._adopt({s: now - since_s for s, since_s in since.items()})
             if trainers == 1 < before and self._leads():
                 name = ctx.roster.name(ctx.roster.trainers()[0])
                 message = f"{name} is the only trainer left: no other peer has the data, should it go"
@@ -199,8 +201,9 @@ class Adoption:
         me = self._ctx.net.peer_id
         return min((*self._ctx.roster.others(), me)) == me
 
-    async def _adopt(self) -> None:
-        """Ask everyone where they stand, peers believed dead, too: one of them may have the lost stage's state."""
+    async def _adopt(self, lacking_s: Mapping[int, float]) -> None:
+        """Ask everyone where they stand, peers believed dead, too: one of them may have the lost stage's state. ``lacking_s``: stages
+        without a peer, and for how long."""
         ctx, me, at = self._ctx, self._ctx.net.peer_id, self._where()
         peers = ctx.roster.everyone()  # a leaver whose stage is lost has come back by now (``Departure.taken_over``)
         said = dict(zip(peers, await asyncio.gather(*map(self._ask, peers)), strict=True))
@@ -214,7 +217,9 @@ class Adoption:
             if stands.state == "serves":
                 ctx.roster.alive(peer)
         coming = {s.stage for s in here.values() if s.state in ("serves", "loads")}
-        coming |= {stage for s in here.values() for stage in s.reaches}
+        coming |= {
+            s for s, for_s in lacking_s.items() if for_s < REACHED * ctx.plan.adopt_after_s and self._fed(s, here)
+        }
         lost = tuple(s for s in range(ctx.plan.stages) if s not in coming)
         if not lost or self.ordered.done() or self._learning:
             return
@@ -230,6 +235,13 @@ class Adoption:
         await asyncio.gather(*(self._tell(p, order) for p in peers))
         if not self.ordered.done():
             self.ordered.set_result(order)
+
+    def _fed(self, stage: int, here: Mapping[PeerId, StandsAt]) -> bool:
+        """Does a peer that sends to ``stage`` reach one of it?"""
+        member = self._ctx.roster.member
+        return any(
+            stage in s.reaches and (s.stage == stage - 1 or (stage == 0 and member(p).trainer)) for p, s in here.items()
+        )
 
     def _say_what_lacks(self, stages: tuple[int, ...], no_checkpoint: bool) -> None:
         ctx = self._ctx

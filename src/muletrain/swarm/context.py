@@ -321,10 +321,10 @@ class Context:
         """Report something wrong that arrived."""
         self.emit(FrameRefused(remote=peer, reason=reason))
 
-    def suspect(self, peer: PeerId, reason: str) -> None:
-        """Believe ``peer`` dead until it is heard of again. Changes routing and rounds only."""
+    def suspect(self, peer: PeerId, reason: str, *, declines: bool = False) -> None:
+        """Believe ``peer`` dead until it is heard of again. Changes routing and rounds only. ``declines``: see ``Roster.dead``."""
         self.trust(peer)
-        if self.roster.dead(peer):
+        if self.roster.dead(peer, declines=declines):
             self.emit(PeerSuspected(peer_id=peer, reason=reason))
             self.give_up(peer, reason)
             self.net.give_up(peer)
@@ -332,7 +332,7 @@ class Context:
 
     def stand_aside(self, peer: PeerId) -> None:
         """``peer`` says that nobody is to count on it for now. It can be reached, so that what is on its way to it goes on."""
-        if self.roster.dead(peer):
+        if self.roster.dead(peer, declines=True):
             self.give_up(peer, "it takes a state")
             self.changed()
 
@@ -397,7 +397,7 @@ class Context:
                     self.suspect(peer, str(e))
                     return None
                 except NetworkError as e:
-                    self.suspect(peer, f"answered a probe with: {e}")
+                    self.suspect(peer, f"answered a probe with: {e}", declines=True)
                     return None
         if held.late:
             self._doubt(peer, lineage, step, hearsay)

@@ -541,7 +541,7 @@ class Knowledge:
         self._moved[peer] = held.moved, held.round
         if held.rival:
             self.met(peer, held.step)
-            self._ctx.suspect(peer, "it trains in another lineage")
+            self._ctx.suspect(peer, "it trains in another lineage", declines=True)
             return held
         if held.step > self.step:
             self.others_at = max(self.others_at, held.step)

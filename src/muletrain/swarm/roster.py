@@ -67,9 +67,10 @@ class Roster:
         """``own``: the id of one that begins, or a newcomer. Raises ProtocolError for an id that is not in the genesis."""
         self.genesis = genesis
         self._members = {m.id: m for m in genesis.members}
-        self._dead: dict[str, None] = {}
+        self._dead: dict[str, bool] = {}
+        """Peers believed dead, and whether they themselves said that nobody is to count on them. In the order in which we heard of it, as
+        are"""
         self._left: dict[str, None] = {}
-        """Both by when we heard of it."""
         self._hearsay: set[str] = set()
         """Members that have not said themselves which stage they serve."""
         self._expelled: set[str] = set()
@@ -134,7 +135,7 @@ class Roster:
         self._hearsay.discard(member.id)
         if known is None or known.stage != member.stage or member.id in self._left:
             self._left.pop(member.id, None)
-            self._dead[member.id] = None
+            self._dead[member.id] = False
         self._forget()
         self._changed()
         return True
@@ -195,14 +196,20 @@ class Roster:
     def is_alive(self, peer: str) -> bool:
         return peer in self._members and peer not in self._dead and peer not in self._left
 
-    def dead(self, peer: str) -> bool:
-        """Believe ``peer`` dead; True when that is news."""
+    def dead(self, peer: str, *, declines: bool = False) -> bool:
+        """Believe ``peer`` dead; True when that is news. ``declines``: it answers, and says that nobody is to count on it."""
+        if peer in self._dead:
+            self._dead[peer] |= declines
         if peer == self._own_id or peer in self._dead or peer not in self._members:
             return False
-        self._dead[peer] = None
+        self._dead[peer] = declines
         self._forget()
         self._changed()
         return True
+
+    def declines(self, peer: str) -> bool:
+        """``peer`` said that nobody is to count on it, and was not heard of since."""
+        return self._dead.get(peer, False)
 
     def alive(self, peer: str) -> bool:
         """``peer`` was heard of (one that left, too: it was needed after all). True when it was not counted on."""

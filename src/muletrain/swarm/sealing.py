@@ -33,6 +33,8 @@ MEETING_POINTS = 2
 """Peers of other stages that are asked about replicas we do not reach; the first ones, so that those replicas ask the same."""
 SPEAKS_S = 3.0
 """A replica that we do not reach goes on with the step if something came from it within this time."""
+MAX_WITHOUT = 64
+"""Replicas that a ``Gap`` names."""
 MAX_LOST = 2
 """Times that a replica is lost while it is counted on, before it is left out of the step: some links carry messages one way only."""
 APART, APART_MAX = 16, 1024
@@ -155,6 +157,12 @@ class Sealing(Knowledge):
         roster = self._ctx.roster
         return company(self._ctx.net.peer_id, filter(counts, roster.stage(roster.own.stage)), self._views())
 
+    def _without(self) -> tuple[PeerId, ...]:
+        """Replicas whose accumulators would not be in a round of ours: the living first, as messages have room for few."""
+        with_us, roster = self._company(), self._ctx.roster
+        others = [p for p in roster.replicas() if p not in with_us]
+        return tuple(sorted(others, key=lambda p: not roster.is_alive(p))[:MAX_WITHOUT])
+
     def _averages(self, peer: PeerId) -> bool:
         return not self._is_apart(peer) and peer not in self._differing and self._lost[peer] < MAX_LOST
 
@@ -208,7 +216,8 @@ class Sealing(Knowledge):
         """Whom replicas count on: those that we hear say it themselves, even if they do not hear us; of the others we are told."""
 
         def heard(member: PeerId) -> bool:
-            return self._ctx.roster.is_alive(member) or self._ctx.silent_s(member) < SPEAKS_S
+            roster, speaks = self._ctx.roster, self._ctx.silent_s(member) < SPEAKS_S
+            return roster.is_alive(member) or (speaks and not roster.declines(member))
 
         aside = self._stands_aside  # it goes on with nobody, whatever it announced before
         known = {m: View(s.attempt, s.members) for m, s in self._seals.items() if heard(m) and not aside(m)}
@@ -321,11 +330,10 @@ class Sealing(Knowledge):
         """Have the trainers run ``gaps`` for this stage alone, until ``done`` returns."""
         ctx, limit, begin = self._ctx, self._step_deadline, self._ctx.clock.now()
         for turn in itertools.count():
-            with_us = self._company()
             gap = Gap(
                 lineage=self.lineage, step=self.step, stage=ctx.roster.own.stage, attempt=attempt, turn=turn,
                 indices=tuple(sorted(gaps - self.ledger.held)),
-                without=tuple(p for p in ctx.roster.replicas() if p not in with_us)[:64],
+                without=self._without(),
             )  # fmt: skip
             await ctx.tell(ctx.roster.trainers(), gap)
             limit_s = min(limit.seconds(turn), AGAIN_S)
@@ -384,11 +392,15 @@ class Sealing(Knowledge):
 
         async def computed() -> None:
             """The judge waits for its own ledger, until another replica holds some of it: the member may have lost the judge and computed
-            it itself, or a replica came back that had it all along. The others wait for the judge."""
+            it itself, or a replica came back that had it all along. Members of this attempt announced what they hold. The others wait
+            for the judge."""
+            assert self.announced is not None  # of which this is a trial
+            sealed = {*self.announced.members} - {trial.member}
             for pause in itertools.count():
                 if me == trial.judge and trial.indices <= self.ledger.held:
                     return
-                asked = tuple(p for p in self._company() if p != me) if me == trial.judge else (trial.judge,)
+                others = tuple(sorted({*self._company(), trial.member} - sealed - {me}))
+                asked = others if me == trial.judge else (trial.judge,)
                 answers = await ctx.ask_held(asked, self.lineage, self.step)
                 for peer, held in answers.items():
                     if held.beyond(self.step) and await self._went_on(peer):
