@@ -332,7 +332,7 @@ def test_a_stage_that_no_peer_before_it_reaches_is_lost_although_the_one_behind_
     cuts = [Fault(1.0, "cut", (peer, "peer-1a"), FOR_EVER_S) for peer in ("peer-0a", "peer-0b")]
     outcome = play(Scenario(1, (2, 1, 2), 2, 4, 8, 0.01, tuple(cuts), adopt_after_s=3.0, checkpoint_every=1))
     assert {outcome.ends[p] for p in ("peer-0a", "peer-0b", "peer-2a", "peer-2b")} == {"finished"}
-    assert max(t for t, text in outcome.timeline if "step_applied" in text) < 90.0
+    assert max(t for t, text in outcome.timeline if "step_applied" in text) < 400.0
 
 
 @pytest.mark.parametrize(

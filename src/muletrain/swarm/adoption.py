@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 LOOK_S = 1.0
 AGAIN_S = 5.0
 """Between two hints to one peer that its branch was given up, and between two questions about a branch that ours does not follow."""
-REACHED = 10.0
-"""Times ``Plan.adopt_after_s`` for which the word of others that they reach a stage puts its adoption off."""
+REACHED_S = 300.0
+"""Longest time for which the word of others that they reach a stage puts its adoption off: they may be wrong, or lie."""
 JOIN_S = 900.0
 """How long a run waits for a machine to join a stage that nobody can adopt."""
 MAX_PARTS = 1 << 12
@@ -217,9 +217,7 @@ class Adoption:
             if stands.state == "serves":
                 ctx.roster.alive(peer)
         coming = {s.stage for s in here.values() if s.state in ("serves", "loads")}
-        coming |= {
-            s for s, for_s in lacking_s.items() if for_s < REACHED * ctx.plan.adopt_after_s and self._fed(s, here)
-        }
+        coming |= {s for s, for_s in lacking_s.items() if for_s < REACHED_S and self._fed(s, here)}
         lost = tuple(s for s in range(ctx.plan.stages) if s not in coming)
         if not lost or self.ordered.done() or self._learning:
             return
