@@ -174,10 +174,11 @@ def test_a_member_that_lies_costs_no_number(how: str) -> None:
     """As fuzz draws it. Where it counts on nobody, or damages copies, the others take longer."""
     faults = [Fault(0.3, "lie", ("peer-1a",), FOR_EVER_S, how=how)]
     faults += [Fault(1.0, "join", ("peer-1l",))] if how == "copies" else []
+    faults += [Fault(1.3, "kill", ("peer-1b",))] if how == "claims" else []
     scenario = Scenario(3, (2, 3), 2, 4, 8, 0.02, tuple(faults), checkpoint_every=1, apart=how == "parts")
     outcome = play(scenario)
     assert outcome.violations == [], "\n".join(readable(outcome))
-    assert {outcome.ends[p] for p, _ in scenario.members} == {"finished"}
+    assert {outcome.ends[p] for p in ("peer-0a", "peer-0b", "peer-1c")} == {"finished"}
     longest = max(t for t, text in outcome.timeline if "step_applied" in text)
     assert longest < 20.0
     assert [t for t, text in outcome.timeline if "checkpoint_written" in text]

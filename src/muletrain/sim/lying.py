@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from muletrain.network.memory import MemoryNetwork
     from muletrain.swarm.messages import Message
 
-LIES = ("entries", "expels", "records", "views", "held", "gaps", "copies", "parts")
+LIES = ("entries", "expels", "records", "views", "held", "claims", "gaps", "copies", "parts")
 """What it lies about: rounds that it attests to, whom they expel, the record that it applied, the replicas that it counts on, the step that
-it is at, microbatches that its stage misses, the state that it gives to newcomers, and parts of checkpoints."""
+it is at, the microbatches that it holds, those that its stage misses, the state that it gives to newcomers, and parts of checkpoints."""
 
 
 class Liar:
@@ -123,6 +123,9 @@ class Liar:
     def _held(self, payload: bytes, told: bytes) -> bytes:
         """It is beyond the step."""
         answer = Held.unpack(told)
+        if self.how == "claims" and answer.current:
+            everything = tuple(range(max((*answer.held, *answer.through, 0)) + 1))
+            answer = answer.model_copy(update={"held": everything, "held_losses": ()})
         if self.how == "held" and answer.current:
             answer = answer.model_copy(update={"current": False, "step": answer.step + 1})
         return answer.pack()

@@ -186,6 +186,10 @@ class Knowledge:
         self._late: dict[PeerId, float] = {}
         """When we first heard that a peer was at an earlier step still."""
         self._lost: Counter[PeerId] = Counter()
+        self._claims: dict[PeerId, frozenset[int]] = {}
+        """Missing microbatches that replicas said they hold, by which the last gaps counted as filled."""
+        self._untrue: Counter[PeerId] = Counter()
+        """Times that replicas then sealed without these."""
         self._silent: Counter[PeerId] = Counter()
         """What replicas did not send us of rounds that failed (``Averager.silent``)."""
         self._mourned = self._dead_replicas()

@@ -33,6 +33,8 @@ MEETING_POINTS = 2
 """Peers of other stages that are asked about replicas we do not reach; the first ones, so that those replicas ask the same."""
 SPEAKS_S = 3.0
 """A replica that we do not reach goes on with the step if something came from it within this time."""
+MAX_UNTRUE = 2
+"""Times that a replica's claim to hold microbatches is untrue, before it is left out of the step: it may have lost them meanwhile."""
 MAX_WITHOUT = 64
 """Replicas that a ``Gap`` names."""
 MAX_LOST = 2
@@ -72,6 +74,7 @@ class Sealing(Knowledge):
         if seals is None:
             self.ledger.reopen(keep=True)
             return None
+        self._believe_less(seals)
         sealed = trials.counted(seals)
         cover = resolve(sealed, self._ctx.plan.microbatches)
         if cover.gaps or cover.dropped:
@@ -164,7 +167,13 @@ class Sealing(Knowledge):
         return tuple(sorted(others, key=lambda p: not roster.is_alive(p))[:MAX_WITHOUT])
 
     def _averages(self, peer: PeerId) -> bool:
-        return not self._is_apart(peer) and peer not in self._differing and self._lost[peer] < MAX_LOST
+        trusted = self._lost[peer] < MAX_LOST and self._untrue[peer] < MAX_UNTRUE
+        return trusted and not self._is_apart(peer) and peer not in self._differing
+
+    def _believe_less(self, seals: dict[PeerId, Seal]) -> None:
+        """A replica that claims missing microbatches, and then seals without them, would have the stage look for them for ever."""
+        self._untrue.update(m for m, claimed in self._claims.items() if m in seals and claimed - {*seals[m].indices})
+        self._claims = {}
 
     def _holds(self, peer: PeerId) -> bool:
         """``peer`` attests to a round that it sealed, so that it takes part in no other. Where that is believed, we take it, and else go on
@@ -306,11 +315,14 @@ class Sealing(Knowledge):
             assert self.announced is not None  # of which these are the gaps
             for pause in itertools.count():
                 union, with_us = set(self.ledger.held), self._company()
+                claims: dict[PeerId, frozenset[int]] = {}
                 for peer, held in (await ctx.ask_held(ctx.roster.replicas(), self.lineage, self.step)).items():
                     if held.beyond(self.step) and await self._went_on(peer):
                         raise Behind(f"step {self.step}: {ctx.roster.name(peer)} is at step {held.step}")
-                    union |= set(held.held) if held.current and peer in with_us else set()
+                    claims[peer] = gaps & set(held.held) if held.current and peer in with_us else frozenset()
+                    union |= claims[peer]
                 if gaps <= union or self._latest_attempt(self.announced.members) > attempt:
+                    self._claims = claims
                     return
                 await self._pause(pause)
 

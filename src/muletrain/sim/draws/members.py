@@ -81,9 +81,13 @@ def _lie(s: Scenario, rng: random.Random) -> Scenario | None:
     if not stages:
         return None
     stage, how = rng.choice(stages), rng.choice(LIES)
-    lies = [Fault(rng.uniform(0.0, span(s)), "lie", (rng.choice(replicas(s, stage)),), FOR_EVER_S, how=how)]
+    liar, other = rng.sample(replicas(s, stage), 2)
+    lies = [Fault(rng.uniform(0.0, span(s)), "lie", (liar,), FOR_EVER_S, how=how)]
+    later_s = rng.uniform(0.2, 0.8) * span(s)
     if how == "copies":
-        lies.append(Fault(rng.uniform(0.2, 0.8) * span(s), "join", (f"peer-{stage}l",)))
+        lies.append(Fault(later_s, "join", (f"peer-{stage}l",)))
+    if how == "claims":  # what is lost, it claims to hold
+        lies.append(Fault(later_s, "slow" if s.trainers == 1 and other == s.members[0][0] else "kill", (other,), 1.0))
     return with_faults(replace(calm(s), checkpoint_every=1, apart=s.apart or how == "parts"), lies)
 
 
