@@ -336,6 +336,7 @@ def test_a_stage_that_fits_nowhere_is_refused_with_the_numbers(
     assert "more memory" in refused
 
 
+@pytest.mark.slow
 @namespaces
 def test_who_leaves_before_the_start_is_not_counted_on_and_any_member_lets_others_in(
     machines: Callable[..., subprocess.Popen[str]], tmp_path: Path

@@ -258,6 +258,7 @@ def test_of_three_the_liar_is_expelled_and_no_number_changes(how: str) -> None:
     assert not said(outcome, "skipped=True")
 
 
+@pytest.mark.slow
 def test_who_missed_that_it_is_expelled_hears_of_it_from_the_record_or_those_with_its_state() -> None:
     """It would go on otherwise, among those that do not listen to it any more, and its owner would never know."""
     told = {EXPELLED, "was expelled: it computed false gradients"}

@@ -226,7 +226,7 @@ def test_the_path_through_many_stages_is_a_short_one() -> None:
 # --- searches ----------------------------------------------------------------------------------------------------------
 
 SHAPES = [
-    task_of(1, (3, 3, 3)), task_of(4, (2, 2), 2), task_of(5, (1, 1, 1, 1)),
+    pytest.param(task_of(1, (3, 3, 3)), marks=pytest.mark.slow), task_of(4, (2, 2), 2), task_of(5, (1, 1, 1, 1)),
     task_of(6, (4,), 1), task_of(7, (3, 1, 2)), task_of(8, (3, 2), 1), task_of(9, (2, 2, 2), 1, unequal=True), task_of(10, (1,)),
 ]  # fmt: skip
 

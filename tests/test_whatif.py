@@ -273,6 +273,7 @@ def test_the_books_balance_under_any_churn(tmp_path: Path, seed: int) -> None:
     assert [sum(p.peers) >= 0 and min(p.peers) >= 0 for p in result.curve] == [True] * 400
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     outputs = []
     for seed in (3, 3, 4):
