@@ -68,9 +68,9 @@ class Roster:
         self.genesis = genesis
         self._members = {m.id: m for m in genesis.members}
         self._dead: dict[str, bool] = {}
-        """Peers believed dead, and whether they themselves said that nobody is to count on them. In the order in which we heard of it, as
-        are"""
+        """Peers believed dead, the first one first, and whether they themselves said that nobody is to count on them."""
         self._left: dict[str, None] = {}
+        """Peers that left in order, the first one first."""
         self._hearsay: set[str] = set()
         """Members that have not said themselves which stage they serve."""
         self._expelled: set[str] = set()

@@ -437,9 +437,8 @@ class Sealing(Knowledge):
                 with np.errstate(invalid="ignore", over="ignore"):
                     found = packed(unpacked(await self._sketch()) - unpacked(base))
                 self._findings += (Finding(member=trial.member, sketch=found),)
-            elif (
-                me == trial.member
-            ):  # it judged itself, until a replica came back: now the others compute what it gave up
+            elif me == trial.member:
+                # we judged ourselves, until a replica came back: now the others compute what we gave up
                 self._empty(barred=True)
 
     async def _give_up(self, *, barred: bool) -> None:
