@@ -105,7 +105,7 @@ class TorchCompute:
         self.counters = Counters()
         self.jobs = Jobs(LoopClock().now)
         self._spec, self._cut, self._setup = spec, cut, setup
-        self._versions = [Stage(spec, stage, cut) for _ in range(2 if setup.optimizer.delayed else 1)]
+        self._versions = [self._empty() for _ in range(2 if setup.optimizer.delayed else 1)]
         shapes = self._versions[0].shapes()
         self._weights = StageWeights(
             self._versions,
@@ -126,6 +126,10 @@ class TorchCompute:
             self._updates = _executor(f"update-{stage}", inline=setup.inline)
         self._aside = _executor(f"offload-{stage}", inline=setup.inline)
         self._pending: Future[None] | None = None  # the last change of the accumulator
+
+    def _empty(self) -> Stage:
+        """Without storage. It is made once for each version of the weights."""
+        return Stage(self._spec, self.stage, self._cut)
 
     # Forward and backward -------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from muletrain.config.schema import Precision
 from muletrain.data.microbatch import MicrobatchSource, sequence_length
 from muletrain.model.dropout import Masks, keep_mask
 from muletrain.model.spec import ModelSpec
+from muletrain.model.stage import Stage
 from muletrain.optim.schedule import learning_rate
 from muletrain.policy.seats import planned_seats
 from muletrain.swarm.context import Plan
@@ -160,7 +161,14 @@ class VirtualCompute(TorchCompute):
 
 
 class SingleProcess(VirtualCompute):
-    """The whole model. It takes the microbatches of a step together."""
+    """The whole model, whose layers are shared, if they are, as in the run's stages. It takes the microbatches of a step together."""
+
+    def __init__(self, facts: Facts, setup: StageSetup) -> None:
+        self._runs = facts.cut
+        super().__init__(facts.spec, facts.spec.cut(1), 0, setup, facts.given)
+
+    def _empty(self) -> Stage:
+        return Stage(self._spec, None, self._runs)
 
     def mean_gradient(self, step: int, inputs: Tensor, targets: Tensor) -> tuple[Tensor, float]:
         """Of the microbatches, flat fp32 [P], and their mean loss [nats/token]; ``inputs`` and ``targets``: tokens [microbatches, T]."""
@@ -193,7 +201,7 @@ def stage_compute(facts: Facts, stage: int, *, joins: bool = False) -> VirtualCo
 def _given(facts: Facts) -> Callable[[str], Tensor]:
     """First weights that are not those of the seed."""
     setup = replace(_setup(facts, facts.config.optimizer), seed=facts.config.train.seed + 1)
-    other = SingleProcess(facts.spec, facts.spec.cut(1), 0, setup).weights()
+    other = SingleProcess(facts, setup).weights()
     return lambda name: other[f"model/{name}"].clone()
 
 
@@ -221,10 +229,7 @@ def history(scenario: Scenario) -> History:
     a plain optimizer, each made once the step after it was computed."""
     facts = facts_of(scenario)
     at_once = facts.config.optimizer.model_copy(update={"delayed": False})
-    tokens, compute = (
-        tokens_of(scenario, facts),
-        SingleProcess(facts.spec, facts.spec.cut(1), 0, _setup(facts, at_once), facts.given),
-    )
+    tokens, compute = tokens_of(scenario, facts), SingleProcess(facts, _setup(facts, at_once))
     states = History()
     late: list[tuple[Tensor, Update]] = []
     for step in range(scenario.steps):

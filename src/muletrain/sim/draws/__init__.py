@@ -27,8 +27,7 @@ def draw(seed: int) -> Scenario:
     size = sizes.draw(seed)
     drawn = base.draw(seed, size) if size is None else replace(base.draw(seed, size[1]), kinds=(size[0],))
     drawn = drawn if size is None else sizes.finished(drawn)
-    order = random.Random(f"order/{seed}")
-    for name in order.sample(list(KINDS), len(KINDS)):
+    for name in sorted(KINDS, key=lambda name: random.Random(f"order/{name}/{seed}").random()):
         rng = random.Random(f"{name}/{seed}")
         if len(drawn.kinds) < MOST and rng.random() < SHARE and (changed := KINDS[name](drawn, rng)) is not None:
             drawn = replace(changed, kinds=(*drawn.kinds, name))

@@ -33,6 +33,11 @@ def _codecs(s: Scenario, rng: random.Random) -> Scenario | None:
     return _with(*overrides, tolerance=COARSE if coarse else FINE)(s, rng)
 
 
+def _shared_layers(s: Scenario, rng: random.Random) -> Scenario | None:
+    layers = len(s.stages) * rng.randint(2, 3)
+    return _with(f"model.layers={layers}", "model.share_layers=true")(s, rng)
+
+
 def _growing(s: Scenario, rng: random.Random) -> Scenario | None:
     return _with("model.context=12", "train.sequence_start=2", f"train.sequence_warmup={rng.randint(1, s.steps)}")(
         s, rng
@@ -55,5 +60,5 @@ def _rebalancing(s: Scenario, rng: random.Random) -> Scenario | None:
 KINDS: dict[str, Kind] = {
     "codecs": _codecs, "lamb": _with("optimizer.name=lamb", "optimizer.lr=1e-3"), "no clipping": _with("optimizer.clip=none"),
     "fp16": _with("compute.precision=fp16", "optimizer.eps=0.1", tolerance=FINE), "growing": _growing, "given weights": _given_weights,
-    "rebalancing": _rebalancing,
+    "rebalancing": _rebalancing, "shared layers": _shared_layers,
 }  # fmt: skip
