@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 from muletrain.cli.view import RunView, headline
 from muletrain.errors import ProtocolError
@@ -17,13 +16,12 @@ from muletrain.sim.verdict import readable
 from muletrain.sim.world import play
 from muletrain.swarm.adoption import StepBack
 from muletrain.swarm.branches import branch_of, branched, count_of, hashed
-from muletrain.swarm.checkpointing import Checkpoints
 from muletrain.swarm.place import Key
+from tests import planted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
 
 pytestmark = pytest.mark.timeout(800)
 OLD, NEW = (10, bytes(32)), (20, b"n" * 32)
@@ -135,26 +133,7 @@ def test_when_the_collector_dies_the_run_ends_with_a_checkpoint() -> None:
         assert not any("peer-0a" in text for text in written)
 
 
-def _without_moments(patch: pytest.MonkeyPatch) -> None:
-    right = Checkpoints.base
-
-    async def base(self: Checkpoints, key: Key, digest: bytes) -> dict[str, Tensor]:
-        state = await right(self, key, digest)
-        return {n: t if n.startswith("model/") else torch.zeros_like(t) for n, t in state.items()}
-
-    patch.setattr(Checkpoints, "base", base)
-
-
-def _the_beginning_is_near_enough(patch: pytest.MonkeyPatch) -> None:
-    """Peers begin with the first weights, at the checkpoint's step."""
-
-    async def base(self: Checkpoints, key: Key, digest: bytes) -> dict[str, Tensor]:
-        return await self._ctx.compute.state()
-
-    patch.setattr(Checkpoints, "base", base)
-
-
-@pytest.mark.parametrize("plant", [_without_moments, _the_beginning_is_near_enough])
+@pytest.mark.parametrize("plant", [planted.without_moments, planted.the_beginning_is_near_enough])
 def test_a_planted_bug_in_stepping_back_is_caught(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from muletrain.compute import scaling
-from muletrain.compute.torch_compute import TorchCompute
-from muletrain.compute.weights import StageWeights
 from muletrain.sim.scenario import Fault, Scenario
 from muletrain.sim.verdict import Outcome, readable
 from muletrain.sim.world import play
-from muletrain.swarm.stepper import Stepper
+from tests import planted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,35 +69,12 @@ def test_who_leaves_or_moves_does_so_between_two_steps() -> None:
     assert again == [], "who wants to go takes nothing of the next step"
 
 
-def _both_steps_see_the_same_weights(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TorchCompute, "_module", lambda self, mb: self._versions[0])
-
-
-def _newcomers_get_the_newest_weights_only(patch: pytest.MonkeyPatch) -> None:
-    right = StageWeights.load_state
-
-    def load_state(self: StageWeights, state: dict[str, Any]) -> None:
-        right(self, {name: value for name, value in state.items() if not name.startswith("delayed/")})
-
-    patch.setattr(StageWeights, "load_state", load_state)
-
-
-def _the_step_ahead_is_cleared_with_the_one_that_is_over(patch: pytest.MonkeyPatch) -> None:
-    right = Stepper._apply
-
-    async def apply(self: Stepper, record: Any, gradient: Any) -> None:
-        await right(self, record, gradient)
-        self._ctx.compute.clear(self.step + 1)
-
-    patch.setattr(Stepper, "_apply", apply)
-
-
 @pytest.mark.parametrize(
     "plant",
     [
-        _both_steps_see_the_same_weights,
-        _newcomers_get_the_newest_weights_only,
-        _the_step_ahead_is_cleared_with_the_one_that_is_over,
+        planted.both_steps_see_the_same_weights,
+        planted.newcomers_get_the_newest_weights_only,
+        planted.the_step_ahead_is_cleared_with_the_one_that_is_over,
     ],
 )
 def test_a_planted_bug_is_caught(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ import torch
 from muletrain.cli.fuzz import _play, _processes
 from muletrain.compute import scaling
 from muletrain.compute.torch_compute import TorchCompute
-from muletrain.errors import NetworkError
 from muletrain.sim import draws, reference
 from muletrain.sim.draws import sizes
 from muletrain.sim.draws.base import draw
@@ -30,17 +29,11 @@ from muletrain.sim.scenario import FOR_EVER_S, Fault, Scenario
 from muletrain.sim.shrink import as_code, shrunk
 from muletrain.sim.verdict import Outcome, readable
 from muletrain.sim.world import play
-from muletrain.swarm import lineages, sealing, trials
-from muletrain.swarm.attendance import RoundFailed
-from muletrain.swarm.averaging import Averager
-from muletrain.swarm.ledger import Ledger
-from muletrain.swarm.messages import Busy, ShardFacts
-from muletrain.swarm.opinions import Opinions
+from muletrain.swarm.messages import Busy
 from muletrain.swarm.pipeline import Pipeline
-from muletrain.swarm.record import Attested, RecordBuilder, StepRecord
-from muletrain.swarm.sealing import Sealing
+from muletrain.swarm.record import StepRecord
 from muletrain.swarm.stepper import Stepper
-from muletrain.swarm.trainer import Trainer
+from tests import planted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -390,122 +383,16 @@ def test_fp16_that_overflows_skips_the_step_for_all_and_goes_on_with_a_smaller_s
     assert {(int(found[1]), found[2]) for found in applied if found} == {(1, "True"), (2, "True"), (3, "False")}
 
 
-def _retry_accumulates_again(patch: pytest.MonkeyPatch) -> None:
-    async def all_stages(self: Trainer, index: int, stages: tuple[int, ...]) -> tuple[tuple[int, ...], None]:
-        return stages, None
-
-    def begin(self: Ledger, index: int) -> bool:
-        self._running.add(index)
-        return True
-
-    patch.setattr(Trainer, "_still_missing", all_stages)
-    patch.setattr(Ledger, "begin", begin)
-
-
-def _part_of_the_record(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StepRecord, "gradient_norm", property(lambda self: self.stages[0].square_norm ** 0.5))
-
-
-def _stale_weights(patch: pytest.MonkeyPatch) -> None:
-    """Every update comes one step late, so that microbatches see the weights of the step before."""
-    right, late = Stepper._apply, {}
-
-    async def apply(self: Stepper, record: StepRecord, gradient: Any) -> None:
-        before, late[id(self)] = late.get(id(self)), (record, gradient.clone())
-        if before is not None:
-            await right(self, *before)
-
-    patch.setattr(Stepper, "_apply", apply)
-
-
-def _lost_trainer(patch: pytest.MonkeyPatch) -> None:
-    async def adopt(self: Trainer, *, late: bool = False) -> None:
-        return None
-
-    patch.setattr(Trainer, "adopt", adopt)
-
-
-def _reused_round(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sealing, "round_id", lambda lineage, stage, step, *rest: bytes([stage, step]) * 16)
-
-
-def _accumulator_kept_over_a_migration(patch: pytest.MonkeyPatch) -> None:
-    """What a peer summed up for one stage is still there when it serves the next."""
-    right_apply, right_load, kept = TorchCompute._apply, TorchCompute._load_state, {}
-
-    def apply(self: TorchCompute, gradient: Any, update: Any) -> None:
-        kept[self.stage] = self._weights.accumulator(update.step).clone()
-        right_apply(self, gradient, update)
-
-    def load(self: TorchCompute, state: Any) -> None:
-        right_load(self, state)
-        before = kept[1 - self.stage]
-        size = min(len(before), self.n_params)
-        self._weights.accumulator(0)[:size] += before[:size]
-
-    patch.setattr(TorchCompute, "_apply", apply)
-    patch.setattr(TorchCompute, "_load_state", load)
-    patch.setattr(TorchCompute, "clear", lambda self, step: None)
-
-
-def _sides_stay_apart(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(lineages, "gives_way", lambda own, other, *, stalled: False)
-
-
-def _accumulator_kept(patch: pytest.MonkeyPatch) -> None:
-    right = TorchCompute._apply
-
-    def apply(self: TorchCompute, gradient: Any, update: Any) -> None:
-        kept = self._weights.accumulator(update.step).clone()
-        right(self, gradient, update)
-        if self.stages > 1:  # the single process is right
-            self._weights.accumulator(update.step).copy_(kept)
-
-    patch.setattr(TorchCompute, "_apply", apply)
-
-
-def _gaps_ignored(patch: pytest.MonkeyPatch) -> None:
-    right = sealing.resolve
-
-    def resolve(sealed: Any, microbatches: int) -> Any:
-        cover = right(sealed, microbatches)
-        return type(cover)(cover.chosen, cover.dropped, ())
-
-    patch.setattr(sealing, "resolve", resolve)
-
-
-def _one_holder_is_enough(patch: pytest.MonkeyPatch) -> None:
-    def counting(self: RecordBuilder, stage: int, live: tuple[str, ...]) -> Attested | None:
-        held = (k for (s, _), rounds in self._rounds.items() if s == stage for k in rounds)
-        return min(held, key=lambda k: k.facts.round, default=None)
-
-    patch.setattr(RecordBuilder, "_counting", counting)
-
-
-def _attests_before_it_holds(patch: pytest.MonkeyPatch) -> None:
-    """What did not come is taken for what it was in the scratch."""
-    right = Averager._collect
-
-    async def collect(self: Averager, plan: Any, owner: str, result: Any) -> Any:
-        try:
-            return await right(self, plan, owner, result)
-        except (NetworkError, RoundFailed):
-            result.nan_to_num_(0.0)
-            return ShardFacts(content=bytes(32), square_norm=0.0, finite=True)
-
-    patch.setattr(Averager, "_collect", collect)
-
-
 @pytest.mark.parametrize(
     "plant",
     [
-        _retry_accumulates_again,
-        _part_of_the_record,
-        _stale_weights,
-        _lost_trainer,
-        _reused_round,
-        _accumulator_kept,
-        _gaps_ignored,
+        planted.retry_accumulates_again,
+        planted.part_of_the_record,
+        planted.stale_weights,
+        planted.lost_trainer,
+        planted.reused_round,
+        planted.accumulator_kept,
+        planted.gaps_ignored,
     ],
 )
 def test_a_planted_bug_is_caught(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -516,8 +403,8 @@ def test_a_planted_bug_is_caught(plant: Callable[[pytest.MonkeyPatch], None], mo
 @pytest.mark.parametrize(
     "plant",
     [
-        _one_holder_is_enough,
-        _attests_before_it_holds,
+        planted.one_holder_is_enough,
+        planted.attests_before_it_holds,
     ],
 )
 def test_a_planted_bug_in_the_agreement_is_caught(
@@ -530,10 +417,18 @@ def test_a_planted_bug_in_the_agreement_is_caught(
 @pytest.mark.parametrize(
     ("plant", "scenario", "text"),
     [
-        (_accumulator_kept_over_a_migration, Scenario(10, (2, 2), 2, 4, 8, 0.01, (Fault(0.3, "move", ("peer-1b",)),)), "other weights"),
-        (_sides_stay_apart, Scenario(11, (2, 2), 2, 30, 4, 0.01, (Fault(1.5, "partition", ("peer-0a", "peer-1a"), 3.0),)), "two lineages"),
+        (
+            planted.accumulator_kept_over_a_migration,
+            Scenario(10, (2, 2), 2, 4, 8, 0.01, (Fault(0.3, "move", ("peer-1b",)),)),
+            "other weights",
+        ),
+        (
+            planted.sides_stay_apart,
+            Scenario(11, (2, 2), 2, 30, 4, 0.01, (Fault(1.5, "partition", ("peer-0a", "peer-1a"), 3.0),)),
+            "two lineages",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_planted_bug_is_caught_where_it_shows(
     plant: Callable[[pytest.MonkeyPatch], None], scenario: Scenario, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -541,23 +436,9 @@ def test_a_planted_bug_is_caught_where_it_shows(
     assert any(text in violation for violation in play(scenario).violations)
 
 
-def _no_trials(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(trials, "due", lambda seals: None)
-
-
-def _what_is_doubted_counts_all_the_same(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(trials, "counted", lambda seals: {m: frozenset(s.indices) for m, s in seals.items()})
-    patch.setattr(Sealing, "_drop", lambda self: None)
-
-
-def _no_second_opinion(patch: pytest.MonkeyPatch) -> None:
-    async def compared(self: Opinions, request: Any, sent: Any, peer: str, first: Any) -> Any:
-        return first.values, True
-
-    patch.setattr(Opinions, "_compared", compared)
-
-
-@pytest.mark.parametrize("plant", [_no_trials, _what_is_doubted_counts_all_the_same, _no_second_opinion])
+@pytest.mark.parametrize(
+    "plant", [planted.no_trials, planted.what_is_doubted_counts_all_the_same, planted.no_second_opinion]
+)
 def test_a_planted_bug_lets_false_gradients_in(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,20 +9,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from muletrain.compute.torch_compute import TorchCompute
 from muletrain.errors import MuletrainError
 from muletrain.sim.loop import run_virtually
 from muletrain.sim.scenario import FOR_EVER_S, Fault, Scenario
 from muletrain.sim.verdict import Outcome, readable
 from muletrain.sim.world import play
-from muletrain.swarm import trainer
-from muletrain.swarm.checkpointing import Checkpoints
 from muletrain.swarm.messages import Gap
-from muletrain.swarm.place import Place
-from muletrain.swarm.reporting import Reporting
-from muletrain.swarm.stepper import Stepper
-from muletrain.swarm.trail import Trail
 from muletrain.swarm.trainer import Trainer
+from tests import planted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,87 +39,15 @@ LONG = Scenario(
 )
 
 
-def _writes_the_weights_of_before(patch: pytest.MonkeyPatch) -> None:
-    right, before = Checkpoints.write, {}
-
-    async def write(self: Checkpoints, key: Any, state: dict[str, Any]) -> None:
-        own = id(self)
-        stale, before[own] = before.get(own, state), {k: v.clone() for k, v in state.items()}
-        await right(self, key, stale)
-
-    patch.setattr(Checkpoints, "write", write)
-
-
-def _damages_what_it_writes(patch: pytest.MonkeyPatch) -> None:
-    right = Place.write_part
-
-    def write_part(self: Place, key: Any, stage: int, buffers: Any) -> None:
-        damaged = bytearray(b"".join(buffers))
-        damaged[-1] ^= 1
-        right(self, key, stage, [memoryview(damaged)])
-
-    patch.setattr(Place, "write_part", write_part)
-
-
-def _removes_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Place, "_prune", lambda self, newest: None)
-
-
-def _forgets_moments(patch: pytest.MonkeyPatch) -> None:
-    right = TorchCompute._load_state
-
-    def load(self: TorchCompute, state: dict[str, Any]) -> None:
-        right(self, {k: v if k.startswith("model/") else torch.zeros_like(v) for k, v in state.items()})
-
-    patch.setattr(TorchCompute, "_load_state", load)
-
-
-def _keeps_all_gradients(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Trail, "_excess", lambda self: False)
-
-
-def _forgets_no_part(patch: pytest.MonkeyPatch) -> None:
-    """Writers begin a part while their last one is under way."""
-    patch.setattr(Checkpoints, "_busy", lambda self: None)
-
-
-def _sums_losses(patch: pytest.MonkeyPatch) -> None:
-    right = Reporting.applied
-
-    def applied(self: Reporting, record: Any, work: Any) -> None:
-        work.losses = {index: 1.1 * loss for index, loss in work.losses.items()}
-        right(self, record, work)
-
-    patch.setattr(Reporting, "applied", applied)
-
-
-def _pauses_for_long(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(trainer, "PAUSE_S", 260.0)
-    patch.setattr(trainer, "PAUSE_MAX_S", 260.0)
-
-
-def _never_stops(patch: pytest.MonkeyPatch) -> None:
-    """One of the stages does not hear of it."""
-    right = Stepper.advance
-
-    def advance(self: Stepper, record: Any) -> None:
-        if record.stop:
-            self._ctx.compute.clear(self.step)
-            raise AssertionError("this peer does not know how to stop")
-        right(self, record)
-
-    patch.setattr(Stepper, "advance", advance)
-
-
 PLANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Scenario, str]] = [
-    (_writes_the_weights_of_before, WRITES, "other weights than a single process's"),
-    (_damages_what_it_writes, WRITES, "is not what the manifest says"),
-    (_removes_nothing, WRITES, "keeps checkpoints of 3 steps, not 2"),
-    (_forgets_moments, RESUMES, "other weights after step"),
-    (_keeps_all_gradients, LONG, "may keep"),
-    (_sums_losses, WRITES, "reports a loss of"),
-    (_pauses_for_long, CUT_OFF, "with these faults it may take"),
-    (_never_stops, Scenario(4, (2, 2), 2, 6, 4, 0.01, (Fault(0.5, "stop", ("peer-1b",)),)), "does not know how to stop"),
+    (planted.writes_the_weights_of_before, WRITES, "other weights than a single process's"),
+    (planted.damages_what_it_writes, WRITES, "is not what the manifest says"),
+    (planted.removes_nothing, WRITES, "keeps checkpoints of 3 steps, not 2"),
+    (planted.forgets_moments, RESUMES, "other weights after step"),
+    (planted.keeps_all_gradients, LONG, "may keep"),
+    (planted.sums_losses, WRITES, "reports a loss of"),
+    (planted.pauses_for_long, CUT_OFF, "with these faults it may take"),
+    (planted.never_stops, Scenario(4, (2, 2), 2, 6, 4, 0.01, (Fault(0.5, "stop", ("peer-1b",)),)), "does not know how to stop"),
 ]  # fmt: skip
 
 

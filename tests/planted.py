@@ -1,0 +1,420 @@
+"""Bugs to plant: for each promise of a run some that break it. Worlds of the fuzzer must find them (``test_planted_seeds``)."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from muletrain.compute.torch_compute import TorchCompute
+from muletrain.compute.weights import StageWeights
+from muletrain.errors import NetworkError
+from muletrain.sim import reference
+from muletrain.swarm import lineages, sealing, trainer, trials
+from muletrain.swarm.adoption import Adoption
+from muletrain.swarm.attendance import RoundFailed
+from muletrain.swarm.averaging import Averager
+from muletrain.swarm.checkpointing import Checkpoints
+from muletrain.swarm.context import Context
+from muletrain.swarm.knowledge import Knowledge
+from muletrain.swarm.ledger import Ledger
+from muletrain.swarm.messages import ShardFacts
+from muletrain.swarm.opinions import Opinions
+from muletrain.swarm.place import Place
+from muletrain.swarm.record import Attested, RecordBuilder, StepRecord
+from muletrain.swarm.reporting import Reporting
+from muletrain.swarm.sealing import Sealing
+from muletrain.swarm.sharing import Sharing
+from muletrain.swarm.stepper import Stepper
+from muletrain.swarm.trail import Trail
+from muletrain.swarm.trainer import Trainer
+from muletrain.swarm.waiting import Waits
+from muletrain.swarm.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pytest
+    from torch import Tensor
+
+    from muletrain.swarm.place import Key
+
+
+def retry_accumulates_again(patch: pytest.MonkeyPatch) -> None:
+    async def all_stages(self: Trainer, index: int, stages: tuple[int, ...]) -> tuple[tuple[int, ...], None]:
+        return stages, None
+
+    def begin(self: Ledger, index: int) -> bool:
+        self._running.add(index)
+        return True
+
+    patch.setattr(Trainer, "_still_missing", all_stages)
+    patch.setattr(Ledger, "begin", begin)
+
+
+def part_of_the_record(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepRecord, "gradient_norm", property(lambda self: self.stages[0].square_norm ** 0.5))
+
+
+def stale_weights(patch: pytest.MonkeyPatch) -> None:
+    """Every update comes one step late, so that microbatches see the weights of the step before."""
+    right, late = Stepper._apply, {}
+
+    async def apply(self: Stepper, record: StepRecord, gradient: Any) -> None:
+        before, late[id(self)] = late.get(id(self)), (record, gradient.clone())
+        if before is not None:
+            await right(self, *before)
+
+    patch.setattr(Stepper, "_apply", apply)
+
+
+def lost_trainer(patch: pytest.MonkeyPatch) -> None:
+    async def adopt(self: Trainer, *, late: bool = False) -> None:
+        return None
+
+    patch.setattr(Trainer, "adopt", adopt)
+
+
+def reused_round(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sealing, "round_id", lambda lineage, stage, step, *rest: bytes([stage, step]) * 16)
+
+
+def accumulator_kept_over_a_migration(patch: pytest.MonkeyPatch) -> None:
+    """What a peer summed up for one stage is still there when it serves the next."""
+    right_apply, right_load, kept = TorchCompute._apply, TorchCompute._load_state, {}
+
+    def apply(self: TorchCompute, gradient: Any, update: Any) -> None:
+        kept[self.stage] = self._weights.accumulator(update.step).clone()
+        right_apply(self, gradient, update)
+
+    def load(self: TorchCompute, state: Any) -> None:
+        right_load(self, state)
+        before = kept[1 - self.stage]
+        size = min(len(before), self.n_params)
+        self._weights.accumulator(0)[:size] += before[:size]
+
+    patch.setattr(TorchCompute, "_apply", apply)
+    patch.setattr(TorchCompute, "_load_state", load)
+    patch.setattr(TorchCompute, "clear", lambda self, step: None)
+
+
+def sides_stay_apart(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lineages, "gives_way", lambda own, other, *, stalled: False)
+
+
+def accumulator_kept(patch: pytest.MonkeyPatch) -> None:
+    right = TorchCompute._apply
+
+    def apply(self: TorchCompute, gradient: Any, update: Any) -> None:
+        kept = self._weights.accumulator(update.step).clone()
+        right(self, gradient, update)
+        if self.stages > 1:  # the single process is right
+            self._weights.accumulator(update.step).copy_(kept)
+
+    patch.setattr(TorchCompute, "_apply", apply)
+
+
+def gaps_ignored(patch: pytest.MonkeyPatch) -> None:
+    right = sealing.resolve
+
+    def resolve(sealed: Any, microbatches: int) -> Any:
+        cover = right(sealed, microbatches)
+        return type(cover)(cover.chosen, cover.dropped, ())
+
+    patch.setattr(sealing, "resolve", resolve)
+
+
+def one_holder_is_enough(patch: pytest.MonkeyPatch) -> None:
+    def counting(self: RecordBuilder, stage: int, live: tuple[str, ...]) -> Attested | None:
+        held = (k for (s, _), rounds in self._rounds.items() if s == stage for k in rounds)
+        return min(held, key=lambda k: k.facts.round, default=None)
+
+    patch.setattr(RecordBuilder, "_counting", counting)
+
+
+def attests_before_it_holds(patch: pytest.MonkeyPatch) -> None:
+    """What did not come is taken for what it was in the scratch."""
+    right = Averager._collect
+
+    async def collect(self: Averager, plan: Any, owner: str, result: Any) -> Any:
+        try:
+            return await right(self, plan, owner, result)
+        except (NetworkError, RoundFailed):
+            result.nan_to_num_(0.0)
+            return ShardFacts(content=bytes(32), square_norm=0.0, finite=True)
+
+    patch.setattr(Averager, "_collect", collect)
+
+
+def no_trials(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(trials, "due", lambda seals: None)
+
+
+def what_is_doubted_counts_all_the_same(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(trials, "counted", lambda seals: {m: frozenset(s.indices) for m, s in seals.items()})
+    patch.setattr(Sealing, "_drop", lambda self: None)
+
+
+def no_second_opinion(patch: pytest.MonkeyPatch) -> None:
+    async def compared(self: Opinions, request: Any, sent: Any, peer: str, first: Any) -> Any:
+        return first.values, True
+
+    patch.setattr(Opinions, "_compared", compared)
+
+
+def writes_the_weights_of_before(patch: pytest.MonkeyPatch) -> None:
+    right, before = Checkpoints.write, {}
+
+    async def write(self: Checkpoints, key: Any, state: dict[str, Any]) -> None:
+        own = id(self)
+        stale, before[own] = before.get(own, state), {k: v.clone() for k, v in state.items()}
+        await right(self, key, stale)
+
+    patch.setattr(Checkpoints, "write", write)
+
+
+def damages_what_it_writes(patch: pytest.MonkeyPatch) -> None:
+    right = Place.write_part
+
+    def write_part(self: Place, key: Any, stage: int, buffers: Any) -> None:
+        damaged = bytearray(b"".join(buffers))
+        damaged[-1] ^= 1
+        right(self, key, stage, [memoryview(damaged)])
+
+    patch.setattr(Place, "write_part", write_part)
+
+
+def removes_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Place, "_prune", lambda self, newest: None)
+
+
+def forgets_moments(patch: pytest.MonkeyPatch) -> None:
+    right = TorchCompute._load_state
+
+    def load(self: TorchCompute, state: dict[str, Any]) -> None:
+        right(self, {k: v if k.startswith("model/") else torch.zeros_like(v) for k, v in state.items()})
+
+    patch.setattr(TorchCompute, "_load_state", load)
+
+
+def keeps_all_gradients(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Trail, "_excess", lambda self: False)
+
+
+def forgets_no_part(patch: pytest.MonkeyPatch) -> None:
+    """Writers begin a part while their last one is under way."""
+    patch.setattr(Checkpoints, "_busy", lambda self: None)
+
+
+def sums_losses(patch: pytest.MonkeyPatch) -> None:
+    right = Reporting.applied
+
+    def applied(self: Reporting, record: Any, work: Any) -> None:
+        work.losses = {index: 1.1 * loss for index, loss in work.losses.items()}
+        right(self, record, work)
+
+    patch.setattr(Reporting, "applied", applied)
+
+
+def pauses_for_long(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(trainer, "PAUSE_S", 260.0)
+    patch.setattr(trainer, "PAUSE_MAX_S", 260.0)
+
+
+def never_stops(patch: pytest.MonkeyPatch) -> None:
+    """One of the stages does not hear of it."""
+    right = Stepper.advance
+
+    def advance(self: Stepper, record: Any) -> None:
+        if record.stop:
+            self._ctx.compute.clear(self.step)
+            raise AssertionError("this peer does not know how to stop")
+        right(self, record)
+
+    patch.setattr(Stepper, "advance", advance)
+
+
+def both_steps_see_the_same_weights(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TorchCompute, "_module", lambda self, mb: self._versions[0])
+
+
+def newcomers_get_the_newest_weights_only(patch: pytest.MonkeyPatch) -> None:
+    right = StageWeights.load_state
+
+    def load_state(self: StageWeights, state: dict[str, Any]) -> None:
+        right(self, {name: value for name, value in state.items() if not name.startswith("delayed/")})
+
+    patch.setattr(StageWeights, "load_state", load_state)
+
+
+def the_step_ahead_is_cleared_with_the_one_that_is_over(patch: pytest.MonkeyPatch) -> None:
+    right = Stepper._apply
+
+    async def apply(self: Stepper, record: Any, gradient: Any) -> None:
+        await right(self, record, gradient)
+        self._ctx.compute.clear(self.step + 1)
+
+    patch.setattr(Stepper, "_apply", apply)
+
+
+def without_moments(patch: pytest.MonkeyPatch) -> None:
+    right = Checkpoints.base
+
+    async def base(self: Checkpoints, key: Key, digest: bytes) -> dict[str, Tensor]:
+        state = await right(self, key, digest)
+        return {n: t if n.startswith("model/") else torch.zeros_like(t) for n, t in state.items()}
+
+    patch.setattr(Checkpoints, "base", base)
+
+
+def the_beginning_is_near_enough(patch: pytest.MonkeyPatch) -> None:
+    """Peers begin with the first weights, at the checkpoint's step."""
+
+    async def base(self: Checkpoints, key: Key, digest: bytes) -> dict[str, Tensor]:
+        return await self._ctx.compute.state()
+
+    patch.setattr(Checkpoints, "base", base)
+
+
+def newcomers_round(patch: pytest.MonkeyPatch) -> None:
+    """In the last bit of what they are given."""
+    right = TorchCompute._load_state
+
+    def load(self: TorchCompute, state: dict[str, Any]) -> None:
+        right(self, {k: v * (1 + 2**-22) if k.startswith("model/") else v for k, v in state.items()})
+
+    patch.setattr(TorchCompute, "_load_state", load)
+
+
+def a_replica_rounds(patch: pytest.MonkeyPatch) -> None:
+    """Every second one, in the last bit of each update."""
+    count, begun, right = itertools.count(), TorchCompute.__init__, TorchCompute._apply
+
+    def init(self: TorchCompute, *args: Any, **kwargs: Any) -> None:
+        begun(self, *args, **kwargs)
+        self.rounds = bool(next(count) % 2)  # type: ignore[attr-defined]
+
+    def apply(self: TorchCompute, gradient: Any, update: Any) -> None:
+        right(self, gradient, update)
+        if self.stages > 1 and self.rounds:  # type: ignore[attr-defined]
+            self._weights.masters[:5] *= 1 + 2**-22
+
+    patch.setattr(TorchCompute, "__init__", init)
+    patch.setattr(TorchCompute, "_apply", apply)
+
+
+def room_for_one_more(patch: pytest.MonkeyPatch) -> None:
+    right = reference.facts_of
+
+    def facts_of(scenario: Any) -> reference.Facts:
+        facts = right(scenario)
+        return replace(facts, plan=replace(facts.plan, capacity=scenario.capacity + 1))
+
+    patch.setattr(reference, "facts_of", facts_of)
+
+
+def a_death_takes_its_replicas_along(patch: pytest.MonkeyPatch) -> None:
+    right = Adoption._ask
+
+    def without_peers(self: Adoption) -> tuple[int, ...]:
+        roster, own = self._ctx.roster, self._ctx.roster.own.stage
+        dead = {roster.member(p).stage for p in roster.everyone() if not roster.is_alive(p)}
+        return tuple(sorted(dead - {own}))
+
+    async def ask(self: Adoption, peer: Any) -> Any:
+        return None if self._ctx.roster.member(peer).stage in without_peers(self) else await right(self, peer)
+
+    patch.setattr(Adoption, "_without_peers", without_peers)
+    patch.setattr(Adoption, "_ask", ask)
+
+
+def work_goes_on_when_it_is_over(patch: pytest.MonkeyPatch) -> None:
+    async def close(self: Context) -> None:
+        self.background.shutdown(wait=False, cancel_futures=True)
+
+    patch.setattr(Context, "close", close)
+
+
+def counts_what_it_gave_up(patch: pytest.MonkeyPatch) -> None:
+    right = Reporting.applied
+
+    def applied(self: Reporting, record: Any, work: Any) -> None:
+        work.accumulated += work.recomputed
+        right(self, record, work)
+
+    patch.setattr(Reporting, "applied", applied)
+
+
+def a_device_is_never_late(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Watchdog, "look", lambda self, seconds: None)
+
+
+def anyone_speaks_for_anyone(patch: pytest.MonkeyPatch) -> None:
+    """One round entry is the word of all its members."""
+
+    def on_entry(self: Knowledge, sender: str, entry: Any) -> None:
+        for member in entry.members:
+            self._builder.add(entry.model_copy(update={"holder": member, "without": ()}))
+        self.touched()
+
+    patch.setattr(Knowledge, "on_entry", on_entry)
+
+
+def a_disk_that_is_full_ends_its_peer(patch: pytest.MonkeyPatch) -> None:
+    right = Place.write_part
+
+    def write_part(self: Place, key: Any, stage: int, buffers: Any) -> None:
+        try:
+            right(self, key, stage, buffers)
+        except OSError as e:
+            raise ValueError("nobody expected this") from e
+
+    patch.setattr(Place, "write_part", write_part)
+
+
+def shared_tokens_are_read_from_the_end(patch: pytest.MonkeyPatch) -> None:
+    right = Sharing._checked
+
+    async def checked(self: Sharing) -> Any:
+        return (await right(self))[::-1]
+
+    patch.setattr(Sharing, "_checked", checked)
+
+
+def waits_have_no_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Waits, "_hopeless", lambda self, begin: False)
+
+
+PROMISES: dict[str, dict[Callable[[pytest.MonkeyPatch], None], str]] = {
+    "each microbatch counts once": {
+        retry_accumulates_again: "other weights", accumulator_kept: "other weights", gaps_ignored: "other weights",
+        part_of_the_record: "other weights", stale_weights: "other weights", reused_round: "other weights",
+        attests_before_it_holds: "other weights", accumulator_kept_over_a_migration: "other weights",
+        both_steps_see_the_same_weights: "other weights", newcomers_get_the_newest_weights_only: "other weights",
+        the_step_ahead_is_cleared_with_the_one_that_is_over: "other weights", shared_tokens_are_read_from_the_end: "other weights",
+    },
+    "replicas have the same bits": {newcomers_round: "replicas of one stage", a_replica_rounds: "replicas of one stage"},
+    "false gradients and lies change no number": {
+        no_trials: "other weights", what_is_doubted_counts_all_the_same: "other weights", no_second_opinion: "other weights",
+        anyone_speaks_for_anyone: "other weights",
+    },
+    "a lost stage begins where its checkpoint ended": {without_moments: "other weights", the_beginning_is_near_enough: "other weights"},
+    "a run begun again goes on as it was": {forgets_moments: "other weights"},
+    "nobody steps back while every stage has a peer": {a_death_takes_its_replicas_along: "stepped back, though"},
+    "one history stays": {sides_stay_apart: "two lineages"},
+    "whoever lives comes to the end": {lost_trainer: "did not survive", one_holder_is_enough: "did not survive"},
+    "nothing hangs": {waits_have_no_end: "hang", never_stops: "does not know how to stop"},
+    "a step takes no longer than its faults": {
+        pauses_for_long: "with these faults it may take", a_device_is_never_late: "waited for a device",
+    },
+    "nothing is left behind": {work_goes_on_when_it_is_over: "a task is left over"},
+    "queues and memory have bounds": {room_for_one_more: "and has room for", keeps_all_gradients: "may keep", forgets_no_part: "may keep"},
+    "a checkpoint is what its manifest says, and no more are kept": {
+        writes_the_weights_of_before: "other weights than a single process's", damages_what_it_writes: "is not what the manifest says",
+        removes_nothing: "keeps checkpoints of", a_disk_that_is_full_ends_its_peer: "nobody expected this",
+    },
+    "reports add up": {sums_losses: "reports a loss of", counts_what_it_gave_up: "microbatches were counted"},
+}  # fmt: skip
+"""Bugs of each, and what the fuzzer says of them."""
