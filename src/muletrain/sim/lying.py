@@ -140,7 +140,7 @@ class Liar:
 
     def _block(self, payload: bytes, told: bytes) -> bytes:
         """Of a manifest or of the copy itself."""
-        if self.how != "copies" or self._rng.random() < 0.5:
+        if self.how != "copies" or not told or self._rng.random() < 0.5:
             return told
         at = self._rng.randrange(len(told))
         return told[:at] + bytes([told[at] ^ 1]) + told[at + 1 :]
