@@ -11,8 +11,8 @@ import safetensors.torch
 from muletrain.events import EventTail
 from muletrain.runs.fleet import LocalFleet, failures
 from muletrain.runs.folder import latest_checkpoint
+from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.spec import WorkerSpec
-from muletrain.runs.ticket import Ticket
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from muletrain.compute import jobs
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.runs import worker
-from muletrain.swarm import watchdog
+from muletrain.runtime.members import watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Callable

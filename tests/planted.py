@@ -11,27 +11,29 @@ import torch
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.compute.weights import StageWeights
 from muletrain.errors import NetworkError
-from muletrain.sim import reference
-from muletrain.swarm import lineages, sealing, trainer, trials
-from muletrain.swarm.adoption import Adoption
-from muletrain.swarm.attendance import RoundFailed
-from muletrain.swarm.averaging import Averager
-from muletrain.swarm.checkpointing import Checkpoints
-from muletrain.swarm.context import Context
-from muletrain.swarm.knowledge import Knowledge
-from muletrain.swarm.ledger import Ledger
-from muletrain.swarm.messages import ShardFacts
-from muletrain.swarm.opinions import Opinions
-from muletrain.swarm.place import Place
-from muletrain.swarm.record import Attested, RecordBuilder, StepRecord
-from muletrain.swarm.reporting import Reporting
-from muletrain.swarm.sealing import Sealing
-from muletrain.swarm.sharing import Sharing
-from muletrain.swarm.stepper import Stepper
-from muletrain.swarm.trail import Trail
-from muletrain.swarm.trainer import Trainer
-from muletrain.swarm.waiting import Waits
-from muletrain.swarm.watchdog import Watchdog
+from muletrain.runtime.checkpoint.checkpoints import Checkpoints
+from muletrain.runtime.checkpoint.store import Place
+from muletrain.runtime.core.messages import ShardFacts
+from muletrain.runtime.core.waiting import Waits
+from muletrain.runtime.members.context import Context
+from muletrain.runtime.members.watchdog import Watchdog
+from muletrain.runtime.microbatch import trainer
+from muletrain.runtime.microbatch.cross_check import Opinions
+from muletrain.runtime.microbatch.ledger import Ledger
+from muletrain.runtime.microbatch.trainer import Trainer
+from muletrain.runtime.peer.reporting import Reporting
+from muletrain.runtime.recovery import forks as lineages
+from muletrain.runtime.recovery.rollback import Adoption
+from muletrain.runtime.step import sealing, trials
+from muletrain.runtime.step.attendance import RoundFailed
+from muletrain.runtime.step.averaging import Averager
+from muletrain.runtime.step.knowledge import Knowledge
+from muletrain.runtime.step.record import Attested, RecordBuilder, StepRecord
+from muletrain.runtime.step.sealing import Sealing
+from muletrain.runtime.step.stepper import Stepper
+from muletrain.runtime.step.trail import Trail
+from muletrain.runtime.transfer.tokens import Sharing
+from muletrain.sim.world import reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     import pytest
     from torch import Tensor
 
-    from muletrain.swarm.place import Key
+    from muletrain.runtime.checkpoint.store import Key
 
 
 def retry_accumulates_again(patch: pytest.MonkeyPatch) -> None:

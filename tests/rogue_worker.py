@@ -14,14 +14,14 @@ from muletrain.errors import NetworkError
 from muletrain.network.base import Frame
 from muletrain.network.streams import FRAMES, HELLO
 from muletrain.runs import worker
-from muletrain.swarm.checkpointing import PartReady
-from muletrain.swarm.messages import AskHeld, Forward, Report
-from muletrain.swarm.peer import Peer
+from muletrain.runtime.checkpoint.checkpoints import PartReady
+from muletrain.runtime.core.messages import AskHeld, Forward, Report
+from muletrain.runtime.peer.peer import Peer
 from muletrain.wire.codec import encode, encode_ids
 from muletrain.wire.frame import PREFIX, pack
 
 if TYPE_CHECKING:
-    from muletrain.swarm.computing import Computing
+    from muletrain.runtime.microbatch.inflight import Computing
 
 HELLO_BYTES = b"".join(pack(Frame(HELLO, {"channel": "bulk"})))
 ONCE_AT = 2

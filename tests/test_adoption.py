@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from muletrain.cli.view import RunView, headline
+from muletrain.cli.show.view import RunView, headline
 from muletrain.errors import ProtocolError
 from muletrain.events import SteppedBack
 from muletrain.policy.adoption import Standing, adopters, newest_complete
 from muletrain.policy.keeping import keepers
-from muletrain.sim.scenario import Fault, Scenario
-from muletrain.sim.verdict import readable
-from muletrain.sim.world import play
-from muletrain.swarm.adoption import StepBack
-from muletrain.swarm.branches import branch_of, branched, count_of, hashed
-from muletrain.swarm.place import Key
+from muletrain.runtime.checkpoint.store import Key
+from muletrain.runtime.core.branches import branch_of, branched, count_of, hashed
+from muletrain.runtime.recovery.rollback import StepBack
+from muletrain.sim.world.scenario import Fault, Scenario
+from muletrain.sim.world.verdict import readable
+from muletrain.sim.world.world import play
 from tests import planted
 
 if TYPE_CHECKING:

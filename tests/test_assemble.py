@@ -19,7 +19,7 @@ from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import build_full
 from muletrain.runs.assemble import RunFacts, build_compute, resolve_start
 from muletrain.runs.checkpoint import Checkpoint
-from muletrain.runs.machine import Machine
+from muletrain.runs.measure.machine import Machine
 
 if TYPE_CHECKING:
     from pathlib import Path

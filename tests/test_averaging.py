@@ -16,16 +16,16 @@ from muletrain.errors import PeerUnreachable, ProtocolError
 from muletrain.network.memory import MemoryHub
 from muletrain.policy.lineages import Chain
 from muletrain.policy.shards import CHUNK
+from muletrain.runtime.core.messages import AskGradient, AskHeld, Held, Member, Reduced, RoundEntry, Shard, ShardFacts
+from muletrain.runtime.members.context import Context, Plan
+from muletrain.runtime.members.roster import Genesis, Roster
+from muletrain.runtime.step import averaging
+from muletrain.runtime.step.attendance import LONGEST_S, Attendance, RoundFailed
+from muletrain.runtime.step.averaging import Averager, Round, contents
+from muletrain.runtime.step.holding import Holding, fetch_gradient
+from muletrain.runtime.step.stepper import Stepper
+from muletrain.runtime.transfer.blocks import Taker
 from muletrain.sim.loop import run_virtually
-from muletrain.swarm import averaging
-from muletrain.swarm.attendance import LONGEST_S, Attendance, RoundFailed
-from muletrain.swarm.averaging import Averager, Round, contents
-from muletrain.swarm.context import Context, Plan
-from muletrain.swarm.holding import Holding, fetch_gradient
-from muletrain.swarm.messages import AskGradient, AskHeld, Held, Member, Reduced, RoundEntry, Shard, ShardFacts
-from muletrain.swarm.roster import Genesis, Roster
-from muletrain.swarm.stepper import Stepper
-from muletrain.swarm.transfer import Taker
 
 SIZE = 3 * 4096 + 100
 IDS = ("a", "b", "c")

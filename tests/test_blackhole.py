@@ -9,11 +9,11 @@ import pytest
 from muletrain.clock import LoopClock
 from muletrain.errors import DeadlineExceeded
 from muletrain.network.memory import MemoryNetwork
-from muletrain.sim.scenario import Scenario
-from muletrain.sim.verdict import Outcome, readable
-from muletrain.sim.world import play
-from muletrain.swarm.messages import AskGradient, Reduced, Shard
-from muletrain.swarm.snapshot import AskBlocks
+from muletrain.runtime.core.messages import AskGradient, Reduced, Shard
+from muletrain.runtime.step.donor import AskBlocks
+from muletrain.sim.world.scenario import Scenario
+from muletrain.sim.world.verdict import Outcome, readable
+from muletrain.sim.world.world import play
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -30,15 +30,25 @@ from muletrain.network.relay import DIALS, MAX_REQUEST, PIPES_EACH, Relay
 from muletrain.policy.cover import Cover, resolve
 from muletrain.policy.debts import Debts
 from muletrain.policy.recent import MOST, Recent
-from muletrain.runs.probing import MOST as MOST_ECHOED
-from muletrain.runs.probing import PIECES, Echo, Prober
-from muletrain.swarm import snapshot
-from muletrain.swarm.adoption import AskStanding, StepBack
-from muletrain.swarm.context import Context
-from muletrain.swarm.lineages import AskStay, History
-from muletrain.swarm.messages import MAX_RUN, AskBlocks, AskHeld, AskSnapshot, Gap, Held, Message, Shard, TrainerDone
-from muletrain.swarm.peer import GRADIENT_TIMES, OTHER_KINDS, STEP_KINDS
-from muletrain.swarm.rebalancing import Rebalancer
+from muletrain.runs.measure.probing import MOST as MOST_ECHOED
+from muletrain.runs.measure.probing import PIECES, Echo, Prober
+from muletrain.runtime.core.messages import (
+    MAX_RUN,
+    AskBlocks,
+    AskHeld,
+    AskSnapshot,
+    Gap,
+    Held,
+    Message,
+    Shard,
+    TrainerDone,
+)
+from muletrain.runtime.members.context import Context
+from muletrain.runtime.members.rebalancing import Rebalancer
+from muletrain.runtime.peer.peer import GRADIENT_TIMES, OTHER_KINDS, STEP_KINDS
+from muletrain.runtime.recovery.forks import AskStay, History
+from muletrain.runtime.recovery.rollback import AskStanding, StepBack
+from muletrain.runtime.step import donor as snapshot
 from muletrain.wire.codec import encode, encode_raw, encoded_size
 from muletrain.wire.frame import MAX_HEADER, MAX_PAYLOAD, PREFIX, read_frame
 
@@ -500,7 +510,7 @@ def test_a_replica_draws_a_gradient_a_few_times_a_step(tmp_path: Path) -> None:
         await until(lambda: target.net._delivery._receiver is not None)
         peer, whole = target.peer, 4 * target.compute.n_params
         peer.stepper.gradient_piece = lambda *_: bytes(whole // 2)  # type: ignore[method-assign]
-        from muletrain.swarm.messages import AskGradient
+        from muletrain.runtime.core.messages import AskGradient
 
         ask = AskGradient(round=bytes(32), offset=0).pack()
         last = target.others["last"]
@@ -569,7 +579,7 @@ def test_what_a_replica_holds_that_its_stage_goes_on_without_is_run_again(tmp_pa
     """Else one that hangs, or lies, would hold up its stage until the others give up. Its own stage must say so, and most of it."""
 
     async def scenario() -> None:
-        from muletrain.swarm.trainer import Trainer
+        from muletrain.runtime.microbatch.trainer import Trainer
 
         target = Target(0, tmp_path, answers=False)
         await until(lambda: bool(target.peer._trainers))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from muletrain.cli.calibrate import calibrate
-from muletrain.cli.train import save_config
-from muletrain.cli.whatif import what_if
+from muletrain.cli.commands.calibrate import calibrate
+from muletrain.cli.commands.train import save_config
+from muletrain.cli.commands.whatif import what_if
 from muletrain.config.costs import Costs, DeviceSpeed, explained, load_costs
 from muletrain.config.fleet import load_fleet
 from muletrain.config.load import load_config
@@ -19,12 +19,12 @@ from muletrain.config.schema import RunConfig
 from muletrain.errors import MuletrainError
 from muletrain.events import Event, EventLog, PeerJoined, StepApplied, StepDone
 from muletrain.model.spec import ModelSpec
-from muletrain.policy.cost import service_s
-from muletrain.sim.actors import Actors
-from muletrain.sim.calibrate import calibrated, fit, observe
-from muletrain.sim.flow import Weather
+from muletrain.planning.cost import service_s
+from muletrain.runtime.members.context import Plan
+from muletrain.sim.fleet.actors import Actors
+from muletrain.sim.fleet.calibrate import calibrated, fit, observe
+from muletrain.sim.fleet.flow import Weather
 from muletrain.sim.machines import run_cost, setting
-from muletrain.swarm.context import Plan
 
 TINY = (
     "model.width=64", "model.heads=2", "model.layers=4", "model.context=32", "model.vocab=512", "train.microbatch=1", "train.batch=32",

@@ -34,15 +34,15 @@ from muletrain.network.memory import MemoryHub
 from muletrain.runs.assemble import RunFacts
 from muletrain.runs.checkpoint import Checkpoint, bring_home, bring_newest_home
 from muletrain.runs.tensorboard import TensorBoardSink
-from muletrain.swarm import checkpointing
-from muletrain.swarm.checkpointing import MAX_OPEN, Book, CheckpointEnd, Checkpoints, PartReady
-from muletrain.swarm.context import Context
-from muletrain.swarm.membership import Membership
-from muletrain.swarm.messages import AskHeld, Block, Held
-from muletrain.swarm.peer import Peer
-from muletrain.swarm.place import MARKER, Folder, Key, PartFacts, PartsGone, Place, open_place
-from muletrain.swarm.roster import Genesis, Member, Roster
-from muletrain.swarm.snapshot import Receiver, Snapshots
+from muletrain.runtime.checkpoint import checkpoints as checkpointing
+from muletrain.runtime.checkpoint.checkpoints import MAX_OPEN, Book, CheckpointEnd, Checkpoints, PartReady
+from muletrain.runtime.checkpoint.store import MARKER, Folder, Key, PartFacts, PartsGone, Place, open_place
+from muletrain.runtime.core.messages import AskHeld, Block, Held
+from muletrain.runtime.members.context import Context
+from muletrain.runtime.members.membership import Membership
+from muletrain.runtime.members.roster import Genesis, Member, Roster
+from muletrain.runtime.peer.peer import Peer
+from muletrain.runtime.step.donor import Receiver, Snapshots
 from muletrain.wire.statefile import cut, state_buffers
 
 pytestmark = pytest.mark.timeout(360)

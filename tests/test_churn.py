@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from muletrain.errors import DataError
-from muletrain.sim.churn import ADOPT_AFTER_S, HORIZON_S, HOUR_S, TRACE_A, Change, read_trace, simulate
+from muletrain.sim.fleet.churn import ADOPT_AFTER_S, HORIZON_S, HOUR_S, TRACE_A, Change, read_trace, simulate
 
 if TYPE_CHECKING:
-    from muletrain.sim.churn import Rule
+    from muletrain.sim.fleet.churn import Rule
 
 
 def test_by_hand() -> None:

@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from muletrain import events as ev
-from muletrain.cli.console import JsonConsole, LiveConsole, Quality, RunView, final_report, plain_line, status
-from muletrain.cli.view import headline
+from muletrain.cli.show.console import JsonConsole, LiveConsole, Quality, RunView, final_report, plain_line, status
+from muletrain.cli.show.view import headline
 from muletrain.runs.tensorboard import TensorBoardSink
 
 if TYPE_CHECKING:

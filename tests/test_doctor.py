@@ -17,15 +17,17 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from muletrain.cli import doctor as cli_doctor
 from muletrain.cli import main
+from muletrain.cli.commands import doctor as cli_doctor
 from muletrain.config.load import load_config
 from muletrain.errors import AdmissionError, Refused
-from muletrain.runs import doctor, doctor_machine, doctor_network
-from muletrain.runs.doctor import Check, Part, Question, Verdict, ask
-from muletrain.runs.removal import serve_members
-from muletrain.runs.ticket import Ticket
-from muletrain.runs.vicinity import BURST, Seen, _Dials, seen_by, serve_sight, sights
+from muletrain.runs.doctor import checks as doctor
+from muletrain.runs.doctor import machine as doctor_machine
+from muletrain.runs.doctor import network as doctor_network
+from muletrain.runs.doctor.checks import Check, Part, Question, Verdict, ask
+from muletrain.runs.join.removal import serve_members
+from muletrain.runs.join.ticket import Ticket
+from muletrain.runs.measure.vicinity import BURST, Seen, _Dials, seen_by, serve_sight, sights
 from tests.test_network import OWNER, SECRET, world
 
 PART = Part("part", 1.0, {"first": "mend the first", "second": "mend the second", "third": "mend the third"})

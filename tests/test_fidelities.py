@@ -13,11 +13,11 @@ import pytest
 from muletrain.config.fleet import load_fleet
 from muletrain.config.load import load_config
 from muletrain.model.spec import ModelSpec
-from muletrain.sim import steps
-from muletrain.sim.fleet import Fidelity, simulate_fleet, weather
+from muletrain.sim.fleet.rates import TRAINERS
+from muletrain.sim.fleet.simulation import Fidelity, simulate_fleet, weather
 from muletrain.sim.machines import seated, setting
-from muletrain.sim.rates import TRAINERS
-from muletrain.sim.steps import cast
+from muletrain.sim.steps import steps
+from muletrain.sim.steps.steps import cast
 from muletrain.timeline import chrome_trace
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from muletrain.config.fleet import Fleet
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
-    from muletrain.sim.ledger import Outcome
+    from muletrain.sim.fleet.ledger import Outcome
     from muletrain.sim.machines import Setting
 
 AGREE = 0.05

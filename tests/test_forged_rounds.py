@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from muletrain.sim.lying import LIES
-from muletrain.sim.scenario import FOR_EVER_S, Fault, Scenario
-from muletrain.sim.verdict import Outcome, readable
-from muletrain.sim.world import play
-from muletrain.swarm.messages import AskEntries, Entries, Held, RoundEntry, ShardFacts
-from muletrain.swarm.peer import Peer
+from muletrain.runtime.core.messages import AskEntries, Entries, Held, RoundEntry, ShardFacts
+from muletrain.runtime.peer.peer import Peer
+from muletrain.sim.world.lying import LIES
+from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario
+from muletrain.sim.world.verdict import Outcome, readable
+from muletrain.sim.world.world import play
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from muletrain.network.base import PeerId
-    from muletrain.swarm.computing import Computing
+    from muletrain.runtime.microbatch.inflight import Computing
 
 pytestmark = pytest.mark.timeout(240)
 

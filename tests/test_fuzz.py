@@ -17,22 +17,22 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from muletrain.cli.fuzz import _play, _processes
+from muletrain.cli.commands.fuzz import _play, _processes
 from muletrain.compute import scaling
 from muletrain.compute.torch_compute import TorchCompute
-from muletrain.sim import draws, reference
-from muletrain.sim.draws import sizes
-from muletrain.sim.draws.base import draw
-from muletrain.sim.faults import Faults
+from muletrain.runtime.core.messages import Busy
+from muletrain.runtime.microbatch.stage_server import Pipeline
+from muletrain.runtime.step.record import StepRecord
+from muletrain.runtime.step.stepper import Stepper
 from muletrain.sim.loop import Hang, VirtualLoop, run_virtually
-from muletrain.sim.scenario import FOR_EVER_S, Fault, Scenario
-from muletrain.sim.shrink import as_code, shrunk
-from muletrain.sim.verdict import Outcome, readable
-from muletrain.sim.world import play
-from muletrain.swarm.messages import Busy
-from muletrain.swarm.pipeline import Pipeline
-from muletrain.swarm.record import StepRecord
-from muletrain.swarm.stepper import Stepper
+from muletrain.sim.world import draws, reference
+from muletrain.sim.world.draws import sizes
+from muletrain.sim.world.draws.base import draw
+from muletrain.sim.world.faults import Faults
+from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario
+from muletrain.sim.world.shrink import as_code, shrunk
+from muletrain.sim.world.verdict import Outcome, readable
+from muletrain.sim.world.world import play
 from tests import planted
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def test_what_nobody_awaited_is_a_broken_promise_of_the_seed_in_which_it_failed(
         run_virtually(world(), 2.0, outcome.violations)
         return outcome
 
-    monkeypatch.setattr("muletrain.sim.world.play", played)
+    monkeypatch.setattr("muletrain.sim.world.world.play", played)
     gc.disable()
     try:
         assert len(_play(0)["violations"]) == 1

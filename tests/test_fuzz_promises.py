@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from muletrain.errors import MuletrainError
+from muletrain.runtime.core.messages import Gap
+from muletrain.runtime.microbatch.trainer import Trainer
 from muletrain.sim.loop import run_virtually
-from muletrain.sim.scenario import FOR_EVER_S, Fault, Scenario
-from muletrain.sim.verdict import Outcome, readable
-from muletrain.sim.world import play
-from muletrain.swarm.messages import Gap
-from muletrain.swarm.trainer import Trainer
+from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario
+from muletrain.sim.world.verdict import Outcome, readable
+from muletrain.sim.world.world import play
 from tests import planted
 
 if TYPE_CHECKING:

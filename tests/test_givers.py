@@ -11,10 +11,10 @@ import pytest
 from muletrain.errors import ProtocolError, Refused
 from muletrain.events import FrameRefused
 from muletrain.network.memory import MemoryHub
-from muletrain.runs import lobby
-from muletrain.swarm.adoption import StepBack
-from muletrain.swarm.checkpointing import AskPart
-from muletrain.swarm.messages import (
+from muletrain.runs.join import lobby
+from muletrain.runtime.checkpoint.checkpoints import AskPart
+from muletrain.runtime.checkpoint.store import Key
+from muletrain.runtime.core.messages import (
     AskBlocks,
     AskGradient,
     AskManifest,
@@ -24,8 +24,8 @@ from muletrain.swarm.messages import (
     Message,
     Snapshot,
 )
-from muletrain.swarm.place import Key
-from muletrain.swarm.trail import Trail
+from muletrain.runtime.recovery.rollback import StepBack
+from muletrain.runtime.step.trail import Trail
 
 from .test_checkpointing import LINEAGE, Stages, play
 from .test_hostile import Target, warm_up

@@ -21,16 +21,16 @@ from muletrain.compute.torch_compute import StageSetup, TorchCompute
 from muletrain.events import Note
 from muletrain.network.memory import MemoryHub
 from muletrain.runs.worker_files import EXIT_ERROR
-from muletrain.sim import reference
-from muletrain.sim.draws.base import draw
-from muletrain.sim.scenario import FOR_EVER_S, Fault, Scenario
-from muletrain.sim.verdict import Outcome, readable
-from muletrain.sim.world import play
-from muletrain.swarm import watchdog
-from muletrain.swarm.context import Context
-from muletrain.swarm.messages import Member
-from muletrain.swarm.roster import Genesis, Roster
-from muletrain.swarm.watchdog import LOOK_S, DeviceHung, Watchdog, hung_s
+from muletrain.runtime.core.messages import Member
+from muletrain.runtime.members import watchdog
+from muletrain.runtime.members.context import Context
+from muletrain.runtime.members.roster import Genesis, Roster
+from muletrain.runtime.members.watchdog import LOOK_S, DeviceHung, Watchdog, hung_s
+from muletrain.sim.world import reference
+from muletrain.sim.world.draws.base import draw
+from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario
+from muletrain.sim.world.verdict import Outcome, readable
+from muletrain.sim.world.world import play
 
 from . import hanging_worker
 from .fleet_run import checkpoint_weights, run_fleet

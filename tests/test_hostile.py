@@ -28,10 +28,9 @@ from muletrain.network.base import Frame, PeerId
 from muletrain.network.intake import Intake
 from muletrain.network.memory import MemoryHub, unpack
 from muletrain.runs.assemble import RunFacts
-from muletrain.swarm.adoption import AskStanding, HeldPart, StandsAt
-from muletrain.swarm.checkpointing import Book, CheckpointEnd, PartReady
-from muletrain.swarm.context import Context
-from muletrain.swarm.messages import (
+from muletrain.runtime.checkpoint.checkpoints import Book, CheckpointEnd, PartReady
+from muletrain.runtime.checkpoint.store import Folder
+from muletrain.runtime.core.messages import (
     Abstain,
     AskHeld,
     Away,
@@ -54,9 +53,10 @@ from muletrain.swarm.messages import (
     ShardFacts,
     TrainerDone,
 )
-from muletrain.swarm.peer import OTHER_KINDS, STEP_KINDS, Peer
-from muletrain.swarm.place import Folder
-from muletrain.swarm.roster import Genesis, Member, Roster
+from muletrain.runtime.members.context import Context
+from muletrain.runtime.members.roster import Genesis, Member, Roster
+from muletrain.runtime.peer.peer import OTHER_KINDS, STEP_KINDS, Peer
+from muletrain.runtime.recovery.rollback import AskStanding, HeldPart, StandsAt
 from muletrain.wire.codec import RAW, decode, encode, encode_ids, encode_raw, encoded_size
 from muletrain.wire.frame import pack, read_frame
 

@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muletrain.errors import CapacityError, ConfigError
-from muletrain.policy import allocate as front
-from muletrain.policy import hub_annealing, hybrid
-from muletrain.policy.allocate import SEARCHES
-from muletrain.policy.hub import HubStage, HubTask, evaluate
-from muletrain.policy.hub_annealing import State, _Chain, _with_layers
-from muletrain.policy.hub_pace import Group, Pace, fastest, smooth
-from muletrain.policy.partition import Capacity, Chain, partition_chain
-from muletrain.policy.pipelines import shortest_path
+from muletrain.planning import allocate as front
+from muletrain.planning import hub_annealing, hybrid
+from muletrain.planning.allocate import SEARCHES
+from muletrain.planning.hub import HubStage, HubTask, evaluate
+from muletrain.planning.hub_annealing import State, _Chain, _with_layers
+from muletrain.planning.hub_pace import Group, Pace, fastest, smooth
+from muletrain.planning.partition import Capacity, Chain, partition_chain
+from muletrain.planning.pipelines import shortest_path
 
 allocate = partial(front.allocate, time_limit_s=1e4)
 """However slow this machine is: another number of moves would be another solution."""

@@ -77,7 +77,7 @@ def test_every_folder_has_a_layer() -> None:
         ("config/a.py", "from hivemind.p2p import P2P", "config/a.py:1: config may not import hivemind"),
         (
             "model/a.py",
-            "from muletrain.swarm.peer import X",
+            "from muletrain.runtime.peer.peer import X",
             "model/a.py:1: model may not import swarm, a layer above it",
         ),
         ("wire/a.py", "import muletrain.runs.local", "wire/a.py:1: wire may not import runs, a layer above it"),

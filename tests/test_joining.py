@@ -16,18 +16,20 @@ from muletrain.clock import LoopClock
 from muletrain.config.schema import Codec
 from muletrain.errors import ProtocolError
 from muletrain.network.memory import MemoryHub
+from muletrain.runtime.core.messages import Member, RoundEntry, ShardFacts
+from muletrain.runtime.members.context import AT_ONCE, RARELY_S, Context, Plan
+from muletrain.runtime.members.roster import Genesis, Roster
+from muletrain.runtime.peer import peer
+from muletrain.runtime.step import stepper, trail
+from muletrain.runtime.step.holding import PIECE, Holding
+from muletrain.runtime.step.record import RecordBuilder
+from muletrain.runtime.step.stepper import Stepper
+from muletrain.runtime.step.trail import Trail
+from muletrain.runtime.transfer import blocks as transfer
 from muletrain.sim.loop import run_virtually
-from muletrain.sim.scenario import Fault, Scenario
-from muletrain.sim.verdict import Outcome, readable
-from muletrain.sim.world import play
-from muletrain.swarm import peer, stepper, trail, transfer
-from muletrain.swarm.context import AT_ONCE, RARELY_S, Context, Plan
-from muletrain.swarm.holding import PIECE, Holding
-from muletrain.swarm.messages import Member, RoundEntry, ShardFacts
-from muletrain.swarm.record import RecordBuilder
-from muletrain.swarm.roster import Genesis, Roster
-from muletrain.swarm.stepper import Stepper
-from muletrain.swarm.trail import Trail
+from muletrain.sim.world.scenario import Fault, Scenario
+from muletrain.sim.world.verdict import Outcome, readable
+from muletrain.sim.world.world import play
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.timeout(400)

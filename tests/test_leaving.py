@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from muletrain.cli.status import Announced
-from muletrain.sim.scenario import Fault, Scenario
-from muletrain.sim.verdict import LEFT, Outcome, readable
-from muletrain.sim.world import World, play
-from muletrain.swarm.leaving import Departure
-from muletrain.swarm.messages import ShardFacts
-from muletrain.swarm.record import StageEntry, StepRecord
-from muletrain.swarm.roster import MAX_GONE, MAX_MEMBERS, Genesis, Member, Roster
+from muletrain.cli.show.status import Announced
+from muletrain.runtime.core.messages import ShardFacts
+from muletrain.runtime.members.leaving import Departure
+from muletrain.runtime.members.roster import MAX_GONE, MAX_MEMBERS, Genesis, Member, Roster
+from muletrain.runtime.step.record import StageEntry, StepRecord
+from muletrain.sim.world.scenario import Fault, Scenario
+from muletrain.sim.world.verdict import LEFT, Outcome, readable
+from muletrain.sim.world.world import World, play
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -75,7 +75,7 @@ def test_who_left_says_so_in_the_directory(monkeypatch: pytest.MonkeyPatch) -> N
             super().__init__(*arguments)
             worlds.append(self)
 
-    monkeypatch.setattr("muletrain.sim.world.World", Kept)
+    monkeypatch.setattr("muletrain.sim.world.world.World", Kept)
     outcome = play(Scenario(1, (2, 2), 2, 4, 8, 0.01, (Fault(0.35, "leave", ("peer-1b",)),)))
     assert outcome.ends["peer-1b"] == LEFT
     said = {peer: Announced.read(peer, value) for peer, (_, value) in worlds[0].hub.directory["fuzz/peers"].items()}

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from muletrain.errors import ProtocolError
-from muletrain.swarm.ledger import Ledger
-from muletrain.swarm.messages import Entries, RoundEntry
-from muletrain.swarm.record import UNDECIDED_S, RecordBuilder, StepRecord, round_id
+from muletrain.runtime.core.messages import Entries, RoundEntry
+from muletrain.runtime.microbatch.ledger import Ledger
+from muletrain.runtime.step.record import UNDECIDED_S, RecordBuilder, StepRecord, round_id
 
 LINEAGE = b"L" * 32
 

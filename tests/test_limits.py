@@ -15,15 +15,15 @@ from muletrain.config.load import load_config
 from muletrain.errors import AdmissionError, CapacityError, ConfigError, MuletrainError
 from muletrain.events import EventLog
 from muletrain.network.memory import MemoryHub
-from muletrain.runs import lobby
 from muletrain.runs.assemble import RunFacts, build_compute
-from muletrain.runs.limits import check_tokenizer, largest_tokenizer
-from muletrain.runs.machine import Machine
+from muletrain.runs.join import lobby
+from muletrain.runs.join.limits import check_tokenizer, largest_tokenizer
+from muletrain.runs.join.ticket import Ticket
+from muletrain.runs.measure.machine import Machine
 from muletrain.runs.spec import WorkerSpec
-from muletrain.runs.ticket import Ticket
 from muletrain.runs.worker import Worker
-from muletrain.swarm.checkpointing import largest_part
-from muletrain.swarm.disk import SPARE_BYTES, check_room
+from muletrain.runtime.checkpoint.checkpoints import largest_part
+from muletrain.runtime.core.disk import SPARE_BYTES, check_room
 from muletrain.wire.statefile import state_buffers
 
 pytestmark = pytest.mark.timeout(120)

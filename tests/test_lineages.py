@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muletrain.policy.lineages import LEAD, Chain, forked_at, gives_way
-from muletrain.sim.scenario import Fault, Scenario
-from muletrain.sim.verdict import Outcome, readable
-from muletrain.sim.world import play
-from muletrain.swarm.lineages import GivesWay, Lineages
-from muletrain.swarm.messages import RoundEntry
-from muletrain.swarm.stepper import Stepper
+from muletrain.runtime.core.messages import RoundEntry
+from muletrain.runtime.recovery.forks import GivesWay, Lineages
+from muletrain.runtime.step.stepper import Stepper
+from muletrain.sim.world.scenario import Fault, Scenario
+from muletrain.sim.world.verdict import Outcome, readable
+from muletrain.sim.world.world import play
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -24,8 +24,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from muletrain.cli import machines as machines_cli
-from muletrain.cli.status import Announced, status_of
+from muletrain.cli.commands import machines as machines_cli
+from muletrain.cli.show.status import Announced, status_of
 from muletrain.clock import LoopClock
 from muletrain.compute.estimate import Offer, StageMemory
 from muletrain.config.load import load_config
@@ -39,15 +39,16 @@ from muletrain.model.stage import build_full
 from muletrain.network.base import Frame, Network
 from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.network.memory import MemoryHub
-from muletrain.runs import lobby, machine
 from muletrain.runs.assemble import RunFacts, build_compute
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.first_weights import write_first_checkpoint
+from muletrain.runs.join import lobby
+from muletrain.runs.join.ticket import Ticket
+from muletrain.runs.measure import machine
 from muletrain.runs.spec import WorkerSpec
-from muletrain.runs.ticket import Ticket
 from muletrain.runs.worker import PROTOCOL, Worker
+from muletrain.runtime.members.roster import Genesis
 from muletrain.sim.loop import run_virtually
-from muletrain.swarm.roster import Genesis
 from muletrain.wire.codec import encode_raw
 from tests.fleet_run import checkpoint_weights
 from tests.namespaces import Switch

@@ -18,7 +18,7 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 
-from muletrain.cli.machines import _as_member, kick_peer
+from muletrain.cli.commands.machines import _as_member, kick_peer
 from muletrain.config.load import load_config
 from muletrain.errors import AdmissionError, MuletrainError, NetworkError
 from muletrain.events import Event, MemberRemoved, Note, StepDone
@@ -31,9 +31,9 @@ from muletrain.network.offences import LIMIT
 from muletrain.network.streams import FRAMES
 from muletrain.network.trust import Trust, chain_from
 from muletrain.runs.fleet import LocalFleet
-from muletrain.runs.lobby import Visitor
-from muletrain.runs.removal import Members, remove, serve_members
-from muletrain.runs.ticket import Ticket
+from muletrain.runs.join.lobby import Visitor
+from muletrain.runs.join.removal import Members, remove, serve_members
+from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.worker import PROTOCOL
 from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE, write_secret
 from muletrain.wire.frame import pack

@@ -22,7 +22,7 @@ from muletrain.model.hf import export_hf
 from muletrain.model.stage import build_full
 from muletrain.runs.assemble import RunFacts, build_compute
 from muletrain.runs.first_weights import write_first_checkpoint
-from muletrain.runs.machine import Machine
+from muletrain.runs.measure.machine import Machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,7 @@ from muletrain.model.hf import export_hf, import_hf
 from muletrain.model.presets import PRESETS
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage, build_full, initial_weight
-from muletrain.policy.partition import partition
+from muletrain.planning.partition import partition
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,14 +16,14 @@ from muletrain.errors import ProtocolError
 from muletrain.optim.sketch import SIZE, packed, sketch, unpacked
 from muletrain.policy.outliers import Sum, alike, outlying, strange
 from muletrain.runs.chaos import spoil_next
-from muletrain.sim.reference import SingleProcess, facts_of, stage_compute
-from muletrain.sim.scenario import Fault, Scenario
-from muletrain.sim.verdict import Outcome, readable
-from muletrain.sim.world import play
-from muletrain.swarm import trials
-from muletrain.swarm.messages import Finding, GivenUp, Member, Seal
-from muletrain.swarm.roster import Genesis, Roster
-from muletrain.swarm.trials import Disagreement, Trial
+from muletrain.runtime.core.messages import Finding, GivenUp, Member, Seal
+from muletrain.runtime.members.roster import Genesis, Roster
+from muletrain.runtime.step import trials
+from muletrain.runtime.step.trials import Disagreement, Trial
+from muletrain.sim.world.reference import SingleProcess, facts_of, stage_compute
+from muletrain.sim.world.scenario import Fault, Scenario
+from muletrain.sim.world.verdict import Outcome, readable
+from muletrain.sim.world.world import play
 
 pytestmark = pytest.mark.timeout(480)
 EXPELLED = "does not compute what its replicas compute"

@@ -19,10 +19,10 @@ from muletrain.config.schema import RunConfig
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import AdmissionError, ConfigError
 from muletrain.runs.assemble import RunFacts, build_compute
+from muletrain.runs.join.ticket import read_ticket
 from muletrain.runs.spec import WorkerSpec
-from muletrain.runs.ticket import read_ticket
 from muletrain.runs.worker import Worker, place_of
-from muletrain.swarm.place import Folder, Key, open_place
+from muletrain.runtime.checkpoint.store import Folder, Key, open_place
 
 REFUSED = [
     "reference::memory://x.json",

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muletrain.errors import CapacityError
-from muletrain.policy.partition import Capacity, Chain, Cut, Shared, partition, partition_chain
+from muletrain.planning.partition import Capacity, Chain, Cut, Shared, partition, partition_chain
 
 GIB = 2**30
 sizes = st.integers(0, 4).map(float)

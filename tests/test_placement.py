@@ -24,12 +24,12 @@ from muletrain.config.matrices import load_matrices, shipped
 from muletrain.errors import ConfigError
 from muletrain.papers import dtfm
 from muletrain.papers import dtfm_searches as paper
-from muletrain.policy import annealing, regrouping
-from muletrain.policy.dtfm import FastLinks, Groups, KernighanLin, evolve, random_placements
-from muletrain.policy.matching import bottleneck, bottlenecks, compiled, scratch
-from muletrain.policy.pipelines import shortest_path
-from muletrain.policy.place import SEARCHES, Placement, place
-from muletrain.policy.placement import Assignment, Task, evaluate, link_times, lower_bound_s, slots
+from muletrain.planning import annealing, regrouping
+from muletrain.planning.dtfm import FastLinks, Groups, KernighanLin, evolve, random_placements
+from muletrain.planning.matching import bottleneck, bottlenecks, compiled, scratch
+from muletrain.planning.pipelines import shortest_path
+from muletrain.planning.place import SEARCHES, Placement, place
+from muletrain.planning.placement import Assignment, Task, evaluate, link_times, lower_bound_s, slots
 
 
 def network(seed: int, devices: int) -> tuple[np.ndarray, np.ndarray]:
@@ -199,7 +199,7 @@ def test_where_nothing_can_be_kept_it_is_compiled_each_time(monkeypatch: pytest.
             raise RuntimeError("cannot cache function: no locator available")
         return lambda function: function
 
-    monkeypatch.setattr("muletrain.policy.matching.njit", njit)
+    monkeypatch.setattr("muletrain.planning.matching.njit", njit)
     assert compiled(len) is len
     assert kinds == [{"nogil": True, "cache": True}, {"nogil": True}]
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muletrain.policy.place import place
-from muletrain.policy.placement import Assignment, Task, evaluate, lower_bound_s, slots
+from muletrain.planning.place import place
+from muletrain.planning.placement import Assignment, Task, evaluate, lower_bound_s, slots
 
 from .test_placement import exhaustive, link_s, task_of
 

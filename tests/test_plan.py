@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from muletrain.cli.commands.whatif import what_if
 from muletrain.cli.main import app
-from muletrain.cli.whatif import what_if
 from muletrain.config import plan as schema
 from muletrain.config.fleet import load_fleet
 from muletrain.config.load import load_config
@@ -24,10 +24,11 @@ from muletrain.config.plan import Plan, Prediction
 from muletrain.errors import CapacityError, MuletrainError
 from muletrain.model.spec import ModelSpec
 from muletrain.papers import atom
-from muletrain.policy.allocate import allocate
-from muletrain.policy.hub import evaluate
-from muletrain.policy.schedules import ORDERS, Station, in_flight, pass_s, play
-from muletrain.policy.strategies import (
+from muletrain.planning.allocate import allocate
+from muletrain.planning.hub import evaluate
+from muletrain.planning.schedules import ORDERS, Station, pass_s, play
+from muletrain.policy.seats import in_flight
+from muletrain.planning.strategies import (
     Member,
     Swapper,
     averaging_s,
@@ -37,15 +38,17 @@ from muletrain.policy.strategies import (
     shared_out,
     swap_split,
 )
-from muletrain.policy.swapping import Layer, accumulation, held_bytes, round_s, swapping
-from muletrain.sim import plan_hub, plan_pipeline, plan_swarm
-from muletrain.sim.fleet import simulate_fleet
-from muletrain.sim.flow import Weather
+from muletrain.planning.swapping import Layer, accumulation, held_bytes, round_s, swapping
+from muletrain.sim.fleet.flow import Weather
+from muletrain.sim.fleet.simulation import simulate_fleet
 from muletrain.sim.machines import UPDATE_S
-from muletrain.sim.placed import Placed
-from muletrain.sim.plan_hub import segments
-from muletrain.sim.plan_swarm import NoSteps, Settled, played_step_s, promising, settled
-from muletrain.sim.question import HASTE, Question
+from muletrain.sim.plan import hub as plan_hub
+from muletrain.sim.plan import pipeline as plan_pipeline
+from muletrain.sim.plan import swarm as plan_swarm
+from muletrain.sim.plan.hub import segments
+from muletrain.sim.plan.placed import Placed
+from muletrain.sim.plan.question import HASTE, Question
+from muletrain.sim.plan.swarm import NoSteps, Settled, played_step_s, promising, settled
 
 ROOT = Path(__file__).parents[1]
 BOTH = pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

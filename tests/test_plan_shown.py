@@ -7,9 +7,9 @@ import io
 import pytest
 from rich.console import Console
 
-from muletrain.cli.console import say
+from muletrain.cli.commands.plan_fleet import tell
 from muletrain.cli.main import app, simulate_app
-from muletrain.cli.plan_fleet import tell
+from muletrain.cli.show.console import say
 from muletrain.config.fleet import Fleet
 from muletrain.config.plan import Memory, Plan, Prediction, Split, Stage, Traffic
 

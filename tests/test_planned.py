@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from muletrain.cli.planned import indices_of, names_of, planned
+from muletrain.cli.commands.planned import indices_of, names_of, planned
 from muletrain.config.load import load_config
 from muletrain.config.plan import Plan, Prediction, Stage
 from muletrain.errors import ConfigError
@@ -17,11 +17,11 @@ from muletrain.events import Note, StepApplied, read_events
 from muletrain.model.spec import ModelSpec
 from muletrain.network.memory import MemoryHub
 from muletrain.policy.seats import Seats
-from muletrain.runs.lobby import Join
-from muletrain.runs.reception import Papers, Reception
-from muletrain.runs.seating import planned as seated
-from muletrain.swarm.messages import Member
-from muletrain.swarm.roster import Genesis, Roster
+from muletrain.runs.join.lobby import Join
+from muletrain.runs.join.reception import Papers, Reception
+from muletrain.runs.join.seating import planned as seated
+from muletrain.runtime.core.messages import Member
+from muletrain.runtime.members.roster import Genesis, Roster
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from muletrain.cli import peers as cli_peers
-from muletrain.cli.fleet_tables import fleet_tables
+from muletrain.cli.commands.session import Session
 from muletrain.cli.main import app
-from muletrain.cli.session import Session
+from muletrain.cli.show import peers as cli_peers
+from muletrain.cli.show.fleet_tables import fleet_tables
 from muletrain.clock import LoopClock
 from muletrain.compute import block
 from muletrain.compute.estimate import Offer
@@ -37,10 +37,20 @@ from muletrain.model.spec import ModelSpec
 from muletrain.network.base import Frame, Network
 from muletrain.network.memory import MemoryHub
 from muletrain.network.shaped import ShapedNetwork
-from muletrain.policy.tournament import rounds
-from muletrain.runs import survey
+from muletrain.planning.tournament import rounds
 from muletrain.runs.fleet import LocalFleet
-from muletrain.runs.probing import FIRST, MOST, PIECES, AskLink, BlockFound, Echo, Prober, identity_of, seconds_per_byte
+from muletrain.runs.measure import survey
+from muletrain.runs.measure.probing import (
+    FIRST,
+    MOST,
+    PIECES,
+    AskLink,
+    BlockFound,
+    Echo,
+    Prober,
+    identity_of,
+    seconds_per_byte,
+)
 from muletrain.runs.worker_files import OWNER_FILE, PROBE_FILE
 from muletrain.sim.loop import run_virtually
 from muletrain.wire.codec import encode_raw

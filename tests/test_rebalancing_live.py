@@ -12,10 +12,10 @@ import pytest
 
 from muletrain.config.load import load_config
 from muletrain.events import Event, MemberAdmitted, PeerSuspected, StepDone
-from muletrain.sim.scenario import Fault, Scenario
-from muletrain.sim.verdict import LEFT, readable
-from muletrain.sim.world import play
-from muletrain.swarm.leaving import Departure
+from muletrain.runtime.members.leaving import Departure
+from muletrain.sim.world.scenario import Fault, Scenario
+from muletrain.sim.world.verdict import LEFT, readable
+from muletrain.sim.world.world import play
 
 from .fleet_run import run_fleet
 

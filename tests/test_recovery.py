@@ -12,20 +12,20 @@ import pytest
 from muletrain.clock import LoopClock
 from muletrain.compute.paced import PacedCompute
 from muletrain.network.memory import MemoryHub
+from muletrain.runtime.core.messages import AskHeld, Held, Member
+from muletrain.runtime.members.context import Context
+from muletrain.runtime.members.roster import Genesis, Roster
+from muletrain.runtime.step.knowledge import Knowledge
 from muletrain.sim.loop import run_virtually
-from muletrain.sim.scenario import BACKWARD_S, FORWARD_S, Fault, Scenario
-from muletrain.sim.verdict import readable
-from muletrain.sim.world import play
-from muletrain.swarm.context import Context
-from muletrain.swarm.knowledge import Knowledge
-from muletrain.swarm.messages import AskHeld, Held, Member
-from muletrain.swarm.roster import Genesis, Roster
+from muletrain.sim.world.scenario import BACKWARD_S, FORWARD_S, Fault, Scenario
+from muletrain.sim.world.verdict import readable
+from muletrain.sim.world.world import play
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from muletrain.compute.base import Microbatch
-    from muletrain.swarm.context import Plan
+    from muletrain.runtime.members.context import Plan
 
 SERVICE_S = FORWARD_S + BACKWARD_S
 STEPS, MICROBATCHES, DELAY_S = 8, 8, 0.01

@@ -14,17 +14,17 @@ from muletrain.clock import LoopClock
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.network.base import Frame
 from muletrain.policy.views import View, company, yields
-from muletrain.sim.draws import base
-from muletrain.sim.scenario import Fault, Scenario
-from muletrain.sim.verdict import Outcome, readable
-from muletrain.sim.world import World, play
-from muletrain.swarm import early
-from muletrain.swarm.computing import Computing
-from muletrain.swarm.knowledge import MAX_NUMBER
-from muletrain.swarm.messages import Forward
-from muletrain.swarm.peer import Peer
-from muletrain.swarm.pipeline import Pipeline
-from muletrain.swarm.sealing import Sealing
+from muletrain.runtime.core.messages import Forward
+from muletrain.runtime.microbatch.inflight import Computing
+from muletrain.runtime.microbatch.stage_server import Pipeline
+from muletrain.runtime.peer import early_frames as early
+from muletrain.runtime.peer.peer import Peer
+from muletrain.runtime.step.knowledge import MAX_NUMBER
+from muletrain.runtime.step.sealing import Sealing
+from muletrain.sim.world.draws import base
+from muletrain.sim.world.scenario import Fault, Scenario
+from muletrain.sim.world.verdict import Outcome, readable
+from muletrain.sim.world.world import World, play
 from muletrain.wire.codec import encode_raw
 
 if TYPE_CHECKING:

@@ -15,22 +15,22 @@ from muletrain.config.fleet import load_fleet
 from muletrain.config.load import load_config
 from muletrain.model.spec import ModelSpec
 from muletrain.network.memory import MemoryHub, MemoryNetwork
-from muletrain.sim.fleet import simulate_fleet, weather
+from muletrain.runtime.core.messages import AskHeld, Held, Member
+from muletrain.runtime.core.waiting import MAX_SILENCE
+from muletrain.runtime.members.context import Context
+from muletrain.runtime.members.roster import Genesis, Roster
+from muletrain.runtime.step.knowledge import Knowledge
+from muletrain.sim.fleet.simulation import simulate_fleet, weather
 from muletrain.sim.loop import run_virtually
 from muletrain.sim.machines import setting
-from muletrain.swarm.context import Context
-from muletrain.swarm.knowledge import Knowledge
-from muletrain.swarm.messages import AskHeld, Held, Member
-from muletrain.swarm.roster import Genesis, Roster
-from muletrain.swarm.waiting import MAX_SILENCE
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
     from types import FrameType
 
-    from muletrain.sim.ledger import Outcome
-    from muletrain.swarm.context import Plan
+    from muletrain.runtime.members.context import Plan
+    from muletrain.sim.fleet.ledger import Outcome
 
 
 def played(tmp_path: Path, peers: int, stages: int, batch: int, seconds: float) -> Outcome:

@@ -15,14 +15,14 @@ from muletrain.config.load import load_config
 from muletrain.errors import ConfigError
 from muletrain.events import MicrobatchTaken, SlotWorked
 from muletrain.policy.seats import Seats
-from muletrain.sim.reference import facts_of
-from muletrain.sim.scenario import Fault, Scenario, planned
-from muletrain.sim.verdict import readable
-from muletrain.sim.world import play
-from muletrain.swarm.context import capacity
+from muletrain.runtime.members.context import capacity
+from muletrain.sim.world.reference import facts_of
+from muletrain.sim.world.scenario import Fault, Scenario, planned
+from muletrain.sim.world.verdict import readable
+from muletrain.sim.world.world import play
 
 if TYPE_CHECKING:
-    from muletrain.sim.verdict import Outcome
+    from muletrain.sim.world.verdict import Outcome
 
 torch.set_num_threads(1)
 SCHEDULES = pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -24,17 +24,18 @@ from muletrain.events import Event, Note, StepDone
 from muletrain.network.memory import MemoryNetwork
 from muletrain.policy.deadline import Deadline
 from muletrain.runs.fleet import LocalFleet
+from muletrain.runtime.core.disk import SPARE_BYTES, Disk
+from muletrain.runtime.core.messages import AskBlocks, AskManifest, Block, Member
+from muletrain.runtime.members.membership import Membership
+from muletrain.runtime.step.donor import Snapshots
+from muletrain.runtime.transfer import blocks as transfer
+from muletrain.runtime.transfer import tokens as sharing
+from muletrain.runtime.transfer.blocks import Taker
+from muletrain.runtime.transfer.tokens import FileCopy, Shared, Sharing, Store, share
 from muletrain.sim.loop import run_virtually
-from muletrain.sim.scenario import Fault, Scenario
-from muletrain.sim.verdict import Outcome, readable
-from muletrain.sim.world import World, play
-from muletrain.swarm import sharing, transfer
-from muletrain.swarm.disk import SPARE_BYTES, Disk
-from muletrain.swarm.membership import Membership
-from muletrain.swarm.messages import AskBlocks, AskManifest, Block, Member
-from muletrain.swarm.sharing import FileCopy, Shared, Sharing, Store, share
-from muletrain.swarm.snapshot import Snapshots
-from muletrain.swarm.transfer import Taker
+from muletrain.sim.world.scenario import Fault, Scenario
+from muletrain.sim.world.verdict import Outcome, readable
+from muletrain.sim.world.world import World, play
 
 from .fleet_run import checkpoint_weights, run_fleet
 from .reference import train_plainly

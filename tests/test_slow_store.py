@@ -16,13 +16,13 @@ import pytest
 
 from muletrain.compute.executor import InlineExecutor
 from muletrain.events import CheckpointFailed, CheckpointWritten
-from muletrain.sim import reference, world
+from muletrain.runtime.checkpoint.checkpoints import CheckpointEnd, Checkpoints
+from muletrain.runtime.checkpoint.store import Folder, Key
 from muletrain.sim.loop import run_virtually
-from muletrain.sim.scenario import Fault, Scenario
-from muletrain.sim.verdict import LEFT, Outcome, readable
-from muletrain.sim.witness import Witness
-from muletrain.swarm.checkpointing import CheckpointEnd, Checkpoints
-from muletrain.swarm.place import Folder, Key
+from muletrain.sim.world import reference, world
+from muletrain.sim.world.scenario import Fault, Scenario
+from muletrain.sim.world.verdict import LEFT, Outcome, readable
+from muletrain.sim.world.witness import Witness
 from tests.test_checkpointing import LINEAGE, Stages, held_up, names, play, state
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def test_a_store_that_hangs_keeps_one_copy_of_the_state_and_the_run_ends(
 def test_the_end_of_a_process_waits_for_no_disk() -> None:
     script = """
 import asyncio, threading
-from muletrain.swarm import disk
+from muletrain.runtime.core import disk
 disk.STILL_S = disk.LOOK_S = 0.1
 async def main():
     place = disk.Disk()
@@ -105,7 +105,7 @@ asyncio.run(main())
 
 
 def test_a_disk_that_comes_back_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from muletrain.swarm import disk
+    from muletrain.runtime.core import disk
 
     monkeypatch.setattr(disk, "LOOK_S", 0.05)
     monkeypatch.setattr(disk, "STILL_S", 0.5)

@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muletrain.config.fleet import Link
-from muletrain.policy.cost import RunCost, StageCost, averages_at
-from muletrain.policy.schedules import Schedule, Station, play
+from muletrain.planning.cost import RunCost, StageCost, averages_at
+from muletrain.planning.schedules import Station, play
+from muletrain.policy.seats import Schedule
 from muletrain.policy.seats import Seats
-from muletrain.sim import steps
 from muletrain.sim.machines import Kind, Setting
-from muletrain.sim.steps import Cast, cast
-from muletrain.sim.wires import Wires, without_links
+from muletrain.sim.steps import steps
+from muletrain.sim.steps.steps import Cast, cast
+from muletrain.sim.steps.wires import Wires, without_links
 
 MEBI = 2.0**20
 KIND = Kind(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from muletrain.cli.train import run_local
+from muletrain.cli.commands.train import run_local
 from muletrain.errors import ConfigError
 
 from .fleet_run import checkpoint_weights

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from muletrain.policy.claims import claimant
-from muletrain.sim.scenario import Fault, Scenario
-from muletrain.sim.verdict import Outcome, readable
-from muletrain.sim.world import play
-from muletrain.swarm.context import Context
-from muletrain.swarm.trainer import Trainer
+from muletrain.runtime.members.context import Context
+from muletrain.runtime.microbatch.trainer import Trainer
+from muletrain.sim.world.scenario import Fault, Scenario
+from muletrain.sim.world.verdict import Outcome, readable
+from muletrain.sim.world.world import play
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,14 +18,15 @@ from muletrain.errors import MuletrainError, ProtocolError, Refused
 from muletrain.events import Event, FrameRefused, Note
 from muletrain.network.memory import MemoryHub, MemoryNetwork
 from muletrain.policy.lineages import Chain
-from muletrain.swarm import snapshot, transfer
-from muletrain.swarm.context import Context, Plan
-from muletrain.swarm.membership import Membership
-from muletrain.swarm.messages import AskBlocks, AskPast, AskSnapshot, Block, Member, Snapshot
-from muletrain.swarm.roster import Genesis, Roster
-from muletrain.swarm.snapshot import Receiver, Snapshots
-from muletrain.swarm.trail import Trail, take_past
-from muletrain.swarm.transfer import Copy, Manifest
+from muletrain.runtime.core.messages import AskBlocks, AskPast, AskSnapshot, Block, Member, Snapshot
+from muletrain.runtime.members.context import Context, Plan
+from muletrain.runtime.members.membership import Membership
+from muletrain.runtime.members.roster import Genesis, Roster
+from muletrain.runtime.step import donor as snapshot
+from muletrain.runtime.step.donor import Receiver, Snapshots
+from muletrain.runtime.step.trail import Trail, take_past
+from muletrain.runtime.transfer import blocks as transfer
+from muletrain.runtime.transfer.blocks import Copy, Manifest
 from muletrain.wire.codec import encode_raw
 
 if TYPE_CHECKING:

@@ -14,19 +14,20 @@ from hypothesis import strategies as st
 from muletrain.config.fleet import load_fleet
 from muletrain.config.load import load_config
 from muletrain.model.spec import ModelSpec
-from muletrain.policy.groups import Work, beginnings, counts_of_pipelines, pipelines, search
-from muletrain.policy.schedules import Station
-from muletrain.policy.strategies import pipeline_shares
-from muletrain.sim import plan_pipeline, plan_swarm
+from muletrain.planning.groups import Work, beginnings, counts_of_pipelines, pipelines, search
+from muletrain.planning.schedules import Station
+from muletrain.planning.strategies import pipeline_shares
 from muletrain.sim.machines import takes_s
-from muletrain.sim.plan_swarm import played_step_s
-from muletrain.sim.question import Question
+from muletrain.sim.plan import pipeline as plan_pipeline
+from muletrain.sim.plan import swarm as plan_swarm
+from muletrain.sim.plan.question import Question
+from muletrain.sim.plan.swarm import played_step_s
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from muletrain.policy.groups import Serving
+    from muletrain.planning.groups import Serving
 
 # --- groups -------------------------------------------------------------------------------------------------------------
 

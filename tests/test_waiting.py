@@ -9,8 +9,8 @@ import pytest
 
 from muletrain.clock import LoopClock
 from muletrain.policy.deadline import Deadline, Pulse
+from muletrain.runtime.core.waiting import MAX_SILENCE, Waits, unless_done
 from muletrain.sim.loop import run_virtually
-from muletrain.swarm.waiting import MAX_SILENCE, Waits, unless_done
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

@@ -18,25 +18,27 @@ from pathlib import Path
 
 import pytest
 
-from muletrain.cli.playing import Playing
-from muletrain.cli.whatif import what_if
+from muletrain.cli.commands.whatif import what_if
+from muletrain.cli.show.playing import Playing
 from muletrain.config.fleet import load_fleet
 from muletrain.config.load import load_config
 from muletrain.config.schema import RunConfig
 from muletrain.errors import Expelled, MuletrainError
 from muletrain.model.spec import ModelSpec
-from muletrain.policy.cost import all_reduce_s, circulating, makespan_s, steady_shares
-from muletrain.policy.devices import DEVICES, find_device
+from muletrain.planning.cost import all_reduce_s, circulating, makespan_s, steady_shares
+from muletrain.planning.devices import DEVICES, find_device
 from muletrain.policy.wiring import Wiring
-from muletrain.sim import actors, advice, loop, pace, steps
-from muletrain.sim.advice import MOST, WORTH, Change, Suggestion, suggestions
-from muletrain.sim.fleet import EXAMPLE, Fidelity, by_rates, simulate_fleet, weather
-from muletrain.sim.flow import Weather
-from muletrain.sim.ledger import Outcome
+from muletrain.runtime.peer.service import Service
+from muletrain.sim import loop
+from muletrain.sim.fleet import actors, advice, pace
+from muletrain.sim.fleet.advice import MOST, WORTH, Change, Suggestion, suggestions
+from muletrain.sim.fleet.flow import Weather
+from muletrain.sim.fleet.ledger import Outcome
+from muletrain.sim.fleet.pace import Pace
+from muletrain.sim.fleet.rates import TRAINERS, Rates
+from muletrain.sim.fleet.simulation import EXAMPLE, Fidelity, by_rates, simulate_fleet, weather
 from muletrain.sim.machines import Setting, setting
-from muletrain.sim.pace import Pace
-from muletrain.sim.rates import TRAINERS, Rates
-from muletrain.swarm.service import Service
+from muletrain.sim.steps import steps
 
 TINY = (
     "model.width=64", "model.heads=2", "model.layers=4", "model.context=32", "model.vocab=512", "train.microbatch=1",

@@ -15,11 +15,11 @@ import scipy
 from rich.console import Console
 from rich.table import Table
 
-from muletrain.policy import hybrid
-from muletrain.policy.allocate import Allocation, allocate
-from muletrain.policy.devices import find_device
-from muletrain.policy.hub import HubTask, evaluate
-from muletrain.policy.partition import Chain
+from muletrain.planning import hybrid
+from muletrain.planning.allocate import Allocation, allocate
+from muletrain.planning.devices import find_device
+from muletrain.planning.hub import HubTask, evaluate
+from muletrain.planning.partition import Chain
 
 HERE = Path(__file__).parent
 KINDS = ("regions", "cities", "one LAN", "unequal speeds", "few unreliable", "many unreliable")

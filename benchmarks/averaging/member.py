@@ -23,10 +23,10 @@ from muletrain.config.schema import Codec
 from muletrain.network.identity import Key
 from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.network.shaped import ShapedNetwork
-from muletrain.swarm.averaging import Averager, Round
-from muletrain.swarm.context import Context, Plan
-from muletrain.swarm.messages import Member, Reduced, RoundEntry, Shard
-from muletrain.swarm.roster import Genesis, Roster
+from muletrain.runtime.core.messages import Member, Reduced, RoundEntry, Shard
+from muletrain.runtime.members.context import Context, Plan
+from muletrain.runtime.members.roster import Genesis, Roster
+from muletrain.runtime.step.averaging import Averager, Round
 
 SIZE = 25_000_000
 ROUNDS, WARM_UP = 5, 1

@@ -16,8 +16,8 @@ from muletrain.config.fleet import load_fleet
 from muletrain.config.load import load_config
 from muletrain.config.plan import Plan, Prediction
 from muletrain.model.spec import ModelSpec
-from muletrain.sim import plan_pipeline
-from muletrain.sim.question import Question
+from muletrain.sim.plan import pipeline as plan_pipeline
+from muletrain.sim.plan.question import Question
 
 STAGES, STEPS, SKIP = 3, 6, 2
 FLEET = """

@@ -27,9 +27,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from muletrain.papers.dtfm_searches import CASES, DRAWS, SEED, task_of
-from muletrain.policy.dtfm import TRIALS, evolve, random_placements
-from muletrain.policy.place import place
-from muletrain.policy.placement import Task, evaluate, link_times
+from muletrain.planning.dtfm import TRIALS, evolve, random_placements
+from muletrain.planning.place import place
+from muletrain.planning.placement import Task, evaluate, link_times
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"

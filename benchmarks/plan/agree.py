@@ -18,9 +18,9 @@ from muletrain.cli.main import app
 from muletrain.config.fleet import load_fleet
 from muletrain.config.load import load_config
 from muletrain.model.spec import ModelSpec
-from muletrain.sim.fleet import EXAMPLE
-from muletrain.sim.plan_swarm import predict
-from muletrain.sim.question import Question
+from muletrain.sim.fleet.simulation import EXAMPLE
+from muletrain.sim.plan.question import Question
+from muletrain.sim.plan.swarm import predict
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "sim_grid"))
 from draw import _understood, drawn

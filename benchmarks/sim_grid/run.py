@@ -25,12 +25,12 @@ from rich.progress import Progress
 from muletrain.config.schema import RunConfig
 from muletrain.errors import MuletrainError
 from muletrain.events import MicrobatchRerouted, PeerSuspected, StepApplied, StepDone
-from muletrain.sim.fleet import simulate_fleet
-from muletrain.sim.flow import Weather
+from muletrain.sim.fleet.flow import Weather
+from muletrain.sim.fleet.pace import Pace
+from muletrain.sim.fleet.rates import TRAINERS
+from muletrain.sim.fleet.simulation import simulate_fleet
 from muletrain.sim.machines import Setting, seated
-from muletrain.sim.pace import Pace
-from muletrain.sim.rates import TRAINERS
-from muletrain.sim.steps import cast, play
+from muletrain.sim.steps.steps import cast, play
 
 sys.path.insert(0, str(Path(__file__).parent))
 from draw import bound_s, drawn

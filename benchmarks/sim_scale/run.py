@@ -24,12 +24,12 @@ from muletrain.config.fleet import load_fleet
 from muletrain.config.load import load_config
 from muletrain.model.spec import ModelSpec
 from muletrain.network.memory import MemoryNetwork
-from muletrain.sim.fleet import simulate_fleet, weather
+from muletrain.sim.fleet.simulation import simulate_fleet, weather
 from muletrain.sim.machines import setting
 
 if TYPE_CHECKING:
-    from muletrain.sim.fleet import Fidelity
-    from muletrain.sim.ledger import Outcome
+    from muletrain.sim.fleet.ledger import Outcome
+    from muletrain.sim.fleet.simulation import Fidelity
 
 HERE = Path(__file__).parent
 FLEET = '[[machines]]\nname = "a"\ncount = {}\nforward_ms = 300\nbackward_ms = 700\n'

@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from muletrain.cli.train import save_config
+from muletrain.cli.commands.train import save_config
 from muletrain.config.costs import Costs
 from muletrain.config.fleet import Fleet, load_fleet
 from muletrain.config.load import load_config
@@ -26,11 +26,11 @@ from muletrain.config.schema import RunConfig
 from muletrain.events import Event, EventTail, Note, StepDone
 from muletrain.model.spec import ModelSpec
 from muletrain.runs.fleet import LocalFleet
-from muletrain.sim.calibrate import calibrated, fit, observe
-from muletrain.sim.churn import Change
-from muletrain.sim.fleet import Fidelity, simulate_fleet
-from muletrain.sim.flow import Weather
-from muletrain.sim.ledger import Outcome
+from muletrain.sim.fleet.calibrate import calibrated, fit, observe
+from muletrain.sim.fleet.churn import Change
+from muletrain.sim.fleet.flow import Weather
+from muletrain.sim.fleet.ledger import Outcome
+from muletrain.sim.fleet.simulation import Fidelity, simulate_fleet
 from muletrain.sim.machines import Setting, seat, setting
 
 HERE = Path(__file__).parent

@@ -24,11 +24,11 @@ from muletrain.config.schema import Codec
 from muletrain.network.identity import Key
 from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.policy.lineages import Chain
-from muletrain.swarm.context import Context, Plan
-from muletrain.swarm.messages import Block, Member
-from muletrain.swarm.roster import Genesis, Roster
-from muletrain.swarm.snapshot import Receiver, Snapshots
-from muletrain.swarm.trail import Trail
+from muletrain.runtime.core.messages import Block, Member
+from muletrain.runtime.members.context import Context, Plan
+from muletrain.runtime.members.roster import Genesis, Roster
+from muletrain.runtime.step.donor import Receiver, Snapshots
+from muletrain.runtime.step.trail import Trail
 
 PARAMS = 25_000_000
 TENSORS = 50

@@ -11,12 +11,12 @@ from typing import Annotated
 import typer
 
 from muletrain import __version__
-from muletrain.cli.doctor import doctor
-from muletrain.cli.plan import plan
-from muletrain.cli.simulate import app as simulate_app
+from muletrain.cli.commands.doctor import doctor
+from muletrain.cli.commands.plan import plan
+from muletrain.cli.commands.simulate import app as simulate_app
 from muletrain.errors import ConfigError, DataError, MuletrainError, no_room
 from muletrain.policy.chaos import HELP as CHAOS_HELP
-from muletrain.runs.ticket import read_ticket
+from muletrain.runs.join.ticket import read_ticket
 
 app = typer.Typer(
     help="Train large transformer models on whatever machines you can get.\n\nBegin with [bold]muletrain run[/bold]: a small model, "
@@ -118,7 +118,7 @@ def run(
 ) -> None:
     """Train with a local fleet: all peers are processes on this machine, with --plan one for each machine of the plan. Ctrl-C ends it in
     order, with a checkpoint."""
-    from muletrain.cli.train import run_local
+    from muletrain.cli.commands.train import run_local
 
     run_local(
         config, overrides or [], json=json, resume=resume, chaos=chaos, seed=seed, trace=trace, plan=plan, strategy=strategy
@@ -159,7 +159,7 @@ def start(
     json: Json = False,
 ) -> None:
     """Begin a run on several machines: prints a ticket, waits until every stage is served, trains, collects checkpoints."""
-    from muletrain.cli.machines import start_run
+    from muletrain.cli.commands.machines import start_run
 
     start_run(
         config,
@@ -246,7 +246,7 @@ def join(
     json: Json = False,
 ) -> None:
     """Add this machine to a run: one peer for every GPU, or one for the CPU. Ctrl-C leaves in order, between two steps."""
-    from muletrain.cli.machines import Limits, join_run
+    from muletrain.cli.commands.machines import Limits, join_run
 
     join_run(
         ticket,
@@ -270,7 +270,7 @@ def join(
 @app.command()
 def status(ticket: Ticketed = None, json: JsonObject = False) -> None:
     """Show how far the run is and who is in it; before it begins, what it waits for."""
-    from muletrain.cli.machines import show_status
+    from muletrain.cli.commands.machines import show_status
 
     show_status(ticket, json=json)
 
@@ -278,7 +278,7 @@ def status(ticket: Ticketed = None, json: JsonObject = False) -> None:
 @app.command()
 def stop(ticket: Ticketed = None) -> None:
     """End the run in order, with a checkpoint in the run folder of 'start'."""
-    from muletrain.cli.machines import stop_run
+    from muletrain.cli.commands.machines import stop_run
 
     stop_run(ticket)
 
@@ -291,7 +291,7 @@ def kick(
     ticket: Ticketed = None,
 ) -> None:
     """Remove a peer from the run, where it was started: it is refused from now on, and the ticket is replaced."""
-    from muletrain.cli.machines import kick_peer
+    from muletrain.cli.commands.machines import kick_peer
 
     kick_peer(who, ticket)
 
@@ -299,7 +299,7 @@ def kick(
 @app.command()
 def ticket() -> None:
     """Print a ticket to the run this machine is in. Whoever has it can join: treat it as a password."""
-    from muletrain.cli.machines import own_ticket
+    from muletrain.cli.commands.machines import own_ticket
 
     print(own_ticket())
 
@@ -329,8 +329,8 @@ def evaluate(
     import dataclasses
     import time
 
-    from muletrain.cli.console import make_console
-    from muletrain.cli.report import quality_table
+    from muletrain.cli.show.console import make_console
+    from muletrain.cli.show.report import quality_table
     from muletrain.runs.checkpoint import Checkpoint
     from muletrain.runs.result import check_memory, evaluated, quality
 
@@ -423,7 +423,7 @@ def fuzz(
 
     The code that runs is the one that trains. A seed replays its scenario exactly on this machine; with another torch or kind of
     processor numbers may round otherwise, and of two histories of a run the other one may stay. Exits with 1 when a promise was broken."""
-    from muletrain.cli.fuzz import play_many, play_one
+    from muletrain.cli.commands.fuzz import play_many, play_one
 
     if trace is not None and seed is None:
         raise ConfigError("--trace shows one world: say which, by --seed N")
@@ -448,7 +448,7 @@ def reproduce(
     """The papers' tables and figures: published and ours side by side, calibration told from prediction, and what cannot be reproduced.
 
     Computed anew in seconds, fits included; nothing is trained. Writes a plot. Exits with 1 where it is not what it is held to."""
-    from muletrain.cli.reproduce import check_arguments, list_all, show_one, write_all
+    from muletrain.cli.commands.reproduce import check_arguments, list_all, show_one, write_all
 
     check_arguments(name, out, every=every, no_plot=no_plot)
     if name is None and not every:

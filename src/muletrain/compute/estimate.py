@@ -12,7 +12,7 @@ from muletrain.units import format_memory
 
 if TYPE_CHECKING:
     from muletrain.model.spec import ModelSpec
-    from muletrain.policy.partition import Cut
+    from muletrain.planning.partition import Cut
 
 
 def stash_bytes(spec: ModelSpec, cut: Cut, stage: int, tokens: int, precision: Precision) -> int:

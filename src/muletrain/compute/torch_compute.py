@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from muletrain.compute.base import Microbatch, Update
     from muletrain.config.schema import OptimizerConfig
     from muletrain.model.spec import ModelSpec
-    from muletrain.policy.partition import Cut
+    from muletrain.planning.partition import Cut
 
 R = TypeVar("R")
 Gradients = tuple[Tensor, ...]

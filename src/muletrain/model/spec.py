@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import ConfigError
 from muletrain.model.presets import preset_fields
-from muletrain.policy.partition import Chain, Cut, Shared, partition
+from muletrain.planning.partition import Chain, Cut, Shared, partition
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

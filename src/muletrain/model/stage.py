@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from muletrain.model.spec import ModelSpec
-    from muletrain.policy.partition import Cut
+    from muletrain.planning.partition import Cut
 
 INIT_STD = 0.02
 _RESIDUAL = ("self_attn.o_proj.weight", "mlp.down_proj.weight")

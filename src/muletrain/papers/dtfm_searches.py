@@ -12,9 +12,9 @@ import numpy as np
 
 from muletrain.config.matrices import Matrices, load_matrices
 from muletrain.papers.reproduction import Statement, Value
-from muletrain.policy.dtfm import evolve, random_placements
-from muletrain.policy.place import place
-from muletrain.policy.placement import Assignment, Task, evaluate
+from muletrain.planning.dtfm import evolve, random_placements
+from muletrain.planning.place import place
+from muletrain.planning.placement import Assignment, Task, evaluate
 
 STAGES = PIPELINES = 8
 GRADIENT_BYTES, ACTIVATION_BYTES = 0.65e9, 471_249_223

@@ -27,7 +27,7 @@ from muletrain.papers.dtfm_searches import PIPELINES, STAGES, network, placed
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from muletrain.policy.placement import Assignment
+    from muletrain.planning.placement import Assignment
 
 WIDTH, TOKENS, VOCAB = 2048, 2048, 50257
 LAYERS, BATCHES = (24, 32, 40), (1024, 2048, 4096)

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from muletrain.papers.reproduction import POINTS, Bar, Reproduction, Statement, Value
-from muletrain.sim import churn
+from muletrain.sim.fleet import churn
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from matplotlib.figure import Figure
 
-    from muletrain.sim.churn import Change, Rule, Throughput
+    from muletrain.sim.fleet.churn import Change, Rule, Throughput
 
 PEERS, STAGES = 340, 4
 RUNS, FEW_RUNS = 100, 10

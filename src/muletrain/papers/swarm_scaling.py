@@ -14,9 +14,9 @@ from muletrain.config.fleet import Fleet, Machine
 from muletrain.config.load import load_config
 from muletrain.model.spec import ModelSpec
 from muletrain.papers.reproduction import Constant, Reproduction, Statement, Value
-from muletrain.policy.devices import DEVICES
-from muletrain.sim.fleet import simulate_fleet
-from muletrain.sim.flow import Weather
+from muletrain.planning.devices import DEVICES
+from muletrain.sim.fleet.flow import Weather
+from muletrain.sim.fleet.simulation import simulate_fleet
 from muletrain.sim.machines import setting
 
 if TYPE_CHECKING:

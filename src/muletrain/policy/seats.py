@@ -13,15 +13,19 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
-
-from muletrain.policy.schedules import in_flight
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from muletrain.config.schema import RunConfig
-    from muletrain.policy.schedules import Schedule
+
+Schedule = Literal["gpipe", "1f1b"]
+
+
+def in_flight(schedule: Schedule, stages: int, stage: int, microbatches: int) -> int:
+    """Microbatches whose backward a stage owes at most at once."""
+    return microbatches if schedule == "gpipe" else min(stages - stage, microbatches)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from muletrain.model.stage import Stage
 from muletrain.optim.schedule import learning_rate
 from muletrain.policy.seats import planned_seats
 from muletrain.runs.checkpoint import FORMAT
-from muletrain.swarm.context import Plan, capacity
+from muletrain.runtime.members.context import Plan, capacity
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from muletrain.compute.estimate import StageMemory
     from muletrain.data.microbatch import TokenArray
     from muletrain.data.tokens import TokenCache
-    from muletrain.policy.partition import Cut
+    from muletrain.planning.partition import Cut
     from muletrain.policy.seats import Seats
-    from muletrain.runs.machine import Machine
+    from muletrain.runs.measure.machine import Machine
 
 
 @dataclass(frozen=True)

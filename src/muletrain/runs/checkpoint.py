@@ -19,7 +19,7 @@ from muletrain.errors import CheckpointError, ConfigError, MuletrainError
 from muletrain.model.generate import load_model
 from muletrain.model.spec import ModelSpec
 from muletrain.runs.folder import latest_checkpoint
-from muletrain.swarm.place import open_place
+from muletrain.runtime.checkpoint.store import open_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable

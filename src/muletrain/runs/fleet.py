@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Self
 from muletrain.errors import MuletrainError
 from muletrain.events import Note
 from muletrain.runs.folder import temporary_folder
-from muletrain.runs.ticket import Ticket
+from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.worker_files import SCRATCH, TICKET_FILE
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from muletrain.data.tokenizer import end_of_text
 from muletrain.errors import CapacityError, DataError
 from muletrain.events import Evaluated
 from muletrain.model.generate import evaluate, generate
-from muletrain.runs.quality import Quality
+from muletrain.runs.measure.quality import Quality
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:

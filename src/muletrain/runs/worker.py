@@ -48,27 +48,27 @@ from muletrain.runs.assemble import RunFacts, build_compute, resolve_start, vers
 from muletrain.runs.chaos import Points, damage_next, spoil_next
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.guard import Guard, where_it_hangs
-from muletrain.runs.limits import check_stage, check_tokenizer, check_welcome, told_config
-from muletrain.runs.lobby import Join, Lobby, Visitor, Welcome, find_founder
-from muletrain.runs.machine import Machine
-from muletrain.runs.probing import BlockFound, Prober, block_of, identity_of
-from muletrain.runs.reception import Papers, Reception
-from muletrain.runs.removal import serve_members
+from muletrain.runs.join.limits import check_stage, check_tokenizer, check_welcome, told_config
+from muletrain.runs.join.lobby import Join, Lobby, Visitor, Welcome, find_founder
+from muletrain.runs.join.reception import Papers, Reception
+from muletrain.runs.join.removal import serve_members
+from muletrain.runs.join.ticket import Ticket
+from muletrain.runs.measure.machine import Machine
+from muletrain.runs.measure.probing import BlockFound, Prober, block_of, identity_of
+from muletrain.runs.measure.survey import Survey
+from muletrain.runs.measure.vicinity import serve_sight
 from muletrain.runs.spec import WorkerSpec
-from muletrain.runs.survey import Survey
-from muletrain.runs.ticket import Ticket
-from muletrain.runs.vicinity import serve_sight
 from muletrain.runs.worker_files import EXIT_ERROR, EXIT_NO_CHECKPOINT, OWNER_FILE, SCRATCH, TICKET_FILE, write_secret
-from muletrain.swarm.checkpointing import Book
-from muletrain.swarm.context import Context
-from muletrain.swarm.disk import Disk
-from muletrain.swarm.messages import Member
-from muletrain.swarm.peer import Peer
-from muletrain.swarm.place import Folder, Place, open_place
-from muletrain.swarm.roster import Roster
-from muletrain.swarm.service import Service
-from muletrain.swarm.sharing import WANTED, Sharing, Store, share
-from muletrain.swarm.watchdog import DeviceHung
+from muletrain.runtime.checkpoint.checkpoints import Book
+from muletrain.runtime.checkpoint.store import Folder, Place, open_place
+from muletrain.runtime.core.disk import Disk
+from muletrain.runtime.core.messages import Member
+from muletrain.runtime.members.context import Context
+from muletrain.runtime.members.roster import Roster
+from muletrain.runtime.members.watchdog import DeviceHung
+from muletrain.runtime.peer.peer import Peer
+from muletrain.runtime.peer.service import Service
+from muletrain.runtime.transfer.tokens import WANTED, Sharing, Store, share
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ if TYPE_CHECKING:
 
     from muletrain.compute.base import Compute
     from muletrain.network.base import Network, PeerId
-    from muletrain.swarm.adoption import StepBack
-    from muletrain.swarm.record import StepRecord
+    from muletrain.runtime.recovery.rollback import StepBack
+    from muletrain.runtime.step.record import StepRecord
 
 
 PROTOCOL = f"muletrain {muletrain.__version__}"

@@ -16,10 +16,10 @@ from muletrain.compute.estimate import STASH_SHARE, Offer, StageMemory, stage_me
 from muletrain.config.fleet import QUEUE_S
 from muletrain.config.schema import Codec, Precision
 from muletrain.errors import CapacityError, ConfigError
-from muletrain.policy.cost import RunCost, StageCost, service_s
-from muletrain.policy.devices import DEVICES, closest_device, find_device
+from muletrain.planning.cost import RunCost, StageCost, service_s
+from muletrain.planning.devices import DEVICES, closest_device, find_device
 from muletrain.policy.seating import most_needed
-from muletrain.swarm.context import capacity
+from muletrain.runtime.members.context import capacity
 from muletrain.units import format_memory
 from muletrain.wire.codec import IDS16, IDS32, encoded_size
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from muletrain.config.fleet import Fleet, FleetPeer, Link, Machine
     from muletrain.config.schema import RunConfig
     from muletrain.model.spec import ModelSpec
-    from muletrain.policy.partition import Cut
+    from muletrain.planning.partition import Cut
 
 AMPLE = 1 << 62
 """Memory that nobody counted [bytes]."""
@@ -88,7 +88,7 @@ STATE_BYTES_PER_S = 240e6
 
 
 def seat(setting: Setting, kind: int, serving: Sequence[Sequence[int]], promised: Sequence[int]) -> int:
-    """The stage that a newcomer is told to serve (``runs.seating``): where only its device serves, if it can, the most loaded one.
+    """The stage that a newcomer is told to serve (``runs.join.seating``): where only its device serves, if it can, the most loaded one.
     ``serving``: peers by stage and kind; ``promised``: by stage, newcomers on their way."""
     own = setting.kinds[kind]
     strange = [k for k, other in enumerate(setting.kinds) if other.device != own.device]

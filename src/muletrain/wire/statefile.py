@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.uint8: "U8"
 }  # fmt: skip
-"""Of all types that a copy may have (``swarm.transfer.DTYPES``)."""
+"""Of all types that a copy may have (``runtime.transfer.blocks.DTYPES``)."""
 
 
 def state_buffers(state: Mapping[str, Tensor]) -> list[memoryview]:

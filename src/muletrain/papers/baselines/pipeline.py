@@ -1,6 +1,6 @@
 """GPipe and 1F1B: who does what in which order, and how long that takes over given links.
 
-``step_s`` plays a schedule (``policy.schedules``). Sends block: a stage goes on once what it sent is acknowledged, which is what
+``step_s`` plays a schedule (``planning.schedules``). Sends block: a stage goes on once what it sent is acknowledged, which is what
 the throughputs published over slow links amount to (``swarm-table2``).
 """
 
@@ -10,12 +10,12 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from muletrain.policy.schedules import gpipe, one_f_one_b
+from muletrain.planning.schedules import gpipe, one_f_one_b
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from muletrain.policy.schedules import Kind, Task
+    from muletrain.planning.schedules import Kind, Task
 
 __all__ = ["Link", "StageTime", "gpipe", "one_f_one_b", "steady_s", "step_s"]
 

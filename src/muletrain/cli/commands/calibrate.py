@@ -1,0 +1,79 @@
+"""``muletrain simulate calibrate``: what was measured in real runs, and how well the model meets them with it."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.table import Table
+
+from muletrain.cli.show.console import make_console
+from muletrain.config.costs import Costs, explained
+from muletrain.errors import ConfigError
+from muletrain.sim.fleet.calibrate import fit, observe
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from muletrain.sim.fleet.calibrate import Fit, Sample
+
+CONSTANTS = {
+    "call_ms": "a forward or backward, beyond what the fleet file says",
+    "hop_ms": "a message from one peer to another, beyond what the link takes",
+    "ending_ms": "the end of a step, beyond its messages",
+}
+
+
+def calibrate(folders: Sequence[Path], out: Path, *, json: bool) -> None:
+    """Raises MuletrainError for a folder that has nothing to measure, and ConfigError where ``out`` cannot be written."""
+    samples = [observe(folder) for folder in folders]
+    found = fit(samples)
+    try:
+        out.write_text(explained(found.costs), encoding="utf-8")
+    except OSError as e:
+        raise ConfigError(f"--out {out}: {e.strerror}; give a file in a folder that there is") from e
+    if json:
+        runs = [
+            {
+                "run": str(s.folder), "steps": s.steps, "measured": s.throughput, "without": s.predicted(Costs()),
+                "with": s.predicted(found.costs),
+            }
+            for s in samples
+        ]  # fmt: skip
+        print(jsonlib.dumps({"costs": found.costs.model_dump(), "counts": found.counts, "runs": runs, "out": str(out)}))
+        return
+    console = make_console()
+    console.print(_constants(found))
+    console.print(_runs(samples, found.costs))
+    if not any(s.hops_s for s in samples):
+        console.print("messages: none of these runs has traces of both ends (muletrain run --set fleet.trace=true)")
+    console.print(
+        f"wrote {escape(str(out))}: muletrain simulate fleet FLEET.toml --costs {escape(str(out))}", soft_wrap=True
+    )
+
+
+def _constants(found: Fit) -> Table:
+    table = Table("", "measured", "from", title="what no fleet file says", title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, about in CONSTANTS.items():
+        count = found.counts[name]
+        table.add_row(about, f"{getattr(found.costs, name):.1f} ms" if count else "not measured", str(count))
+    for speed in found.costs.devices:
+        table.add_row(escape(speed.device), f"{speed.tflops:.3g} TFLOP/s", str(found.counts[speed.device]))
+    return table
+
+
+def _runs(samples: Sequence[Sample], costs: Costs) -> Table:
+    table = Table("run", "steps", title="microbatches/s, measured and by the model (flow)", title_justify="left")
+    for heading in ("measured", "as the file says", "with what was measured", "off by"):
+        table.add_column(heading, justify="right")
+    for s in samples:
+        predicted = s.predicted(costs)
+        table.add_row(
+            escape(s.folder.name), f"{s.steps[0]} to {s.steps[1]}", f"{s.throughput:.3g}", f"{s.predicted(Costs()):.3g}",
+            f"{predicted:.3g}", f"{100 * (predicted / s.throughput - 1):+.1f} %",
+        )  # fmt: skip
+    return table

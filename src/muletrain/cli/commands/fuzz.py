@@ -1,0 +1,144 @@
+"""``muletrain fuzz``: many virtual worlds on all cores, and the timeline of those in which a promise was broken."""
+
+from __future__ import annotations
+
+import gc
+import json as jsonlib
+import multiprocessing
+import os
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from muletrain.cli.show.console import make_console
+from muletrain.timeline import check_trace, write_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SHOWN_FAILURES = 3
+"""Timelines printed; more failures are named by their seeds."""
+
+
+def play_one(seed: int, *, json: bool, trace: Path | None = None) -> int:
+    """Print the scenario's timeline. ``trace``: where to write all that the peers did. Returns the number of broken promises."""
+    if trace is not None:
+        check_trace(trace)
+    with _processes(1) as pool:
+        result = pool.submit(_play, seed, trace).result()
+        if result["violations"]:
+            result["smallest"] = pool.submit(_smallest, seed).result()
+    _show(result, json=json)
+    return len(result["violations"])
+
+
+def play_many(seeds: range, jobs: int | None, *, json: bool) -> int:
+    """Play all, show the first failures. Returns how many seeds broke a promise."""
+    console, begin, failed, faults, kinds = make_console(), time.monotonic(), [], 0, Counter[str]()
+    longest = (0.0, seeds.start)
+    """Step of a world, in times its shortest, and the world's seed."""
+    columns = (TextColumn("virtual worlds"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with _processes(jobs or os.cpu_count() or 1) as pool, Progress(*columns, transient=True, disable=json) as progress:
+        task = progress.add_task("", total=len(seeds))
+        for future in as_completed([pool.submit(_play, seed) for seed in seeds]):
+            result = future.result()
+            faults += result["faults"]
+            kinds.update(result["kinds"])
+            longest = max(longest, (result["longest"], result["seed"]))
+            progress.advance(task)
+            if result["violations"]:
+                failed.append(result["seed"])
+                if len(failed) <= SHOWN_FAILURES:
+                    _show(result, json=json)
+    seconds = time.monotonic() - begin
+    if json:
+        summary = {"seeds": len(seeds), "faults": faults, "failed": sorted(failed), "seconds": seconds}
+        print(jsonlib.dumps({**summary, "kinds": dict(sorted(kinds.items())), "longest": longest}))
+        return len(failed)
+    console.print(f"{len(seeds)} worlds with {faults} faults in {seconds:.0f} s: {len(failed)} broke a promise")
+    console.print(f"the longest step took {longest[0]:.0f} times as long as the median of its run (seed {longest[1]})")
+    if failed:
+        console.print(f"seeds {sorted(failed)}; replay one with: muletrain fuzz --seed {min(failed)}", soft_wrap=True)
+    return len(failed)
+
+
+@contextmanager
+def _processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """Fresh interpreters with a fixed hash seed (the order of sets is part of what a seed must replay) and one thread each."""
+    fixed = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
+    before = {name: os.environ.get(name) for name in fixed}
+    os.environ.update(fixed)
+    try:
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_begin) as pool:
+            yield pool
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _begin() -> None:
+    """What is imported stays: the garbage collector need not look at it again and again."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    import muletrain.sim.world.world  # noqa: F401  # takes seconds: not in the process that shows the progress
+
+    gc.freeze()
+
+
+def _end_with_parent() -> None:
+    """One that was killed could not say that there is nothing more to do."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _play(seed: int, trace: Path | None = None) -> dict[str, Any]:
+    from muletrain.events import FaultInjected
+    from muletrain.sim.world.draws import draw
+    from muletrain.sim.world.verdict import readable
+    from muletrain.sim.world.world import play
+
+    outcome = play(replace(draw(seed), trace=trace is not None))
+    gc.collect()  # a task that failed and that nobody awaited says so when it is forgotten: here, not with some later seed
+    if trace is not None:
+        faults = [
+            FaultInjected(t=t, peer="faults", what=text, who=[], for_s=0.0, planned=text, step=0)
+            for t, text in outcome.timeline
+            if text.startswith("FAULT")
+        ]
+        write_trace(trace, [*outcome.events, *faults])
+    return {
+        "seed": seed,
+        "faults": len(outcome.scenario.faults),
+        "kinds": list(outcome.scenario.kinds),
+        "longest": outcome.longest,
+        "violations": outcome.violations,
+        "timeline": list(readable(outcome)),
+    }
+
+
+def _smallest(seed: int) -> str:
+    """The smallest plan that breaks the same promise, as code for a test."""
+    from muletrain.sim.world.draws import draw
+    from muletrain.sim.world.shrink import as_code, shrunk, sorts
+    from muletrain.sim.world.world import play
+
+    drawn = draw(seed)
+    broken = sorts(play(drawn).violations)
+    return as_code(shrunk(drawn, lambda scenario: bool(broken & sorts(play(scenario).violations))))
+
+
+def _show(result: dict[str, Any], *, json: bool) -> None:
+    if json:
+        print(jsonlib.dumps(result))
+    else:
+        print("\n".join(result["timeline"]))
+        if "smallest" in result:
+            print(f"smallest plan that still breaks it: {result['smallest']}")

@@ -1,0 +1,316 @@
+"""``muletrain plan FLEET.toml``: what each strategy would do on a fleet, and which one to take, told in a table and drawn."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from rich.box import HORIZONTALS
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+from muletrain.cli.commands.whatif import USUAL, need_matplotlib
+from muletrain.cli.show.console import make_console, say
+from muletrain.config.costs import Costs, load_costs
+from muletrain.config.fleet import Fleet, load_located_fleet
+from muletrain.config.load import load_config, located
+from muletrain.errors import ConfigError
+from muletrain.model.spec import ModelSpec
+from muletrain.planning.strategies import title
+from muletrain.sim.fleet.calibrate import with_speeds
+from muletrain.sim.fleet.simulation import EXAMPLE
+from muletrain.sim.plan.planner import confirmed, plan
+from muletrain.sim.plan.question import Question
+from muletrain.units import format_bytes, format_count, format_duration, format_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from muletrain.config.fleet import Machine
+    from muletrain.config.plan import Memory, Plan, Prediction, Traffic
+
+CELL = len("125 ms, 55%")
+"""Columns of the table are no wider, so that five and their labels fit into 80."""
+LINKS = 6
+"""Pairs of regions in the table; '--json' has all."""
+
+
+def plan_fleet(
+    path: Path | None, config: Path | None, model: str | None, batch: int | None, microbatch: int | None, stages: int | None,
+    overrides: Sequence[str], *, seed: int, time_limit_s: float, plot: Path | None, json: bool, costs: Path | None = None,
+    confirm: bool = False,
+) -> None:  # fmt: skip
+    """``costs``: what 'simulate calibrate' wrote. Raises ConfigError and CapacityError, which say where to look."""
+    if plot is not None:
+        need_matplotlib()
+    file = EXAMPLE if path is None else path
+    measured = Costs() if costs is None else load_costs(costs)
+    fleet, origins = load_located_fleet(file)
+    console = make_console()
+    with located(origins, Fleet):
+        fleet = with_speeds(fleet, measured)
+        question = _question(fleet, config, model, batch, microbatch, stages, overrides, measured)
+        with Progress(console=console, transient=True, disable=json or not console.is_terminal) as progress:
+            bar = progress.add_task("planning", total=1.0)
+
+            def watch(what: str, share: float) -> None:
+                progress.update(bar, completed=share, description=f"planning: {what}")
+
+            found = plan(question, seed=seed, time_limit_s=time_limit_s, watch=watch)
+            if confirm:
+                progress.update(bar, description="playing every message of the recommended one")
+                found = confirmed(question, found)
+    if plot is not None:
+        from muletrain.cli.show.plan_picture import draw
+
+        draw(found, fleet, plot)
+    if json:
+        print(found.model_dump_json())
+        return
+    if path is None:
+        say(console, f"no fleet was named, so this is the example {escape(str(EXAMPLE))}\n")
+    tell(console, found, fleet)
+    if plot is not None:
+        say(console, f"wrote {escape(str(plot))}")
+
+
+def _question(
+    fleet: Fleet, config: Path | None, model: str | None, batch: int | None, microbatch: int | None, stages: int | None,
+    overrides: Sequence[str], measured: Costs,
+) -> Question:  # fmt: skip
+    given = [*overrides, *([f"model.preset={model}"] if model else []), *([f"train.batch={batch}"] if batch else [])]
+    if microbatch:
+        given.append(f"train.microbatch={microbatch}")
+    named = any(text.startswith(("model.", "model =")) for text in given)
+    base = [] if config is not None else [*USUAL, *([] if named else ["model.preset=gpt3-xl"])]
+    run = load_config(config, [*base, *given])
+    fixed = config is not None or any(text.startswith("train.microbatch") for text in given)
+    if stages is None and any(text.startswith("fleet.stages") for text in overrides):
+        stages = run.fleet.stages
+    spec = ModelSpec.from_config(run.model)
+    if stages is not None and stages > spec.layers:
+        raise ConfigError(f"--stages {stages}: the model has {spec.layers} layers, and a stage needs one at least")
+    return Question(fleet, run, spec, stages, run.train.microbatch if fixed else None, measured)
+
+
+def tell(console: Console, plan: Plan, fleet: Fleet) -> None:
+    """The whole plan, for people."""
+    counts = Counter[str]()
+    for m in fleet.machines:
+        counts[f"{m.device or m.name} in {m.region}"] += m.count
+    kinds = ", ".join(f"{n} x {kind}" for kind, n in counts.items())
+    say(console, f"[bold]{escape(plan.fleet)}[/bold]: {escape(kinds)}")
+    console.print(
+        f"{plan.model} ({format_count(plan.params)} parameters), {plan.batch} sequences of {plan.context} tokens a step\n"
+    )
+    console.print(_table(plan))
+    console.print()
+    lacking = [p for p in plan.strategies if p.problem]
+    for p in lacking:
+        say(console, f"{title(p)} is not possible: {escape(p.problem)}")
+    if lacking:
+        console.print()
+    if plan.recommended is not None:
+        chosen = plan.strategies[plan.recommended]
+        say(console, f"[bold]recommended: {title(chosen)}[/bold]; {plan.why}")
+        if chosen.played_step_s is not None:
+            more = 100 * (chosen.played_step_s / chosen.step_s - 1)
+            say(
+                console,
+                f"played with every message of the code that trains: {format_duration(chosen.played_step_s)} a step, {abs(more):.1f} % "
+                f"{'more' if more >= 0 else 'less'} than predicted",
+            )
+        for table in (_layout(chosen, fleet), _memory(chosen)):
+            console.print()
+            console.print(table)
+        console.print()
+        if chosen.spares:
+            say(console, f"without work: {escape(_by_entry(chosen.spares, fleet))}")
+    else:
+        say(console, f"nothing is recommended: {plan.why}")
+    for note in _notes(plan, fleet):
+        say(console, escape(note))
+
+
+def _notes(plan: Plan, fleet: Fleet) -> list[str]:
+    churn = fleet.churn
+    able = [p for p in plan.strategies if not p.problem]
+    whose = {note: [title(p) for p in able if note in p.notes] for p in able for note in p.notes}
+    notes = [f"{'; '.join(names)}: {note}" for note, names in whose.items()]
+    if churn.trace or churn.leave_per_hour or churn.bursts_per_hour:
+        notes.append("machines come and go here, which no figure above knows of; 'muletrain simulate fleet' plays it")
+    if any(m.host_needs and m.host_has is None for p in able for m in p.memory):
+        notes.append(
+            "memory beside a GPU is taken to be enough where the fleet file does not say how much there is (host_gib)"
+        )
+    if any(peer.forward_s for peer in fleet.peers()):
+        notes.append(
+            "machines are paced (forward_ms): a stage takes what the file says, however many layers it has; --stages says how many"
+        )
+    return [
+        *notes,
+        *(f"an estimate: {a}; 'tflops' beside 'device' says what you measured" for a in plan.assumed),
+    ]
+
+
+def _table(plan: Plan) -> Table:
+    """A column for each strategy that is possible."""
+    table = _plain_table("what each strategy is predicted to do")
+    table.add_column("", overflow="fold")
+    able = [p for p in plan.strategies if not p.problem]
+    chosen = None if plan.recommended is None else plan.strategies[plan.recommended]
+    for p in able:
+        table.add_column(
+            title(p), justify="right", style="bold" if p is chosen else None, overflow="fold", max_width=CELL
+        )
+
+    def row(label: str, show: Callable[[Prediction], str], end: bool = False) -> None:
+        table.add_row(escape(label), *map(show, able), end_section=end)
+
+    row("runs today", lambda p: "yes" if p.runnable else "not yet")
+    row(
+        "stages",
+        lambda p: str(len(p.stages)) if p.strategy != "swap" else f"1 ({len(p.swapped)} parts)" if p.swapped else "1",
+    )
+    row("machines", lambda p: str(sum(len(set(s.machines)) for s in p.stages)))
+    row("microbatches x sequences", lambda p: f"{sum(p.microbatches)} x {p.microbatch}", end=True)
+    row("tokens/s", lambda p: format_count(p.tokens_per_s))
+    row("time", lambda p: format_duration(p.step_s))
+    for label, part in (
+        (" compute", "compute_s"), (" pipeline links", "pipeline_s"), (" data-parallel", "data_parallel_s"), (" bubble", "bubble_s")
+    ):  # fmt: skip
+        row(label, lambda p, part=part: _part(getattr(p.split, part), p.step_s), end=part == "bubble_s")  # type: ignore[misc]
+    if any(p.price_per_billion_tokens is not None for p in able):
+        row("price of 10^9 tokens", lambda p: _price(p.price_per_billion_tokens), end=True)
+    _memory_rows(plan, row)
+    _traffic_rows(plan, row)
+    return table
+
+
+def _plain_table(title: str, *columns: str, gap: int = 2) -> Table:
+    """Without lines between columns, so that it fits into 80 of them; what does not is folded, never cut off."""
+    table = Table(
+        title=title, title_justify="left", box=HORIZONTALS, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0)
+    )
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _part(seconds: float, step_s: float) -> str:
+    return f"{format_duration(seconds)}, {100 * seconds / step_s:.0f}%" if seconds >= 5e-4 * step_s else "-"
+
+
+def _price(price: float | None) -> str:
+    return "?" if price is None else f"{price:,.2f}" if price < 100 else f"{price:,.0f}"
+
+
+def _memory_rows(plan: Plan, row: Callable[..., None]) -> None:
+    rows = {(p.strategy, p.schedule, m.machine): m for p in plan.strategies for m in p.memory}
+    entries = {m.machine: m for m in rows.values()}
+    unit, name = _unit(rows.values())
+    row(f"{name} (+ beside GPU)", lambda p: "")
+    for n, (entry, m) in enumerate(entries.items()):
+        has = "" if m.device_has is None else f", has {_has(m.device_has, unit)}"
+
+        def show(p: Prediction, entry: str = entry) -> str:
+            found = rows.get((p.strategy, p.schedule, entry))
+            return "-" if found is None else _needs(found, unit)
+
+        row(f" {entry}{has}", show, end=n == len(entries) - 1)
+
+
+def _unit(rows: Iterable[Memory]) -> tuple[int, str]:
+    """In which all of them can be read."""
+    return (2**30, "GiB") if any(m.device_needs >= 2**30 for m in rows) else (2**20, "MiB")
+
+
+def _number(nbytes: int, unit: int) -> str:
+    return f"{nbytes / unit:.3g}" if nbytes < 999.5 * unit else f"{nbytes / unit:,.0f}"
+
+
+def _has(nbytes: int, unit: int) -> str:
+    """With its own unit where that of the table is too small for it."""
+    return _number(nbytes, unit) if nbytes < 999.5 * unit else format_memory(nbytes)
+
+
+def _needs(m: Memory, unit: int) -> str:
+    """'11.2 + 17': on the device, and beside it."""
+    return _number(m.device_needs, unit) + (f" + {_number(m.host_needs, unit)}" if m.host_needs else "")
+
+
+def _traffic_rows(plan: Plan, row: Callable[..., None]) -> None:
+    most: dict[tuple[str, str], Traffic] = {}
+    for t in (t for p in plan.strategies for t in p.traffic):
+        key = t.sender, t.receiver
+        most[key] = max(most.get(key, t), t, key=lambda t: t.total)
+    busiest = sorted(most.values(), key=lambda t: -t.total)[:LINKS]
+    row("bytes between regions", lambda p: "")
+    for t in busiest:
+
+        def show(p: Prediction, pair: tuple[str, str] = (t.sender, t.receiver)) -> str:
+            return next((format_bytes(own.total) for own in p.traffic if (own.sender, own.receiver) == pair), "-")
+
+        row(f" {t.sender} to {t.receiver}\n  {link_speed(t)}", show)
+    if len(most) > len(busiest):
+        row(f" {len(most) - len(busiest)} more in --json", lambda p: "")
+
+
+def link_speed(t: Traffic) -> str:
+    """'1.1 Gb/s, 34 ms'."""
+    if t.bandwidth_bytes_per_s is None:
+        return f"{1000 * t.delay_s:.3g} ms"
+    mbps = 8e-6 * t.bandwidth_bytes_per_s
+    width = f"{mbps / 1000:.3g} Gb/s" if mbps >= 1000 else f"{mbps:.3g} Mb/s"
+    return f"{width}, {1000 * t.delay_s:.3g} ms"
+
+
+def _layout(p: Prediction, fleet: Fleet) -> Table:
+    entries = entry_of(fleet)
+    table = _plain_table("who serves what", "stage", "layers", "machines")
+    for n, stage in enumerate(p.stages):
+        counts = Counter(
+            (entries[name].region, entries[name].device or entries[name].name) for name in set(stage.machines)
+        )
+        who = ", ".join(f"{count} x {device} in {region}" for (region, device), count in sorted(counts.items()))
+        first, end = stage.layers
+        table.add_row(str(n), f"{first} to {end - 1}" if end - first > 1 else str(first), escape(who))
+    return table
+
+
+def _memory(p: Prediction) -> Table:
+    unit, name = _unit(p.memory)
+    table = _plain_table(f"the fullest machine of each kind, in {name}", "memory", gap=1)
+    for heading in ("weights", "optimizer", "gradients", "activations", "buffers", "on device", "beside"):
+        table.add_column(heading, justify="right", min_width=len(heading))
+
+    def of(needs: int, has: int | None) -> str:
+        return _number(needs, unit) + ("" if has is None else f" of {_has(has, unit)}")
+
+    for m in p.memory:
+        parts = (m.weights, m.optimizer, m.gradients, m.activations, m.buffers)
+        table.add_row(
+            escape(f"{m.machine}, stage {m.stage}"),
+            *(_number(part, unit) for part in parts),
+            of(m.device_needs, m.device_has),
+            of(m.host_needs, m.host_has) if m.host_needs else "-",
+        )
+    return table
+
+
+def entry_of(fleet: Fleet) -> dict[str, Machine]:
+    """Of each machine, by name."""
+    entries = (m for m in fleet.machines for _ in range(m.count))
+    return {peer.name: entry for peer, entry in zip(fleet.peers(), entries, strict=True)}
+
+
+def _by_entry(names: Sequence[str], fleet: Fleet) -> str:
+    """'20 x spot-east, lab'."""
+    entries = entry_of(fleet)
+    counts = Counter(entries[name].name for name in names)
+    alone = {m.name for m in fleet.machines if m.count == 1}
+    return ", ".join(entry if entry in alone else f"{n} x {entry}" for entry, n in counts.items())

@@ -1,0 +1,244 @@
+"""Peer processes under a console: start them, show what they say, end them in order, report what came out."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from muletrain.cli.show.console import JsonConsole, LiveConsole, RunView, final_report, make_console
+from muletrain.cli.show.fleet_tables import fleet_tables
+from muletrain.errors import CheckpointError, MuletrainError
+from muletrain.events import CheckpointWritten, EventLog, EventTail, FleetMeasured, Note
+from muletrain.runs.folder import DiskWatch
+from muletrain.runs.worker_files import EXIT_NO_CHECKPOINT, OWNER_FILE, PROBE_FILE, TICKET_FILE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+    from muletrain.events import Event
+    from muletrain.runs.chaos import Injector
+    from muletrain.runs.fleet import LocalFleet
+    from muletrain.runs.join.ticket import Ticket
+    from muletrain.runs.measure.quality import Quality
+
+POLL_S = 0.1
+STOP_S = 90.0
+"""After asking for an orderly end; a checkpoint may be large, but a person waits."""
+
+
+class Session:
+    """One command's run folder, processes and console. ``console`` prints for people, or JSON lines."""
+
+    hears_all = True
+    """The events of all the run's peers come into its folder."""
+
+    def __init__(self, folder: Path, fleet: LocalFleet, *, json: bool) -> None:
+        from muletrain.runs.tensorboard import TensorBoardSink
+
+        self.folder, self.fleet, self.json = folder, fleet, json
+        self.view = RunView(whole=self.hears_all)
+        self.console = JsonConsole(self.view) if json else LiveConsole(self.view)
+        self.checkpoint: Path | None = None
+        """The newest; of another place than the run folder, where it will be once it was brought home."""
+        self._written = ""
+        self.errors: dict[str, list[str]] = {}
+        """What processes said before they gave up, and who said so."""
+        self._ended: set[str] = set()
+        self._deaths: list[str] = []
+        self._tail = EventTail(folder, from_now=True)
+        self._board = TensorBoardSink(folder / "tensorboard")
+        self._disk = DiskWatch(folder)
+        self._interrupts = 0
+        self._asked: float | None = None
+        self.chaos: Injector | None = None
+        self.founder: str | None = None
+        """Our peer that others join, if it is asked to measure the fleet."""
+
+    def poll(self) -> None:
+        """Take in what the processes said since the last time."""
+        for event in self._tail.poll():
+            self.show(event)
+            if self.chaos is not None:
+                self.chaos.see(event)
+        if self.founder is not None and (self.folder / PROBE_FILE).exists():
+            (self.folder / PROBE_FILE).unlink(missing_ok=True)
+            self.fleet.tell(self.founder, "probe")
+        if self.chaos is not None:
+            self.chaos.tick()
+        if (news := self._disk.news()) is not None:
+            self.show(Note(level="warning", message=news, t=time.time(), peer="disk"))
+
+    def show(self, event: Event) -> None:
+        self.console(event)
+        self._board(event)
+        if isinstance(event, CheckpointWritten):
+            here, self._written = self.folder / "checkpoints", event.path
+            inside = Path(event.path).resolve().parent == here.resolve()
+            self.checkpoint = here / (Path(event.path).name if inside else f"step-{event.step:08d}")
+        if isinstance(event, FleetMeasured) and isinstance(self.console, LiveConsole):
+            self.console.console.print(fleet_tables(event))
+        if isinstance(event, Note) and event.level == "error":
+            self.errors.setdefault(event.message, []).append(event.peer)
+
+    def say(self, text: str) -> None:
+        if not self.json:
+            make_console().print(text, soft_wrap=True)
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Ctrl-C (or SIGTERM) asks for an orderly end, a second one ends at once."""
+
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            self._interrupts += 1
+            if self._interrupts > 1:
+                raise KeyboardInterrupt
+            self.end_in_order()
+
+        before = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def end_in_order(self) -> None:
+        """What the first Ctrl-C does."""
+        self._asked = time.monotonic()
+        self.say("\nending the run in order, with a checkpoint; once more to end it at once")
+        self.fleet.stop()
+
+    @property
+    def interrupted(self) -> bool:
+        return self._interrupts > 0
+
+    def watch(self, *, whole: bool = False) -> None:
+        """Until every process has ended. A failed one is survived as long as others go on; all failing raises MuletrainError, and so
+        does one that fails before a run begins that needs the ``whole`` fleet: the others would wait for it for ever."""
+        while self.fleet.alive():
+            self.poll()
+            self._tell_of_ended()
+            begun = not whole or self.view.started is not None or self.interrupted
+            late = self._asked is not None and time.monotonic() - self._asked > STOP_S
+            if late or (not begun and any(self.fleet.exit_codes().values())):
+                self._ended.update(self.fleet.alive())  # nobody wonders who killed these
+                self.fleet.kill()
+            time.sleep(POLL_S)
+        if self.chaos is not None:
+            self.chaos.close()
+        self.poll()
+        self._tell_of_ended()
+        codes = self.fleet.exit_codes().values()
+        if all(code not in (0, EXIT_NO_CHECKPOINT) for code in codes) and not self.interrupted:
+            raise MuletrainError(
+                f"{self._reasons() or '; '.join(self._deaths) or 'no peer is left'}; logs: {self.folder}/*.log"
+            )
+
+    def _reasons(self) -> str:
+        return "; ".join(f"{', '.join(peers)}: {message}" for message, peers in self.errors.items())
+
+    def _tell_of_ended(self) -> None:
+        """A process that was killed cannot say so itself."""
+        for name, code in self.fleet.exit_codes().items():
+            if code < 0 and name not in self._ended and not self.interrupted:
+                self._ended.add(name)
+                self.view.ended(name)
+                hint = ": out of memory?" if code == -signal.SIGKILL else ""
+                if self.view.faults.killed(name):
+                    hint = ", as --chaos planned"
+                how = f"was killed by signal {-code} ({signal.strsignal(-code)}){hint}"
+                message = f"the process of {name} {how}; its log is {self.folder / name}.log"
+                self._deaths.append(message)
+                self.show(Note(level="warning", message=message, t=time.time(), peer=name))
+
+    def wait_for_ticket(self, founder: str) -> Ticket:
+        try:
+            return self.fleet.wait_for_ticket(founder, self.poll)
+        except MuletrainError as e:
+            self.poll()
+            raise MuletrainError("; ".join(self.errors) or str(e)) from e
+
+    def report(self) -> None:
+        """Evaluate the last checkpoint and print the final report (or its events). Raises CheckpointError, after that, where the
+        end of the run is in no checkpoint."""
+        self._report()
+        if EXIT_NO_CHECKPOINT in self.fleet.exit_codes().values():
+            newest = f"the newest is {self.checkpoint}" if self.checkpoint is not None else "there is none"
+            raise CheckpointError(
+                f"the checkpoint of the run's end could not be written, {newest}; free some space, then 'muletrain run --resume "
+                f"{self.folder}' goes on from there (of a run on several machines: 'start --resume')"
+            )
+
+    def _bring_home(self) -> None:
+        """The newest checkpoint, where it was written to another place."""
+        from muletrain.runs.checkpoint import bring_home
+
+        if self.checkpoint is None or self.checkpoint.is_dir():
+            return
+        try:
+            bring_home(self._written, self.checkpoint)
+        except CheckpointError as e:
+            self.show(Note(level="warning", message=str(e), t=time.time(), peer="result"))
+            self.checkpoint = None
+
+    def _report(self) -> None:
+        self._bring_home()
+        evaluation, texts = self._evaluate() if self.checkpoint is not None else (None, [])
+        paths = {
+            "run folder": self.folder,
+            "events": self.folder / "*.jsonl",
+            "logs": self.folder / "*.log",
+            "tensorboard": self.folder / "tensorboard",
+        }
+        if self.checkpoint is not None:
+            paths |= {"checkpoint": self.checkpoint}
+        if self.json:
+            return
+        console = make_console()
+        console.print(final_report(self.view, evaluation, texts, paths))
+        if self.checkpoint is not None:
+            console.print(f'\nmuletrain generate {self.folder} "The "   # more text from this model', soft_wrap=True)
+            console.print(f"muletrain export {self.folder} --hf my-model   # take it home", soft_wrap=True)
+
+    def _evaluate(self) -> tuple[Quality | None, list[str]]:
+        """Quality and a few texts of the last checkpoint; what cannot be had is said, and is no reason to lose the rest."""
+        try:
+            with EventLog(self.folder / "result.jsonl", "result") as log:
+                log.subscribe(self.show)
+                try:
+                    return self._quality(log)
+                except KeyboardInterrupt:
+                    log.note("the model was not evaluated: interrupted", "warning")
+                except (MuletrainError, MemoryError, RuntimeError) as e:  # torch's lack of memory is a RuntimeError
+                    log.note(f"the model was not evaluated: {e}", "warning")
+        except OSError as e:
+            self.say(f"the model was not evaluated: {e}")
+        return None, []
+
+    def _quality(self, log: EventLog) -> tuple[Quality, list[str]]:
+        import torch
+
+        from muletrain.runs.checkpoint import Checkpoint
+        from muletrain.runs.result import check_memory, evaluated, quality, report_tokens, samples
+
+        assert self.checkpoint is not None
+        torch.set_num_threads(os.cpu_count() or 1)
+        checkpoint = Checkpoint.open(self.checkpoint)
+        check_memory(checkpoint.spec)
+        cache = checkpoint.corpus()
+        model = checkpoint.model()
+        result = quality(checkpoint, model, cache, report_tokens(checkpoint.spec))
+        log.emit(evaluated(checkpoint.step, result))
+        return result, samples(checkpoint, model)
+
+    def close(self) -> None:
+        """End every process and forget the secrets."""
+        self.fleet.kill()
+        self._board.close()
+        for secret in (TICKET_FILE, OWNER_FILE):
+            with suppress(OSError):
+                (self.folder / secret).unlink()

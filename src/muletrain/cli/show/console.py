@@ -1,0 +1,197 @@
+"""What a person sees while a run goes on: a live display on a terminal, plain lines elsewhere, or JSON lines."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Self, TextIO
+
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from muletrain import events as ev
+from muletrain.cli.show.report import final_report
+from muletrain.cli.show.view import PeerView, RunView, headline, is_warning, printable
+from muletrain.runs.measure.quality import Quality
+from muletrain.units import format_bytes, format_duration
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "JsonConsole",
+    "LiveConsole",
+    "PeerView",
+    "Quality",
+    "RunView",
+    "final_report",
+    "make_console",
+    "say",
+    "status",
+]
+
+PLAIN_WIDTH = 120  # a pipe or a file has no width of its own
+STYLES = {"training": "green", "ready": "cyan", "suspected": "bold yellow", "left": "dim", "finished": "dim"}
+
+
+def make_console(file: TextIO | None = None) -> Console:
+    """A rich console on ``file`` (default: standard output), wide enough for tables where there is no terminal."""
+    console = Console(file=file, highlight=False)
+    return console if console.is_terminal else Console(file=file, highlight=False, width=PLAIN_WIDTH)
+
+
+def say(console: Console, text: str) -> None:
+    """A paragraph: on a terminal broken between words, elsewhere one line, as programs that read it like it."""
+    console.print(text, soft_wrap=not console.is_terminal)
+
+
+class LiveConsole:
+    """Folds events into ``view`` and shows it. Call it with each event, from any one thread; use it in a ``with``."""
+
+    def __init__(
+        self,
+        view: RunView,
+        console: Console | None = None,
+        *,
+        interval_s: float = 5.0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.view = view
+        self.console = console or make_console()
+        self._interval_s = interval_s
+        self._now = now
+        self._next_line = -math.inf
+        self._printed_step = 0
+        self._lock = threading.Lock()  # rich draws in a thread of its own
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            self._live = Live(console=self.console, get_renderable=self._draw, refresh_per_second=4, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+        elif self.view.step != self._printed_step:
+            self._print_line()
+        self._live = None
+
+    def __call__(self, event: ev.Event) -> None:
+        """Fold the event; print a sentence if it deserves one, and a progress line when the last one is old enough."""
+        with self._lock:
+            news = self.view.fold(event)
+        sentence = headline(event, self.view) if news else None
+        if sentence:
+            style = "yellow" if is_warning(event) else None
+            self.console.print(Text(printable(sentence), style=style or ""), soft_wrap=True)
+        if self._live is None and isinstance(event, ev.StepDone) and self._now() >= self._next_line:
+            self._print_line()
+
+    def _print_line(self) -> None:
+        self._next_line = self._now() + self._interval_s
+        self._printed_step = self.view.step
+        self.console.print(Text(plain_line(self.view)), soft_wrap=True)
+
+    def _draw(self) -> RenderableType:
+        with self._lock:
+            return status(self.view)
+
+
+class JsonConsole:
+    """Prints each event as one line of JSON, and folds it."""
+
+    def __init__(self, view: RunView, file: TextIO | None = None) -> None:
+        self.view = view
+        self._file = file or sys.stdout
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.flush()
+
+    def __call__(self, event: ev.Event) -> None:
+        self.view.fold(event)
+        print(event.to_json(), file=self._file, flush=True)
+
+
+def plain_line(view: RunView) -> str:
+    """Progress in one line, for logs and pipes."""
+    stages = view.stages(present=True).items()
+    peers = "; ".join(f"stage {s}: {', '.join(map(_named_state, peers)) or 'nobody'}" for s, peers in stages)
+    gone = f"; {gone} gone" if (gone := view.gone()) else ""
+    return (
+        f"step {view.step}/{view.steps}  {_loss(view)}  {_rate(view.tokens_per_s)} tokens/s  {_left(view)}  {peers}{gone}"
+    ).rstrip()
+
+
+def status(view: RunView) -> RenderableType:
+    """Progress and every stage's peers, as drawn on a terminal."""
+    parts: list[RenderableType] = [_progress(view)] if view.started else []
+    if view.probing:
+        bar = ProgressBar(total=view.probing.total, completed=view.probing.done, width=30)
+        parts.append(Columns([bar, Text(view.probing.what)]))
+    if view.missing:
+        parts.append(Text("waiting: " + ", ".join(view.missing), style="yellow"))
+    if view.peers:
+        parts.append(_peers(view))
+    return Group(*parts)
+
+
+def _progress(view: RunView) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    bar = ProgressBar(total=max(1, view.steps), completed=view.step, width=30)
+    speed = f"{_rate(view.tokens_per_s)} tokens/s"
+    grid.add_row(bar, f"step {view.step}/{view.steps or '?'}", _loss(view), speed, _left(view))
+    return grid
+
+
+def _peers(view: RunView) -> RenderableType:
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
+    for header in ("stage", "peer", "state", "device"):
+        table.add_column(header)
+    for header in ("step", "microbatches", "idle", "sent"):
+        table.add_column(header, justify="right")
+    for stage, peers in view.stages(present=True).items():
+        if not peers:
+            table.add_row(str(stage), "[bold red]nobody[/]")
+        for n, peer in enumerate(peers):
+            table.add_row(str(stage) if n == 0 else "", *_peer_row(peer))
+    if gone := view.gone():
+        table.add_row("", f"[dim]{gone} gone[/]")
+    return table
+
+
+def _peer_row(peer: PeerView) -> tuple[str, ...]:
+    state = f"[{STYLES.get(peer.state, 'default')}]{peer.state}[/]"
+    role = " (trainer)" if peer.trainer else ""
+    device = escape(f"{peer.device} {peer.precision}")
+    idle = f"{peer.idle_share:.0%}" if peer.total_s else "-"
+    counts = (str(peer.step), str(peer.microbatches), idle, format_bytes(peer.sent_bytes()))
+    return (escape(peer.name) + role, state, device, *counts)
+
+
+def _named_state(peer: PeerView) -> str:
+    return peer.name if peer.state == "training" else f"{peer.name} ({peer.state})"
+
+
+def _left(view: RunView) -> str:
+    is_over = view.finished is not None or 0 < view.steps <= view.step
+    return "done" if is_over else f"{format_duration(view.seconds_left)} left"
+
+
+def _loss(view: RunView) -> str:
+    return "loss ?" if math.isnan(view.loss) else f"loss {view.loss:.3f}"
+
+
+def _rate(tokens_per_s: float) -> str:
+    return "?" if math.isnan(tokens_per_s) else f"{tokens_per_s:,.0f}"

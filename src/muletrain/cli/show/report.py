@@ -1,0 +1,140 @@
+"""The end of a run on one page: how good the model is, what it writes, what each peer did, where everything lies."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from muletrain.events import TRAFFIC_CLASSES
+from muletrain.units import format_bytes, format_duration
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from muletrain.cli.show.view import PeerView, RunView
+    from muletrain.runs.measure.quality import Quality
+
+
+def final_report(
+    view: RunView, evaluation: Quality | None, samples: Sequence[str], paths: Mapping[str, Path | str]
+) -> RenderableType:
+    """The report as something rich prints; ``evaluation`` None and no samples when a run ended before there were any.
+    ``paths`` are labelled: {'run folder': ..., 'events': ..., 'checkpoint': ...}."""
+    parts: list[RenderableType] = [Text(_summary(view), style="bold")]
+    if evaluation is not None:
+        parts.append(quality_table(evaluation))
+    if samples:
+        parts.append(_section("The model writes", _texts(samples)))
+    if view.peers:
+        parts += [_work(view), _links(view)]
+    if len(view.faults):
+        parts.append(_faults(view))
+    parts.append(_places(paths))
+    return Group(*(Padding(part, (1, 0, 0, 0), expand=False) for part in parts))
+
+
+def _summary(view: RunView) -> str:
+    reason = f" ({view.finished.reason})" if view.finished and view.finished.reason else ""
+    speed = f"{view.tokens / view.seconds:,.0f} tokens/s" if view.seconds else "no step done"
+    troubles = f", {view.rerouted} microbatches rerouted" if view.rerouted else ""
+    steps = f"{view.step} of {view.steps} steps"
+    return f"{steps}, {view.tokens:,} tokens in {format_duration(view.seconds)}: {speed}{troubles}{reason}"
+
+
+def quality_table(q: Quality) -> RenderableType:
+    part = "" if q.tokens == q.heldout else f" (of {q.heldout:,}, from all over them)"
+    title = f"On {q.tokens:,} held-out tokens{part}"
+    table = _table(title, ["model"], ["loss [nats/token]", "perplexity", "this run is better by"])
+    table.add_row("this run", f"{q.loss:.3f}", _perplexity(q.loss), "")
+    for name, loss in (("interpolated bigram", q.bigram), ("unigram", q.unigram)):
+        if loss is None:
+            table.add_row(name, "-", "-", "-")
+        else:
+            table.add_row(name, f"{loss:.3f}", _perplexity(loss), f"{loss - q.loss:+.3f} nats")
+    if q.bigram is None:
+        return Group(table, Text(f"too few training tokens to count: {q.trained:,}", style="dim"))
+    if q.counted < q.trained:
+        return Group(table, Text(f"counted in {q.counted:,} of {q.trained:,} training tokens", style="dim"))
+    return table
+
+
+def _texts(samples: Sequence[str]) -> RenderableType:
+    grid = Table.grid(padding=(0, 1))
+    for sample in samples:
+        grid.add_row("-", Text(" ".join(sample.split())))
+    return grid
+
+
+def _work(view: RunView) -> RenderableType:
+    """One row a peer, within 80 columns: what they all have in common is said once."""
+    kinds = {f"{peer.device} {peer.precision}" for peer in view.peers.values()}
+    alike = len(kinds) == 1
+    table = _table(
+        f"Peers ({escape(kinds.pop())})" if alike else "Peers",
+        ["stage", "peer", *([] if alike else ["device"])],
+        ["micro-\nbatches", "re-\ncomputed", "tokens/s", "compute", "aver-\naging", "update", "idle"],
+    )
+    for stage, peers in view.stages().items():
+        for peer in peers:
+            device = [] if alike else [escape(f"{peer.device} {peer.precision}")]
+            table.add_row(str(stage), escape(peer.name), *device, *_shares(peer, view))
+    return table
+
+
+def _shares(peer: PeerView, view: RunView) -> tuple[str, ...]:
+    tokens = peer.microbatches * view.tokens_per_microbatch()
+    speed = f"{tokens / peer.total_s:,.0f}" if peer.total_s else "-"
+    seconds = (peer.compute_s, peer.averaging_s, peer.apply_s, peer.wait_s)
+    shares = (f"{s / peer.total_s:.0%}" if peer.total_s else "-" for s in seconds)
+    return (str(peer.microbatches), str(peer.recomputed), speed, *shares)
+
+
+def _links(view: RunView) -> RenderableType:
+    classes = [c for c in TRAFFIC_CLASSES if c != "relayed" or any(p.sent_bytes(c) for p in view.peers.values())]
+    table = _table("Sent over the network", ["from", "to"], [*classes, "total"])
+    rows = [(p.name, receiver, counts) for p in view.peers.values() for receiver, counts in p.sent.items()]
+    named = sorted((sender, view.name_of(receiver), counts) for sender, receiver, counts in rows)
+    last = ""
+    for sender, receiver, counts in named:
+        cells = (format_bytes(n) if n else "-" for n in (*(counts[c] for c in classes), sum(counts.values())))
+        table.add_row(escape(sender) if sender != last else "", escape(receiver), *cells)
+        last = sender
+    sums = [sum(p.sent_bytes(c) for p in view.peers.values()) for c in classes]
+    table.add_row("all", "", *(format_bytes(n) for n in (*sums, sum(sums))), style="bold")
+    return table
+
+
+def _faults(view: RunView) -> RenderableType:
+    table = _table(f"Injected faults: {len(view.faults)}", ["after step", "fault", "hit", "noticed"], [])
+    for row in view.faults.rows():
+        table.add_row(*map(escape, row))
+    return table
+
+
+def _places(paths: Mapping[str, Path | str]) -> RenderableType:
+    width = max(map(len, paths), default=0)
+    return Group(*(Text(f"{label:<{width}}  {path}", overflow="fold") for label, path in paths.items()))
+
+
+def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, header_style="dim", pad_edge=False)
+    for header in left:
+        table.add_column(escape(header))
+    for header in right:
+        table.add_column(escape(header), justify="right")
+    return table
+
+
+def _section(title: str, body: RenderableType) -> RenderableType:
+    return Group(Text(title, style="bold"), body)
+
+
+def _perplexity(loss: float) -> str:
+    return f"{math.exp(loss):,.1f}" if loss < 50 else "inf"

@@ -1,0 +1,224 @@
+"""Stages of unequal size: which machines serve which of them, how many layers each has, and the pipelines through them.
+
+What the placement search (``planning.place``) takes for granted does not hold here: stages have different numbers of layers, so that a
+machine may have room for some of them only, and different numbers of machines, each of which serves as many pipelines as it is fast.
+Machines of one kind are alike, so all there is to find is how many of each kind a stage has: a local search does, from groups of
+machines that have room for about as much. The layers of each such choice are cut exactly (``planning.partition``).
+
+Arrays: S stages, K kinds, L layers.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from muletrain.planning.partition import cheapest_cut
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from muletrain.planning.partition import Cut
+
+Serving = tuple[tuple[int, ...], ...]
+"""Machines by stage and kind."""
+LEVELS = 4
+"""Of room, that are told apart where the search begins."""
+BEGUN = 3
+"""Choices that the search goes on from."""
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """What is to be shared out."""
+
+    takes_s: NDArray[np.float64]
+    """Forward and backward of a microbatch, by stage, kind and number of layers, (S, K, L + 1): inf where there is no room."""
+    counts: tuple[int, ...]
+    """Machines, by kind."""
+
+    def cut(self, serving: Serving) -> tuple[float, Cut] | None:
+        """What the slowest stage takes for a microbatch, if its machines share them as they are fast; and its layers. None: no room."""
+        here = np.array(serving, dtype=float)[:, :, None]
+        rates = (here / self.takes_s).sum(1)
+        held = (np.isfinite(self.takes_s) | (here == 0)).all(1) & (rates > 0)
+        times = np.where(held, 1 / np.where(held, rates, 1.0), np.inf)
+        first, end = np.indices((times.shape[1],) * 2)
+        return cheapest_cut(times[:, np.maximum(end - first, 0)])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to do it. ``cost_s``: as the search was told to count."""
+
+    cost_s: float
+    serving: Serving
+    cut: Cut
+
+
+def search(
+    work: Work, cost_s: Callable[[Serving, Cut, float], float], *, seed: int, time_limit_s: float
+) -> tuple[list[Choice], bool]:
+    """The best that was found from each of a few beginnings, the best first (none where no choice has room for all layers), and whether the
+    search ended by itself, not by the time limit. ``cost_s``: of machines by stage, a cut and what the slowest stage takes."""
+    known: dict[Serving, Choice | None] = {}
+
+    def choice(serving: Serving) -> Choice | None:
+        if serving not in known:
+            found = work.cut(serving)
+            known[serving] = None if found is None else Choice(cost_s(serving, found[1], found[0]), serving, found[1])
+        return known[serving]
+
+    deadline, draw = time.monotonic() + time_limit_s, random.Random(seed)
+    begun = set[Choice]()
+    for serving in beginnings(work):
+        if (found := choice(serving)) is not None:
+            begun.add(found)
+        if begun and time.monotonic() > deadline:
+            break
+    first = sorted(begun, key=lambda c: (c.cost_s, c.serving))[:BEGUN]
+    ends = [_descended(c, choice, work.counts, draw, deadline) for c in first]
+    return sorted(set(ends), key=lambda c: (c.cost_s, c.serving)), time.monotonic() <= deadline
+
+
+def _descended(
+    best: Choice,
+    choice: Callable[[Serving], Choice | None],
+    counts: Sequence[int],
+    draw: random.Random,
+    deadline: float,
+) -> Choice:
+    """By one machine that goes elsewhere, or two that change places, until nothing helps or time is over."""
+    improved = True
+    while improved:
+        improved = False
+        moves = list(_moves(best.serving, counts))
+        draw.shuffle(moves)
+        for serving in moves:
+            if time.monotonic() > deadline:
+                return best
+            if (found := choice(serving)) is not None and found.cost_s < best.cost_s * (1 - 1e-9):
+                best, improved = found, True
+                break
+    return best
+
+
+def _moves(serving: Serving, counts: Sequence[int]) -> Iterator[Serving]:
+    """The row behind the last stage: who has no work."""
+    rows = [*map(list, serving), [n - sum(here) for n, here in zip(counts, zip(*serving, strict=True), strict=True)]]
+    places = [(s, k) for s, row in enumerate(rows) for k, n in enumerate(row) if n]
+
+    def after(*moved: tuple[int, int, int]) -> Serving:
+        changed = [list(row) for row in rows]
+        for s, t, k in moved:
+            changed[s][k] -= 1
+            changed[t][k] += 1
+        return tuple(map(tuple, changed[:-1]))
+
+    for s, k in places:
+        yield from (after((s, t, k)) for t in range(len(rows)) if t != s and (s == len(serving) or sum(rows[s]) > 1))
+    for (s, k), (t, m) in combinations(places, 2):
+        if s != t and k != m:
+            yield after((s, t, k), (t, s, m))
+
+
+def beginnings(work: Work) -> Iterator[Serving]:
+    """Every way to give so many stages to each level of room, from the first stage on and from the last. Machines of a level that has no
+    stage serve those of the next smaller one."""
+    stages = len(work.takes_s)
+    lengths = range(work.takes_s.shape[2])
+    room = [max((n for n in lengths if np.isfinite(of[:, n]).any()), default=0) for of in work.takes_s.swapaxes(0, 1)]
+    levels = _levels([k for k in range(len(room)) if room[k]], room)
+    for ends in combinations(range(stages + len(levels) - 1), len(levels) - 1) if levels else ():
+        bars = (-1, *ends, stages + len(levels) - 1)
+        sizes = [b - a - 1 for a, b in pairwise(bars)]
+        rows, kinds = list[list[int]](), list[int]()
+        for level, size in zip(levels, sizes, strict=True):
+            kinds += level
+            if size:
+                rows += _spread(work, kinds, size)
+                kinds = []
+        if len(rows) == stages and all(map(any, rows)):
+            yield tuple(map(tuple, rows))
+            yield tuple(map(tuple, reversed(rows)))
+
+
+def _levels(kinds: Sequence[int], room: Sequence[int]) -> list[list[int]]:
+    """Kinds that have about as much room, the largest first: apart where the next one has least of it, in proportion."""
+    order = sorted(kinds, key=lambda k: -room[k])
+    gaps = sorted(range(1, len(order)), key=lambda i: room[order[i]] / room[order[i - 1]])
+    apart = sorted(i for i in gaps[: LEVELS - 1] if room[order[i]] < room[order[i - 1]])
+    return [order[a:b] for a, b in zip([0, *apart], [*apart, len(order)], strict=True)] if order else []
+
+
+def _spread(work: Work, kinds: Sequence[int], stages: int) -> list[list[int]]:
+    """Their machines over so many stages: each where least is done yet, the fastest first."""
+    rows, speeds = [[0] * len(work.counts) for _ in range(stages)], [0.0] * stages
+    speed = {k: 1 / float(work.takes_s[:, k][np.isfinite(work.takes_s[:, k])].min()) for k in kinds}
+    for k in sorted(kinds, key=lambda k: -speed[k]):
+        for _ in range(work.counts[k]):
+            s = speeds.index(min(speeds))
+            rows[s][k] += 1
+            speeds[s] += speed[k]
+    return rows
+
+
+def pipelines(
+    groups: Sequence[Sequence[int]],
+    takes_s: Callable[[int, int], float],
+    link_s: Callable[[int, int], tuple[float, float]],
+    count: int,
+) -> tuple[tuple[int, ...], ...]:
+    """So many pipelines through groups of machines: machines by stage and pipeline.
+
+    ``takes_s``: of a machine at a stage, a microbatch; ``link_s``: how long a microbatch keeps the path between two machines busy, and
+    what it waits beside. Beginning with the largest group, each pipeline, the busiest first, goes on to the machine that has least to do
+    for all of its pipelines then, and among those to the nearest."""
+    begin = max(range(len(groups)), key=lambda s: len(groups[s]))
+    slots = _seats([1 / takes_s(begin, d) for d in groups[begin]], count)
+    first = [d for d, n in zip(groups[begin], slots, strict=True) for _ in range(n)]
+    share = dict(zip(groups[begin], slots, strict=True))
+    weights = [1 / takes_s(begin, d) / share[d] for d in first]
+    rows = {begin: first}
+    for s in [*range(begin + 1, len(groups)), *range(begin - 1, -1, -1)]:
+        rows[s] = _joined(rows[s - 1 if s > begin else s + 1], groups[s], weights, lambda d, s=s: takes_s(s, d), link_s)  # type: ignore[misc]
+    return tuple(tuple(rows[s]) for s in range(len(groups)))
+
+
+def _seats(speeds: Sequence[float], count: int) -> list[int]:
+    """At least one each, in proportion beyond."""
+    found = [1] * len(speeds)
+    for _ in range(count - len(speeds)):
+        found[max(range(len(speeds)), key=lambda i: speeds[i] / found[i])] += 1
+    return found
+
+
+def _joined(
+    before: Sequence[int], group: Sequence[int], weights: Sequence[float], takes_s: Callable[[int], float],
+    link_s: Callable[[int, int], tuple[float, float]],
+) -> list[int]:  # fmt: skip
+    load_s, row = defaultdict[int, float](float), [-1] * len(before)
+    for p in sorted(range(len(before)), key=lambda p: -weights[p]):
+
+        def rank(d: int, p: int = p) -> tuple[float, Any]:
+            busy_s, waits_s = link_s(before[p], d)
+            return max(load_s[d] + weights[p] * takes_s(d), weights[p] * busy_s), waits_s
+
+        row[p] = min(group, key=rank)
+        load_s[row[p]] += weights[p] * takes_s(row[p])
+    return row
+
+
+def counts_of_pipelines(sizes: Sequence[int], most: int) -> list[int]:
+    """That are worth a try for stages of so many machines: as many as the largest has, twice as many, and what all sizes divide."""
+    largest = max(sizes)
+    return sorted({n for n in (largest, 2 * largest, math.lcm(*sizes)) if n == largest or n <= min(most, 4 * largest)})

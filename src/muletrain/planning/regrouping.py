@@ -1,0 +1,386 @@
+"""Simulated annealing of which devices a stage has, each hop with its best matching at every move; compiled by numba.
+
+Given the devices of neighbouring stages, who talks to whom is a bottleneck matching (DT-FM eq. 3), each hop by itself. So moves that only
+change the matching need not be tried, and a state is as good as its groups are. Three kinds of moves: two devices change places; so do two
+runs of devices, each side by side in one pipeline, which keeps the fast links inside both; the order of some neighbouring stages is
+reversed.
+
+Arrays: K stages, P pipelines, n devices, S sizes that stages have. Slot p of a stage of m devices is served by its device p mod m, so that
+devices of a smaller stage serve several pipelines. All times in seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from muletrain.planning.matching import Scratch, bottleneck, compiled, part, scratch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+    Ints = NDArray[np.int64]
+
+LONGEST_RUN = 4
+SINGLE, REVERSALS = 0.6, 0.02
+"""Shares of moves that exchange two devices, and that reverse stages; the others exchange runs."""
+SAME = 1e-9
+"""Times nearer than that (relative) are equal."""
+LOOK = 1024
+"""Moves until everything is summed anew, so that rounding errors do not add up."""
+
+
+class Problem(NamedTuple):
+    """What is asked for."""
+
+    link: Floats
+    """What activations take between two devices, (n, n), symmetric, finite."""
+    exchange: Floats
+    """By size of the stage, what two devices of it take to exchange their gradients, there and back, (S, n, n)."""
+    compute: Floats
+    """(n,)"""
+    sizes: Ints
+    """(S,)"""
+
+
+class Groups(NamedTuple):
+    """A placement, less its matchings."""
+
+    at: Ints
+    """The device of each slot, (K, P)."""
+    size: Ints
+    """Index of each stage's size, (K,)."""
+    spares: Ints
+    """Devices that are not used."""
+
+
+class Sums(NamedTuple):
+    """What is kept of a placement from move to move."""
+
+    sums: Floats  # what each device exchanges with its stage, (n,)
+    slowest: Floats  # by stage, the most of these, (K,)
+    computing: Floats  # by stage, (K,)
+    hops: Floats  # the slowest link of each stage with the next one, (K,); the last is 0
+    guides: Floats  # of hops, (K,)
+    match: Ints  # the slot of the next stage that each slot talks to, (K, P)
+
+
+class Proposal(NamedTuple):
+    """A device leaves a stage and another one takes its place, so many times; and what that leads to."""
+
+    stage: Ints
+    member: Ints
+    leaves: Ints
+    joins: Ints
+    sums: Floats  # (changes, P)
+    slowest: Floats
+    computing: Floats
+    hop: Ints  # indices of those that are touched
+    hops: Floats
+    guides: Floats
+    match: Ints
+
+
+Working = tuple[Sums, Proposal, Scratch]
+
+
+def working(stages: int, pipelines: int, devices: int) -> Working:
+    """Room for what ``anneal`` keeps."""
+    changes = 2 * LONGEST_RUN
+
+    def ints(*shape: int) -> Ints:
+        return np.zeros(shape, np.int64)
+
+    return (
+        Sums(
+            np.zeros(devices), np.zeros(stages), np.zeros(stages), np.zeros(stages), np.zeros(stages), ints(stages, pipelines)
+        ),
+        Proposal(
+            ints(changes), ints(changes), ints(changes), ints(changes), np.zeros((changes, pipelines)), np.zeros(changes),
+            np.zeros(changes), ints(changes + 2), np.zeros(changes + 2), np.zeros(changes + 2), ints(changes + 2, pipelines),
+        ),
+        scratch(pipelines),
+    )  # fmt: skip
+
+
+@part
+def _settle(problem: Problem, groups: Groups, kept: Sums, scratch: Scratch, weight: float) -> None:
+    """All sums anew."""
+    stages = len(groups.at)
+    for k in range(stages):
+        row, members = groups.at[k], problem.sizes[groups.size[k]]
+        exchange = problem.exchange[groups.size[k]]
+        kept.slowest[k] = kept.computing[k] = 0.0
+        for i in range(members):
+            total = 0.0
+            for j in range(members):
+                total += exchange[row[i], row[j]]
+            kept.sums[row[i]] = total
+            kept.slowest[k] = max(kept.slowest[k], total)
+            kept.computing[k] = max(kept.computing[k], problem.compute[row[i]])
+        if k + 1 < stages:
+            kept.hops[k], kept.guides[k] = bottleneck(
+                problem.link, row, groups.at[k + 1], weight, np.inf, kept.match[k], scratch
+            )
+
+
+@part
+def _cost(kept: Sums) -> float:
+    slowest = others = 0.0
+    for k in range(len(kept.slowest)):
+        slowest = max(slowest, kept.slowest[k])
+        others += kept.computing[k] + 2 * kept.hops[k]
+    return slowest + others
+
+
+@part
+def _copy(groups: Groups, into: Groups) -> None:
+    stages, width = groups.at.shape
+    for k in range(stages):
+        into.size[k] = groups.size[k]
+        for p in range(width):
+            into.at[k, p] = groups.at[k, p]
+    for p in range(len(groups.spares)):
+        into.spares[p] = groups.spares[p]
+
+
+@part
+def _put(groups: Groups, members: int, stage: int, member: int, device: int) -> None:
+    row = groups.at[stage]
+    for p in range(member, len(row), members):
+        row[p] = device
+
+
+@part
+def _reversed(
+    problem: Problem, groups: Groups, kept: Sums, new: Proposal, scratch: Scratch, weight: float, room: float, rng: Any
+) -> bool:
+    """The order of some stages is reversed, if all hops together then take no more than ``room`` longer."""
+    stages, width = groups.at.shape
+    first, last = int(rng.random() * stages), int(rng.random() * stages)
+    if first > last:
+        first, last = last, first
+    if first == last or (first == 0 and last == stages - 1):
+        return False
+    for side in range(2):
+        h, other = (first - 1, last) if side == 0 else (last, first)  # ``other`` is next to the stages outside then
+        outside = first - 1 if side == 0 else last + 1
+        if 0 <= outside < stages and room >= -kept.hops[h] - weight * kept.guides[h]:
+            room += kept.hops[h] + weight * kept.guides[h]
+            time_s, guide = bottleneck(
+                problem.link, groups.at[outside], groups.at[other], weight, room, new.match[0], scratch
+            )
+            room -= time_s + weight * guide
+    if room < 0:
+        return False
+    a, b = first, last
+    while a < b:
+        for p in range(width):
+            groups.at[a, p], groups.at[b, p] = groups.at[b, p], groups.at[a, p]
+        groups.size[a], groups.size[b] = groups.size[b], groups.size[a]
+        kept.slowest[a], kept.slowest[b] = kept.slowest[b], kept.slowest[a]
+        kept.computing[a], kept.computing[b] = kept.computing[b], kept.computing[a]
+        a, b = a + 1, b - 1
+    for h in range(max(first - 1, 0), min(last + 1, stages - 1)):
+        kept.hops[h], kept.guides[h] = bottleneck(
+            problem.link, groups.at[h], groups.at[h + 1], weight, np.inf, kept.match[h], scratch
+        )
+    return True
+
+
+@part
+def _drawn(problem: Problem, groups: Groups, kept: Sums, new: Proposal, rng: Any) -> tuple[int, int, int, int]:
+    """Two devices or runs to change places become ``new``: the first stages of both, how long they are, and which spare the other one is,
+    -1 if none. Length 0: there is nothing to change."""
+    stages, width = groups.at.shape
+    longest, length, spare = min(stages, len(new.stage)) // 2, 1, -1
+    if longest > 1 and rng.random() >= SINGLE:
+        length = 2 + int(rng.random() * (longest - 1))
+        f, g = int(rng.random() * (stages - length + 1)), int(rng.random() * (stages - length + 1))
+        if abs(f - g) < length:  # a stage loses one device at most
+            return f, g, 0, spare
+    else:
+        f, other = int(rng.random() * stages), int(rng.random() * (stages * width + len(groups.spares)))
+        g = min(other // width, stages)
+        if g == stages:
+            spare = other - stages * width
+    f, g = min(f, g), max(f, g)
+    p = int(rng.random() * problem.sizes[groups.size[f]])
+    q = int(rng.random() * problem.sizes[groups.size[g]]) if spare < 0 else 0
+    if f == g:
+        more = width % problem.sizes[groups.size[f]]  # so many devices serve one pipeline more than the others
+        if (p < more) == (q < more):
+            return f, g, 0, spare
+    c = 0
+    for s in range(length):
+        p %= problem.sizes[groups.size[f + s]]
+        a = groups.at[f + s, p]
+        if spare < 0:
+            q %= problem.sizes[groups.size[g + s]]
+            b = groups.at[g + s, q]
+            new.stage[c + 1], new.member[c + 1], new.leaves[c + 1], new.joins[c + 1] = g + s, q, b, a
+        else:
+            b = groups.spares[spare]
+        new.stage[c], new.member[c], new.leaves[c], new.joins[c] = f + s, p, a, b
+        c += 2
+        if s + 1 < length:
+            p, q = kept.match[f + s, p], kept.match[g + s, q]
+    return f, g, length, spare
+
+
+@part
+def _stages_after(
+    problem: Problem,
+    groups: Groups,
+    kept: Sums,
+    new: Proposal,
+    changes: int,
+    f: int,
+    g: int,
+    length: int,
+    weight: float,
+    room: float,
+) -> float:
+    """What is left of ``room`` after what stages exchange and compute then; less than 0 as soon as it is too much."""
+    stages, slowest, before = len(groups.at), 0.0, 0.0
+    for k in range(stages):
+        before = max(before, kept.slowest[k])
+        if not (f <= k < f + length or g <= k < g + length):
+            slowest = max(slowest, kept.slowest[k])
+    room += before
+    for c in range(changes):
+        room += kept.computing[new.stage[c]] + weight / stages * kept.slowest[new.stage[c]]
+    for c in range(changes):
+        k, a, b = new.stage[c], new.leaves[c], new.joins[c]
+        exchange = problem.exchange[groups.size[k]]
+        own, most, computing_s = 0.0, 0.0, problem.compute[b]
+        for i in range(problem.sizes[groups.size[k]]):
+            d = groups.at[k, i]
+            if d != a:
+                own += exchange[b, d]
+                new.sums[c, i] = kept.sums[d] - exchange[d, a] + exchange[d, b]
+                most = max(most, new.sums[c, i])
+                computing_s = max(computing_s, problem.compute[d])
+        new.sums[c, new.member[c]] = own
+        new.slowest[c], new.computing[c] = max(most, own), computing_s
+        slowest = max(slowest, new.slowest[c])
+        room -= computing_s + weight / stages * new.slowest[c]
+        if slowest > room:
+            return -1.0
+    return room - slowest
+
+
+@part
+def _hops_after(
+    problem: Problem,
+    groups: Groups,
+    kept: Sums,
+    new: Proposal,
+    scratch: Scratch,
+    changes: int,
+    touched: int,
+    weight: float,
+    room: float,
+) -> float:
+    """What is left of ``room`` after those that are touched; less than 0 as soon as it is too much."""
+    stages, width = groups.at.shape
+    for c in range(changes):  # whoever joins has to reach somebody in time
+        for k in (new.stage[c] - 1, new.stage[c] + 1):
+            if 0 <= k < stages:
+                nearest_s, row = np.inf, problem.link[new.joins[c]]
+                for p in range(width):
+                    nearest_s = min(nearest_s, row[groups.at[k, p]])
+                if nearest_s > room:
+                    return -1.0
+    for t in range(touched):
+        h = new.hop[t]
+        for p in range(width):
+            new.match[t, p] = kept.match[h, p]
+        new.hops[t], new.guides[t] = bottleneck(
+            problem.link, groups.at[h], groups.at[h + 1], weight, room, new.match[t], scratch
+        )
+        room -= new.hops[t] + weight * new.guides[t]
+        if room < 0:
+            break
+    return room
+
+
+@part
+def _exchanged(
+    problem: Problem, groups: Groups, kept: Sums, new: Proposal, scratch: Scratch, weight: float, room: float, rng: Any
+) -> bool:
+    """Two devices, or runs of them, change places, if the cost then is no more than ``room`` higher."""
+    stages, width = groups.at.shape
+    f, g, length, spare = _drawn(problem, groups, kept, new, rng)
+    if length == 0:
+        return False
+    changes, touched = 1 if spare >= 0 else 2 * length, 0
+    for side in range(2):
+        start = g if side else f
+        for h in range(max(start - 1, side * (f + length)), min(start + length, stages - 1)):
+            new.hop[touched] = h
+            room += 2 * (kept.hops[h] + weight * kept.guides[h])
+            touched += 1
+    if f != g:
+        room = _stages_after(problem, groups, kept, new, changes, f, g, length, weight, room)
+    if room >= 0:
+        for c in range(changes):
+            _put(groups, problem.sizes[groups.size[new.stage[c]]], new.stage[c], new.member[c], new.joins[c])
+        room = _hops_after(problem, groups, kept, new, scratch, changes, touched, weight, room / 2)
+        if room < 0:
+            for c in range(changes):
+                _put(groups, problem.sizes[groups.size[new.stage[c]]], new.stage[c], new.member[c], new.leaves[c])
+    if room < 0:
+        return False
+    for t in range(touched):
+        kept.hops[new.hop[t]], kept.guides[new.hop[t]] = new.hops[t], new.guides[t]
+        for p in range(width):
+            kept.match[new.hop[t], p] = new.match[t, p]
+    for c in range(changes if f != g else 0):
+        k = new.stage[c]
+        kept.slowest[k], kept.computing[k] = new.slowest[c], new.computing[c]
+        for i in range(problem.sizes[groups.size[k]]):
+            kept.sums[groups.at[k, i]] = new.sums[c, i]
+    if spare >= 0:
+        groups.spares[spare] = new.leaves[0]
+    return True
+
+
+@compiled
+def anneal(
+    problem: Problem,
+    groups: Groups,
+    best: Groups,
+    working: Working,
+    rng: Any,
+    moves: int,
+    temperature: float,
+    weight: float,
+) -> tuple[float, float]:
+    """Metropolis' rule at one temperature [s], on the cost and, so much weighted, the guide, which is smoother: for the hops, see
+    ``bottleneck``; and the mean over the stages' data-parallel costs. ``groups`` becomes the last placement, ``best`` the cheapest
+    there was; the cost of that, and the first with the guide. rng: numpy's Generator."""
+    kept, new, scratch = working
+    best_s = cost_s = np.inf
+    moved = True
+    for move in range(moves + 1):
+        if move % LOOK == 0 or move == moves:
+            _settle(problem, groups, kept, scratch, weight)
+        if moved:
+            cost_s = _cost(kept)
+            if cost_s < best_s * (1 - SAME):
+                best_s = cost_s
+                _copy(groups, best)
+        if move < moves:
+            room = temperature * -math.log(1.0 - rng.random())
+            if rng.random() < REVERSALS:
+                moved = _reversed(problem, groups, kept, new, scratch, weight, room / 2, rng)
+            else:
+                moved = _exchanged(problem, groups, kept, new, scratch, weight, room, rng)
+    energy = cost_s
+    for k in range(len(kept.hops)):
+        energy += weight * (kept.slowest[k] / len(kept.hops) + 2 * kept.guides[k])
+    return best_s, energy

@@ -1,0 +1,210 @@
+"""Is this machine fit to train? What ``muletrain doctor`` looks at, and what to do about what it finds.
+
+torch, drivers and networks can crash a process, or hang. They are looked at in processes of their own, which have so much time: ``python
+-m muletrain.runs.doctor.checks PART`` with a ``Question`` on standard input (it may hold a ticket) prints a line of JSON for each ``Check``.
+What such a process does not come to is a finding, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from muletrain import __version__
+from muletrain.runs.folder import temporary_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+PYTHON = ((3, 11), (3, 14))
+TORCH = ((2, 11), (2, 14))
+"""As in pyproject.toml: the first that will do, and the first that is too new."""
+
+
+class Verdict(StrEnum):
+    """``MISSING``: training needs it."""
+
+    OK = "ok"
+    WARNING = "warning"
+    MISSING = "missing"
+    UNKNOWN = "not checked"
+
+
+@dataclass(frozen=True)
+class Check:
+    """``fix``: what to do; empty where nothing is wrong."""
+
+    name: str
+    verdict: Verdict
+    found: str
+    fix: str = ""
+
+
+class Question(BaseModel):
+    """``config``: the run's, as JSON. ``listen``, ``port``, ``announce``: as ``start`` and ``join`` have them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    config: str
+    ticket: str | None
+    listen: str
+    port: int
+    announce: tuple[str, ...]
+    temporary: str = tempfile.gettempdir()
+    """Where temporary files go."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Checks that one process makes, in this order; and what to do where it does not come to one."""
+
+    name: str
+    limit_s: float
+    fixes: dict[str, str]
+
+
+NO_TORCH = (
+    f"install one that fits this machine: pip install 'torch>={TORCH[0][0]}.{TORCH[0][1]},<{TORCH[1][0]}.{TORCH[1][1]}' (without a GPU: "
+    f"--index-url https://download.pytorch.org/whl/cpu)"
+)
+NO_GPU = "does nvidia-smi answer? If not, install or restart the driver; in a container, start it with --gpus all"
+MACHINE = Part(
+    "machine",
+    120.0,
+    {
+        "torch": NO_TORCH,
+        "GPU": NO_GPU,
+        "memory": "close other programs",
+        "disk": "does a network drive not answer? See 'mount'",
+    },
+)
+AGAIN = "try again while the run's members answer"
+NETWORK = Part(
+    "network",
+    180.0,
+    {
+        "network engine": "pip install hivemind==1.1.12; it runs on Linux and macOS (arm64), on Windows in WSL2",
+        "listening": "does a firewall or a security module keep programs from listening? Try --listen 127.0.0.1",
+        "run": "is the run still there, and its port open to this machine? Ask for the current ticket",
+        "clock": AGAIN,
+        "from outside": AGAIN,
+        "hole punching": AGAIN,
+        "relay": AGAIN,
+    },
+)
+PARTS = (MACHINE, NETWORK)
+
+
+def examine(question: Question, told: Callable[[str], None] = lambda part: None) -> Iterator[Check]:
+    """Every check, as far as there is time. ``told`` hears which part is next."""
+    yield python()
+    for part in PARTS:
+        told(part.name)
+        yield from ask(part, question, [sys.executable, "-m", "muletrain.runs.doctor.checks", part.name])
+
+
+def python() -> Check:
+    version, system = sys.version_info[:2], f"{platform.system()} {platform.machine()}"
+    found = f"{platform.python_version()} on {system}, muletrain {__version__}"
+    low, high = PYTHON
+    if not low <= version < high:
+        fix = f"make a virtual environment with Python {low[0]}.{low[1]} to {high[0]}.{high[1] - 1}"
+        return Check("Python", Verdict.MISSING, found, fix)
+    if system not in ("Linux x86_64", "Linux aarch64", "Darwin arm64"):
+        return Check("Python", Verdict.WARNING, found, "muletrain runs on Linux, macOS (arm64) and in WSL2")
+    return Check("Python", Verdict.OK, found)
+
+
+def ask(part: Part, question: Question, command: list[str]) -> Iterator[Check]:
+    """What the process says, and a finding for the check that it did not come to."""
+    with temporary_folder() as scratch:  # ours to remove if it is killed
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+            start_new_session=True, env={**os.environ, "TMPDIR": str(scratch)},
+        )  # fmt: skip
+        late = False
+        try:
+            out, err = process.communicate(question.model_dump_json(), part.limit_s)
+        except subprocess.TimeoutExpired:
+            late = True
+            _kill(process)
+            out, err = process.communicate()
+        finally:
+            _kill(process)  # and its daemon
+    done = list(_read(out))
+    yield from done
+    left = [name for name in part.fixes if name not in {check.name for check in done}]
+    if left and (late or process.returncode):
+        yield Check(
+            left[0],
+            Verdict.MISSING,
+            _ending(process.returncode, err, part.limit_s if late else None),
+            part.fixes[left[0]],
+        )
+        for name in left[1:]:
+            yield Check(name, Verdict.UNKNOWN, f"after '{left[0]}'", "see above")
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _read(out: str) -> Iterator[Check]:
+    for line in out.splitlines():
+        with suppress(ValidationError):  # a library's own words
+            yield TypeAdapter(Check).validate_json(line)
+
+
+def _ending(code: int, err: str, limit_s: float | None) -> str:
+    if limit_s is not None:
+        return f"no answer within {limit_s:.0f} s"
+    if code < 0:
+        return f"the process was killed by signal {-code} ({signal.strsignal(-code)})"
+    return next((line.strip() for line in reversed(err.splitlines()) if line.strip()), f"exit code {code}")[:300]
+
+
+def advised(name: str, problem: str, fix: str) -> Check:
+    """``problem``: an error's message, which may say itself what to do, behind a ';'."""
+    found, _, own = problem.partition("; ")
+    return Check(name, Verdict.MISSING, found, own or fix)
+
+
+async def _network(question: Question) -> None:
+    from muletrain.runs.doctor.network import network_checks
+
+    async for check in network_checks(question):
+        _print(check)
+
+
+def _print(check: Check) -> None:
+    print(json.dumps(asdict(check)), flush=True)
+
+
+def main() -> None:
+    question = Question.model_validate_json(sys.stdin.read())
+    if sys.argv[1] == NETWORK.name:
+        asyncio.run(_network(question))
+    else:
+        from muletrain.runs.doctor.machine import machine_checks
+
+        for check in machine_checks(question):
+            _print(check)
+    sys.stdout.flush()
+    os._exit(0)  # threads of torch and the daemon's have nothing left to say
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Removing a member: ``muletrain kick``, where the run's owner is.
+
+The owner's word names who stays (``network/trust.py``), so the list comes first: any member that stays says who is in the run, with
+the certificates it has seen; those are checked here again. Whoever cannot be shown to be in the run is out after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from pydantic import Field
+
+from muletrain.errors import AdmissionError, MuletrainError, NetworkError
+from muletrain.network.trust import MAX_KEPT, chain_from
+from muletrain.runs.join.lobby import find_founder
+from muletrain.runtime.core.messages import Id, Message, Name, Natural
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from muletrain.network.base import PeerId
+    from muletrain.network.libp2p import Libp2pNetwork
+
+CALL_TIMEOUT_S = 15.0
+ASKED = 8
+"""Members asked, at most, until everyone's certificate was seen."""
+SHORTEST_ID = 6
+"""Characters of the end of an id that may stand for it."""
+
+
+class Listed(Message):
+    """One member. ``certificate``: empty where the answering peer has not seen it. ``stage``: what it serves; None where the answering peer
+    believes it dead, and before the run begins."""
+
+    id: Id
+    name: Name
+    certificate: Annotated[bytes, Field(max_length=1024)]
+    stage: Natural | None = None
+
+
+class Members(Message):
+    """Who is in the run. The question is empty."""
+
+    KIND: ClassVar[str] = "run.members"
+    members: Annotated[tuple[Listed, ...], Field(max_length=MAX_KEPT)]
+
+
+def serve_members(
+    net: Libp2pNetwork, names: Callable[[], dict[PeerId, str]], stages: Callable[[], dict[PeerId, int]] = dict
+) -> None:
+    """``stages``: of those believed alive."""
+
+    async def answer(sender: PeerId, payload: bytes) -> bytes:
+        at = stages()
+        listed = (Listed(id=p, name=n, certificate=net.certificate(p), stage=at.get(p)) for p, n in names().items())
+        return Members(members=tuple(listed)).pack()
+
+    net.serve(Members.KIND, answer)
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What came of it. ``told``: members that know; the others hear it from them."""
+
+    name: str
+    id: PeerId
+    secret: bytes
+    kept: int
+    told: int
+    unproven: tuple[str, ...]
+    """Names of those whose certificate nobody had seen: they are out, too, and need the new ticket."""
+    out: frozenset[PeerId]
+    """Everyone that is out by it."""
+    emptied: int | None
+    """A stage that nobody serves without it, as far as those know that answered."""
+
+
+async def remove(
+    net: Libp2pNetwork, addresses: tuple[str, ...], who: str, before: frozenset[PeerId] = frozenset()
+) -> Removal:
+    """``who``: a name, an id or its end. ``net`` holds the owner's key; ``addresses`` are the ticket's. ``before``: who is out already;
+    members believe them dead, and name them still. Raises MuletrainError when nobody is removed."""
+    founder = await find_founder(net, addresses)
+    answers = await _ask_around(net, [founder, *(a.rsplit("/p2p/", 1)[-1] for a in addresses)], before)
+    called = {m.id: m.name for listed in answers.values() for m in listed}
+    target = find(called, who)
+    if target == founder:
+        raise MuletrainError(
+            f"{who} is the run's first peer, which collects checkpoints; 'muletrain stop' ends the run"
+        )
+    said = [m for peer, listed in answers.items() for m in listed if target not in (peer, m.id)]  # it has no say
+    names = {m.id: m.name for m in said}
+    kept = {m.id for m in said if _counts(net, m)}
+    if not kept:
+        raise MuletrainError(
+            f"no member but {who} answers; give the ticket of another one, as in 'muletrain kick NAME TICKET'"
+        )
+    secret = secrets.token_bytes(32)
+    net.renew(kept, secret)
+    results = await asyncio.gather(*(_tell(net, p) for p in kept))
+    if all(results):
+        raise MuletrainError(
+            f"no member could be told that {who} is out ({results[0]}); nothing has changed, try again"
+        )
+    unproven = names.keys() - kept
+    stage = next((m.stage for p, listed in answers.items() if p != target for m in listed if m.id == target), None)
+    served = {m.stage for m in said if m.id in kept}
+    return Removal(
+        called[target], target, secret, len(kept), sum(r is None for r in results),
+        unproven=tuple(sorted(names[p] for p in unproven)), out=frozenset({target, *unproven}),
+        emptied=None if stage in served else stage,
+    )  # fmt: skip
+
+
+def find(names: dict[PeerId, str], who: str) -> PeerId:
+    """The id of the one that ``who`` names, by its name, its id or the end of its id. Raises MuletrainError."""
+    found = [p for p, name in names.items() if who in (name, p)]
+    if not found and len(who) >= SHORTEST_ID:
+        found = [p for p in names if p.endswith(who)]
+    if len(found) != 1:
+        known = ", ".join(sorted(f"{name} ({p[-8:]})" for p, name in names.items()))
+        problem = "several peers are called" if found else "no peer of the run is called"
+        raise MuletrainError(f"{problem} {who!r}; give the name, the id or the end of the id of one of: {known}")
+    return found[0]
+
+
+def _counts(net: Libp2pNetwork, m: Listed) -> bool:
+    try:
+        chain = chain_from(m.certificate)
+    except AdmissionError:
+        return False
+    return net.trust.genuine(m.id, chain) and net.trust.current(m.id, chain)
+
+
+async def _ask_around(
+    net: Libp2pNetwork, ask: list[PeerId], out: frozenset[PeerId]
+) -> dict[PeerId, tuple[Listed, ...]]:
+    """Ask members until we have seen the certificate of everyone whom they name. Returns the answers by member, without peers that are
+    ``out``."""
+    answers: dict[PeerId, tuple[Listed, ...]] = {}
+    asked: set[PeerId] = set()
+    problems = []
+    while ask and len(asked) < ASKED:
+        peer = ask.pop(0)
+        if peer in asked:
+            continue
+        asked.add(peer)
+        try:
+            answer = Members.unpack(await net.call(peer, Members.KIND, b"", timeout_s=CALL_TIMEOUT_S))
+        except NetworkError as e:
+            problems.append(str(e))
+            continue
+        answers[peer] = tuple(m for m in answer.members if m.id not in out)
+        seen = {m.id for listed in answers.values() for m in listed if _counts(net, m)}
+        lacking = {m.id for listed in answers.values() for m in listed} - seen
+        if not lacking:
+            break
+        ask += sorted(seen)
+    if not answers:
+        raise MuletrainError(f"no member says who is in the run: {'; '.join(problems)}")
+    return answers
+
+
+async def _tell(net: Libp2pNetwork, peer: PeerId) -> MuletrainError | None:
+    try:
+        await net.tell_renewal(peer, timeout_s=CALL_TIMEOUT_S)
+    except MuletrainError as e:
+        return e
+    return None

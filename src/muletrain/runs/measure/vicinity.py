@@ -1,0 +1,111 @@
+"""How a peer looks from another member: what ``muletrain doctor --ticket`` asks, so that a clock or a closed port is found before it
+costs anything.
+
+One call, anyone in the run to any member: ``run.seen``. A member connects back to nobody but the caller: to the address that it sees it
+at, a few times a second at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from pydantic import Field
+
+from muletrain.errors import NetworkError
+from muletrain.runtime.core.messages import Message
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from muletrain.network.base import Network, PeerId
+    from muletrain.network.libp2p import Libp2pNetwork
+
+DIAL_S = 4.0
+BURST, PER_S = 10.0, 2.0
+"""Connections back that are tried at once, and per second after that, for all callers together."""
+CALL_TIMEOUT_S = 12.0
+
+
+class AskSeen(Message):
+    """``port``: a TCP port of the caller to connect to; 0: none."""
+
+    KIND: ClassVar[str] = "run.seen"
+    port: Annotated[int, Field(ge=0, lt=65536)]
+
+
+class Seen(Message):
+    """``time``: the member's wall clock [s]. ``host``: the address that the caller is seen at; '': it comes by way of others.
+    ``reached``: could its port be connected to; None: not tried. ``carries``: the member leads others to whom they cannot reach."""
+
+    time: Annotated[float, Field(ge=0, lt=1e11, allow_inf_nan=False)]
+    host: Annotated[str, Field(max_length=64, pattern=r"^[0-9a-fA-F.:]*$")]
+    reached: bool | None
+    carries: bool
+
+
+def serve_sight(net: Libp2pNetwork, *, carries: bool) -> None:
+    """Answer as this member sees the caller."""
+    dials = _Dials(time.monotonic)
+
+    async def answer(sender: PeerId, payload: bytes) -> bytes:
+        port = AskSeen.unpack(payload).port
+        host = await net.seen_at(sender)
+        reached = await connects(host, port) if port and host and dials.allowed() else None
+        return Seen(time=time.time(), host=host, reached=reached, carries=carries).pack()
+
+    net.serve(AskSeen.KIND, answer)
+
+
+class _Dials:
+    """A bucket of tokens."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now, self._tokens, self._filled = now, BURST, now()
+
+    def allowed(self) -> bool:
+        now = self._now()
+        self._tokens, self._filled = min(BURST, self._tokens + (now - self._filled) * PER_S), now
+        if self._tokens < 1:
+            return False
+        self._tokens -= 1
+        return True
+
+
+async def connects(host: str, port: int) -> bool:
+    """Does somebody take a TCP connection there?"""
+    with suppress(OSError, TimeoutError):
+        async with asyncio.timeout(DIAL_S):
+            _, writer = await asyncio.open_connection(host, port)
+            writer.close()
+            return True
+    return False
+
+
+async def seen_by(net: Network, member: PeerId, port: int = 0) -> tuple[Seen, float, float]:
+    """Its answer, by how much its clock is ahead of ours, and what that may be off by [s]. Raises NetworkError."""
+    begin, clock = time.time(), time.monotonic()
+    seen = Seen.unpack(await net.call(member, AskSeen.KIND, AskSeen(port=port).pack(), timeout_s=CALL_TIMEOUT_S))
+    half_s = (time.monotonic() - clock) / 2
+    return seen, seen.time - begin - half_s, half_s
+
+
+async def sights(net: Network, members: list[PeerId], port: int) -> dict[PeerId, tuple[Seen, float, float]]:
+    """By those that answer: the clock by a first call, on a connection that is there, the port by another, which takes longer."""
+
+    async def both(member: PeerId) -> tuple[Seen, float, float]:
+        await seen_by(net, member)
+        _, ahead_s, off_s = await seen_by(net, member)
+        seen, _, _ = await seen_by(net, member, port)
+        return seen, ahead_s, off_s
+
+    answers = await asyncio.gather(*map(both, members), return_exceptions=True)
+    found = {}
+    for member, answer in zip(members, answers, strict=True):
+        if isinstance(answer, tuple):
+            found[member] = answer
+        elif not isinstance(answer, NetworkError):
+            raise answer
+    return found

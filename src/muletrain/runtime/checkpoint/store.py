@@ -1,0 +1,383 @@
+"""Where checkpoints are: a folder, or any place that fsspec can write to (s3://, gcs://, sftp://, memory:// ...).
+
+Parts first, the manifest that names them by content last: a checkpoint that has a manifest is complete. In a folder it gets its name
+only then, and everything is on the disk before; object stores show a file only when it is whole. Peers whose members name the same
+place share it: what one of them wrote there, all of them have.
+
+Nothing here waits for anyone but the disk (or the store): call it by ``Place.disk``. Everything raises OSError.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from muletrain.errors import ConfigError
+from muletrain.runtime.core.disk import Disk
+from muletrain.wire.statefile import cut
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from typing import IO
+
+MANIFEST = "manifest.json"
+MARKER = ".place"
+"""Names a folder: peers that read the same random text there share it. Host names and paths may be equal on two machines."""
+PIECE = 64 << 20
+"""Bytes that are written, or read, between two signs that the disk works."""
+_NAME = re.compile(r"\.?step-(\d{8,15})(?:-([0-9a-f]{12}))?(\.partial)?$")
+
+
+class Key(NamedTuple):
+    """One checkpoint: the ``step``s that are in it, and the lineage of the next, hash(R_{step-1})."""
+
+    step: int
+    lineage: bytes
+
+    @property
+    def tail(self) -> str:
+        return self.lineage[-6:].hex()
+
+
+class PartFacts(NamedTuple):
+    """One stage's part: a safetensors file of that many bytes and that SHA-256."""
+
+    size: int
+    digest: bytes
+
+
+class PartsGone(OSError):
+    """Those ``stages``' parts are not where they were written: somebody else cleaned up."""
+
+    def __init__(self, stages: set[int]) -> None:
+        super().__init__(f"the parts of stages {sorted(stages)} are gone")
+        self.stages = stages
+
+
+class Place(ABC):
+    """``keep``: that many of the newest complete checkpoints stay. ``disk``: where its calls run."""
+
+    def __init__(self, keep: int) -> None:
+        self.keep, self.disk = keep, Disk()
+
+    @cached_property
+    def name(self) -> str:
+        """What peers that share it call it."""
+        return hashlib.sha256(self._identity().encode()).hexdigest()[:16]
+
+    @abstractmethod
+    def _identity(self) -> str:
+        """The same for all that share it."""
+
+    def write_part(self, key: Key, stage: int, buffers: Sequence[memoryview]) -> None:
+        self._write(f"{self._open(key)}/{_file(stage)}", buffers)
+
+    def read_part(self, key: Key, stage: int) -> bytes:
+        """Of a complete checkpoint, or one that is being written. Not checked."""
+        try:
+            return self._read(f"{self._open(key)}/{_file(stage)}")
+        except FileNotFoundError:
+            return self._read(f"{self._complete(key)}/{_file(stage)}")
+
+    def publish(
+        self, key: Key, about: Mapping[str, Any], parts: Mapping[int, PartFacts], files: Mapping[str, bytes]
+    ) -> str:
+        """All ``parts`` are here: make the checkpoint complete, and remove what is older than the newest ``keep``. Returns where it
+        is. Two peers may do so at once. Raises PartsGone."""
+        if key not in self.complete():
+            folder = self._open(key)
+            gone = {s for s, f in parts.items() if self._size(f"{folder}/{_file(s)}") != f.size}
+            if gone:
+                raise PartsGone(gone)
+            for name, content in files.items():
+                self._write(f"{folder}/{name}", [memoryview(content)])
+            listed = [{"file": _file(s), "sha256": f.digest.hex(), "size": f.size} for s, f in sorted(parts.items())]
+            named = [{"file": n, "sha256": hashlib.sha256(c).hexdigest()} for n, c in files.items()]
+            manifest = {**about, "step": key.step, "lineage": key.lineage.hex(), "parts": listed, "files": named}
+            self._write(f"{folder}/{MANIFEST}", [memoryview(json.dumps(manifest, indent=1).encode())])
+            self._finish(key)
+        self._prune(key)
+        return self.where(key)
+
+    def complete(self) -> dict[Key, dict[int, PartFacts]]:
+        """The checkpoints that are complete, whoever wrote them. What cannot be read is none."""
+        found = {}
+        for name in self._names():
+            match = _NAME.match(name)
+            if match is None or match[3]:
+                continue
+            try:
+                manifest = json.loads(self._read(f"{name}/{MANIFEST}"))
+                key = Key(int(manifest["step"]), bytes.fromhex(manifest["lineage"]))
+                parts = {
+                    s: PartFacts(int(p.get("size", 0)), bytes.fromhex(p["sha256"]))
+                    for s, p in enumerate(manifest["parts"])
+                }
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+            found[key] = parts
+        return found
+
+    def drop(self, before: int) -> None:
+        """Forget parts of checkpoints of less than ``before`` steps that are not complete."""
+        for name in self._names():
+            match = _NAME.match(name)
+            if match is not None and int(match[1]) < before and not self._is_complete(name):
+                self._remove(name)
+
+    def abandon(self, key: Key) -> None:
+        """Nothing will come of it, unless somebody else has completed it."""
+        if not self._is_complete(self._open(key)):
+            self._remove(self._open(key))
+
+    def _prune(self, newest: Key) -> None:
+        self.drop(newest.step)
+        # those of later steps are what a resumed run passed over: they must not push this one out
+        known = [(int(m[1]), m[0]) for n in self._names() if (m := _NAME.match(n)) and self._is_complete(n)]
+        stay = sorted({step for step, _ in known if step <= newest.step})[-self.keep :]
+        for step, name in known:
+            if step < stay[0]:  # two of one step are of two histories: it is not for us to say which one stays
+                self._remove(name)
+
+    def _pieces(self, buffers: Sequence[memoryview], file: IO[bytes]) -> Iterator[None]:
+        """Write ``buffers``, piece by piece."""
+        for run in cut(buffers, PIECE):
+            for buffer in run:
+                file.write(buffer)
+            yield
+            self.disk.moved()
+
+    def _whole(self, file: IO[bytes]) -> bytes:
+        pieces = []
+        while piece := file.read(PIECE):
+            pieces.append(piece)
+            self.disk.moved()
+        return b"".join(pieces)
+
+    @abstractmethod
+    def where(self, key: Key) -> str:
+        """The complete checkpoint, for people."""
+
+    @abstractmethod
+    def _open(self, key: Key) -> str:
+        """The folder of a checkpoint that is being written."""
+
+    @abstractmethod
+    def _complete(self, key: Key) -> str: ...
+
+    @abstractmethod
+    def _is_complete(self, name: str) -> bool: ...
+
+    @abstractmethod
+    def _finish(self, key: Key) -> None:
+        """The manifest was written."""
+
+    @abstractmethod
+    def _names(self) -> list[str]: ...
+
+    @abstractmethod
+    def _write(self, path: str, buffers: Sequence[memoryview]) -> None: ...
+
+    @abstractmethod
+    def _read(self, path: str) -> bytes: ...
+
+    @abstractmethod
+    def _size(self, path: str) -> int | None:
+        """Of a file [bytes]; None: there is none."""
+
+    @abstractmethod
+    def _remove(self, path: str) -> None:
+        """A folder of ours; none is fine."""
+
+
+class Folder(Place):
+    """On a disk of this machine, or one that several share. Survives power cuts: a name that says 'complete' comes last."""
+
+    def __init__(self, root: Path, keep: int, name: str | None = None) -> None:
+        """``name``: what makes two of them the same place; default: its marker."""
+        super().__init__(keep)
+        self._root, self._given = root, name
+
+    def _identity(self) -> str:
+        """A folder that cannot be written to is shared with nobody."""
+        if self._given is not None:
+            return self._given
+        marker, own = self._root / MARKER, secrets.token_hex(16)
+        draft = marker.with_name(f"{MARKER}.{own}")
+        try:
+            if not marker.exists():
+                self._root.mkdir(parents=True, exist_ok=True)
+                draft.write_text(own)
+                with suppress(FileExistsError):
+                    _link(draft, marker)
+            return marker.read_text() or own
+        except OSError:
+            return own
+        finally:
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
+
+    def where(self, key: Key) -> str:
+        return str(self._root / self._complete(key))
+
+    def _open(self, key: Key) -> str:
+        return f".step-{key.step:08d}-{key.tail}.partial"
+
+    def _complete(self, key: Key) -> str:
+        """Its second name if it has that: the first was taken by another history, or by something damaged."""
+        first, second = self._finals(key)
+        return second if (self._root / second).is_dir() else first
+
+    def _finals(self, key: Key) -> tuple[str, str]:
+        return f"step-{key.step:08d}", f"step-{key.step:08d}-{key.tail}"
+
+    def _is_complete(self, name: str) -> bool:
+        return not name.endswith(".partial")
+
+    def _finish(self, key: Key) -> None:
+        for final in self._finals(key):
+            if key in self.complete():  # another collector was as fast
+                return self._remove(self._open(key))
+            try:
+                os.replace(self._root / self._open(key), self._root / final)
+                break
+            except OSError:  # a name that is taken, or the folder is gone: another collector renamed it just now
+                if final == self._finals(key)[-1] and key not in self.complete():
+                    raise
+        _sync_folder(self._root)
+
+    def _names(self) -> list[str]:
+        return os.listdir(self._root) if self._root.is_dir() else []
+
+    def _write(self, path: str, buffers: Sequence[memoryview]) -> None:
+        target = self._root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.{os.getpid()}")
+        with partial.open("wb") as file:
+            for _ in self._pieces(buffers, file):
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(partial, target)
+        _sync_folder(target.parent)
+
+    def _read(self, path: str) -> bytes:
+        with (self._root / path).open("rb") as file:
+            return self._whole(file)
+
+    def _size(self, path: str) -> int | None:
+        try:
+            return (self._root / path).stat().st_size
+        except FileNotFoundError:
+            return None
+
+    def _remove(self, path: str) -> None:
+        shutil.rmtree(self._root / path, ignore_errors=True)
+
+
+class Store(Place):
+    """What fsspec writes to. Nothing is renamed there: a folder is complete once it has a manifest."""
+
+    def __init__(self, url: str, keep: int) -> None:
+        super().__init__(keep)
+        self._fs, self._root = fsspec.core.url_to_fs(url)
+        self._url = url
+
+    def _identity(self) -> str:
+        return self._url
+
+    def where(self, key: Key) -> str:
+        return f"{self._url.rstrip('/')}/{self._complete(key)}"
+
+    def _open(self, key: Key) -> str:
+        return f"step-{key.step:08d}-{key.tail}"
+
+    _complete = _open
+
+    def _is_complete(self, name: str) -> bool:
+        return bool(self._fs.exists(f"{self._root}/{name}/{MANIFEST}"))
+
+    def _finish(self, key: Key) -> None:
+        pass
+
+    def _names(self) -> list[str]:
+        self._fs.invalidate_cache()
+        try:
+            return [path.rstrip("/").rsplit("/", 1)[-1] for path in self._fs.ls(self._root, detail=False)]
+        except FileNotFoundError:
+            return []
+
+    def _write(self, path: str, buffers: Sequence[memoryview]) -> None:
+        full = f"{self._root}/{path}"
+        self._fs.makedirs(full.rsplit("/", 1)[0], exist_ok=True)
+        with self._fs.open(full, "wb") as file:
+            for _ in self._pieces(buffers, file):
+                pass
+
+    def _read(self, path: str) -> bytes:
+        with self._fs.open(f"{self._root}/{path}", "rb") as file:
+            return self._whole(file)
+
+    def _size(self, path: str) -> int | None:
+        self._fs.invalidate_cache()
+        try:
+            return int(self._fs.size(f"{self._root}/{path}"))
+        except FileNotFoundError:
+            return None
+
+    def _remove(self, path: str) -> None:
+        full = f"{self._root}/{path}"
+        if self._fs.exists(f"{full}/{MANIFEST}"):  # first, so that half of it is not taken for a checkpoint
+            self._fs.rm_file(f"{full}/{MANIFEST}")
+        if self._fs.exists(full):
+            self._fs.rm(full, recursive=True)
+
+
+PROTOCOLS = ("file", "local", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "sftp", "ssh", "memory")
+"""Of URLs. Others of fsspec chain, cache or rewrite (``reference::`` ran code before fsspec 2026.5), and are no place for checkpoints."""
+
+
+def open_place(url: str, keep: int) -> Place:
+    """The place that ``checkpoint.place`` names, the same for all peers. Raises ConfigError where this machine cannot use it."""
+    protocol, is_url, _ = url.partition("://")
+    if "::" in url or (is_url and protocol not in PROTOCOLS):
+        raise ConfigError(f"checkpoint.place: {url}: give a folder, or a URL of {', '.join(PROTOCOLS)} without '::'")
+    try:
+        fs, path = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError, OSError) as e:
+        raise ConfigError(f"checkpoint.place: {url} cannot be used on this machine: {e}") from e
+    return Folder(Path(path), keep) if isinstance(fs, LocalFileSystem) else Store(url, keep)
+
+
+def _file(stage: int) -> str:
+    return f"stage-{stage}.safetensors"
+
+
+def _link(file: Path, name: Path) -> None:
+    """Give ``file`` a second ``name``: of several processes one does, and nobody sees half of it. Raises FileExistsError."""
+    try:
+        os.link(file, name)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links: who comes at that very moment may find it empty
+        with name.open("x") as copy:
+            copy.write(file.read_text())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,62 @@
+"""Leaving in order: between two steps, and never as the last replica of a stage (DESIGN "Joining, moving, leaving").
+
+Whoever wants to go says so in its seal, as the request to stop travels. Who goes is a pure function of the record
+(``StepRecord.leavers``), so that all members count without it from the same step on: nothing waits for it, nothing is sent to it, and
+no number changes. It stays until its stage's other replicas have that step, since they may still lack something of its.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from muletrain.events import Note
+from muletrain.policy.deadline import backoff_s
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from muletrain.runtime.members.context import Context
+
+TRIES, PAUSE_S, PAUSE_MAX_S = 60, 0.05, 2.0
+"""Times the other replicas are asked whether they have the step; the pause between doubles. Two minutes in all: one that lost a chunk of
+the gradient waits for its deadlines before it takes our state."""
+
+
+class Departure:
+    """This peer's wish to go."""
+
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+        self.wanted = False
+        self.unsafe: Callable[[], str | None] = lambda: None
+        """What would be lost if we went now."""
+        self._told: str | None = None
+
+    def announced(self) -> bool:
+        """What our seal says: whether we want to go and are not needed. Says why we stay, when that changes."""
+        if not self.wanted:
+            return False
+        reason = self._ctx.roster.needs_us() or self.unsafe()
+        if reason is not None and reason != self._told:
+            message = f"{self._ctx.roster.own.name} wants to leave, but {reason}: it stays until that changes"
+            self._ctx.emit(Note(level="warning", message=message))
+        self._told = reason
+        return reason is None
+
+    async def taken_over(self, lineage: bytes, step: int) -> bool:
+        """Wait until every replica of our stage that answers has come to ``step``; False if in the end none has, so that ours is the
+        last state, or if none answers for half the time after which others adopt the stage. Replicas believed dead are asked, too: a link
+        that healed says nothing by itself."""
+        ctx = self._ctx
+        there, answered_s = False, ctx.clock.now()
+        for attempt in range(TRIES):
+            answers = await asyncio.gather(*(ctx.probe(p, lineage, step) for p in ctx.roster.replicas()))
+            answered = [held.beyond(step - 1) for held in answers if held is not None]
+            there = any(answered)
+            if answered:
+                answered_s = ctx.clock.now()
+            if (there and all(answered)) or ctx.clock.now() - answered_s > ctx.plan.adopt_after_s / 2:
+                break
+            await ctx.clock.sleep(backoff_s(attempt, PAUSE_S, PAUSE_MAX_S))
+        return there

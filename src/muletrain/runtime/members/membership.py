@@ -1,0 +1,138 @@
+"""Getting to know each other after the run has begun: a newcomer introduces itself to everyone; whoever missed that asks when it is
+spoken to. Who may speak at all is the network's gate's business; here only the roster grows."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+from muletrain.errors import DeadlineExceeded, NetworkError, ProtocolError
+from muletrain.events import MemberAdmitted, Note
+from muletrain.policy.deadline import Deadline
+from muletrain.policy.recent import Recent
+from muletrain.runtime.core.messages import Acquaintances, Introduce, Member, WhoAreYou
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from muletrain.network.base import PeerId
+    from muletrain.runtime.members.context import Context
+
+CALL_S = 20.0
+FLOOR_S = 3.0
+"""A connection must be made first, and whoever it is may have to be asked for."""
+ASK_AGAIN_S = 5.0
+"""Between questions to one peer."""
+
+
+class Membership:
+    """Serves introductions, and makes ours."""
+
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+        self._asking: dict[PeerId, asyncio.Task[None]] = {}
+        self._asked: Recent[float] = Recent()
+        self._deadline = Deadline(unmeasured_s=CALL_S, floor_s=FLOOR_S)
+        ctx.net.serve(Introduce.KIND, self._on_introduction)
+        ctx.net.serve(WhoAreYou.KIND, self._on_question)
+
+    async def introduce(self) -> None:
+        """Tell everyone who we are, those that we hear of on the way included: of two newcomers, one at least hears of the other.
+        Whoever cannot be reached asks when it hears from us; those that answer long after the others are not waited for. Where some
+        believe that we serve another stage, everyone hears again."""
+        roster = self._ctx.roster
+        for _ in range(2):
+            own = roster.own
+            told: set[PeerId] = set()
+            while new := [p for p in roster.everyone() if p not in told]:
+                told.update(new)
+                await self._answers({self._ctx.spawn(self._introduce_to(p), "introduce to"): p for p in new})
+            if roster.own == own:
+                return
+
+    async def _answers(self, calls: dict[asyncio.Task[None], PeerId]) -> None:
+        """Whoever takes much longer than others is not counted on until it answers."""
+        clock = self._ctx.clock
+        begin = clock.now()
+        while calls and (rest_s := begin + self._deadline.seconds() - clock.now()) > 0:
+            with contextlib.suppress(DeadlineExceeded):
+                first = asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+                await clock.deadline(first, rest_s, "the answers to an introduction")
+            calls = {call: peer for call, peer in calls.items() if not call.done()}
+        for peer in calls.values():
+            self._ctx.suspect(peer, "it has not answered our introduction yet")
+
+    async def tell(self, peers: Collection[PeerId]) -> set[PeerId]:
+        """What is new about us, while we serve on. Those of ``peers`` that have not heard it."""
+        living = [p for p in peers if self._ctx.roster.is_alive(p)]
+        told = await asyncio.gather(*map(self._introduce_to, living))
+        return {*peers} - {p for p, heard in zip(living, told, strict=True) if heard}
+
+    async def _introduce_to(self, peer: PeerId) -> bool:
+        """True if it has heard it."""
+        ctx = self._ctx
+        begin = ctx.clock.now()
+        try:
+            introduction = Introduce(member=ctx.roster.own).pack()
+            answer = await ctx.net.call(peer, Introduce.KIND, introduction, timeout_s=CALL_S)
+            self._deadline.measured(ctx.clock.now() - begin)
+            for member in Acquaintances.unpack(answer).members:
+                if member.id == peer:
+                    ctx.roster.admit(member)
+                elif not ctx.roster.expelled(member.id):  # whoever answers may not know yet
+                    ctx.roster.hear_of(member)
+            ctx.roster.alive(peer)
+        except ProtocolError as e:
+            ctx.refused(peer, str(e))
+        except NetworkError as e:
+            ctx.suspect(peer, str(e))
+        else:
+            return True
+        return False
+
+    async def acquaint(self, peer: PeerId, stage: int | None = None) -> None:
+        """``peer`` speaks to us, and we do not know it, or not as serving ``stage``: it came, or moved, while we were away. Raises
+        ProtocolError when it does not say who it is, or was expelled."""
+        roster, now = self._ctx.roster, self._ctx.clock.now()
+        if roster.expelled(peer):
+            raise ProtocolError("this peer was expelled: it computed false gradients")
+        if roster.knows(peer) and stage in (None, roster.member(peer).stage):
+            return
+        task = self._asking.get(peer)
+        if task is None and now - self._asked.get(peer, float("-inf")) >= ASK_AGAIN_S:
+            self._asked[peer] = now
+            task = self._asking[peer] = self._ctx.spawn(self._ask(peer), "acquaint")
+            task.add_done_callback(lambda _: self._asking.pop(peer, None))
+        if task is not None:
+            await asyncio.wait({task})
+        roster.member(peer)
+
+    async def serves(self, peer: PeerId, stage: int) -> bool:
+        """Is that the stage of ``peer``, by its own word? Raises ProtocolError as ``acquaint``."""
+        await self.acquaint(peer, stage)
+        return self._ctx.roster.member(peer).stage == stage
+
+    async def _ask(self, peer: PeerId) -> None:
+        try:
+            limit_s = self._deadline.seconds()  # the next step may wait for this answer
+            answer = await self._ctx.net.call(peer, WhoAreYou.KIND, WhoAreYou().pack(), timeout_s=limit_s)
+            self._admit(peer, Member.unpack(answer))
+        except ProtocolError as e:
+            self._ctx.refused(peer, str(e))
+        except NetworkError as e:
+            self._ctx.emit(Note(level="info", message=f"{peer[-6:]} speaks to us, and does not say who it is: {e}"))
+
+    def _admit(self, sender: PeerId, member: Member) -> None:
+        if member.id != sender:
+            raise ProtocolError("a peer introduced somebody else")
+        if self._ctx.roster.admit(member):
+            self._ctx.emit(MemberAdmitted(peer_id=member.id, name=member.name, stage=member.stage))
+
+    async def _on_introduction(self, sender: PeerId, payload: bytes) -> bytes:
+        self._admit(sender, Introduce.unpack(payload).member)
+        return Acquaintances(members=self._ctx.roster.members()).pack()
+
+    async def _on_question(self, sender: PeerId, payload: bytes) -> bytes:
+        WhoAreYou.unpack(payload)
+        return self._ctx.roster.own.pack()

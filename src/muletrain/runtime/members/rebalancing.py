@@ -1,0 +1,184 @@
+"""Peers move to where they are needed most (SWARM sec. 3.2 "Adaptive swarm rebalancing", app. D): every period each announces its load,
+computes the moves that follow from everyone's, and carries out its own. The rules are ``policy.rebalance``'s; what ours wants, it must
+want twice in a row, for on a busy machine speeds wander. With planned membership spares move to where a peer was lost, and nobody else.
+
+Announcements are hints: a view that misses one costs a move too many or too few, never a number, for leaving and joining keep
+their own promises.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from statistics import median
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from muletrain.errors import NetworkError
+from muletrain.events import Note
+from muletrain.policy.rebalance import Load, View, by_queue, by_throughput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from muletrain.network.base import PeerId
+    from muletrain.policy.seats import Seats
+    from muletrain.runtime.members.context import Context, StepStats
+
+SAMPLES = 20
+"""Of the queue, in a period."""
+KEPT_PERIODS, KEPT_MAX_S = 5.0, 110.0
+"""For so long an announcement holds: a peer says nothing while it gets ready for a new stage. The directory keeps nothing for more than
+two minutes, and of two announcements the one that holds longer: so all hold equally long."""
+MEASURED_PERIODS, MAX_SERVICES = 2.0, 4096
+HORIZON_PERIODS = 10
+"""A move must have paid for itself after so many: by then the fleet will have changed."""
+
+Positive = Annotated[float, Field(ge=0, lt=1e12, allow_inf_nan=False)]
+
+
+class Announcement(BaseModel):
+    """A peer's load, as JSON in the directory. ``coming``: it is on its way to ``stage``. ``targets``: ``Load.targets``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    stage: Annotated[int, Field(ge=0, lt=4096)]
+    queue: Positive
+    speed: Positive | None
+    coming: bool
+    targets: Annotated[frozenset[int], Field(max_length=4096)] | None
+
+
+class Rebalancer:
+    """One peer's. ``queue``: requests it holds now; ``fits``: the stages its memory has room for; ``move`` starts a move."""
+
+    def __init__(
+        self, ctx: Context, queue: Callable[[], int], fits: Callable[[int], bool], move: Callable[[int | None], None]
+    ) -> None:
+        self._ctx, self._queue, self._fits, self._move = ctx, queue, fits, move
+        self._services: deque[tuple[float, float]] = deque(maxlen=MAX_SERVICES)
+        self._wanted: set[tuple[int, int]] = set()
+        """(source, target) of the moves that the last period's announcements led to."""
+        self.settled = True
+        """False until this peer serves its stage."""
+
+    def count(self, stats: StepStats) -> None:
+        """A step's work."""
+        self._services.extend((self._ctx.clock.now(), seconds) for seconds in stats.services)
+
+    @property
+    def _speed(self) -> float | None:
+        """Microbatches/s, by the median of the last periods: one that a busy machine held up says nothing of the next."""
+        since = self._ctx.clock.now() - MEASURED_PERIODS * self._ctx.plan.rebalance_s
+        known = [seconds for at, seconds in self._services if at >= since] or [s for _, s in self._services]
+        return 1 / max(1e-9, median(known)) if known else None
+
+    async def run(self) -> None:
+        """Until cancelled. The first decision is taken a whole period after the beginning, on measured speeds."""
+        ctx, period = self._ctx, self._ctx.plan.rebalance_s
+        await self._announce(0.0, ctx.roster.own.stage)
+        while True:
+            queued = 0
+            for k in range(SAMPLES):
+                await ctx.clock.sleep(period / SAMPLES)
+                queued += self._queue()
+                if k == SAMPLES // 2:
+                    await self._announce(queued / (k + 1), ctx.roster.own.stage)
+            if not self.settled:
+                continue
+            target = await self._decide(queued / SAMPLES)
+            self._move(target)
+            if target is not None:
+                await self._announce(0.0, target)
+
+    async def _announce(self, queue: float, stage: int) -> None:
+        ctx = self._ctx
+        own = self._own(queue)
+        value = Announcement(
+            stage=stage, queue=queue, speed=self._speed, coming=not self.settled or stage != ctx.roster.own.stage,
+            targets=own.targets,
+        )  # fmt: skip
+        kept_s = min(KEPT_MAX_S, KEPT_PERIODS * ctx.plan.rebalance_s)
+        try:
+            await ctx.net.announce(self._key, value.model_dump_json().encode(), kept_s)
+        except NetworkError as e:
+            ctx.emit(Note(level="info", message=f"the directory was not told of this peer's load: {e}"))
+
+    @property
+    def _key(self) -> str:
+        return f"{self._ctx.roster.genesis.run_id}/loads"
+
+    def _own(self, queue: float) -> Load:
+        roster, plan = self._ctx.roster, self._ctx.plan
+        fixed = roster.own.id == roster.genesis.collector
+        targets = frozenset(s for s in range(plan.stages) if self._fits(s)) if not fixed else frozenset()
+        return Load(roster.own.stage, queue, {roster.own.stage: self._speed or math.nan}, targets=targets)
+
+    async def _decide(self, queue: float) -> int | None:
+        """The stage to move to; None: stay."""
+        ctx, plan = self._ctx, self._ctx.plan
+        try:
+            found = await ctx.net.lookup(self._key)
+        except NetworkError as e:
+            ctx.emit(Note(level="info", message=f"no look at the others' load: {e}"))
+            return None
+        others = {
+            m.id: Load(m.stage, 0.0, {}, targets=frozenset()) for m in ctx.roster.members() if ctx.roster.is_alive(m.id)
+        }
+        said = {p: load for p, value in found.items() if (load := self._read(p, value)) is not None}
+        loads = {
+            **others,
+            **said,
+            ctx.net.peer_id: self._own(queue),
+        }  # who serves counts, whether its announcement came or not
+        view = View(loads, plan.work, plan.state_bytes)
+        if plan.seats is not None:
+            return self._stand_in(plan.seats, view)
+        if plan.rebalance == "paper":
+            moves = by_queue(view)
+        else:
+            wanted = by_throughput(view, HORIZON_PERIODS * plan.rebalance_s, exchange=False)
+            moves = tuple(m for m in wanted if (m.source, m.target) in self._wanted)
+            self._wanted = {(m.source, m.target) for m in wanted}
+        target = next((m.target for m in moves if m.peer == ctx.net.peer_id), None)
+        if target is not None:
+            ctx.emit(Note(level="info", message=f"stage {target} needs this peer more: {self._seen(view)}"))
+        return target
+
+    def _stand_in(self, seats: Seats, view: View) -> int | None:
+        """With planned membership only spares move, to where a peer was lost."""
+        names = {self._ctx.roster.name(p): load for p, load in view.loads.items()}
+        serving = [{n for n, load in names.items() if load.stage == s} for s in range(self._ctx.plan.stages)]
+
+        def able(name: str, stage: int) -> bool:
+            targets = names[name].targets
+            return targets is None or stage in targets
+
+        target = seats.moves(serving, able).get(self._ctx.roster.own.name)
+        if target is not None:
+            self._ctx.emit(
+                Note(level="info", message=f"stage {target} lost a peer and has no spare: this one goes there")
+            )
+        return target
+
+    def _seen(self, view: View) -> str:
+        """What a decision was taken on, in words."""
+        stages = []
+        for stage, peers in enumerate(view.served()):
+            speeds = [view.loads[p].speeds.get(stage, math.nan) for p in peers]
+            each = ", ".join("?" if math.isnan(v) else f"{v:.1f}" for v in speeds)
+            queued = sum(view.loads[p].queue for p in peers)
+            stages.append(f"stage {stage} does {each} microbatches/s, and {queued:.1f} wait there")
+        return "; ".join(stages)
+
+    def _read(self, peer: PeerId, value: bytes) -> Load | None:
+        """Of a member that serves or is on its way; None for what makes no sense."""
+        roster = self._ctx.roster
+        try:
+            said = Announcement.model_validate(json.loads(value))
+        except (ValueError, TypeError, RecursionError):
+            return None
+        if not roster.knows(peer) or not (roster.is_alive(peer) or said.coming):
+            return None
+        return Load(said.stage, said.queue, {said.stage: said.speed or math.nan}, targets=said.targets)

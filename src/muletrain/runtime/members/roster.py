@@ -1,0 +1,294 @@
+"""Who is in the run, which stage each serves, and who is believed to be alive.
+
+The members that begin together agree on the genesis; its digest is the first lineage, so that peers that began differently refuse each
+other's frames. Later ones introduce themselves to everyone. Who is known and who is believed alive is each peer's own view: it
+changes routing and rounds, never numbers.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import msgpack
+from pydantic import Field, model_validator
+
+from muletrain.errors import ProtocolError
+from muletrain.runtime.core.branches import BRANCH, hashed
+from muletrain.runtime.core.messages import Digest, Id, Member, Message, Natural
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+
+class Genesis(Message):
+    """Everything peers agree on before step 0. ``collector`` is the first to collect checkpoints (``start``'s)."""
+
+    run_id: Id
+    config: Digest
+    data: Digest
+    stages: Natural
+    members: Annotated[tuple[Member, ...], Field(min_length=1, max_length=4096)]
+    collector: Id
+    first_step: Natural
+
+    @model_validator(mode="after")
+    def _complete(self) -> Genesis:
+        ids = [m.id for m in self.members]
+        if len(set(ids)) != len(ids) or self.collector not in ids:
+            raise ValueError("members: ids must be distinct and include the collector")
+        if {m.stage for m in self.members} != set(range(self.stages)):
+            raise ValueError("members: every stage needs a peer")
+        if not any(m.trainer for m in self.members):
+            raise ValueError("members: the run needs a trainer")
+        return self
+
+    @property
+    def lineage(self) -> bytes:
+        """hash(R_{-1}): the lineage of the first step."""
+        return hashed(bytes(BRANCH), msgpack.packb(["genesis", self.model_dump()]))
+
+
+MAX_MEMBERS = 4096
+MAX_SINCE = 1 << 32
+"""``Member.since`` of ours that we believe others to have heard of: a lie must not use up all that can be said later."""
+MAX_GONE = 64
+"""Members believed dead, or gone in order, of which a peer knows still; or four times the living, if those are more. They may be alive
+beyond a partition, and are asked now and then; but in a long run machines come and go without end."""
+
+
+class Roster:
+    """The members, and this peer's belief about who is alive. Questions come with every frame, news seldom: answers are kept until then."""
+
+    def __init__(self, genesis: Genesis, own: str | Member) -> None:
+        """``own``: the id of one that begins, or a newcomer. Raises ProtocolError for an id that is not in the genesis."""
+        self.genesis = genesis
+        self._members = {m.id: m for m in genesis.members}
+        self._dead: dict[str, bool] = {}
+        """Peers believed dead, the first one first, and whether they themselves said that nobody is to count on them."""
+        self._left: dict[str, None] = {}
+        """Peers that left in order, the first one first."""
+        self._hearsay: set[str] = set()
+        """Members that have not said themselves which stage they serve."""
+        self._expelled: set[str] = set()
+        self._own_id = ""
+        self._answers: dict[str, Any] = {}
+        self.version = 0
+        """Counts changes of who is there, and of who is alive."""
+        if isinstance(own, Member):
+            self.admit(own)
+            self._dead.clear()
+        self._own_id = own.id if isinstance(own, Member) else own
+        self.member(self._own_id)
+        self._changed()
+
+    def _changed(self) -> None:
+        self.version += 1
+        self._answers.clear()
+
+    def _kept(self, question: str, answer: Callable[[], T]) -> T:
+        if question not in self._answers:
+            self._answers[question] = answer()
+        kept: T = self._answers[question]
+        return kept
+
+    @property
+    def own(self) -> Member:
+        return self._members[self._own_id]
+
+    def hear_of(self, member: Member) -> None:
+        """Others say that ``member`` is there; where it serves, its own word will tell. What they believe of ourselves is no news,
+        however late; but where they have it wrong, what we say next is later still. One that left is back where they heard of it
+        since: who leaves a stage at the same step as we do does not introduce itself to us, nor we to it. Raises ProtocolError as
+        ``admit``."""
+        own, known = self.own, self._members.get(member.id)
+        if member.id == own.id:
+            if own.since <= member.since < MAX_SINCE and member.stage != own.stage:
+                self._members[own.id] = own.model_copy(update={"since": member.since + 1})
+                self._changed()
+        elif known is None:
+            self.admit(member.model_copy(update={"since": 0}))
+            self._hearsay.add(member.id)
+        elif member.id in self._left and member.since > known.since:
+            self.admit(member)
+            self._members[member.id] = member.model_copy(update={"since": known.since})
+            self._hearsay.add(member.id)
+            self._changed()
+
+    def admit(self, member: Member) -> bool:
+        """Count ``member`` in, as it says itself: a newcomer, or one that serves another stage since a later step, which are believed dead
+        until they are heard of; or one that trains from now on. True if that is news. Raises ProtocolError for a stage that the run does
+        not have, or when it is full, and for one that was expelled."""
+        if member.id in self._expelled:
+            raise ProtocolError(f"{member.name} was expelled: it computed false gradients")
+        known = self._members.get(member.id)
+        if known is not None and (member.id == self._own_id or known == member):
+            return False
+        if known is not None and known.since >= member.since and member.id not in self._hearsay:
+            return False
+        if member.stage >= self.genesis.stages or (known is None and len(self._members) >= MAX_MEMBERS):
+            raise ProtocolError(f"{member.name}: the run has no room for it, or no stage {member.stage}")
+        self._members[member.id] = member
+        self._hearsay.discard(member.id)
+        if known is None or known.stage != member.stage or member.id in self._left:
+            self._left.pop(member.id, None)
+            self._dead[member.id] = False
+        self._forget()
+        self._changed()
+        return True
+
+    def _forget(self) -> None:
+        """Those that are gone for longest. Were they alive, they would introduce themselves again to whoever does not know them."""
+        for gone in (self._dead, self._left):
+            limit = max(MAX_GONE, 4 * (len(self._members) - len(self._dead) - len(self._left)))
+            for peer in [p for p in gone if p != self.genesis.collector][: max(0, len(gone) - limit)]:
+                del gone[peer], self._members[peer]
+                self._hearsay.discard(peer)
+
+    def move(self, stage: int) -> None:
+        """This peer serves ``stage`` from now on."""
+        self._members[self._own_id] = self.own.model_copy(update={"stage": stage, "since": self.own.since + 1})
+        self._changed()
+
+    def train(self) -> None:
+        """This peer builds microbatches from now on."""
+        self._members[self._own_id] = self.own.model_copy(update={"trainer": True, "since": self.own.since + 1})
+        self._changed()
+
+    def moved(self, peer: str, stage: int) -> None:
+        """``peer`` serves ``stage`` from now on, and is about to say so, or has said so."""
+        known = self._members.get(peer)
+        if known is not None and known.stage != stage:
+            self._members[peer] = known.model_copy(update={"stage": stage, "since": known.since + 1})
+            self._changed()
+
+    def collector(self) -> Member | None:
+        """Who collects checkpoints and reports, into the place that it names: the genesis' collector, after it who shares its place,
+        then whoever has one; of the live ones, by id. None: nobody has a place."""
+
+        def found() -> Member | None:
+            first = self._members[self.genesis.collector]
+            able = [m for m in self._members.values() if m.place and (m.id == self._own_id or self.is_alive(m.id))]
+            return min(able, key=lambda m: (m.id != first.id, m.place != first.place, m.id), default=None)
+
+        return self._kept("collector", found)
+
+    def members(self) -> tuple[Member, ...]:
+        """Everyone that has not left, ourselves included, by id."""
+        return self._kept("members", lambda: tuple(m for p, m in sorted(self._members.items()) if p not in self._left))
+
+    def knows(self, peer: str) -> bool:
+        return peer in self._members
+
+    def member(self, peer: str) -> Member:
+        """Raises ProtocolError for someone who is not in the run."""
+        if peer not in self._members:
+            raise ProtocolError(f"{peer} is not a member of this run")
+        return self._members[peer]
+
+    def name(self, peer: str) -> str:
+        """For people; of one that is not known (any more), the end of its id."""
+        return self._members[peer].name if peer in self._members else peer[-6:]
+
+    def is_alive(self, peer: str) -> bool:
+        return peer in self._members and peer not in self._dead and peer not in self._left
+
+    def dead(self, peer: str, *, declines: bool = False) -> bool:
+        """Believe ``peer`` dead; True when that is news. ``declines``: it answers, and says that nobody is to count on it."""
+        if peer in self._dead:
+            self._dead[peer] |= declines
+        if peer == self._own_id or peer in self._dead or peer not in self._members:
+            return False
+        self._dead[peer] = declines
+        self._forget()
+        self._changed()
+        return True
+
+    def declines(self, peer: str) -> bool:
+        """``peer`` said that nobody is to count on it, and was not heard of since."""
+        return self._dead.get(peer, False)
+
+    def alive(self, peer: str) -> bool:
+        """``peer`` was heard of (one that left, too: it was needed after all). True when it was not counted on."""
+        if peer in self._expelled:
+            return False
+        news = peer in self._dead or peer in self._left
+        if news:
+            self._dead.pop(peer, None)
+            self._left.pop(peer, None)
+            self._changed()
+        return news
+
+    def left(self, peer: str) -> None:
+        """``peer`` has gone in order: nobody asks it any more."""
+        self._go(peer)
+
+    def expel(self, peer: str) -> None:
+        """``peer`` computed what it should not: nothing of it counts any more, under this identity."""
+        self._go(peer)
+        self._expelled.add(peer)
+
+    def _go(self, peer: str) -> None:
+        if peer in self._members:
+            self._dead.pop(peer, None)
+            self._left[peer] = None
+            self._forget()
+            self._changed()
+
+    def expelled(self, peer: str) -> bool:
+        return peer in self._expelled
+
+    def needs_us(self) -> str | None:
+        """Why this peer cannot leave, as far as it knows; None if it can."""
+        if self._own_id == self.genesis.collector:
+            return "it collects the checkpoints"
+        if self.stage(self.own.stage) == (self._own_id,):
+            return f"no other peer serves stage {self.own.stage}"
+        return "no other peer has the data" if self.trainers() == (self._own_id,) else None
+
+    def stage(self, stage: int) -> tuple[str, ...]:
+        """Live peers of ``stage``, sorted."""
+        return self._kept("stages", self._by_stage).get(stage, ())
+
+    def seated(self, stage: int) -> dict[str, str]:
+        """Live peers of ``stage``, by name."""
+        return self._kept(f"seated {stage}", lambda: {self._members[p].name: p for p in self.stage(stage)})
+
+    def _by_stage(self) -> dict[int, tuple[str, ...]]:
+        found: defaultdict[int, list[str]] = defaultdict(list)
+        for peer, member in sorted(self._members.items()):
+            if self.is_alive(peer):
+                found[member.stage].append(peer)
+        return {stage: tuple(peers) for stage, peers in found.items()}
+
+    def others(self) -> tuple[str, ...]:
+        """Live peers but ourselves."""
+        return self._kept("others", lambda: tuple(p for p in self.everyone() if self.is_alive(p)))
+
+    def everyone(self) -> tuple[str, ...]:
+        """All members but ourselves and those that left, believed dead or not."""
+        return self._kept("everyone", lambda: tuple(m.id for m in self.members() if m.id != self._own_id))
+
+    def spread(self, count: int, turn: int = 0) -> tuple[str, ...]:
+        """So many of the live others, evenly spread, from the one after us on: everyone is in as many of such choices as others are. Each
+        ``turn`` others, until all had theirs."""
+        others = self.others()
+        after = bisect.bisect(others, self._own_id)
+        chosen = min(count, len(others))
+        return tuple(others[(after + turn + k * len(others) // chosen) % len(others)] for k in range(chosen))
+
+    def receivers(self) -> tuple[str, ...]:
+        """Live peers to which microbatches go from here: those of the next stage, and a trainer's of the first."""
+        first = self.stage(0) if self.own.trainer else ()
+        return tuple(p for p in (*first, *self.stage(self.own.stage + 1)) if p != self._own_id)
+
+    def replicas(self) -> tuple[str, ...]:
+        """The other members of our stage, believed dead or not."""
+        own = self.own.stage
+        return self._kept("replicas", lambda: tuple(p for p in self.everyone() if self._members[p].stage == own))
+
+    def trainers(self) -> tuple[str, ...]:
+        return self._kept("trainers", lambda: tuple(m.id for m in self.members() if m.trainer and self.is_alive(m.id)))

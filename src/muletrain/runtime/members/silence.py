@@ -1,0 +1,100 @@
+"""Silence of peers that owe answers: first a question, then doubt, and only much later the belief that the peer is dead.
+
+Three deadlines, each from measured times. A peer that owes answers gives one every so often; when it is silent for longer, it is
+asked whether it is there (that costs nothing). When the answer takes longer than such answers do, the peer is *doubted*: what it owes
+is computed by another one, too, and nothing new goes to it. That changes routing alone, so it may be wrong. To be believed dead it must
+miss the question's own, patient deadline (``Context.probe``), since then what it accumulated is run again.
+
+A peer whose event loop answers may have a device that hangs. It says so itself, in its answers (``runtime.members.watchdog``): it is doubted then,
+too, and believed dead when it refuses to answer. A long queue or a slow link is neither.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from muletrain.policy.deadline import Usual
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from muletrain.network.base import PeerId
+    from muletrain.runtime.core.messages import Request
+    from muletrain.runtime.members.context import Context
+
+FLOOR_S = 0.3
+"""Silences are asked about from here on."""
+LOOK_S, TICK_S = 1.0, 1e-3
+"""Between two looks, at most (what was measured meanwhile counts), and at least (clocks are not exact)."""
+
+
+@dataclass(slots=True)
+class _Debtor:
+    """Owes answers. ``attempt``: how often it was asked about since it was ``heard`` of."""
+
+    heard: float
+    asked: float = -math.inf
+    attempt: int = 0
+    asking: bool = False
+
+
+class Silence:
+    """Listens to the peers of one stage that owe us answers. One task does for all: there are many answers, and hardly ever a silence."""
+
+    def __init__(self, ctx: Context, stage: int, owed: Callable[[PeerId], Request | None]) -> None:
+        """``owed``: one of the requests that a peer has not answered."""
+        self._ctx, self._stage, self._owed = ctx, stage, owed
+        self._usual = Usual(unmeasured_s=10.0, floor_s=FLOOR_S, times=2.0)
+        """Between two answers of a peer that owes us some; to ask once too often is better than to wait."""
+        self._debtors: dict[PeerId, _Debtor] = {}
+        self._listening = False
+
+    def expect(self, peer: PeerId) -> None:
+        """``peer`` is about to owe us an answer."""
+        if self._owed(peer) is None:
+            self._debtors[peer] = _Debtor(self._ctx.clock.now())
+        if not self._listening:
+            self._listening = True
+            self._ctx.spawn(self._listen(), f"listen to stage {self._stage}")
+
+    def heard(self, peer: PeerId) -> None:
+        """``peer`` answered."""
+        now, debtor = self._ctx.clock.now(), self._debtors[peer]
+        self._usual.measured(now - debtor.heard)
+        debtor.heard, debtor.attempt = now, 0
+        self._ctx.trust(peer)
+
+    async def _listen(self) -> None:
+        """While anybody owes us something. The deadline of a request, which may wait in a queue, would find out much later that a peer
+        froze."""
+        try:
+            while self._debtors:
+                await self._ctx.clock.sleep(self._ask_the_late())
+        finally:
+            self._listening = False
+
+    def _ask_the_late(self) -> float:
+        """How long until the next is [s]; whoever owes us something only from now on is not before that."""
+        now, wait_s = self._ctx.clock.now(), min(LOOK_S, self._usual.seconds())
+        for peer, debtor in list(self._debtors.items()):
+            request = self._owed(peer)
+            if request is None:
+                del self._debtors[peer]
+            elif not debtor.asking:
+                due = max(debtor.asked, debtor.heard) + self._usual.seconds(debtor.attempt)
+                if due > now:
+                    wait_s = min(wait_s, due - now)
+                    continue
+                debtor.asked, debtor.attempt = now, debtor.attempt + 1
+                # a stage's last peer is not given up for being slow
+                if self._ctx.roster.stage(self._stage) != (peer,):
+                    debtor.asking = True
+                    self._ctx.spawn(self._ask(peer, debtor, request), f"listen to {peer[-6:]}")
+        return max(wait_s, TICK_S)
+
+    async def _ask(self, peer: PeerId, debtor: _Debtor, request: Request) -> None:
+        if await self._ctx.probe(peer, request.lineage, request.step, brief=True) is None:
+            self._ctx.give_up(peer, "it is silent, and answers no probe")
+        debtor.asking = False

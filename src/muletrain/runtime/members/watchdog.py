@@ -1,0 +1,91 @@
+"""A device that hangs while the event loop answers: the peer itself sees it, for it alone knows what its device is at, and since when.
+
+A slow link or a long queue is no hang: what counts is for how long one operation has been running, in times that it usually takes
+(``compute.jobs``). Three limits, each from measured times:
+
+- *late*, after about four usual times (2 s at least, 75 s before the operation has ended once): answers to probes say so. Others doubt
+  this peer, which changes routing alone: copies of what it owes, within their budgets, and nothing new.
+- *out*, after four times as long (8 s at least; 300 s the first time): it is not to be counted on. It refuses probes and sends nothing, so
+  for the others it is a frozen peer: they run again what it had accumulated. When the operation ends after all, it comes back as a
+  frozen peer does. The last peer of a stage is never out: nobody could do its work.
+- *hung*, after thirty times as long as late, 5 to 60 minutes: the peer ends with an error.
+
+Time is counted while this process ran: between two looks no more than twice the usual pause, however long it was stopped or suspended.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from muletrain.errors import MuletrainError
+from muletrain.events import Note
+
+if TYPE_CHECKING:
+    from muletrain.compute.jobs import Job
+    from muletrain.runtime.members.context import Context
+
+LOOK_S = 0.5
+"""Between two looks."""
+OUT, HUNG = 4.0, 30.0
+"""Times as long as until an operation is late."""
+LEAST_S, MOST_S = 300.0, 3600.0
+"""Bounds of the time after which an operation hangs."""
+
+
+class DeviceHung(MuletrainError):
+    """An operation does not return."""
+
+
+class Watchdog:
+    """Of one peer's compute."""
+
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+        self._ages_s: dict[Job, float] = {}
+
+    async def run(self) -> None:
+        """Until cancelled. Raises DeviceHung."""
+        clock = self._ctx.clock
+        while True:
+            before = clock.now()
+            await clock.sleep(LOOK_S)
+            self.look(min(clock.now() - before, 2 * LOOK_S))
+
+    def look(self, seconds: float) -> None:
+        """``seconds``: for so long this process ran since the last look. Raises DeviceHung."""
+        ctx, jobs = self._ctx, self._ctx.compute.jobs
+        before = self._ages_s
+        self._ages_s = {job: before[job] + seconds if job in before else 0.0 for job in jobs.running()}
+        late: tuple[Job, ...] = ()
+        for job, age_s in self._ages_s.items():
+            if age_s >= hung_s(jobs.late_s(job.what)):
+                raise DeviceHung(_what_hangs(job, age_s))
+            # beside the device's own, states are written and hashed, which may take any time
+            if job.device and age_s >= jobs.late_s(job.what):
+                late += (job,)
+        ctx.late = bool(late)
+        out = [j for j in late if self._ages_s[j] >= OUT * jobs.late_s(j.what)]
+        last = ctx.roster.stage(ctx.roster.own.stage) == (ctx.net.peer_id,)
+        if out and ctx.works.is_set() and not last:
+            ctx.works.clear()
+            message = f"{_at(out[0], self._ages_s[out[0]])}: the others go on without this peer until it returns"
+            ctx.emit(Note(level="warning", message=message))
+        elif not out and not ctx.works.is_set():
+            ctx.works.set()
+            ctx.emit(Note(level="info", message="the device works again"))
+
+
+def hung_s(late_s: float) -> float:
+    """After how long the peer ends [s]. ``late_s``: see ``Jobs.late_s``."""
+    return min(MOST_S, max(LEAST_S, HUNG * late_s))
+
+
+def _at(job: Job, age_s: float) -> str:
+    return f"the {'device' if job.device else 'thread beside the device'} has been at {job.what!r} for {age_s:.0f} s"
+
+
+def _what_hangs(job: Job, age_s: float) -> str:
+    return (
+        f"{_at(job, age_s)}, so this peer ends. Look for the device's errors in the system log (dmesg), update or reload its driver, or "
+        f"restart the machine; then join again"
+    )

@@ -1,0 +1,144 @@
+"""Gradients that come back from the next stage and stand out are asked for again, from another peer of it (DESIGN, invariant 5).
+
+Without this, whoever gets a false gradient would be taken for the one that computes falsely. Its activations are still there, so
+another peer computes the same microbatch from the same inputs, and accumulates nothing.
+
+The first answers have nothing to be compared with but each other. So the first one waits for that of another peer, which is mostly
+under way: to have each stage's first microbatch computed twice, one stage after the other, took a pipeline of S stages S^2 / 2 of its
+service times before anything else moved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from muletrain.errors import DeadlineExceeded
+from muletrain.optim.norms import square_norm
+from muletrain.policy.outliers import ALIKE, strange
+from muletrain.runtime.microbatch.dispatcher import StageLost
+from muletrain.wire.codec import decode
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from muletrain.network.base import PeerId
+    from muletrain.runtime.core.messages import Forward, Request
+    from muletrain.runtime.members.context import Context
+    from muletrain.runtime.microbatch.dispatcher import Answer, Router
+    from muletrain.wire.codec import Encoded
+
+REMEMBERED = 64
+"""Lengths of gradients that were taken."""
+PAUSE_S = 0.01
+"""At least, before it is looked again whether another answer is still to come."""
+
+
+class _Gradient(NamedTuple):
+    values: Tensor
+    length: float
+    """Infinite where it is not finite."""
+
+
+class Opinions:
+    """On the answers of one router."""
+
+    def __init__(self, ctx: Context, router: Router) -> None:
+        self._ctx, self._router = ctx, router
+        self._lengths: deque[float] = deque(maxlen=REMEMBERED)
+        self._first: dict[PeerId, float] = {}
+        """Lengths of the first answers, by who gave them, until some were taken."""
+        self._second = asyncio.Event()
+        """Two peers have answered."""
+        self._beginning = asyncio.Lock()
+
+    async def gradient(
+        self, request: Request, forward: Forward, sent: list[Encoded], answer: Answer
+    ) -> tuple[Tensor, bool]:
+        """The gradient to go on with, and whether it is to be trusted: not if it stands out and nobody else could be asked."""
+        first = await self._read(answer)
+        if not forward.accumulate or answer.unfinite:
+            return first.values, True
+        if not self._lengths:
+            await self._begin(answer, first.length)
+            async with self._beginning:  # one is enough
+                if not self._lengths and not self._agreed():
+                    return await self._compared(request, sent, answer.peer, first)
+        if strange(first.length, self._lengths or [*self._first.values()]):
+            return await self._compared(request, sent, answer.peer, first)
+        self._remember(first)
+        return first.values, True
+
+    async def _begin(self, answer: Answer, length: float) -> None:
+        """Wait for another peer's first answer, while one is to come."""
+        self._first.setdefault(answer.peer, length)
+        if len(self._first) > 1:
+            self._second.set()
+        while not self._second.is_set() and self._router.expects_another_than(answer.peer):
+            with contextlib.suppress(DeadlineExceeded):
+                await self._ctx.clock.deadline(
+                    self._second.wait(), max(answer.took_s, PAUSE_S), "another peer's first gradient"
+                )
+
+    def _agreed(self) -> bool:
+        """Several peers' first gradients, none of which stands out from another's."""
+        lengths = [*self._first.values()]
+        return len(lengths) > 1 and min(lengths) > 0 and not strange(max(lengths), [min(lengths)])
+
+    async def _compared(
+        self, request: Request, sent: list[Encoded], peer: PeerId, first: _Gradient
+    ) -> tuple[Tensor, bool]:
+        """What two peers agree on, of three at the most."""
+        asked, known_before = {peer: first}, bool(self._lengths)
+        while len(asked) < 3 and not asked.keys() >= set(self._ctx.roster.stage(self._ctx.roster.own.stage + 1)):
+            try:
+                other = await self._router.request(request, (), sent, asked, gradient=True)
+            except StageLost:
+                break
+            gradient = await self._read(other)
+            for known in asked.values():
+                if await self._ctx.compute.offload(_alike, known, gradient):
+                    self._blame({p for p, g in asked.items() if g is not known}, request)
+                    self._remember(known)
+                    return known.values, True
+            asked[other.peer] = gradient
+        usual = min(
+            asked, key=lambda p: (strange(asked[p].length, self._lengths), not asked[p].length, asked[p].length)
+        )
+        trusted = known_before and not strange(asked[usual].length, self._lengths)
+        self._blame(asked.keys() - {usual} if trusted else set(), request)
+        self._remember(asked[usual])
+        return asked[usual].values, trusted
+
+    async def _read(self, answer: Answer) -> _Gradient:
+        assert answer.gradient is not None  # the pipeline looked
+        return await self._ctx.compute.offload(_decoded, answer.gradient)
+
+    def _remember(self, gradient: _Gradient) -> None:
+        if gradient.length < math.inf:
+            self._lengths.append(gradient.length)
+
+    def _blame(self, peers: set[PeerId], request: Request) -> None:
+        for peer in sorted(peers):
+            self._ctx.refused(
+                peer, f"backward: its gradient of microbatch {request.step}/{request.index} is not what others of its stage compute"
+            )  # fmt: skip
+
+
+def _decoded(gradient: Encoded) -> _Gradient:
+    values = decode(gradient)
+    return _Gradient(values, _length(values))
+
+
+def _length(values: Tensor) -> float:
+    squares = square_norm(values.view(-1))
+    return math.sqrt(squares) if squares < math.inf else math.inf
+
+
+def _alike(a: _Gradient, b: _Gradient) -> bool:
+    if math.inf in (a.length, b.length):
+        return a.length == b.length
+    return _length(a.values - b.values) <= ALIKE * max(a.length, b.length)

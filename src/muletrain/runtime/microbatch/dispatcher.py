@@ -1,0 +1,386 @@
+"""Sending a microbatch onwards: choose a peer of a stage, push the tensors, and see the answer through.
+
+Used by trainers (towards stage 0) and by peers (towards the next stage) alike: activations travel peer to peer, and each
+sender chooses by its own measurements (SWARM sec. 3.2, app. C).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from muletrain.errors import DeadlineExceeded, Malformed, MuletrainError, PeerUnreachable, ProtocolError
+from muletrain.events import MicrobatchRerouted
+from muletrain.policy.deadline import Deadline, RetryBudget, backoff_s
+from muletrain.policy.wiring import Wiring
+from muletrain.runtime.core.messages import Backward, Busy, Done, Forward, Lost, Request
+from muletrain.runtime.core.waiting import unless_done
+from muletrain.runtime.members.silence import Silence
+from muletrain.wire.codec import decode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Coroutine, Iterable
+
+    from muletrain.network.base import PeerId
+    from muletrain.runtime.members.context import Context
+    from muletrain.runtime.microbatch.inflight import Computing
+    from muletrain.wire.codec import Encoded
+
+BUSY_PAUSE_S = 0.005
+"""First pause when every peer of a stage is full; doubles up to the limit below."""
+BUSY_PAUSE_MAX_S = 0.5
+COPIES, COPIES_SHARE = 2.0, 0.1
+"""Microbatches computed twice for peers that are doubted: so many times what one peer holds at once, then a tenth of those answered."""
+
+
+class _Gone(MuletrainError):
+    """The peer lives, but nothing will come of the request."""
+
+
+class _Over(MuletrainError):
+    """The step of the request has ended without it."""
+
+
+class _Full(MuletrainError):
+    """The peer has no room now."""
+
+
+class _FoundUnfinite(_Gone):
+    """The peer found that the microbatch does not stay finite."""
+
+
+class Unfinite(MuletrainError):
+    """Activations that are not finite: whoever computed them is to say so, for another to compute them again."""
+
+
+class StageLost(MuletrainError):
+    """No peer of the stage could take the microbatch now."""
+
+
+@dataclass
+class Answer:
+    """What came back for a request: the loss [nats/token] and, where it was asked for, d loss / d output as sent. ``unfinite``: another
+    peer had found that the microbatch does not stay finite."""
+
+    peer: PeerId
+    loss: float
+    gradient: Encoded | None
+    unfinite: bool
+    took_s: float
+
+
+_Reply = tuple["Backward | Done | Busy | Lost", "list[Encoded]"]
+
+
+@dataclass
+class _Pending:
+    """One peer's answer to one request. ``shape``: of the gradient that is to come, that of what was sent; None if none is. ``elsewhere``
+    gets it from another peer, which accumulates nothing."""
+
+    peer: PeerId
+    shape: tuple[int, ...] | None
+    request: Request
+    elsewhere: Callable[[], Coroutine[Any, Any, Answer]]
+    reply: asyncio.Future[_Reply | Answer]
+    """Or what another peer made of the same, meanwhile."""
+    copy: asyncio.Task[Answer] | None = None
+    """That one's, once the peer is doubted (``Silence``)."""
+
+    def compute_twice(self) -> None:
+        self.copy = asyncio.create_task(self.elsewhere())
+        self.copy.add_done_callback(self._copied)
+
+    def _copied(self, copy: asyncio.Task[Answer]) -> None:
+        if not (copy.cancelled() or copy.exception() or self.reply.done()):
+            self.reply.set_result(copy.result())
+
+
+class Router:
+    """Requests towards one stage."""
+
+    def __init__(self, ctx: Context, stage: int) -> None:
+        self._ctx = ctx
+        self._stage = stage
+        self._wiring = Wiring(random.Random(f"{ctx.net.peer_id}/{stage}"))
+        self._deadline = Deadline()
+        self._pending: dict[PeerId, dict[tuple[int, int, int, str], _Pending]] = {}
+        """By whom an answer is owed; nobody who owes none."""
+        self._silence = Silence(ctx, stage, self._owed)
+        self._copies = RetryBudget(COPIES * ctx.plan.capacity, COPIES_SHARE)
+        ctx.on_doubt.append(self._doubt)
+        self._current: set[tuple[int, bytes]] | None = None
+
+    def begin(self, under_way: Iterable[Computing]) -> None:
+        """Requests of other steps are given up from now on: nobody answers them any more, and nobody is to be banned for that."""
+        self._current = {(work.step, work.lineage) for work in under_way}
+        self.refresh()
+        for pending in [p for owed in self._pending.values() for p in owed.values()]:
+            if not self._is_current(pending.request) and not pending.reply.done():
+                pending.reply.set_exception(_Over(f"step {pending.request.step} has ended"))
+
+    def _is_current(self, request: Request) -> bool:
+        return self._current is None or (request.step, request.lineage) in self._current
+
+    def refresh(self) -> None:
+        """Take the roster's view of who serves the stage."""
+        alive = set(self._ctx.roster.stage(self._stage))
+        for peer in set(self._wiring.peers()) - alive:
+            self._wiring.remove(peer)
+        for peer in sorted(alive, key=self._device_s):
+            self._wiring.add(peer, self._device_s(peer))
+
+    def _device_s(self, peer: PeerId) -> float:
+        """Forward and backward of a microbatch by what ``peer`` says of its device [s]; 0: it says nothing."""
+        work, flops = self._ctx.plan.work, self._ctx.roster.member(peer).flops
+        return 3 * work[self._stage] / flops if work and flops else 0.0
+
+    def expects(self, sender: PeerId, reply: Backward, tensors: list[Encoded]) -> None:
+        """A gradient of what is sent to this stage, before it is read. It may be late. Raises Malformed for any other."""
+        plan, (gradient,) = self._ctx.plan, tensors
+        shape = plan.sequences, plan.sequence_length(reply.step), plan.width
+        if (gradient.shape, gradient.codec) != (shape, plan.activations):
+            raise Malformed(f"a gradient of {gradient.codec} {gradient.shape} that is not {plan.activations} {shape}")
+
+    def on_reply(self, sender: PeerId, reply: Backward | Done | Busy | Lost, tensors: list[Encoded]) -> None:
+        """Match an answer with its request; late answers to requests that were given up, or sent elsewhere since, are dropped.
+        Raises ProtocolError for a gradient of another shape or codec than was sent, or where none was to come, or the reverse."""
+        pending = self._pending.get(sender, {}).get(reply.key)
+        if pending is None or pending.reply.done():
+            return
+        if isinstance(reply, Backward | Done) and isinstance(reply, Done) != (pending.shape is None):
+            raise ProtocolError(f"{reply.KIND}: {'no' if pending.shape is None else 'a'} gradient was asked for")
+        if any((t.shape, t.codec) != (pending.shape, self._ctx.plan.activations) for t in tensors):
+            raise ProtocolError(f"a gradient that is not {self._ctx.plan.activations} {pending.shape}")
+        self._silence.heard(sender)
+        pending.reply.set_result((reply, tensors))
+
+    async def request(
+        self,
+        request: Request,
+        accumulate: tuple[int, ...],
+        tensors: list[Encoded],
+        tried: Collection[PeerId] = (),
+        *,
+        gradient: bool,
+        unfinite: bool = False,
+    ) -> Answer:
+        """Get one microbatch through the stage, without those that were ``tried``, and all behind it. ``gradient``: that of the loss to
+        what is sent is to come back. ``unfinite``: see ``Forward``. Where the first that tries it finds that it does not stay finite,
+        another one decides, or it does so itself if there is no other. Raises StageLost when every live peer failed it or its step is
+        over, and Unfinite when what we send is not finite, and should be."""
+        begun_s = self._ctx.clock.now()
+        failed: set[PeerId] = set(tried)
+        full: set[PeerId] = set()
+        again: set[PeerId] = set()
+        for tries in itertools.count():
+            if not self._is_current(request):
+                raise StageLost(f"stage {self._stage}: step {request.step} has ended")
+            peer = self._choose(request, failed, full, self._ctx.clock.now() - begun_s)
+            if peer is None and full:
+                await self._ctx.clock.sleep(backoff_s(tries, BUSY_PAUSE_S, BUSY_PAUSE_MAX_S))
+                full.clear()
+                continue
+            if peer is None and again:
+                failed, again = failed - again, set()
+                continue
+            if peer is None:
+                await self._recount(request)
+                raise StageLost(
+                    f"stage {self._stage}: no live peer could take microbatch {request.step}/{request.index}"
+                )
+            try:
+                answer = await self._from(peer, request, accumulate, tensors, failed, gradient, unfinite=unfinite)
+            except (PeerUnreachable, DeadlineExceeded) as e:
+                self._give_up(peer, request, str(e))
+                self._ctx.suspect(peer, str(e))
+            except _FoundUnfinite as e:
+                if not unfinite and not await self._ctx.compute.offload(_finite, tensors[0]):
+                    raise Unfinite(f"activations of microbatch {request.step}/{request.index}: not finite") from None
+                unfinite, again = True, again if unfinite else {peer}
+                self._give_up(peer, request, str(e))
+            except _Gone as e:  # alive, but it does not have the request (any more)
+                self._give_up(peer, request, str(e))
+            except _Over:
+                continue
+            except _Full:
+                full.add(peer)
+                continue
+            else:
+                return answer
+            failed.add(peer)
+            accumulate = await self._missing(request, accumulate)
+        raise AssertionError  # itertools.count does not end
+
+    def _choose(self, request: Request, failed: set[PeerId], full: set[PeerId], waited_s: float) -> PeerId | None:
+        """Somebody else than a peer that is doubted, while there is one, be it that we have to wait for room. With planned membership: who
+        has the seat, else a spare, else whoever serves the stage."""
+        known = set(self._wiring.peers())
+        usable = {p for p in known if self._ctx.roster.is_alive(p)} - failed
+        trusted = (usable - self._ctx.doubted) or usable
+        if (seats := self._ctx.plan.seats) is not None:
+            there = self._ctx.roster.seated(self._stage)
+            meant = (
+                there[name]
+                for name in seats.first_choice(
+                    self._stage, request.index, {n for n, p in there.items() if p in trusted}
+                )
+            )
+            trusted = set(meant) or trusted
+        out = known - trusted
+        under_way = {p: len(owed) for p, owed in self._pending.items()}
+        now_s = self._ctx.clock.now()
+        return self._wiring.choose(out, under_way, full=full, step=request.step, now_s=now_s, waited_s=waited_s)
+
+    async def _from(
+        self,
+        peer: PeerId,
+        request: Request,
+        accumulate: tuple[int, ...],
+        tensors: list[Encoded],
+        tried: set[PeerId],
+        gradient: bool,
+        *,
+        unfinite: bool,
+    ) -> Answer:
+        """The answer of ``peer``. When it is doubted, another works on the microbatch, too, but accumulates nothing, here and in the
+        stages behind: if the peer lives, the microbatch is in its accumulator; if not, that is lost whatever we do, and the stage
+        runs what it held again. So a false alarm costs this one computation, and no microbatch is ever in two accumulators."""
+        elsewhere = partial(self.request, request, (), tensors, {*tried, peer}, gradient=gradient, unfinite=unfinite)
+        pending = self._begin(peer, request, tuple(tensors[0].shape) if gradient else None, elsewhere)
+        try:
+            return await self._try(pending, accumulate, tensors, unfinite=unfinite)
+        except MuletrainError:
+            if pending.copy is None:
+                raise
+            await asyncio.wait({pending.copy})
+            if pending.copy.exception() is not None:
+                raise
+            return pending.copy.result()
+        finally:
+            del self._pending[peer][request.key]
+            if not self._pending[peer]:
+                del self._pending[peer]
+            if pending.copy is not None:
+                pending.copy.cancel()
+                await asyncio.wait({pending.copy})
+
+    def expects_another_than(self, peer: PeerId) -> bool:
+        """Does somebody else owe an answer, and is not doubted?"""
+        return any(p != peer and p not in self._ctx.doubted for p in self._pending)
+
+    def _owed(self, peer: PeerId) -> Request | None:
+        for pending in self._pending.get(peer, {}).values():
+            return pending.request
+        return None
+
+    def _doubt(self, peer: PeerId) -> None:
+        if peer in self._pending:
+            self._ctx.spawn(self._have_copied(peer), f"copies for {peer[-6:]}")
+
+    async def _have_copied(self, peer: PeerId) -> None:
+        """What ``peer`` owes is computed by others, too, oldest first, and as fast as they can: most that are doubted are heard of again
+        before long, and what was given to others by then is computed twice."""
+        while peer in self._ctx.doubted:
+            others = set(self._wiring.peers()) - self._ctx.doubted
+            owed = (p for p in self._pending.get(peer, {}).values() if p.copy is None and not p.reply.done())
+            if (pending := next(owed, None)) is None or not others or not self._copies.spend():
+                return
+            why = "its device is late" if self._ctx.is_late(peer) else "it is silent"
+            self._rerouted(peer, pending.request, f"{why}: another computes the same, too")
+            pending.compute_twice()
+            await self._ctx.clock.sleep(1 / sum(1 / self._wiring.expected_s(p) for p in others))
+
+    async def _missing(self, request: Request, accumulate: tuple[int, ...]) -> tuple[int, ...]:
+        """What failed here may have gone through there: stages from ours on that hold it already do not accumulate it again."""
+        ours = tuple(s for s in accumulate if s >= self._stage)
+        still, _ = await self._ctx.still_missing(request.lineage, request.step, request.index, ours)
+        return tuple(s for s in accumulate if s < self._stage or s in still)
+
+    async def _recount(self, request: Request) -> None:
+        """Nobody is left to try: who of the stage answers, believed dead or banned before, counts again from the next request on."""
+        ctx = self._ctx
+        members = [p for p in ctx.roster.everyone() if ctx.roster.member(p).stage == self._stage]
+        await asyncio.gather(*(ctx.probe(p, request.lineage, request.step) for p in members))
+        self.refresh()
+
+    def _begin(
+        self, peer: PeerId, request: Request, shape: tuple[int, ...] | None, elsewhere: Callable[[], Coroutine[Any, Any, Answer]]
+    ) -> _Pending:  # fmt: skip
+        if request.key in self._pending.get(peer, {}):
+            raise ProtocolError(
+                f"microbatch {request.step}/{request.index} attempt {request.attempt} is already under way"
+            )
+        self._silence.expect(peer)
+        pending = _Pending(peer, shape, request, elsewhere, asyncio.get_running_loop().create_future())
+        self._pending.setdefault(peer, {})[request.key] = pending
+        return pending
+
+    async def _try(
+        self, pending: _Pending, accumulate: tuple[int, ...], tensors: list[Encoded], *, unfinite: bool
+    ) -> Answer:
+        """One receiver: send, then wait while it is seen to be working on it. Raises _Full, _Gone, PeerUnreachable, DeadlineExceeded."""
+        clock, peer, request = self._ctx.clock, pending.peer, pending.request
+        message = Forward(
+            **request.identity(), stage=self._stage, accumulate=accumulate, gradient=pending.shape is not None,
+            deadline_s=self._deadline.seconds(), unfinite=unfinite,
+        )  # fmt: skip
+        begin = clock.now()
+        with self._ctx.awaiting(peer, pending.reply):
+            # a frozen receiver takes only what its buffers hold
+            await unless_done(pending.reply, self._ctx.send(peer, message, list(tensors)))
+            got = await self._await(peer, request, pending)
+        if isinstance(got, Answer):
+            return got
+        reply, answer = got
+        if isinstance(reply, Busy):
+            raise _Full
+        if isinstance(reply, Lost):
+            raise (_FoundUnfinite if reply.unfinite else _Gone)(reply.reason)
+        took = clock.now() - begin
+        self._copies.succeeded()
+        self._deadline.measured(took)
+        busy_s = min(
+            reply.busy_s, took
+        )  # by our own clock: what a peer says of itself must not spoil what is thought of others
+        way_s = took - busy_s - reply.away_s
+        self._wiring.measured(peer, max(busy_s, 1e-6), way_s, clock.now())
+        return Answer(peer, reply.loss, answer[0] if answer else None, unfinite, took)
+
+    async def _await(self, peer: PeerId, request: Request, pending: _Pending) -> _Reply | Answer:
+        for attempt in itertools.count():
+            what = f"microbatch {request.step}/{request.index} at stage {self._stage}"
+            try:
+                return await self._ctx.clock.deadline(
+                    asyncio.shield(pending.reply), self._deadline.seconds(attempt), what
+                )
+            except DeadlineExceeded:
+                probe = self._ctx.probe(peer, request.lineage, request.step, attempt)
+                held = await unless_done(pending.reply, probe)
+                if pending.reply.done():
+                    return pending.reply.result()
+                if held is None:
+                    raise
+                # a probe overtakes a long answer: what is in the accumulator is done, and its answer may be on its way
+                answered = request.index in held.answering or (attempt == 0 and request.index in held.held)
+                if request.index not in held.running and not answered:
+                    raise _Gone(f"{what}: it is not working on it") from None
+        raise AssertionError
+
+    def _give_up(self, peer: PeerId, request: Request, reason: str) -> None:
+        self._wiring.ban(peer)
+        self._rerouted(peer, request, reason)
+
+    def _rerouted(self, peer: PeerId, request: Request, reason: str) -> None:
+        self._ctx.emit(
+            MicrobatchRerouted(
+                step=request.step, index=request.index, stage=self._stage, reason=f"{peer[-6:]}: {reason}"
+            )
+        )
+
+
+def _finite(tensor: Encoded) -> bool:
+    return bool(decode(tensor, copy=False).isfinite().all())

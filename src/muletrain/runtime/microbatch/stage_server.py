@@ -1,0 +1,338 @@
+"""A peer's part of the pipeline: receive, compute and send slots that overlap (DT-FM sec. 3.5).
+
+Each admitted request is one coroutine that holds its place until its backward is through: a forward is admitted only with
+room reserved for its backward, so gradients never wait for space and bounded queues cannot deadlock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from muletrain.compute.base import Microbatch
+from muletrain.compute.checks import check_token_values, is_finite
+from muletrain.errors import Malformed, MuletrainError, NetworkError, ProtocolError
+from muletrain.events import MicrobatchServed, MicrobatchTaken
+from muletrain.policy.deadline import UNMEASURED_S, Usual
+from muletrain.runtime.core.messages import Backward, Busy, Done, Forward, Lost, Request
+from muletrain.runtime.microbatch.cross_check import Opinions
+from muletrain.runtime.microbatch.dispatcher import Unfinite
+from muletrain.wire.codec import IDS, decode, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from muletrain.network.base import Frame, PeerId
+    from muletrain.runtime.members.context import Context
+    from muletrain.runtime.microbatch.dispatcher import Answer, Router
+    from muletrain.runtime.microbatch.inflight import Computing
+    from muletrain.wire.codec import Encoded
+
+BACKWARD, FORWARD = 0, 1
+"""Priorities on the compute slot; GPipe's are the other way round."""
+PATIENCE = 64
+"""A request is abandoned after this many of its sender's deadlines, or of the times that one takes here, so that no place in the queue is
+held for ever: beside GPUs that answer within a second, a CPU may need a minute for each of what it holds."""
+
+
+@dataclass
+class _Held:
+    """An admitted request. ``busy_s`` is this peer's own work on it, ``computed_s`` its forward. ``excused``: what others
+    gave it stood out, and nobody else could be asked."""
+
+    sender: PeerId
+    message: Forward
+    work: Computing
+    admitted: float
+    busy_s: float = 0.0
+    computed_s: float = 0.0
+    excused: bool = False
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def microbatch(self) -> Microbatch:
+        return Microbatch(self.message.step, self.message.index)
+
+    @property
+    def request(self) -> Request:
+        return self.message
+
+
+@dataclass
+class Pipeline:
+    """Serves one stage."""
+
+    ctx: Context
+    computing: Callable[[int], Computing | None]
+    """What is under way of a step."""
+    router: Router | None
+    """Towards the next stage; None on the last."""
+    _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
+    _answers: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """Being sent, by step and index."""
+
+    def __post_init__(self) -> None:
+        self._opinions = None if self.router is None else Opinions(self.ctx, self.router)
+        self._usual = Usual(unmeasured_s=UNMEASURED_S, floor_s=0.0, times=1.0)
+        """What a microbatch takes here."""
+        seats = self.ctx.plan.seats
+        self._forward, self._backward = FORWARD, BACKWARD
+        self._between: asyncio.Semaphore | nullcontext[None] = nullcontext()
+        """1F1B: held by a microbatch from before its forward until its backward is through, or it failed. Who waits for it waits for later
+        stages only, and the last one waits for nobody."""
+        if seats is not None and seats.schedule == "gpipe":
+            self._forward, self._backward = BACKWARD, FORWARD
+        elif seats is not None and self.router is not None:
+            self._between = asyncio.Semaphore(seats.most_in_flight(self.ctx.roster.own.stage, self.ctx.roster.own.name))
+
+    def running(self, step: int) -> list[int]:
+        """Microbatches of ``step`` that are being worked on."""
+        return sorted(index for held, index in self._held if held == step)
+
+    def answering(self, step: int) -> list[int]:
+        """Microbatches of ``step`` of which the answer is being sent: on a narrow link it may wait for others."""
+        return sorted(index for answered, index in self._answers if answered == step)
+
+    def load(self) -> int:
+        """Requests it holds, waiting or being worked on."""
+        return len(self._held)
+
+    async def on_forward(self, sender: PeerId, message: Forward, frame: Frame) -> None:
+        """Admit, or say that the queue is full, or that another replica must accumulate it. A microbatch that this peer works on
+        already is not begun twice."""
+        self.expects(sender, message, frame.tensors)
+        work = self.computing(message.step)
+        if work is None:
+            return
+        wanted = message.stage in message.accumulate  # else it is a copy, or a question, of which there may be many
+        answered = work.answered.get(message.index) == (sender, message.key)
+        if wanted and answered and message.index in work.ledger.held:
+            raise Malformed(
+                f"microbatch {message.step}/{message.index}, attempt {message.attempt}, a second time, after its answer"
+            )
+        key = (message.step, message.index)
+        if key in self._held or len(self._held) >= self.ctx.plan.capacity:
+            busy = Busy(**message.identity(), stage=message.stage)
+            self.ctx.spawn(self._reply(sender, busy, []), "busy")
+            return
+        if wanted and not work.ledger.takes(message.index):
+            lost = Lost(**message.identity(), stage=message.stage, reason="its accumulator is sealed")
+            self.ctx.spawn(self._reply(sender, lost, []), "lost")
+            return
+        held = self._held[key] = _Held(sender, message, work, self.ctx.clock.now())
+        if self.ctx.plan.trace:
+            self.ctx.emit(MicrobatchTaken(step=message.step, index=message.index, stage=message.stage))
+        held.task = self.ctx.spawn(self._serve(held, frame.tensors), f"serve {key}")
+        held.task.add_done_callback(lambda _: self._release(held))  # it may be cancelled before it begins
+
+    def abandon(self) -> None:
+        """What was begun for a step that is over must not be taken for work of one that is begun again."""
+        for held in self._held.values():
+            if held.task is not None and held.work.over:
+                held.task.cancel()
+
+    def _release(self, held: _Held) -> None:
+        """Its place in the queue, if it has it still."""
+        key = (held.message.step, held.message.index)
+        if self._held.get(key) is held:
+            del self._held[key]
+
+    async def _serve(self, held: _Held, tensors: list[Encoded]) -> None:
+        try:
+            what = f"microbatch {held.message.step}/{held.message.index} at stage {held.message.stage}"
+            limit = PATIENCE * max(held.message.deadline_s, self._usual.seconds())
+            loss, gradient = await self.ctx.clock.deadline(self._work(held, tensors), limit, what)
+        except MuletrainError as e:  # the sender still holds the activations, and chooses someone else
+            if isinstance(e, ProtocolError):
+                self.ctx.refused(held.sender, f"{held.message.KIND}: {e}")
+            lost = Lost(
+                **held.message.identity(), stage=held.message.stage, reason=str(e)[:1000], unfinite=isinstance(e, Unfinite)
+            )  # fmt: skip
+            await self._reply(held.sender, lost, [])
+            return
+        finally:
+            self.ctx.compute.discard(held.microbatch)
+            self._release(held)
+        key = held.message.step, held.message.index
+        self._answers[key] += 1
+        try:
+            await self._answer(held, loss, gradient)
+        finally:
+            self._answers[key] -= 1
+            self._answers += Counter()
+
+    async def _work(self, held: _Held, tensors: list[Encoded]) -> tuple[float, Encoded | None]:
+        inputs, targets = await self._receive(held, tensors)
+        if self.router is None:
+            return await self._last_stage(held, inputs, targets)
+        # who asks for a copy waits for another pipeline, which is not to stand meanwhile
+        wanted = held.message.stage in held.message.accumulate
+        async with self._between if wanted else nullcontext():
+            return await self._there_and_back(held, inputs, tensors[1], self.router)
+
+    async def _there_and_back(
+        self, held: _Held, inputs: Tensor, targets: Encoded, router: Router
+    ) -> tuple[float, Encoded | None]:
+        """Forward, all that comes behind, and backward."""
+        sent = [await self._compute_forward(held, inputs), targets]
+        message = held.message
+        backward = message.gradient or message.stage in message.accumulate
+        answer = await router.request(
+            held.request, message.accumulate, sent, gradient=backward, unfinite=message.unfinite
+        )
+        if answer.gradient is None:  # it is run again for a later stage alone
+            held.work.recomputed += 1
+            return answer.loss, None
+        return await self._compute_backward(held, answer, sent)
+
+    async def _receive(self, held: _Held, tensors: list[Encoded]) -> tuple[Tensor, Tensor]:
+        begin = self.ctx.clock.now()
+        inputs = await self.ctx.offload(decode, tensors[0])
+        targets = decode(tensors[1])
+        held.busy_s += self.ctx.clock.now() - begin
+        self.ctx.worked("receive", "decode", begin, held.message.step, held.message.index)
+        for ids in (inputs, targets) if held.message.stage == 0 else (targets,):
+            check_token_values("forward", ids, self.ctx.plan.vocab)
+        if held.message.stage > 0 and not await self.ctx.compute.offload(is_finite, inputs):
+            if not held.message.unfinite:
+                raise _UnfiniteInputs("activations: not finite")
+            held.excused = True
+        return inputs, targets
+
+    def expects(self, sender: PeerId, message: Forward, tensors: list[Encoded]) -> None:
+        """What a sender of ours would send, before it is read, decoded or kept. Raises ProtocolError."""
+        plan, stage, (inputs, targets) = self.ctx.plan, self.ctx.roster.own.stage, tensors
+        if message.index >= plan.microbatches:
+            raise Malformed(f"forward of microbatch {message.index}; a step has {plan.microbatches}")
+        if message.stage != stage:
+            raise ProtocolError(
+                f"forward of microbatch {message.index} for stage {message.stage} at a peer of stage {stage}"
+            )
+        tokens = (plan.sequences, plan.sequence_length(message.step))
+        expected, codecs = (tokens, IDS) if stage == 0 else ((*tokens, plan.width), (plan.activations,))
+        if (
+            (inputs.shape, targets.shape) != (expected, tokens)
+            or inputs.codec not in codecs
+            or targets.codec not in IDS
+        ):
+            raise Malformed(
+                f"forward with {inputs.codec} {inputs.shape} and {targets.codec} {targets.shape}, expected {expected} and {tokens}"
+            )
+
+    async def _compute_forward(self, held: _Held, inputs: Tensor) -> Encoded:
+        ctx = self.ctx
+        async with ctx.device(self._forward):
+            held.work.check()
+            ctx.reached("forward", held.message.step)
+            begin = ctx.clock.now()
+            outputs = await ctx.compute.forward(held.microbatch, inputs)
+            took = ctx.clock.now() - begin
+            ctx.worked("compute", "forward", begin, held.message.step, held.message.index)
+        ctx.stats.forward_s += took
+        ctx.pulse.beat(begin + took)
+        held.busy_s += took
+        held.computed_s = took
+        return await ctx.compute.offload(encode, outputs, ctx.plan.activations)
+
+    async def _compute_backward(self, held: _Held, answer: Answer, sent: list[Encoded]) -> tuple[float, Encoded | None]:
+        ctx, loss = self.ctx, answer.loss
+        assert self._opinions is not None  # not on the last stage
+        gradient, trusted = await self._opinions.gradient(held.request, held.message, sent, answer)
+        held.excused |= not trusted
+        with _Accumulation(held) as accumulation:
+            accumulation.loss = loss
+            async with ctx.device(self._backward):
+                held.work.check()
+                ctx.reached("backward", held.message.step)
+                begin = ctx.clock.now()
+                inputs_gradient = await ctx.compute.backward(held.microbatch, gradient, accumulate=accumulation.granted)
+                self._count(held, ctx.clock.now() - begin, accumulation)
+                ctx.worked("compute", "backward", begin, held.message.step, held.message.index)
+        return loss, await self._encode_gradient(held, inputs_gradient)
+
+    async def _last_stage(self, held: _Held, inputs: Tensor, targets: Tensor) -> tuple[float, Encoded | None]:
+        ctx = self.ctx
+        with _Accumulation(held) as accumulation:
+            async with ctx.device(self._forward):
+                held.work.check()
+                ctx.reached("forward", held.message.step)
+                ctx.reached("backward", held.message.step)
+                begin = ctx.clock.now()
+                loss, inputs_gradient = await ctx.compute.loss_backward(
+                    held.microbatch, inputs, targets, accumulate=accumulation.granted
+                )
+                accumulation.loss = loss
+                self._count(held, ctx.clock.now() - begin, accumulation)
+                ctx.worked("compute", "forward and backward", begin, held.message.step, held.message.index)
+        return loss, await self._encode_gradient(held, inputs_gradient)
+
+    def _count(self, held: _Held, took: float, accumulation: _Accumulation) -> None:
+        accumulation.done = True
+        if accumulation.granted and held.excused:
+            held.work.ledger.excuse(held.message.index)
+        held.busy_s += took
+        self.ctx.stats.backward_s += took
+        self.ctx.pulse.beat(self.ctx.clock.now())
+        self.ctx.stats.services.append(held.computed_s + took)
+        self._usual.measured(held.computed_s + took)
+        held.work.accumulated += accumulation.granted
+        held.work.recomputed += not accumulation.granted
+
+    async def _encode_gradient(self, held: _Held, gradient: Tensor | None) -> Encoded | None:
+        if gradient is None or not held.message.gradient:
+            return None
+        return await self.ctx.compute.offload(encode, gradient, self.ctx.plan.activations)
+
+    async def _answer(self, held: _Held, loss: float, gradient: Encoded | None) -> None:
+        if held.message.stage in held.message.accumulate:
+            held.work.answered[held.message.index] = held.sender, held.message.key
+        away = max(0.0, self.ctx.clock.now() - held.admitted - held.busy_s)
+        identity, stage = held.message.identity(), held.message.stage
+        if self.ctx.plan.trace:
+            step, index = held.message.step, held.message.index
+            self.ctx.emit(MicrobatchServed(step=step, index=index, stage=stage, busy_s=held.busy_s))
+        if gradient is None:
+            await self._reply(
+                held.sender, Done(**identity, stage=stage, loss=loss, busy_s=held.busy_s, away_s=away), []
+            )
+        else:
+            answer = Backward(**identity, stage=stage, loss=loss, busy_s=held.busy_s, away_s=away)
+            await self._reply(held.sender, answer, [gradient])
+
+    async def _reply(self, peer: PeerId, message: Request, tensors: list[Encoded]) -> None:
+        try:
+            await self.ctx.send(peer, message, tensors)
+        except NetworkError as e:  # who asked is gone: the microbatch is its trainer's to retry
+            self.ctx.suspect(peer, str(e))
+
+
+class _UnfiniteInputs(Unfinite, ProtocolError):
+    """Its sender's fault, or its sender's sender's."""
+
+
+class _Accumulation:
+    """Reserves the microbatch in the ledger; commits if the gradient went in, releases it otherwise."""
+
+    def __init__(self, held: _Held) -> None:
+        held.work.check()
+        self._ledger, self._message = held.work.ledger, held.message
+        self.granted = False
+        self.done = False
+        self.loss = math.nan
+
+    def __enter__(self) -> _Accumulation:
+        wanted = self._message.stage in self._message.accumulate
+        self.granted = wanted and self._ledger.begin(self._message.index)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.granted and self.done:
+            self._ledger.commit(self._message.index, self.loss)
+        elif self.granted:
+            self._ledger.abort(self._message.index)

@@ -1,0 +1,225 @@
+"""The trainer role: builds microbatches and sees them through the stages. It holds no weights; losing one loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+
+from muletrain.errors import MuletrainError
+from muletrain.events import Note
+from muletrain.policy.claims import claimant
+from muletrain.policy.deadline import backoff_s
+from muletrain.runtime.core.messages import Gap, Request, TrainerDone
+from muletrain.runtime.microbatch.dispatcher import StageLost
+from muletrain.wire.codec import encode_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Iterable
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from muletrain.network.base import PeerId
+    from muletrain.runtime.members.context import Context
+    from muletrain.runtime.microbatch.dispatcher import Router
+    from muletrain.runtime.microbatch.inflight import Computing
+
+MAX_TRIES = 60
+"""Injections of one microbatch before the trainer gives up with an error instead of trying for ever: 20 minutes of pauses."""
+PAUSE_S, PAUSE_MAX_S = 0.1, 20.0
+"""Before the next injection; doubles."""
+
+R = TypeVar("R")
+
+
+class Source(Protocol):
+    """Where microbatches come from: a pure function of (step, index)."""
+
+    def microbatch(self, step: int, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """inputs and targets, int64 [B, T]."""
+        ...
+
+
+class Trainer:
+    """Injects the microbatches of one step that it claims, within a window."""
+
+    def __init__(self, ctx: Context, source: Source, router: Router, window: int, work: Computing) -> None:
+        """``router``: towards stage 0. ``window``: microbatches to have under way (of each pipeline, if membership is planned: none waits
+        for another)."""
+        self._ctx = ctx
+        self._source = source
+        self._router = router
+        seats = ctx.plan.seats
+        self._pipeline = (lambda index: 0) if seats is None else seats.pipeline
+        self._windows = [asyncio.Semaphore(window) for _ in range(1 if seats is None else seats.pipelines)]
+        self._attempts: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
+        self._work, self._step, self._lineage = work, work.step, work.lineage
+        self._claimed: set[int] = set()
+        self._turn = 0
+        """Times that microbatches which nobody worked on were given to the next trainer (``claimant``)."""
+        self._passed = False
+        """What we have not given out yet may have gone to others so."""
+        self._refilling: set[tuple[int, int]] = set()
+        self._begun: dict[int, bool] = {}
+        """Microbatches that were given out: are they through?"""
+        self._perhaps_lost: defaultdict[int, set[int]] = defaultdict(set)
+        """Those under way whose part of these stages may have died with a peer."""
+        self._repairs: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._without: defaultdict[int, dict[PeerId, tuple[PeerId, ...]]] = defaultdict(dict)
+        """By stage: whom its replicas do not count on, as each said last."""
+
+    def spawn(self, work: Coroutine[Any, Any, R], name: str) -> asyncio.Task[R]:
+        """What has no meaning beyond the step."""
+        task = self._ctx.spawn(work, f"{name} {self._step}")
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
+        return task
+
+    def end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def run_step(self, *, retry: bool = False) -> None:
+        """All microbatches that are ours; then tell everyone. ``retry``: we were away, others may have begun them."""
+        await self._run(range(self._ctx.plan.microbatches), retry=retry)
+
+    async def adopt(self, *, late: bool = False) -> None:
+        """Of the microbatches that are not through, those that fell to us when their trainer died. ``late``: they should be through by now;
+        while nobody works on any, those of trainers that live pass on, too."""
+        await self._run(self._work.missing(), retry=True)
+        if not late or not all(self._begun.values()):  # ours show that the stages are slow, not the trainers
+            return
+        if self._claimed - self._begun.keys():
+            self._passed = True
+            return
+        turn = self._turn + 1
+        theirs = self._claims(self._work.missing(), turn)
+        if theirs and await self._under_way():
+            return
+        self._turn = turn
+        if theirs := self._claims(self._work.missing(), turn):
+            owners = sorted({self._ctx.roster.name(self._claimant(i, turn - 1)) for i in theirs})
+            message = f"step {self._step}: nobody works on {len(theirs)} microbatches of {', '.join(owners)}: this peer gives them out"
+            self._ctx.emit(Note(level="warning", message=message))
+            await self._run(theirs, retry=True, turn=turn)
+
+    async def on_gap(self, sender: PeerId, gap: Gap) -> None:
+        """A stage misses microbatches: the trainer they fall to runs them again for that stage alone; while others are under way still,
+        each as soon as it is through."""
+        if self._ctx.roster.member(sender).stage == gap.stage:
+            self._without[gap.stage][sender] = gap.without
+        mine = [i for i in gap.indices if (gap.stage, i) not in self._refilling and self._is_mine(i, gap.turn)]
+        if mine and gap.turn:  # whose they were before may have begun
+            under_way = await self._under_way()
+            mine = [i for i in mine if i not in under_way and (gap.stage, i) not in self._refilling]
+        if gap.early:
+            for i in [i for i in mine if self._begun.get(i) is False]:
+                self._perhaps_lost[i].add(gap.stage)
+            mine = [i for i in mine if self._begun.get(i)]
+        # at once: another replica's word of the same gap may come before the tasks begin
+        self._refilling.update((gap.stage, i) for i in mine)
+        repairs = [asyncio.create_task(self._refill(i, gap.stage)) for i in mine]
+        self._repairs.update(repairs)
+        for repair in repairs:
+            repair.add_done_callback(self._repairs.discard)
+        try:
+            await asyncio.gather(*repairs)
+        finally:
+            for repair in repairs:  # one that fails ends all
+                repair.cancel()
+
+    async def _refill(self, index: int, stage: int) -> None:
+        self._refilling.add((stage, index))
+        try:
+            missing, _ = await self._still_missing(index, (stage,))
+            if missing:
+                await self._through(index, (stage,))
+                self._begun[index] = True
+        finally:
+            self._refilling.discard((stage, index))
+
+    async def _run(self, indices: Iterable[int], *, retry: bool, turn: int = 0) -> None:
+        """Claim ours among ``indices``, see them through, and tell everyone."""
+        mine, stages = self._claims(indices, turn), tuple(range(self._ctx.plan.stages))
+        self._claimed.update(mine)
+        tasks = [asyncio.create_task(self._whole(i, stages, retry=retry)) for i in mine]
+        try:
+            losses = await asyncio.gather(*tasks)
+            while self._repairs:
+                await asyncio.wait(self._repairs)
+        finally:
+            for task in tasks:  # one that fails ends all
+                task.cancel()
+        if mine:
+            ctx = self._ctx
+            done = TrainerDone(lineage=self._lineage, step=self._step, indices=tuple(mine), losses=tuple(losses))
+            await ctx.tell((*ctx.roster.others(), ctx.net.peer_id), done)
+
+    def _claims(self, indices: Iterable[int], turn: int) -> list[int]:
+        return [i for i in indices if i not in self._claimed and self._is_mine(i, turn)]
+
+    def _is_mine(self, index: int, turn: int = 0) -> bool:
+        return self._claimant(index, turn) == self._ctx.net.peer_id
+
+    def _claimant(self, index: int, turn: int) -> PeerId:
+        return claimant(self._step, index, self._ctx.roster.trainers(), turn)
+
+    async def _under_way(self) -> set[int]:
+        """Microbatches of the step that some peer works on, at any stage."""
+        current = await self._ctx.survey(self._lineage, self._step)
+        return {i for held in current.values() for i in (*held.running, *held.answering)}
+
+    async def _whole(self, index: int, stages: tuple[int, ...], *, retry: bool) -> float:
+        """One microbatch through, and what was lost of it meanwhile once more. Returns its loss [nats/token]."""
+        loss = await self._through(index, stages, retry=retry)
+        self._begun[index] = True
+        for stage in sorted(self._perhaps_lost.pop(index, ())):
+            await self._refill(index, stage)
+        return loss
+
+    async def _through(self, index: int, accumulate: tuple[int, ...], *, retry: bool = False) -> float:
+        """One microbatch, tried until it is through. Returns its loss [nats/token]. ``retry``: someone may have it already."""
+        loss: float | None = None
+        async with self._windows[self._pipeline(index)]:
+            self._begun.setdefault(index, False)
+            if retry or self._passed:
+                accumulate, loss = await self._still_missing(index, accumulate)
+            inputs, targets = self._source.microbatch(self._step, index)
+            tensors = [encode_ids(torch.from_numpy(inputs)), encode_ids(torch.from_numpy(targets))]
+            for tries in range(MAX_TRIES):
+                if not accumulate and loss is not None:
+                    return loss
+                request = Request(
+                    lineage=self._lineage,
+                    step=self._step,
+                    index=index,
+                    attempt=next(self._attempts[index]),
+                    trainer=self._ctx.net.peer_id,
+                )
+                try:
+                    return (await self._router.request(request, accumulate, tensors, gradient=False)).loss
+                except StageLost:  # its peers may still be at the step before, or be found out about
+                    await self._ctx.clock.sleep(backoff_s(tries, PAUSE_S, PAUSE_MAX_S))
+                    accumulate, loss = await self._still_missing(index, accumulate)
+                    self._router.refresh()
+        raise MuletrainError(
+            f"step {self._step}: microbatch {index} could not be finished in {MAX_TRIES} tries; {self._ctx.who_is_there()}"
+        )
+
+    async def _still_missing(self, index: int, stages: tuple[int, ...]) -> tuple[tuple[int, ...], float | None]:
+        """Those of ``stages`` that lack it, and its loss, if anyone knows."""
+        return await self._ctx.still_missing(self._lineage, self._step, index, stages, self._counts)
+
+    def _counts(self, peer: PeerId) -> bool:
+        """Not where most of the other replicas of its stage go on without ``peer``: what it holds, or says that it holds, is of no use."""
+        roster = self._ctx.roster
+        if not roster.knows(peer):
+            return False
+        stage = roster.member(peer).stage
+        others, said = [p for p in roster.stage(stage) if p != peer], self._without[stage]
+        return 2 * sum(peer in said.get(p, ()) for p in others) <= len(others)

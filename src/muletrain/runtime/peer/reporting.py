@@ -1,0 +1,118 @@
+"""What a peer says of the steps it applied: into its own log, into the collector's on another machine, and to whoever asks for the
+run's status."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from muletrain.errors import Malformed, NetworkError, ProtocolError
+from muletrain.events import Event, EventError, Note, PeerJoined, StepApplied, StepDone
+from muletrain.runtime.core.messages import Report
+from muletrain.runtime.members.context import StepStats
+
+REPORTS, REPORTS_A_STEP = 256, 4
+"""That one peer sends at most: it may be ahead of us, and steps that the run steps back are done again."""
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from muletrain.network.base import PeerId
+    from muletrain.runtime.members.context import Context
+    from muletrain.runtime.microbatch.inflight import Computing
+    from muletrain.runtime.step.record import StepRecord
+
+
+class Reporting:
+    """``apart``: this peer's log is not beside the collector's, so what it counts goes there, to ``on_report``."""
+
+    def __init__(self, ctx: Context, on_report: Callable[[Event, str], None], *, apart: bool) -> None:
+        self._ctx, self._on_report, self._apart = ctx, on_report, apart
+        self._last: StepDone | None = None
+        self._applied = 0
+        self._reports: Counter[PeerId] = Counter()
+        """That peers of other machines sent: they go onto our disk."""
+
+    def speaks(self) -> bool:
+        """What all see alike is for us to tell."""
+        collector = self._ctx.roster.collector()
+        return (collector.id if collector is not None else self._ctx.roster.genesis.collector) == self._ctx.net.peer_id
+
+    def applied(self, record: StepRecord, work: Computing) -> None:
+        """A step, with all that was counted since the one before; counting begins anew."""
+        ctx, self._applied = self._ctx, self._applied + 1
+        stats, now = ctx.stats, ctx.clock.now()
+        for receiver, nbytes in ctx.net.carried().items():
+            stats.sent[receiver]["relayed"] += nbytes
+        took = now - stats.started
+        busy = stats.forward_s + stats.backward_s
+        busy += 0 if ctx.plan.delayed else stats.averaging_s + stats.apply_s
+        self.tell(
+            StepApplied(
+                step=record.step + 1, stage=ctx.roster.own.stage, lineage=record.hash.hex(), skipped=record.skip,
+                microbatches=work.accumulated, recomputed=work.recomputed,
+                forward_s=stats.forward_s, backward_s=stats.backward_s, averaging_s=stats.averaging_s, apply_s=stats.apply_s,
+                wait_s=max(0.0, took - busy), sent={p: dict(c) for p, c in stats.sent.items()},
+            )
+        )  # fmt: skip
+        losses = work.losses.values()
+        self._last = StepDone(
+            step=record.step + 1, loss=sum(losses) / len(losses) if losses else math.nan, grad_norm=record.gradient_norm,
+            lr=ctx.plan.lr(record.step), tokens=ctx.plan.microbatches * ctx.plan.sequences * ctx.plan.sequence_length(record.step),
+            duration_s=took, lineage=record.hash.hex(),
+        )  # fmt: skip
+        if self.speaks() or self._apart:  # once on each machine
+            ctx.emit(self._last)
+            if record.skip:
+                message = f"step {record.step + 1}: the gradient is not finite, so everyone skips the step: the weights stay as they are"
+                ctx.emit(Note(level="warning", message=message))
+        ctx.stats = StepStats(started=now)
+
+    def tell(self, event: StepApplied | PeerJoined) -> None:
+        """Our log, and the collector's if that is on another machine."""
+        self._ctx.emit(event)
+        if self._apart:
+            self._ctx.spawn(self._pass_on(Report(event=event.to_json())), "report")
+
+    async def _pass_on(self, report: Report) -> None:
+        collector = self._ctx.roster.collector()
+        if collector is None or collector.id == self._ctx.net.peer_id:
+            return
+        try:
+            await self._ctx.send(collector.id, report)
+        except NetworkError as e:
+            self._ctx.suspect(collector.id, str(e))
+
+    def told(self, sender: PeerId, message: Report) -> None:
+        """By a peer of another machine. Raises ProtocolError unless it is about its sender, and for us."""
+        if self._apart:
+            raise ProtocolError(f"{message.KIND}: this peer does not collect reports")
+        try:
+            event = Event.from_json(message.event)
+        except EventError as e:
+            raise ProtocolError(f"report: {e}") from None
+        member = self._ctx.roster.member(sender)
+        self._reports[sender] += 1
+        if self._reports[sender] > REPORTS + REPORTS_A_STEP * self._applied:
+            raise Malformed("more reports than there were steps")
+        match event:
+            case PeerJoined():
+                own = (event.peer_id, event.name, event.stage) == (sender, member.name, member.stage)
+            case StepApplied():
+                own = event.stage == member.stage
+            case _:
+                own = False
+        if not own:
+            raise ProtocolError(f"report: a {event.kind} event that is not about its sender")
+        self._on_report(event, member.name)
+
+    def status(self, step: int, *, left: bool) -> dict[str, Any]:
+        """What 'muletrain status' shows of a peer that is at ``step``, or has ``left`` in order."""
+        own, plan, last = self._ctx.roster.own, self._ctx.plan, self._last
+        status = {"name": own.name, "stage": own.stage, "stages": plan.stages, "trainer": own.trainer}
+        status |= {"step": step, "steps": plan.steps, "left": left}
+        if last is not None and math.isfinite(last.loss) and last.duration_s > 0:
+            status |= {"loss": last.loss, "tokens_per_s": last.tokens / last.duration_s}
+        return status

@@ -1,0 +1,67 @@
+"""A peer's whole time in a run: the stages it serves, one after the other (DESIGN "Joining, moving, leaving").
+
+Accumulators never move: a peer leaves its stage in order, between two steps, and comes to the next one as any newcomer. A peer that
+steps back with the run begins anew, too: nothing of the steps that are given up can get into what follows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from muletrain.events import Note, SteppedBack
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from muletrain.runtime.peer.peer import Peer
+    from muletrain.runtime.recovery.rollback import StepBack
+
+
+class Service:
+    """``make`` builds the peer for the stage that the roster names; its arguments: whether it joins a running run, and the step back
+    that it begins with, if it does."""
+
+    def __init__(self, make: Callable[[bool, StepBack | None], Awaitable[Peer]], *, joining: bool) -> None:
+        self._make = make
+        self._joining = joining
+        self.peer: Peer | None = None
+
+    async def run(self) -> bool:
+        """To the end of the run, or until this peer leaves it. False: its last checkpoint could not be written. Raises as ``Peer.run``."""
+        joining, back = self._joining, None
+        while True:
+            before, peer = self.peer, await self._make(joining, back)
+            self.peer = peer
+            if before is not None and before.stepper.stop_requested:
+                peer.stop()
+            written = await peer.run()
+            joining, back = True, None
+            if peer.begins_anew:
+                back = self._step_back(peer)
+            elif peer.left and peer.destination is not None:
+                self._move(peer, peer.destination)
+            else:
+                return written
+
+    def _move(self, peer: Peer, stage: int) -> None:
+        own = peer.roster.own
+        peer.emit(Note(level="info", message=f"{own.name} moves from stage {own.stage} to {stage}"))
+        peer.roster.move(stage)
+
+    def _step_back(self, peer: Peer) -> StepBack | None:
+        """Where the peer begins anew. None: with what replicas give."""
+        roster, back = peer.roster, peer.begins_at
+        if back is None:
+            return None
+        moves = [f"{roster.name(p)} to stage {s}" for p, s in back.moves if roster.knows(p)]
+        peer.emit(
+            SteppedBack(
+                step=peer.stepper.step, to=back.step, lost=list(back.lost), moves=moves, lineage=back.lineage.hex()
+            )
+        )
+        for mover, stage in back.moves:
+            if mover == roster.own.id:
+                roster.move(stage)
+            else:
+                roster.moved(mover, stage)
+        return back

@@ -1,0 +1,217 @@
+"""Sides of a partition meet again, and end in one lineage (DESIGN "Lineage, not consensus").
+
+A side that covers every stage and has a trainer goes on alone, so that after a partition there may be two histories of the run. Whoever
+hears of another lineage tells its sender how it came here, and both judge by the same rule (``policy.lineages``). Peers of the side that
+gives way drop their accumulators and take the state of the other's replicas, one by one, as newcomers do.
+
+No stage may be lost on the way, were the rule's answer to turn round in between: a peer goes over only while every stage of the
+other side has a peer that promises to stay for the moment. Where neither side covers every stage, they have parted at the step in which
+both stand still. What each has for its stages is right in either history: those that give way take the name of the other's.
+
+A side that lacks a stage for long may step back (``adoption``). It is the longer history that stays then, too, and not the later branch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from muletrain.errors import MuletrainError, NetworkError, ProtocolError
+from muletrain.events import LineageLeft, Note
+from muletrain.policy.lineages import forked_at, gives_way
+from muletrain.policy.recent import Recent
+from muletrain.runtime.core.messages import AskStay, History, Stay
+from muletrain.runtime.step.knowledge import Behind
+
+if TYPE_CHECKING:
+    from muletrain.network.base import PeerId
+    from muletrain.policy.lineages import Chain
+    from muletrain.runtime.core.messages import Snapshot
+    from muletrain.runtime.members.context import Context
+    from muletrain.runtime.step.donor import Receiver
+    from muletrain.runtime.step.stepper import Stepper
+
+AGAIN_S = 5.0
+"""Between questions to one peer that does not come on."""
+JUDGE_S = 1.0
+"""Between two histories of one peer that are looked at when it brings them."""
+CALL_S = 10.0
+STAY_S = 15.0
+"""For so long a peer that promised to stay does; more than its caller waits for all answers."""
+STALLED_S = 60.0
+"""In one step, with a stage or all trainers out of reach: then this side does not go on by itself."""
+ROUNDS = 5
+"""Times the other side's replicas are asked for their state."""
+
+
+class Stays(MuletrainError):
+    """This peer does not go over after all."""
+
+
+class GivesWay(Behind):
+    """Another lineage stays. ``renamed``: with our weights as its own, for it has nobody else for our stage."""
+
+    def __init__(self, message: str, renamed: Chain | None = None) -> None:
+        super().__init__(message)
+        self.renamed = renamed
+
+
+class Lineages:
+    """One peer's dealings with other lineages of its run."""
+
+    def __init__(self, ctx: Context, stepper: Stepper, receiver: Receiver) -> None:
+        self._ctx, self._stepper, self._receiver = ctx, stepper, receiver
+        self._asked: Recent[tuple[int, float]] = Recent()
+        self._judged: Recent[float] = Recent()
+        """When each last told us its history."""
+        self._promised = float("-inf")
+        self._going = False
+        stepper.met = self._met
+        ctx.net.serve(History.KIND, self._on_history)
+        ctx.net.serve(AskStay.KIND, self._on_ask)
+
+    def heard(self, peer: PeerId, step: int, lineage: bytes) -> bool:
+        """``peer`` says ``lineage`` of ``step``. True if that is not our history: then both sides get to know each other's."""
+        known = self._stepper.chain.at(step - self._ctx.plan.delayed)  # frames are sent before the record is known
+        if known is None or known == lineage:
+            return False
+        self._met(peer, step)
+        return True
+
+    def _met(self, peer: PeerId, step: int) -> None:
+        now, (asked, at_s) = self._ctx.clock.now(), self._asked.get(peer, (-1, float("-inf")))
+        if step > asked or now - at_s >= AGAIN_S:
+            self._asked[peer] = step, now
+            self._ctx.spawn(self._exchange(peer), "rival")
+
+    async def _exchange(self, peer: PeerId) -> None:
+        ask = History.of(self._stepper.chain).pack()
+        try:
+            answer = History.unpack(await self._ctx.net.call(peer, History.KIND, ask, timeout_s=CALL_S))
+        except NetworkError as e:
+            self._ctx.suspect(peer, str(e))
+        else:
+            await self._judge(peer, answer.chain)
+
+    async def _on_history(self, sender: PeerId, payload: bytes) -> bytes:
+        chain, now = History.unpack(payload).chain, self._ctx.clock.now()
+        if now - self._judged.get(sender, float("-inf")) >= JUDGE_S:  # each time all peers are asked
+            self._judged[sender] = now
+            self._ctx.spawn(self._judge(sender, chain), "rival")
+        return History.of(self._stepper.chain).pack()
+
+    async def _judge(self, peer: PeerId, other: Chain) -> None:
+        """If theirs stays, and every stage of it is there, this step ends here (GivesWay); or if neither side has all, and theirs lacks
+        our stage."""
+        stepper, own = self._stepper, self._stepper.chain
+        fork = forked_at(own, other)
+        if fork is None or stepper.away:
+            return
+        self._ctx.suspect(peer, f"it has trained apart from this peer since step {fork}")
+        stalled = self._stalled()
+        if not gives_way(own, other, stalled=stalled):
+            return
+        stages, trainer = await self._side(fork, other, promise=False)
+        if stepper.chain != own:
+            return
+        message = f"from step {fork} on the others have another history, and theirs stays"
+        if stages >= self._all and trainer:
+            stepper.interrupt(GivesWay(message))
+            return
+        lacks_us = self._ctx.roster.own.stage not in stages
+        # of two that stand still, one takes the other's name
+        if stalled and lacks_us and own.step == other.step and gives_way(own, other, stalled=False):
+            stepper.interrupt(GivesWay(message, renamed=other))
+
+    @property
+    def _all(self) -> set[int]:
+        return set(range(self._ctx.plan.stages))
+
+    def _stalled(self) -> bool:
+        roster, stepper = self._ctx.roster, self._stepper
+        covered = all(map(roster.stage, self._all)) and roster.trainers()
+        return not covered and self._ctx.clock.now() - stepper.begun > STALLED_S
+
+    async def goes_on(self, peer: PeerId) -> bool:
+        """``peer`` is on a later branch, since its side stepped back. If every stage of our side has a peer (else False), both sides get to
+        know each other's history, and the longer one stays."""
+        own, every = self._stepper.chain, self._all
+        if not all(map(self._ctx.roster.stage, every)):
+            return False
+        before = own.step - 1 if own.at(own.step - 1) is not None else own.step  # some may not be here yet
+        stages, trainer = await self._side(before, own, promise=False)
+        if not (stages | {self._ctx.roster.own.stage} >= every and trainer):
+            return False
+        self._met(peer, own.step)
+        return True
+
+    async def _side(self, step: int, chain: Chain, *, promise: bool) -> tuple[set[int], bool]:
+        """Stages for which ``chain``, as it was at ``step``, has a peer that stays, and whether one of them trains, or we do. Promises
+        bind: they are asked for last."""
+        ctx, lineage = self._ctx, chain.at(step)
+        assert lineage is not None  # whoever asks has looked
+        ask = AskStay(step=step, lineage=lineage, promise=promise).pack()
+
+        async def stays(peer: PeerId) -> Stay | None:
+            try:
+                answer = Stay.unpack(await ctx.net.call(peer, AskStay.KIND, ask, timeout_s=CALL_S))
+            except ProtocolError as e:
+                ctx.refused(peer, str(e))
+            except NetworkError:
+                pass  # others may do
+            else:
+                return answer if answer.stays else None
+            return None
+
+        answers = [a for a in await asyncio.gather(*map(stays, ctx.roster.everyone())) if a is not None]
+        return {a.stage for a in answers}, ctx.roster.own.trainer or any(a.trainer for a in answers)
+
+    async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
+        ask, own, stepper = AskStay.unpack(payload), self._ctx.roster.own, self._stepper
+        stays = not (self._going or stepper.away or self._ctx.closed) and stepper.chain.at(ask.step) == ask.lineage
+        if stays and ask.promise:
+            self._promised = self._ctx.clock.now() + STAY_S
+        return Stay(stays=stays, stage=own.stage, trainer=own.trainer).pack()
+
+    async def go_over(self) -> Snapshot | None:
+        """Load the state of a replica of the other lineage. None, with our own state as it was, if that cannot be had, or something speaks
+        against it by now. To be called when nothing runs."""
+        ctx, own = self._ctx, self._stepper.chain
+        stalled = self._stalled()
+
+        def acceptable(offer: Snapshot) -> bool:
+            return gives_way(own, offer.chain, stalled=stalled)
+
+        async def confirm(offer: Snapshot) -> None:
+            """The last look before our own state is given up."""
+            self._going = True
+            fork = forked_at(own, offer.chain)
+            assert fork is not None  # acceptable
+            stages, trainer = await self._side(fork, offer.chain, promise=True)
+            if ctx.clock.now() < self._promised:
+                raise Stays("another peer counts on it")
+            if not (stages >= self._all and trainer):
+                raise Stays("not every stage of the others can be reached")
+
+        try:
+            snapshot = await self._receiver.fetch(acceptable, after=own.step, rounds=ROUNDS, confirm=confirm)
+        except MuletrainError as e:
+            ctx.emit(Note(level="warning", message=f"this peer stays with its side's history for now: {e}"))
+            return None
+        finally:
+            self._going = False
+        self._left(own, snapshot.chain)
+        return snapshot
+
+    async def rename(self, to: Chain) -> None:
+        """Our weights are those of ``to``, at our own step."""
+        own = self._stepper.chain
+        await self._stepper.rejoin(to)
+        self._left(own, to)
+
+    def _left(self, own: Chain, to: Chain) -> None:
+        fork = forked_at(own, to)
+        assert fork is not None  # they are rivals
+        before, after = own.lineages[-1].hex(), to.lineages[-1].hex()
+        event = LineageLeft(forked_at=fork, step=own.step, lineage=before, to_step=to.step, to_lineage=after)
+        self._ctx.emit(event)

@@ -1,0 +1,388 @@
+"""A stage that lost all its peers: who adopts it, and where the run goes on from (DESIGN "Checkpoints").
+
+Whoever is first of those that live asks everyone where they stand, and orders a step back: to the newest checkpoint of which each
+stage's part can be had, on a new branch of the lineage, with peers moved to the stages that have none. Everyone obeys that order, or
+hears of it later from the first peer of the new branch that it meets; but not a side of a partition that still has all stages: there the
+longer history stays (``lineages``). Steps are lost by it, never numbers.
+
+A run that lost all its trainers waits for one, too. Nothing is lost then but time; still, what there is is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+import msgpack
+from pydantic import Field
+
+from muletrain.errors import NetworkError, ProtocolError
+from muletrain.events import Note
+from muletrain.policy import adoption as policy
+from muletrain.policy.recent import Recent
+from muletrain.runtime.checkpoint.store import Key
+from muletrain.runtime.core.branches import BRANCH, branch_of, branched, count_of
+from muletrain.runtime.core.messages import Digest, Id, Message, Natural
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+
+    from muletrain.network.base import PeerId
+    from muletrain.runtime.checkpoint.checkpoints import Checkpoints
+    from muletrain.runtime.members.context import Context
+
+LOOK_S = 1.0
+AGAIN_S = 5.0
+"""Between two hints to one peer that its branch was given up, and between two questions about a branch that ours does not follow."""
+REACHED_S = 300.0
+"""Longest time for which the word of others that they reach a stage puts its adoption off: they may be wrong, or lie."""
+JOIN_S = 900.0
+"""How long a run waits for a machine to join a stage that nobody can adopt."""
+MAX_PARTS = 1 << 12
+
+State = Literal["serves", "loads", "lacks", "comes"]
+"""Does a peer have its stage's state? Does it load a checkpoint's? Does it ask replicas for it, since it fell behind, or as a newcomer
+(which is on no branch yet)?"""
+
+
+class StepBack(Message):
+    """Call: go on from the checkpoint ``base`` of ``step`` steps (whose ``parts`` have these digests; none: from the beginning), with
+    ``moves`` of peers to stages. ``lineage``: what the step after it begins with, a hash of all this."""
+
+    KIND: ClassVar[str] = "step_back"
+    lineage: Digest
+    step: Natural
+    base: Digest
+    parts: Annotated[tuple[Digest, ...], Field(max_length=4096)]
+    moves: Annotated[tuple[tuple[Id, Natural], ...], Field(max_length=4096)]
+    lost: Annotated[tuple[Natural, ...], Field(max_length=4096)]
+
+    @classmethod
+    def of(
+        cls, count: int, base: Key, parts: tuple[bytes, ...], moves: dict[str, int], lost: tuple[int, ...]
+    ) -> StepBack:
+        listed = tuple(sorted(moves.items()))
+        content = msgpack.packb(["step back", count, base.step, base.lineage, list(parts), list(listed), list(lost)])
+        lineage = branched(count, content)
+        return cls(lineage=lineage, step=base.step, base=base.lineage, parts=parts, moves=listed, lost=lost)
+
+    @property
+    def key(self) -> Key:
+        return Key(self.step, self.base)
+
+    def check(self, stages: int, steps: int) -> None:
+        """Raises ProtocolError for an order that nobody of ours would give."""
+        moves = dict(self.moves)
+        made = StepBack.of(count_of(self.lineage), self.key, self.parts, moves, self.lost)
+        if made != self or len(self.parts) not in (0, stages) or self.step > steps:
+            raise ProtocolError("a step back that is not what its lineage says")
+        if not {*moves.values(), *self.lost} <= set(range(stages)):
+            raise ProtocolError("a step back with stages that the run does not have")
+
+
+class AskStepBack(Message):
+    """Call: what did your branch begin with? The answer is a StepBack, or empty."""
+
+    KIND: ClassVar[str] = "ask_step_back"
+
+
+class AskStanding(Message):
+    """Call: where do you stand?"""
+
+    KIND: ClassVar[str] = "ask_standing"
+
+
+class HeldPart(Message):
+    """A part that the sender can read."""
+
+    KIND: ClassVar[str] = "held_part"
+    step: Natural
+    lineage: Digest
+    stage: Natural
+    digest: Digest
+
+
+class StandsAt(Message):
+    """``targets``: other stages that this peer has room for; ``reaches``: stages of which it reaches a peer."""
+
+    KIND: ClassVar[str] = "stands_at"
+    branch: Annotated[bytes, Field(min_length=BRANCH, max_length=BRANCH)]
+    step: Natural
+    stage: Natural
+    state: State
+    targets: Annotated[tuple[Natural, ...], Field(max_length=4096)]
+    reaches: Annotated[tuple[Natural, ...], Field(max_length=4096)] = ()
+    parts: Annotated[tuple[HeldPart, ...], Field(max_length=MAX_PARTS)]
+
+    def standing(self) -> policy.Standing:
+        parts = {((p.step, p.lineage), p.stage): p.digest for p in self.parts}
+        return policy.Standing(self.stage, frozenset(self.targets), parts)
+
+
+class Adoption:
+    """One peer's. ``ordered`` is done when it has to begin anew: on the branch of a StepBack or, with None, with what replicas give."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        checkpoints: Checkpoints,
+        where: Callable[[], Key],
+        fits: Callable[[int], bool],
+        back: StepBack | None,
+        goes_on: Callable[[PeerId], Awaitable[bool]],
+        write: Callable[[], Awaitable[None]],
+    ) -> None:
+        """``where``: the step this peer is at, and its lineage. ``back``: what its branch began with, if it was there. ``goes_on``: whether
+        our side does although a peer is on a later branch. ``write``: our part of a checkpoint, called again and again while there is no
+        trainer."""
+        self._ctx, self._checkpoints, self._where, self._fits, self._back = ctx, checkpoints, where, fits, back
+        self._goes_on, self._write = goes_on, write
+        self.state: State = "serves"
+        self.ordered: asyncio.Future[StepBack | None] = asyncio.get_running_loop().create_future()
+        self._learning = False
+        self._told: Recent[float] = Recent()
+        self._heard: Recent[float] = Recent()
+        self._ordered_by: Recent[float] = Recent()
+        """When peers gave us an order last."""
+        self._said: tuple[int, ...] = ()
+        self._nobody_trains = False
+        """Said already."""
+        self._lacking: tuple[int, ...] = ()
+        self._looked: tuple[int, State] | None = None
+        """What was known when these stages were without peers."""
+        ctx.met = self.met
+        ctx.net.serve(StepBack.KIND, self._on_order)
+        ctx.net.serve(AskStepBack.KIND, self._on_ask)
+        ctx.net.serve(AskStanding.KIND, self._on_standing)
+
+    async def watch(self) -> None:
+        """Until cancelled: a stage that is without a peer for long is to be adopted, and a trainer is to be waited for."""
+        ctx, since, since_trainer, trainers = self._ctx, dict[int, float](), math.inf, 0
+        while True:
+            await ctx.clock.sleep(LOOK_S)
+            now, before, trainers = ctx.clock.now(), trainers, len(ctx.roster.trainers())
+            since = {s: since.get(s, now) for s in self._without_peers()}
+            since_trainer = math.inf if trainers else min(since_trainer, now)
+            if now - min(since_trainer, *since.values(), math.inf) >= ctx.plan.adopt_after_s:
+                ctx.patience_s = JOIN_S
+                if since and self._leads():
+                    await self._adopt({s: now - since_s for s, since_s in since.items()})
+            if trainers == 1 < before and self._leads():
+                name = ctx.roster.name(ctx.roster.trainers()[0])
+                message = f"{name} is the only trainer left: no other peer has the data, should it go"
+                ctx.emit(Note(level="warning", message=message))
+            if now - since_trainer >= ctx.plan.adopt_after_s and self.state == "serves":
+                self._say_that_nobody_trains()
+                await self._write()
+
+    def _say_that_nobody_trains(self) -> None:
+        if not self._nobody_trains and self._leads():
+            message = (
+                f"no trainer is left: no peer has the data. Let a machine join that has it ('muletrain join'). The run waits for "
+                f"{JOIN_S / 60:.0f} minutes, and writes a checkpoint meanwhile"
+            )
+            self._ctx.emit(Note(level="warning", message=message))
+        self._nobody_trains = True
+
+    def _without_peers(self) -> tuple[int, ...]:
+        """Stages that nobody serves."""
+        looked = self._ctx.roster.version, self.state
+        if self._looked != looked:
+            self._looked = looked
+            self._lacking = tuple(s for s in range(self._ctx.plan.stages) if not self._served(s))
+        return self._lacking
+
+    def _served(self, stage: int) -> bool:
+        me = self._ctx.net.peer_id
+        return any(p != me or self.state == "serves" for p in self._ctx.roster.stage(stage))
+
+    def _leads(self) -> bool:
+        me = self._ctx.net.peer_id
+        return min((*self._ctx.roster.others(), me)) == me
+
+    async def _adopt(self, lacking_s: Mapping[int, float]) -> None:
+        """Ask everyone where they stand, peers believed dead, too: one of them may have the lost stage's state. ``lacking_s``: stages
+        without a peer, and for how long."""
+        ctx, me, at = self._ctx, self._ctx.net.peer_id, self._where()
+        peers = ctx.roster.everyone()  # a leaver whose stage is lost has come back by now (``Departure.taken_over``)
+        said = dict(zip(peers, await asyncio.gather(*map(self._ask, peers)), strict=True))
+        own = branch_of(at.lineage)
+        here = {p: s for p, s in said.items() if s is not None and (s.branch == own or s.state == "comes")}
+        here[me] = await self._stands_at()
+        for peer, stands in said.items():
+            if stands is not None and stands.state != "comes":
+                self.met(peer, stands.branch)
+        for peer, stands in here.items():
+            if stands.state == "serves":
+                ctx.roster.alive(peer)
+        coming = {s.stage for s in here.values() if s.state in ("serves", "loads")}
+        coming |= {s for s, for_s in lacking_s.items() if for_s < REACHED_S and self._fed(s, here)}
+        lost = tuple(s for s in range(ctx.plan.stages) if s not in coming)
+        if not lost or self.ordered.done() or self._learning:
+            return
+        standings = {p: s.standing() for p, s in here.items()}
+        moves, missing = policy.adopters(standings, ctx.plan.work or (1.0,) * ctx.plan.stages)
+        found = policy.newest_complete(standings, ctx.plan.stages, max(s.step for s in here.values()))
+        if found is None and ctx.plan.from_seed:
+            found = (0, bytes(32)), ()
+        if missing or found is None:
+            self._say_what_lacks(missing or lost, found is None)
+            return
+        order = StepBack.of(count_of(at.lineage) + 1, Key(*found[0]), found[1], moves, lost)
+        await asyncio.gather(*(self._tell(p, order) for p in peers))
+        if not self.ordered.done():
+            self.ordered.set_result(order)
+
+    def _fed(self, stage: int, here: Mapping[PeerId, StandsAt]) -> bool:
+        """Does a peer that sends to ``stage`` reach one of it?"""
+        member = self._ctx.roster.member
+        return any(
+            stage in s.reaches and (s.stage == stage - 1 or (stage == 0 and member(p).trainer)) for p, s in here.items()
+        )
+
+    def _say_what_lacks(self, stages: tuple[int, ...], no_checkpoint: bool) -> None:
+        ctx = self._ctx
+        if self._said == stages:
+            return
+        self._said = stages
+        lost = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))} lost all peers"
+        lacks = (
+            "and there is no complete checkpoint to step back to: only its own peers, if they come back, have its state"
+            if no_checkpoint
+            else "and no other stage can spare one that has room: let a machine join ('muletrain join')"
+        )
+        ctx.emit(Note(level="warning", message=f"{lost}, {lacks}. The run waits for {JOIN_S / 60:.0f} minutes"))
+
+    async def _ask(self, peer: PeerId) -> StandsAt | None:
+        timeout_s = self._ctx.probe_deadline.seconds(1)
+        try:
+            answer = await self._ctx.net.call(peer, AskStanding.KIND, AskStanding().pack(), timeout_s=timeout_s)
+            return StandsAt.unpack(answer)
+        except NetworkError:
+            return None
+
+    async def _stands_at(self) -> StandsAt:
+        """On our way to another branch we stand there already."""
+        ctx, at, state, stage = self._ctx, self._where(), self.state, self._ctx.roster.own.stage
+        if self.ordered.done() and (back := self.ordered.result()) is not None:
+            at, state, stage = Key(back.step, back.lineage), "loads", dict(back.moves).get(ctx.net.peer_id, stage)
+        parts = [
+            HeldPart(step=key.step, lineage=key.lineage, stage=s, digest=facts.digest)
+            for key, held in sorted((await self._checkpoints.readable()).items(), reverse=True)
+            for s, facts in held.items()
+        ]
+        targets = tuple(s for s in range(ctx.plan.stages) if s != stage and self._fits(s))
+        return StandsAt(
+            branch=branch_of(at.lineage),
+            step=at.step,
+            stage=stage,
+            state=state,
+            targets=targets,
+            reaches=tuple(s for s in range(ctx.plan.stages) if s not in self._without_peers()),
+            parts=tuple(parts[:MAX_PARTS]),
+        )
+
+    # Branches ---------------------------------------------------------------------------------------------------------
+
+    def met(self, peer: PeerId, branch: bytes) -> None:
+        """``peer`` is on ``branch``: whoever is on the lower one is told what the higher one began with."""
+        ctx, own = self._ctx, branch_of(self._where().lineage)
+        if branch > own and self.state != "comes":
+            self._consider(peer, None)
+        elif branch < own and (back := self._began_with()) is not None and not ctx.closed:
+            now = ctx.clock.now()
+            if now - self._told.get(peer, float("-inf")) >= AGAIN_S:
+                self._told[peer] = now
+                ctx.spawn(self._tell(peer, back), "tell of a step back")
+
+    def _began_with(self) -> StepBack | None:
+        """What our branch began with, as far as we know."""
+        back = self._back
+        return back if back is not None and branch_of(back.lineage) == branch_of(self._where().lineage) else None
+
+    def _consider(self, peer: PeerId, order: StepBack | None) -> None:
+        """``peer`` is on a later branch, which began with ``order``, if it said so."""
+        ctx, now = self._ctx, self._ctx.clock.now()
+        heard, pause_s = (self._heard, AGAIN_S) if order is None else (self._ordered_by, LOOK_S)
+        again = now - heard.get(peer, float("-inf")) < pause_s  # each time all peers may be asked
+        if not (self._learning or self.ordered.done() or ctx.closed or again):
+            self._learning, heard[peer] = True, now
+            ctx.spawn(self._learn(peer, order), "learn of a step back")
+
+    async def _learn(self, peer: PeerId, order: StepBack | None) -> None:
+        """From ``peer`` or whoever knows. From nobody: what replicas there have is as good, if there are any; else a frame that is damaged
+        or made up would have us give up our work."""
+        ctx = self._ctx
+        try:
+            if self.state == "serves" and await self._goes_on(peer):
+                return
+            if order is not None:
+                self._obey(order)
+                return
+            others = (peer, *(p for p in ctx.roster.others() if p != peer))
+            for known in others:
+                if self.ordered.done():
+                    return
+                try:
+                    timeout_s = ctx.probe_deadline.seconds(1)
+                    answer = await ctx.net.call(known, AskStepBack.KIND, AskStepBack().pack(), timeout_s=timeout_s)
+                    if answer:
+                        self._obey(StepBack.unpack(answer))
+                except ProtocolError as e:
+                    ctx.refused(known, str(e))
+                except NetworkError:
+                    continue
+            said = await asyncio.gather(*map(self._ask, others))
+            own, stage = branch_of(self._where().lineage), ctx.roster.own.stage
+            there = [s for s in said if s is not None and s.branch > own and s.state in ("serves", "loads")]
+            if any(s.stage == stage for s in there) and not self.ordered.done():
+                self.ordered.set_result(None)
+        finally:
+            self._learning = False
+
+    def _obey(self, order: StepBack) -> None:
+        """Raises ProtocolError."""
+        self._check(order)
+        if self.state == "comes" and self._ctx.roster.own.stage not in order.lost:
+            return  # replicas give what there is on any branch
+        if self._is_later(order) and not self.ordered.done():
+            self.ordered.set_result(order)
+
+    def _check(self, order: StepBack) -> None:
+        """Raises ProtocolError for an order that nobody of ours would give: peers say which stages they have room for."""
+        order.check(self._ctx.plan.stages, self._ctx.plan.steps)
+        own = self._ctx.roster.own
+        stage = dict(order.moves).get(own.id, own.stage)
+        if stage != own.stage and not self._fits(stage):
+            raise ProtocolError(
+                f"a step back that moves {own.name} to stage {stage}, which needs more memory than it may use (--memory): move one that "
+                f"names it among its targets"
+            )
+
+    def _is_later(self, order: StepBack) -> bool:
+        return branch_of(order.lineage) > branch_of(self._where().lineage)
+
+    async def _tell(self, peer: PeerId, order: StepBack) -> None:
+        try:
+            await self._ctx.net.call(peer, StepBack.KIND, order.pack(), timeout_s=self._ctx.probe_deadline.seconds(1))
+        except NetworkError:  # it hears of it when it meets one of us
+            return
+
+    async def _on_order(self, sender: PeerId, payload: bytes) -> bytes:
+        order = StepBack.unpack(payload)
+        self._check(order)
+        if self._is_later(order):
+            self._consider(sender, order)
+        return b""
+
+    async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
+        AskStepBack.unpack(payload)
+        back = self._began_with()
+        if self.ordered.done() and self.ordered.result() is not None:
+            back = self.ordered.result()
+        return back.pack() if back is not None else b""
+
+    async def _on_standing(self, sender: PeerId, payload: bytes) -> bytes:
+        AskStanding.unpack(payload)
+        return (await self._stands_at()).pack()

@@ -1,0 +1,394 @@
+"""All-reduce of one stage's gradient among its replicas: reduce-scatter and all-gather in streaming chunks.
+
+Groups are deterministic: every member derives the same ``Round`` from the same announced sets, so there is no matchmaking.
+Everything is reduced into scratch; nothing touches weights before the step's record is whole. All members, the reducing one
+included, use the shard *as it was sent*, so that replicas stay identical under fp16 and 8-bit averaging too; its content is the
+hash of the decoded values, so that whoever holds them all can prove and serve them, whatever the codec was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from blake3 import blake3
+
+from muletrain.config.schema import Codec
+from muletrain.errors import Malformed, NetworkError, PeerUnreachable, ProtocolError
+from muletrain.optim.norms import square_norm
+from muletrain.policy.shards import CHUNK, chunk_ranges, shard_ranges
+from muletrain.runtime.core.messages import Reduced, Shard, ShardFacts
+from muletrain.runtime.step.attendance import Attendance, RoundFailed
+from muletrain.wire.codec import decode, encode, encoded_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any
+
+    from torch import Tensor
+
+    from muletrain.network.base import PeerId
+    from muletrain.runtime.members.context import Context
+    from muletrain.wire.codec import Encoded
+
+NORM_TOLERANCE = 1e-3
+"""Between the norm that a shard's owner states and our own: devices sum in different orders."""
+LANES = 4
+"""Chunks that are made ready for sending at a time."""
+LINGER_S = 0.1
+"""What a peer sent before it died may be read after its end is known."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """One attempt at reducing a stage's gradient. ``contributors`` have something in their accumulators."""
+
+    id: bytes
+    lineage: bytes
+    step: int
+    stage: int
+    members: tuple[PeerId, ...]
+    contributors: tuple[PeerId, ...]
+    microbatches: int
+    n_params: int
+    stop: bool
+    leaves: tuple[PeerId, ...] = ()
+    expelled: tuple[PeerId, ...] = ()
+    finite: bool = True
+    """All accumulators were, when they were sealed."""
+    chunk: int = CHUNK
+    """Elements."""
+
+    def others(self, member: PeerId) -> tuple[PeerId, ...]:
+        """In the order in which ``member`` sends to them: everyone starts with another receiver."""
+        k = self.members.index(member)
+        return (*self.members[k + 1 :], *self.members[:k])
+
+    def chunks(self, owner: PeerId) -> list[tuple[int, tuple[int, int]]]:
+        """(chunk number, element range) of the shard that ``owner`` reduces; numbers are unique within the round."""
+        shards = [chunk_ranges(a, b, self.chunk) for a, b in shard_ranges(self.n_params, len(self.members))]
+        k = self.members.index(owner)
+        first = sum(len(s) for s in shards[:k])
+        return list(enumerate(shards[k], start=first))
+
+
+_Key = tuple[bytes, str, str, int]
+"""(round, kind, sender, chunk number)"""
+_Chunk = tuple["Shard | Reduced", "Encoded"]
+ATTEMPTS_WAIT = 2
+"""Rounds of one step of which chunks of one sender may wait: of that which failed, and of the next."""
+ATTEMPTS_SENT = 64
+"""Of which they may come."""
+KEPT_BYTES = 1 << 10
+"""That a chunk costs beside its values: a liar's may have one."""
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """For one sender in one step. ``waiting``: bytes; ``sent``: chunks."""
+
+    waiting: int
+    sent: int
+
+    @classmethod
+    def of(cls, n_params: int, chunk: int) -> _Limits:
+        """Of two members each sends the other the half that it reduces, and its part of the other's half; of more, less."""
+        chunks = n_params // chunk + 4
+        return cls(ATTEMPTS_WAIT * (4 * n_params + chunks * KEPT_BYTES), ATTEMPTS_SENT * chunks)
+
+
+@dataclass
+class _Inbox:
+    """Chunks that arrived, perhaps before we knew the round. Each sender has its own room: what one sends takes none from others."""
+
+    arrived: dict[_Key, _Chunk] = field(default_factory=dict)
+    waiting: dict[_Key, asyncio.Future[_Chunk]] = field(default_factory=dict)
+    seen: set[_Key] = field(default_factory=set)
+    sizes: Counter[PeerId] = field(default_factory=Counter)
+    """Bytes that wait, by sender."""
+    sent: Counter[PeerId] = field(default_factory=Counter)
+    """Chunks that came, by sender."""
+
+    def check(self, key: _Key, nbytes: int, limits: _Limits) -> None:
+        """Before it is read. Raises ProtocolError."""
+        sender = key[2]
+        if key in self.seen:
+            raise Malformed(f"averaging: chunk {key[3]} twice")
+        if self.sent[sender] >= limits.sent:
+            raise Malformed(f"averaging: more than {limits.sent} chunks of one sender in one step")
+        if key not in self.waiting and self.sizes[sender] + nbytes + KEPT_BYTES > limits.waiting:
+            raise ProtocolError(f"averaging: more than {limits.waiting} bytes of one sender waiting")
+
+    def put(self, key: _Key, chunk: _Chunk, limits: _Limits) -> None:
+        self.check(key, chunk[1].nbytes, limits)
+        self.seen.add(key)
+        self.sent[key[2]] += 1
+        waiter = self.waiting.pop(key, None)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(chunk)
+            return
+        self.arrived[key] = chunk
+        self.sizes[key[2]] += chunk[1].nbytes + KEPT_BYTES
+
+    def owing(self) -> dict[PeerId, int]:
+        """Those of whom a chunk is waited for: 2 for one of their own, 1 for one that they may owe since another owes them."""
+        found: dict[PeerId, int] = {}
+        for (_, kind, sender, _), waiter in self.waiting.items():
+            if not waiter.done():
+                found[sender] = max(found.get(sender, 0), 2 if kind == Shard.KIND else 1)
+        return found
+
+    def get(self, key: _Key) -> asyncio.Future[_Chunk]:
+        future: asyncio.Future[_Chunk] = asyncio.get_running_loop().create_future()
+        future.add_done_callback(lambda f: f.cancelled() or f.exception())  # nobody may wait for it any more
+        if key in self.arrived:
+            chunk = self.arrived.pop(key)
+            self.sizes[key[2]] -= chunk[1].nbytes + KEPT_BYTES
+            future.set_result(chunk)
+        else:
+            self.waiting[key] = future
+        return future
+
+
+class Averager:
+    """Reduces rounds, one at a time, and answers for the shard this peer owns."""
+
+    def __init__(self, ctx: Context, held_elsewhere: Callable[[], bool] = lambda: False) -> None:
+        """``held_elsewhere``: a replica holds a round of this step; what does not arrive in time is better taken from it."""
+        self._ctx = ctx
+        self._held_elsewhere = held_elsewhere
+        self._inbox = _Inbox()
+        self._limits = _Limits.of(ctx.compute.n_params, ctx.plan.chunk)
+        self._broken: set[PeerId] = set()
+        self._attendance: Attendance | None = None
+        self._sending: Counter[PeerId] = Counter()
+        """Chunks on their way to each member."""
+        self.round = b""
+        """Being reduced, or reduced last."""
+        self.shards: defaultdict[bytes, dict[PeerId, ShardFacts]] = defaultdict(dict)
+        """Of each round of this step: what is known of the shards that came out of it, by who reduced them."""
+
+    def expects(self, sender: PeerId, message: Shard | Reduced, tensors: list[Encoded]) -> None:
+        """Before it is read. Raises ProtocolError for a sender of another stage and for more than a round can need."""
+        plan, (chunk,) = self._ctx.plan, tensors
+        if self._ctx.roster.member(sender).stage != self._ctx.roster.own.stage:
+            raise ProtocolError(f"averaging: {message.KIND} from a peer of another stage")
+        if chunk.codec != plan.gradients or len(chunk.shape) != 1 or not 0 < chunk.shape[0] <= plan.chunk:
+            raise Malformed(f"averaging: {chunk.codec} {chunk.shape} is no chunk of a gradient")
+        self._inbox.check(_key(sender, message), encoded_size(chunk.codec, chunk.shape), self._limits)
+
+    def on_chunk(self, sender: PeerId, message: Shard | Reduced, tensor: Encoded) -> None:
+        """Raises ProtocolError as ``expects``."""
+        self.expects(sender, message, [tensor])
+        self._inbox.put(_key(sender, message), (message, tensor), self._limits)
+        if self._attendance is not None:
+            self._attendance.came(sender)
+
+    def begin(self) -> None:
+        """An attempt begins: nobody has sent anything of it yet."""
+        self._broken.clear()
+        self._attendance = None
+
+    def silent(self) -> dict[PeerId, int]:
+        """Members that live, but of whom no chunk came in this attempt for long; see ``owing``."""
+        return {} if self._attendance is None else self._attendance.silent
+
+    def broken(self, member: PeerId) -> None:
+        """A stream from ``member`` ended: it may live, but what it had sent and we did not get is lost, and it does not know."""
+        self._broken.add(member)
+        for (_, _, sender, _), waiter in self._inbox.waiting.items():
+            if sender == member and not waiter.done():
+                waiter.set_exception(_broke(member))
+
+    def forget(self) -> None:
+        """The step is over: drop what failed attempts left behind."""
+        for waiter in self._inbox.waiting.values():
+            waiter.cancel()
+        self._inbox = _Inbox()
+        self.shards.clear()
+
+    async def reduce(self, plan: Round, gradient: Tensor) -> tuple[Tensor, tuple[ShardFacts, ...]]:
+        """The stage's mean gradient, flat fp32 [P], and what the record needs to know of each member's shard.
+
+        ``gradient``: this peer's accumulator, flat fp32 [P], a sum. Raises RoundFailed.
+        """
+        result = torch.empty(plan.n_params)
+        me, self.round = self._ctx.net.peer_id, plan.id
+        self._attendance = Attendance(
+            self._ctx, plan, self._inbox.owing, lambda: set(self._sending), self._held_elsewhere
+        )
+        try:
+            async with asyncio.TaskGroup() as group:
+                watching = group.create_task(self._attendance.watch())
+                chunks = self._to_scatter(plan)
+                for _ in range(LANES if me in plan.contributors else 0):
+                    group.create_task(self._scatter(plan, gradient, chunks))
+                tasks = [
+                    group.create_task(self._own(plan, gradient, result) if m == me else self._collect(plan, m, result))
+                    for m in plan.members
+                ]
+                await asyncio.gather(*tasks)
+                watching.cancel()
+        except BaseExceptionGroup as errors:  # except* wraps what is raised in it, before Python 3.11.4
+            if errors.split((NetworkError, RoundFailed))[1] is not None:
+                raise
+            raise RoundFailed("; ".join(_reasons(errors))) from None
+        return result, tuple(t.result() for t in tasks)
+
+    def _to_scatter(self, plan: Round) -> Iterator[tuple[PeerId, int, tuple[int, int]]]:
+        """Chunks of the other members' shards: one of each in turn, so that all can begin."""
+        others = plan.others(self._ctx.net.peer_id)
+        for turn in itertools.zip_longest(*(plan.chunks(m) for m in others)):
+            for member, chunk in zip(others, turn, strict=True):
+                if chunk is not None:
+                    yield member, *chunk
+
+    async def _scatter(
+        self, plan: Round, gradient: Tensor, chunks: Iterator[tuple[PeerId, int, tuple[int, int]]]
+    ) -> None:
+        """Send other members ``chunks`` of our accumulator."""
+        for member, number, (a, b) in chunks:
+            chunk = await self._ctx.compute.offload(encode, gradient[a:b], self._ctx.plan.gradients)
+            await self._send(member, Shard(round=plan.id, step=plan.step, chunk=number), chunk)
+
+    async def _own(self, plan: Round, gradient: Tensor, result: Tensor) -> ShardFacts:
+        """Reduce our shard, and return it to everyone."""
+        me = self._ctx.net.peer_id
+        others = plan.others(me)
+        facts: list[ShardFacts] = []
+        chunks = plan.chunks(me)
+        if not chunks:
+            self.shards[plan.id][me] = _of_shard(facts)
+        for number, (a, b) in chunks:
+            parts: list[Tensor | Encoded] = []
+            for member in plan.contributors:  # sorted: every run sums in the same order
+                parts.append(gradient[a:b] if member == me else (await self._chunk(plan, Shard, member, number))[1])
+            sent, chunk = await self._ctx.compute.offload(
+                _reduce_chunk, parts, b - a, plan.microbatches, self._ctx.plan.gradients, result[a:b], len(others) > 0
+            )
+            facts.append(chunk)
+            if len(facts) == len(chunks):  # known before another can hold all of it, and say so
+                self.shards[plan.id][me] = _of_shard(facts)
+            if sent is not None:
+                message = Reduced(
+                    round=plan.id, step=plan.step, chunk=number, square_norm=chunk.square_norm, finite=chunk.finite
+                )
+                await asyncio.gather(*(self._send(m, message, sent) for m in others))
+            self._ctx.reached("averaging", plan.step)
+        return self.shards[plan.id][me]
+
+    async def _collect(self, plan: Round, owner: PeerId, result: Tensor) -> ShardFacts:
+        """Receive the shard that ``owner`` reduced."""
+        facts = []
+        for number, (a, b) in plan.chunks(owner):
+            message, chunk = await self._chunk(plan, Reduced, owner, number)
+            assert isinstance(message, Reduced)  # by its key
+            facts.append(await self._ctx.compute.offload(_store_chunk, message, chunk, result[a:b]))
+        self.shards[plan.id][owner] = _of_shard(facts)
+        return self.shards[plan.id][owner]
+
+    async def _chunk(self, plan: Round, kind: type[Shard | Reduced], sender: PeerId, number: int) -> _Chunk:
+        """The next chunk from ``sender``. Raises PeerUnreachable when it is believed dead, or its stream ended."""
+        key = (plan.id, kind.KIND, sender, number)
+        arrival = self._inbox.get(key)
+        if sender in self._broken and not arrival.done():
+            arrival.set_exception(_broke(sender))
+        try:
+            with self._ctx.awaiting(sender, arrival):
+                return await arrival
+        except PeerUnreachable:
+            await self._ctx.clock.sleep(LINGER_S)
+            late = self._inbox.get(key)
+            if not late.done():
+                raise
+            return late.result()
+
+    async def _send(self, member: PeerId, message: Shard | Reduced, chunk: Encoded) -> None:
+        self._sending[member] += 1
+        try:
+            await self._ctx.send(member, message, [chunk])
+        finally:
+            self._sending[member] -= 1
+            if not self._sending[member]:
+                del self._sending[member]
+
+
+def _broke(member: PeerId) -> PeerUnreachable:
+    return PeerUnreachable(f"averaging: the stream from {member[-6:]} ended before all had come")
+
+
+def _reasons(error: BaseException) -> list[str]:
+    if isinstance(error, BaseExceptionGroup):
+        return [reason for e in error.exceptions for reason in _reasons(e)]
+    return [str(error)]
+
+
+def _key(sender: PeerId, message: Shard | Reduced) -> _Key:
+    return message.round, message.KIND, sender, message.chunk
+
+
+def _reduce_chunk(
+    parts: list[Tensor | Encoded], size: int, microbatches: int, codec: Any, out: Tensor, shared: bool
+) -> tuple[Encoded | None, ShardFacts]:
+    """Mean of one chunk into ``out`` [size]; as the others will see it when it is ``shared``."""
+    tensors = [part if isinstance(part, torch.Tensor) else _decoded(part, size) for part in parts]
+    if len(tensors) == 1:
+        out.copy_(tensors[0])
+    else:
+        torch.add(tensors[0], tensors[1], out=out)
+        for tensor in tensors[2:]:
+            out += tensor
+    out /= microbatches
+    sent = encode(out, codec) if shared else None
+    if sent is not None and codec is not Codec.FP32:
+        out.copy_(decode(sent, copy=False))
+    return sent, _of_chunk(out)
+
+
+def _store_chunk(message: Reduced, chunk: Encoded, out: Tensor) -> ShardFacts:
+    """Into ``out``. Its norm is the one that its owner states, if it is near ours: all must mean the same number to the last bit."""
+    out.copy_(_decoded(chunk, out.numel()))
+    ours = _of_chunk(out)
+    apart = abs(ours.square_norm - message.square_norm)
+    if ours.finite != message.finite or apart > NORM_TOLERANCE * ours.square_norm:
+        raise ProtocolError(f"averaging: chunk {message.chunk} does not have the norm that its sender states")
+    return ours.model_copy(update={"square_norm": message.square_norm})
+
+
+def _decoded(chunk: Encoded, size: int) -> Tensor:
+    tensor = decode(chunk, copy=False)
+    if tensor.shape != (size,):
+        raise ProtocolError(f"averaging: a chunk of {tuple(tensor.shape)} elements instead of {size}")
+    return tensor
+
+
+def _of_chunk(values: Tensor) -> ShardFacts:
+    """A step that is not finite is skipped: what exactly is wrong in it must not keep replicas from agreeing."""
+    finite = bool(torch.isfinite(values.sum()))
+    content = blake3(values.numpy().data.cast("B") if finite else b"not finite").digest()
+    norm = square_norm(values) if finite else 0.0
+    if not math.isfinite(norm):
+        return ShardFacts(content=blake3(b"not finite").digest(), square_norm=0.0, finite=False)
+    return ShardFacts(content=content, square_norm=norm, finite=finite)
+
+
+def _of_shard(chunks: list[ShardFacts]) -> ShardFacts:
+    finite = all(c.finite for c in chunks)
+    return ShardFacts(
+        content=blake3(b"".join(c.content for c in chunks)).digest(),
+        square_norm=math.fsum(c.square_norm for c in chunks) if finite else 0.0, finite=finite,
+    )  # fmt: skip
+
+
+def contents(gradient: Tensor, members: int, chunk: int) -> tuple[bytes, ...]:
+    """The content of each of the ``members`` shards of a whole mean gradient, flat fp32 [P], that was averaged in chunks of so many
+    elements."""
+    return tuple(
+        _of_shard([_of_chunk(gradient[i:j]) for i, j in chunk_ranges(a, b, chunk)]).content
+        for a, b in shard_ranges(gradient.numel(), members)
+    )

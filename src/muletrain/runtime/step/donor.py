@@ -1,0 +1,363 @@
+"""A stage's state from its replicas: for a newcomer, and for a peer that fell behind (DESIGN "Joining, moving, leaving").
+
+Donors copy their state between two steps and serve the copy while they train on. Replicas of a lineage are identical, so are their
+copies: a donor whose copy has another digest than the others' is left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from blake3 import blake3
+
+from muletrain.errors import CheckpointError, MuletrainError, NetworkError, PeerUnreachable, ProtocolError, Refused
+from muletrain.events import Note
+from muletrain.policy.deadline import backoff_s
+from muletrain.policy.debts import Debts
+from muletrain.runtime.core.branches import branch_of
+from muletrain.runtime.core.messages import MAX_RUN, AskBlocks, AskManifest, AskSnapshot, Snapshot
+from muletrain.runtime.transfer.blocks import LANES, Copy, Manifest, Partial, Taker
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from torch import Tensor
+
+    from muletrain.network.base import PeerId
+    from muletrain.runtime.core.messages import Message
+    from muletrain.runtime.members.context import Context
+    from muletrain.runtime.members.membership import Membership
+    from muletrain.runtime.step.stepper import Stepper
+    from muletrain.runtime.transfer.tokens import Sharing
+
+MAX_COPIES = 3
+"""Kept at once: the newest, the one that a taker may still be at, and a checkpoint's part."""
+HEADERS = 1 << 16
+"""Bytes of a state beside its tensors' own."""
+KEPT_S = 60.0
+"""After the last question for it, a copy is dropped."""
+BUSY_S = 10.0
+"""After the last question for it, a copy is still on its way to somebody."""
+MAX_RUNS, ALL_RUNS = 2 * LANES, 256
+"""Runs of blocks that wait at once, of one taker and of all: they take turns, so that each comes on."""
+TIMES = 4
+"""That one taker may have each block of a copy, on average: links break, and what came may be lost."""
+MAX_DRAWN = 4096
+"""Takers and copies of which that is remembered; then those of copies that are gone are forgotten."""
+COPYING, COPYING_S = 0.1, 20.0
+"""Share of the time that goes into copies for one taker, and seconds of it at once: it may ask for a new one at every step."""
+CALL_S = 60.0
+"""A bound for a dead donor, not for a large state."""
+SETTLE_S, SETTLE_TRIES = 0.02, 500
+ROUNDS = 20
+"""Times all donors are asked before we give up; a pause between them doubles."""
+PAUSE_S, PAUSE_MAX_S = 0.2, 10.0
+
+
+@dataclass
+class _Kept:
+    stage: int
+    offer: Snapshot
+    copy: Copy
+    asked: float
+    part: bool
+    """Of a checkpoint: who takes it goes on from somewhere else."""
+    takers: set[PeerId] = field(default_factory=set)
+    """Those that it was offered to, and nobody else gets it. Who goes on from it will want the steps after it."""
+
+
+class Snapshots:
+    """The donor's side."""
+
+    def __init__(self, ctx: Context, stepper: Stepper, membership: Membership, sharing: Sharing | None = None) -> None:
+        """``sharing``: of the run's tokens, which are given as copies of states are."""
+        self._ctx, self._stepper, self._membership, self._sharing = ctx, stepper, membership, sharing
+        self._kept: dict[bytes, _Kept] = {}
+        self._making = asyncio.Lock()
+        self._runs: Counter[tuple[PeerId, bytes]] = Counter()
+        """By taker and copy; of past gradients (``trail``) without the copy's name."""
+        self._drawn: Counter[tuple[PeerId, bytes]] = Counter()
+        """Blocks that takers asked for."""
+        self._copying = Debts(COPYING)
+        """Seconds."""
+        for kind, answer in (
+            (AskSnapshot, self._on_ask),
+            (AskManifest, self._on_manifest),
+            (AskBlocks, self._on_blocks),
+        ):
+            ctx.net.serve(kind.KIND, answer)
+
+    async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
+        """Raises MuletrainError for a taker of another stage, and for one that is no member."""
+        ask, own = AskSnapshot.unpack(payload), self._ctx.roster.own
+        if ask.stage != own.stage or self._ctx.closed:
+            raise MuletrainError(f"this peer does not serve stage {ask.stage} (any more)")
+        if self._ctx.roster.expelled(sender):  # it missed that
+            raise MuletrainError("the peer that asks was expelled: it computed false gradients")
+        if not await self._membership.serves(sender, own.stage):
+            raise MuletrainError(f"the state of stage {own.stage} is for members that serve it")
+        async with self._making:
+            label = own.stage, self._stepper.step, self._stepper.applied
+            offer = self.offered(*label, part=False) or self._on_its_way(ask.after) or await self._make_for(sender)
+            self._stepper.trail.follow(sender, offer.step)
+            return self.grant(offer, sender)
+
+    async def _make_for(self, taker: PeerId) -> Snapshot:
+        """A new copy. Raises MuletrainError where that would keep one more in memory than may be, or ``taker`` asks for them too often."""
+        begin = self._ctx.clock.now()
+        if any(digest and digest not in self._kept for _, digest in self._runs):
+            raise MuletrainError("a copy that was replaced is still on its way to somebody; ask again")
+        if self._copying.owed(taker, begin) > COPYING_S:
+            raise MuletrainError("this peer was given many copies already; ask again")
+        offer = await self._make()
+        self._copying.add(taker, self._ctx.clock.now() - begin, begin)
+        return offer
+
+    def _on_its_way(self, after: int) -> Snapshot | None:
+        """Where all copies that we may keep are being taken, the newest of them: another would break one off. The steps since then are
+        to be had, too."""
+        stepper = self._stepper
+        if not self.crowded():
+            return None
+        offers = [k.offer for k in self._kept.values() if not k.part and k.offer.step >= after]
+        leading = [o for o in offers if stepper.chain.at(o.step) == o.lineage and stepper.trail.reaches(o.step)]
+        return max(leading, key=lambda o: o.step, default=None)
+
+    @property
+    def copies(self) -> int:
+        return len(self._kept)
+
+    def crowded(self) -> bool:
+        """Are all copies that may be kept on their way to somebody?"""
+        now = self._ctx.clock.now()
+        return len(self._kept) >= MAX_COPIES and all(now - k.asked <= BUSY_S for k in self._kept.values())
+
+    def grant(self, offer: Snapshot, taker: PeerId) -> bytes:
+        """The answer to ``taker``, who may have that copy, as long as it is kept."""
+        if (kept := self._kept.get(offer.digest)) is not None:
+            kept.takers.add(taker)
+        return offer.pack()
+
+    def offered(self, stage: int, step: int, lineage: bytes, *, part: bool) -> Snapshot | None:
+        """A copy of that state, or of that ``part`` of a checkpoint, if one is kept."""
+        for kept in self._kept.values():
+            if (kept.stage, kept.offer.step, kept.offer.lineage, kept.part) == (stage, step, lineage, part):
+                kept.asked = self._ctx.clock.now()
+                return kept.offer
+        return None
+
+    async def offer(
+        self,
+        stage: int,
+        step: int,
+        lineage: bytes,
+        state: dict[str, Tensor],
+        *,
+        part: bool,
+        over: bool = False,
+        past: tuple[bytes, ...] = (),
+    ) -> Snapshot:
+        """Keep a copy for takers. ``state``: nobody changes it any more. ``part``: it is of a checkpoint."""
+        copy = Copy(state)
+        await copy.name(self._ctx)
+        offer = Snapshot(step=step, lineage=lineage, digest=copy.digest, over=over, past=past)
+        self._keep(_Kept(stage, offer, copy, self._ctx.clock.now(), part))
+        return offer
+
+    async def _make(self) -> Snapshot:
+        stepper, ctx = self._stepper, self._ctx
+        for _ in range(SETTLE_TRIES):
+            if stepper.away:  # that takes long, and others may have it
+                break
+            label, over = (stepper.step, stepper.applied), stepper.over
+            if stepper.settled:
+                state = await ctx.compute.state()
+                if stepper.settled and label == (stepper.step, stepper.applied):
+                    past = stepper.chain.lineages[:-1]
+                    return await self.offer(ctx.roster.own.stage, *label, state, part=False, over=over, past=past)
+            await ctx.clock.sleep(SETTLE_S)  # an update is being applied
+        raise MuletrainError("no settled state here now: this peer is catching up, too")
+
+    def _keep(self, kept: _Kept) -> None:
+        if not self._kept:
+            self._ctx.spawn(self._drop_unasked(), "copies")
+        while len(self._kept) >= MAX_COPIES:
+            del self._kept[min(self._kept, key=lambda d: self._kept[d].asked)]
+        self._kept[kept.copy.digest] = kept
+
+    async def _drop_unasked(self) -> None:
+        while self._kept:
+            await self._ctx.clock.sleep(KEPT_S / 2)
+            now = self._ctx.clock.now()
+            self._kept = {d: k for d, k in self._kept.items() if now - k.asked < KEPT_S}
+
+    def _asked(self, digest: bytes, taker: PeerId) -> Copy:
+        """Raises MuletrainError when it is not kept for ``taker`` (any more)."""
+        if self._sharing is not None and digest == self._sharing.shared.digest:
+            return self._sharing.given(self._ctx, taker)
+        kept = self._kept.get(digest)
+        if kept is None and (past := self._stepper.trail.copy(taker, digest)) is not None:
+            return past
+        if kept is None or taker not in kept.takers or self._ctx.closed:
+            raise MuletrainError("this copy is not kept for you (any more); ask for another")
+        kept.asked = self._ctx.clock.now()
+        if not kept.part:
+            self._stepper.trail.follow(taker, kept.offer.step)
+        return kept.copy
+
+    async def _on_manifest(self, sender: PeerId, payload: bytes) -> bytes:
+        return self._asked(AskManifest.unpack(payload).digest, sender).manifest
+
+    async def _on_blocks(self, sender: PeerId, payload: bytes) -> bytes:
+        ask = AskBlocks.unpack(payload)
+        copy = self._asked(ask.digest, sender)
+        if any(k * copy.block >= copy.size for k in ask.blocks):
+            raise ProtocolError("blocks that the copy does not have")
+        drawn = sender, copy.digest
+        if (
+            sum(n for (taker, _), n in self._runs.items() if taker == sender) >= MAX_RUNS
+            or self._runs.total() >= ALL_RUNS
+        ):
+            raise MuletrainError("this donor has enough to send")
+        if self._drawn[drawn] + len(ask.blocks) > TIMES * max(MAX_RUN, -(-copy.size // copy.block)):
+            raise MuletrainError(f"this donor has sent that copy to this peer {TIMES} times")
+        self._drawn[drawn] += len(ask.blocks)
+        if len(self._drawn) > MAX_DRAWN:
+            self._drawn = Counter({drawn: n for drawn, n in self._drawn.items() if drawn[1] in self._kept})
+        run = sender, copy.digest if copy.digest in self._kept else b""
+        self._runs[run] += 1
+        self._ctx.spawn(self._send(copy, run, ask.blocks), "blocks")
+        return b""
+
+    async def _send(self, copy: Copy, run: tuple[PeerId, bytes], blocks: tuple[int, ...]) -> None:
+        """While the copy is kept."""
+        try:
+            await copy.send(self._ctx, run[0], blocks, lambda: self._asked(copy.digest, run[0]))
+        except MuletrainError:
+            pass
+        finally:
+            self._runs[run] -= 1
+            self._runs += Counter()  # only those that still have some stay
+
+
+class Receiver:
+    """The taker's side: what arrived of a copy is kept between attempts."""
+
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+        self.taker = Taker(ctx)
+        self._partial: Partial | None = None
+        self._part: Partial | None = None
+        """Of a checkpoint's part."""
+        self._refusal = ""
+
+    async def fetch(
+        self,
+        acceptable: Callable[[Snapshot], bool],
+        *,
+        after: int = 0,
+        rounds: int = ROUNDS,
+        confirm: Callable[[Snapshot], Awaitable[None]] | None = None,
+    ) -> Snapshot:
+        """Load a replica's state that is ``acceptable``, of a step not before ``after`` if possible. ``confirm`` is asked just
+        before our own is given up. Raises MuletrainError when there is none to be had, and what ``confirm`` raises."""
+        ctx, stage = self._ctx, self._ctx.roster.own.stage
+        for round_ in range(rounds):
+            replicas, living = ctx.roster.replicas(), [d for d in ctx.roster.replicas() if ctx.roster.is_alive(d)]
+            snapshot, good = _best(await self._offers(living, acceptable, after))
+            if snapshot is None:  # nobody waits for the dead while the living have it
+                dead = [d for d in replicas if d not in living]
+                snapshot, good = _best(await self._offers(dead, acceptable, after))
+            if snapshot is not None:
+                try:
+                    await self._take(snapshot, good, confirm)
+                except (NetworkError, ProtocolError, CheckpointError) as e:
+                    ctx.emit(Note(level="warning", message=f"the state of stage {stage} did not come whole: {e}"))
+                else:
+                    self._partial = None
+                    return snapshot
+            await ctx.clock.sleep(backoff_s(round_, PAUSE_S, PAUSE_MAX_S))
+        raise MuletrainError(f"no replica of stage {stage} gives this peer the stage's state{self._refusal}")
+
+    async def _offers(
+        self, donors: list[PeerId], acceptable: Callable[[Snapshot], bool], after: int = 0
+    ) -> list[tuple[PeerId, Snapshot]]:
+        ask = AskSnapshot(stage=self._ctx.roster.own.stage, after=after)
+        offers = await asyncio.gather(*(self._offered(d, ask) for d in donors))
+        return [o for o in offers if o is not None and acceptable(o[1])]
+
+    async def _offered(self, donor: PeerId, ask: Message) -> tuple[PeerId, Snapshot] | None:
+        try:
+            return donor, Snapshot.unpack(await self._ctx.net.call(donor, ask.KIND, ask.pack(), timeout_s=CALL_S))
+        except (NetworkError, ProtocolError) as e:
+            if isinstance(ask, AskSnapshot):  # of a checkpoint's part nobody knows who has it
+                self._ctx.emit(Note(level="info", message=f"no state from {donor[-6:]}: {e}"))
+                self._refusal = f"; one said: {e}" if isinstance(e, Refused) else self._refusal
+            return None
+
+    async def has_donor(self, acceptable: Callable[[Snapshot], bool]) -> bool:
+        """Does a live replica offer an ``acceptable`` state?"""
+        roster = self._ctx.roster
+        return bool(await self._offers([p for p in roster.replicas() if roster.is_alive(p)], acceptable))
+
+    async def take_part(
+        self, ask: Message, step: int, lineage: bytes, holders: list[PeerId], size: int
+    ) -> dict[str, Tensor]:
+        """What ``holders`` offer when they are asked for it, of at most about ``size`` bytes. Raises NetworkError or ProtocolError."""
+        offers = await asyncio.gather(*(self._offered(h, ask) for h in holders))
+        snapshot, good = _best([o for o in offers if o is not None and (o[1].step, o[1].lineage) == (step, lineage)])
+        if snapshot is None:
+            raise PeerUnreachable(f"no peer gives this part of checkpoint {step}")
+        if (partial := self._part) is None or partial.digest != snapshot.digest:
+            partial = Partial.of(snapshot.digest, await self._manifest(snapshot, good, size + HEADERS))
+        self._part = partial  # what came stays, should the rest not
+        await self.taker.fetch(partial, good)
+        self._part = None
+        return partial.state()
+
+    async def _take(
+        self, snapshot: Snapshot, donors: list[PeerId], confirm: Callable[[Snapshot], Awaitable[None]] | None
+    ) -> None:
+        ctx = self._ctx
+        if self._partial is None or self._partial.digest != snapshot.digest:
+            self._partial = None
+            limit = 20 * ctx.compute.n_params + HEADERS  # weights of two steps, two moments, the loss scale
+            self._partial = Partial.of(snapshot.digest, await self._manifest(snapshot, donors, limit))
+        await self.taker.fetch(self._partial, donors)
+        if confirm is not None:
+            await confirm(snapshot)
+        await ctx.compute.load_state(self._partial.state())
+
+    async def _manifest(self, snapshot: Snapshot, donors: list[PeerId], limit: int) -> Manifest:
+        """From the first donor that gives it; its digest is what they all offered. ``limit``: bytes that the copy may have."""
+        ctx, ask = self._ctx, AskManifest(digest=snapshot.digest).pack()
+        for donor in donors:
+            try:
+                packed = await ctx.net.call(donor, AskManifest.KIND, ask, timeout_s=CALL_S)
+                if blake3(packed).digest() != snapshot.digest:
+                    raise ProtocolError("a manifest of another digest than it offered")
+                manifest = Manifest.unpack(packed)
+                manifest.check(limit)
+            except ProtocolError as e:
+                ctx.refused(donor, str(e))
+            except NetworkError as e:
+                ctx.suspect(donor, str(e))
+            else:
+                return manifest
+        raise PeerUnreachable("no donor gave the manifest of what it offered")
+
+
+def _best(offers: list[tuple[PeerId, Snapshot]]) -> tuple[Snapshot | None, list[PeerId]]:
+    """Of the latest branch, the copy that most donors have, and who they are; among equals the newest, then the lowest donor's."""
+    by_copy: dict[tuple[int, bytes, bytes], list[tuple[PeerId, Snapshot]]] = defaultdict(list)
+    for donor, snapshot in sorted(offers, key=lambda o: o[0]):
+        by_copy[snapshot.step, snapshot.lineage, snapshot.digest].append((donor, snapshot))
+    if not by_copy:
+        return None, []
+    latest = max(branch_of(lineage) for _, lineage, _ in by_copy)
+    copies = [o for (_, lineage, _), o in by_copy.items() if branch_of(lineage) == latest]
+    best = min(copies, key=lambda o: (-len(o), -o[0][1].step, o[0][0]))
+    return best[0][1], [donor for donor, _ in best]

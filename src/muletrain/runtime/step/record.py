@@ -1,0 +1,352 @@
+"""The step record: the unit of agreement of the whole run (DESIGN "The step record").
+
+``R_t`` holds, for each stage, the entry of the round that reduced its gradient, and hash(R_{t-1}). A peer applies step t
+only with the whole record; the clip scale and the skipping of a non-finite step are pure functions of it, so that every peer
+takes the same decision without asking anyone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgpack
+
+from muletrain.errors import ProtocolError
+from muletrain.runtime.core.branches import branch_of, hashed
+from muletrain.runtime.core.messages import RoundEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from muletrain.runtime.core.messages import ShardFacts
+
+_FACTS = tuple(name for name in RoundEntry.model_fields if name not in ("holder", "without", "shards"))
+"""What every holder of a round says alike, beside the shards."""
+
+
+def round_id(
+    lineage: bytes,
+    stage: int,
+    step: int,
+    attempt: int,
+    sealed: dict[str, frozenset[int]],
+    chosen: tuple[str, ...],
+    stop: bool,
+    leaves: tuple[str, ...] = (),
+    expelled: tuple[str, ...] = (),
+) -> bytes:
+    """Identity of one attempt at reducing one stage: members that disagree on anything have different rounds, and fail loudly."""
+    sets = [(m, sorted(sealed[m])) for m in sorted(sealed)]
+    return hashlib.sha256(
+        msgpack.packb(["round", lineage, stage, step, attempt, sets, list(chosen), stop, list(leaves), list(expelled)])
+    ).digest()
+
+
+@dataclass(frozen=True)
+class StageEntry:
+    """One stage's part of the record: its complete round. ``stop``: some member of it asked for an orderly end. ``leaves``: those that
+    want to go after this step. ``expelled``: those that nobody counts on any more."""
+
+    round: bytes
+    shards: tuple[ShardFacts, ...]
+    stop: bool
+    leaves: tuple[str, ...] = ()
+    expelled: tuple[str, ...] = ()
+
+    @property
+    def square_norm(self) -> float:
+        return math.fsum(s.square_norm for s in self.shards)
+
+    @property
+    def finite(self) -> bool:
+        return all(s.finite for s in self.shards)
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """``R_t``. ``stages`` are in pipeline order."""
+
+    step: int
+    lineage: bytes
+    """hash(R_{t-1})"""
+    stages: tuple[StageEntry, ...]
+
+    @property
+    def hash(self) -> bytes:
+        """The lineage of step t + 1."""
+        content = [
+            [
+                e.round,
+                [[s.content, s.square_norm, s.finite] for s in e.shards],
+                e.stop,
+                list(e.leaves),
+                list(e.expelled),
+            ]
+            for e in self.stages
+        ]
+        return hashed(branch_of(self.lineage), msgpack.packb(["record", self.step, self.lineage, content]))
+
+    @property
+    def gradient_norm(self) -> float:
+        """Euclidean norm of the whole model's mean gradient, as a single process would compute it."""
+        return math.sqrt(math.fsum(e.square_norm for e in self.stages))
+
+    @property
+    def skip(self) -> bool:
+        return not (all(e.finite for e in self.stages) and math.isfinite(self.gradient_norm))
+
+    @property
+    def stop(self) -> bool:
+        """Some member asked for an orderly end: everyone that applies this record stops after it."""
+        return any(e.stop for e in self.stages)
+
+    def leavers(self, trains: Callable[[str], bool]) -> tuple[str, ...]:
+        """Who goes after this step, the same for everyone: of the members of a stage's round at most one, and only if another stays; of
+        the trainers (``trains``) at most one. The others that asked stay, and ask again."""
+        chosen: list[str] = []
+        for entry in self.stages:
+            free = [p for p in entry.leaves if not (trains(p) and any(map(trains, chosen)))]
+            chosen += free[:1] if len(entry.shards) > 1 else []
+        return tuple(chosen)
+
+    def clip_scale(self, clip: float | None) -> float:
+        """min(1, clip / norm), as ``torch.nn.utils.clip_grad_norm_`` computes it."""
+        return 1.0 if clip is None else min(1.0, clip / (self.gradient_norm + 1e-6))
+
+
+@dataclass
+class Attested:
+    """A round that somebody attests to: what all of them say, and what each holder says."""
+
+    facts: RoundEntry
+    holders: dict[str, RoundEntry] = field(default_factory=dict)
+    given_up: set[str] = field(default_factory=set)
+    """Members that a holder goes on without."""
+
+    def add(self, entry: RoundEntry) -> bool:
+        """False where that is no news."""
+        before = self.holders.get(entry.holder)
+        if before is not None:
+            if set(entry.without) <= set(before.without):
+                return False
+            entry = entry.model_copy(update={"without": tuple(sorted({*entry.without, *before.without}))})
+        self.holders[entry.holder] = entry
+        self.given_up |= {*entry.without}
+        return True
+
+    def complete(self, live: Collection[str], attesting: Collection[str]) -> bool:
+        """Every member holds the gradient, or is given up by one that does, or is believed dead here, or attests to another round: an
+        applied gradient can be had from somebody."""
+        lacking = set(self.facts.members) - self.holders.keys() - self.given_up
+        return not any(m in live and m not in attesting for m in lacking)
+
+
+UNDECIDED_S = 5.0
+"""Before a round counts without more than half: one that holds it, too, may not have said so yet."""
+
+
+class _Claim(NamedTuple):
+    """What a peer says that it applied."""
+
+    record: StepRecord
+    entries: tuple[RoundEntry, ...]
+
+
+@dataclass
+class RecordBuilder:
+    """Collects what replicas attest to of one step, until a round of each stage counts.
+
+    Nothing is signed, so that a peer's word is believed of itself alone: the one that sends an entry is its holder. A round counts
+    where it is complete, and more than half of the stage's replicas attest to it: of those that are believed alive here and do not abstain,
+    and those that attest to it. Where all of these have attested for a while, and no round has so many, the one with the most counts, of as
+    many that of the lowest holder: replicas that lost sight of each other may hold different ones. Peers that believe the same alive
+    choose the same; others may choose otherwise, and then lineages part and meet again (``runtime.recovery.forks``).
+
+    A peer that comes late cannot ask everyone: it believes what most of those say that applied the step, if they are two or more."""
+
+    step: int
+    lineage: bytes
+    """What the step's frames carry."""
+    stages: int
+    previous: bytes
+    """hash(R_{t-1})"""
+    live: Callable[[int], tuple[str, ...]] = lambda stage: ()
+    """Replicas of a stage that are believed alive here, ourselves included."""
+    now: Callable[[], float] = lambda: 0.0
+    """[s]"""
+    known: Counter[int] = field(default_factory=Counter)
+    """Counts what was learnt, by stage."""
+    _rounds: dict[tuple[int, bytes], list[Attested]] = field(default_factory=dict)
+    """Of one round several, where their holders contradict each other."""
+    _abstaining: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    _claims: dict[str, _Claim] = field(default_factory=dict)
+    _chosen: dict[int, tuple[int, tuple[str, ...], Attested | None]] = field(default_factory=dict)
+    """Of each stage: how much was known, who was believed alive, and what counted then."""
+    _undecided: dict[int, float] = field(default_factory=dict)
+    """Stages of which all have attested, but no round has more than half, and since when."""
+    _agreed: tuple[RoundEntry, ...] = ()
+    _record: StepRecord | None = None
+    _settled: bool = False
+    trusting: bool = False
+    """One peer that applied the step is enough: of those that were asked none is at it still."""
+
+    MAX_ROUNDS = 4
+    """That one holder attests to: it tries no other round of a step, unless it loses its state. More is an attack on memory."""
+
+    def add(self, entry: RoundEntry) -> None:
+        """What ``entry.holder`` itself said. Raises ProtocolError for an entry that contradicts the step or itself."""
+        self._check(entry)
+        rounds = self._rounds.get((entry.stage, entry.round), [])
+        known = next((k for k in rounds if alike(entry, k.facts)), None)
+        if known is None or entry.holder not in known.holders:
+            said = sum(
+                entry.holder in k.holders for (s, _), each in self._rounds.items() for k in each if s == entry.stage
+            )
+            if said >= self.MAX_ROUNDS:
+                raise ProtocolError(
+                    f"stage {entry.stage}: more than {self.MAX_ROUNDS} rounds of one holder in one step"
+                )
+        if known is None:
+            self._check_facts(entry)
+            known = Attested(facts_of(entry))
+            self._rounds.setdefault((entry.stage, entry.round), []).append(known)
+        if known.add(entry):
+            self.known[entry.stage] += 1
+
+    def abstain(self, stage: int, peer: str) -> None:
+        """``peer`` goes by what the other replicas of its stage agree on."""
+        if peer not in self._abstaining[stage]:
+            self._abstaining[stage].add(peer)
+            self.known[stage] += 1
+
+    def claim(self, peer: str, entries: tuple[RoundEntry, ...], hash_: bytes) -> bool:
+        """``peer`` says that it applied the record of these. False if its hash shows another history before it. Raises ProtocolError for
+        what is no record of this step."""
+        for entry in entries:
+            self._check(entry)
+            self._check_facts(entry)
+        if [e.stage for e in entries] != list(range(self.stages)):
+            raise ProtocolError(f"a record of {len(entries)} stages instead of {self.stages}, or out of order")
+        record = self._of(entries)
+        if record.hash != hash_:
+            return False
+        self._claims[peer] = _Claim(record, entries)
+        return True
+
+    def _check(self, entry: RoundEntry) -> None:
+        if (entry.step, entry.lineage) != (self.step, self.lineage):
+            raise ProtocolError(f"entry of step {entry.step} for the record of step {self.step}, or of another lineage")
+        if entry.without and not set(entry.without) <= {*entry.members} - {entry.holder}:
+            raise ProtocolError(f"entry of stage {entry.stage}: its holder gives itself up, or one that is no member")
+
+    def _check_facts(self, entry: RoundEntry) -> None:
+        """Of the others that say the same it is known."""
+        if entry.stage >= self.stages or len(entry.shards) != len(entry.members):
+            raise ProtocolError(f"entry of stage {entry.stage}/{self.stages} with {len(entry.shards)} shards")
+        if list(entry.members) != sorted(set(entry.members)):
+            raise ProtocolError(f"entry of stage {entry.stage}: members out of order")
+        if not set(entry.leaves) <= set(entry.members):
+            raise ProtocolError(f"entry of stage {entry.stage}: others than its members leave")
+        if set(entry.expelled) & set(entry.members):
+            raise ProtocolError(f"entry of stage {entry.stage}: a member is expelled")
+        if entry.expelled and len(entry.members) < 2:
+            raise ProtocolError(f"entry of stage {entry.stage}: one member alone cannot expel another")
+
+    @property
+    def claimed(self) -> int:
+        """How many say that they applied this step."""
+        return len(self._claims)
+
+    def rounds(self, stage: int) -> list[Attested]:
+        """Of ``stage``, those that most hold first."""
+        found = [
+            k for (s, _), each in sorted(self._rounds.items(), key=lambda item: item[0]) if s == stage for k in each
+        ]
+        return sorted(found, key=lambda k: -len(k.holders))
+
+    def holders(self, entry: RoundEntry) -> frozenset[str]:
+        """Who attests to what ``entry`` says."""
+        known = self._rounds.get((entry.stage, entry.round), [])
+        return next((frozenset(k.holders) for k in known if alike(entry, k.facts)), frozenset())
+
+    def abstaining(self, stage: int) -> frozenset[str]:
+        return frozenset(self._abstaining[stage])
+
+    def record(self) -> StepRecord | None:
+        """``R_t`` once a round of every stage counts, or enough others applied it; else None."""
+        if self._settled:
+            return self._record
+        chosen = [k for stage in range(self.stages) if (k := self._choice(stage)) is not None]
+        agreed = tuple(k.facts for k in chosen) if len(chosen) == self.stages else self._claimed()
+        if agreed != self._agreed:
+            self._agreed, self._record = agreed, self._of(agreed) if agreed else None
+        return self._record
+
+    def settle(self) -> None:
+        """The record is applied: nothing changes it any more."""
+        self._settled = self.record() is not None
+
+    def agreed(self) -> tuple[RoundEntry, ...]:
+        """The rounds of ``R_t``, by stage, each in a holder's words; empty before there is one."""
+        self.record()
+        return tuple(e if e.holder else e.model_copy(update={"holder": e.members[0]}) for e in self._agreed)
+
+    def sentenced(self, stage: int) -> bool:
+        """Two peers at least attest to whom the record's round of ``stage`` expels (DESIGN "Invariants", 5: a third decides)."""
+        chosen, record = self._choice(stage), self.record()
+        attesting = len(chosen.holders) if chosen is not None else 0
+        return attesting > 1 or sum(c.record == record for c in self._claims.values()) > 1
+
+    def _choice(self, stage: int) -> Attested | None:
+        """The round of ``stage`` that counts."""
+        live, known = self.live(stage), self.known[stage]
+        before = self._chosen.get(stage)
+        if before is None or before[0] != known or before[1] != live or stage in self._undecided:
+            before = self._chosen[stage] = known, live, self._counting(stage, live)
+        return before[2]
+
+    def _counting(self, stage: int, live: tuple[str, ...]) -> Attested | None:
+        rounds = self.rounds(stage)
+        attesting = {m for k in rounds for m in k.holders}
+        voters = set(live) - self._abstaining[stage]
+        whole = [k for k in rounds if k.complete(live, attesting)]
+        most = [k for k in whole if 2 * len(k.holders) > len(voters | k.holders.keys())]
+        if most or not whole or not voters <= attesting:
+            self._undecided.pop(stage, None)
+        elif self.now() - self._undecided.setdefault(stage, self.now()) >= UNDECIDED_S:
+            most = whole
+        return min(most, key=lambda k: (-len(k.holders), min(k.holders), k.facts.round), default=None)
+
+    def _claimed(self) -> tuple[RoundEntry, ...]:
+        """What most of those applied that did, if they are enough; where fewer others live, or can be asked, all of them are."""
+        if not self._claims:
+            return ()
+        others = sum(len(self.live(stage)) for stage in range(self.stages)) - 1
+        hashes = Counter(c.record.hash for c in self._claims.values())
+        most, count = min(hashes.items(), key=lambda item: (-item[1], item[0]))
+        unknown = [stage for stage in range(self.stages) if self._choice(stage) is None]
+        alone = self.trusting or not any(map(self.live, unknown))  # who else could tell us is gone
+        if 2 * count <= len(self._claims) or count < (1 if alone else min(2, others)):
+            return ()
+        return next(c.entries for c in self._claims.values() if c.record.hash == most)
+
+    def _of(self, entries: tuple[RoundEntry, ...]) -> StepRecord:
+        stages = (StageEntry(e.round, e.shards, e.stop, e.leaves, e.expelled) for e in entries)
+        return StepRecord(self.step, self.previous, tuple(stages))
+
+
+def facts_of(entry: RoundEntry) -> RoundEntry:
+    """What every holder of the round says alike."""
+    return entry.model_copy(update={"holder": "", "without": ()})
+
+
+def alike(a: RoundEntry, b: RoundEntry) -> bool:
+    """Do their holders say the same of the same round?"""
+    facts = all(getattr(a, name) == getattr(b, name) for name in _FACTS)
+    return facts and [vars(s) for s in a.shards] == [
+        vars(s) for s in b.shards
+    ]  # ten times as fast as the models' own ==

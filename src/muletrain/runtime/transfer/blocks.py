@@ -1,0 +1,316 @@
+"""Moving a stage's state: an immutable copy, cut into blocks that a manifest names by their hashes (DESIGN "Joining, moving, leaving").
+
+A taker asks several donors for different blocks at once, checks each against the manifest as it comes, drops a donor whose block is
+wrong or does not come, and asks the others for it. What it has is kept, so that a break costs only what was under way. Blocks travel
+as ``Channel.BULK``, which yields to the traffic of the step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from bisect import bisect_right
+from collections import deque
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import torch
+from blake3 import blake3
+from pydantic import Field
+
+from muletrain.errors import DeadlineExceeded, Malformed, NetworkError, PeerUnreachable, ProtocolError
+from muletrain.policy.deadline import Deadline
+from muletrain.runtime.core.messages import MAX_RUN, AskBlocks, Block, Message, Natural, Text
+from muletrain.wire.codec import MAX_DIMENSIONS, RAW, Encoded, decode_raw
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from muletrain.network.base import PeerId
+    from muletrain.runtime.members.context import Context
+
+BLOCK = 1 << 20
+"""Bytes. Larger for a state of which the manifest would not fit into a call's answer."""
+MAX_BLOCKS = 1 << 14
+RUN = MAX_RUN
+"""Blocks asked for in one call."""
+LANES = 2
+"""Calls under way with one donor: while one run arrives, the next is on its way."""
+HASHED_AT_ONCE = 16 << 20
+"""Bytes hashed in one job, so that quantising, which shares the thread, does not wait long."""
+CALL_S = 30.0
+LOOK_S = 0.1
+"""Between two looks whether something comes, at least."""
+LONGEST_S = 600.0
+"""Without any block: a donor that is alive may have given up sending."""
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "uint8": torch.uint8}
+
+
+Shape = Annotated[tuple[Natural, ...], Field(max_length=MAX_DIMENSIONS)]
+
+
+def block_size(size: int) -> int:
+    """Of a copy of ``size`` bytes."""
+    return max(BLOCK, -(-size // MAX_BLOCKS))
+
+
+class Manifest(Message):
+    """What a copy consists of: its tensors (name, dtype, shape) in order, the size of a block, every block's BLAKE3."""
+
+    KIND: ClassVar[str] = "manifest"
+    tensors: Annotated[tuple[tuple[Text, Text, Shape], ...], Field(max_length=1 << 16)]
+    block: Annotated[int, Field(ge=1, le=1 << 28)]
+    digests: Annotated[bytes, Field(max_length=32 * MAX_BLOCKS)]
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of all tensors. Raises ProtocolError for a dtype that no state has."""
+        if not {dtype for _, dtype, _ in self.tensors} <= DTYPES.keys():
+            raise ProtocolError("a state with tensors of a type that no stage has")
+        return sum(math.prod(shape) * DTYPES[dtype].itemsize for _, dtype, shape in self.tensors)
+
+    @property
+    def blocks(self) -> int:
+        return len(self.digests) // 32
+
+    def check(self, limit: int) -> None:
+        """Raises ProtocolError unless the blocks are as many as the tensors fill, and not more than ``limit`` bytes."""
+        if self.size > limit or self.blocks != -(-self.size // self.block) or len(self.digests) % 32:
+            raise ProtocolError(f"a manifest of {self.size} bytes in {self.blocks} blocks: not this stage's state")
+
+    def span(self, block: int) -> tuple[int, int]:
+        return block * self.block, min(self.size, (block + 1) * self.block)
+
+    def digest(self, block: int) -> bytes:
+        return self.digests[32 * block : 32 * block + 32]
+
+
+class Copy:
+    """The donor's side of one copy. ``digest`` names it: the hash of its manifest."""
+
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        """``state``: copies that nobody changes any more."""
+        self._names = sorted(state)
+        self._tensors = [state[n] for n in self._names]
+        self._views = [t.contiguous().reshape(-1).view(torch.uint8).numpy().data for t in self._tensors]
+        self._begins = [0, *accumulate(len(v) for v in self._views)]
+        self.size = self._begins[-1]
+        self.block = block_size(self.size)
+        self.manifest = b""
+        self.digest = b""
+
+    async def name(self, ctx: Context) -> None:
+        """Hash everything."""
+        count = -(-self.size // self.block)
+        step = max(1, HASHED_AT_ONCE // self.block)
+        jobs = [(k, min(count, k + step)) for k in range(0, count, step)]
+        self.named(b"".join([await ctx.compute.offload(self._hashes, *job) for job in jobs]))
+
+    def hashes(self) -> bytes:
+        """Of all blocks."""
+        return self._hashes(0, -(-self.size // self.block))
+
+    def named(self, digests: bytes) -> None:
+        """Those are the hashes of its blocks."""
+        tensors = [
+            (n, str(t.dtype).removeprefix("torch."), tuple(t.shape))
+            for n, t in zip(self._names, self._tensors, strict=True)
+        ]
+        self.manifest = Manifest(tensors=tuple(tensors), block=self.block, digests=digests).pack()
+        self.digest = blake3(self.manifest).digest()
+
+    def _hashes(self, begin: int, end: int) -> bytes:
+        return b"".join(self._hash(k) for k in range(begin, end))
+
+    def _hash(self, block: int) -> bytes:
+        digest = blake3()
+        for view in self.views(*self._span(block)):
+            digest.update(view)
+        return digest.digest()
+
+    def _span(self, block: int) -> tuple[int, int]:
+        return block * self.block, min(self.size, (block + 1) * self.block)
+
+    def tensor(self, k: int) -> memoryview:
+        """The bytes of the ``k``-th tensor, in the order of their names."""
+        return self._views[k]
+
+    def views(self, a: int, b: int) -> list[memoryview]:
+        """Bytes ``a`` to ``b``: of one or more tensors, not copied."""
+        pieces = []
+        k = bisect_right(self._begins, a) - 1
+        while a < b:
+            piece = self._views[k][a - self._begins[k] : b - self._begins[k]]
+            pieces.append(piece)
+            a, k = a + len(piece), k + 1
+        return pieces
+
+    async def content(self, ctx: Context, begin: int, end: int) -> list[memoryview]:
+        """As ``views``, to be sent."""
+        return self.views(begin, end)
+
+    async def send(
+        self, ctx: Context, taker: PeerId, blocks: tuple[int, ...], sent: Callable[[], object] = lambda: None
+    ) -> None:
+        """Stream ``blocks`` to ``taker``; who does not get them asks another donor. ``sent`` is called after each."""
+        try:
+            for k in blocks:
+                begin, end = self._span(k)
+                raw = Encoded(RAW, (end - begin,), await self.content(ctx, begin, end))
+                await ctx.send(taker, Block(digest=self.digest, block=k), [raw])
+                sent()
+        except NetworkError:
+            return
+
+
+@dataclass
+class Partial:
+    """What arrived of one copy."""
+
+    digest: bytes
+    manifest: Manifest
+    data: bytearray
+    missing: set[int]
+
+    @classmethod
+    def of(cls, digest: bytes, manifest: Manifest) -> Partial:
+        return cls(digest, manifest, bytearray(manifest.size), set(range(manifest.blocks)))
+
+    def room(self, block: int) -> memoryview:
+        """Where a block belongs that is asked for."""
+        begin, end = self.manifest.span(block)
+        return memoryview(self.data)[begin:end]
+
+    async def keep(self, ctx: Context, block: int, content: memoryview) -> None:
+        """It came into its ``room``, and is what the manifest says. Raises NetworkError where it cannot be kept."""
+        self.missing.discard(block)
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors, on the memory that arrived."""
+        found, begin = {}, 0
+        for name, dtype, shape in self.manifest.tensors:
+            count = math.prod(shape)
+            kind = DTYPES[dtype]
+            flat = (
+                torch.frombuffer(self.data, dtype=kind, count=count, offset=begin)
+                if count
+                else torch.empty(0, dtype=kind)
+            )
+            found[name] = flat.view(shape)
+            begin += count * kind.itemsize
+        return found
+
+
+@dataclass
+class _Expected:
+    """A block that was asked for. ``into``: where it belongs."""
+
+    into: memoryview
+    whole: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+@dataclass
+class Taker:
+    """The taker's side."""
+
+    ctx: Context
+    _waiting: dict[tuple[PeerId, bytes, int], _Expected] = field(default_factory=dict)
+    _deadline: Deadline = field(default_factory=lambda: Deadline(unmeasured_s=60.0, floor_s=5.0))
+    """Between two blocks, from any donor: they share our link."""
+    _largest: int = BLOCK
+    """Bytes of a block that was asked for; or of one that this peer asked for before it began anew."""
+    _breaks: int = 0
+    _came: float = float("-inf")
+    """When the last block did."""
+
+    def expects(self, sender: PeerId, message: Block, tensors: list[Encoded]) -> None:
+        """A block that was asked for, or one that comes late: it is at most as large as any that was. Raises ProtocolError."""
+        expected, (block,) = self._waiting.get((sender, message.digest, message.block)), tensors
+        if block.codec != RAW or len(block.shape) != 1:
+            raise Malformed(f"a block of {block.codec} {block.shape}")
+        if expected is not None and block.shape[0] != len(expected.into):
+            raise Malformed(f"block {message.block}: {block.shape[0]} bytes instead of {len(expected.into)}")
+        if block.shape[0] > self._largest:
+            raise ProtocolError(f"a block of {block.shape[0]} bytes, and none was asked for")
+
+    def on_block(self, sender: PeerId, message: Block, tensor: Encoded) -> None:
+        """A block that nobody waits for (any more) is dropped. Raises ProtocolError for one of another size."""
+        expected, data = self._waiting.get((sender, message.digest, message.block)), decode_raw(tensor)
+        if expected is None or expected.whole.done():
+            return
+        if len(data) != len(expected.into):
+            raise Malformed(f"block {message.block}: {len(data)} bytes instead of {len(expected.into)}")
+        expected.into[:] = data
+        self._came = self.ctx.clock.now()
+        expected.whole.set_result(None)
+
+    async def fetch(self, partial: Partial, donors: list[PeerId]) -> None:
+        """Until nothing of ``partial`` is missing. Raises PeerUnreachable when every donor failed; what came stays in it."""
+        queue = deque(sorted(partial.missing))
+        good = list(donors)
+        most = max(1, RUN * BLOCK // partial.manifest.block)  # large blocks come one by one
+
+        async def lane(donor: PeerId) -> None:
+            while queue and donor in good:
+                share = -(-len(queue) // (LANES * len(good)))  # of a small copy, each sends some
+                run = [queue.popleft() for _ in range(min(RUN, most, share))]
+                try:
+                    await self._run(partial, donor, run)
+                except (NetworkError, ProtocolError) as e:
+                    if donor in good:
+                        good.remove(donor)
+                    if isinstance(e, ProtocolError):
+                        self.ctx.refused(donor, str(e))
+                finally:
+                    queue.extend(k for k in run if k in partial.missing)
+
+        while partial.missing and good:
+            await asyncio.gather(*(lane(donor) for donor in list(good) for _ in range(LANES)))
+        self._breaks = self._breaks + 1 if partial.missing else 0
+        if partial.missing:
+            raise PeerUnreachable(
+                f"{len(partial.missing)} of {partial.manifest.blocks} blocks did not come from any donor"
+            )
+
+    async def _run(self, partial: Partial, donor: PeerId, run: list[int]) -> None:
+        """One call's blocks, each checked as it comes."""
+        ctx = self.ctx
+        self._largest = max(self._largest, partial.manifest.block)
+        expected = {k: _Expected(partial.room(k)) for k in run}
+        self._waiting |= {(donor, partial.digest, k): e for k, e in expected.items()}
+        try:
+            ask = AskBlocks(digest=partial.digest, blocks=tuple(run))
+            await ctx.net.call(donor, AskBlocks.KIND, ask.pack(), timeout_s=CALL_S)
+            for k, block in expected.items():
+                await self._block(donor, block.whole, f"block {k} from {donor[-6:]}")
+                if await ctx.compute.offload(_digest, block.into) != partial.manifest.digest(k):
+                    raise ProtocolError(f"block {k} is not what the manifest says")
+                await partial.keep(ctx, k, block.into)
+        finally:
+            for k in run:
+                self._waiting.pop((donor, partial.digest, k), None)
+
+    async def _block(self, donor: PeerId, whole: asyncio.Future[None], what: str) -> None:
+        """A slow link is no reason to give up, as long as something comes. Raises DeadlineExceeded."""
+        clock, begin = self.ctx.clock, self.ctx.clock.now()
+        while True:
+            since = max(begin, self._came)
+            waited_s = clock.now() - since
+            silent_s, limit_s = min(waited_s, self.ctx.silent_s(donor)), self._deadline.seconds(self._breaks)
+            if (silent_s >= limit_s or waited_s >= LONGEST_S) and not whole.done():
+                raise DeadlineExceeded(f"{what}: nothing came for {min(waited_s, limit_s):.1f} s")
+            left_s = min(limit_s - silent_s, LONGEST_S - waited_s)
+            try:
+                await clock.deadline(asyncio.shield(whole), max(LOOK_S, left_s), what)
+            except DeadlineExceeded:
+                continue
+            self._deadline.measured(clock.now() - since)
+            return
+
+
+def _digest(data: memoryview) -> bytes:
+    return blake3(data).digest()

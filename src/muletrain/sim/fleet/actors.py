@@ -1,0 +1,331 @@
+"""Protocol fidelity: the peers that train in production, every message of theirs, on a virtual clock.
+
+Only two things are not real: what is computed (nothing; it takes the time that the cost model says) and how large tensors are (tiny;
+links take the time that those of the run would take). Wiring, admission, windows, sealing, averaging, records, joining and moving are
+the production code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import tempfile
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from muletrain.clock import LoopClock
+from muletrain.compute.executor import InlineExecutor
+from muletrain.compute.paced import PacedCompute
+from muletrain.config.schema import Codec
+from muletrain.errors import Expelled, MuletrainError
+from muletrain.events import StepApplied, StepDone, SteppedBack
+from muletrain.network.memory import MemoryHub
+from muletrain.network.roads import Road
+from muletrain.planning.devices import find_device
+from muletrain.policy.shards import BLOCK
+from muletrain.runtime.checkpoint.checkpoints import Book
+from muletrain.runtime.checkpoint.store import Folder
+from muletrain.runtime.core.disk import Disk
+from muletrain.runtime.core.messages import Backward, Forward, Member, Reduced, Shard
+from muletrain.runtime.members.context import Context, Plan, capacity
+from muletrain.runtime.members.roster import Genesis, Roster
+from muletrain.runtime.peer.peer import Peer
+from muletrain.runtime.peer.service import Service
+from muletrain.sim.fleet.hollow import CHUNK, PARAMS, TOKENS, VOCAB, WIDTH, HollowCompute, HollowTokens
+from muletrain.sim.fleet.ledger import always
+from muletrain.sim.fleet.tally import Tally
+from muletrain.sim.loop import run_virtually, seldom_collected
+from muletrain.sim.machines import fetch_s, mortal, seat, seated
+from muletrain.wire.frame import frame_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from muletrain.config.fleet import Link
+    from muletrain.config.schema import RunConfig
+    from muletrain.events import Event
+    from muletrain.network.base import Frame
+    from muletrain.network.memory import MemoryNetwork
+    from muletrain.policy.seats import Seats
+    from muletrain.runtime.recovery.rollback import StepBack
+    from muletrain.sim.fleet.flow import Weather
+    from muletrain.sim.fleet.ledger import GoesOn, Outcome
+    from muletrain.sim.machines import Setting
+
+PLACE = "shared"
+"""Where all checkpoints go."""
+STEPS = 1 << 20
+"""More than there is time for."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Planned membership: seats, and of each machine that is there (spares, too), by name, its kind and its stage."""
+
+    seats: Seats
+    kinds: dict[str, int]
+    stages: dict[str, int]
+
+
+class Actors:
+    """The peers of one setting, for ``horizon_s``. ``play`` them once."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        config: RunConfig,
+        weather: Weather,
+        horizon_s: float,
+        *,
+        trainers: int,
+        seed: int,
+        watch: Callable[[Event], None] | None = None,
+        planned: Planned | None = None,
+    ) -> None:
+        """``watch`` is told of every event. ``planned``: who serves what; default: as newcomers are seated."""
+        self._watch, self._seats = watch, None if planned is None else planned.seats
+        self._setting, self._config, self._weather, self._horizon_s = setting, config, weather, horizon_s
+        self._hub, self._clock, self._tally = MemoryHub(), LoopClock(), Tally(setting)
+        self._hub.hands_over, self._hub.delay_s, self._hub.weigh = True, self._delay_s, self._weight
+        self._hub.roads.path_bytes_per_s = lambda a, b: self._link(a, b).bandwidth_bytes_per_s
+        self._problems: list[str] = []
+        self._draw = random.Random(f"actors/{seed}")
+        self._mortal = mortal(setting)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._rosters: dict[str, Roster] = {}
+        """Of those that are there."""
+        self._kind_of: dict[str, int] = {}
+        self._served: dict[str, int] = {}
+        """Stages that peers came to."""
+        stage_of = (
+            {
+                self._name(k): s
+                for s, counts in enumerate(seated(setting))
+                for k, n in enumerate(counts)
+                for _ in range(n)
+            }
+            if planned is None
+            else planned.stages
+        )
+        self._kind_of.update({} if planned is None else planned.kinds)
+        rank = self._rank if planned is None else list(stage_of).index  # as the founder of a live run ranks them
+        self._training = set(sorted(stage_of, key=rank)[:trainers])
+        members = tuple(self._member(name, stage) for name, stage in stage_of.items())
+        self._genesis = Genesis(
+            run_id="fleet", config=bytes(32), data=bytes(32), stages=len(setting.cut), members=members,
+            collector=min(stage_of, key=rank), first_step=0,
+        )  # fmt: skip
+
+    def _name(self, kind: int) -> str:
+        name = f"{self._setting.kinds[kind].name}-{len(self._kind_of)}"
+        self._kind_of[name] = kind
+        return name
+
+    def _rank(self, name: str) -> tuple[bool, int, int]:
+        """Trainers are machines that stay, if there are such, and spread over the kinds."""
+        kind = self._kind_of[name]
+        before = sum(other == kind for other in list(self._kind_of.values())[: list(self._kind_of).index(name)])
+        return not self._setting.kinds[kind].reliable, before, kind
+
+    def _member(self, name: str, stage: int) -> Member:
+        trains = name in self._training or not any(kind.reliable for kind in self._setting.kinds)
+        device = find_device(self._setting.kinds[self._kind_of[name]].device)
+        return Member(
+            id=name, name=name, stage=stage, trainer=trains, addresses=(), flops=int(device.flops) if device else 0,
+            place=Folder(Path(), keep=1, name=PLACE).name,
+        )  # fmt: skip
+
+    def play(self, goes_on: GoesOn = always) -> Outcome:
+        """Raises MuletrainError where something broke that should not."""
+        problems, self._over, self._whole = self._problems, asyncio.Event(), True
+
+        def look_up() -> None:
+            if not goes_on(self._clock.now(), self._tally.steps):
+                self._whole = False
+                self._over.set()
+
+        with tempfile.TemporaryDirectory(prefix="mule-fleet-") as folder:
+            self._folder = Path(folder)
+            with seldom_collected():
+                end_s = run_virtually(self._run(), math.inf, problems, look_up)
+        if problems:
+            raise MuletrainError(f"the virtual fleet broke: {problems[0]}")
+        return self._tally.outcome(end_s, partial=not self._whole)
+
+    async def _run(self) -> float:
+        """When it ended [s]."""
+        for member in self._genesis.members:
+            self._begin(member.id, Roster(self._genesis, member.id), joining=False)
+        self._changed()
+        churn = [asyncio.create_task(work) for work in (self._traced(), self._leaving(), self._bursts())]
+        asyncio.get_running_loop().call_later(self._horizon_s, self._over.set)
+        await self._over.wait()
+        end_s = self._clock.now()
+        self._changed()
+        for task in (*churn, *self._tasks.values()):
+            task.cancel()
+        await asyncio.gather(*churn, *self._tasks.values(), return_exceptions=True)
+        return end_s
+
+    # Churn ------------------------------------------------------------------------------------------------------------
+
+    async def _traced(self) -> None:
+        gone: list[int] = []
+        for change in self._weather.trace:
+            await asyncio.sleep(max(0.0, change.time_s - self._clock.now()))
+            for _ in range(-change.peers):
+                gone += [] if (kind := self._take_any()) is None else [kind]
+            for _ in range(change.peers):
+                self._come(gone.pop(0) if gone else self._draw.choice(self._mortal))
+
+    async def _leaving(self) -> None:
+        """Each by itself: in so short a while that none is left out, each with its part of the chance."""
+        while self._weather.leave_per_s:
+            await asyncio.sleep(self._draw.expovariate(self._weather.leave_per_s * self._most))
+            if self._draw.random() * self._most < len(self._those_that_may_go()):
+                self._replace(self._take_any())
+
+    @property
+    def _most(self) -> int:
+        """More of those that may go than there ever are: nobody comes but for one that left."""
+        return sum(self._setting.kinds[k].count for k in self._mortal) + sum(
+            max(0, c.peers) for c in self._weather.trace
+        )
+
+    async def _bursts(self) -> None:
+        while self._weather.bursts_per_s:
+            await asyncio.sleep(self._draw.expovariate(self._weather.bursts_per_s))
+            for _ in range(round(self._weather.burst_share * len(self._those_that_may_go()))):
+                self._replace(self._take_any())
+
+    def _those_that_may_go(self) -> list[str]:
+        return [name for name in self._rosters if self._kind_of[name] in self._mortal]
+
+    def _take_any(self) -> int | None:
+        """As SIGKILL does. The kind of whom it took."""
+        able = self._those_that_may_go()
+        if not able:
+            return None
+        name = self._draw.choice(able)
+        self._hub.kill(name)
+        self._tasks[name].cancel()
+        del self._rosters[name]
+        self._changed()
+        self._tally.happened("left")
+        return self._kind_of[name]
+
+    def _replace(self, kind: int | None) -> None:
+        if kind is not None:
+            after_s = self._draw.expovariate(1 / self._weather.away_s)
+            asyncio.get_running_loop().call_later(after_s, self._come, kind)
+
+    def _come(self, kind: int) -> None:
+        if self._clock.now() >= self._horizon_s:
+            return
+        name = self._name(kind)
+        stage = seat(self._setting, kind, self._serving(), [0] * len(self._setting.cut))
+        self._tally.happened("joined")
+        self._begin(name, Roster(self._genesis, self._member(name, stage)), joining=True)
+        self._changed()
+
+    def _serving(self) -> list[list[int]]:
+        serving = [[0] * len(self._setting.kinds) for _ in self._setting.cut]
+        for name, roster in self._rosters.items():
+            serving[roster.own.stage][self._kind_of[name]] += 1
+        return serving
+
+    def _changed(self) -> None:
+        self._tally.present(self._clock.now(), self._serving())
+
+    # Peers ------------------------------------------------------------------------------------------------------------
+
+    def _begin(self, name: str, roster: Roster, *, joining: bool) -> None:
+        self._rosters[name] = roster
+        self._served[name] = roster.own.stage
+        work = self._peer(name, self._network(name), roster, joining=joining)
+        self._tasks[name] = asyncio.create_task(work, name=name)
+
+    def _network(self, name: str) -> MemoryNetwork:
+        own = self._setting.kinds[self._kind_of[name]]
+        self._hub.roads.lay(name, Road(own.up_bytes_per_s, own.down_bytes_per_s, own.queue_s))
+        return self._hub.join(name)
+
+    def _link(self, sender: str, receiver: str) -> Link:
+        return self._setting.links[self._kind_of[sender]][self._kind_of[receiver]]
+
+    def _delay_s(self, sender: str, receiver: str) -> float:
+        return self._link(sender, receiver).delay_s
+
+    def _weight(self, sender: str, frame: Frame) -> int:
+        """Bytes that the run's own frame would have."""
+        message = frame.message
+        if isinstance(message, Forward):
+            return self._setting.cost.forward_bytes[message.stage]
+        if isinstance(message, Backward):
+            return self._setting.cost.backward_bytes[message.stage]
+        if isinstance(message, Shard | Reduced):
+            averaged = self._setting.cost.stages[self._rosters[sender].own.stage].averaged_bytes
+            return averaged * frame.tensors[0].shape[0] // PARAMS
+        return frame_size(frame)
+
+    async def _peer(self, name: str, network: MemoryNetwork, roster: Roster, *, joining: bool) -> None:
+        k = self._kind_of[name]
+        kind, place = self._setting.kinds[k], Folder(self._folder, keep=1, name=PLACE)
+        place.disk = Disk(InlineExecutor())
+
+        async def make(joins: bool, back: StepBack | None) -> Peer:
+            stage = roster.own.stage
+            if joins:
+                if self._served.get(name, stage) != stage:
+                    self._tally.happened("moved")
+                self._served[name] = stage
+                self._changed()
+                await self._clock.sleep(fetch_s(self._setting, k, stage, self._serving()[stage]))
+            ending_s = self._setting.cost.stages[stage].ending_s
+            hollow = HollowCompute(stage, self._plan.stages, self._clock, ending_s)
+            compute = PacedCompute(hollow, self._clock, kind.forward_s[stage], kind.backward_s[stage])
+            ctx = Context(
+                network, self._clock, compute, roster, self._plan, lambda e: self._note(name, e), background=InlineExecutor()
+            )  # fmt: skip
+            fits = kind.fits.__contains__
+            return Peer(ctx, source=HollowTokens(), book=Book(place), joining=joins, back=back, fits=fits)
+
+        try:
+            await Service(make, joining=joining).run()
+        except Expelled:
+            self._rosters.pop(name, None)
+            self._tally.happened("expelled")
+        except MuletrainError as e:
+            if self._rosters.pop(name, None) is not None:  # else it was killed
+                self._tally.gave_up(self._clock.now(), name, str(e))
+        except Exception as e:
+            self._problems.append(f"{name}: {type(e).__name__}: {e}")
+        finally:
+            await network.close()
+
+    @cached_property
+    def _plan(self) -> Plan:
+        config, cost = self._config, self._setting.cost
+        return Plan(
+            stages=len(cost.stages), steps=STEPS, microbatches=cost.microbatches, sequences=1, width=WIDTH, vocab=VOCAB,
+            sequence_length=lambda step: TOKENS, activations=Codec.FP32, gradients=Codec.FP32, clip=None, lr=lambda step: 0.0,
+            checkpoint_every=config.checkpoint.every, capacity=capacity(len(cost.stages), self._seats), seats=self._seats,
+            adopt_after_s=config.fleet.adopt_after, from_seed=True,
+            rebalance=config.fleet.rebalance, rebalance_s=config.fleet.rebalance_period,
+            work=tuple(s.forward_flops for s in cost.stages), state_bytes=tuple(s.state_bytes for s in cost.stages),
+            delayed=config.optimizer.delayed, trace=self._watch is not None, chunk=CHUNK * BLOCK,
+        )  # fmt: skip
+
+    def _note(self, name: str, event: Event) -> None:
+        now, kind = self._clock.now(), self._kind_of[name]
+        if self._watch is not None:
+            self._watch(replace(event, t=now, peer=name))
+        if isinstance(event, StepDone):
+            self._tally.done(now, event.step)
+        elif isinstance(event, SteppedBack):
+            self._tally.step_back(event.step, event.to)
+        elif isinstance(event, StepApplied):
+            self._tally.applied(kind, event, [(self._kind_of[p], classes) for p, classes in event.sent.items()])

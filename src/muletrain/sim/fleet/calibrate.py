@@ -1,0 +1,304 @@
+"""What real runs take beside what a fleet file says, from their events: the few constants of ``config.costs.Costs``.
+
+Each is a median of what was measured by itself (of calls, which add up, the mean), and goes into the model where it belongs; none is
+chosen so that a run's throughput comes out right. So the throughput of the very runs they were measured in is a first check
+(``Sample.predicted``).
+
+- ``call``: what a forward or a backward took beyond the declared time (paced fleets).
+- ``devices``: the operations of the microbatches that a peer did, over the time that it was busy with them.
+- ``hop``: from the end of a forward until the next stage had it decoded, but for delay and bytes of the link. Both ends' clocks must be
+  one, so it is taken from the traces of peers that wrote into one folder.
+- ``ending``: from the last gradient of a step to the first forward of the next one, but for what the model has of it: messages one after
+  the other, and the averaged bytes. Without traces: what averaging and applying took, but for the same.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+from typing import TYPE_CHECKING
+
+from muletrain import events as ev
+from muletrain.config.costs import Costs, DeviceSpeed
+from muletrain.config.fleet import Fleet, Machine, load_fleet
+from muletrain.config.load import load_config
+from muletrain.errors import MuletrainError
+from muletrain.model.spec import ModelSpec
+from muletrain.planning.cost import service_s
+from muletrain.planning.devices import find_device
+from muletrain.sim.fleet.rates import TRAINERS, Rates
+from muletrain.sim.machines import run_cost, setting
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from muletrain.config.schema import RunConfig
+    from muletrain.planning.cost import RunCost
+    from muletrain.sim.fleet.rates import Counts
+    from muletrain.sim.machines import Setting
+
+LEAST = 3
+"""Steps: in the first one nobody has measured anything yet, and of the rest a median is taken."""
+COMPUTED = ("forward", "backward", "forward and backward")
+AMPLE_GIB = 1e6
+"""It ran, so it had room."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the events of one run say, of the longest stretch of steps in which the same peers served the same stages."""
+
+    folder: Path
+    config: RunConfig
+    setting: Setting
+    serving: list[Counts]
+    steps: tuple[int, int]
+    """First and last."""
+    throughput: float
+    """Microbatches/s."""
+    params: int
+    """Of the largest stage."""
+    calls_s: list[float]
+    hops_s: list[float]
+    pauses_s: list[float]
+    """Between steps, as far as there are traces."""
+    averaging_s: list[float]
+    """And applying."""
+    flops: dict[str, list[float]]
+    """By device that no fleet file paces."""
+
+    def rates(self, costs: Costs) -> Rates:
+        trainers = self.config.fleet.trainers or TRAINERS
+        return Rates(calibrated(self.setting, costs), trainers=trainers, delayed=self.config.optimizer.delayed)
+
+    def predicted(self, costs: Costs) -> float:
+        """Microbatches/s."""
+        return self.rates(costs).of(self.serving).throughput
+
+
+@dataclass(frozen=True)
+class Fit:
+    """``counts``: from how many measurements each constant is."""
+
+    costs: Costs
+    counts: dict[str, int]
+
+
+def fit(samples: Sequence[Sample]) -> Fit:
+    """Every run counts as much as another."""
+    calls, hops = ([getattr(s, name) for s in samples] for name in ("calls_s", "hops_s"))
+    messages = Costs(hop_ms=_ms(hops))
+    endings = []
+    for sample in samples:
+        known_s = sample.rates(messages).pause_s(sample.serving)
+        endings.append([took - known_s for took in sample.pauses_s or sample.averaging_s])
+    speeds: dict[str, list[list[float]]] = defaultdict(list)
+    for sample in samples:
+        for device, flops in sample.flops.items():
+            speeds[device].append(flops)
+    costs = Costs(
+        runs=tuple(str(s.folder) for s in samples), call_ms=_ms([[fmean(c)] for c in calls if c]),
+        hop_ms=messages.hop_ms, ending_ms=_ms(endings), stage_params=max(s.params for s in samples),
+        devices=tuple(DeviceSpeed(device=d, tflops=_typical(found) / 1e12) for d, found in sorted(speeds.items())),
+    )  # fmt: skip
+    counts = {"call_ms": calls, "hop_ms": hops, "ending_ms": endings, **speeds}
+    return Fit(costs, {name: sum(map(len, found)) for name, found in counts.items()})
+
+
+def _typical(runs: Iterable[Sequence[float]]) -> float:
+    """The mean of the runs' medians; 0 where none has any."""
+    medians = [median(values) for values in runs if values]
+    return fmean(medians) if medians else 0.0
+
+
+def _ms(runs: Iterable[Sequence[float]]) -> float:
+    """What is less than nothing is the model's own inaccuracy."""
+    return round(1000 * max(0.0, _typical(runs)), 3)
+
+
+# Into the model -------------------------------------------------------------------------------------------------------
+
+
+def calibrated(setting: Setting, costs: Costs) -> Setting:
+    """With what was measured: calls in the kinds' times, messages in the links' delays, the end of a step in every stage's."""
+    call_s, hop_s, ending_s = costs.call_ms / 1000, costs.hop_ms / 1000, costs.ending_ms / 1000
+    halves = [call_s] * (len(setting.cut) - 1) + [call_s / 2]  # the last stage does both in one call
+    kinds = tuple(
+        replace(
+            kind,
+            forward_s=tuple(s + more for s, more in zip(kind.forward_s, halves, strict=True)),
+            backward_s=tuple(s + more for s, more in zip(kind.backward_s, halves, strict=True)),
+        )
+        if kind.declared
+        else kind
+        for kind in setting.kinds
+    )
+    links = tuple(tuple(replace(link, delay_s=link.delay_s + hop_s) for link in row) for row in setting.links)
+    stages = tuple(replace(stage, ending_s=stage.ending_s + ending_s) for stage in setting.cost.stages)
+    return replace(setting, kinds=kinds, links=links, cost=replace(setting.cost, stages=stages))
+
+
+def with_speeds(fleet: Fleet, costs: Costs) -> Fleet:
+    """Devices that were measured have that speed, where the file says nothing else of them."""
+    known = {_device(d.device): d.tflops for d in costs.devices}
+    if not known:
+        return fleet
+
+    def measured(m: Machine) -> Machine:
+        tflops = known.get(_device(m.device)) if m.device is not None and m.tflops is None else None
+        return m if tflops is None else m.model_copy(update={"tflops": tflops})
+
+    return _of_machines(fleet, map(measured, fleet.machines))
+
+
+def _device(name: str) -> str:
+    device = find_device(name)
+    return name.lower() if device is None else device.name
+
+
+def _of_machines(fleet: Fleet, machines: Iterable[Machine]) -> Fleet:
+    return Fleet(**{**dict(fleet), "machines": tuple(machines)})
+
+
+# From events ----------------------------------------------------------------------------------------------------------
+
+
+def observe(folder: Path) -> Sample:
+    """Raises MuletrainError where ``folder`` is no run's, or has too little to learn from."""
+    if not (folder / "config.toml").is_file():
+        raise MuletrainError(f"{folder}: not a run folder (it has no config.toml); give one from runs/")
+    config = load_config(folder / "config.toml")
+    if config.model.from_ is not None:
+        raise MuletrainError(f"{folder}: it began with {config.model.from_}; give a run that states its model's sizes")
+    events = ev.EventTail(folder).poll()
+    first, last, seconds = _steady(folder, events)
+    applied = [e for e in events if isinstance(e, ev.StepApplied) and first <= e.step <= last]
+    joined = [e for e in events if isinstance(e, ev.PeerJoined)]
+    spec = ModelSpec.from_config(config.model)
+    cost = run_cost(config, spec, spec.cut(config.fleet.stages, config.fleet.layers))
+    fleet, kind_of = _fleet(config, {e.name: e.chip or e.device.partition(":")[0] for e in joined})
+    speeds = _speeds(applied, config, cost, kind_of, fleet)
+    able = [_able(machine, speeds.get(k)) for k, machine in enumerate(fleet.machines)]
+    scene = setting(_of_machines(fleet, able), config, spec)
+    traced = [e for e in events if isinstance(e, ev.SlotWorked) and first <= e.step + 1 <= last]
+    return Sample(
+        folder=folder, config=config, setting=scene, serving=_serving(applied, kind_of, scene), steps=(first, last),
+        throughput=cost.microbatches * (last - first + 1) / seconds, params=max(e.params for e in joined),
+        calls_s=_calls(applied, kind_of, scene), hops_s=_hops(traced, applied, kind_of, scene),
+        pauses_s=[] if config.optimizer.delayed else _pauses(traced),
+        averaging_s=[] if config.optimizer.delayed else [e.averaging_s + e.apply_s for e in applied],
+        flops={fleet.machines[k].device or fleet.machines[k].name: flops for k, flops in speeds.items()},
+    )  # fmt: skip
+
+
+def _steady(folder: Path, events: Sequence[ev.Event]) -> tuple[int, int, float]:
+    """First and last step of the longest stretch in which nobody came, left or moved, but for the run's first; and its time [s]."""
+    took_s = {e.step: e.duration_s for e in events if isinstance(e, ev.StepDone)}
+    who: dict[int, set[tuple[str, int]]] = defaultdict(set)
+    for e in events:
+        if isinstance(e, ev.StepApplied):
+            who[e.step].add((e.peer, e.stage))
+    longest: list[int] = []
+    stretch: list[int] = []
+    for step in sorted(took_s)[1:]:
+        alike = stretch and stretch[-1] == step - 1 and who[step - 1] == who[step]
+        stretch = [*stretch, step] if alike else [step]
+        longest = max(longest, stretch, key=len)
+    if len(longest) < LEAST - 1:
+        raise MuletrainError(
+            f"{folder}: {len(took_s)} steps in its events, and fewer than {LEAST} one after the other by the same peers: let it go on "
+            f"(muletrain run --resume {folder} --set train.steps=N), or give another run"
+        )
+    return longest[0], longest[-1], sum(took_s[s] for s in longest)
+
+
+def _fleet(config: RunConfig, chips: Mapping[str, str]) -> tuple[Fleet, dict[str, int]]:
+    """The machines, and which of them each peer is: those of the profile that was emulated, or one for each device."""
+    if config.fleet.profile is not None:
+        fleet = load_fleet(config.fleet.profile)
+        machine_of = [k for k, machine in enumerate(fleet.machines) for _ in range(machine.count)]
+        return fleet, {name: machine_of[int(name.rpartition("-")[2]) % len(machine_of)] for name in chips}
+    kinds = sorted(set(chips.values()))
+    counts = [list(chips.values()).count(kind) for kind in kinds]
+    machines = tuple(Machine(name=k, device=k, count=n, region="one") for k, n in zip(kinds, counts, strict=True))
+    return Fleet(machines=machines), {name: kinds.index(chip) for name, chip in chips.items()}
+
+
+def _able(machine: Machine, flops: Sequence[float] | None) -> Machine:
+    """As it turned out to be. One that served nobody could have any speed."""
+    return machine.model_copy(
+        update={
+            "memory_gib": AMPLE_GIB,
+            "tflops": median(flops) / 1e12 / machine.speed if flops else machine.tflops or 1.0,
+        }
+    )
+
+
+def _speeds(
+    applied: Iterable[ev.StepApplied], config: RunConfig, cost: RunCost, kind_of: Mapping[str, int], fleet: Fleet
+) -> dict[int, list[float]]:
+    """Operations/s by kind that computes as fast as it can, of each peer and step."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for e in applied:
+        paced = fleet.pacing.forward_ms or fleet.machines[kind_of[e.peer]].forward_ms
+        if paced or e.recomputed or not e.microbatches:
+            continue
+        again = config.compute.checkpointing == "always"
+        flops = e.microbatches * sum(service_s(cost.stages[e.stage], 1.0, recompute=again))
+        found[kind_of[e.peer]].append(flops / (e.forward_s + e.backward_s))
+    return dict(found)
+
+
+def _serving(applied: Iterable[ev.StepApplied], kind_of: Mapping[str, int], scene: Setting) -> list[Counts]:
+    serving = [[0] * len(scene.kinds) for _ in scene.cut]
+    for peer, stage in {(e.peer, e.stage) for e in applied}:
+        serving[stage][kind_of[peer]] += 1
+    return [tuple(counts) for counts in serving]
+
+
+def _calls(applied: Iterable[ev.StepApplied], kind_of: Mapping[str, int], scene: Setting) -> list[float]:
+    """Of each peer and step, where nothing was done again [s]."""
+    found = []
+    for e in applied:
+        kind = scene.kinds[kind_of[e.peer]]
+        if kind.declared and e.microbatches and not e.recomputed:
+            beyond_s = e.forward_s + e.backward_s - e.microbatches * kind.service_s(e.stage)
+            found.append(beyond_s / e.microbatches / (1 if e.stage == len(scene.cut) - 1 else 2))
+    return found
+
+
+def _hops(
+    traced: Iterable[ev.SlotWorked], applied: Iterable[ev.StepApplied], kind_of: Mapping[str, int], scene: Setting
+) -> list[float]:
+    """Of each microbatch that went from one stage to the next once."""
+    stage_of = {(e.peer, e.step - 1): e.stage for e in applied}
+    computed: dict[tuple[int, int, int], list[ev.SlotWorked]] = defaultdict(list)
+    decoded: dict[tuple[int, int, int], list[ev.SlotWorked]] = defaultdict(list)
+    for e in traced:
+        if (stage := stage_of.get((e.peer, e.step))) is None:
+            continue
+        if e.what == "forward" and e.slot == "compute":
+            computed[e.step, e.index, stage + 1].append(e)
+        elif e.slot == "receive":
+            decoded[e.step, e.index, stage].append(e)
+    found = []
+    for (step, index, stage), sent in computed.items():
+        taken = decoded[step, index, stage]
+        if len(sent) == len(taken) == 1:
+            link = scene.links[kind_of[sent[0].peer]][kind_of[taken[0].peer]]
+            known_s = link.delay_s + scene.cost.forward_bytes[stage] / link.bandwidth_bytes_per_s
+            found.append(taken[0].t - sent[0].t - known_s)
+    return found
+
+
+def _pauses(traced: Iterable[ev.SlotWorked]) -> list[float]:
+    """From the last that was computed of a step to the first of the next one."""
+    begins: dict[int, float] = {}
+    ends: dict[int, float] = {}
+    for e in traced:
+        if e.slot == "compute" and e.what in COMPUTED:
+            begins[e.step] = min(begins.get(e.step, e.t), e.t - e.seconds)
+            ends[e.step] = max(ends.get(e.step, e.t), e.t)
+    return [begins[step + 1] - end for step, end in ends.items() if step + 1 in begins]

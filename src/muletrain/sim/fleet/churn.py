@@ -1,0 +1,296 @@
+"""Rebalancing on a trace of peers that come and go: the production rules (``policy.rebalance``) on rates instead of messages.
+
+Peers are equal, a stage does what its peers do, the pipeline what its smallest stage does, and the best that could be is all peers
+spread evenly (SWARM 4.4, app. D, I). A departure takes a peer of a stage drawn at random; an arrival goes to a stage drawn at random
+where nothing rebalances, else to the smallest. A stage that lost all its peers is adopted, as in every run (``policy.adoption``); the
+steps that the run then goes back by are not counted.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from heapq import heappop, heappush
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from muletrain.errors import DataError
+from muletrain.policy.adoption import Standing, adopters
+from muletrain.policy.rebalance import Load, View, by_queue, by_throughput
+from muletrain.runtime.members.rebalancing import HORIZON_PERIODS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+_Decision = Callable[[tuple[int, ...]], tuple[tuple[int, int], ...]]
+"""Peers by stage (those on their way there included) -> moves (source, target)."""
+TRACE_A = Path(__file__).parent / "traces" / "a.csv"
+"""Fitted to SWARM's table 5."""
+Rule = Literal["none", "swarm", "muletrain"]
+HORIZON_S = 32 * 3600.0
+"""SWARM's trace lasts 32 hours."""
+HOUR_S = 3600.0
+ADOPT_AFTER_S = 30.0
+"""The default of ``fleet.adopt_after``: a stage may be empty for so long before another one gives it a peer."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """At ``time_s``, ``peers`` come (> 0) or go (< 0)."""
+
+    time_s: float
+    peers: int
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """What the pipeline did, in % of all its peers spread evenly over the stages; moves of peers an hour. Means over runs."""
+
+    overall: float
+    first_hour: float
+    last_hour: float
+    moves_per_hour: float
+
+
+def read_trace(path: Path) -> tuple[Change, ...]:
+    """A CSV file with the columns ``time_s`` [s since the start] and ``change`` [peers]; sorted by time. Raises DataError with the line."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = csv.DictReader(file)
+            if rows.fieldnames is None or not {"time_s", "change"} <= set(rows.fieldnames):
+                raise DataError(
+                    f"{path}: line 1: a churn trace has the columns time_s,change; here are {rows.fieldnames}"
+                )
+            changes = [_change(row, f"{path}: line {rows.line_num}") for row in rows]
+    except (OSError, UnicodeDecodeError, csv.Error) as e:
+        raise DataError(f"{path}: cannot be read as a churn trace: {e}") from None
+    return tuple(sorted(changes, key=lambda c: c.time_s))
+
+
+def _change(row: dict[str, str | None], where: str) -> Change:
+    try:
+        time_s, peers = float(row["time_s"] or ""), int(row["change"] or "")
+    except ValueError:
+        raise DataError(
+            f"{where}: expected seconds and a whole number of peers, got {row['time_s']!r}, {row['change']!r}"
+        ) from None
+    if not (math.isfinite(time_s) and time_s >= 0):
+        raise DataError(f"{where}: the time is {time_s} s; it counts from the start of the run, 0 or later")
+    return Change(time_s, peers)
+
+
+@dataclass(frozen=True)
+class Course:
+    """One run over time: from ``begin_s`` of a step until that of the next, the smallest stage served ``slowest`` microbatches at a time,
+    and all peers spread evenly would have served ``best``."""
+
+    begin_s: NDArray[np.float64]
+    slowest: NDArray[np.float64]
+    best: NDArray[np.float64]
+    moves: int
+
+    def share(self, begin_s: float, end_s: float) -> float:
+        """Of the optimum, between these times [%]; 100 where there was nobody."""
+        ends_s = np.append(self.begin_s[1:], HORIZON_S)
+        seconds = np.clip(np.minimum(ends_s, end_s) - np.maximum(self.begin_s, begin_s), 0, None)
+        optimum = float(seconds @ self.best)
+        return 100 * float(seconds @ self.slowest) / optimum if optimum else 100.0
+
+    def at(self, times_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """What the smallest stage served at these times."""
+        return self.slowest[np.searchsorted(self.begin_s, times_s, side="right") - 1]
+
+
+def simulate(
+    trace: Sequence[Change],
+    *,
+    peers: int,
+    stages: int,
+    rule: Rule,
+    period_s: float = 60.0,
+    downtime_s: float = 0.0,
+    runs: int = 100,
+    seed: int = 0,
+) -> Throughput:
+    """Mean over ``runs`` that draw other stages for those that come and go. ``downtime_s``: a peer that moves serves nobody for so long.
+
+    Raises DataError where the trace takes more peers than there are.
+    """
+    results = [
+        Throughput(
+            overall=course.share(0.0, HORIZON_S),
+            first_hour=course.share(0.0, HOUR_S),
+            last_hour=course.share(HORIZON_S - HOUR_S, HORIZON_S),
+            moves_per_hour=course.moves / (HORIZON_S / HOUR_S),
+        )
+        for course in courses(
+            trace, peers=peers, stages=stages, rule=rule, period_s=period_s, downtime_s=downtime_s, runs=runs, seed=seed
+        )
+    ]
+    return Throughput(*(fmean(getattr(r, name) for r in results) for name in Throughput.__dataclass_fields__))
+
+
+def courses(
+    trace: Sequence[Change],
+    *,
+    peers: int,
+    stages: int,
+    rule: Rule,
+    period_s: float = 60.0,
+    downtime_s: float = 0.0,
+    runs: int = 100,
+    seed: int = 0,
+) -> Iterator[Course]:
+    """The runs that ``simulate`` takes the mean of, one by one. Raises DataError where the trace takes more peers than there are."""
+    present = peers
+    for change in trace:
+        present += change.peers
+        if change.time_s <= HORIZON_S and present < 0:
+            raise DataError(
+                f"the trace takes the last peer at {change.time_s:.0f} s: it needs more than {peers} at the start"
+            )
+    decide = _rule(rule, stages, period_s, downtime_s)
+    for k in range(runs):
+        draw = random.Random(f"{seed}/{k}")
+        yield _Run(trace, peers, stages, rule != "none", period_s, downtime_s, draw).play(decide)
+
+
+def _rule(rule: Rule, stages: int, period_s: float, downtime_s: float) -> _Decision:
+    """The production rule over a view of equal peers; what it says depends on the counts alone, and most of them come again."""
+    work, state = (1.0,) * stages, (downtime_s,) * stages
+
+    @cache
+    def decide(counts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        # requests wait where there are few to serve them
+        loads = {
+            f"{s:04}": Load(s, 1 / count**2, {s: 1.0}, bytes_per_s=1.0, alike=count)
+            for s, count in enumerate(counts)
+            if count
+        }
+        view = View(loads, work, state)
+        moves = by_queue(view) if rule == "swarm" else by_throughput(view, HORIZON_PERIODS * period_s)
+        return tuple((m.source, m.target) for m in moves)
+
+    return decide if rule != "none" else lambda counts: ()
+
+
+class _Run:
+    """One run: peers by stage, and those on their way from one to another."""
+
+    def __init__(
+        self,
+        trace: Sequence[Change],
+        peers: int,
+        stages: int,
+        balanced: bool,
+        period_s: float,
+        downtime_s: float,
+        draw: random.Random,
+    ) -> None:
+        self._changes = [c for c in trace if c.time_s < HORIZON_S]
+        self._balanced, self._period_s, self._downtime_s = balanced, period_s, downtime_s
+        self._draw = draw
+        self._serving = [peers // stages + (s < peers % stages) for s in range(stages)]
+        self._moving = [0] * stages
+        """On their way, by destination."""
+        self._moves = 0
+        self._empty: dict[int, float] = {}
+        """Stages without a peer, and since when."""
+        self._arrivals: list[tuple[float, int]] = []
+        """Heap: (time, stage)."""
+        self._steps: list[tuple[float, int, int]] = []
+        """(time, the smallest stage's peers, all peers)."""
+
+    def play(self, decide: _Decision) -> Course:
+        upcoming, tick, settled = 0, 1, False
+        now_s = 0.0
+        while now_s < HORIZON_S:
+            self._steps.append((now_s, min(self._serving), sum(self._serving) + sum(self._moving)))
+            change_s = self._changes[upcoming].time_s if upcoming < len(self._changes) else math.inf
+            arrival_s = self._arrivals[0][0] if self._arrivals else math.inf
+            adoption_s = self._adoption_s(now_s)
+            if settled:  # the rule has nothing to say until somebody comes or goes
+                tick = max(tick, math.ceil(min(change_s, arrival_s, adoption_s, HORIZON_S) / self._period_s))
+            tick_s = tick * self._period_s
+            now_s = min(change_s, tick_s, arrival_s, adoption_s, HORIZON_S)
+            if now_s >= HORIZON_S:
+                break
+            if arrival_s == now_s:
+                stage = heappop(self._arrivals)[1]
+                self._moving[stage] -= 1
+                self._serving[stage] += 1
+                settled = False
+            elif change_s == now_s:
+                self._change(self._changes[upcoming].peers)
+                upcoming += 1
+                settled = False
+            elif adoption_s == now_s:
+                self._adopt(now_s)
+                settled = False
+            else:
+                tick += 1
+                settled = not self._rebalance(decide, now_s)
+        begin_s, slowest, present = np.array(self._steps, dtype=float).T
+        return Course(begin_s, slowest, present / len(self._serving), self._moves)
+
+    def _rebalance(self, decide: _Decision, now_s: float) -> bool:
+        """Whether the rule wanted anything."""
+        moves = decide(tuple(a + b for a, b in zip(self._serving, self._moving, strict=True)))
+        for source, target in moves:
+            if self._serving[source]:  # else all of them are on their way here
+                self._move(source, target, now_s)
+        return bool(moves)
+
+    def _move(self, source: int, target: int, now_s: float) -> None:
+        self._moves += 1
+        self._serving[source] -= 1
+        if self._downtime_s > 0:
+            self._moving[target] += 1
+            heappush(self._arrivals, (now_s + self._downtime_s, target))
+        else:
+            self._serving[target] += 1
+
+    def _adoption_s(self, now_s: float) -> float:
+        """When somebody moves to a stage that has been empty for long; never where no stage can spare a peer."""
+        counts = map(sum, zip(self._serving, self._moving, strict=True))
+        self._empty = {s: self._empty.get(s, now_s) for s, n in enumerate(counts) if not n}
+        if not self._empty or max(self._serving) < 2:
+            return math.inf
+        return max(now_s, min(self._empty.values()) + ADOPT_AFTER_S)
+
+    def _adopt(self, now_s: float) -> None:
+        """Every empty stage, as one step back fills them all; who is on the way to a stage counts there, and stays."""
+        everywhere = frozenset(range(len(self._serving)))
+        standings = {
+            f"{s:04}.{k:06}": Standing(s, everywhere, {}) for s, n in enumerate(self._serving) for k in range(n)
+        }
+        standings |= {f"{s:04}.coming": Standing(s, frozenset(), {}) for s, n in enumerate(self._moving) if n}
+        moves, _ = adopters(standings, (1.0,) * len(self._serving))
+        for peer, stage in moves.items():
+            self._move(int(peer[:4]), stage, now_s)
+
+    def _change(self, peers: int) -> None:
+        served = [s for s, n in enumerate(self._serving) if n]
+        for _ in range(-peers):
+            if served:
+                stage = self._draw.choice(served)
+                self._serving[stage] -= 1
+                if not self._serving[stage]:
+                    served.remove(stage)
+            else:  # all that are left are on their way
+                _, stage = self._arrivals.pop()
+                self._moving[stage] -= 1
+        counts = [a + b for a, b in zip(self._serving, self._moving, strict=True)]
+        for _ in range(peers):
+            stage = counts.index(min(counts)) if self._balanced else self._draw.randrange(len(counts))
+            counts[stage] += 1
+            self._serving[stage] += 1

@@ -1,0 +1,111 @@
+"""How fast a fleet goes: rates (``rates``), put right by steps that are played (``steps``). ``plan`` and ``simulate`` predict with it.
+
+Rates take a stage for one queue from which each of its peers takes work. In fact each sender chooses by what it has under way itself, so
+that requests meet at one peer while another has none: on 40 T4 and four A100 in three stages a step takes 13 to 60 % longer than by
+rates, and as long as played (both held against the production code: tests/test_fidelities.py). Under churn memberships change too often
+to play each. A membership is as much slower than its rates as the nearest one that was played.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from muletrain.sim.fleet.rates import Rate, Rates
+from muletrain.sim.steps.steps import Took, cast, play, steps_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from muletrain.sim.fleet.rates import Counts
+    from muletrain.sim.machines import Setting
+
+PLAYABLE_S, BUDGET_S = 15.0, 5.0
+"""Of a core: the longest play; all plays of one run after the first, and as much again for memberships that last."""
+MICROBATCH_S, RECEIVER_S, SHARD_S = 7e-5, 1e-6, 1e-4
+"""Of a core, of a play: a microbatch at a stage, each receiver that its sender looks at, and what one replica sends another."""
+NEAR = 0.05
+"""Share of what all machines could compute that two memberships may have elsewhere, for one to be as much slower than its rates as the
+other."""
+
+
+class Slower(NamedTuple):
+    """Shares of the rates that are left: while microbatches are computed, and of whole steps."""
+
+    computing: float
+    whole: float
+
+
+class Pace(Rates):
+    """Rates of one setting, of which some are played."""
+
+    def __init__(self, setting: Setting, *, trainers: int, delayed: bool) -> None:
+        super().__init__(setting, trainers=trainers, delayed=delayed)
+        self._found: dict[tuple[Counts, ...], Slower] = {}
+        self._budget_s = self._lasting_s = BUDGET_S
+        self._playable: bool | None = None
+
+    def of(self, serving: Sequence[Counts]) -> Rate:
+        rate = super().of(serving)
+        if rate.throughput <= 0:
+            return rate
+        left = self._slower(tuple(serving), rate)
+        if left is None:
+            return rate
+        throughput = min(rate.slowest, rate.throughput * left.whole)
+        linked = max(throughput, rate.linked)
+        windowed = min(linked, max(throughput, rate.windowed * left.computing))
+        return Rate(rate.even, rate.slowest, linked, windowed, throughput)
+
+    def lasts(self, serving: Sequence[Counts]) -> Rate:
+        """Of a membership that is worth a play of its own."""
+        known, effort_s = tuple(serving), effort_of(self.setting, serving)
+        if (
+            self._playable
+            and known not in self._found
+            and effort_s <= self._lasting_s
+            and (rate := super().of(serving)).throughput > 0
+        ):
+            self._lasting_s -= effort_s
+            self._play(known, rate)
+        return self.of(serving)
+
+    def step(self, serving: Sequence[Counts]) -> Took:
+        """Played; by rates, where that would take too long."""
+        if effort_of(self.setting, serving) <= PLAYABLE_S:
+            return play(self.setting, cast(self.setting, serving, self._trainers), delayed=self._delayed)
+        rate, microbatches = super().of(serving), self.setting.cost.microbatches
+        return Took(microbatches / rate.throughput, microbatches / rate.windowed)
+
+    def _slower(self, serving: tuple[Counts, ...], rate: Rate) -> Slower | None:
+        """None: of such a fleet nothing is played."""
+        if self._playable is None:
+            self._playable = effort_of(self.setting, serving) <= PLAYABLE_S
+        if not self._playable or serving in self._found:
+            return self._found.get(serving)
+        if self._found:
+            near = min(self._found, key=lambda played: self._apart(played, serving))
+            effort_s = effort_of(self.setting, serving)
+            if effort_s > self._budget_s or self._apart(near, serving) <= NEAR * rate.even:
+                return self._found[near]
+            self._budget_s -= effort_s
+        return self._play(serving, rate)
+
+    def _play(self, serving: tuple[Counts, ...], rate: Rate) -> Slower:
+        took, microbatches = self.step(serving), self.setting.cost.microbatches
+        left = Slower(microbatches / took.computing_s / rate.windowed, microbatches / took.step_s / rate.throughput)
+        return self._found.setdefault(serving, left)
+
+    def _apart(self, one: Sequence[Counts], other: Sequence[Counts]) -> float:
+        """Microbatches/s that machines could do which are at a stage in one of them and not in the other; a move counts once."""
+        more = less = 0.0
+        for here, there in zip(one, other, strict=True):
+            for a, b, each in zip(here, there, self.whole_per_s, strict=True):
+                more, less = more + max(0, a - b) * each, less + max(0, b - a) * each
+        return max(more, less)
+
+
+def effort_of(setting: Setting, serving: Sequence[Counts]) -> float:
+    """Of a core, to play it [s]."""
+    peers, microbatches = list(map(sum, serving)), setting.cost.microbatches
+    step_s = microbatches * sum(MICROBATCH_S + RECEIVER_S * n for n in peers) + SHARD_S * sum(n * n for n in peers)
+    return (1 + steps_of(setting)) * step_s

@@ -1,0 +1,265 @@
+"""How fast a pipeline of stages goes, from who serves them: the flow fidelity's model of a step.
+
+A stage does what its peers do, each as fast as its compute and its links allow; the pipeline what its slowest stage does, and no more
+than the trainers' window lets under way (Little's law). A step is the longest of: what lies before a stage, there and back, and that
+stage's share of all microbatches, in whole ones; and at its end gradients are averaged and the record is agreed on. Where few
+microbatches are under way, some of them wait elsewhere while the slowest stage has none (``circulating``). Nothing in it is fitted; what
+real runs take beside that comes with the setting (``calibrate``).
+
+A stage's peers are one queue here, and links are not shared with averaging: on 44 machines of unequal speed that is 13 to 60 % too
+fast. What ``simulate`` says is put right by steps that are played (``pace``); rates alone seat machines, and choose what is played.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from muletrain.planning.cost import all_reduce_s, averages_at, circulating, makespan_s, steady_shares
+from muletrain.runtime.members.context import capacity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from muletrain.sim.machines import Setting
+
+Counts = tuple[int, ...]
+"""Peers of each kind at one stage."""
+TRAINERS = 2
+FEW = 4
+"""Microbatches under way, times stages: of more it is rare that none waits at the slowest stage."""
+AGREEMENT_HOPS = 2
+"""Messages one after the other before averaging: all is through, seals."""
+
+
+class Rate(NamedTuple):
+    """Microbatches/s. What is lost from one to the next: to uneven stages, to links, to the bound on what is under way, to the ends of
+    steps."""
+
+    even: float
+    """If what serves were spread evenly."""
+    slowest: float
+    linked: float
+    windowed: float
+    throughput: float
+
+
+class Rates:
+    """Of one setting. ``delayed``: a step is averaged while the next one is computed. Remembers the fleet it was asked about last, for in a
+    large one little changes from one moment to the next."""
+
+    def __init__(self, setting: Setting, *, trainers: int = TRAINERS, delayed: bool = False) -> None:
+        self.setting = setting
+        self._trainers, self._delayed = trainers, delayed
+        self._kinds, self._links, self._cost = setting.kinds, setting.links, setting.cost
+        self.service_s = [[kind.service_s(s) for kind in self._kinds] for s in range(len(setting.cut))]
+        self.whole_per_s = [kind.whole_per_s for kind in self._kinds]
+        self.places = _places(setting)
+        """Kinds that are linked alike."""
+        self._serving: list[Counts | None] = [None] * len(setting.cut)
+        self._stages: list[_Stage | None] = [None] * len(setting.cut)
+        self._known: dict[tuple[str, int], tuple[tuple[Counts, ...], float]] = {}
+        self.flowing = 0.0
+        """Microbatches/s of the fleet that was asked about last, by rates alone: nothing of it is left to chance."""
+        self._limited = any(
+            min(k.up_bytes_per_s, k.down_bytes_per_s, *(link.bandwidth_bytes_per_s for link in row)) < math.inf
+            for k, row in zip(self._kinds, self._links, strict=True)
+        )
+
+    def of(self, serving: Sequence[Counts]) -> Rate:
+        """Of a whole fleet, by stage and kind."""
+        even = sum(n * v for n, v in zip(map(sum, zip(*serving, strict=True)), self.whole_per_s, strict=True))
+        if not all(map(any, serving)):
+            return Rate(even, 0.0, 0.0, 0.0, 0.0)
+        microbatches = self._cost.microbatches
+        stages = self._looked_at(serving)
+        before_s = busiest_s = 0.0
+        way_s = stages[0].path_s / 2  # a step begins with what trainers give themselves
+        for stage in stages:
+            before_s += stage.path_s
+            busiest_s = max(busiest_s, before_s - way_s + stage.makespan_s)
+            before_s += stage.service_s
+        slowest, carries = min([stage.computes for stage in stages]), min([stage.carries for stage in stages])
+        ending_s = max([stage.ending_s for stage in stages])
+        admitted = min([stage.peers for stage in stages]) * capacity(len(stages))
+        window = self._trainers * max(2, admitted // (2 * self._trainers))
+        linked = min(slowest, carries)
+        windowed = min(linked, window / before_s)
+        if window <= FEW * len(stages):
+            demands_s = [1 / min(stage.computes, stage.carries) for stage in stages]
+            windowed = min(
+                windowed, circulating(window, demands_s, before_s - sum(1 / stage.computes for stage in stages))
+            )
+        few_s = microbatches * (1 / windowed - 1 / linked)
+        computing_s = max(busiest_s + few_s, microbatches * before_s / window)
+        step_s = max(computing_s, ending_s) if self._delayed else computing_s + ending_s
+        self.flowing = min(windowed, microbatches / step_s)
+        return Rate(even, slowest, linked, windowed, self.flowing)
+
+    def lasts(self, serving: Sequence[Counts]) -> Rate:
+        """Of a membership that is there for long."""
+        return self.of(serving)
+
+    def _looked_at(self, serving: Sequence[Counts]) -> list[_Stage]:
+        """What changed since the last time is computed anew, and its neighbours with it."""
+        last = len(serving) - 1
+        changed = [s for s, counts in enumerate(serving) if counts is not self._serving[s]]
+        for s in sorted({n for c in changed for n in (c - 1, c, c + 1) if 0 <= n <= last}):
+            before, behind = serving[s - 1] if s else None, serving[s + 1] if s < last else None
+            self._stages[s] = self._stage(s, before, serving[s], behind)
+        self._serving = list(serving)
+        return [stage for stage in self._stages if stage is not None]
+
+    def _stage(self, stage: int, before: Counts | None, here: Counts, behind: Counts | None) -> _Stage:
+        taken_s = self.service_s[stage]
+        carried_s = taken_s
+        if self._limited:
+            carried_s = [max(s, self._carried_s(stage, k, before, behind)) for k, s in enumerate(taken_s)]
+        computes, carries = (sum(n / s for n, s in zip(here, each, strict=True)) for each in (taken_s, carried_s))
+        items, peers = self._cost.microbatches, sum(here)
+        return _Stage(
+            peers=peers, computes=computes, carries=carries,
+            path_s=self._unless_known("path", self._path_s, stage, before or here, here),
+            service_s=peers / computes, ending_s=self._unless_known("ending", self._ending_s, stage, here),
+            makespan_s=makespan_s(items, list(zip(here, carried_s, strict=True))),
+        )  # fmt: skip
+
+    def _unless_known(self, what: str, find: Callable[..., float], stage: int, *peers: Counts) -> float:
+        """What changes next to a stage changes less than half of what is asked about it."""
+        known = self._known.get((what, stage))
+        if known is None or known[0] != peers:
+            known = self._known[what, stage] = peers, find(stage, *peers)
+        return known[1]
+
+    def _carried_s(self, stage: int, k: int, before: Counts | None, behind: Counts | None) -> float:
+        """What the links of a peer of kind ``k`` take for a microbatch [s]: its own, and all paths to a neighbouring stage together."""
+        cost, own = self._cost, self._kinds[k]
+        on, back = (cost.forward_bytes[stage + 1], cost.backward_bytes[stage + 1]) if behind else (0, 0)
+        longest_s = max(
+            (on + cost.backward_bytes[stage]) / own.up_bytes_per_s, (cost.forward_bytes[stage] + back) / own.down_bytes_per_s
+        )  # fmt: skip
+        for others, sent in ((behind, on), (before, cost.backward_bytes[stage])):
+            if others:
+                paths = sum([n * bandwidth for n, bandwidth in zip(others, self._bandwidths[k], strict=True) if n])
+                longest_s = max(longest_s, sent / paths)
+        return longest_s
+
+    @cached_property
+    def _bandwidths(self) -> list[list[float]]:
+        return [[link.bandwidth_bytes_per_s for link in row] for row in self._links]
+
+    def _path_s(self, stage: int, senders: Counts, receivers: Counts) -> float:
+        """From the stage before and back, as often as each pair is on the way. To the first from trainers, who are of it themselves, and
+        prefer what goes nowhere."""
+        ways = self._ways_s[stage]
+        path_s = sum(
+            share * way_s
+            for row, ways_s in zip(self.shares(stage, senders, receivers), ways, strict=True)
+            for share, way_s in zip(row, ways_s, strict=True)
+        )
+        if stage:
+            return path_s
+        peers, takes = sum(receivers), sum(n / s for n, s in zip(receivers, self.service_s[0], strict=True))
+        served_s = peers / takes
+        return steady_shares([served_s, max(served_s, path_s)], [1, peers - 1])[1] * path_s
+
+    @cached_property
+    def _ways_s(self) -> list[list[list[float]]]:
+        """By stage, sender's and receiver's place: there and back."""
+        firsts = [place[0] for place in self.places]
+        return [[[self._way_s(s, a, b) for b in firsts] for a in firsts] for s in range(len(self._stages))]
+
+    def _way_s(self, stage: int, a: int, b: int) -> float:
+        there, back = self._links[a][b], self._links[b][a]
+        sent_s = self._cost.forward_bytes[stage] / there.bandwidth_bytes_per_s
+        return there.delay_s + back.delay_s + sent_s + self._cost.backward_bytes[stage] / back.bandwidth_bytes_per_s
+
+    def shares(self, stage: int, senders: Counts, receivers: Counts) -> list[list[float]]:
+        """Of the microbatches that go from ``stage - 1`` to ``stage``: how many from each place to each place; sums to 1. Each sender
+        prefers receivers that answer soon, but none gets more than its part of what the stage computes."""
+        if len(self.places) == 1:
+            return [[1.0]]
+        there, takes = self._by_place(receivers, self.service_s[stage])
+        _, sends = self._by_place(senders, self.service_s[max(0, stage - 1)])
+        sent, taken = sum(sends), sum(takes)
+        limits = [t / taken for t in takes]
+        served_s = [n / t if t else 0.0 for n, t in zip(there, takes, strict=True)]
+        rows = []
+        for part, ways in zip(sends, self._ways_s[stage], strict=True):
+            expected = [max(s, way) for s, way in zip(served_s, ways, strict=True)]
+            rows.append([part / sent * share for share in steady_shares(expected, there)])
+        for _ in range(ROUNDS):
+            columns = [sum(column) for column in zip(*rows, strict=True)]
+            fit = [min(1.0, limit / c) if c else 1.0 for limit, c in zip(limits, columns, strict=True)]
+            room = [max(0.0, limit - c * f) for limit, c, f in zip(limits, columns, fit, strict=True)]
+            if (left := sum(room)) <= EPSILON:
+                break
+            rows = [[share * f for share, f in zip(row, fit, strict=True)] for row in rows]
+            short = [part / sent - sum(row) for part, row in zip(sends, rows, strict=True)]
+            rows = [
+                [share + s * r / left for share, r in zip(row, room, strict=True)]
+                for s, row in zip(short, rows, strict=True)
+            ]
+        return rows
+
+    def _by_place(self, counts: Counts, service_s: Sequence[float]) -> tuple[list[int], list[float]]:
+        """Peers, and microbatches/s."""
+        peers = [sum(counts[k] for k in place) for place in self.places]
+        return peers, [sum(counts[k] / service_s[k] for k in place) for place in self.places]
+
+    def _ending_s(self, stage: int, here: Counts) -> float:
+        """Averaging, what is said beside it (the stage's longest delay counts), and what was measured of the rest. A peer sends its shards,
+        and the mean of its own once the others' shards have come: those of fast links are there before a slow one has sent its own."""
+        kinds, links, cost = self._kinds, self._links, self._cost.stages[stage]
+        there, peers = [k for k, n in enumerate(here) if n], sum(here)
+        if peers < 2:
+            return cost.ending_s
+        delay_s, halves = 0.0, []
+        for a in there:
+            paths = [links[a][b] for b in there if a != b or here[a] > 1]
+            narrowest, path = (
+                min(kinds[a].up_bytes_per_s, kinds[a].down_bytes_per_s),
+                min([p.bandwidth_bytes_per_s for p in paths]),
+            )
+            ends = kinds[a].up_bytes_per_s, kinds[a].down_bytes_per_s
+            carried = averages_at(peers, *ends, delayed=self._delayed)
+            halves += [all_reduce_s(cost.averaged_bytes, peers, narrowest, path) / carried / 2] * min(2, here[a])
+            delay_s = max(delay_s, *[p.delay_s for p in paths])
+        slowest_s, other_s = sorted(halves)[-1:-3:-1]
+        averaging_s = max(slowest_s, other_s + delay_s) + slowest_s + delay_s
+        hops = AGREEMENT_HOPS + (stage > 0)  # the next step begins at stage 0, which hears of the others' entries
+        return averaging_s + hops * delay_s + cost.ending_s
+
+    def ending_s(self, serving: Sequence[Counts]) -> float:
+        """Averaging and what is agreed on at the end of a step, in the stage where that takes longest."""
+        return max(self._ending_s(stage, here) for stage, here in enumerate(serving))
+
+    def pause_s(self, serving: Sequence[Counts]) -> float:
+        """From the last gradient of a step to the first forward of the next one."""
+        return self.ending_s(serving) + self._path_s(0, serving[0], serving[0]) / 2
+
+
+class _Stage(NamedTuple):
+    """Of one stage in its place. ``computes``, ``carries``: microbatches/s; ``path_s``: to it from the stage before, and back;
+    ``service_s``: a microbatch in it; ``makespan_s``: all of a step's; ``ending_s``: its part of a step's end."""
+
+    peers: int
+    computes: float
+    carries: float
+    path_s: float
+    service_s: float
+    makespan_s: float
+    ending_s: float
+
+
+def _places(setting: Setting) -> tuple[tuple[int, ...], ...]:
+    found: dict[tuple[object, ...], list[int]] = {}
+    for k, kind in enumerate(setting.kinds):
+        key = kind.region, setting.links[k], tuple(row[k] for row in setting.links)
+        found.setdefault(key, []).append(k)
+    return tuple(map(tuple, found.values()))
+
+
+ROUNDS, EPSILON = 4, 1e-9
+"""Of fitting what senders prefer to what receivers can take; all shares sum to 1."""

@@ -1,0 +1,288 @@
+"""Strategy ``pipeline`` on a fleet: membership as planned (DT-FM), the schedules GPipe and 1F1B.
+
+For each number of stages the placement search finds where stages and pipelines go (``planning.place``), where stages are alike, on machines
+that hold any of them; another search makes them unequal (``unequal``): in layers, machines, and how many pipelines a machine serves. Each
+looks once; schedules are tried on what they found with every microbatch that fits, and the best is kept, one of each schedule. Of the best
+few of each schedule whole steps are played (``steps``), with averaging and trainers; these times are what is predicted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+from muletrain.config.plan import Prediction, Split, Stage
+from muletrain.errors import CapacityError, ConfigError
+from muletrain.planning.place import place
+from muletrain.planning.placement import Task
+from muletrain.policy.seats import in_flight
+from muletrain.planning.strategies import parted, pipeline_split, roughly_s
+from muletrain.policy.seats import Seats
+from muletrain.sim.machines import seat, stash_room
+from muletrain.sim.plan.placed import Placed
+from muletrain.sim.plan.question import Bytes, fullest, matrices, mixing, traffic, with_haste
+from muletrain.sim.plan.unequal import laid_out, unequal
+from muletrain.sim.steps.steps import play
+from muletrain.sim.steps.wires import without_links
+from muletrain.units import format_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from muletrain.config.plan import Memory
+    from muletrain.planning.partition import Cut
+    from muletrain.policy.seats import Schedule
+    from muletrain.sim.fleet.actors import Planned
+    from muletrain.sim.machines import Kind
+    from muletrain.sim.plan.question import Question, Scene
+
+SHORTLIST, NEARLY = 3, 0.9
+"""Of which steps are played: at most so many, of which so much of the best one's speed is expected."""
+SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe")
+STAND_IN = "nobody leaves: where a machine is lost, a spare or the others of its stage stand in"
+
+
+def predict(
+    question: Question, seed: int, time_limit_s: float, watch: Callable[[float], None] = lambda share: None
+) -> list[Prediction]:
+    """One for each schedule."""
+    counts = question.stage_counts()
+    best: dict[Schedule, list[tuple[float, Placed]]] = {schedule: [] for schedule in SCHEDULES}
+    problem = ""
+    too_full: dict[Schedule, str] = {}
+    for n, stages in enumerate(counts):
+        for search in (_alike, unequal):
+            try:
+                for first in search(question, stages, question.microbatches()[0], seed, time_limit_s / len(counts) / 2):
+                    for schedule, fastest in _fastest(question, first, question.microbatches()).items():
+                        if isinstance(fastest, str):
+                            too_full[schedule] = fastest
+                            continue
+                        best[schedule].append(fastest)
+            except (CapacityError, ConfigError) as e:
+                problem = str(e)
+        watch((n + 1) / len(counts))
+    hurried = any(not placed.complete for found in best.values() for _, placed in found)
+    played = {
+        schedule: [(told(question, placed, schedule), placed) for placed in promising(found)]
+        for schedule, found in best.items()
+        if found
+    }
+    winners = [(schedule, min(found, key=_step_s)[1]) for schedule, found in played.items()]
+    for winner, placed in winners:
+        for schedule in (s for s in SCHEDULES if s != winner):
+            other = _fastest(question, placed, [placed.scene.setting.cost.sequences]).get(schedule)
+            if isinstance(other, tuple):
+                played.setdefault(schedule, []).append((told(question, other[1], schedule), other[1]))
+    return [
+        with_haste(min(played[schedule], key=_step_s)[0], hurried=hurried)
+        if schedule in played
+        else Prediction(strategy="pipeline", schedule=schedule, runnable=True, problem=too_full.get(schedule, problem))
+        for schedule in SCHEDULES
+    ]
+
+
+def _step_s(found: tuple[Prediction, Placed]) -> float:
+    return found[0].step_s
+
+
+def tried_on(question: Question, swarm: Prediction, pipelines: Sequence[Prediction]) -> list[Prediction]:
+    """Each of ``pipelines``, or what its schedule does with the machines and layers of ``swarm``'s stages, if that is faster."""
+    if swarm.problem:
+        return list(pipelines)
+    placed = laid_out(question, swarm)
+    every = _fastest(question, placed, question.microbatches())
+    found = []
+    for p in pipelines:
+        other = every.get(p.schedule) if p.schedule else None
+        tried = told(question, other[1], p.schedule) if isinstance(other, tuple) and p.schedule else p
+        found.append(tried if p.problem or tried.step_s < p.step_s else p)
+    return found
+
+
+def promising(found: Sequence[tuple[float, Placed]]) -> list[Placed]:
+    """Those that may be the fastest, by an estimate of each one's step [s]."""
+    near = sorted((pair for pair in found if pair[0] * NEARLY <= min(found, key=itemgetter(0))[0]), key=itemgetter(0))
+    return [placed for _, placed in near[:SHORTLIST]]
+
+
+def _alike(question: Question, stages: int, microbatch: int, seed: int, time_limit_s: float) -> list[Placed]:
+    """Stages of as many machines, cut evenly. Raises CapacityError and ConfigError."""
+    return [found(question, question.scene(stages, microbatch), seed, time_limit_s)]
+
+
+def _fastest(
+    question: Question, first: Placed, microbatches: Iterable[int]
+) -> dict[Schedule, tuple[float, Placed] | str]:
+    """By schedule: an estimate of a step, and where everything goes, with the fastest of the ``microbatches``; or which machine lacks
+    room. Where stages of ``first`` mix devices, the CPU updates the weights."""
+    best: dict[Schedule, tuple[float, Placed] | str] = {}
+    cut, asked = first.scene.setting.cut, question.once_mixed(first.scene.setting, first.serving)
+    for microbatch in microbatches:
+        try:
+            scene = asked.scene(len(cut), microbatch, cut)
+        except CapacityError:
+            break  # larger ones do not fit either
+        for schedule in SCHEDULES:
+            placed = first.on(scheduled(question, scene, schedule, len(first.assignment[0])))
+            if placed is None:
+                return best
+            known = best.get(schedule, "")
+            if full := [row for row in _memory(question, placed, schedule) if not _fits(row)]:
+                best[schedule] = known or _too_full(full[0], schedule)
+                continue
+            stations, share = max(placed.given, key=lambda p: roughly_s(*p))
+            step_s = pipeline_split([stations], [share], schedule, placed.ending_s()).step_s
+            if isinstance(known, str) or step_s < known[0]:
+                best[schedule] = step_s, placed
+    return best
+
+
+def scheduled(question: Question, scene: Scene, schedule: Schedule, pipelines: int) -> Scene:
+    """GPipe keeps the activations of a whole step: machines that have no room for them compute forward again before each backward (but in
+    the last stage, which does both at once)."""
+    if schedule != "gpipe" or question.run.compute.checkpointing != "auto":
+        return scene
+    needs, setting = question.needs(scene), scene.setting
+    kept = math.ceil(setting.cost.microbatches / pipelines)
+
+    def backward_s(kind: Kind, stage: int) -> float:
+        if (
+            kind.declared
+            or stage == len(needs) - 1
+            or kept * needs[stage].activations <= stash_room(question.offer(kind.name), needs[stage])
+        ):
+            return kind.backward_s[stage]
+        return max(kind.backward_s[stage], 3 * kind.forward_s[stage])
+
+    kinds = (replace(kind, backward_s=tuple(backward_s(kind, s) for s in range(len(needs)))) for kind in setting.kinds)
+    return replace(scene, setting=replace(setting, kinds=tuple(kinds)))
+
+
+def _able(scene: Scene) -> list[int]:
+    """Kinds that hold any stage."""
+    return [k for k, kind in enumerate(scene.setting.kinds) if len(kind.fits) == len(scene.setting.cut)]
+
+
+def found(question: Question, scene: Scene, seed: int, time_limit_s: float) -> Placed:
+    """By the placement search. Raises CapacityError."""
+    setting = scene.setting
+    every = [(k, name) for k in _able(scene) for name in question.names[setting.kinds[k].name]]
+    stages = len(setting.cut)
+    pipelines = min(len(every) // stages, setting.cost.microbatches)
+    if not pipelines:
+        short = next((k.name for k in setting.kinds if len(k.fits) < stages), None)
+        room = f"; '{short}' has no room for the largest" if short is not None else ""
+        raise CapacityError(
+            f"{len(every)} machines hold any stage, and {stages} stages need one each{room}: plan other stages"
+        )
+    kinds, names = tuple(k for k, _ in every), tuple(name for _, name in every)
+    delay_ms, gbps = matrices(setting.links, kinds)
+    each = setting.cost.microbatches / pipelines
+    times_s = [each * max(map(setting.kinds[k].service_s, range(stages))) for k in kinds]
+    task = Task(
+        delay_ms, gbps, (pipelines,) * stages, each * max(setting.cost.backward_bytes), max(s.averaged_bytes for s in setting.cost.stages),
+        compute_s=tuple(times_s),
+    )  # fmt: skip
+    placement = place(task, seed=seed, time_limit_s=time_limit_s)
+    placed = {names[d] for stage in placement.assignment for d in stage}
+    spares = [
+        (k, name) for k, kind in enumerate(setting.kinds) for name in question.names[kind.name] if name not in placed
+    ]
+    return Placed(scene, kinds, names, placement.assignment, tuple(spares), placement.complete)
+
+
+def _memory(question: Question, placed: Placed, schedule: Schedule) -> tuple[Memory, ...]:
+    setting, stages = placed.scene.setting, len(placed.assignment)
+    needs, rows = question.needs(placed.scene), {}
+    boundary = 4.0 * setting.cost.tokens * question.spec.width
+    for s, devices in enumerate(placed.assignment):
+        owed = Counter[int]()
+        for d, share in zip(devices, placed.shares, strict=True):
+            owed[d] += in_flight(schedule, stages, s, share) if s else 0  # of the first stage the inputs are tokens
+        for d, n in owed.items():
+            kind = setting.kinds[placed.kinds[d]].name
+            if (kind, s, n) not in rows:
+                rows[kind, s, n] = question.memory(kind, s, needs[s], inputs=n * boundary)
+    return fullest(rows.values())
+
+
+def _fits(row: Memory) -> bool:
+    return row.device_needs <= (row.device_has or math.inf) and row.host_needs <= (row.host_has or math.inf)
+
+
+def _too_full(row: Memory, schedule: Schedule) -> str:
+    rest = "; it keeps the inputs of a whole step" if schedule == "gpipe" else ""
+    return (
+        f"'{row.machine}' needs {format_memory(row.device_needs)} for stage {row.stage} and has {format_memory(row.device_has or 0)}{rest}"
+        f": take a smaller batch or more stages"
+    )
+
+
+def told(question: Question, placed: Placed, schedule: Schedule) -> Prediction:
+    """What ``placed`` is predicted to do."""
+    setting, shares = placed.scene.setting, placed.shares
+    split = _split(placed, schedule)
+    stages = tuple(
+        Stage(layers=layers, machines=tuple(placed.names[d] for d in devices))
+        for layers, devices in zip(setting.cut, placed.assignment, strict=True)
+    )
+    used = {name for stage in stages for name in stage.machines}
+    tokens = question.run.train.batch * question.spec.context
+    return Prediction(
+        strategy="pipeline", schedule=schedule, runnable=True, microbatch=setting.cost.sequences, microbatches=shares, stages=stages,
+        spares=question.unused(used), state_device=placed.scene.run.optimizer.state_device, step_s=split.step_s,
+        tokens_per_s=tokens / split.step_s, split=split, memory=_memory(question, placed, schedule),
+        traffic=traffic([k.region for k in setting.kinds], setting.links, _sent(placed, shares)),
+        price_per_billion_tokens=question.price(used, split.step_s),
+        notes=(STAND_IN, *mixing(placed.scene, placed.serving)),
+    )  # fmt: skip
+
+
+def _split(placed: Placed, schedule: Schedule) -> Split:
+    setting, run = placed.scene.setting, placed.scene.run
+    who = placed.cast(schedule)
+    at_once, free = play(setting, who), play(without_links(setting), who)
+    step_s = play(setting, who, delayed=True).step_s if run.optimizer.delayed else at_once.step_s
+    return parted(placed.busiest_s, free.computing_s, at_once.computing_s, step_s)
+
+
+def _sent(placed: Placed, shares: Sequence[int]) -> Bytes:
+    cost, sent = placed.scene.setting.cost, Bytes()
+    for s in range(len(placed.assignment)):
+        for p, share in enumerate(shares):
+            if s:
+                a, b = placed.kind(s - 1, p), placed.kind(s, p)
+                sent[a, b, "activations"] += share * cost.forward_bytes[s]
+                sent[b, a, "gradients"] += share * cost.backward_bytes[s]
+        sent.averaging(placed.serving[s], cost.stages[s].averaged_bytes)
+    return sent
+
+
+def uneven(question: Question, predictions: Iterable[Prediction]) -> list[Cut]:
+    """Their cuts that are not the most even ones, and these from behind: newcomers are given the first stages first."""
+    cuts = [tuple(stage.layers for stage in p.stages) for p in predictions if not p.problem]
+    layers = question.spec.layers
+    both = [c for cut in cuts for c in (cut, tuple((layers - end, layers - first) for first, end in reversed(cut)))]
+    return [cut for cut in dict.fromkeys(both) if cut != question.spec.cut(len(cut))]
+
+
+def membership(question: Question, scene: Scene, chosen: Prediction) -> Planned:
+    """What the virtual world plays: everyone where ``chosen`` has them, and spares where a live run seats them."""
+    from muletrain.sim.fleet.actors import Planned  # torch takes seconds to load
+
+    setting, schedule = scene.setting, chosen.schedule
+    assert schedule
+    kind_of = {name: k for k, kind in enumerate(setting.kinds) for name in question.names[kind.name]}
+    stages = {name: s for s, stage in enumerate(chosen.stages) for name in stage.machines}
+    serving = [[0] * len(setting.kinds) for _ in chosen.stages]
+    for name, s in stages.items():
+        serving[s][kind_of[name]] += 1
+    for name in (n for n in kind_of if n not in stages):
+        stages[name] = seat(setting, kind_of[name], serving, [0] * len(serving))
+        serving[stages[name]][kind_of[name]] += 1
+    seats = Seats(tuple(stage.machines for stage in chosen.stages), chosen.microbatches, schedule)
+    return Planned(seats, {name: kind_of[name] for name in stages}, stages)

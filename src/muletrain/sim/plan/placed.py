@@ -1,0 +1,163 @@
+"""Machines by stage and pipeline, strategy ``pipeline``: what its schedules, and its steps, are played with."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from muletrain.planning.cost import averages_at
+from muletrain.planning.schedules import Station
+from muletrain.planning.strategies import Member, averaging_s, pipeline_shares
+from muletrain.policy.seats import Seats
+from muletrain.sim.fleet.rates import TRAINERS
+from muletrain.sim.machines import seat
+from muletrain.sim.steps.steps import Cast
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from muletrain.config.fleet import Link
+    from muletrain.planning.placement import Assignment
+    from muletrain.policy.seats import Schedule
+    from muletrain.sim.machines import Setting
+    from muletrain.sim.plan.question import Scene
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Machines by stage and pipeline; ``kinds``: of each machine (``Setting.kinds``), by its index."""
+
+    scene: Scene
+    kinds: tuple[int, ...]
+    names: tuple[str, ...]
+    assignment: Assignment
+    """A machine may serve several pipelines of its stage."""
+    spares: tuple[tuple[int, str], ...]
+    """(kind, name) of those that hold some stage and have no place."""
+    complete: bool = True
+    """The search for it ended by itself, not by the time limit."""
+
+    @cached_property
+    def everyone(self) -> tuple[tuple[int, int], ...]:
+        """(stage, kind), in the order of stages and pipelines; then spares where a live run seats them: they average along."""
+        peers = [(s, self.kinds[d]) for s, devices in enumerate(self.assignment) for d in dict.fromkeys(devices)]
+        serving = [[0] * len(self.scene.setting.kinds) for _ in self.assignment]
+        for s, k in peers:
+            serving[s][k] += 1
+        for k, _ in self.spares:
+            s = seat(self.scene.setting, k, serving, [0] * len(serving))
+            serving[s][k] += 1
+            peers.append((s, k))
+        return tuple(peers)
+
+    @cached_property
+    def serving(self) -> list[list[int]]:
+        """By stage and kind."""
+        found = [[0] * len(self.scene.setting.kinds) for _ in self.assignment]
+        for s, k in self.everyone:
+            found[s][k] += 1
+        return found
+
+    def cast(self, schedule: Schedule) -> Cast:
+        """Who plays it; trainers as the founder of a run ranks them."""
+        seats = tuple(tuple(self.names[d] for d in devices) for devices in self.assignment)
+        names = (*(name for row in seats for name in dict.fromkeys(row)), *(name for _, name in self.spares))
+        trainers = min(self.scene.run.fleet.trainers or TRAINERS, len(names))
+        return Cast(self.everyone, tuple(range(trainers)), names, Seats(seats, self.shares, schedule))
+
+    def kind(self, stage: int, pipeline: int) -> int:
+        return self.kinds[self.assignment[stage][pipeline]]
+
+    def link(self, a: int, b: int) -> Link:
+        """Between two machines."""
+        return self.scene.setting.links[self.kinds[a]][self.kinds[b]]
+
+    def on(self, scene: Scene) -> Placed | None:
+        """Everyone in the same place with another microbatch, or state on another device; None: somebody lacks room for that."""
+        index = {kind.name: k for k, kind in enumerate(scene.setting.kinds)}
+        own = [index.get(kind.name) for kind in self.scene.setting.kinds]
+        kinds = [own[k] for k in self.kinds]
+        for s, stage in enumerate(self.assignment):
+            if any((k := kinds[d]) is None or s not in scene.setting.kinds[k].fits for d in stage):
+                return None
+        spares = tuple((new, name) for k, name in self.spares if (new := own[k]) is not None)
+        return replace(self, scene=scene, kinds=tuple(k or 0 for k in kinds), spares=spares)
+
+    @cached_property
+    def shares(self) -> tuple[int, ...]:
+        """Microbatches, by pipeline."""
+        return pipeline_shares(self.pipelines, self.scene.setting.cost.microbatches, self.assignment)
+
+    @cached_property
+    def given(self) -> list[tuple[tuple[Station, ...], int]]:
+        """Of the pipelines that get microbatches: stations and share. To one of its pipelines a machine of several seems to be as much
+        slower as the others keep it busy."""
+        served = [Counter[int]() for _ in self.assignment]  # microbatches, by stage and machine
+        for devices, every in zip(self.assignment, served, strict=True):
+            for d, share in zip(devices, self.shares, strict=True):
+                every[d] += share
+        found = []
+        for p, (stations, share) in enumerate(zip(self.pipelines, self.shares, strict=True)):
+            if share:
+                own = [every[devices[p]] / share for devices, every in zip(self.assignment, served, strict=True)]
+                found.append((tuple(s.slowed(by) for s, by in zip(stations, own, strict=True)), share))
+        return found
+
+    @property
+    def busiest_s(self) -> float:
+        """What the machine that computes most computes."""
+        load_s = defaultdict[int, float](float)
+        for p, (stations, share) in enumerate(zip(self.pipelines, self.shares, strict=True)):
+            for station, devices in zip(stations, self.assignment, strict=True):
+                load_s[devices[p]] += share * (station.forward_s + station.backward_s)
+        return max(load_s.values())
+
+    @cached_property
+    def pipelines(self) -> list[tuple[Station, ...]]:
+        stages, pipelines = range(len(self.assignment)), range(len(self.assignment[0]))
+        return [tuple(self._station(s, p) for s in stages) for p in pipelines]
+
+    def _station(self, s: int, p: int) -> Station:
+        cost, kind = self.scene.setting.cost, self.scene.setting.kinds[self.kind(s, p)]
+        own, found = self.assignment[s][p], Station(kind.forward_s[s], kind.backward_s[s])
+        if s + 1 < len(self.assignment):
+            link, there = self.link(own, self.assignment[s + 1][p]), self.scene.setting.kinds[self.kind(s + 1, p)]
+            nbytes = cost.forward_bytes[s + 1]
+            found = replace(
+                found, on_s=nbytes / link.bandwidth_bytes_per_s, on_delay_s=link.delay_s, on_up_s=nbytes / kind.up_bytes_per_s,
+                on_down_s=nbytes / there.down_bytes_per_s,
+            )  # fmt: skip
+        if s:
+            link, there = self.link(own, self.assignment[s - 1][p]), self.scene.setting.kinds[self.kind(s - 1, p)]
+            nbytes = cost.backward_bytes[s]
+            found = replace(
+                found, back_s=nbytes / link.bandwidth_bytes_per_s, back_delay_s=link.delay_s, back_up_s=nbytes / kind.up_bytes_per_s,
+                back_down_s=nbytes / there.down_bytes_per_s,
+            )  # fmt: skip
+        return found
+
+    def ending_s(self) -> float:
+        return ending_s(self.scene.setting, self.serving)
+
+
+def ending_s(setting: Setting, serving: Sequence[Sequence[int]]) -> float:
+    """Averaging, in the stage where it takes longest. ``serving``: by stage and kind."""
+    kinds, links, longest_s = setting.kinds, setting.links, 0.0
+    for stage, counts in zip(setting.cost.stages, serving, strict=True):
+        here = Counter({k: n for k, n in enumerate(counts) if n})
+        paths = [links[a][b] for a in here for b in here if a != b or here[a] > 1]
+        if paths:
+            members = [Member(kinds[k].up_bytes_per_s, kinds[k].down_bytes_per_s) for k in here.elements()]
+            narrowest = min(path.bandwidth_bytes_per_s for path in paths)
+            up, down = min(m.up_bytes_per_s for m in members), min(m.down_bytes_per_s for m in members)
+            nbytes = stage.averaged_bytes / averages_at(len(members), up, down)
+            takes_s = averaging_s(
+                nbytes,
+                members,
+                narrowest,
+                max(path.delay_s for path in paths),
+            )
+            longest_s = max(longest_s, takes_s + stage.ending_s)
+    return longest_s

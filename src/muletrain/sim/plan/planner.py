@@ -1,0 +1,62 @@
+"""``muletrain plan``: every strategy on a fleet, and which one to take."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from muletrain.config.plan import Plan
+from muletrain.errors import CapacityError
+from muletrain.planning.strategies import recommend
+from muletrain.sim.plan import hub as plan_hub
+from muletrain.sim.plan import pipeline as plan_pipeline
+from muletrain.sim.plan import swap as plan_swap
+from muletrain.sim.plan import swarm as plan_swarm
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from muletrain.sim.plan.question import Question
+
+
+def confirmed(question: Question, plan: Plan) -> Plan:
+    """With what the recommended layout takes when every message of the production code is played: of strategy swarm from where machines are
+    seated, of pipeline as planned. Where hardly any step comes to its end then, its notes say so."""
+    if plan.recommended is None:
+        return plan
+    chosen = plan.strategies[plan.recommended]
+    scene = question.scene_of(chosen)
+    planned = None
+    if chosen.strategy == "pipeline" and chosen.schedule:
+        scene = plan_pipeline.scheduled(question, scene, chosen.schedule, len(chosen.microbatches))
+        planned = plan_pipeline.membership(question, scene, chosen)
+    try:
+        played_s = plan_swarm.played_step_s(scene, chosen.step_s, planned=planned)
+    except plan_swarm.NoSteps as e:
+        played = chosen.model_copy(update={"notes": (*chosen.notes, str(e))})
+    else:
+        played = chosen.model_copy(update={"played_step_s": played_s})
+    strategies = tuple(played if p is chosen else p for p in plan.strategies)
+    return plan.model_copy(update={"strategies": strategies})
+
+
+def plan(
+    question: Question, *, seed: int = 0, time_limit_s: float = 30.0,
+    watch: Callable[[str, float], None] = lambda what, share: None,
+) -> Plan:  # fmt: skip
+    """``time_limit_s``: of searches for placements and allocations. ``watch`` hears what is looked for, and which share of it is done.
+
+    Raises ConfigError, and CapacityError where no strategy is possible."""
+    pipelines = plan_pipeline.predict(question, seed, time_limit_s / 2, lambda share: watch("pipeline", share))
+    cuts = plan_pipeline.uneven(question, pipelines)
+    swarm = plan_swarm.predict(question, lambda share: watch("swarm", share), cuts)
+    found = [swarm, *plan_pipeline.tried_on(question, swarm, pipelines)]
+    found.append(plan_swap.predict(question))
+    found.append(plan_hub.predict(question, seed, time_limit_s / 2, lambda share: watch("hub", share)))
+    if all(p.problem for p in found):
+        raise CapacityError(found[0].problem)
+    best, why = recommend(found)
+    run, spec = question.run, question.spec
+    return Plan(
+        fleet=question.fleet.name, model=run.model.preset or "model", params=spec.params, batch=run.train.batch, context=spec.context,
+        strategies=tuple(found), recommended=best, why=why, assumed=question.assumed(),
+    )  # fmt: skip

@@ -1,0 +1,234 @@
+"""What ``muletrain plan`` is asked, and what every answer is made of: settings by stages and microbatch, memory, traffic, price."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from muletrain.config.costs import Costs
+from muletrain.config.plan import Memory, Traffic
+from muletrain.sim.fleet.calibrate import calibrated
+from muletrain.sim.machines import (
+    AMPLE,
+    first_of_each,
+    flops_of,
+    mixed,
+    offer_of,
+    once_mixed,
+    setting,
+    stage_needs,
+    stages_for,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from muletrain.compute.estimate import Offer, StageMemory
+    from muletrain.config.fleet import Fleet, FleetPeer, Link
+    from muletrain.config.plan import Prediction
+    from muletrain.config.schema import RunConfig
+    from muletrain.model.spec import ModelSpec
+    from muletrain.planning.partition import Cut
+    from muletrain.sim.machines import Setting
+
+UNLIMITED_GBPS = 1e6
+"""What searches take for a link without a limit."""
+MICROBATCHES = (1, 2, 4, 8, 16)
+"""Sequences that are tried."""
+HASTE = "the time limit ended its search: the next call may find another layout, and one with more time (--time-limit 2m) a better one"
+
+
+@dataclass(frozen=True)
+class Scene:
+    """The fleet with the model in so many stages and microbatches of one size."""
+
+    run: RunConfig
+    setting: Setting
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """A fleet, a run and its model. ``stages``, ``microbatch``: what is not to be chosen."""
+
+    fleet: Fleet
+    run: RunConfig
+    spec: ModelSpec
+    stages: int | None = None
+    microbatch: int | None = None
+    costs: Costs = field(default_factory=Costs)
+    _cuts: dict[int, Cut] = field(default_factory=dict)
+
+    @property
+    def paced(self) -> bool:
+        """A stage takes what the file says, however many layers it has."""
+        return any(peer.forward_s for peer in self.firsts)
+
+    @cached_property
+    def firsts(self) -> list[FleetPeer]:
+        """One machine of each entry."""
+        return first_of_each(self.fleet)
+
+    @cached_property
+    def names(self) -> dict[str, list[str]]:
+        """Machines by the entry they belong to."""
+        peers = iter(self.fleet.peers())
+        return {m.name: [next(peers).name for _ in range(m.count)] for m in self.fleet.machines}
+
+    def stage_counts(self) -> list[int]:
+        """Those worth a look: the fewest stages with so many layers in the largest. With paced machines there is nothing to choose."""
+        if self.stages is not None:
+            return [self.stages]
+        if self.paced:
+            return [stages_for(self.fleet, self.run, self.spec)]
+        layers = self.spec.layers
+        counts = {math.ceil(layers / most) for most in range(1, layers + 1)}
+        return sorted(c for c in counts if c <= len(self.fleet.peers()))
+
+    def microbatches(self) -> list[int]:
+        """Sizes worth a look [sequences]."""
+        batch, own = self.run.train.batch, self.run.train.microbatch
+        if self.microbatch is not None or self.paced:
+            return [self.microbatch or own]
+        return [m for m in MICROBATCHES if batch % m == 0] or [own]
+
+    def scene(self, stages: int, microbatch: int, cut: Cut | None = None) -> Scene:
+        """``cut``: default: the most even one. Raises ConfigError and CapacityError."""
+        run = self.with_microbatch(microbatch)
+        if cut is None and stages not in self._cuts:
+            self._cuts[stages] = self.spec.cut(stages)
+        fleet = run.fleet.model_copy(update={"stages": stages})
+        of = run.model_copy(update={"fleet": fleet})
+        return Scene(of, calibrated(setting(self.fleet, of, self.spec, cut or self._cuts[stages]), self.costs))
+
+    def scene_of(self, p: Prediction) -> Scene:
+        """What ``p`` was predicted on."""
+        return self.updated_on(p.state_device).scene(
+            len(p.stages), p.microbatch, tuple(stage.layers for stage in p.stages)
+        )
+
+    def once_mixed(self, setting: Setting, serving: Sequence[Sequence[int]]) -> Question:
+        """See ``machines.once_mixed``."""
+        run = once_mixed(setting, self.run, serving)
+        return self if run is self.run else replace(self, run=run)
+
+    def updated_on(self, state_device: Literal["device", "cpu"]) -> Question:
+        optimizer = self.run.optimizer.model_copy(update={"state_device": state_device})
+        return replace(self, run=self.run.model_copy(update={"optimizer": optimizer}))
+
+    def with_microbatch(self, microbatch: int) -> RunConfig:
+        return self.run.model_copy(update={"train": self.run.train.model_copy(update={"microbatch": microbatch})})
+
+    def needs(self, scene: Scene) -> list[StageMemory]:
+        return stage_needs(scene.run, self.spec, scene.setting.cut)
+
+    def peer(self, entry: str) -> FleetPeer:
+        return next(p for p, m in zip(self.firsts, self.fleet.machines, strict=True) if m.name == entry)
+
+    def offer(self, entry: str) -> Offer:
+        return offer_of(self.peer(entry))
+
+    def memory(self, entry: str, stage: int, need: StageMemory, *, inputs: float = 0.0) -> Memory:
+        """``inputs``: of microbatches whose backward is owed, beyond the estimate."""
+        offer, kept = self.offer(entry), int(inputs)
+        return Memory(
+            machine=entry, stage=stage, weights=need.weights, optimizer=need.moments, gradients=need.gradient,
+            activations=need.activations + kept, buffers=need.copies,
+            device_needs=need.of_device(offer) + kept, device_has=stated(offer.device),
+            host_needs=0 if offer.host is None else need.on_host, host_has=None if offer.host is None else stated(offer.host),
+        )  # fmt: skip
+
+    def price(self, used: Iterable[str], step_s: float) -> float | None:
+        """Of a billion tokens, with these machines; None: one of them has no price."""
+        prices = {p.name: p.price_per_hour for p in self.fleet.peers()}
+        each = [prices[name] for name in used]
+        known = [p for p in each if p is not None]
+        tokens = self.run.train.batch * self.spec.context
+        return sum(known) / 3600 * step_s / tokens * 1e9 if len(known) == len(each) else None
+
+    def assumed(self) -> tuple[str, ...]:
+        """What estimates stand for."""
+        unpaced = [(n, peer) for n, peer in enumerate(self.firsts) if not peer.forward_s]
+        return tuple(sorted({assumed for _, assumed in (flops_of(n, peer) for n, peer in unpaced) if assumed}))
+
+    def unused(self, used: Iterable[str]) -> tuple[str, ...]:
+        busy = set(used)
+        return tuple(p.name for p in self.fleet.peers() if p.name not in busy)
+
+
+def fullest(rows: Iterable[Memory]) -> tuple[Memory, ...]:
+    """Of each entry the row that leaves least."""
+    found: dict[str, Memory] = {}
+    for row in rows:
+        if row.machine not in found or row.device_needs > found[row.machine].device_needs:
+            found[row.machine] = row
+    return tuple(found.values())
+
+
+def with_haste(found: Prediction, *, hurried: bool) -> Prediction:
+    """Says that the time limit ended the search for it: then what is found depends on how busy this machine is."""
+    return found.model_copy(update={"notes": (*found.notes, HASTE)}) if hurried else found
+
+
+def matrices(links: Sequence[Sequence[Link]], kinds: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Delay [ms] and bandwidth [Gbit/s] between every two machines, (N, N). ``kinds``: of the machines, by which ``links`` are."""
+    delay_ms = np.array([[1000 * link.delay_s for link in row] for row in links])
+    gbps = np.array([[min(UNLIMITED_GBPS, 8e-9 * link.bandwidth_bytes_per_s) for link in row] for row in links])
+    pairs = np.ix_(kinds, kinds)
+    return delay_ms[pairs], gbps[pairs]
+
+
+class Bytes(defaultdict[tuple[int, int, str], float]):
+    """Of a step, by kind of sender and of receiver, and class ('activations', 'gradients', 'averaging')."""
+
+    def __init__(self) -> None:
+        super().__init__(float)
+
+    def averaging(self, here: Sequence[int], nbytes: float) -> None:
+        """A stage's gradient among its replicas, as many of each kind: each sends every other two shards."""
+        each = 2 * nbytes / max(1, sum(here))
+        for a, n in enumerate(here):
+            for b, m in enumerate(here):
+                if n and m:
+                    self[a, b, "averaging"] += each * n * (m - (a == b))
+
+
+def mixing(scene: Scene, serving: Sequence[Sequence[int]]) -> tuple[str, ...]:
+    """What is to be said of stages on several devices."""
+    if not (devices := mixed(scene.setting, serving)):
+        return ()
+    told = f"stages mix devices ({', '.join(devices)}), whose arithmetic may differ in the last bit: "
+    if scene.run.optimizer.state_device == "cpu":
+        return (f"{told}the CPU updates the weights (optimizer.state_device = 'cpu', which 'run --plan' sets)",)
+    return (f"{told}where it does, one of them leaves the run, unless optimizer.state_device = 'cpu'",)
+
+
+def traffic(regions: Sequence[str], links: Sequence[Sequence[Link]], sent: Bytes) -> tuple[Traffic, ...]:
+    """By region. ``regions``, ``links``: of each kind that ``sent`` knows."""
+    classes: dict[tuple[str, str], defaultdict[str, float]] = {}  # by (from, to) region
+    ways: dict[tuple[str, str], list[Link]] = {}
+    for (a, b, what), nbytes in sent.items():
+        if nbytes:
+            pair = regions[a], regions[b]
+            classes.setdefault(pair, defaultdict(float))[what] += nbytes
+            ways.setdefault(pair, []).append(links[a][b])
+    rows = []
+    for (sender, receiver), counted in classes.items():
+        between = ways[sender, receiver]
+        narrowest = min(way.bandwidth_bytes_per_s for way in between)
+        rows.append(Traffic(
+            sender=sender, receiver=receiver, activations=counted["activations"], gradients=counted["gradients"],
+            averaging=counted["averaging"],
+            bandwidth_bytes_per_s=None if math.isinf(narrowest) else narrowest, delay_s=max(way.delay_s for way in between),
+        ))  # fmt: skip
+    return tuple(sorted(rows, key=lambda row: (-row.total, row.sender, row.receiver)))
+
+
+def stated(nbytes: int) -> int | None:
+    return None if nbytes == AMPLE else nbytes

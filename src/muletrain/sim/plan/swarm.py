@@ -1,0 +1,228 @@
+"""Strategy ``swarm`` on a fleet: the stages and the microbatch with which it does most.
+
+Where machines settle is found by the simulator's rates (``flow``, ``rates``), for every number of stages and every microbatch; beside even
+cuts, where machines are unequal, with those that pipelines do best with. Of those that
+do most by rates, steps are played (``steps``); these times are what is predicted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from muletrain.config.plan import Prediction, Split, Stage
+from muletrain.errors import CapacityError, MuletrainError
+from muletrain.planning.strategies import parted
+from muletrain.sim.fleet.flow import Flow, Rules, Weather
+from muletrain.sim.fleet.pace import Pace
+from muletrain.sim.fleet.rates import TRAINERS, Rates
+from muletrain.sim.fleet.simulation import simulate_fleet
+from muletrain.sim.plan.question import Bytes, fullest, mixing, traffic
+from muletrain.sim.steps.wires import without_links
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from muletrain.config.plan import Memory, Traffic
+    from muletrain.planning.partition import Cut
+    from muletrain.sim.fleet.actors import Planned
+    from muletrain.sim.fleet.rates import Counts
+    from muletrain.sim.machines import Setting
+    from muletrain.sim.plan.question import Question, Scene
+    from muletrain.sim.steps.steps import Took
+
+SETTLING_PERIODS = 240
+"""Of rebalancing, at the usual period four hours: by then nobody moves any more."""
+PLAYED, ENOUGH = 10, 4
+"""Steps; and ends of steps that a mean is taken of, if there are so many."""
+MOVING_PERIODS = (3, 9)
+"""Of rebalancing, that are played beside them: by the end of the first ones hardly anybody moves any more."""
+SHORTLIST, NEARLY, LEADING = 8, 0.8, 0.6
+"""Of which steps are played: at most so many, which do so much of the best by rates; and so much if there is no better one of the same
+cut, for between different cuts rates err most."""
+ALIKE = 0.01
+"""Of two layouts that differ by less, the one with fewer stages, and then the one with larger microbatches."""
+
+
+class NoSteps(MuletrainError):
+    """A play in which hardly any step comes to its end, or peers give up."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A fleet after rebalancing, as nobody comes or goes. ``serving``: by stage and kind."""
+
+    scene: Scene
+    serving: Sequence[Counts]
+    roughly_s: float
+    """Of a step, by rates."""
+
+    @cached_property
+    def took(self) -> Took:
+        """A step, played."""
+        return step(self.scene.setting, self)
+
+    @property
+    def step_s(self) -> float:
+        return self.took.step_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        cost = self.scene.setting.cost
+        return cost.microbatches * cost.tokens / self.step_s
+
+
+def predict(
+    question: Question, watch: Callable[[float], None] = lambda share: None, cuts: Iterable[Cut] = ()
+) -> Prediction:
+    """The best that was found; or why there is none. ``cuts``: to look at beside the most even one of each number of stages."""
+    found, problems = [], []
+    ways = [(stages, None) for stages in question.stage_counts()] + [(len(cut), cut) for cut in cuts]
+    for n, (stages, cut) in enumerate(ways):
+        for microbatch in question.microbatches():
+            try:
+                found.append(settled_on(question, stages, microbatch, cut))
+            except CapacityError as e:
+                problems.append(e)
+                break  # larger ones do not fit either
+        watch((n + 1) / len(ways))
+    if not found:
+        either = "; no other number of stages fits either: add machines or memory, or take a smaller model"
+        return Prediction(
+            strategy="swarm", runnable=True, problem=str(problems[-1]) + (either if question.stages is None else "")
+        )
+    return told(question, chosen(promising(found)))
+
+
+def promising(found: Sequence[Settled]) -> list[Settled]:
+    """Those that may be the fastest."""
+    tokens = [s.scene.setting.cost.microbatches * s.scene.setting.cost.tokens / s.roughly_s for s in found]
+    order = sorted(range(len(found)), key=lambda n: -tokens[n])
+    leaders = {found[n].scene.setting.cut: n for n in reversed(order)}.values()
+    leading = [n for n in leaders if tokens[n] >= LEADING * max(tokens)]
+    near = [n for n in order if n not in leaders and tokens[n] >= NEARLY * max(tokens)]
+    return [found[n] for n in sorted([*sorted(leading, key=lambda n: -tokens[n]), *near][:SHORTLIST])]
+
+
+def chosen(found: Sequence[Settled]) -> Settled:
+    """The fastest, or what is as fast and less divided."""
+    best = max(s.tokens_per_s for s in found)
+    near = [s for s in found if s.tokens_per_s >= (1 - ALIKE) * best]
+    return min(near, key=lambda s: (len(s.serving), -s.scene.setting.cost.sequences))
+
+
+def settled_on(question: Question, stages: int, microbatch: int, cut: Cut | None = None) -> Settled:
+    """Where stages mix devices, the CPU updates the weights. Raises CapacityError."""
+    found = settled(question.scene(stages, microbatch, cut))
+    if (other := question.once_mixed(found.scene.setting, found.serving)) is question:
+        return found
+    return settled(other.scene(stages, microbatch, cut))
+
+
+def settled(scene: Scene) -> Settled:
+    """Raises CapacityError where a stage gets no machine."""
+    fleet = scene.run.fleet
+    rates = rates_of(scene.setting, scene)
+    rules = Rules(fleet.rebalance, fleet.rebalance_period, fleet.adopt_after, 0)
+    flow = Flow(rates, Weather(), rules, SETTLING_PERIODS * fleet.rebalance_period, seed=0)
+    flow.play()
+    return Settled(scene, flow.serving, scene.setting.cost.microbatches / rates.of(flow.serving).throughput)
+
+
+def played_step_s(scene: Scene, expected_s: float, steps: int = PLAYED, planned: Planned | None = None) -> float:
+    """Of one step, by every message of the production code [s]: the mean of the second half of so many, and of what fits into a few periods
+    of rebalancing beside them, so that peers have measured each other. Where somebody moved late, it is played for longer. Of ``planned``
+    membership, where nobody moves, of so many alone. Raises NoSteps."""
+    horizon_s, ends_s = 0.0, list[float]()
+    for periods in MOVING_PERIODS if planned is None else (0,):
+        horizon_s = steps * expected_s + periods * scene.run.fleet.rebalance_period
+        outcome = simulate_fleet(
+            scene.setting, scene.run, Weather(), hours=horizon_s / 3600, fidelity="protocol", planned=planned
+        )
+        if outcome.failure:
+            raise NoSteps(f"played with every message, {outcome.failure}. Plan more stages or a larger batch")
+        curve = outcome.curve
+        moved = max((n + 1 for n, point in enumerate(curve) if "moved" in point.events), default=0)
+        ends_s = [point.time_s for point in curve[max(moved, len(curve) // 2) :]]
+        if len(ends_s) >= ENOUGH:
+            break
+    if len(ends_s) > 1:
+        return (ends_s[-1] - ends_s[0]) / (len(ends_s) - 1)
+    raise NoSteps(
+        f"played with every message for {horizon_s:.0f} s, hardly any step came to its end, of which one is to take {expected_s:.1f} s: "
+        "machines or links are busy for longer than peers wait for each other. Plan more stages or a larger batch"
+    )
+
+
+def rates_of(setting: Setting, scene: Scene) -> Rates:
+    run = scene.run
+    return Rates(setting, trainers=run.fleet.trainers or TRAINERS, delayed=run.optimizer.delayed)
+
+
+def step(setting: Setting, found: Settled, *, delayed: bool | None = None) -> Took:
+    """Of ``found``, in ``setting``."""
+    run = found.scene.run
+    late = run.optimizer.delayed if delayed is None else delayed
+    return Pace(setting, trainers=run.fleet.trainers or TRAINERS, delayed=late).step(found.serving)
+
+
+def split(found: Settled) -> Split:
+    """See ``planning.strategies`` for what is counted as what."""
+    setting = found.scene.setting
+    at_once = step(setting, found, delayed=False) if found.scene.run.optimizer.delayed else found.took
+    free = step(without_links(setting), found, delayed=False)
+    rates = rates_of(setting, found.scene)
+    return parted(
+        setting.cost.microbatches / rates.of(found.serving).slowest, free.computing_s, at_once.computing_s, found.step_s
+    )
+
+
+def told(question: Question, found: Settled) -> Prediction:
+    scene, setting = found.scene, found.scene.setting
+    stages = _stages(question, found)
+    used = [name for stage in stages for name in stage.machines]
+    return Prediction(
+        strategy="swarm", runnable=True, microbatch=setting.cost.sequences, microbatches=(setting.cost.microbatches,), stages=stages,
+        spares=question.unused(used), state_device=scene.run.optimizer.state_device, step_s=found.step_s, tokens_per_s=found.tokens_per_s,
+        split=split(found), memory=_memory(question, scene, found.serving), traffic=sent(found),
+        price_per_billion_tokens=question.price(used, found.step_s), notes=mixing(scene, found.serving),
+    )  # fmt: skip
+
+
+def _stages(question: Question, found: Settled) -> tuple[Stage, ...]:
+    setting, taken = found.scene.setting, Counter[str]()
+    stages = []
+    for layers, counts in zip(setting.cut, found.serving, strict=True):
+        machines: list[str] = []
+        for kind, n in zip(setting.kinds, counts, strict=True):
+            machines += question.names[kind.name][taken[kind.name] : taken[kind.name] + n]
+            taken[kind.name] += n
+        stages.append(Stage(layers=layers, machines=tuple(machines)))
+    return tuple(stages)
+
+
+def _memory(question: Question, scene: Scene, serving: Sequence[Counts]) -> tuple[Memory, ...]:
+    needs, kinds = question.needs(scene), scene.setting.kinds
+    return fullest(
+        question.memory(kind.name, s, needs[s])
+        for s, counts in enumerate(serving)
+        for kind, n in zip(kinds, counts, strict=True)
+        if n
+    )
+
+
+def sent(found: Settled) -> tuple[Traffic, ...]:
+    """Of a step, from region to region."""
+    setting, serving, bytes_by = found.scene.setting, found.serving, Bytes()
+    rates, cost = rates_of(setting, found.scene), setting.cost
+    for stage in range(1, len(serving)):
+        shares = rates.shares(stage, serving[stage - 1], serving[stage])
+        for (a, *_), row in zip(rates.places, shares, strict=True):
+            for (b, *_), share in zip(rates.places, row, strict=True):
+                bytes_by[a, b, "activations"] += cost.microbatches * share * cost.forward_bytes[stage]
+                bytes_by[b, a, "gradients"] += cost.microbatches * share * cost.backward_bytes[stage]
+    for stage, here in enumerate(serving):
+        bytes_by.averaging(here, cost.stages[stage].averaged_bytes)
+    return traffic([k.region for k in setting.kinds], setting.links, bytes_by)

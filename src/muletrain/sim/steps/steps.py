@@ -1,0 +1,308 @@
+"""What steps of a settled fleet take, played microbatch by microbatch, but without messages: what ``muletrain plan`` predicts with.
+
+Who gets a microbatch is decided by the policies that decide in production (``policy.claims``, ``policy.wiring``, ``policy.seats``), links
+are shared as they share them (``wires``), and steps end as they end (``endings``). Nobody fails, comes, goes or moves, so all that
+deadlines, probes and records are for is left out: a step takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from muletrain.policy.claims import claimant
+from muletrain.policy.wiring import Wiring
+from muletrain.runtime.members.context import capacity
+from muletrain.sim.steps.endings import Endings
+from muletrain.sim.steps.wires import Wires
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from muletrain.policy.seats import Seats
+    from muletrain.sim.machines import Setting
+    from muletrain.sim.steps.endings import End
+
+ENOUGH, DRAWN = 240, 960
+"""Microbatches that are played, in whole steps: who builds how many of a step is drawn anew for each. ``DRAWN``: of strategy swarm, where
+who gets one more is a draw, too, and a step waits for a slow machine that did (fleet 104 of benchmarks/plan: steps of 13 to 18 s)."""
+RETRY_S = 0.05
+"""Until a sender whose receivers are all full looks again (``runtime.microbatch.dispatcher``)."""
+NOBODY = -1
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Who plays. ``peers``: (stage, kind); ``trainers``: which of them build microbatches. ``seats``: of planned membership, by the peers'
+    ``names``."""
+
+    peers: tuple[tuple[int, int], ...]
+    trainers: tuple[int, ...]
+    names: tuple[str, ...] = ()
+    seats: Seats | None = None
+
+
+def cast(setting: Setting, serving: Sequence[Sequence[int]], trainers: int) -> Cast:
+    """Of strategy swarm. ``serving``: by stage and kind. Trainers are machines that stay, of as many kinds as possible; in the first stage,
+    where there is one of their kind."""
+    peers = tuple((s, k) for s, counts in enumerate(serving) for k, n in enumerate(counts) for _ in range(n))
+    turns = defaultdict[int, int](int)
+    ranked = []
+    for p, (_, k) in enumerate(peers):
+        ranked.append((not setting.kinds[k].reliable, turns[k], k, p))
+        turns[k] += 1
+    return Cast(peers, tuple(p for *_, p in sorted(ranked)[:trainers]))
+
+
+class Took(NamedTuple):
+    """Means of a few steps [s]. ``computing_s``: until the last microbatch is through; what comes then is the end of the step."""
+
+    step_s: float
+    computing_s: float
+
+
+def steps_of(setting: Setting, seats: Seats | None = None) -> int:
+    """That are played."""
+    return max(1, math.ceil((DRAWN if seats is None else ENOUGH) / setting.cost.microbatches))
+
+
+def play(setting: Setting, who: Cast, *, delayed: bool = False) -> Took:
+    """Steps in which senders have measured all receivers. ``delayed``: each is averaged while the next one is computed, and the first one
+    has nothing beside it."""
+    steps, first = steps_of(setting, who.seats), 1 + delayed
+    played = _Play(setting, who, delayed=delayed).run(first + steps)
+    ends = played[first:]
+    step_s = (ends[-1].over_s - played[first - 1].over_s) / steps
+    if delayed:
+        return Took(step_s, min(step_s, sum(end.through_s - end.begun_s for end in ends) / steps))
+    return Took(step_s, max(0.0, step_s - sum(end.over_s - end.through_s for end in ends) / steps))
+
+
+@dataclass(eq=False)
+class _Request:
+    """One microbatch at one stage, for ``sender``."""
+
+    step: int
+    index: int
+    sender: int
+    answer: Callable[[float, float], None]
+    """Called when the answer is with the sender, with what the receiver computed and how long it waited [s]."""
+    admitted_s: float = 0.0
+
+
+@dataclass(eq=False)
+class _Peer:
+    stage: int
+    forward_s: float
+    backward_s: float
+    room: float
+    """Microbatches whose forward may begin before the backward of another is through (1F1B)."""
+    step: int = 0
+    """Of which it computes."""
+    held: int = 0
+    """Microbatches, those that are on their way to it included."""
+    computing: bool = False
+    waiting: tuple[deque[_Work], deque[_Work]] = field(default_factory=lambda: (deque(), deque()))
+    """For the device: what goes first, and what goes when there is none of that."""
+    blocked: deque[_Request] = field(default_factory=deque)
+    """For room."""
+    early: list[_Request] = field(default_factory=list)
+    """Of a step that it has not come to yet."""
+
+
+_Work = tuple[float, "Callable[[], None]"]
+"""What takes how long [s], and what follows."""
+
+
+class _Play:
+    def __init__(self, setting: Setting, who: Cast, *, delayed: bool) -> None:
+        self._cost, self._who, self._last = setting.cost, who, len(setting.cut) - 1
+        self._wires = Wires(setting, [k for _, k in who.peers], coupled=who.seats is None)
+        stages = [s for s, _ in who.peers]
+        self._endings = Endings(self._wires, setting.cost, stages, len(who.trainers), self._open, delayed=delayed)
+        self._at = [[p for p, s in enumerate(stages) if s == stage] for stage in range(len(setting.cut))]
+        one_f_one_b, seats = who.seats is not None and who.seats.schedule == "1f1b", who.seats
+        self._peers = [
+            _Peer(
+                s, setting.kinds[k].forward_s[s], setting.kinds[k].backward_s[s],
+                seats.most_in_flight(s, who.names[p]) if seats is not None and one_f_one_b and s < self._last else math.inf,
+            )
+            for p, (s, k) in enumerate(who.peers)
+        ]  # fmt: skip
+        self._backward_first = seats is None or one_f_one_b
+        self._seat = [[who.names.index(name) for name in row] for row in seats.names] if seats is not None else []
+        self._capacity = capacity(len(setting.cut), seats)
+        self._trainers = {f"trainer {t}": t for t in who.trainers}
+        self._left: dict[tuple[int, int], int] = {}
+        """Microbatches, by trainer and step."""
+        self._windows = defaultdict[tuple[int, int, int], _Window](lambda: _Window(self._window()))
+        """By trainer, step and pipeline."""
+        self._wirings: dict[tuple[int, int], Wiring] = {}
+        self._owed = defaultdict[tuple[int, int], dict[str, int]](lambda: defaultdict(int))
+        """By sender and stage, then receiver."""
+
+    def run(self, steps: int) -> list[End]:
+        """How each of so many steps ended."""
+        for p in range(len(self._peers)):
+            self._open(p, 0)
+        last = self._endings.of[steps - 1]
+        self._wires.run(lambda: len(last.applied) == len(self._peers))
+        return [self._endings.of[step] for step in range(steps)]
+
+    def _open(self, p: int, step: int) -> None:
+        """It computes ``step`` from now on."""
+        peer = self._peers[p]
+        peer.step, early = step, peer.early
+        peer.early = []
+        for request in early:
+            self._admit(p, request)
+        if p in self._who.trainers:
+            self._train(p, step)
+
+    # Trainers ---------------------------------------------------------------------------------------------------------
+
+    def _train(self, trainer: int, step: int) -> None:
+        every = range(self._cost.microbatches)
+        self._endings.begin(step)
+        mine = [i for i in every if self._trainers[claimant(step, i, self._trainers)] == trainer]
+        self._left[trainer, step] = len(mine)
+        for index in mine:
+            window = self._windows[trainer, step, 0 if self._who.seats is None else self._who.seats.pipeline(index)]
+            through = partial(self._built, trainer, step, window)
+            window.enter(partial(self._request, trainer, 0, step, index, through))
+        if not mine:
+            self._endings.through(trainer, step)
+
+    def _window(self) -> int:
+        """As ``runtime.peer.peer`` has it."""
+        trainers = len(self._who.trainers)
+        if self._who.seats is None:
+            return max(2, min(map(len, self._at)) * self._capacity // (2 * trainers))
+        return self._who.seats.window(self._capacity, trainers)
+
+    def _built(self, trainer: int, step: int, window: _Window) -> None:
+        window.leave()
+        self._left[trainer, step] -= 1
+        if not self._left[trainer, step]:
+            self._endings.through(trainer, step)
+
+    # Senders ----------------------------------------------------------------------------------------------------------
+
+    def _request(self, sender: int, stage: int, step: int, index: int, then: Callable[[], None]) -> None:
+        receiver = self._choose(sender, stage, step, index)
+        if receiver == NOBODY:
+            self._wires.after(RETRY_S, partial(self._request, sender, stage, step, index, then))
+            return
+        key, name, begun_s = (sender, stage), str(receiver), self._wires.now_s
+        self._owed[key][name] += 1
+        self._peers[receiver].held += 1
+
+        def answer(busy_s: float, away_s: float) -> None:
+            self._owed[key][name] -= 1
+            if self._who.seats is None:
+                way_s = self._wires.now_s - begun_s - busy_s - away_s
+                self._wirings[key].measured(name, max(busy_s, 1e-6), way_s, self._wires.now_s)
+            then()
+
+        request = _Request(step, index, sender, answer)
+        self._wires.send(sender, receiver, self._cost.forward_bytes[stage], partial(self._admit, receiver, request))
+
+    def _choose(self, sender: int, stage: int, step: int, index: int) -> int:
+        if self._who.seats is not None:
+            return self._seat[stage][self._who.seats.pipeline(index)]
+        if (sender, stage) not in self._wirings:
+            self._wirings[sender, stage] = self._wired(sender, stage)
+        full = [str(p) for p in self._at[stage] if self._peers[p].held >= self._capacity]
+        owed, now_s = self._owed[sender, stage], self._wires.now_s
+        found = self._wirings[sender, stage].choose((), owed, full=full, step=step, now_s=now_s)
+        return NOBODY if found is None else int(found)
+
+    def _wired(self, sender: int, stage: int) -> Wiring:
+        """As if each receiver had been tried once, alone."""
+        wiring, cost = Wiring(random.Random(f"steps/{sender}/{stage}")), self._cost
+        for p in self._at[stage]:
+            way_s = self._wires.alone_s(sender, p, cost.forward_bytes[stage], cost.backward_bytes[stage])
+            wiring.add(str(p))
+            wiring.measured(str(p), max(self._peers[p].forward_s + self._peers[p].backward_s, 1e-6), way_s)
+        return wiring
+
+    # Receivers --------------------------------------------------------------------------------------------------------
+
+    def _admit(self, p: int, request: _Request) -> None:
+        peer = self._peers[p]
+        if request.step > peer.step:
+            peer.early.append(request)
+            return
+        request.admitted_s = self._wires.now_s
+        if peer.stage == self._last:
+            self._device(p, peer.forward_s + peer.backward_s, partial(self._answer, p, request), backward=False)
+        elif peer.room:
+            self._begin(p, request)
+        else:
+            peer.blocked.append(request)
+
+    def _begin(self, p: int, request: _Request) -> None:
+        """Forward, all that comes behind, and backward."""
+        peer = self._peers[p]
+        peer.room -= 1
+        done = partial(self._done, p, request)
+        backward = partial(self._device, p, peer.backward_s, done, backward=True)
+        onward = partial(self._request, p, peer.stage + 1, request.step, request.index, backward)
+        self._device(p, peer.forward_s, onward, backward=False)
+
+    def _done(self, p: int, request: _Request) -> None:
+        peer = self._peers[p]
+        peer.room += 1
+        if peer.blocked:
+            self._begin(p, peer.blocked.popleft())
+        self._answer(p, request)
+
+    def _device(self, p: int, seconds: float, then: Callable[[], None], *, backward: bool) -> None:
+        self._peers[p].waiting[backward != self._backward_first].append((seconds, then))
+        self._compute(p)
+
+    def _compute(self, p: int) -> None:
+        peer = self._peers[p]
+        if peer.computing or not any(peer.waiting):
+            return
+        peer.computing = True
+        seconds, then = (peer.waiting[0] or peer.waiting[1]).popleft()
+        self._wires.after(seconds, partial(self._computed, p, then))
+
+    def _computed(self, p: int, then: Callable[[], None]) -> None:
+        self._peers[p].computing = False
+        then()
+        self._compute(p)
+
+    def _answer(self, p: int, request: _Request) -> None:
+        peer = self._peers[p]
+        peer.held -= 1
+        busy_s = peer.forward_s + peer.backward_s
+        away_s = self._wires.now_s - request.admitted_s - busy_s
+        nbytes = self._cost.backward_bytes[peer.stage]
+        self._wires.send(p, request.sender, nbytes, partial(request.answer, busy_s, away_s))
+
+
+class _Window:
+    """What a trainer has under way."""
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def enter(self, then: Callable[[], None]) -> None:
+        if self._places:
+            self._places -= 1
+            then()
+        else:
+            self._waiting.append(then)
+
+    def leave(self) -> None:
+        if self._waiting:
+            self._waiting.popleft()()
+        else:
+            self._places += 1

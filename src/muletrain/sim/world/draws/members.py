@@ -1,0 +1,102 @@
+"""Who comes, goes, and trains; and when the run ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from muletrain.sim.world.draws.kinds import Kind, calm, replicas, span, spare, with_faults
+from muletrain.sim.world.lying import LIES
+from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario, stage_of
+
+if TYPE_CHECKING:
+    import random
+
+
+def _last_trainer(s: Scenario, rng: random.Random) -> Scenario | None:
+    """The only one dies; one that has the data comes later."""
+    if s.stages[0] < 2:
+        return None
+    s = replace(calm(s), trainers=1)
+    dies = rng.uniform(0.0, 0.8 * span(s))
+    comes = Fault(dies + rng.choice([0.5, 5.0, 100.0]), "join", (f"peer-{rng.randrange(len(s.stages))}t",))
+    return with_faults(s, [Fault(dies, "kill", ("peer-0a",)), comes])
+
+
+def _without_data(s: Scenario, rng: random.Random) -> Scenario | None:
+    """Newcomers do not train."""
+    if not s.joining:
+        s = with_faults(s, [Fault(rng.uniform(0.0, span(s)), "join", (f"peer-{rng.randrange(len(s.stages))}n",))])
+    return replace(s, without_data=tuple(p for p in s.joining if not p.endswith("t")))
+
+
+def _shared_data(s: Scenario, rng: random.Random) -> Scenario | None:
+    """The first trainers give their tokens to others."""
+    return replace(s, share=True) if len(s.members) > s.trainers and not s.without_data else None
+
+
+def _stop(s: Scenario, rng: random.Random) -> Scenario | None:
+    who = rng.choice([p for p, _ in s.members])
+    return with_faults(s, [Fault(rng.uniform(0.0, span(s)), "stop", (who,))])
+
+
+def _time_limit(s: Scenario, rng: random.Random) -> Scenario | None:
+    """By each one's own clock."""
+    return replace(s, time_limit_s=rng.uniform(0.1, 1.0) * span(s))
+
+
+def _kick(s: Scenario, rng: random.Random) -> Scenario | None:
+    s = calm(s)
+    victims = spare(s)
+    return with_faults(s, [Fault(rng.uniform(0.0, span(s)), "kick", (rng.choice(victims),))]) if victims else None
+
+
+def _restart(s: Scenario, rng: random.Random) -> Scenario | None:
+    """Who dies, or was kicked, comes again under its name, at any stage."""
+    gone = [f for f in s.faults if f.kind in ("kill", "kick", "leave")]
+    if not gone:
+        victims = spare(s)
+        if not victims:
+            return None
+        s = calm(s)
+        gone = [Fault(rng.uniform(0.0, span(s)), "kill", (rng.choice(victims),))]
+        s = with_faults(s, gone)
+    again = rng.choice(gone)
+    name = f"peer-{rng.choice([stage_of(again.who[0]), rng.randrange(len(s.stages))])}r"
+    return with_faults(s, [Fault(again.at_s + rng.choice([0.0, 1.0, 10.0]), "join", (name,), how=again.who[0])])
+
+
+def _resume(s: Scenario, rng: random.Random) -> Scenario | None:
+    """All machines lose power, and the run goes on from the folder."""
+    if s.apart:
+        return None
+    return replace(
+        calm(s), checkpoint_every=rng.randint(1, 2), resume_s=rng.uniform(0.2, 1.0) * span(s), keep=rng.randint(1, 2)
+    )
+
+
+def _lie(s: Scenario, rng: random.Random) -> Scenario | None:
+    """One of three replicas: one of two may decide alone, and peers that share a folder trust each other (README "Not protected")."""
+    stages = [stage for stage, count in enumerate(s.stages) if count > 2]
+    if not stages:
+        return None
+    stage, how = rng.choice(stages), rng.choice(LIES)
+    liar, other = rng.sample(replicas(s, stage), 2)
+    lies = [Fault(rng.uniform(0.0, span(s)), "lie", (liar,), FOR_EVER_S, how=how)]
+    later_s = rng.uniform(0.2, 0.8) * span(s)
+    if how == "copies":
+        lies.append(Fault(later_s, "join", (f"peer-{stage}l",)))
+    if how == "claims":  # what is lost, it claims to hold
+        lies.append(Fault(later_s, "slow" if s.trainers == 1 and other == s.members[0][0] else "kill", (other,), 1.0))
+    return with_faults(replace(calm(s), checkpoint_every=1, apart=s.apart or how == "parts"), lies)
+
+
+def _keep(s: Scenario, rng: random.Random) -> Scenario | None:
+    return replace(s, keep=rng.randint(2, 3), checkpoint_every=1)
+
+
+KINDS: dict[str, Kind] = {
+    "last trainer": _last_trainer, "without data": _without_data, "stop": _stop, "time limit": _time_limit, "kick": _kick,
+    "restart": _restart, "resume": _resume, "keep": _keep, "lie": _lie,
+    "shared data": _shared_data,
+}  # fmt: skip

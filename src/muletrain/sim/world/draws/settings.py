@@ -1,0 +1,64 @@
+"""Other ways to train."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from muletrain.sim.world.draws.kinds import HARMLESS, Kind, calm
+from muletrain.sim.world.scenario import Scenario, stage_of
+
+if TYPE_CHECKING:
+    import random
+
+COARSE, FINE = 5e-3, 2e-4
+"""Norm of the difference over norm with numbers of 8, and of 16 bits."""
+
+
+def _with(*overrides: str, tolerance: float = 0.0) -> Kind:
+    def kind(s: Scenario, rng: random.Random) -> Scenario | None:
+        names = {o.partition("=")[0] for o in s.overrides}
+        if names & {o.partition("=")[0] for o in overrides}:
+            return None
+        return replace(s, overrides=(*s.overrides, *overrides), tolerance=max(s.tolerance, tolerance))
+
+    return kind
+
+
+def _codecs(s: Scenario, rng: random.Random) -> Scenario | None:
+    """The large epsilon keeps AdamW from enlarging what is next to nothing."""
+    activations, gradients = rng.choice(["fp32", "fp16", "bf16", "int8"]), rng.choice(["fp16", "bf16", "int8"])
+    coarse = {"int8", "bf16"} & {activations, gradients}
+    overrides = (f"wire.activations={activations}", f"wire.gradients={gradients}", "optimizer.eps=0.1")
+    return _with(*overrides, tolerance=COARSE if coarse else FINE)(s, rng)
+
+
+def _shared_layers(s: Scenario, rng: random.Random) -> Scenario | None:
+    layers = len(s.stages) * rng.randint(2, 3)
+    return _with(f"model.layers={layers}", "model.share_layers=true")(s, rng)
+
+
+def _growing(s: Scenario, rng: random.Random) -> Scenario | None:
+    return _with("model.context=12", "train.sequence_start=2", f"train.sequence_warmup={rng.randint(1, s.steps)}")(
+        s, rng
+    )
+
+
+def _given_weights(s: Scenario, rng: random.Random) -> Scenario | None:
+    """Before the first checkpoint nothing can be begun again: no stage is lost."""
+    gone = {f.who[0] for f in s.faults if f.kind in ("kill", "leave", "move")}
+    stay = {stage_of(p) for p, _ in s.members if p not in gone}
+    kinds = {f.kind for f in s.faults} - HARMLESS - {"kill", "leave", "move"}
+    return replace(calm(s) if kinds or len(stay) < len(s.stages) else s, given_weights=True)
+
+
+def _rebalancing(s: Scenario, rng: random.Random) -> Scenario | None:
+    rule: Literal["paper", "throughput"] = rng.choice(["paper", "throughput"])
+    return replace(s, rebalance=rule, rebalance_s=rng.uniform(1.0, 5.0))
+
+
+KINDS: dict[str, Kind] = {
+    "codecs": _codecs, "lamb": _with("optimizer.name=lamb", "optimizer.lr=1e-3"), "no clipping": _with("optimizer.clip=none"),
+    "fp16": _with("compute.precision=fp16", "optimizer.eps=0.1", tolerance=FINE), "growing": _growing, "given weights": _given_weights,
+    "rebalancing": _rebalancing, "shared layers": _shared_layers,
+}  # fmt: skip

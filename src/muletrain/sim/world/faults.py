@@ -1,0 +1,127 @@
+"""A scenario's faults, carried out on the peers of a virtual world."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from muletrain.sim.world.scenario import stage_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from muletrain.sim.world.scenario import Fault
+    from muletrain.sim.world.world import World
+
+
+class Faults:
+    """Those that wait for a frame are kept here until it is sent."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._doomed: list[tuple[Fault, Counter[tuple[str, str]]]] = []
+        self._damaging: set[str] = set()
+        world.hub.damage = self._damaged
+        world.hub.sending = self._sending
+
+    async def inject(self, fault: Fault) -> None:
+        """At its time, and until it is over."""
+        world, name = self._world, fault.who[0] if fault.who else ""
+        await world.clock.sleep(fault.at_s)
+        if fault.kind == "join":
+            world.say(f"FAULT {fault}")
+            world.join(name, fault.how or name)
+            return
+        if (
+            len(fault.who) == 1 and fault.kind != "disk" and (name not in world.tasks or world.tasks[name].done())
+        ):  # has not come yet, or is gone
+            return
+        if fault.on:
+            self._doomed.append((fault, Counter()))
+            return
+        world.say(f"FAULT {fault}")
+        if fault.kind == "kill":
+            world.kill(name)
+        elif fault.kind == "move":
+            stages = len(world.scenario.stages)
+            world.peers[name].move((stage_of(name) + 1) % stages if fault.to is None else fault.to)
+        elif fault.kind == "leave":
+            world.peers[name].leave()
+        elif fault.kind == "stop":
+            world.peers[name].stop()
+        elif fault.kind == "kick":
+            _each(world.hub.cut, [(name, other) for other in world.scenario.names if other != name])
+        else:
+            begin, end = self._switch(fault)
+            begin()
+            try:
+                await world.clock.sleep(fault.for_s)
+            finally:
+                end()
+                world.say(f"over: {fault}")
+
+    def _switch(self, fault: Fault) -> tuple[Callable[[], None], Callable[[], None]]:
+        """What begins and what ends a fault that lasts."""
+        world, hub, name = self._world, self._world.hub, fault.who[0] if fault.who else ""
+        pairs = [(name, other) for other in (fault.who[1:] or world.networks) if other != name]
+        sides = [(a, b) for a in fault.who for b in world.scenario.names if b not in fault.who]
+        switches: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
+            "freeze": (lambda: hub.freeze(name), lambda: hub.thaw(name)),
+            "cut": (lambda: _each(hub.cut, pairs), lambda: _each(hub.mend, pairs)),
+            "partition": (lambda: _each(hub.cut, sides), lambda: _each(hub.mend, sides)),
+            "blackhole": (lambda: _each(hub.hold_up, sides), lambda: _each(hub.let_pass, sides)),
+            "slow": (lambda: self._slow(name, 5.0), lambda: self._slow(name, 0.2)),
+            "corrupt": (lambda: self._corrupt(name, fault.how), lambda: self._corrupt(name, "")),
+            "hang": (lambda: world.stages[name].hang(), lambda: world.stages[name].recover()),
+            "one way": (lambda: hub.cut_way(*fault.who), lambda: hub.mend_way(*fault.who)),
+            "small": (lambda: hub.pass_small(fault.who, fault.limit), lambda: hub.pass_small(fault.who, None)),
+            "disk": (lambda: self._disk(name, fault.how, True), lambda: self._disk(name, fault.how, False)),
+            "directory": (lambda: hub.no_directory(True), lambda: hub.no_directory(False)),
+            "lie": (lambda: self._lie(name, fault.how), lambda: self._lie(name, "")),
+            "damage": (lambda: self._damaging.add(name), lambda: self._damaging.discard(name)),
+        }
+        return switches[fault.kind]
+
+    def _sending(self, sender: str, kind: str) -> None:
+        """A peer has an appointment at its nth frame of some kind."""
+        world = self._world
+        world.look_at(sender)
+        for fault, sent in self._doomed:
+            if fault.who[0] == sender and not world.tasks[sender].cancelling():
+                sent[sender, kind] += 1
+                if sent[sender, fault.on] == fault.nth and kind == fault.on:
+                    world.say(f"FAULT {fault}")
+                    world.kill(sender) if fault.kind == "kill" else self._damaging.add(sender)
+
+    def _slow(self, name: str, factor: float) -> None:
+        compute = self._world.computes[name]
+        compute.forward_s *= factor
+        compute.backward_s *= factor
+
+    def _corrupt(self, name: str, how: str) -> None:
+        self._world.stages[name].how = how
+
+    def _lie(self, name: str, how: str) -> None:
+        self._world.liars[name].how = how
+
+    def _disk(self, name: str, how: str, broken: bool) -> None:
+        disk = self._world.disk(name)
+        match how:
+            case "slow":
+                disk.slow = broken
+            case "full":
+                disk.full = broken
+            case "hangs":
+                disk.hang() if broken else disk.recover()
+
+    def _damaged(self, sender: str, receiver: str, packed: bytes) -> bytes:
+        """Where libp2p's encryption would notice: a frame of a damaging peer comes with a flipped bit in its prefix, once."""
+        if sender not in self._damaging:
+            return packed
+        self._damaging.discard(sender)
+        return bytes([packed[0] ^ 1]) + packed[1:]
+
+
+def _each(switch: Callable[[str, str], None], pairs: list[tuple[str, str]]) -> None:
+    for a, b in pairs:
+        switch(a, b)

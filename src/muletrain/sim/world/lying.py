@@ -1,0 +1,146 @@
+"""A member that does its work and lies about it, no more than the README promises that a run bears."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from muletrain.runtime.checkpoint.checkpoints import PartReady
+from muletrain.runtime.core.messages import (
+    AskBlocks,
+    AskEntries,
+    AskHeld,
+    AskManifest,
+    AskSeal,
+    AskSnapshot,
+    Entries,
+    Gap,
+    Held,
+    RoundEntry,
+    Seal,
+    ShardFacts,
+    Snapshot,
+)
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
+
+    from muletrain.network.base import CallHandler, Frame, PeerId
+    from muletrain.network.memory import MemoryNetwork
+    from muletrain.runtime.core.messages import Message
+
+LIES = ("entries", "expels", "records", "views", "held", "claims", "gaps", "copies", "parts")
+"""What it lies about: rounds that it attests to, whom they expel, the record that it applied, the replicas that it counts on, the step that
+it is at, the microbatches that it holds, those that its stage misses, the state that it gives to newcomers, and parts of checkpoints."""
+
+
+class Liar:
+    """``network`` as a peer's own program would use it to lie, while ``how`` says about what."""
+
+    def __init__(self, network: MemoryNetwork, rng: random.Random) -> None:
+        self.how = ""
+        self._network, self._rng = network, rng
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._network, name)
+
+    async def send(self, peer: PeerId, frame: Frame, **how: Any) -> int:
+        for lie in self._frames(frame.message):
+            await self._network.send(peer, lie.frame(), channel=lie.CHANNEL, timeout_s=how["timeout_s"])
+        return await self._network.send(peer, self._instead(frame), **how)
+
+    def serve(self, method: str, handler: CallHandler, **how: Any) -> None:
+        lies: dict[str, Callable[[bytes, bytes], bytes]] = {
+            AskEntries.KIND: self._entries, AskHeld.KIND: self._held, AskSeal.KIND: self._seal,
+            AskSnapshot.KIND: self._snapshot, AskManifest.KIND: self._block, AskBlocks.KIND: self._block,
+        }  # fmt: skip
+
+        async def answer(sender: PeerId, payload: bytes) -> bytes:
+            told = await handler(sender, payload)
+            return lies[method](payload, told) if self.how and method in lies else told
+
+        self._network.serve(method, answer, **how)
+
+    # Frames -----------------------------------------------------------------------------------------------------------
+
+    def _frames(self, message: Any) -> list[Message]:
+        """Told beside ``message``."""
+        if not isinstance(message, Seal):
+            return []
+        if self.how in ("entries", "expels"):
+            return [self._forged(message, message.stage, message.members)]
+        if self.how == "gaps":
+            others = tuple(m for m in message.members if m != self._network.peer_id)
+            return [
+                Gap(
+                    lineage=message.lineage, step=message.step, stage=message.stage, attempt=self._rng.randrange(9),
+                    turn=self._rng.randrange(5), indices=tuple(range(4)), without=others[:64],
+                )
+            ]  # fmt: skip
+        return []
+
+    def _instead(self, frame: Frame) -> Frame:
+        message = frame.message
+        if self.how == "views" and isinstance(message, Seal):
+            return self._alone(message).frame(frame.tensors)
+        if self.how == "parts" and isinstance(message, PartReady):
+            return message.model_copy(update={"digest": self._rng.randbytes(32)}).frame(frame.tensors)
+        return frame
+
+    def _alone(self, seal: Seal) -> Seal:
+        """Without some of those it counts on."""
+        me = self._network.peer_id
+        return seal.model_copy(
+            update={"members": tuple(m for m in seal.members if m == me or self._rng.random() < 0.5)}
+        )
+
+    def _forged(self, facts: Any, stage: int, members: tuple[PeerId, ...]) -> RoundEntry:
+        """A round of so long a gradient that whoever believes it would shrink the update to nothing."""
+        me = self._network.peer_id
+        others = tuple(m for m in members if m != me)
+        chosen = (me,) if self.how == "expels" or self._rng.random() < 0.5 else members
+        shard = ShardFacts(content=self._rng.randbytes(32), square_norm=1e12, finite=True)
+        return RoundEntry(
+            lineage=facts.lineage, step=facts.step, stage=stage, round=bytes(32), members=chosen, shards=(shard,) * len(chosen), stop=False,
+            holder=me, without=tuple(m for m in chosen if m != me), expelled=others[:64] if self.how == "expels" else (),
+        )  # fmt: skip
+
+    # Answers ----------------------------------------------------------------------------------------------------------
+
+    def _entries(self, payload: bytes, told: bytes) -> bytes:
+        """It applied a record that nobody made."""
+        ask, answer = AskEntries.unpack(payload), Entries.unpack(told)
+        if self.how != "records" or not answer.applied:
+            return told
+        forged = tuple(
+            e.model_copy(update={"shards": tuple(s.model_copy(update={"square_norm": 1e12}) for s in e.shards)})
+            for e in answer.applied
+        )
+        return answer.model_copy(
+            update={"applied": forged, "record": self._rng.randbytes(32), "step": ask.step + 1}
+        ).pack()
+
+    def _held(self, payload: bytes, told: bytes) -> bytes:
+        """It is beyond the step."""
+        answer = Held.unpack(told)
+        if self.how == "claims" and answer.current:
+            everything = tuple(range(max((*answer.held, *answer.through, 0)) + 1))
+            answer = answer.model_copy(update={"held": everything, "held_losses": ()})
+        if self.how == "held" and answer.current:
+            answer = answer.model_copy(update={"current": False, "step": answer.step + 1})
+        return answer.pack()
+
+    def _seal(self, payload: bytes, told: bytes) -> bytes:
+        return self._alone(Seal.unpack(told)).pack() if self.how == "views" and told else told
+
+    def _snapshot(self, payload: bytes, told: bytes) -> bytes:
+        if self.how != "copies" or self._rng.random() < 0.5:
+            return told
+        return Snapshot.unpack(told).model_copy(update={"digest": self._rng.randbytes(32)}).pack()
+
+    def _block(self, payload: bytes, told: bytes) -> bytes:
+        """Of a manifest or of the copy itself."""
+        if self.how != "copies" or not told or self._rng.random() < 0.5:
+            return told
+        at = self._rng.randrange(len(told))
+        return told[:at] + bytes([told[at] ^ 1]) + told[at + 1 :]

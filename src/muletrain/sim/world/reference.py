@@ -1,0 +1,246 @@
+"""What is trained in a virtual world, and the single process that every world is compared with."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from muletrain.compute.base import Update
+from muletrain.compute.torch_compute import StageSetup, TorchCompute
+from muletrain.config.load import load_config
+from muletrain.config.schema import Precision
+from muletrain.data.microbatch import MicrobatchSource, sequence_length
+from muletrain.model.dropout import Masks, keep_mask
+from muletrain.model.spec import ModelSpec
+from muletrain.model.stage import Stage
+from muletrain.optim.schedule import learning_rate
+from muletrain.policy.seats import planned_seats
+from muletrain.runtime.members.context import Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from muletrain.compute.base import Microbatch
+    from muletrain.config.schema import OptimizerConfig, RunConfig
+    from muletrain.planning.partition import Cut
+    from muletrain.sim.world.scenario import Scenario
+
+
+CORPUS = 20_000
+"""Tokens."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of one scenario."""
+
+    config: RunConfig
+    spec: ModelSpec
+    cut: Cut
+    plan: Plan
+    given: Callable[[str], Tensor] | None = None
+    """The first weights; None: they are drawn."""
+
+
+class Tokens:
+    """Microbatches as pure functions of (seed, step, index)."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._sequences, self._length = facts.config.train.microbatch, facts.plan.sequence_length
+        self._seed, self._vocab = facts.config.train.seed, facts.spec.vocab
+
+    def microbatch(self, step: int, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        shape = (2, self._sequences, self._length(step))
+        drawn = np.random.default_rng((self._seed, step, index)).integers(0, self._vocab, shape)
+        return drawn[0], drawn[1]
+
+    def batch(self, step: int, microbatches: int) -> tuple[Tensor, Tensor]:
+        """All inputs and all targets of a step, int64 [microbatches, T]."""
+        inputs, targets = zip(*(self.microbatch(step, index) for index in range(microbatches)), strict=True)
+        return torch.from_numpy(np.concatenate(inputs)), torch.from_numpy(np.concatenate(targets))
+
+
+def corpus(facts: Facts) -> npt.NDArray[np.uint16]:
+    """What the data owner of a world has."""
+    drawn = np.random.default_rng(facts.config.train.seed).integers(0, facts.spec.vocab, CORPUS)
+    return drawn.astype("<u2")
+
+
+class Corpus(Tokens):
+    """Microbatches of a corpus, as in production."""
+
+    def __init__(self, facts: Facts, tokens: npt.NDArray[np.integer]) -> None:
+        super().__init__(facts)
+        train = facts.config.train
+        self._source = MicrobatchSource(
+            tokens, train.seed, train.batch, train.microbatch, facts.spec.context, train.sequence_start, train.sequence_warmup
+        )  # fmt: skip
+
+    def microbatch(self, step: int, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        return self._source.microbatch(step, index)
+
+
+def tokens_of(scenario: Scenario, facts: Facts) -> Tokens:
+    """Where its microbatches come from."""
+    return Corpus(facts, corpus(facts)) if scenario.share else Tokens(facts)
+
+
+def facts_of(scenario: Scenario) -> Facts:
+    """A tiny decoder, a layer a stage, and the plan for it."""
+    config = load_config(
+        None,
+            [
+                "model.width=16", "model.heads=2", f"model.layers={len(scenario.stages)}", "model.context=4", "model.vocab=640",
+                "model.dropout=0.1", "train.microbatch=1", f"train.batch={scenario.microbatches}", f"train.steps={scenario.steps}",
+                f"train.seed={scenario.seed}", f"fleet.stages={len(scenario.stages)}", f"fleet.peers={sum(scenario.stages)}",
+                "optimizer.warmup=1", "optimizer.eps=1e-5", "optimizer.clip=0.5",
+                "wire.activations=fp32", "wire.gradients=fp32", "compute.precision=fp32", "checkpoint.every=0",
+                *scenario.overrides,
+            ],
+    )  # fmt: skip
+    spec = ModelSpec.from_config(config.model)
+    plan = Plan(
+        stages=len(scenario.stages), steps=scenario.steps, microbatches=scenario.microbatches, sequences=1, width=spec.width,
+        vocab=spec.vocab,
+        sequence_length=functools.partial(
+            sequence_length, context=spec.context, start=config.train.sequence_start, warmup=config.train.sequence_warmup
+        ),
+        activations=config.wire.activations,
+        gradients=config.wire.gradients, clip=config.optimizer.clip,
+        lr=lambda step: learning_rate(config.optimizer, step, scenario.steps),
+        checkpoint_every=scenario.checkpoint_every, adopt_after_s=scenario.adopt_after_s, from_seed=not scenario.given_weights,
+        capacity=scenario.capacity,
+        rebalance=scenario.rebalance, rebalance_s=scenario.rebalance_s, trace=scenario.trace, work=(1.0,) * len(scenario.stages),
+        state_bytes=(0,) * len(scenario.stages), delayed=config.optimizer.delayed, seats=planned_seats(config),
+    )  # fmt: skip
+    facts = Facts(config, spec, spec.cut(len(scenario.stages)), plan)
+    return replace(facts, given=_given(facts)) if scenario.given_weights else facts
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _keep_mask(masks: Masks, site: int, count: int, probability: float, device: torch.device) -> Tensor:
+    return keep_mask(masks, site, count, probability, device)
+
+
+class _KnownMasks(Masks):
+    """Drawn once: the single process, forward passes and those that are repeated want the same."""
+
+    def keep(self, site: int, count: int, probability: float, device: torch.device) -> Tensor:
+        return _keep_mask(self, site, count, probability, device)
+
+
+class _MasksOfAll(Masks):
+    """Of the microbatches up to ``index``, one after the other."""
+
+    def keep(self, site: int, count: int, probability: float, device: torch.device) -> Tensor:
+        each = [_KnownMasks(self.seed, self.step, index) for index in range(self.index)]
+        return torch.cat([masks.keep(site, count // len(each), probability, device) for masks in each])
+
+
+class VirtualCompute(TorchCompute):
+    """What trains in production, without threads, and open to a look from outside between two events."""
+
+    def _masks(self, mb: Microbatch) -> Masks:
+        masks = super()._masks(mb)
+        return _KnownMasks(masks.seed, masks.step, masks.index)
+
+    def weights(self) -> dict[str, Tensor]:
+        return {f"model/{name}": view for name, view in self._weights.layout.views(self._weights.masters).items()}
+
+    def weights_digest(self) -> bytes:
+        return self._weights.digest()
+
+
+class SingleProcess(VirtualCompute):
+    """The whole model, whose layers are shared, if they are, as in the run's stages. It takes the microbatches of a step together."""
+
+    def __init__(self, facts: Facts, setup: StageSetup) -> None:
+        self._runs = facts.cut
+        super().__init__(facts.spec, facts.spec.cut(1), 0, setup, facts.given)
+
+    def _empty(self) -> Stage:
+        return Stage(self._spec, None, self._runs)
+
+    def mean_gradient(self, step: int, inputs: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+        """Of the microbatches, flat fp32 [P], and their mean loss [nats/token]; ``inputs`` and ``targets``: tokens [microbatches, T]."""
+        if self._setup.precision is not Precision.FP16:
+            gradient, loss = self._sums(step, inputs, targets, _MasksOfAll(self._setup.seed, step, len(inputs)))
+        else:  # a sum of fp16 numbers overflows where each of them does not
+            masks = (_KnownMasks(self._setup.seed, step, index) for index in range(len(inputs)))
+            parts = [self._sums(step, *one) for one in zip(inputs[:, None], targets[:, None], masks, strict=True)]
+            gradient, loss = torch.stack([g for g, _ in parts]).sum(dim=0), sum(part for _, part in parts)
+        return gradient / (self._scale.of(step) * len(inputs)), loss / len(inputs)
+
+    def _sums(self, step: int, inputs: Tensor, targets: Tensor, masks: Masks) -> tuple[Tensor, float]:
+        """Over microbatches: of scaled gradients, and of losses."""
+        with torch.enable_grad():
+            logits = self._versions[0](inputs, masks).float()
+            losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / targets.shape[1]
+            gradients = torch.autograd.grad(losses * self._scale.of(step), self._weights.parameters(step))
+        return torch.cat([g.flatten().float() for g in gradients]), float(losses.detach())
+
+    def update(self, gradient: Tensor, update: Update) -> None:
+        self._apply(gradient, update)
+
+
+def stage_compute(facts: Facts, stage: int, *, joins: bool = False) -> VirtualCompute:
+    """What trains ``stage``. Who ``joins`` takes others' weights anyway."""
+    given = None if joins else facts.given
+    return VirtualCompute(facts.spec, facts.cut, stage, _setup(facts, facts.config.optimizer), given)
+
+
+def _given(facts: Facts) -> Callable[[str], Tensor]:
+    """First weights that are not those of the seed."""
+    setup = replace(_setup(facts, facts.config.optimizer), seed=facts.config.train.seed + 1)
+    other = SingleProcess(facts, setup).weights()
+    return lambda name: other[f"model/{name}"].clone()
+
+
+def _setup(facts: Facts, optimizer: OptimizerConfig) -> StageSetup:
+    config = facts.config
+    return StageSetup(
+        optimizer=optimizer, total_steps=config.train.steps, seed=config.train.seed,
+        sequences=config.train.microbatch, precision=config.compute.precision, inline=True,
+    )  # fmt: skip
+
+
+class History(list[dict[str, "Tensor"]]):
+    """States after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+        """Of each step [nats/token]."""
+        self.norms: list[float] = []
+        """Of each step's mean gradient."""
+
+
+def history(scenario: Scenario) -> History:
+    """The weights of a single process after each step: the whole model, no network, no protocol, no faults. Delayed updates are those of
+    a plain optimizer, each made once the step after it was computed."""
+    facts = facts_of(scenario)
+    at_once = facts.config.optimizer.model_copy(update={"delayed": False})
+    tokens, compute = tokens_of(scenario, facts), SingleProcess(facts, _setup(facts, at_once))
+    states = History()
+    late: list[tuple[Tensor, Update]] = []
+    for step in range(scenario.steps):
+        mean, loss = compute.mean_gradient(step, *tokens.batch(step, scenario.microbatches))
+        norm = float(mean.double().norm())
+        states.losses.append(loss)
+        states.norms.append(norm)
+        clip = facts.config.optimizer.clip
+        scale = min(1.0, clip / (norm + 1e-6)) if clip is not None else 1.0
+        late.append((mean, Update(step, scale, skip=not math.isfinite(norm))))
+        while late and (step + 1 == scenario.steps or len(late) > facts.plan.delayed):
+            compute.update(*late.pop(0))
+            states.append({name: value.clone() for name, value in compute.weights().items()})
+    return states

@@ -1,0 +1,35 @@
+"""Limits of memory that only long runs reach, made short."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from muletrain.policy import lineages
+from muletrain.runtime.checkpoint import checkpoints as checkpointing
+from muletrain.runtime.microbatch import cross_check as opinions
+from muletrain.runtime.step import trail
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SHORT = {
+    (lineages, "MEMORY"): 12,
+    (trail, "MAX_STEPS"): 6,
+    (checkpointing, "REMEMBERED"): 4,
+    (opinions, "REMEMBERED"): 4,
+}
+"""Steps, steps, checkpoints and microbatches."""
+
+
+@contextmanager
+def short_memory(*, short: bool) -> Iterator[None]:
+    """In this process."""
+    before = {key: getattr(*key) for key in SHORT}
+    try:
+        for (module, name), value in SHORT.items() if short else ():
+            setattr(module, name, value)
+        yield
+    finally:
+        for (module, name), value in before.items():
+            setattr(module, name, value)

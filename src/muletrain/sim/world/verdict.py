@@ -1,0 +1,112 @@
+"""What came of a virtual world: what happened, and which promises were broken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from muletrain.sim.world.witness import difference
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from muletrain.events import Event
+    from muletrain.sim.world.scenario import Scenario
+
+LEFT = "left in order"
+
+
+@dataclass
+class Outcome:
+    """``violations``: broken promises, empty if all held. ``ends``: how each peer ended. ``timeline``: (virtual s, what)."""
+
+    scenario: Scenario
+    violations: list[str] = field(default_factory=list)
+    ends: dict[str, str] = field(default_factory=dict)
+    timeline: list[tuple[float, str]] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    """All, with ``Scenario.trace``."""
+    left_behind: list[str] = field(default_factory=list)
+    """Peers that came back when the others had finished and were gone: no number is lost by that, but a machine's work was."""
+    lineages: dict[str, bytes] = field(default_factory=dict)
+    """In which history of the run each peer was in the end."""
+    steps: dict[str, int] = field(default_factory=dict)
+    """That each peer did."""
+    virtual_s: float = 0.0
+    longest: float = 1.0
+    """Step, in times that the shortest took."""
+    difference: float = 0.0
+    """The largest of a tensor from a single process's: norm of the difference over norm."""
+
+
+def judge(outcome: Outcome, states: dict[str, dict[str, Tensor]], history: list[dict[str, Tensor]]) -> None:
+    """Compare the ``states`` of those that came to the end with a single process's (``history``: after each step), and see who did not come
+    so far."""
+    scenario = outcome.scenario
+    early = scenario.time_limit_s is not None or any(f.kind == "stop" for f in scenario.faults)
+    for name, state in states.items():
+        steps = outcome.steps[name]
+        if not (steps == scenario.steps or (early and steps > 0)):
+            outcome.violations.append(f"{name} ended after {steps} of {scenario.steps} steps")
+            continue
+        worst = difference(state, history[steps - 1])
+        outcome.difference = max(outcome.difference, worst)
+        if not worst <= outcome.scenario.tolerance:
+            outcome.violations.append(
+                f"{name} ended with other weights than a single process: relative difference {worst:.1e}"
+            )
+    outcome.violations += _unlike_replicas(states, outcome.lineages)
+    _survival(outcome, states)
+
+
+def _unlike_replicas(states: dict[str, dict[str, Tensor]], lineages: dict[str, bytes]) -> Iterator[str]:
+    """Peers that ended with other bits, moments included, than the first of their last stage and lineage."""
+    firsts: dict[tuple[bytes, frozenset[str]], str] = {}
+    for name in sorted(states):
+        # a stage is known by the names of its tensors
+        first = firsts.setdefault((lineages[name], frozenset(states[name])), name)
+        if not all(torch.equal(value, states[first][key]) for key, value in states[name].items()):
+            yield f"{name} and {first}, replicas of one stage, ended with other states"
+
+
+def _survival(outcome: Outcome, states: dict[str, dict[str, Tensor]]) -> None:
+    """Everyone that was not killed comes to the end, or leaves in order, or finds the others gone."""
+    scenario = outcome.scenario
+    gone = {p for f in scenario.faults if f.kind == "kill" for p in f.who}
+    corrupt = {p for f in scenario.faults if f.kind == "corrupt" for p in f.who}
+    gone |= {p for p in corrupt if "does not compute what its replicas compute" in outcome.ends.get(p, "")}
+    hung = {p for f in scenario.faults if f.kind == "hang" for p in f.who}
+    gone |= {p for p in hung if "so this peer ends" in outcome.ends.get(p, "")}
+    gone |= {p for f in scenario.faults if f.kind in ("kick", "lie") for p in f.who}
+    gone |= {p for p, end in outcome.ends.items() if end == LEFT}
+    for name in scenario.names:
+        if name in gone or name in states or (name not in outcome.ends and name in scenario.joining):
+            continue
+        end = outcome.ends.get(name, "")
+        alone = "no peer of stages" in end or "no trainer can" in end
+        if (states and alone) or "gives this peer the stage's state" in end:
+            outcome.left_behind.append(name)
+        else:
+            outcome.violations.append(f"{name} did not survive: {outcome.ends.get(name, 'no end')}")
+
+
+def readable(outcome: Outcome) -> Iterator[str]:
+    """Lines for people: what the scenario was, what happened, what was broken."""
+    s = outcome.scenario
+    yield (
+        f"seed {s.seed}: stages of {', '.join(map(str, s.stages))} replicas, {s.trainers} trainers, {s.steps} steps of "
+        f"{s.microbatches} microbatches, delays up to {1000 * s.delay_s:.0f} ms{', '.join(('', *s.overrides))}"
+    )
+    if s.kinds:
+        yield f"drawn: {', '.join(s.kinds)}"
+    if s.stalls:
+        yield f"{100 * s.stalls:.0f} % of the frames are overtaken by what goes by other streams"
+    if s.weight != 1.0:
+        yield f"a byte of a tensor counts for {s.weight:.0f}; {1000 * s.queue_s:.0f} ms of data wait in front of each link"
+    yield from (f"the links of {peer} carry {rate / 1e3:.0f} kB/s" for peer, rate in s.narrow)
+    yield from (f"{t:9.3f} s  {text}" for t, text in outcome.timeline)
+    yield from (f"VIOLATION  {v}" for v in outcome.violations)

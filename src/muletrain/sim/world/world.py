@@ -1,0 +1,383 @@
+"""A whole run in one process: production peers on an in-memory network and a virtual clock, with faults drawn from a seed.
+
+Everything from ``swarm`` down is what trains in production; tensors are real and tiny. What happens depends on the seed (and the hash
+seed of the interpreter) alone, whatever was played before, so a failing seed is replayed exactly: to the bit where arithmetic rounds
+alike, that is, with the same torch on the same kind of processor. Lineages are hashes of gradients, and which of two histories stays
+may depend on them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import os
+import random
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import safetensors.torch
+
+from muletrain.clock import LoopClock
+from muletrain.compute.executor import InlineExecutor
+from muletrain.compute.paced import PacedCompute
+from muletrain.data.tokens import digest_of
+from muletrain.errors import MuletrainError
+from muletrain.events import (
+    CheckpointWritten,
+    FrameRefused,
+    LineageLeft,
+    MicrobatchRerouted,
+    Note,
+    PeerExpelled,
+    PeerLeft,
+    PeerSuspected,
+    StepApplied,
+    StepDone,
+    SteppedBack,
+)
+from muletrain.network.memory import MemoryHub
+from muletrain.network.roads import Road
+from muletrain.runtime.checkpoint.checkpoints import Book
+from muletrain.runtime.checkpoint.store import Folder
+from muletrain.runtime.core.disk import Disk
+from muletrain.runtime.core.messages import Member
+from muletrain.runtime.members.context import Context
+from muletrain.runtime.members.roster import Genesis, Roster
+from muletrain.runtime.peer.peer import Peer
+from muletrain.runtime.peer.service import Service
+from muletrain.runtime.transfer.tokens import Sharing, Store, share
+from muletrain.sim.loop import Hang, SkewedClock, run_virtually
+from muletrain.sim.world import reference
+from muletrain.sim.world.disks import DiskState, VirtualFolder, VirtualThread
+from muletrain.sim.world.faults import Faults
+from muletrain.sim.world.faulty import FaultyCompute
+from muletrain.sim.world.lying import Liar
+from muletrain.sim.world.scenario import BACKWARD_S, FORWARD_S, STALL_S, stage_of
+from muletrain.sim.world.short_memory import short_memory
+from muletrain.sim.world.verdict import LEFT, Outcome, judge
+from muletrain.sim.world.witness import Witness
+from muletrain.wire.frame import frame_size
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from muletrain.events import Event
+    from muletrain.network.base import Frame
+    from muletrain.network.memory import MemoryNetwork
+    from muletrain.runtime.checkpoint.store import Key
+    from muletrain.runtime.recovery.rollback import StepBack
+    from muletrain.runtime.step.record import StepRecord
+    from muletrain.sim.world.scenario import Scenario
+
+LIMIT_S = 6000.0
+"""Virtual time after which a run counts as hung: several of the longest waits of the protocol one after the other."""
+IN_MEMORY = Path("/dev/shm")
+"""A folder that no disk is waited for, on Linux."""
+PASSES = 20
+"""Of the event loop, for cancelled tasks to end."""
+SHOWN = (
+    Note, LineageLeft, PeerExpelled, PeerLeft, PeerSuspected, MicrobatchRerouted, FrameRefused, StepApplied, SteppedBack,
+    CheckpointWritten,
+)  # fmt: skip
+
+
+def play(scenario: Scenario) -> Outcome:
+    """Run the scenario to its end and check the invariants."""
+    outcome = Outcome(scenario)
+    history = reference.history(scenario)
+    fast = IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else None
+    with (
+        tempfile.TemporaryDirectory(prefix="mule-fuzz-", dir=fast) as folder,
+        short_memory(short=scenario.short),
+    ):
+        try:
+            states = run_virtually(_run(outcome, Path(folder), history), LIMIT_S, outcome.violations)
+        except Hang as e:
+            outcome.violations.append(f"hang: {e}")
+            return outcome
+    judge(outcome, states, history)
+    return outcome
+
+
+async def _run(outcome: Outcome, folder: Path, history: reference.History) -> dict[str, dict[str, Tensor]]:
+    """Once; or until the power fails, and again from what was written."""
+    scenario = outcome.scenario
+    world = World(scenario, outcome, folder, Witness(scenario, history, outcome.violations.append))
+    states = await world.run()
+    if scenario.resume_s is None or states:
+        return states
+    outcome.ends.clear()
+    resumed = replace(scenario, faults=(), resume_s=None)
+    written = Folder(folder / "run", keep=1, name="run")
+    base = max(written.complete(), key=lambda key: key.step, default=None)
+    start = Start(written, base)
+    outcome.scenario = resumed
+    return await World(resumed, outcome, folder, Witness(resumed, history, outcome.violations.append), start).run()
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run that is begun again has: the newest complete checkpoint, if there is one."""
+
+    place: Folder
+    base: Key | None
+
+    @property
+    def step(self) -> int:
+        return 0 if self.base is None else self.base.step
+
+    async def load(self, compute: FaultyCompute, stage: int) -> None:
+        """Into the stage's device."""
+        if self.base is not None:
+            await compute.load_state(safetensors.torch.load(self.place.read_part(self.base, stage)))
+
+
+class World:
+    """The peers of a scenario, by name, and what they stand on."""
+
+    def __init__(
+        self, scenario: Scenario, outcome: Outcome, folder: Path, witness: Witness, start: Start | None = None
+    ) -> None:
+        """``start``: the run is begun again from there."""
+        self.scenario, self._outcome, self._folder, self._witness = scenario, outcome, folder, witness
+        self._start = start
+        self._rng = random.Random(f"world/{scenario.seed}")
+        self.hub = MemoryHub()
+        self.hub.relays = scenario.relays
+        self.hub.delay_s = lambda sender, receiver: self._rng.uniform(0.3, 1.0) * scenario.delay_s
+        self.hub.stall_s = self._stall_s
+        self.hub.weigh = self._weigh
+        for name, rate in scenario.narrow:
+            self.hub.roads.lay(name, Road(rate, rate, scenario.queue_s))
+        self.clock = LoopClock()
+        self.networks: dict[str, MemoryNetwork] = {}
+        self.liars: dict[str, Liar] = {}
+        self.stages: dict[str, FaultyCompute] = {}
+        self.computes: dict[str, PacedCompute] = {}
+        self.tasks: dict[str, asyncio.Task[Any]] = {}
+        self.peers: dict[str, Peer] = {}
+        self._disks: dict[str, DiskState] = {}
+        self._background: set[asyncio.Task[Any]] = set()
+        """Of disks: those that hang do so for ever."""
+        self._facts = reference.facts_of(scenario)
+        self._genesis = self._first_members()
+
+    async def run(self) -> dict[str, dict[str, Tensor]]:
+        """The state of every peer that came to the end."""
+        faults = Faults(self)
+        self.networks |= {name: self.hub.join(name) for name, _ in self.scenario.members}
+        for name, _ in self.scenario.members:
+            self.tasks[name] = asyncio.create_task(self._peer(name), name=name)
+        injecting = [asyncio.create_task(faults.inject(f)) for f in self.scenario.faults]
+        if self.scenario.resume_s is not None:
+            injecting.append(asyncio.create_task(self._lose_power(self.scenario.resume_s)))
+        while running := [t for t in self.tasks.values() if not t.done()]:  # newcomers, too
+            await asyncio.wait(running)
+        for task in (*injecting, *self._background):
+            task.cancel()
+        await self._silence()
+        self._outcome.virtual_s = self.clock.now()
+        self._outcome.longest = self._witness.ended()
+        return {name: t.result() for name, t in self.tasks.items() if not t.cancelled() and t.result() is not None}
+
+    async def _lose_power(self, at_s: float) -> None:
+        """All machines at once."""
+        await self.clock.sleep(at_s)
+        self.say("FAULT all machines lose power")
+        for name in self.networks:
+            self.kill(name)
+
+    async def _silence(self) -> None:
+        """Of those that are gone nothing goes on."""
+        for _ in range(PASSES):
+            await asyncio.sleep(0)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            self._outcome.violations.append(f"a task is left over: {task.get_name()} {task.get_coro()}")
+
+    def _stall_s(self, sender: str, receiver: str, channel: str) -> float:
+        return (
+            self._rng.random() * STALL_S if self.scenario.stalls and self._rng.random() < self.scenario.stalls else 0.0
+        )
+
+    def _weigh(self, sender: str, frame: Frame) -> int:
+        return frame_size(frame) + int((self.scenario.weight - 1.0) * sum(t.nbytes for t in frame.tensors))
+
+    def _own_clock(self, name: str) -> LoopClock:
+        rng, skew = random.Random(f"clock/{self.scenario.seed}/{name}"), self.scenario.skew
+        return SkewedClock(math.exp(rng.uniform(-skew, skew)), rng.uniform(0.0, 1e6)) if skew else self.clock
+
+    def join(self, name: str, called: str) -> None:
+        """A newcomer."""
+        self.networks[name] = self.hub.join(name)
+        self.tasks[name] = asyncio.create_task(self._peer(name, joins_as=called), name=name)
+
+    def kill(self, name: str) -> None:
+        self.hub.kill(name)
+        self.tasks[name].cancel()
+
+    def look_at(self, name: str) -> None:
+        """While it works."""
+        if name in self.peers:
+            self._witness.held(name, self.peers[name].load(), self.peers[name].memory())
+
+    def say(self, text: str) -> None:
+        """Into the timeline."""
+        self._outcome.timeline.append((self.clock.now(), text.replace(f"{self._folder}/", "")))
+
+    def _first_members(self) -> Genesis:
+        members = tuple(
+            Member(
+                id=name,
+                name=name,
+                stage=stage,
+                trainer=k < self.scenario.trainers,
+                addresses=(),
+                place=self._place(name).name,
+            )
+            for k, (name, stage) in enumerate(self.scenario.members)
+        )
+        return Genesis(
+            run_id="fuzz", config=bytes(32), data=bytes(32), stages=len(self.scenario.stages), members=members,
+            collector=members[0].id, first_step=0 if self._start is None else self._start.step,
+        )  # fmt: skip
+
+    def _place(self, name: str) -> Folder:
+        """One for all, as in a fleet on one machine, or each its own. What members call it is in the first lineage, so it must not come
+        from the folder that this world happens to have."""
+        own, keep = self._at(name), self.scenario.keep
+        if self.scenario.disk_s:
+            return VirtualFolder(
+                self._folder / own, keep, own, self.disk(name), VirtualThread(self.disk(name), self._spawn)
+            )
+        place = Folder(self._folder / own, keep, name=own)
+        place.disk = Disk(InlineExecutor())
+        return place
+
+    def _at(self, name: str) -> str:
+        """Where ``name`` writes checkpoints."""
+        return name if self.scenario.apart else "run"
+
+    def disk(self, name: str) -> DiskState:
+        """That ``name`` writes to."""
+        at = self._at(name)
+        if at not in self._disks:
+            self._disks[at] = DiskState(random.Random(f"disk/{self.scenario.seed}/{at}"), self.scenario.disk_s)
+        return self._disks[at]
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _corpus(self) -> tuple[Path, Path, bytes]:
+        """The data owners' files of tokens, of the held-out side, and what the genesis says of them."""
+        tokens, heldout = self._folder / "train.bin", self._folder / "heldout.bin"
+        tokens.write_bytes(content := reference.corpus(self._facts).tobytes())
+        heldout.write_bytes(b"")
+        return tokens, heldout, digest_of([hashlib.sha256(side).digest() for side in (content, b"", b"")])
+
+    def _owns_data(self, name: str) -> bool:
+        """Where data is shared, newcomers have none, but for the trainer that comes when the last one died."""
+        first = dict(self.scenario.members[: self.scenario.trainers])
+        return not self.scenario.share or name in first or name.endswith("t")
+
+    def _sharing(self, name: str) -> Sharing | None:
+        """Of a peer of a world that shares its tokens: its first trainers have them."""
+        if not self.scenario.share:
+            return None
+        disk = Disk(InlineExecutor())
+        tokens, heldout, data = self._corpus()
+        shared, copy = share(tokens, 2, heldout, disk)
+
+        def source_of(tokens: npt.NDArray[np.integer]) -> reference.Tokens:
+            return reference.Corpus(self._facts, tokens)
+
+        sharing = Sharing(shared, data, b"", self._facts.spec.vocab, source_of, disk=disk)
+        if self._owns_data(name):
+            sharing.source, sharing.copy = source_of(reference.corpus(self._facts)), copy
+        else:
+            sharing.store = Store(self._folder / f"tokens-{name}", 1 << 20)
+        return sharing
+
+    def _network(self, name: str) -> MemoryNetwork | Liar:
+        network = self.networks[name]
+        if not any(f.kind == "lie" and f.who == (name,) for f in self.scenario.faults):
+            return network
+        return self.liars.setdefault(name, Liar(network, random.Random(f"lies/{self.scenario.seed}/{name}")))
+
+    async def _peer(self, name: str, *, joins_as: str = "") -> dict[str, Tensor] | None:
+        """A peer's life. Its state at the end of the run, if it came so far. ``joins_as``: what it calls itself, if it joins."""
+        network, clock, place, joining = self._network(name), self._own_clock(name), self._place(name), bool(joins_as)
+        sharing, begin = self._sharing(name), clock.now()
+        trains = self._owns_data(name) and name not in self.scenario.without_data
+        member = Member(
+            id=name, name=joins_as or name, stage=stage_of(name), trainer=trains, addresses=(), place=place.name
+        )
+        roster = Roster(self._genesis, member if joining else name)
+        network.on_refusal(lambda remote, reason: self._note(name, FrameRefused(remote=remote, reason=reason)))
+
+        async def make(joins: bool, back: StepBack | None) -> Peer:
+            inner = reference.stage_compute(self._facts, roster.own.stage, joins=joins)
+            stage = self.stages[name] = FaultyCompute(inner)
+            if self._start is not None and not joins:
+                await self._start.load(stage, roster.own.stage)
+            compute = self.computes[name] = PacedCompute(stage, clock, FORWARD_S, BACKWARD_S)
+            ctx = Context(
+                network, clock, compute, roster, self._facts.plan, lambda e: self._note(name, e), background=InlineExecutor(),
+                trail_bytes=self.scenario.trail_bytes,
+            )  # fmt: skip
+            source = reference.Tokens(self._facts) if sharing is None else sharing.source
+
+            def on_step(record: StepRecord) -> bool:
+                self._witness.applied(name, record, inner, self.clock.now())
+                limit_s = self.scenario.time_limit_s
+                return limit_s is not None and clock.now() - begin > limit_s
+
+            book = Book(place)
+            peer = self.peers[name] = Peer(
+                ctx, source=source, book=book, on_step=on_step, joining=joins, back=back, sharing=sharing
+            )
+            return peer
+
+        try:
+            await Service(make, joining=joining).run()
+            state = await self.computes[name].state()
+        except MuletrainError as e:
+            self.say(f"{name} ends: {e}")
+            self._outcome.ends[name] = str(e)
+            return None
+        except Exception as e:
+            self._outcome.violations.append(f"{name}: {type(e).__name__}: {e}")
+            return None
+        finally:
+            if sharing is not None:
+                sharing.close()
+            await network.close()
+        self._outcome.lineages[name] = self.peers[name].stepper.applied
+        self._outcome.steps[name] = self.peers[name].stepper.step
+        left = self.peers[name].left
+        self._outcome.ends[name] = LEFT if left else "finished"
+        return None if left else state
+
+    def _note(self, name: str, event: Event) -> None:
+        if self.scenario.trace:
+            self._outcome.events.append(replace(event, t=self.clock.now(), peer=name))
+        if isinstance(event, StepApplied):
+            self._witness.reported(name, event)
+        if isinstance(event, StepDone):
+            self._witness.told(name, event)
+        if isinstance(event, SteppedBack):
+            there = (peer for p, peer in self.peers.items() if not self.tasks[p].done())
+            self._witness.stepped_back(name, event.lineage, {peer.roster.own.stage for peer in there})
+        if isinstance(event, CheckpointWritten):
+            self._witness.written(name, event.step, self._folder / self._at(name))
+        if isinstance(event, SHOWN):
+            fields = {
+                k: v for k, v in event.__dict__.items() if k not in ("t", "peer", "sent", "lineage") and "_s" not in k
+            }
+            self.say(f"{name} {event.kind} {' '.join(f'{k}={v}' for k, v in fields.items())}")
