@@ -51,6 +51,8 @@ class Attendance:
         self._asked: dict[PeerId, float] = {}
         self.silent: dict[PeerId, int] = {}
         """What those owe us of which no chunk came for long."""
+        self.absent: tuple[PeerId, ...] = ()
+        """Who says that it is at another step, so that the round has failed."""
         self._moved: dict[PeerId, tuple[int, float]] = {}
         """What each said that it had moved, and since when it says so."""
 
@@ -85,6 +87,7 @@ class Attendance:
         self._moved[member] = held.moved, now if held.moved > before else since
         late_s, stuck_s = now - self._came.get(member, self._begun), now - self._moved[member][1]
         if (not held.current or held.round != self._round.id) and late_s > ELSEWHERE_S:
+            self.absent = () if held.current else (member,)
             raise RoundFailed(f"{who} is alive, but {'not in this round' if held.current else f'at step {held.step}'}")
         if stuck_s > ELSEWHERE_S and self._held_elsewhere():
             raise RoundFailed(f"{who} does not come on, but a replica holds the whole gradient")

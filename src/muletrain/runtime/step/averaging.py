@@ -198,6 +198,10 @@ class Averager:
         """Members that live, but of whom no chunk came in this attempt for long; see ``owing``."""
         return {} if self._attendance is None else self._attendance.silent
 
+    def absent(self) -> tuple[PeerId, ...]:
+        """The member of this attempt that says that it is at another step."""
+        return () if self._attendance is None else self._attendance.absent
+
     def broken(self, member: PeerId) -> None:
         """A stream from ``member`` ended: it may live, but what it had sent and we did not get is lost, and it does not know."""
         self._broken.add(member)

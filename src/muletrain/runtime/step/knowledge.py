@@ -189,7 +189,7 @@ class Knowledge:
         self._claims: dict[PeerId, frozenset[int]] = {}
         """Missing microbatches that replicas said they hold, by which the last gaps counted as filled."""
         self._untrue: Counter[PeerId] = Counter()
-        """Times that replicas then sealed without these."""
+        """Times that replicas then sealed without these, or sealed a round and were at another step."""
         self._silent: Counter[PeerId] = Counter()
         """What replicas did not send us of rounds that failed (``Averager.silent``)."""
         self._mourned = self._dead_replicas()

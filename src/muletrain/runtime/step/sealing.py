@@ -34,7 +34,8 @@ MEETING_POINTS = 2
 SPEAKS_S = 3.0
 """A replica that we do not reach goes on with the step if something came from it within this time."""
 MAX_UNTRUE = 2
-"""Times that a replica's claim to hold microbatches is untrue, before it is left out of the step: it may have lost them meanwhile."""
+"""Times that what a replica says is untrue, before it is left out of the step: that it holds microbatches, which it may have lost
+meanwhile, or that it is at the step of the round that it sealed."""
 MAX_WITHOUT = 64
 """Replicas that a ``Gap`` names."""
 MAX_LOST = 2

@@ -269,6 +269,7 @@ class Stepper(Sealing):
                 self._ctx.emit(Note(level="warning", message=f"averaging step {self.step}, attempt {attempt}: {e}"))
                 self.ledger.reopen(keep=True)
                 self._part(self.averager.silent())
+                self._untrue.update(self.averager.absent())
                 failed += 1
                 if failed > 1:  # each attempt sends the whole gradient
                     await self._waits.watched(self._ctx.clock.sleep(backoff_s(failed - 2, FAILED_S, FAILED_MAX_S)))

@@ -364,6 +364,13 @@ class World:
         self._outcome.ends[name] = LEFT if left else "finished"
         return None if left else state
 
+    def _served(self) -> set[int]:
+        """Stages whose state a peer that is still there has. Once some came to the end and are gone, nobody may have what a peer that fell
+        behind asks for."""
+        over = any(steps == self.scenario.steps for steps in self._outcome.steps.values())
+        there = (peer for p, peer in self.peers.items() if not self.tasks[p].done())
+        return {peer.roster.own.stage for peer in there if not (over and peer.stepper.away)}
+
     def _note(self, name: str, event: Event) -> None:
         if self.scenario.trace:
             self._outcome.events.append(replace(event, t=self.clock.now(), peer=name))
@@ -372,8 +379,7 @@ class World:
         if isinstance(event, StepDone):
             self._witness.told(name, event)
         if isinstance(event, SteppedBack):
-            there = (peer for p, peer in self.peers.items() if not self.tasks[p].done())
-            self._witness.stepped_back(name, event.lineage, {peer.roster.own.stage for peer in there})
+            self._witness.stepped_back(name, event.lineage, self._served())
         if isinstance(event, CheckpointWritten):
             self._witness.written(name, event.step, self._folder / self._at(name))
         if isinstance(event, SHOWN):

@@ -13,12 +13,14 @@ if TYPE_CHECKING:
 
 
 def _one_way(s: Scenario, rng: random.Random) -> Scenario | None:
-    """One of two does not reach the other, for a while or ever."""
+    """One of two does not reach the other, for a while or, where another of their stages does, for ever."""
     s = replace(calm(s), relays=False)
     pair = tuple(rng.sample([p for p, _ in s.members], 2))
     if stage_of(pair[0]) == stage_of(pair[1]) and s.stages[stage_of(pair[0])] < 3:
         return None  # one of the two would be left out
     lasting = rng.choice([rng.uniform(1.0, 60.0), FOR_EVER_S])
+    if lasting == FOR_EVER_S and all(s.stages[stage_of(p)] == 1 for p in pair):
+        return None
     return with_faults(s, [Fault(rng.uniform(0.0, span(s)), "one way", pair, lasting)])
 
 
