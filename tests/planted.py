@@ -25,10 +25,10 @@ from muletrain.runtime.peer.reporting import Reporting
 from muletrain.runtime.recovery import forks as lineages
 from muletrain.runtime.recovery.rollback import Adoption
 from muletrain.runtime.step import sealing, trials
-from muletrain.runtime.step.attendance import RoundFailed
 from muletrain.runtime.step.averaging import Averager
 from muletrain.runtime.step.knowledge import Knowledge
 from muletrain.runtime.step.record import Attested, RecordBuilder, StepRecord
+from muletrain.runtime.step.rounds import RoundFailed
 from muletrain.runtime.step.sealing import Sealing
 from muletrain.runtime.step.stepper import Stepper
 from muletrain.runtime.step.trail import Trail

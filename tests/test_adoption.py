@@ -14,9 +14,9 @@ from muletrain.policy.keeping import keepers
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.branches import branch_of, branched, count_of, hashed
 from muletrain.runtime.recovery.rollback import StepBack
+from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
 from muletrain.sim.world.verdict import readable
-from muletrain.sim.world.world import play
 from tests import planted
 
 if TYPE_CHECKING:

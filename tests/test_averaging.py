@@ -20,9 +20,10 @@ from muletrain.runtime.core.messages import AskGradient, AskHeld, Held, Member, 
 from muletrain.runtime.members.context import Context, Plan
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.step import averaging
-from muletrain.runtime.step.attendance import LONGEST_S, Attendance, RoundFailed
-from muletrain.runtime.step.averaging import Averager, Round, contents
+from muletrain.runtime.step.attendance import LONGEST_S, Attendance
+from muletrain.runtime.step.averaging import Averager, contents
 from muletrain.runtime.step.holding import Holding, fetch_gradient
+from muletrain.runtime.step.rounds import Round, RoundFailed
 from muletrain.runtime.step.stepper import Stepper
 from muletrain.runtime.transfer.blocks import Taker
 from muletrain.sim.loop import run_virtually

@@ -11,9 +11,9 @@ from muletrain.errors import DeadlineExceeded
 from muletrain.network.memory import MemoryNetwork
 from muletrain.runtime.core.messages import AskGradient, Reduced, Shard
 from muletrain.runtime.step.donor import AskBlocks
+from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Scenario
 from muletrain.sim.world.verdict import Outcome, readable
-from muletrain.sim.world.world import play
 
 if TYPE_CHECKING:
     from collections.abc import Callable

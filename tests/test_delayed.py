@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from muletrain.compute import scaling
+from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
 from muletrain.sim.world.verdict import Outcome, readable
-from muletrain.sim.world.world import play
 from tests import planted
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ import pytest
 from muletrain.runtime.core.messages import AskEntries, Entries, Held, RoundEntry, ShardFacts
 from muletrain.runtime.peer.peer import Peer
 from muletrain.sim.world.lying import LIES
+from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario
 from muletrain.sim.world.verdict import Outcome, readable
-from muletrain.sim.world.world import play
 
 if TYPE_CHECKING:
     from collections.abc import Callable

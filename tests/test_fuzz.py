@@ -29,10 +29,10 @@ from muletrain.sim.world import draws, reference
 from muletrain.sim.world.draws import sizes
 from muletrain.sim.world.draws.base import draw
 from muletrain.sim.world.faults import Faults
+from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario
 from muletrain.sim.world.shrink import as_code, shrunk
 from muletrain.sim.world.verdict import Outcome, readable
-from muletrain.sim.world.world import play
 from tests import planted
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def test_what_nobody_awaited_is_a_broken_promise_of_the_seed_in_which_it_failed(
         run_virtually(world(), 2.0, outcome.violations)
         return outcome
 
-    monkeypatch.setattr("muletrain.sim.world.world.play", played)
+    monkeypatch.setattr("muletrain.sim.world.play.play", played)
     gc.disable()
     try:
         assert len(_play(0)["violations"]) == 1

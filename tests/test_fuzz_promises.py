@@ -13,9 +13,9 @@ from muletrain.errors import MuletrainError
 from muletrain.runtime.core.messages import Gap
 from muletrain.runtime.microbatch.trainer import Trainer
 from muletrain.sim.loop import run_virtually
+from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario
 from muletrain.sim.world.verdict import Outcome, readable
-from muletrain.sim.world.world import play
 from tests import planted
 
 if TYPE_CHECKING:

@@ -28,9 +28,9 @@ from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.members.watchdog import LOOK_S, DeviceHung, Watchdog, hung_s
 from muletrain.sim.world import reference
 from muletrain.sim.world.draws.base import draw
+from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario
 from muletrain.sim.world.verdict import Outcome, readable
-from muletrain.sim.world.world import play
 
 from . import hanging_worker
 from .fleet_run import checkpoint_weights, run_fleet

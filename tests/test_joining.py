@@ -27,9 +27,9 @@ from muletrain.runtime.step.stepper import Stepper
 from muletrain.runtime.step.trail import Trail
 from muletrain.runtime.transfer import blocks as transfer
 from muletrain.sim.loop import run_virtually
+from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
 from muletrain.sim.world.verdict import Outcome, readable
-from muletrain.sim.world.world import play
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.timeout(400)

@@ -11,9 +11,10 @@ from muletrain.runtime.core.messages import ShardFacts
 from muletrain.runtime.members.leaving import Departure
 from muletrain.runtime.members.roster import MAX_GONE, MAX_MEMBERS, Genesis, Member, Roster
 from muletrain.runtime.step.record import StageEntry, StepRecord
+from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
 from muletrain.sim.world.verdict import LEFT, Outcome, readable
-from muletrain.sim.world.world import World, play
+from muletrain.sim.world.world import World
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -12,9 +12,9 @@ from muletrain.policy.lineages import LEAD, Chain, forked_at, gives_way
 from muletrain.runtime.core.messages import RoundEntry
 from muletrain.runtime.recovery.forks import GivesWay, Lineages
 from muletrain.runtime.step.stepper import Stepper
+from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
 from muletrain.sim.world.verdict import Outcome, readable
-from muletrain.sim.world.world import play
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -20,10 +20,10 @@ from muletrain.runtime.core.messages import Finding, GivenUp, Member, Seal
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.step import trials
 from muletrain.runtime.step.trials import Disagreement, Trial
+from muletrain.sim.world.play import play
 from muletrain.sim.world.reference import SingleProcess, facts_of, stage_compute
 from muletrain.sim.world.scenario import Fault, Scenario
 from muletrain.sim.world.verdict import Outcome, readable
-from muletrain.sim.world.world import play
 
 pytestmark = pytest.mark.timeout(480)
 EXPELLED = "does not compute what its replicas compute"

@@ -27,7 +27,6 @@ from muletrain.papers import atom
 from muletrain.planning.allocate import allocate
 from muletrain.planning.hub import evaluate
 from muletrain.planning.schedules import ORDERS, Station, pass_s, play
-from muletrain.policy.seats import in_flight
 from muletrain.planning.strategies import (
     Member,
     Swapper,
@@ -39,6 +38,7 @@ from muletrain.planning.strategies import (
     swap_split,
 )
 from muletrain.planning.swapping import Layer, accumulation, held_bytes, round_s, swapping
+from muletrain.policy.seats import in_flight
 from muletrain.sim.fleet.flow import Weather
 from muletrain.sim.fleet.simulation import simulate_fleet
 from muletrain.sim.machines import UPDATE_S

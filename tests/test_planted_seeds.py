@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from muletrain.sim.world import draws
-from muletrain.sim.world.world import play
+from muletrain.sim.world.play import play
 from tests.planted import PROMISES
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ import pytest
 from muletrain.config.load import load_config
 from muletrain.events import Event, MemberAdmitted, PeerSuspected, StepDone
 from muletrain.runtime.members.leaving import Departure
+from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
 from muletrain.sim.world.verdict import LEFT, readable
-from muletrain.sim.world.world import play
 
 from .fleet_run import run_fleet
 

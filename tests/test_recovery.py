@@ -17,9 +17,9 @@ from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.step.knowledge import Knowledge
 from muletrain.sim.loop import run_virtually
+from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import BACKWARD_S, FORWARD_S, Fault, Scenario
 from muletrain.sim.world.verdict import readable
-from muletrain.sim.world.world import play
 
 if TYPE_CHECKING:
     from torch import Tensor

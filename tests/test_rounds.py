@@ -22,9 +22,10 @@ from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.step.knowledge import MAX_NUMBER
 from muletrain.runtime.step.sealing import Sealing
 from muletrain.sim.world.draws import base
+from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
 from muletrain.sim.world.verdict import Outcome, readable
-from muletrain.sim.world.world import World, play
+from muletrain.sim.world.world import World
 from muletrain.wire.codec import encode_raw
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from muletrain.errors import ConfigError
 from muletrain.events import MicrobatchTaken, SlotWorked
 from muletrain.policy.seats import Seats
 from muletrain.runtime.members.context import capacity
+from muletrain.sim.world.play import play
 from muletrain.sim.world.reference import facts_of
 from muletrain.sim.world.scenario import Fault, Scenario, planned
 from muletrain.sim.world.verdict import readable
-from muletrain.sim.world.world import play
 
 if TYPE_CHECKING:
     from muletrain.sim.world.verdict import Outcome

@@ -33,9 +33,10 @@ from muletrain.runtime.transfer import tokens as sharing
 from muletrain.runtime.transfer.blocks import Taker
 from muletrain.runtime.transfer.tokens import FileCopy, Shared, Sharing, Store, share
 from muletrain.sim.loop import run_virtually
+from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
 from muletrain.sim.world.verdict import Outcome, readable
-from muletrain.sim.world.world import World, play
+from muletrain.sim.world.world import World
 
 from .fleet_run import checkpoint_weights, run_fleet
 from .reference import train_plainly

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from muletrain.config.fleet import Link
 from muletrain.planning.cost import RunCost, StageCost, averages_at
 from muletrain.planning.schedules import Station, play
-from muletrain.policy.seats import Schedule
-from muletrain.policy.seats import Seats
+from muletrain.policy.seats import Schedule, Seats
 from muletrain.sim.machines import Kind, Setting
 from muletrain.sim.steps import steps
 from muletrain.sim.steps.steps import Cast, cast

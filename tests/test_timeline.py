@@ -10,8 +10,8 @@ import pytest
 
 from muletrain.errors import ConfigError
 from muletrain.events import PeerSuspected, SlotWorked
+from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import BACKWARD_S, FORWARD_S, Fault, Scenario
-from muletrain.sim.world.world import play
 from muletrain.timeline import check_trace, chrome_trace
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import pytest
 from muletrain.policy.claims import claimant
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.microbatch.trainer import Trainer
+from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
 from muletrain.sim.world.verdict import Outcome, readable
-from muletrain.sim.world.world import play
 
 if TYPE_CHECKING:
     from collections.abc import Callable

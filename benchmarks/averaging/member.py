@@ -26,7 +26,8 @@ from muletrain.network.shaped import ShapedNetwork
 from muletrain.runtime.core.messages import Member, Reduced, RoundEntry, Shard
 from muletrain.runtime.members.context import Context, Plan
 from muletrain.runtime.members.roster import Genesis, Roster
-from muletrain.runtime.step.averaging import Averager, Round
+from muletrain.runtime.step.averaging import Averager
+from muletrain.runtime.step.rounds import Round
 
 SIZE = 25_000_000
 ROUNDS, WARM_UP = 5, 1

@@ -17,9 +17,9 @@ from muletrain.network.base import Channel
 from muletrain.runtime.core.messages import Block
 from muletrain.runtime.transfer import blocks as transfer
 from muletrain.sim.world import world
+from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
 from muletrain.sim.world.verdict import Outcome
-from muletrain.sim.world.world import play
 
 HERE = Path(__file__).parent
 CASES = [(1e3, rate, 0.15) for rate in (30e6, 40e6, 60e6, 80e6, 100e6)]

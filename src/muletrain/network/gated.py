@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from uuid import uuid4
 
 from hivemind.p2p import P2P, PeerID
@@ -12,7 +12,6 @@ from hivemind.p2p.p2p_daemon_bindings.utils import raise_if_failed, read_pbmsg_s
 from hivemind.proto import p2pd_pb2
 
 from muletrain.errors import AdmissionError, DeadlineExceeded, MuletrainError, PeerUnreachable
-from muletrain.network.relay import PATIENCE_S, Relay, not_dialled
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -27,13 +26,26 @@ ADMIT_TIMEOUT_S = 20.0
 REACH_S = 10
 """For so long the daemon tries to get a connection; a minute where it is not told."""
 _MAX_REASON = 300
+PATIENCE_S = 2.0
+"""After so long without an answer, whatever was asked, we see whether the peer is still there."""
+NOT_DIALLED = ("failed to dial", "routing: not found", "no addresses", "no good addresses", "dial backoff")
+"""What the daemon says of a peer with which it has no connection, and gets none: nothing of the request has left this machine."""
+
+
+class Finder(Protocol):
+    """Finds other ways to peers that cannot be dialled (``network.relay``)."""
+
+    def doubt(self, peer: str) -> None: ...
+    async def find(self, peer: str) -> bool: ...
+    def relayed(self, peer: str) -> bool: ...
+    def advice(self) -> str: ...
 
 
 class GatedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
     """Calls, streams and the DHT's own RPCs pass through the methods that are overridden here."""
 
     gate: Gate
-    relay: Relay | None = None
+    finder: Finder | None = None
 
     async def open_gate(self, gate: Gate) -> None:
         """Must be called before anything else is served."""
@@ -72,19 +84,19 @@ class GatedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
 
     async def _by_any_way(self, peer: PeerID, attempt: Callable[[], Awaitable[T]]) -> T:
         """``attempt``, once more where it did not leave this machine, and a member leads to ``peer``."""
-        if self.relay is None:
+        if self.finder is None:
             return await attempt()
         name = peer.to_base58()
-        patience = asyncio.get_running_loop().call_later(PATIENCE_S, self.relay.doubt, name)
+        patience = asyncio.get_running_loop().call_later(PATIENCE_S, self.finder.doubt, name)
         try:
             return await attempt()
         except Exception as e:  # the daemon's errors have no common base
             if not not_dialled(e):
                 raise
-            if not await self.relay.find(name):
-                if self.gate.entered(name) and not self.relay.relayed(name):
+            if not await self.finder.find(name):
+                if self.gate.entered(name) and not self.finder.relayed(name):
                     raise
-                raise PeerUnreachable(f"{e}; {self.relay.advice()}") from e
+                raise PeerUnreachable(f"{e}; {self.finder.advice()}") from e
         finally:
             patience.cancel()
         return await attempt()
@@ -216,3 +228,8 @@ async def reaching(work: Awaitable[T], timeout_s: float | None, what: str) -> T:
     except Exception as e:  # the daemon's errors have no common base: dial failures, resets, unknown protocols
         reason = " ".join(str(e).split())[:_MAX_REASON] or type(e).__name__
         raise PeerUnreachable(f"{what}: {reason}") from e
+
+
+def not_dialled(error: Exception) -> bool:
+    """Nothing of the request has left this machine."""
+    return not isinstance(error, MuletrainError) and any(reason in str(error) for reason in NOT_DIALLED)

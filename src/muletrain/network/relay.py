@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from hivemind.p2p import PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
-from muletrain.errors import MuletrainError, ProtocolError
+from muletrain.errors import ProtocolError
 from muletrain.network.base import Frame
 from muletrain.policy.deadline import backoff_s
 from muletrain.policy.debts import Debts
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 RELAY, PING = "muletrain/relay", "muletrain/ping"
 ACCEPTED, WORKS, WAIT = b"\1", b"\2", b"\3"
 """Answers: the pipe is taken; the direct way works; we are about to open one to you ourselves."""
-PATIENCE_S = 2.0
-"""After so long without an answer, whatever was asked, we see whether the peer is still there."""
 PING_S, DIAL_S, ASK_S = 3.0, 1.5, 8.0
 """An answer on a connection that works, on a starved machine, too; a direct dial; a way by one member, the other end's trials included."""
 SURE_S = 5.0
@@ -66,8 +64,6 @@ MAX_ADDRESS = 256
 MAX_REQUEST = 256 + MAX_ADDRESSES * (MAX_ADDRESS + 3)
 """Bytes of the header of a request."""
 CHUNK = 1 << 18
-NOT_DIALLED = ("failed to dial", "routing: not found", "no addresses", "no good addresses", "dial backoff")
-"""What the daemon says of a peer with which it has no connection, and gets none: nothing of the request has left this machine."""
 
 
 @dataclass
@@ -138,7 +134,7 @@ class Relay:
 
         await self._p2p._client.add_unary_handler(PING, ping)
         await self._p2p.add_binary_stream_handler(RELAY, self._on_stream)
-        self._p2p.relay = self
+        self._p2p.finder = self
 
     def indirect(self, peer: str) -> bool:
         """Do we reach ``peer`` by way of another?"""
@@ -457,11 +453,6 @@ def _now() -> float:
 
 def _lately(asked: dict[str, _Asked]) -> dict[str, _Asked]:
     return {member: of for member, of in asked.items() if _now() < of.again + AGAIN_MAX_S}
-
-
-def not_dialled(error: Exception) -> bool:
-    """Nothing of the request has left this machine."""
-    return not isinstance(error, MuletrainError) and any(reason in str(error) for reason in NOT_DIALLED)
 
 
 def _few(addresses: list[Any]) -> bool:

@@ -3,9 +3,9 @@
 A schedule is one order of tasks a stage (GPipe: Huang et al. 2019, sec. 2.3; 1F1B: PipeDream, Narayanan et al. 2019, sec. 3.2, here with
 a flush at the end of each step): ``gpipe`` and ``one_f_one_b``, which the baselines of the papers play to the letter
 (``papers.baselines``). What trains (``runtime.microbatch.stage_server``) waits for no task that could be done now, and its last stage
-computes forward and backward of a microbatch in one go, so ``play`` does the same: GPipe does forward before backward where both wait, 1F1B backward
-before forward, with no more microbatches in between than the order would have. Each stage has the three slots of DT-FM sec. 3.5: it
-receives, computes and sends at the same time.
+computes forward and backward of a microbatch in one go, so ``play`` does the same: GPipe does forward before backward where both wait,
+1F1B backward before forward, with no more microbatches in between than the order would have. Each stage has the three slots of DT-FM
+sec. 3.5: it receives, computes and sends at the same time.
 """
 
 from __future__ import annotations

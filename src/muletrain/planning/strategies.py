@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from muletrain.config.plan import Prediction
     from muletrain.planning.partition import Cut
-    from muletrain.policy.seats import Schedule
     from muletrain.planning.swapping import Layer
+    from muletrain.policy.seats import Schedule
 
 ENDING_DELAYS = 4
 """One after the other at the end of a step: all is through, seals, shards, means (``sim.fleet.rates``)."""

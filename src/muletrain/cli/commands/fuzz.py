@@ -86,7 +86,7 @@ def _processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
 def _begin() -> None:
     """What is imported stays: the garbage collector need not look at it again and again."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    import muletrain.sim.world.world  # noqa: F401  # takes seconds: not in the process that shows the progress
+    import muletrain.sim.world.play  # noqa: F401  # takes seconds: not in the process that shows the progress
 
     gc.freeze()
 
@@ -102,8 +102,8 @@ def _end_with_parent() -> None:
 def _play(seed: int, trace: Path | None = None) -> dict[str, Any]:
     from muletrain.events import FaultInjected
     from muletrain.sim.world.draws import draw
+    from muletrain.sim.world.play import play
     from muletrain.sim.world.verdict import readable
-    from muletrain.sim.world.world import play
 
     outcome = play(replace(draw(seed), trace=trace is not None))
     gc.collect()  # a task that failed and that nobody awaited says so when it is forgotten: here, not with some later seed
@@ -127,8 +127,8 @@ def _play(seed: int, trace: Path | None = None) -> dict[str, Any]:
 def _smallest(seed: int) -> str:
     """The smallest plan that breaks the same promise, as code for a test."""
     from muletrain.sim.world.draws import draw
+    from muletrain.sim.world.play import play
     from muletrain.sim.world.shrink import as_code, shrunk, sorts
-    from muletrain.sim.world.world import play
 
     drawn = draw(seed)
     broken = sorts(play(drawn).violations)

@@ -1,14 +1,11 @@
 """Is this machine fit to train? What ``muletrain doctor`` looks at, and what to do about what it finds.
 
-torch, drivers and networks can crash a process, or hang. They are looked at in processes of their own, which have so much time: ``python
--m muletrain.runs.doctor.checks PART`` with a ``Question`` on standard input (it may hold a ticket) prints a line of JSON for each ``Check``.
-What such a process does not come to is a finding, too.
+torch, drivers and networks can crash a process, or hang. They are looked at in processes of their own (``runs.doctor.process``), which have
+so much time. What such a process does not come to is a finding, too.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
 import platform
 import signal
@@ -16,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -112,7 +109,7 @@ def examine(question: Question, told: Callable[[str], None] = lambda part: None)
     yield python()
     for part in PARTS:
         told(part.name)
-        yield from ask(part, question, [sys.executable, "-m", "muletrain.runs.doctor.checks", part.name])
+        yield from ask(part, question, [sys.executable, "-m", "muletrain.runs.doctor.process", part.name])
 
 
 def python() -> Check:
@@ -180,31 +177,3 @@ def advised(name: str, problem: str, fix: str) -> Check:
     """``problem``: an error's message, which may say itself what to do, behind a ';'."""
     found, _, own = problem.partition("; ")
     return Check(name, Verdict.MISSING, found, own or fix)
-
-
-async def _network(question: Question) -> None:
-    from muletrain.runs.doctor.network import network_checks
-
-    async for check in network_checks(question):
-        _print(check)
-
-
-def _print(check: Check) -> None:
-    print(json.dumps(asdict(check)), flush=True)
-
-
-def main() -> None:
-    question = Question.model_validate_json(sys.stdin.read())
-    if sys.argv[1] == NETWORK.name:
-        asyncio.run(_network(question))
-    else:
-        from muletrain.runs.doctor.machine import machine_checks
-
-        for check in machine_checks(question):
-            _print(check)
-    sys.stdout.flush()
-    os._exit(0)  # threads of torch and the daemon's have nothing left to say
-
-
-if __name__ == "__main__":
-    main()

@@ -19,7 +19,7 @@ from muletrain import __version__
 from muletrain.compute.estimate import Offer
 from muletrain.errors import AdmissionError, CapacityError, NetworkError, ProtocolError
 from muletrain.events import Admitted, JoinRefused, Note, Waiting
-from muletrain.runs.join.seating import choose_stage, mixing, planned
+from muletrain.runs.join.seating import choose_stage, mixing
 from muletrain.runtime.core.messages import Address, Digest, Id, Member, Message, Name, Natural, Rate, Text
 from muletrain.runtime.members.roster import Genesis
 from muletrain.runtime.transfer.tokens import Shared  # noqa: TC001  (a field of Welcome)
@@ -204,7 +204,7 @@ class Lobby:
         if self._largest is None or self._largest.device < join.offer.device:
             self._largest = join.offer
         kinds = [[g.join.device for g in self._guests.values() if g.stage == s] for s in range(self.stages)]
-        stage = choose_stage(planned(join, self.seats), self.needs, self.stage_costs, kinds)
+        stage = choose_stage(join, self.seats, self.needs, self.stage_costs, kinds)
         if mixed := set(kinds[stage]) - {join.device}:
             self.emit(Note(level="warning", message=mixing(stage, mixed, join.device)))
         return stage

@@ -22,7 +22,7 @@ from muletrain.runs.join.lobby import (
     Welcome,
     check_version,
 )
-from muletrain.runs.join.seating import choose_stage, mixing, planned
+from muletrain.runs.join.seating import choose_stage, mixing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,7 +76,7 @@ class Reception:
             check_version(join)
             live = [m for m in self.roster.members() if self.roster.is_alive(m.id)]
             kinds = [[m.device for m in live if m.stage == s] for s in range(len(self.needs))]
-            stage = choose_stage(planned(join, self.seats), self.needs, self.stage_costs, kinds)
+            stage = choose_stage(join, self.seats, self.needs, self.stage_costs, kinds)
         except (AdmissionError, CapacityError) as e:
             self.emit(JoinRefused(remote=sender, reason=str(e)))
             raise

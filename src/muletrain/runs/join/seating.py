@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from muletrain.errors import AdmissionError, CapacityError
 from muletrain.policy.seating import most_needed
 
 if TYPE_CHECKING:
-    from muletrain.compute.estimate import StageMemory
+    from muletrain.compute.estimate import Offer, StageMemory
     from muletrain.policy.seats import Seats
-    from muletrain.runs.join.lobby import Join
 
 
-def planned(join: Join, seats: Seats | None) -> Join:
-    """With the stage at which the plan has a seat for a machine of that name, unless it asks for one itself."""
-    stage = None if seats is None else seats.stage_of(join.name)
-    return join if stage is None or join.stage is not None else join.model_copy(update={"stage": stage})
+class Newcomer(Protocol):
+    """``stage``: the one it wants; None: any."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def stage(self) -> int | None: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def offer(self) -> Offer: ...
 
 
-def choose_stage(join: Join, needs: list[StageMemory], costs: list[float], kinds: list[list[str]]) -> int:
-    """The most loaded stage that the newcomer can serve, or the one it wants. ``needs``, ``costs``: memory and compute cost of each
-    stage; ``kinds``: the device kinds of those who serve it. Raises AdmissionError or CapacityError."""
-    if join.stage is not None and join.stage >= len(needs):
-        raise AdmissionError(f"stage {join.stage} was asked for, but the run has stages 0..{len(needs) - 1}")
-    wanted, offer = range(len(needs)) if join.stage is None else [join.stage], join.offer
+def choose_stage(
+    join: Newcomer, seats: Seats | None, needs: list[StageMemory], costs: list[float], kinds: list[list[str]]
+) -> int:
+    """The one that ``join`` wants, or at which the plan has a seat for a machine of that name, or the most loaded stage that it can serve.
+    ``needs``, ``costs``: memory and compute cost of each stage; ``kinds``: the device kinds of those who serve it. Raises AdmissionError or
+    CapacityError."""
+    stage = join.stage if join.stage is not None or seats is None else seats.stage_of(join.name)
+    if stage is not None and stage >= len(needs):
+        raise AdmissionError(f"stage {stage} was asked for, but the run has stages 0..{len(needs) - 1}")
+    wanted, offer = range(len(needs)) if stage is None else [stage], join.offer
     fitting = [s for s in wanted if needs[s].fits(offer)]
     if not fitting:
         least = min((needs[s] for s in wanted), key=lambda n: n.total)

@@ -5,8 +5,8 @@ asked whether it is there (that costs nothing). When the answer takes longer tha
 is computed by another one, too, and nothing new goes to it. That changes routing alone, so it may be wrong. To be believed dead it must
 miss the question's own, patient deadline (``Context.probe``), since then what it accumulated is run again.
 
-A peer whose event loop answers may have a device that hangs. It says so itself, in its answers (``runtime.members.watchdog``): it is doubted then,
-too, and believed dead when it refuses to answer. A long queue or a slow link is neither.
+A peer whose event loop answers may have a device that hangs. It says so itself, in its answers (``runtime.members.watchdog``): it is
+doubted then, too, and believed dead when it refuses to answer. A long queue or a slow link is neither.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from muletrain.errors import MuletrainError
+from muletrain.runtime.step.rounds import RoundFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from muletrain.network.base import PeerId
     from muletrain.runtime.core.messages import Held
     from muletrain.runtime.members.context import Context
-    from muletrain.runtime.step.averaging import Round
+    from muletrain.runtime.step.rounds import Round
 
 LOOK_S, AT_ONCE = 0.5, 8
 """Between two looks at the members of a round, and how many of them are asked at once."""
@@ -26,10 +26,6 @@ SILENT_S, ASK_S = 1.0, 5.0
 ELSEWHERE_S, STUCK_S, LONGEST_S = 5.0, 60.0, 3600.0
 """A round has failed when a member that owes a chunk is in no such round for so long; when it moves nothing; and when it says that it does,
 but no chunk comes here: large ones on slow links take many minutes."""
-
-
-class RoundFailed(MuletrainError):
-    """This attempt did not complete; accumulators are untouched, so another can follow."""
 
 
 class Attendance:

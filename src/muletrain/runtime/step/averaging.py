@@ -21,9 +21,10 @@ from blake3 import blake3
 from muletrain.config.schema import Codec
 from muletrain.errors import Malformed, NetworkError, PeerUnreachable, ProtocolError
 from muletrain.optim.norms import square_norm
-from muletrain.policy.shards import CHUNK, chunk_ranges, shard_ranges
+from muletrain.policy.shards import chunk_ranges, shard_ranges
 from muletrain.runtime.core.messages import Reduced, Shard, ShardFacts
-from muletrain.runtime.step.attendance import Attendance, RoundFailed
+from muletrain.runtime.step.attendance import Attendance
+from muletrain.runtime.step.rounds import Round, RoundFailed
 from muletrain.wire.codec import decode, encode, encoded_size
 
 if TYPE_CHECKING:
@@ -42,39 +43,6 @@ LANES = 4
 """Chunks that are made ready for sending at a time."""
 LINGER_S = 0.1
 """What a peer sent before it died may be read after its end is known."""
-
-
-@dataclass(frozen=True)
-class Round:
-    """One attempt at reducing a stage's gradient. ``contributors`` have something in their accumulators."""
-
-    id: bytes
-    lineage: bytes
-    step: int
-    stage: int
-    members: tuple[PeerId, ...]
-    contributors: tuple[PeerId, ...]
-    microbatches: int
-    n_params: int
-    stop: bool
-    leaves: tuple[PeerId, ...] = ()
-    expelled: tuple[PeerId, ...] = ()
-    finite: bool = True
-    """All accumulators were, when they were sealed."""
-    chunk: int = CHUNK
-    """Elements."""
-
-    def others(self, member: PeerId) -> tuple[PeerId, ...]:
-        """In the order in which ``member`` sends to them: everyone starts with another receiver."""
-        k = self.members.index(member)
-        return (*self.members[k + 1 :], *self.members[:k])
-
-    def chunks(self, owner: PeerId) -> list[tuple[int, tuple[int, int]]]:
-        """(chunk number, element range) of the shard that ``owner`` reduces; numbers are unique within the round."""
-        shards = [chunk_ranges(a, b, self.chunk) for a, b in shard_ranges(self.n_params, len(self.members))]
-        k = self.members.index(owner)
-        first = sum(len(s) for s in shards[:k])
-        return list(enumerate(shards[k], start=first))
 
 
 _Key = tuple[bytes, str, str, int]

@@ -20,9 +20,9 @@ from muletrain.policy.views import View, company, yields
 from muletrain.runtime.core.messages import AskViews, Finding, Gap, GivenUp, MemberView, Seal, Views
 from muletrain.runtime.core.waiting import MAX_SILENCE
 from muletrain.runtime.step import trials
-from muletrain.runtime.step.averaging import Round
 from muletrain.runtime.step.knowledge import Behind, Knowledge
 from muletrain.runtime.step.record import round_id
+from muletrain.runtime.step.rounds import Round
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

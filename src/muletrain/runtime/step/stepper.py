@@ -15,11 +15,11 @@ from muletrain.events import Note
 from muletrain.policy.deadline import backoff_s
 from muletrain.runtime.core.messages import RoundEntry
 from muletrain.runtime.microbatch.inflight import Computing
-from muletrain.runtime.step.attendance import RoundFailed
-from muletrain.runtime.step.averaging import Averager, Round
+from muletrain.runtime.step.averaging import Averager
 from muletrain.runtime.step.holding import Holding, fetch_gradient
 from muletrain.runtime.step.knowledge import MAX_ATTEMPTS, Behind
 from muletrain.runtime.step.record import alike
+from muletrain.runtime.step.rounds import Round, RoundFailed
 from muletrain.runtime.step.sealing import PAUSE_MAX_S, PAUSE_S, LeftOut, Sealing
 from muletrain.runtime.step.trail import take_past
 

@@ -18,9 +18,8 @@ from muletrain.config.plan import Prediction, Split, Stage
 from muletrain.errors import CapacityError, ConfigError
 from muletrain.planning.place import place
 from muletrain.planning.placement import Task
-from muletrain.policy.seats import in_flight
 from muletrain.planning.strategies import parted, pipeline_split, roughly_s
-from muletrain.policy.seats import Seats
+from muletrain.policy.seats import Seats, in_flight
 from muletrain.sim.machines import seat, stash_room
 from muletrain.sim.plan.placed import Placed
 from muletrain.sim.plan.question import Bytes, fullest, matrices, mixing, traffic, with_haste

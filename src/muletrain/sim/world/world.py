@@ -11,11 +11,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-import os
 import random
-import tempfile
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
@@ -49,19 +46,19 @@ from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.peer.service import Service
 from muletrain.runtime.transfer.tokens import Sharing, Store, share
-from muletrain.sim.loop import Hang, SkewedClock, run_virtually
+from muletrain.sim.loop import SkewedClock
 from muletrain.sim.world import reference
 from muletrain.sim.world.disks import DiskState, VirtualFolder, VirtualThread
-from muletrain.sim.world.faults import Faults
 from muletrain.sim.world.faulty import FaultyCompute
 from muletrain.sim.world.lying import Liar
 from muletrain.sim.world.scenario import BACKWARD_S, FORWARD_S, STALL_S, stage_of
-from muletrain.sim.world.short_memory import short_memory
-from muletrain.sim.world.verdict import LEFT, Outcome, judge
-from muletrain.sim.world.witness import Witness
+from muletrain.sim.world.verdict import LEFT, Outcome
 from muletrain.wire.frame import frame_size
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from pathlib import Path
+
     import numpy as np
     import numpy.typing as npt
     from torch import Tensor
@@ -72,52 +69,15 @@ if TYPE_CHECKING:
     from muletrain.runtime.checkpoint.store import Key
     from muletrain.runtime.recovery.rollback import StepBack
     from muletrain.runtime.step.record import StepRecord
-    from muletrain.sim.world.scenario import Scenario
+    from muletrain.sim.world.scenario import Fault, Scenario
+    from muletrain.sim.world.witness import Witness
 
-LIMIT_S = 6000.0
-"""Virtual time after which a run counts as hung: several of the longest waits of the protocol one after the other."""
-IN_MEMORY = Path("/dev/shm")
-"""A folder that no disk is waited for, on Linux."""
 PASSES = 20
 """Of the event loop, for cancelled tasks to end."""
 SHOWN = (
     Note, LineageLeft, PeerExpelled, PeerLeft, PeerSuspected, MicrobatchRerouted, FrameRefused, StepApplied, SteppedBack,
     CheckpointWritten,
 )  # fmt: skip
-
-
-def play(scenario: Scenario) -> Outcome:
-    """Run the scenario to its end and check the invariants."""
-    outcome = Outcome(scenario)
-    history = reference.history(scenario)
-    fast = IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else None
-    with (
-        tempfile.TemporaryDirectory(prefix="mule-fuzz-", dir=fast) as folder,
-        short_memory(short=scenario.short),
-    ):
-        try:
-            states = run_virtually(_run(outcome, Path(folder), history), LIMIT_S, outcome.violations)
-        except Hang as e:
-            outcome.violations.append(f"hang: {e}")
-            return outcome
-    judge(outcome, states, history)
-    return outcome
-
-
-async def _run(outcome: Outcome, folder: Path, history: reference.History) -> dict[str, dict[str, Tensor]]:
-    """Once; or until the power fails, and again from what was written."""
-    scenario = outcome.scenario
-    world = World(scenario, outcome, folder, Witness(scenario, history, outcome.violations.append))
-    states = await world.run()
-    if scenario.resume_s is None or states:
-        return states
-    outcome.ends.clear()
-    resumed = replace(scenario, faults=(), resume_s=None)
-    written = Folder(folder / "run", keep=1, name="run")
-    base = max(written.complete(), key=lambda key: key.step, default=None)
-    start = Start(written, base)
-    outcome.scenario = resumed
-    return await World(resumed, outcome, folder, Witness(resumed, history, outcome.violations.append), start).run()
 
 
 @dataclass(frozen=True)
@@ -167,13 +127,12 @@ class World:
         self._facts = reference.facts_of(scenario)
         self._genesis = self._first_members()
 
-    async def run(self) -> dict[str, dict[str, Tensor]]:
-        """The state of every peer that came to the end."""
-        faults = Faults(self)
+    async def run(self, inject: Callable[[Fault], Coroutine[Any, Any, None]]) -> dict[str, dict[str, Tensor]]:
+        """The state of every peer that came to the end. ``inject``: waits for a fault's time, and carries it out."""
         self.networks |= {name: self.hub.join(name) for name, _ in self.scenario.members}
         for name, _ in self.scenario.members:
             self.tasks[name] = asyncio.create_task(self._peer(name), name=name)
-        injecting = [asyncio.create_task(faults.inject(f)) for f in self.scenario.faults]
+        injecting = [asyncio.create_task(inject(f)) for f in self.scenario.faults]
         if self.scenario.resume_s is not None:
             injecting.append(asyncio.create_task(self._lose_power(self.scenario.resume_s)))
         while running := [t for t in self.tasks.values() if not t.done()]:  # newcomers, too

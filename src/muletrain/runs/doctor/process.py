@@ -1,0 +1,40 @@
+"""A process that makes the checks of one part: ``python -m muletrain.runs.doctor.process PART`` with a ``Question`` on standard input (it
+may hold a ticket) prints a line of JSON for each ``Check``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from dataclasses import asdict
+
+from muletrain.runs.doctor.checks import NETWORK, Check, Question
+
+
+async def _network(question: Question) -> None:
+    from muletrain.runs.doctor.network import network_checks
+
+    async for check in network_checks(question):
+        _print(check)
+
+
+def _print(check: Check) -> None:
+    print(json.dumps(asdict(check)), flush=True)
+
+
+def main() -> None:
+    question = Question.model_validate_json(sys.stdin.read())
+    if sys.argv[1] == NETWORK.name:
+        asyncio.run(_network(question))
+    else:
+        from muletrain.runs.doctor.machine import machine_checks
+
+        for check in machine_checks(question):
+            _print(check)
+    sys.stdout.flush()
+    os._exit(0)  # threads of torch and the daemon's have nothing left to say
+
+
+if __name__ == "__main__":
+    main()
