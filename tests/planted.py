@@ -400,7 +400,7 @@ PROMISES: dict[str, dict[Callable[[pytest.MonkeyPatch], None], str]] = {
     "replicas have the same bits": {newcomers_round: "replicas of one stage", a_replica_rounds: "replicas of one stage"},
     "false gradients and lies change no number": {
         no_trials: "other weights", what_is_doubted_counts_all_the_same: "other weights", no_second_opinion: "other weights",
-        anyone_speaks_for_anyone: "other weights",
+        anyone_speaks_for_anyone: "",
     },
     "a lost stage begins where its checkpoint ended": {without_moments: "other weights", the_beginning_is_near_enough: "other weights"},
     "a run begun again goes on as it was": {forgets_moments: "other weights"},
@@ -419,4 +419,4 @@ PROMISES: dict[str, dict[Callable[[pytest.MonkeyPatch], None], str]] = {
     },
     "reports add up": {sums_losses: "reports a loss of", counts_what_it_gave_up: "microbatches were counted"},
 }  # fmt: skip
-"""Bugs of each, and what the fuzzer says of them."""
+"""Bugs of each, and what the fuzzer says of them; empty: anything, for without a bug it says nothing."""

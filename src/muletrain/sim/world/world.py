@@ -305,6 +305,7 @@ class World:
 
         try:
             await Service(make, joining=joining).run()
+            self.stages[name].recover()  # what is looked at from outside
             state = await self.computes[name].state()
         except MuletrainError as e:
             self.say(f"{name} ends: {e}")

@@ -124,9 +124,9 @@ def _draw(seed: int, size: Size) -> Scenario:
             faults.append(Fault(0.0, "cut", never, FOR_EVER_S))
     if not lost:  # else all that stay are needed
         victims = [p for s, peers in mortal.items() if s not in away for p in peers]
-        faults += _miscomputation(
-            random.Random(f"corrupt/{seed}"), span, victims, alone={f.kind for f in faults} <= {"slow"}
-        )
+        compared = schedule is None or (max if shared else min)(stages) > 1  # spares compute nothing
+        alone = compared and {f.kind for f in faults} <= {"slow"}
+        faults += _miscomputation(random.Random(f"corrupt/{seed}"), span, victims, alone=alone)
         hangs = random.Random(f"hangs/{seed}")
         liars = {stage_of(f.who[0]) for f in faults if f.kind == "corrupt"}
         if (sound := [p for p in victims if stage_of(p) not in liars]) and hangs.random() < HANGING:
