@@ -1,5 +1,5 @@
-"""Imports run downwards only (DESIGN.md "Layers"); ``policy`` and the base know neither torch nor sockets; nothing can execute what it
-reads."""
+"""Imports run downwards only, and in no circle; ``policy``, ``planning`` and the base know neither torch nor sockets; nothing can execute
+what it reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 SOURCE = Path(__file__).parents[1] / "src" / "muletrain"
 
@@ -23,12 +23,19 @@ LAYERS: list[set[str]] = [
     {"runs"},
     {"papers"},
     {"sim"},
-    {"swarm"},
+    {"runtime"},
     {"network", "compute", "wire"},
     {"model", "data", "optim"},
+    {"planning"},
     {"policy"},
     {"config", "events", "timeline", "units", "errors", "clock", "__init__"},
 ]
+# inside a part, top to bottom; what stands in none of these is for all of them
+ROOMS: dict[str, list[str]] = {
+    "runtime": ["peer", "recovery", "checkpoint", "step", "transfer", "microbatch", "members", "core"],
+    "sim": ["plan", "fleet", "steps"],
+    "cli": ["commands", "show"],
+}
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 HEAVY = {"torch", "hivemind", "socket", "ssl", "transformers", "safetensors", "tokenizers"}
 EXECUTES = {
@@ -45,11 +52,15 @@ EXECUTES = {
     "__import__",
 }
 """Modules and functions that run code found in data."""
-PURE = LAYERS[-1] | {"policy"}
+PURE = LAYERS[-1] | {"planning", "policy"}
 
 
 def test_imports_run_downwards_only() -> None:
     assert violations(SOURCE) == []
+
+
+def test_no_module_leads_back_to_itself() -> None:
+    assert circles(SOURCE) == []
 
 
 def test_of_hivemind_a_peer_loads_the_network_alone_and_others_still_find_all_of_it() -> None:
@@ -67,6 +78,15 @@ print(hivemind.__version__, hivemind.DecentralizedAverager.__module__, hivemind.
 def test_every_folder_has_a_layer() -> None:
     found = {path.stem for path in SOURCE.iterdir() if path.is_dir() or path.suffix == ".py"} - {"__pycache__"}
     assert found <= set(RANK), "a new part of the package needs its place in LAYERS"
+    rooms = {path.name for path in (SOURCE / "runtime").iterdir() if path.is_dir()} - {"__pycache__"}
+    assert rooms == set(ROOMS["runtime"]), "a new room of the runtime needs its place in ROOMS"
+
+
+def test_a_room_of_the_runtime_has_a_dozen_files_at_most_and_says_what_lives_there() -> None:
+    for room in ROOMS["runtime"]:
+        files = list((SOURCE / "runtime" / room).glob("*.py"))
+        assert len(files) <= 12 + 1, room
+        assert ast.get_docstring(ast.parse((SOURCE / "runtime" / room / "__init__.py").read_text())), room
 
 
 @pytest.mark.parametrize(
@@ -78,7 +98,12 @@ def test_every_folder_has_a_layer() -> None:
         (
             "model/a.py",
             "from muletrain.runtime.peer.peer import X",
-            "model/a.py:1: model may not import swarm, a layer above it",
+            "model/a.py:1: model may not import runtime, a layer above it",
+        ),
+        (
+            "runtime/core/a.py",
+            "from muletrain.runtime.members import roster",
+            "runtime/core/a.py:1: runtime.core may not import runtime.members, a room above it",
         ),
         ("wire/a.py", "import muletrain.runs.local", "wire/a.py:1: wire may not import runs, a layer above it"),
         ("data/a.py", "from muletrain import cli", "data/a.py:1: data may not import cli, a layer above it"),
@@ -165,17 +190,42 @@ def violations(source: Path) -> list[str]:
         f"{path.relative_to(source)}:{line}: {complaint}"
         for path in sorted(source.rglob("*.py"))
         for line, name in _imports(path, source)
-        if (complaint := _complaint(_part(path, source), name))
+        if (complaint := _complaint(_parts(path, source), name))
     ]
 
 
-def _complaint(part: str, name: str) -> str | None:
+def circles(source: Path) -> list[str]:
+    """Modules that lead back to themselves by imports, those for type checkers included, and what lies between two such circles."""
+    modules = {".".join(_parts(path, source)): path for path in source.rglob("*.py") if path.stem != "__init__"}
+    imported = {
+        module: _modules(modules, {name for _, name in _imports(path, source)}) - {module}
+        for module, path in modules.items()
+    }
+    left = set(modules)
+    while ends := {m for m in left if not imported[m] & left} | (left - set().union(*(imported[m] for m in left))):
+        left -= ends
+    return sorted(left)
+
+
+def _modules(modules: Iterable[str], names: set[str]) -> set[str]:
+    """Those that are imported where these ``names`` are: modules, or what stands in them."""
+    own = {name.removeprefix("muletrain.") for name in names if name.startswith("muletrain.")}
+    return {name for name in own | {name.rpartition(".")[0] for name in own} if name in modules}
+
+
+def _complaint(parts: tuple[str, ...], name: str) -> str | None:
+    part = parts[0]
     top, *rest = name.split(".")
     if top in HEAVY and part in PURE:
         return f"{part} may not import {top}"
     if top != "muletrain" or not rest or rest[0] not in RANK:
         return None
-    return f"{part} may not import {rest[0]}, a layer above it" if RANK[rest[0]] < RANK[part] else None
+    if RANK[rest[0]] < RANK[part]:
+        return f"{part} may not import {rest[0]}, a layer above it"
+    rooms = ROOMS.get(part, [])
+    if rest[0] == part and {*parts[1:2], *rest[1:2]} <= set(rooms) and rooms.index(rest[1]) < rooms.index(parts[1]):
+        return f"{part}.{parts[1]} may not import {part}.{rest[1]}, a room above it"
+    return None
 
 
 def _imports(path: Path, source: Path) -> Iterator[tuple[int, str]]:
@@ -190,5 +240,5 @@ def _imports(path: Path, source: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{start}.{alias.name}") for alias in node.names)
 
 
-def _part(path: Path, source: Path) -> str:
-    return path.relative_to(source).parts[0].removesuffix(".py")
+def _parts(path: Path, source: Path) -> tuple[str, ...]:
+    return path.relative_to(source).with_suffix("").parts

@@ -19,7 +19,7 @@ from muletrain.network.memory import MemoryHub
 from muletrain.policy.seats import Seats
 from muletrain.runs.join.lobby import Join
 from muletrain.runs.join.reception import Papers, Reception
-from muletrain.runs.join.seating import planned as seated
+from muletrain.runs.join.seating import wanted
 from muletrain.runtime.core.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
 
@@ -112,10 +112,10 @@ def test_machines_get_the_seat_of_their_name_whoever_lets_them_in() -> None:
     join = Join(
         version="", name="west", stage=None, device="cpu", flops=0, memory=1 << 40, host_memory=None, addresses=()
     )
-    assert seated(join, seats).stage == 1
-    assert seated(join.model_copy(update={"name": "cellar"}), seats).stage is None
-    assert seated(join.model_copy(update={"stage": 0}), seats).stage == 0
-    assert seated(join, None).stage is None
+    assert wanted(join, seats) == 1
+    assert wanted(join.model_copy(update={"name": "cellar"}), seats) is None
+    assert wanted(join.model_copy(update={"stage": 0}), seats) == 0
+    assert wanted(join, None) is None
     stages = {"east": 0, "west": 1, "cellar": 1}
     members = tuple(Member(id=n, name=n, stage=s, trainer=True, addresses=(), place="") for n, s in stages.items())
     genesis = Genesis(

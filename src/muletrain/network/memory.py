@@ -26,9 +26,9 @@ from muletrain.network.base import (
     RefusalHandler,
 )
 from muletrain.network.delivery import Counters, Delivery
-from muletrain.network.paced import MemoryStreams, Parcel
+from muletrain.network.paced import PacedStreams, Parcel, Stream
 from muletrain.network.quota import Quota
-from muletrain.network.roads import Roads
+from muletrain.network.roads import Piece, Roads
 from muletrain.policy.recent import Recent
 from muletrain.wire.frame import frame_size, pack, read_frame, reread
 
@@ -526,3 +526,65 @@ async def unpack(data: bytes, door: Door | None = None) -> Frame:
         return await read_frame(_Bytes(data), door=door)
     except asyncio.IncompleteReadError as e:
         raise ProtocolError(f"a frame of {len(data)} bytes is cut short") from e
+
+
+@dataclass(slots=True, eq=False)
+class _Flow(Stream):
+    """Between two peers of a hub."""
+
+    sender: MemoryNetwork
+    receiver: MemoryNetwork
+    way: PeerId
+
+    def arrived(self, parcel: Parcel | None, nbytes: int, sent_s: float) -> None:
+        self.receiver.streams.arrived(self, parcel, nbytes, sent_s)
+
+
+class MemoryStreams(PacedStreams):
+    """Of one peer of a hub, to and from all others."""
+
+    def __init__(self, hub: MemoryHub, net: MemoryNetwork) -> None:
+        super().__init__(net.spawn, net.hear)
+        self._hub, self._net = hub, net
+        self.came = 0
+        """Paced bytes that arrived so far."""
+
+    def _opened(self, peer: PeerId, channel: Channel) -> Stream:
+        hub, own = self._hub, self._net.peer_id
+        receiver, route, way = hub.reach(own, peer), hub.route(own, peer), hub.way(own, peer)
+        assert route is not None  # else nobody comes here
+        return _Flow(peer, channel, route, self._net, receiver, way or "")
+
+    async def _awake(self) -> None:
+        if self._hub.frozen:
+            await self._hub.awake(self._net.peer_id)
+
+    def arrived(self, by: _Flow, parcel: Parcel | None, nbytes: int, sent_s: float) -> None:
+        """``nbytes`` at us, the last of ``parcel``, if there is one. The sender hears of them when we take them."""
+        hub, own, sender = self._hub, self._net.peer_id, by.sender.peer_id
+        if by.broken or hub.peers.get(own) is not self._net:
+            return
+        room = None if parcel is None else self._net.arrived(sender, by.channel, by.way, parcel)
+        if room is not None or not hub.takes(sender, own):
+            self._net.spawn(self._take_later(room, by, nbytes, sent_s))
+        else:
+            self._take(by, nbytes, sent_s)
+
+    async def _take_later(self, room: asyncio.Task[None] | None, by: _Flow, nbytes: int, sent_s: float) -> None:
+        if room is not None:
+            await room
+        await self._hub.taken(by.sender.peer_id, self._net.peer_id)
+        self._take(by, nbytes, sent_s)
+
+    def _take(self, by: _Flow, nbytes: int, sent_s: float) -> None:
+        hub, own, sender = self._hub, self._net.peer_id, by.sender
+        if by.broken or not hub.passes(sender.peer_id, own, by.way):
+            return
+        self._net.hear(sender.peer_id)
+        if by.channel is Channel.CONTROL:
+            return
+        self.came += nbytes
+        received_s = asyncio.get_running_loop().time()
+        back = hub.route(own, sender.peer_id)
+        assert back is not None  # what narrows the way there is on the way back, too
+        Piece(back, 0, lambda: sender.streams.acknowledged(by, nbytes, sent_s, received_s)).begin()

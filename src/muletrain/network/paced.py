@@ -1,7 +1,6 @@
 """Streams over emulated narrow links (``roads``), as ``streams`` has them between real machines: frames go piece by piece, when the
 production ``Pacer`` grants them, and the receiver acknowledges each piece. What is small (``Channel.CONTROL``) goes at once, and waits
-behind what is in the queues already. ``MemoryStreams`` are those of a virtual world, where both ends are known; ``network.shaped``
-knows one.
+behind what is in the queues already. In a virtual world (``network.memory``) both ends are known; ``network.shaped`` knows one.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from muletrain.network.base import Frame, PeerId
-    from muletrain.network.memory import MemoryHub, MemoryNetwork
     from muletrain.network.roads import Route
 
 
@@ -146,68 +144,6 @@ class PacedStreams(ABC):
             self._heard(to.peer)
             to.under_way -= nbytes
             self.pacer.acknowledged(to.peer, nbytes, sent_s, received_s)
-
-
-@dataclass(slots=True, eq=False)
-class _Stream(Stream):
-    """Between two peers of a hub."""
-
-    sender: MemoryNetwork
-    receiver: MemoryNetwork
-    way: PeerId
-
-    def arrived(self, parcel: Parcel | None, nbytes: int, sent_s: float) -> None:
-        self.receiver.streams.arrived(self, parcel, nbytes, sent_s)
-
-
-class MemoryStreams(PacedStreams):
-    """Of one peer of a hub, to and from all others."""
-
-    def __init__(self, hub: MemoryHub, net: MemoryNetwork) -> None:
-        super().__init__(net.spawn, net.hear)
-        self._hub, self._net = hub, net
-        self.came = 0
-        """Paced bytes that arrived so far."""
-
-    def _opened(self, peer: PeerId, channel: Channel) -> Stream:
-        hub, own = self._hub, self._net.peer_id
-        receiver, route, way = hub.reach(own, peer), hub.route(own, peer), hub.way(own, peer)
-        assert route is not None  # else nobody comes here
-        return _Stream(peer, channel, route, self._net, receiver, way or "")
-
-    async def _awake(self) -> None:
-        if self._hub.frozen:
-            await self._hub.awake(self._net.peer_id)
-
-    def arrived(self, by: _Stream, parcel: Parcel | None, nbytes: int, sent_s: float) -> None:
-        """``nbytes`` at us, the last of ``parcel``, if there is one. The sender hears of them when we take them."""
-        hub, own, sender = self._hub, self._net.peer_id, by.sender.peer_id
-        if by.broken or hub.peers.get(own) is not self._net:
-            return
-        room = None if parcel is None else self._net.arrived(sender, by.channel, by.way, parcel)
-        if room is not None or not hub.takes(sender, own):
-            self._net.spawn(self._take_later(room, by, nbytes, sent_s))
-        else:
-            self._take(by, nbytes, sent_s)
-
-    async def _take_later(self, room: asyncio.Task[None] | None, by: _Stream, nbytes: int, sent_s: float) -> None:
-        if room is not None:
-            await room
-        await self._hub.taken(by.sender.peer_id, self._net.peer_id)
-        self._take(by, nbytes, sent_s)
-
-    def _take(self, by: _Stream, nbytes: int, sent_s: float) -> None:
-        hub, own, sender = self._hub, self._net.peer_id, by.sender
-        if by.broken or not hub.passes(sender.peer_id, own, by.way):
-            return
-        self._net.hear(sender.peer_id)
-        if by.channel is Channel.CONTROL:
-            return
-        self.came += nbytes
-        received_s = asyncio.get_running_loop().time()
-        back = hub.route(own, sender.peer_id)
-        assert back is not None  # what narrows the way there is on the way back, too
-        Piece(back, 0, lambda: sender.streams.acknowledged(by, nbytes, sent_s, received_s)).begin()
 
 
 async def _entered(piece: Piece) -> None:

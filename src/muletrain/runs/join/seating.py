@@ -25,19 +25,24 @@ class Newcomer(Protocol):
     def offer(self) -> Offer: ...
 
 
+def wanted(join: Newcomer, seats: Seats | None) -> int | None:
+    """The stage that it asks for, or at which the plan has a seat for a machine of that name; None: any."""
+    return join.stage if join.stage is not None or seats is None else seats.stage_of(join.name)
+
+
 def choose_stage(
     join: Newcomer, seats: Seats | None, needs: list[StageMemory], costs: list[float], kinds: list[list[str]]
 ) -> int:
-    """The one that ``join`` wants, or at which the plan has a seat for a machine of that name, or the most loaded stage that it can serve.
+    """The stage that is ``wanted``, or the most loaded one that the newcomer can serve.
     ``needs``, ``costs``: memory and compute cost of each stage; ``kinds``: the device kinds of those who serve it. Raises AdmissionError or
     CapacityError."""
-    stage = join.stage if join.stage is not None or seats is None else seats.stage_of(join.name)
+    stage = wanted(join, seats)
     if stage is not None and stage >= len(needs):
         raise AdmissionError(f"stage {stage} was asked for, but the run has stages 0..{len(needs) - 1}")
-    wanted, offer = range(len(needs)) if stage is None else [stage], join.offer
-    fitting = [s for s in wanted if needs[s].fits(offer)]
+    stages, offer = range(len(needs)) if stage is None else [stage], join.offer
+    fitting = [s for s in stages if needs[s].fits(offer)]
     if not fitting:
-        least = min((needs[s] for s in wanted), key=lambda n: n.total)
+        least = min((needs[s] for s in stages), key=lambda n: n.total)
         raise CapacityError(
             f"the smallest stage on offer needs {least.need(offer)} ({least}), this machine may use {offer}: give it more memory "
             f"(--memory or compute.memory says how much it may use), or begin the run with more stages"
