@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import muletrain.runs
-import muletrain.swarm
+import muletrain.runtime
 from muletrain.config.schema import Codec
 from muletrain.errors import Malformed, MuletrainError, ProtocolError, Refused
 from muletrain.network import quota
@@ -70,8 +70,8 @@ TRUST = Path(__file__).parents[1] / "docs" / "trust.md"
 
 def kinds() -> dict[str, type[Message]]:
     """Every message that has a name, of all modules."""
-    for package in (muletrain.swarm, muletrain.runs):
-        for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+    for package in (muletrain.runtime, muletrain.runs):
+        for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             importlib.import_module(module.name)
 
     def below(cls: type[Message]) -> Iterator[type[Message]]:

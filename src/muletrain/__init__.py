@@ -5,10 +5,12 @@ The package reads top-down; imports run downwards only (``tests/test_imports.py`
 =============================  =====================================================================
 ``cli``                        the commands a person types
 ``runs``                       builds a run from a config: processes, tickets, progress, reports
-``swarm``                      protocol actors: peer, trainer, averaging, step record, membership
+``sim`` ``papers``             the virtual world, fleets played, plans; the papers' tables
+``runtime``                    the step protocol: microbatches, agreement, checkpoints, recovery
 ``network`` ``compute`` ``wire``  the seams and their implementations; frames and tensor codecs
 ``model`` ``data`` ``optim``   decoder and stages; corpora and microbatches; AdamW and LAMB
-``policy``                     pure decisions: wiring, claims, partition, cover (no torch, no sockets)
+``planning``                   what is decided before a run: placement, partition (no torch, no sockets)
+``policy``                     what a running peer decides: wiring, claims, cover (likewise)
 ``config`` ``events`` ``clock`` ``units`` ``errors``  what everything stands on
 =============================  =====================================================================
 """

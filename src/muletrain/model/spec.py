@@ -167,7 +167,7 @@ class ModelSpec:
         return partition(costs, stages, first_extra=self.embedding_flops, last_extra=self.head_flops)
 
     def chain(self, sequences: int, tokens: int, *, parameter_bytes: float, token_bytes: float) -> Chain:
-        """For ``policy.partition_chain`` and the hub: one microbatch of ``sequences`` of ``tokens``, forward and backward [FLOP].
+        """For ``planning.partition_chain`` and the hub: one microbatch of ``sequences`` of ``tokens``, forward and backward [FLOP].
 
         ``parameter_bytes``: what a parameter takes with its gradient and its part of the optimizer; ``token_bytes``: what a layer keeps of
         a token until its backward. Embedding and head belong to the first and the last layer; shared layers are held once a stage."""

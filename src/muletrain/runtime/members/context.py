@@ -117,7 +117,7 @@ class Plan:
     seats: Seats | None = None
     """Strategy 'pipeline'; None: 'swarm'."""
     delayed: bool = False
-    """Steps are averaged and applied while the next one computes (``computing``)."""
+    """Steps are averaged and applied while the next one computes (``microbatch.inflight``)."""
     chunk: int = CHUNK
     """Elements of a gradient that are averaged, and sent, at a time."""
     trace: bool = False

@@ -48,7 +48,7 @@ class Trainer:
     """Injects the microbatches of one step that it claims, within a window."""
 
     def __init__(self, ctx: Context, source: Source, router: Router, window: int, work: Computing) -> None:
-        """``router``: towards stage 0. ``window``: microbatches to have under way (of each pipeline, if membership is planned: none waits
+        """``dispatcher``: towards stage 0. ``window``: microbatches to have under way (of each pipeline, if membership is planned: none waits
         for another)."""
         self._ctx = ctx
         self._source = source

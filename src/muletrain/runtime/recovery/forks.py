@@ -8,7 +8,7 @@ No stage may be lost on the way, were the rule's answer to turn round in between
 other side has a peer that promises to stay for the moment. Where neither side covers every stage, they have parted at the step in which
 both stand still. What each has for its stages is right in either history: those that give way take the name of the other's.
 
-A side that lacks a stage for long may step back (``adoption``). It is the longer history that stays then, too, and not the later branch.
+A side that lacks a stage for long may step back (``rollback``). It is the longer history that stays then, too, and not the later branch.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Whoever is first of those that live asks everyone where they stand, and orders a step back: to the newest checkpoint of which each
 stage's part can be had, on a new branch of the lineage, with peers moved to the stages that have none. Everyone obeys that order, or
 hears of it later from the first peer of the new branch that it meets; but not a side of a partition that still has all stages: there the
-longer history stays (``lineages``). Steps are lost by it, never numbers.
+longer history stays (``forks``). Steps are lost by it, never numbers.
 
 A run that lost all its trainers waits for one, too. Nothing is lost then but time; still, what there is is written.
 """

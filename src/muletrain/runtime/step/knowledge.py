@@ -1,4 +1,4 @@
-"""What a peer knows of the current step (the one it agrees on next, see ``computing``): what arrives of it, what it answers, and whom it
+"""What a peer knows of the current step (the one it agrees on next, see ``microbatch.inflight``): what arrives of it, what it answers, and whom it
 asks for what it missed."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The run's tokens, for peers without the data, where its founder shares them (``data.share``): so that a run outlives its only data owner.
 
-They travel as states do: a copy, blocks, a manifest that the welcome names (``transfer``), after everything else that waits for the link.
+They travel as states do: a copy, blocks, a manifest that the welcome names (``blocks``), after everything else that waits for the link.
 A few peers are enough. While fewer than ``WANTED`` can build microbatches, those that may take the tokens do so, two at a time; each
 counts as a trainer once its copy is whole, and gives it to others. A joiner keeps the tokens in its own cache, within its own bound.
 """

@@ -1,6 +1,6 @@
 """A whole run in one process: production peers on an in-memory network and a virtual clock, with faults drawn from a seed.
 
-Everything from ``swarm`` down is what trains in production; tensors are real and tiny. What happens depends on the seed (and the hash
+Everything from ``runtime`` down is what trains in production; tensors are real and tiny. What happens depends on the seed (and the hash
 seed of the interpreter) alone, whatever was played before, so a failing seed is replayed exactly: to the bit where arithmetic rounds
 alike, that is, with the same torch on the same kind of processor. Lineages are hashes of gradients, and which of two histories stays
 may depend on them.
