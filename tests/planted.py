@@ -12,18 +12,18 @@ from muletrain.compute.torch_compute import TorchCompute
 from muletrain.compute.weights import StageWeights
 from muletrain.errors import NetworkError
 from muletrain.runtime.checkpoint.checkpoints import Checkpoints
-from muletrain.runtime.checkpoint.store import Place
+from muletrain.runtime.checkpoint.store import CheckpointStore
 from muletrain.runtime.core.messages import ShardFacts
 from muletrain.runtime.core.waiting import Waits
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.watchdog import Watchdog
 from muletrain.runtime.microbatch import trainer
-from muletrain.runtime.microbatch.cross_check import Opinions
+from muletrain.runtime.microbatch.cross_check import GradientCrossCheck
 from muletrain.runtime.microbatch.ledger import Ledger
 from muletrain.runtime.microbatch.trainer import Trainer
 from muletrain.runtime.peer.reporting import Reporting
 from muletrain.runtime.recovery import forks as lineages
-from muletrain.runtime.recovery.rollback import Adoption
+from muletrain.runtime.recovery.rollback import Rollback
 from muletrain.runtime.step import sealing, trials
 from muletrain.runtime.step.averaging import Averager
 from muletrain.runtime.step.knowledge import Knowledge
@@ -160,10 +160,10 @@ def what_is_doubted_counts_all_the_same(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_second_opinion(patch: pytest.MonkeyPatch) -> None:
-    async def compared(self: Opinions, request: Any, sent: Any, peer: str, first: Any) -> Any:
+    async def compared(self: GradientCrossCheck, request: Any, sent: Any, peer: str, first: Any) -> Any:
         return first.values, True
 
-    patch.setattr(Opinions, "_compared", compared)
+    patch.setattr(GradientCrossCheck, "_compared", compared)
 
 
 def writes_the_weights_of_before(patch: pytest.MonkeyPatch) -> None:
@@ -178,18 +178,18 @@ def writes_the_weights_of_before(patch: pytest.MonkeyPatch) -> None:
 
 
 def damages_what_it_writes(patch: pytest.MonkeyPatch) -> None:
-    right = Place.write_part
+    right = CheckpointStore.write_part
 
-    def write_part(self: Place, key: Any, stage: int, buffers: Any) -> None:
+    def write_part(self: CheckpointStore, key: Any, stage: int, buffers: Any) -> None:
         damaged = bytearray(b"".join(buffers))
         damaged[-1] ^= 1
         right(self, key, stage, [memoryview(damaged)])
 
-    patch.setattr(Place, "write_part", write_part)
+    patch.setattr(CheckpointStore, "write_part", write_part)
 
 
 def removes_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Place, "_prune", lambda self, newest: None)
+    patch.setattr(CheckpointStore, "_prune", lambda self, newest: None)
 
 
 def forgets_moments(patch: pytest.MonkeyPatch) -> None:
@@ -318,18 +318,18 @@ def room_for_one_more(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_death_takes_its_replicas_along(patch: pytest.MonkeyPatch) -> None:
-    right = Adoption._ask
+    right = Rollback._ask
 
-    def without_peers(self: Adoption) -> tuple[int, ...]:
+    def without_peers(self: Rollback) -> tuple[int, ...]:
         roster, own = self._ctx.roster, self._ctx.roster.own.stage
         dead = {roster.member(p).stage for p in roster.everyone() if not roster.is_alive(p)}
         return tuple(sorted(dead - {own}))
 
-    async def ask(self: Adoption, peer: Any) -> Any:
+    async def ask(self: Rollback, peer: Any) -> Any:
         return None if self._ctx.roster.member(peer).stage in without_peers(self) else await right(self, peer)
 
-    patch.setattr(Adoption, "_without_peers", without_peers)
-    patch.setattr(Adoption, "_ask", ask)
+    patch.setattr(Rollback, "_without_peers", without_peers)
+    patch.setattr(Rollback, "_ask", ask)
 
 
 def work_goes_on_when_it_is_over(patch: pytest.MonkeyPatch) -> None:
@@ -365,15 +365,15 @@ def anyone_speaks_for_anyone(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_disk_that_is_full_ends_its_peer(patch: pytest.MonkeyPatch) -> None:
-    right = Place.write_part
+    right = CheckpointStore.write_part
 
-    def write_part(self: Place, key: Any, stage: int, buffers: Any) -> None:
+    def write_part(self: CheckpointStore, key: Any, stage: int, buffers: Any) -> None:
         try:
             right(self, key, stage, buffers)
         except OSError as e:
             raise ValueError("nobody expected this") from e
 
-    patch.setattr(Place, "write_part", write_part)
+    patch.setattr(CheckpointStore, "write_part", write_part)
 
 
 def shared_tokens_are_read_from_the_end(patch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from muletrain.wire.codec import encode, encode_ids
 from muletrain.wire.frame import PREFIX, pack
 
 if TYPE_CHECKING:
-    from muletrain.runtime.microbatch.inflight import Computing
+    from muletrain.runtime.microbatch.inflight import InFlightStep
 
 HELLO_BYTES = b"".join(pack(Frame(HELLO, {"channel": "bulk"})))
 ONCE_AT = 2
@@ -65,7 +65,7 @@ async def _stream(ctx: Any, peer: str, data: bytes) -> None:
 def main() -> None:
     right = Peer._begin_step
 
-    def begin_step(self: Peer, work: Computing, *, retry: bool) -> None:
+    def begin_step(self: Peer, work: InFlightStep, *, retry: bool) -> None:
         right(self, work, retry=retry)
         if work.step >= ONCE_AT:
             for peer in self._ctx.roster.others():

@@ -25,7 +25,7 @@ from muletrain.runtime.step.averaging import Averager, contents
 from muletrain.runtime.step.holding import Holding, fetch_gradient
 from muletrain.runtime.step.rounds import Round, RoundFailed
 from muletrain.runtime.step.stepper import Stepper
-from muletrain.runtime.transfer.blocks import Taker
+from muletrain.runtime.transfer.blocks import Downloader
 from muletrain.sim.loop import run_virtually
 
 SIZE = 3 * 4096 + 100
@@ -151,7 +151,7 @@ def test_who_applies_a_step_for_long_is_waited_for_as_long_as_that_takes() -> No
             lambda step: [],
             lambda work, late: None,
             lambda: asyncio.sleep(0),
-            Taker(ctx),
+            Downloader(ctx),
         )
 
         async def held(sender: str, payload: bytes) -> bytes:

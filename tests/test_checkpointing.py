@@ -36,7 +36,7 @@ from muletrain.runs.checkpoint import Checkpoint, bring_home, bring_newest_home
 from muletrain.runs.tensorboard import TensorBoardSink
 from muletrain.runtime.checkpoint import checkpoints as checkpointing
 from muletrain.runtime.checkpoint.checkpoints import MAX_OPEN, Book, CheckpointEnd, Checkpoints, PartReady
-from muletrain.runtime.checkpoint.store import MARKER, Folder, Key, PartFacts, PartsGone, Place, open_place
+from muletrain.runtime.checkpoint.store import MARKER, CheckpointStore, Folder, Key, PartFacts, PartsGone, open_place
 from muletrain.runtime.core.messages import AskHeld, Block, Held
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.membership import Membership
@@ -154,7 +154,7 @@ def names(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir() if p.name != MARKER)
 
 
-def held_up(monkeypatch: pytest.MonkeyPatch, place: Place) -> tuple[threading.Event, threading.Event]:
+def held_up(monkeypatch: pytest.MonkeyPatch, place: CheckpointStore) -> tuple[threading.Event, threading.Event]:
     """From now on ``place`` sets the first event when it is to write a part, and does so when the second is set."""
     begun, go_on, write_part = threading.Event(), threading.Event(), place.write_part
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from muletrain.network.base import PeerId
-    from muletrain.runtime.microbatch.inflight import Computing
+    from muletrain.runtime.microbatch.inflight import InFlightStep
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -38,11 +38,11 @@ def forged(lineage: bytes, step: int, holder: PeerId, members: tuple[PeerId, ...
     return RoundEntry(**fields | {"lineage": lineage, "step": step, "holder": holder, "members": members} | more)
 
 
-def lying(patch: pytest.MonkeyPatch, liar: PeerId, lie: Callable[[Peer, Computing], RoundEntry]) -> None:
+def lying(patch: pytest.MonkeyPatch, liar: PeerId, lie: Callable[[Peer, InFlightStep], RoundEntry]) -> None:
     """``liar`` does its work, and tells everyone of a round of its own as soon as a step begins, and when it has sealed."""
     begin = Peer._begin_step
 
-    def begin_step(self: Peer, work: Computing, *, retry: bool) -> None:
+    def begin_step(self: Peer, work: InFlightStep, *, retry: bool) -> None:
         begin(self, work, retry=retry)
         if self._ctx.net.peer_id == liar:
 
@@ -84,7 +84,7 @@ def test_one_replica_alone_dictates_no_gradient(replicas: int, liar: str, monkey
 def test_nor_in_the_name_of_all_while_it_gives_them_up(
     replicas: int, liar: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lie(peer: Peer, work: Computing) -> RoundEntry:
+    def lie(peer: Peer, work: InFlightStep) -> RoundEntry:
         return forged(work.lineage, work.step, liar, tuple(sorted((liar, *others(peer)))), without=others(peer))
 
     lying(monkeypatch, liar, lie)
@@ -103,7 +103,7 @@ def test_one_replica_alone_expels_nobody(replicas: int, liar: str, monkeypatch: 
 def test_nor_with_another_that_knows_nothing_of_it(replicas: int, liar: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a stage of two the other one is of another stage."""
 
-    def lie(peer: Peer, work: Computing) -> RoundEntry:
+    def lie(peer: Peer, work: InFlightStep) -> RoundEntry:
         victim, *rest = others(peer)
         with_it = rest[0] if rest else "peer-0a"
         pair = tuple(sorted((liar, with_it)))

@@ -21,7 +21,7 @@ from muletrain.cli.commands.fuzz import _play, _processes
 from muletrain.compute import scaling
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.runtime.core.messages import Busy
-from muletrain.runtime.microbatch.stage_server import Pipeline
+from muletrain.runtime.microbatch.stage_server import StageServer
 from muletrain.runtime.step.record import StepRecord
 from muletrain.runtime.step.stepper import Stepper
 from muletrain.sim.loop import Hang, VirtualLoop, run_virtually
@@ -265,13 +265,13 @@ def test_room_for_one_request_at_a_time_slows_the_run_and_changes_no_number(
     trainers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = []
-    right = Pipeline._reply
+    right = StageServer._reply
 
-    async def reply(self: Pipeline, peer: str, message: Any, tensors: Any) -> None:
+    async def reply(self: StageServer, peer: str, message: Any, tensors: Any) -> None:
         refused.extend([message] if isinstance(message, Busy) else [])
         await right(self, peer, message, tensors)
 
-    monkeypatch.setattr(Pipeline, "_reply", reply)
+    monkeypatch.setattr(StageServer, "_reply", reply)
     outcome = play(Scenario(7, (2, 1, 2), trainers, 2, 12, 0.01, (), capacity=1))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert len(refused) > 10

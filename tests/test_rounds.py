@@ -15,8 +15,8 @@ from muletrain.compute.torch_compute import TorchCompute
 from muletrain.network.base import Frame
 from muletrain.policy.views import View, company, yields
 from muletrain.runtime.core.messages import Forward
-from muletrain.runtime.microbatch.inflight import Computing
-from muletrain.runtime.microbatch.stage_server import Pipeline
+from muletrain.runtime.microbatch.inflight import InFlightStep
+from muletrain.runtime.microbatch.stage_server import StageServer
 from muletrain.runtime.peer import early_frames as early
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.step.knowledge import MAX_NUMBER
@@ -232,13 +232,13 @@ def test_an_order_to_step_back_that_comes_after_the_end_changes_nothing(monkeypa
 
 def test_what_is_abandoned_before_it_begins_gives_its_place_back() -> None:
     async def scenario() -> None:
-        work = Computing(0, bytes(32), 4)
+        work = InFlightStep(0, bytes(32), 4)
         ctx: Any = SimpleNamespace(
             plan=SimpleNamespace(capacity=8, trace=False, seats=None),
             clock=LoopClock(),
             spawn=lambda serving, name: asyncio.create_task(serving),
         )
-        pipeline = Pipeline(ctx, lambda step: work, None)
+        pipeline = StageServer(ctx, lambda step: work, None)
         pipeline.expects = lambda *_: None  # type: ignore[method-assign]
         forward = Forward(
             lineage=bytes(32), step=0, index=1, attempt=0, trainer="t", stage=0, accumulate=(0,), gradient=False, deadline_s=1.0
@@ -255,7 +255,7 @@ def test_what_is_abandoned_before_it_begins_gives_its_place_back() -> None:
 
 def test_of_frames_that_come_early_no_more_are_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(early, "LIMIT", 3)
-    kept = early.Early(capacity=2)
+    kept = early.EarlyFrames(capacity=2)
     for step in (5, 4, 6, 7):
         kept.keep("a", Frame("seal", {"step": step}), step)
     kept.forget(before=5)
@@ -275,7 +275,7 @@ def test_of_frames_that_come_early_no_more_are_kept_than_there_is_room_for(monke
 
 
 def test_of_frames_that_come_early_one_sender_takes_no_room_from_others() -> None:
-    kept = early.Early(capacity=2)
+    kept = early.EarlyFrames(capacity=2)
     for step in range(early.LIMIT):
         kept.keep("a", Frame("gap", {"step": step}), step)
         kept.keep("a", Frame("forward", {"step": step}, [encode_raw(bytes(60))]), step)

@@ -30,7 +30,7 @@ from muletrain.runtime.members.membership import Membership
 from muletrain.runtime.step.donor import Snapshots
 from muletrain.runtime.transfer import blocks as transfer
 from muletrain.runtime.transfer import tokens as sharing
-from muletrain.runtime.transfer.blocks import Taker
+from muletrain.runtime.transfer.blocks import Downloader
 from muletrain.runtime.transfer.tokens import FileCopy, Shared, Sharing, Store, share
 from muletrain.sim.loop import run_virtually
 from muletrain.sim.world.play import play
@@ -159,7 +159,7 @@ class Pair:
         self.ctx = self.stage.contexts["t"]
         self.ctx.roster._members["t"] = self.ctx.roster.own.model_copy(update={"trainer": False})
         self.ctx.roster._changed()
-        self.taker = Taker(self.ctx, _deadline=Deadline(unmeasured_s=1.0, floor_s=1.0))
+        self.taker = Downloader(self.ctx, _deadline=Deadline(unmeasured_s=1.0, floor_s=1.0))
         self.net.receive(self._block)
 
     @property

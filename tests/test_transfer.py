@@ -26,7 +26,7 @@ from muletrain.runtime.step import donor as snapshot
 from muletrain.runtime.step.donor import Receiver, Snapshots
 from muletrain.runtime.step.trail import Trail, take_past
 from muletrain.runtime.transfer import blocks as transfer
-from muletrain.runtime.transfer.blocks import Copy, Manifest
+from muletrain.runtime.transfer.blocks import Manifest, StateImage
 from muletrain.wire.codec import encode_raw
 
 if TYPE_CHECKING:
@@ -156,9 +156,9 @@ def test_a_block_of_another_size_is_refused_and_one_that_nobody_waits_for_is_dro
 
 
 def test_a_damaged_block_is_noticed_and_comes_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, damaged = Copy.views, []
+    right, damaged = StateImage.views, []
 
-    def views(self: Copy, begin: int, end: int) -> list[memoryview]:
+    def views(self: StateImage, begin: int, end: int) -> list[memoryview]:
         found = right(self, begin, end)
         if self.manifest and not damaged:  # named already: what is read now goes out
             damaged.append(begin)
@@ -167,7 +167,7 @@ def test_a_damaged_block_is_noticed_and_comes_from_another(monkeypatch: pytest.M
 
     async def scenario() -> None:
         stage = Stage("ab")
-        monkeypatch.setattr(Copy, "views", views)
+        monkeypatch.setattr(StateImage, "views", views)
         await stage.receiver.fetch(lambda offer: True)
         stage.check()
         assert len(refused(stage)) == 1
@@ -207,9 +207,9 @@ def test_a_manifest_that_is_not_what_was_offered_is_refused(monkeypatch: pytest.
 
 def test_what_came_before_a_break_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both donors go away in the middle; the one that comes back sends what is missing, and no more."""
-    right, sent, broken = Copy.send, list[int](), list[bool]()
+    right, sent, broken = StateImage.send, list[int](), list[bool]()
 
-    async def send(self: Copy, ctx: Context, taker: str, blocks: tuple[int, ...], done: Any) -> None:
+    async def send(self: StateImage, ctx: Context, taker: str, blocks: tuple[int, ...], done: Any) -> None:
         if not broken and len(sent) >= 40:
             broken.append(True)
             for donor in "ab":
@@ -225,7 +225,7 @@ def test_what_came_before_a_break_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
     async def scenario() -> None:
         nonlocal stage
         stage = Stage("ab")
-        monkeypatch.setattr(Copy, "send", send)
+        monkeypatch.setattr(StateImage, "send", send)
         monkeypatch.setattr(transfer, "CALL_S", 0.2)
         stage.receiver.taker._deadline._floor_s = stage.receiver.taker._deadline._unmeasured_s = 0.2
         await stage.receiver.fetch(lambda offer: True)
@@ -240,9 +240,9 @@ def test_what_came_before_a_break_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_donor_that_lives_and_sends_nothing_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """It gave up sending, and is heard of all the time."""
-    right, calls = Copy.send, list[str]()
+    right, calls = StateImage.send, list[str]()
 
-    async def send(self: Copy, ctx: Context, taker: str, blocks: tuple[int, ...], done: Any) -> None:
+    async def send(self: StateImage, ctx: Context, taker: str, blocks: tuple[int, ...], done: Any) -> None:
         calls.append(taker)
         if len(calls) > 1:
             await right(self, ctx, taker, blocks, done)
@@ -254,7 +254,7 @@ def test_a_donor_that_lives_and_sends_nothing_is_not_waited_for_without_end(monk
                 await asyncio.sleep(0.05)
 
         stage = Stage("a")
-        monkeypatch.setattr(Copy, "send", send)
+        monkeypatch.setattr(StateImage, "send", send)
         monkeypatch.setattr(transfer, "LONGEST_S", 0.5)
         stage.receiver.taker._deadline._floor_s = stage.receiver.taker._deadline._unmeasured_s = 0.2
         living = asyncio.create_task(lives())
@@ -336,11 +336,11 @@ def test_each_of_many_takers_gets_its_turn(monkeypatch: pytest.MonkeyPatch) -> N
         sent: list[str] = []
         held_up = asyncio.Event()
 
-        async def send(self: Copy, ctx: Any, taker: str, blocks: tuple[int, ...], done: Any) -> None:
+        async def send(self: StateImage, ctx: Any, taker: str, blocks: tuple[int, ...], done: Any) -> None:
             await held_up.wait()
             sent.append(taker)
 
-        monkeypatch.setattr(Copy, "send", send)
+        monkeypatch.setattr(StateImage, "send", send)
         takers = [f"t{k}" for k in range(20)]
         for taker in takers:
             network = stage.hub.join(taker)

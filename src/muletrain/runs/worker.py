@@ -60,7 +60,7 @@ from muletrain.runs.measure.vicinity import serve_sight
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.worker_files import EXIT_ERROR, EXIT_NO_CHECKPOINT, OWNER_FILE, SCRATCH, TICKET_FILE, write_secret
 from muletrain.runtime.checkpoint.checkpoints import Book
-from muletrain.runtime.checkpoint.store import Folder, Place, open_place
+from muletrain.runtime.checkpoint.store import CheckpointStore, Folder, open_place
 from muletrain.runtime.core.disk import Disk
 from muletrain.runtime.core.messages import Member
 from muletrain.runtime.members.context import Context
@@ -457,7 +457,7 @@ class Worker:
         machine: Machine,
         cache: TokenCache | None,
         papers: Papers,
-        place: Place,
+        place: CheckpointStore,
         sharing: Sharing | None,
         *,
         joining: bool = False,
@@ -566,7 +566,7 @@ class Worker:
             )
 
 
-def place_of(config: RunConfig, spec: WorkerSpec, note: Callable[..., None]) -> Place:
+def place_of(config: RunConfig, spec: WorkerSpec, note: Callable[..., None]) -> CheckpointStore:
     """Where this peer writes checkpoints: the run's shared place only if the owner of this machine named it, too, because opening it uses
     this machine's disk or credentials. Raises ConfigError where the owner's place is not the run's, or the founder cannot use it."""
     shared, keep = config.checkpoint.place, config.checkpoint.keep

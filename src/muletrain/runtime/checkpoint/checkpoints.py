@@ -9,7 +9,7 @@ A writer keeps one copy of its stage's state: it leaves out a checkpoint that co
 and says so. Only the run's last checkpoint waits for its turn.
 
 Trouble (a full disk, one that hangs, a lost part) ends that checkpoint, never the training, and every checkpoint ends in the end. Hashing
-and the disk may take seconds: each has a thread of its own (``Context.aside``, ``Place.disk``).
+and the disk may take seconds: each has a thread of its own (``Context.aside``, ``CheckpointStore.disk``).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from muletrain.network.base import PeerId
-    from muletrain.runtime.checkpoint.store import Place
+    from muletrain.runtime.checkpoint.store import CheckpointStore
     from muletrain.runtime.core.messages import Snapshot
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.membership import Membership
@@ -116,7 +116,7 @@ class Book:
     """Where this peer writes checkpoints and what makes them self-contained: the manifest's own fields, and other files. It stays the same
     when the peer moves or begins anew."""
 
-    place: Place
+    place: CheckpointStore
     about: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
     parts: dict[Key, dict[int, PartFacts]] = field(default_factory=dict)
@@ -467,7 +467,7 @@ class Checkpoints:
         size = sum(self._ctx.plan.state_bytes) or sum(f.size for f in opened.parts.values())
         return max(0.0, opened.begin + LIMIT_S + size / SLOWEST_BYTES_PER_S - self._ctx.clock.now())
 
-    async def _is_complete(self, place: Place, key: Key) -> bool:
+    async def _is_complete(self, place: CheckpointStore, key: Key) -> bool:
         try:
             return key in await place.disk.call(place.complete)
         except OSError:

@@ -4,7 +4,7 @@ Parts first, the manifest that names them by content last: a checkpoint that has
 only then, and everything is on the disk before; object stores show a file only when it is whole. Peers whose members name the same
 place share it: what one of them wrote there, all of them have.
 
-Nothing here waits for anyone but the disk (or the store): call it by ``Place.disk``. Everything raises OSError.
+Nothing here waits for anyone but the disk (or the store): call it by ``CheckpointStore.disk``. Everything raises OSError.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class PartsGone(OSError):
         self.stages = stages
 
 
-class Place(ABC):
+class CheckpointStore(ABC):
     """``keep``: that many of the newest complete checkpoints stay. ``disk``: where its calls run."""
 
     def __init__(self, keep: int) -> None:
@@ -202,7 +202,7 @@ class Place(ABC):
         """A folder of ours; none is fine."""
 
 
-class Folder(Place):
+class Folder(CheckpointStore):
     """On a disk of this machine, or one that several share. Survives power cuts: a name that says 'complete' comes last."""
 
     def __init__(self, root: Path, keep: int, name: str | None = None) -> None:
@@ -286,7 +286,7 @@ class Folder(Place):
         shutil.rmtree(self._root / path, ignore_errors=True)
 
 
-class Store(Place):
+class Store(CheckpointStore):
     """What fsspec writes to. Nothing is renamed there: a folder is complete once it has a manifest."""
 
     def __init__(self, url: str, keep: int) -> None:
@@ -348,7 +348,7 @@ PROTOCOLS = ("file", "local", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "
 """Of URLs. Others of fsspec chain, cache or rewrite (``reference::`` ran code before fsspec 2026.5), and are no place for checkpoints."""
 
 
-def open_place(url: str, keep: int) -> Place:
+def open_place(url: str, keep: int) -> CheckpointStore:
     """The place that ``checkpoint.place`` names, the same for all peers. Raises ConfigError where this machine cannot use it."""
     protocol, is_url, _ = url.partition("://")
     if "::" in url or (is_url and protocol not in PROTOCOLS):

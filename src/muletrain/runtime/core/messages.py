@@ -108,7 +108,7 @@ class Member(Message):
     flops: Rate = 0
     since: Natural = 0
     place: Annotated[str, Field(max_length=64)] = ""
-    """Where it can write checkpoints (``Place.name``); members with the same share it."""
+    """Where it can write checkpoints (``CheckpointStore.name``); members with the same share it."""
 
 
 class Request(Message):

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.context import Context
 
 
-class Standins:
+class HotSpares:
     """What was said last of each seat; ``look`` says what has changed since."""
 
     def __init__(self, ctx: Context) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from muletrain.network.base import PeerId
     from muletrain.runtime.core.messages import Forward, Request
     from muletrain.runtime.members.context import Context
-    from muletrain.runtime.microbatch.dispatcher import Answer, Router
+    from muletrain.runtime.microbatch.dispatcher import Answer, Dispatcher
     from muletrain.wire.codec import Encoded
 
 REMEMBERED = 64
@@ -43,11 +43,11 @@ class _Gradient(NamedTuple):
     """Infinite where it is not finite."""
 
 
-class Opinions:
+class GradientCrossCheck:
     """On the answers of one router."""
 
-    def __init__(self, ctx: Context, router: Router) -> None:
-        self._ctx, self._router = ctx, router
+    def __init__(self, ctx: Context, dispatcher: Dispatcher) -> None:
+        self._ctx, self._dispatcher = ctx, dispatcher
         self._lengths: deque[float] = deque(maxlen=REMEMBERED)
         self._first: dict[PeerId, float] = {}
         """Lengths of the first answers, by who gave them, until some were taken."""
@@ -77,7 +77,7 @@ class Opinions:
         self._first.setdefault(answer.peer, length)
         if len(self._first) > 1:
             self._second.set()
-        while not self._second.is_set() and self._router.expects_another_than(answer.peer):
+        while not self._second.is_set() and self._dispatcher.expects_another_than(answer.peer):
             with contextlib.suppress(DeadlineExceeded):
                 await self._ctx.clock.deadline(
                     self._second.wait(), max(answer.took_s, PAUSE_S), "another peer's first gradient"
@@ -95,7 +95,7 @@ class Opinions:
         asked, known_before = {peer: first}, bool(self._lengths)
         while len(asked) < 3 and not asked.keys() >= set(self._ctx.roster.stage(self._ctx.roster.own.stage + 1)):
             try:
-                other = await self._router.request(request, (), sent, asked, gradient=True)
+                other = await self._dispatcher.request(request, (), sent, asked, gradient=True)
             except StageLost:
                 break
             gradient = await self._read(other)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
-    from muletrain.runtime.microbatch.inflight import Computing
+    from muletrain.runtime.microbatch.inflight import InFlightStep
     from muletrain.wire.codec import Encoded
 
 BUSY_PAUSE_S = 0.005
@@ -99,7 +99,7 @@ class _Pending:
             self.reply.set_result(copy.result())
 
 
-class Router:
+class Dispatcher:
     """Requests towards one stage."""
 
     def __init__(self, ctx: Context, stage: int) -> None:
@@ -114,7 +114,7 @@ class Router:
         ctx.on_doubt.append(self._doubt)
         self._current: set[tuple[int, bytes]] | None = None
 
-    def begin(self, under_way: Iterable[Computing]) -> None:
+    def begin(self, under_way: Iterable[InFlightStep]) -> None:
         """Requests of other steps are given up from now on: nobody answers them any more, and nobody is to be banned for that."""
         self._current = {(work.step, work.lineage) for work in under_way}
         self.refresh()

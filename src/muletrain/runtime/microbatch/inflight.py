@@ -39,7 +39,7 @@ class TooLate(MuletrainError):
 
 
 @dataclass
-class Computing:
+class InFlightStep:
     """One step's, at one peer."""
 
     step: int

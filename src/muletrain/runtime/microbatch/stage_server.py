@@ -19,7 +19,7 @@ from muletrain.errors import Malformed, MuletrainError, NetworkError, ProtocolEr
 from muletrain.events import MicrobatchServed, MicrobatchTaken
 from muletrain.policy.deadline import UNMEASURED_S, Usual
 from muletrain.runtime.core.messages import Backward, Busy, Done, Forward, Lost, Request
-from muletrain.runtime.microbatch.cross_check import Opinions
+from muletrain.runtime.microbatch.cross_check import GradientCrossCheck
 from muletrain.runtime.microbatch.dispatcher import Unfinite
 from muletrain.wire.codec import IDS, decode, encode
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from muletrain.network.base import Frame, PeerId
     from muletrain.runtime.members.context import Context
-    from muletrain.runtime.microbatch.dispatcher import Answer, Router
-    from muletrain.runtime.microbatch.inflight import Computing
+    from muletrain.runtime.microbatch.dispatcher import Answer, Dispatcher
+    from muletrain.runtime.microbatch.inflight import InFlightStep
     from muletrain.wire.codec import Encoded
 
 BACKWARD, FORWARD = 0, 1
@@ -48,7 +48,7 @@ class _Held:
 
     sender: PeerId
     message: Forward
-    work: Computing
+    work: InFlightStep
     admitted: float
     busy_s: float = 0.0
     computed_s: float = 0.0
@@ -65,20 +65,20 @@ class _Held:
 
 
 @dataclass
-class Pipeline:
+class StageServer:
     """Serves one stage."""
 
     ctx: Context
-    computing: Callable[[int], Computing | None]
+    computing: Callable[[int], InFlightStep | None]
     """What is under way of a step."""
-    router: Router | None
+    dispatcher: Dispatcher | None
     """Towards the next stage; None on the last."""
     _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
     _answers: Counter[tuple[int, int]] = field(default_factory=Counter)
     """Being sent, by step and index."""
 
     def __post_init__(self) -> None:
-        self._opinions = None if self.router is None else Opinions(self.ctx, self.router)
+        self._cross_check = None if self.dispatcher is None else GradientCrossCheck(self.ctx, self.dispatcher)
         self._usual = Usual(unmeasured_s=UNMEASURED_S, floor_s=0.0, times=1.0)
         """What a microbatch takes here."""
         seats = self.ctx.plan.seats
@@ -88,7 +88,7 @@ class Pipeline:
         stages only, and the last one waits for nobody."""
         if seats is not None and seats.schedule == "gpipe":
             self._forward, self._backward = BACKWARD, FORWARD
-        elif seats is not None and self.router is not None:
+        elif seats is not None and self.dispatcher is not None:
             self._between = asyncio.Semaphore(seats.most_in_flight(self.ctx.roster.own.stage, self.ctx.roster.own.name))
 
     def running(self, step: int) -> list[int]:
@@ -169,21 +169,21 @@ class Pipeline:
 
     async def _work(self, held: _Held, tensors: list[Encoded]) -> tuple[float, Encoded | None]:
         inputs, targets = await self._receive(held, tensors)
-        if self.router is None:
+        if self.dispatcher is None:
             return await self._last_stage(held, inputs, targets)
         # who asks for a copy waits for another pipeline, which is not to stand meanwhile
         wanted = held.message.stage in held.message.accumulate
         async with self._between if wanted else nullcontext():
-            return await self._there_and_back(held, inputs, tensors[1], self.router)
+            return await self._there_and_back(held, inputs, tensors[1], self.dispatcher)
 
     async def _there_and_back(
-        self, held: _Held, inputs: Tensor, targets: Encoded, router: Router
+        self, held: _Held, inputs: Tensor, targets: Encoded, dispatcher: Dispatcher
     ) -> tuple[float, Encoded | None]:
         """Forward, all that comes behind, and backward."""
         sent = [await self._compute_forward(held, inputs), targets]
         message = held.message
         backward = message.gradient or message.stage in message.accumulate
-        answer = await router.request(
+        answer = await dispatcher.request(
             held.request, message.accumulate, sent, gradient=backward, unfinite=message.unfinite
         )
         if answer.gradient is None:  # it is run again for a later stage alone
@@ -242,8 +242,8 @@ class Pipeline:
 
     async def _compute_backward(self, held: _Held, answer: Answer, sent: list[Encoded]) -> tuple[float, Encoded | None]:
         ctx, loss = self.ctx, answer.loss
-        assert self._opinions is not None  # not on the last stage
-        gradient, trusted = await self._opinions.gradient(held.request, held.message, sent, answer)
+        assert self._cross_check is not None  # not on the last stage
+        gradient, trusted = await self._cross_check.gradient(held.request, held.message, sent, answer)
         held.excused |= not trusted
         with _Accumulation(held) as accumulation:
             accumulation.loss = loss

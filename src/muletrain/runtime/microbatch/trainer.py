@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
-    from muletrain.runtime.microbatch.dispatcher import Router
-    from muletrain.runtime.microbatch.inflight import Computing
+    from muletrain.runtime.microbatch.dispatcher import Dispatcher
+    from muletrain.runtime.microbatch.inflight import InFlightStep
 
 MAX_TRIES = 60
 """Injections of one microbatch before the trainer gives up with an error instead of trying for ever: 20 minutes of pauses."""
@@ -47,12 +47,12 @@ class Source(Protocol):
 class Trainer:
     """Injects the microbatches of one step that it claims, within a window."""
 
-    def __init__(self, ctx: Context, source: Source, router: Router, window: int, work: Computing) -> None:
-        """``dispatcher``: towards stage 0. ``window``: microbatches to have under way (of each pipeline, if membership is planned: none waits
-        for another)."""
+    def __init__(self, ctx: Context, source: Source, dispatcher: Dispatcher, window: int, work: InFlightStep) -> None:
+        """``dispatcher``: towards stage 0. ``window``: microbatches to have under way (of each pipeline, if membership is planned: none
+        waits for another)."""
         self._ctx = ctx
         self._source = source
-        self._router = router
+        self._dispatcher = dispatcher
         seats = ctx.plan.seats
         self._pipeline = (lambda index: 0) if seats is None else seats.pipeline
         self._windows = [asyncio.Semaphore(window) for _ in range(1 if seats is None else seats.pipelines)]
@@ -202,11 +202,11 @@ class Trainer:
                     trainer=self._ctx.net.peer_id,
                 )
                 try:
-                    return (await self._router.request(request, accumulate, tensors, gradient=False)).loss
+                    return (await self._dispatcher.request(request, accumulate, tensors, gradient=False)).loss
                 except StageLost:  # its peers may still be at the step before, or be found out about
                     await self._ctx.clock.sleep(backoff_s(tries, PAUSE_S, PAUSE_MAX_S))
                     accumulate, loss = await self._still_missing(index, accumulate)
-                    self._router.refresh()
+                    self._dispatcher.refresh()
         raise MuletrainError(
             f"step {self._step}: microbatch {index} could not be finished in {MAX_TRIES} tries; {self._ctx.who_is_there()}"
         )

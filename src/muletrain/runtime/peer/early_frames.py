@@ -15,7 +15,7 @@ NOTICES = 256
 """Of one sender: frames without tensors. Of frames with tensors it has as many as this peer holds requests: more would find it full."""
 
 
-class Early:
+class EarlyFrames:
     """In the order in which they came. What one sender sends leaves room for the others' frames."""
 
     def __init__(self, capacity: int) -> None:

@@ -46,22 +46,22 @@ from muletrain.runtime.core.messages import (
 )
 from muletrain.runtime.members.context import StepStats
 from muletrain.runtime.members.expected import Expected
-from muletrain.runtime.members.hot_spares import Standins
+from muletrain.runtime.members.hot_spares import HotSpares
 from muletrain.runtime.members.membership import Membership
 from muletrain.runtime.members.rebalancing import Rebalancer
 from muletrain.runtime.members.watchdog import Watchdog
-from muletrain.runtime.microbatch.dispatcher import Router
-from muletrain.runtime.microbatch.stage_server import Pipeline
+from muletrain.runtime.microbatch.dispatcher import Dispatcher
+from muletrain.runtime.microbatch.stage_server import StageServer
 from muletrain.runtime.microbatch.trainer import Trainer
-from muletrain.runtime.peer.early_frames import Early
+from muletrain.runtime.peer.early_frames import EarlyFrames
 from muletrain.runtime.peer.reporting import Reporting
 from muletrain.runtime.recovery.forks import GivesWay, Lineages
-from muletrain.runtime.recovery.rollback import Adoption, StepBack
+from muletrain.runtime.recovery.rollback import Rollback, StepBack
 from muletrain.runtime.step.donor import Receiver, Snapshots
 from muletrain.runtime.step.knowledge import Behind
 from muletrain.runtime.step.sealing import expelled
 from muletrain.runtime.step.stepper import Stepper
-from muletrain.runtime.transfer.blocks import Taker
+from muletrain.runtime.transfer.blocks import Downloader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.core.messages import Message, Snapshot
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.expected import Check
-    from muletrain.runtime.microbatch.inflight import Computing
+    from muletrain.runtime.microbatch.inflight import InFlightStep
     from muletrain.runtime.microbatch.trainer import Source
     from muletrain.runtime.step.record import StepRecord
     from muletrain.runtime.transfer.tokens import Sharing
@@ -149,21 +149,21 @@ class Peer:
         self._ctx = ctx
         self.roster, self.emit = ctx.roster, ctx.emit
         self._on_step = on_step
-        self.reporting, self._standins = Reporting(ctx, on_report, apart=reports), Standins(ctx)
+        self.reporting, self._hot_spares = Reporting(ctx, on_report, apart=reports), HotSpares(ctx)
         self._joining, self._back, self._fits = joining, back, fits
         stage, plan = ctx.roster.own.stage, ctx.plan
-        onwards = Router(ctx, stage + 1) if stage + 1 < plan.stages else None
-        self._pipeline = Pipeline(ctx, lambda step: self.stepper.computing(step), onwards)
+        onwards = Dispatcher(ctx, stage + 1) if stage + 1 < plan.stages else None
+        self._pipeline = StageServer(ctx, lambda step: self.stepper.computing(step), onwards)
         genesis = ctx.roster.genesis
         begin = (genesis.first_step, genesis.lineage) if back is None else (back.step, back.lineage)
         self._receiver = Receiver(ctx)
-        taker, self._sharing, self._tokens = self._receiver.taker, sharing, Taker(ctx)
+        taker, self._sharing, self._tokens = self._receiver.taker, sharing, Downloader(ctx)
         self.stepper = Stepper(
             ctx, *begin, self._pipeline.running, self._pipeline.answering, self._adopt, self._begin_ahead, taker
         )
         self.stepper.settled, self.stepper.away = not joining, joining
         self._source = source if ctx.roster.own.trainer else None
-        self._inwards = Router(ctx, stage=0)
+        self._inwards = Dispatcher(ctx, stage=0)
         self._trainers: dict[int, Trainer] = {}
         """By step."""
         self._membership = Membership(ctx)
@@ -171,10 +171,10 @@ class Peer:
         self._lineages = Lineages(ctx, self.stepper, self._receiver)
         self._checkpoints = Checkpoints(ctx, self._snapshots, self._receiver, self._membership, book)
         self.stepper.departure.unsafe = self._checkpoints.unsafe
-        self._adoption = Adoption(
+        self._adoption = Rollback(
             ctx, self._checkpoints, self._where, fits, back, self._lineages.goes_on, self._write_what_there_is
         )
-        self._early = Early(plan.capacity)
+        self._early = EarlyFrames(plan.capacity)
         self._finished: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._claims: set[PeerId] = set()
         """Who said that the end is reached."""
@@ -297,7 +297,7 @@ class Peer:
             self._end_trainers(step)
             self.rebalancer.count(ctx.stats)
             self.reporting.applied(record, self.stepper.work)
-            self._standins.look(speaks=self.reporting.speaks())
+            self._hot_spares.look(speaks=self.reporting.speaks())
             self._drawn.clear()
             if self._on_step(record):
                 self.stepper.stop_requested = True
@@ -460,13 +460,13 @@ class Peer:
         self._ctx.spawn(self._ctx.tell(self._ctx.roster.everyone(), back), "back")
 
     def _refresh_routes(self) -> None:
-        if self._pipeline.router is not None:
-            self._pipeline.router.refresh()
+        if self._pipeline.dispatcher is not None:
+            self._pipeline.dispatcher.refresh()
         self._inwards.refresh()
 
-    def _begin_step(self, work: Computing, *, retry: bool) -> None:
-        if self._pipeline.router is not None:
-            self._pipeline.router.begin(self.stepper.under_way())
+    def _begin_step(self, work: InFlightStep, *, retry: bool) -> None:
+        if self._pipeline.dispatcher is not None:
+            self._pipeline.dispatcher.begin(self.stepper.under_way())
         if work.step in self._trainers:  # it was begun ahead; who trained then may be gone
             self._adopt(work)
         elif self._source is not None:
@@ -498,7 +498,7 @@ class Peer:
         for step in [s for s in self._trainers if s <= last]:
             self._trainers.pop(step).end()
 
-    def _adopt(self, work: Computing, late: bool = False) -> None:
+    def _adopt(self, work: InFlightStep, late: bool = False) -> None:
         trainer = self._trainers.get(work.step)
         if trainer is not None and not work.all_through:
             trainer.spawn(trainer.adopt(late=late), "adopt")
@@ -636,15 +636,15 @@ class Peer:
 
     def _expects_gradient(self, sender: PeerId, message: Backward, tensors: list[Encoded]) -> None:
         """Raises ProtocolError."""
-        if self._pipeline.router is None or message.stage != self._ctx.roster.own.stage + 1:
+        if self._pipeline.dispatcher is None or message.stage != self._ctx.roster.own.stage + 1:
             raise ProtocolError(f"{message.KIND} from stage {message.stage}: no gradient was asked for there")
-        self._pipeline.router.expects(sender, message, tensors)
+        self._pipeline.dispatcher.expects(sender, message, tensors)
 
     def _on_reply(self, sender: PeerId, message: Backward | Done | Busy | Lost, frame: Frame) -> None:
         """Answers from stage 0 are the trainer's; from the next stage, the pipeline's."""
-        router = self._pipeline.router
-        if router is not None and message.stage == self._ctx.roster.own.stage + 1:
-            router.on_reply(sender, message, frame.tensors)
+        dispatcher = self._pipeline.dispatcher
+        if dispatcher is not None and message.stage == self._ctx.roster.own.stage + 1:
+            dispatcher.on_reply(sender, message, frame.tensors)
         elif message.stage == 0 and self._source is not None:
             self._inwards.on_reply(sender, message, frame.tensors)
         else:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
-    from muletrain.runtime.microbatch.inflight import Computing
+    from muletrain.runtime.microbatch.inflight import InFlightStep
     from muletrain.runtime.step.record import StepRecord
 
 
@@ -40,7 +40,7 @@ class Reporting:
         collector = self._ctx.roster.collector()
         return (collector.id if collector is not None else self._ctx.roster.genesis.collector) == self._ctx.net.peer_id
 
-    def applied(self, record: StepRecord, work: Computing) -> None:
+    def applied(self, record: StepRecord, work: InFlightStep) -> None:
         """A step, with all that was counted since the one before; counting begins anew."""
         ctx, self._applied = self._ctx, self._applied + 1
         stats, now = ctx.stats, ctx.clock.now()

@@ -120,7 +120,7 @@ class StandsAt(Message):
         return policy.Standing(self.stage, frozenset(self.targets), parts)
 
 
-class Adoption:
+class Rollback:
     """One peer's. ``ordered`` is done when it has to begin anew: on the branch of a StepBack or, with None, with what replicas give."""
 
     def __init__(

@@ -19,7 +19,7 @@ from muletrain.policy.deadline import backoff_s
 from muletrain.policy.debts import Debts
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.messages import MAX_RUN, AskBlocks, AskManifest, AskSnapshot, Snapshot
-from muletrain.runtime.transfer.blocks import LANES, Copy, Manifest, Partial, Taker
+from muletrain.runtime.transfer.blocks import LANES, Downloader, Manifest, PartialDownload, StateImage
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -61,7 +61,7 @@ PAUSE_S, PAUSE_MAX_S = 0.2, 10.0
 class _Kept:
     stage: int
     offer: Snapshot
-    copy: Copy
+    copy: StateImage
     asked: float
     part: bool
     """Of a checkpoint: who takes it goes on from somewhere else."""
@@ -161,7 +161,7 @@ class Snapshots:
         past: tuple[bytes, ...] = (),
     ) -> Snapshot:
         """Keep a copy for takers. ``state``: nobody changes it any more. ``part``: it is of a checkpoint."""
-        copy = Copy(state)
+        copy = StateImage(state)
         await copy.name(self._ctx)
         offer = Snapshot(step=step, lineage=lineage, digest=copy.digest, over=over, past=past)
         self._keep(_Kept(stage, offer, copy, self._ctx.clock.now(), part))
@@ -194,7 +194,7 @@ class Snapshots:
             now = self._ctx.clock.now()
             self._kept = {d: k for d, k in self._kept.items() if now - k.asked < KEPT_S}
 
-    def _asked(self, digest: bytes, taker: PeerId) -> Copy:
+    def _asked(self, digest: bytes, taker: PeerId) -> StateImage:
         """Raises MuletrainError when it is not kept for ``taker`` (any more)."""
         if self._sharing is not None and digest == self._sharing.shared.digest:
             return self._sharing.given(self._ctx, taker)
@@ -232,7 +232,7 @@ class Snapshots:
         self._ctx.spawn(self._send(copy, run, ask.blocks), "blocks")
         return b""
 
-    async def _send(self, copy: Copy, run: tuple[PeerId, bytes], blocks: tuple[int, ...]) -> None:
+    async def _send(self, copy: StateImage, run: tuple[PeerId, bytes], blocks: tuple[int, ...]) -> None:
         """While the copy is kept."""
         try:
             await copy.send(self._ctx, run[0], blocks, lambda: self._asked(copy.digest, run[0]))
@@ -248,9 +248,9 @@ class Receiver:
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
-        self.taker = Taker(ctx)
-        self._partial: Partial | None = None
-        self._part: Partial | None = None
+        self.taker = Downloader(ctx)
+        self._partial: PartialDownload | None = None
+        self._part: PartialDownload | None = None
         """Of a checkpoint's part."""
         self._refusal = ""
 
@@ -312,7 +312,7 @@ class Receiver:
         if snapshot is None:
             raise PeerUnreachable(f"no peer gives this part of checkpoint {step}")
         if (partial := self._part) is None or partial.digest != snapshot.digest:
-            partial = Partial.of(snapshot.digest, await self._manifest(snapshot, good, size + HEADERS))
+            partial = PartialDownload.of(snapshot.digest, await self._manifest(snapshot, good, size + HEADERS))
         self._part = partial  # what came stays, should the rest not
         await self.taker.fetch(partial, good)
         self._part = None
@@ -325,7 +325,7 @@ class Receiver:
         if self._partial is None or self._partial.digest != snapshot.digest:
             self._partial = None
             limit = 20 * ctx.compute.n_params + HEADERS  # weights of two steps, two moments, the loss scale
-            self._partial = Partial.of(snapshot.digest, await self._manifest(snapshot, donors, limit))
+            self._partial = PartialDownload.of(snapshot.digest, await self._manifest(snapshot, donors, limit))
         await self.taker.fetch(self._partial, donors)
         if confirm is not None:
             await confirm(snapshot)

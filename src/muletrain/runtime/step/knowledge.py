@@ -32,7 +32,7 @@ from muletrain.runtime.core.messages import (
 )
 from muletrain.runtime.core.waiting import MAX_SILENCE, Waits
 from muletrain.runtime.members.leaving import Departure
-from muletrain.runtime.microbatch.inflight import Computing
+from muletrain.runtime.microbatch.inflight import InFlightStep
 from muletrain.runtime.step.record import RecordBuilder
 from muletrain.runtime.step.trail import Trail
 
@@ -81,7 +81,7 @@ class Knowledge:
         lineage: bytes,
         running: Callable[[int], list[int]],
         answering: Callable[[int], list[int]],
-        orphaned: Callable[[Computing, bool], None],
+        orphaned: Callable[[InFlightStep, bool], None],
     ) -> None:
         """``running``, ``answering``: microbatches of a step that this peer works on, and whose answer it sends. ``orphaned`` is told
         when they are not through: after a death, or (True) although nothing came for as long as a step takes."""
@@ -113,14 +113,14 @@ class Knowledge:
         """Told of a peer of another lineage, and of its step (see ``Lineages``)."""
         self.others_at = step
         """The furthest step, of our lineage, that we heard of another peer."""
-        self.ahead: Computing | None = None
+        self.ahead: InFlightStep | None = None
         """The next step, if it is computed already."""
         self._asked_round = 0
         self._moved: Recent[tuple[int, bytes]] = Recent()
         """Bytes that others said they had moved, and the round that they averaged last."""
         self._apart: Recent[tuple[int, int]] = Recent()
         """Replicas that we average nothing with, since nothing comes from them: until which step, and for how many."""
-        self.work = Computing(step, lineage, ctx.plan.microbatches)
+        self.work = InFlightStep(step, lineage, ctx.plan.microbatches)
         self._enter(Chain(step, (lineage,)))
 
     @property
@@ -140,10 +140,10 @@ class Knowledge:
         """hash(R_{step-1}), or the genesis': what made our weights."""
         return self._chain.lineages[-1]
 
-    def under_way(self) -> tuple[Computing, ...]:
+    def under_way(self) -> tuple[InFlightStep, ...]:
         return (self.work,) if self.ahead is None else (self.work, self.ahead)
 
-    def computing(self, step: int) -> Computing | None:
+    def computing(self, step: int) -> InFlightStep | None:
         """None for a step of which microbatches are not (any more) computed here."""
         if self.work.step == step:
             return self.work
@@ -159,7 +159,7 @@ class Knowledge:
             ahead.ledger.reopen(keep=True)
         else:
             assert ahead is None  # let go of before
-            self.work = Computing(step, lineage, self._ctx.plan.microbatches)
+            self.work = InFlightStep(step, lineage, self._ctx.plan.microbatches)
         self._seals: dict[PeerId, Seal] = {}
         self.announced: Seal | None = None
         self.away = False
@@ -429,7 +429,7 @@ class Knowledge:
             return self._holding.piece(offset, self._ctx.plan.gradients)
         return self.trail.piece(sender, round_, offset)
 
-    def covered(self, work: Computing) -> frozenset[int]:
+    def covered(self, work: InFlightStep) -> frozenset[int]:
         """Microbatches that are not to be accumulated again: ours; all of them once we hold the stage's mean gradient, unless a larger
         company of replicas goes on without us, and what we hold will not count."""
         whole = work is self.work and self._holding is not None
@@ -474,7 +474,7 @@ class Knowledge:
 
     # What we ask ------------------------------------------------------------------------------------------------------
 
-    async def _nothing_running(self, work: Computing) -> None:
+    async def _nothing_running(self, work: InFlightStep) -> None:
         await self._waits.until(lambda: not work.ledger.running, self._seal_deadline, "running microbatches")
 
     async def _ask_progress(self) -> None:

@@ -14,7 +14,7 @@ from muletrain.errors import MuletrainError, NetworkError, Refused
 from muletrain.events import Note
 from muletrain.policy.deadline import backoff_s
 from muletrain.runtime.core.messages import RoundEntry
-from muletrain.runtime.microbatch.inflight import Computing
+from muletrain.runtime.microbatch.inflight import InFlightStep
 from muletrain.runtime.step.averaging import Averager
 from muletrain.runtime.step.holding import Holding, fetch_gradient
 from muletrain.runtime.step.knowledge import MAX_ATTEMPTS, Behind
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.core.messages import ShardFacts
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.step.record import StepRecord
-    from muletrain.runtime.transfer.blocks import Taker
+    from muletrain.runtime.transfer.blocks import Downloader
 
 T = TypeVar("T")
 
@@ -60,9 +60,9 @@ class Stepper(Sealing):
         lineage: bytes,
         running: Callable[[int], list[int]],
         answering: Callable[[int], list[int]],
-        orphaned: Callable[[Computing, bool], None],
+        orphaned: Callable[[InFlightStep, bool], None],
         begun: Callable[[], Coroutine[Any, Any, None]],
-        taker: Taker,
+        taker: Downloader,
     ) -> None:
         """See ``Knowledge``. ``begun``: the next step is computed from now on (``ahead``). ``taker``: of what lies back."""
         super().__init__(ctx, step, lineage, running, answering, orphaned)
@@ -223,7 +223,7 @@ class Stepper(Sealing):
         plan = self._ctx.plan
         if not plan.delayed or self.ahead is not None or self.step + 1 == plan.steps or self.stop_requested:
             return
-        self.ahead = Computing(self.step + 1, self.applied, plan.microbatches)
+        self.ahead = InFlightStep(self.step + 1, self.applied, plan.microbatches)
         if self.departure.announced():
             self.ahead.ledger.seal()
         await self._begun()
@@ -346,7 +346,7 @@ class Stepper(Sealing):
             self.ahead = None
         self.settled = False
 
-    async def _quiesce(self, work: Computing) -> None:
+    async def _quiesce(self, work: InFlightStep) -> None:
         """What we accumulated is of no use any more, and nothing that still runs may end in an accumulator of another step."""
         self.away = True
         work.over = True

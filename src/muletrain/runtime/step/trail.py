@@ -19,14 +19,14 @@ from torch import Tensor
 from muletrain.errors import NetworkError, ProtocolError
 from muletrain.runtime.core.messages import AskPast
 from muletrain.runtime.step.holding import PIECE, Holding, decode_piece, verified
-from muletrain.runtime.transfer.blocks import Copy, Manifest, Partial
+from muletrain.runtime.transfer.blocks import Manifest, PartialDownload, StateImage
 
 if TYPE_CHECKING:
     from muletrain.network.base import PeerId
     from muletrain.runtime.core.messages import RoundEntry
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.step.record import RecordBuilder
-    from muletrain.runtime.transfer.blocks import Taker
+    from muletrain.runtime.transfer.blocks import Downloader
 
 KEPT_S = 60.0
 """After the last that was heard of a follower, nothing is kept for it."""
@@ -44,7 +44,7 @@ class _Past:
     """The rounds of its record."""
     entry: RoundEntry
     holding: Holding | None
-    packed: Copy | None = None
+    packed: StateImage | None = None
 
     @property
     def nbytes(self) -> int:
@@ -103,7 +103,7 @@ class Trail:
             for begin in range(0, len(holding.gradient), PIECE):
                 piece = await ctx.compute.offload(holding.piece, begin, ctx.plan.gradients)
                 pieces[_name(begin)] = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
-            packed = Copy(pieces)
+            packed = StateImage(pieces)
             await packed.name(ctx)
             past.packed, past.holding = packed, None
 
@@ -139,7 +139,7 @@ class Trail:
                 return past.packed.manifest
         return b""
 
-    def copy(self, peer: PeerId, digest: bytes) -> Copy | None:
+    def copy(self, peer: PeerId, digest: bytes) -> StateImage | None:
         """That of which ``peer``, a replica, got the manifest."""
         for past in self._past:
             if past.packed is not None and past.packed.digest == digest and self._is_replica(peer):
@@ -156,7 +156,7 @@ class Trail:
             self.follow(peer, step)
 
 
-async def take_past(ctx: Context, taker: Taker, entry: RoundEntry) -> Holding | None:
+async def take_past(ctx: Context, taker: Downloader, entry: RoundEntry) -> Holding | None:
     """The gradient of ``entry``'s round, of a step that lies back, from all replicas that are believed alive and keep it; None where none
     does. Raises NetworkError."""
     ask = AskPast(round=entry.round).pack()
@@ -179,7 +179,7 @@ async def take_past(ctx: Context, taker: Taker, entry: RoundEntry) -> Holding | 
     pieces = {(_name(begin), "uint8", 1) for begin in range(0, n_params, PIECE)}
     if {(name, dtype, len(shape)) for name, dtype, shape in named.tensors} != pieces:
         raise ProtocolError("the pieces of a gradient that no stage has")
-    partial = Partial.of(blake3(packed).digest(), named)
+    partial = PartialDownload.of(blake3(packed).digest(), named)
     await taker.fetch(partial, [p for p, answer in answers.items() if answer == packed])
     gradient = torch.empty(n_params)
     for name, piece in partial.state().items():

@@ -89,7 +89,7 @@ class Manifest(Message):
         return self.digests[32 * block : 32 * block + 32]
 
 
-class Copy:
+class StateImage:
     """The donor's side of one copy. ``digest`` names it: the hash of its manifest."""
 
     def __init__(self, state: dict[str, Tensor]) -> None:
@@ -168,7 +168,7 @@ class Copy:
 
 
 @dataclass
-class Partial:
+class PartialDownload:
     """What arrived of one copy."""
 
     digest: bytes
@@ -177,7 +177,7 @@ class Partial:
     missing: set[int]
 
     @classmethod
-    def of(cls, digest: bytes, manifest: Manifest) -> Partial:
+    def of(cls, digest: bytes, manifest: Manifest) -> PartialDownload:
         return cls(digest, manifest, bytearray(manifest.size), set(range(manifest.blocks)))
 
     def room(self, block: int) -> memoryview:
@@ -214,7 +214,7 @@ class _Expected:
 
 
 @dataclass
-class Taker:
+class Downloader:
     """The taker's side."""
 
     ctx: Context
@@ -248,7 +248,7 @@ class Taker:
         self._came = self.ctx.clock.now()
         expected.whole.set_result(None)
 
-    async def fetch(self, partial: Partial, donors: list[PeerId]) -> None:
+    async def fetch(self, partial: PartialDownload, donors: list[PeerId]) -> None:
         """Until nothing of ``partial`` is missing. Raises PeerUnreachable when every donor failed; what came stays in it."""
         queue = deque(sorted(partial.missing))
         good = list(donors)
@@ -276,7 +276,7 @@ class Taker:
                 f"{len(partial.missing)} of {partial.manifest.blocks} blocks did not come from any donor"
             )
 
-    async def _run(self, partial: Partial, donor: PeerId, run: list[int]) -> None:
+    async def _run(self, partial: PartialDownload, donor: PeerId, run: list[int]) -> None:
         """One call's blocks, each checked as it comes."""
         ctx = self.ctx
         self._largest = max(self._largest, partial.manifest.block)

@@ -24,7 +24,7 @@ from muletrain.events import Note
 from muletrain.policy.deadline import backoff_s
 from muletrain.runtime.core.disk import Disk, check_room
 from muletrain.runtime.core.messages import AskManifest, Digest, Message
-from muletrain.runtime.transfer.blocks import Copy, Manifest, Partial, block_size
+from muletrain.runtime.transfer.blocks import Manifest, PartialDownload, StateImage, block_size
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.membership import Membership
     from muletrain.runtime.microbatch.trainer import Source
-    from muletrain.runtime.transfer.blocks import Taker
+    from muletrain.runtime.transfer.blocks import Downloader
 
 WANTED = 4
 """Peers that can build microbatches, before no more take the tokens."""
@@ -67,7 +67,7 @@ class Shared(Message):
         return np.dtype(f"<u{self.width}")
 
 
-class FileCopy(Copy):
+class FileCopy(StateImage):
     """The giver's side: a file, of which no more than a block is in memory."""
 
     def __init__(self, path: Path, disk: Disk) -> None:
@@ -86,7 +86,7 @@ class FileCopy(Copy):
 
 
 @dataclass
-class FilePartial(Partial):
+class FilePartial(PartialDownload):
     """What arrived, in a file. ``problem``: why it cannot be written."""
 
     file: int
@@ -179,7 +179,7 @@ class Sharing:
     store: Store | None = None
     wanted: int = WANTED
     source: Source | None = None
-    copy: Copy | None = None
+    copy: StateImage | None = None
     disk: Disk = field(default_factory=Disk)
     _file: int | None = None
     _partial: FilePartial | None = None
@@ -193,7 +193,7 @@ class Sharing:
 
     # The giver --------------------------------------------------------------------------------------------------------
 
-    def given(self, ctx: Context, taker: PeerId) -> Copy:
+    def given(self, ctx: Context, taker: PeerId) -> StateImage:
         """The copy, for a member. Raises MuletrainError where there is none, and while enough others take it."""
         ctx.roster.member(taker)
         now = ctx.clock.now()
@@ -208,7 +208,7 @@ class Sharing:
     async def run(
         self,
         ctx: Context,
-        taker: Taker,
+        taker: Downloader,
         membership: Membership,
         serves: Callable[[], bool],
         train: Callable[[Source], None],
@@ -230,7 +230,7 @@ class Sharing:
                 ctx.emit(Note(level="info", message=message))
                 untold = await membership.tell(ctx.roster.everyone())
 
-    async def _taken(self, ctx: Context, taker: Taker) -> bool:
+    async def _taken(self, ctx: Context, taker: Downloader) -> bool:
         """All of it, checked. Says why not, once."""
         assert self.store is not None
         try:
@@ -250,7 +250,7 @@ class Sharing:
             return False
         return True
 
-    async def _fetch(self, ctx: Context, taker: Taker, file: int) -> None:
+    async def _fetch(self, ctx: Context, taker: Downloader, file: int) -> None:
         """Raises NetworkError while nobody gives them, and OSError."""
         me = ctx.net.peer_id
         givers = [p for p in ctx.roster.trainers() if p != me][:WANTED]
@@ -313,7 +313,7 @@ class Sharing:
         return tokens
 
 
-def share(path: Path, width: int, heldout: Path, disk: Disk) -> tuple[Shared, Copy]:
+def share(path: Path, width: int, heldout: Path, disk: Disk) -> tuple[Shared, StateImage]:
     """What a peer that has the data gives of it: the file ``path`` of tokens of ``width`` bytes. Reads both files; for a thread of its
     own. Raises OSError."""
     copy = FileCopy(path, disk)
