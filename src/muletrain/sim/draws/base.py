@@ -14,6 +14,8 @@ POINTS = ("forward", "backward", "seal", "shard", "reduced", "round_entry")
 
 PARTITIONED = 0.2
 """Share of the scenarios that are about a partition."""
+TOGETHER, TOGETHER_S = 0.6, 15.0
+"""Of those the share in which the run lasts for so much longer: sides that have met stay together."""
 DELAYED = 0.3
 """Share of the scenarios with delayed updates."""
 PLANNED = 0.2
@@ -221,6 +223,8 @@ def _partitioned(seed: int, rng: random.Random) -> Scenario:
         faults[-1] = replace(faults[-1], for_s=span)
         apart = impatient.random() < 0.5
         base = replace(base, steps=3 * base.steps, adopt_after_s=0.1 * span, checkpoint_every=1, apart=apart)
+    elif random.Random(f"afterwards/{seed}").random() < TOGETHER:
+        base = replace(base, steps=base.steps + math.ceil(TOGETHER_S / base.step_s))
     return replace(base, faults=_in_order(faults))
 
 
