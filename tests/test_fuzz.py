@@ -321,6 +321,14 @@ def test_a_stage_that_another_peer_reaches_is_not_lost() -> None:
     assert not any("stepped_back" in text for _, text in outcome.timeline)
 
 
+def test_the_trainers_own_stage_is_not_lost_when_one_peer_of_the_next_does_not_reach_it() -> None:
+    """Nobody else sends to it. That peer stepped back, and trained no more with the others."""
+    one_way = Fault(4.2, "one way", ("peer-1a", "peer-0a"), FOR_EVER_S)
+    outcome = play(Scenario(1, (1, 2, 2), 1, 4, 8, 0.01, (one_way,), adopt_after_s=5.0, checkpoint_every=1, apart=True))
+    assert not any("stepped_back" in text for t, text in outcome.timeline if t < 60.0), "\n".join(readable(outcome))
+    assert max(t for t, text in outcome.timeline if "step_applied" in text) < 60.0
+
+
 def test_a_stage_that_no_peer_before_it_reaches_is_lost_although_the_one_behind_it_is_reached() -> None:
     cuts = [Fault(1.0, "cut", (peer, "peer-1a"), FOR_EVER_S) for peer in ("peer-0a", "peer-0b")]
     outcome = play(Scenario(1, (2, 1, 2), 2, 4, 8, 0.01, tuple(cuts), adopt_after_s=3.0, checkpoint_every=1))

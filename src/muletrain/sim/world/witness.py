@@ -122,11 +122,12 @@ class Witness:
         parted = bool(kinds & {"partition", "blackhole"})
         gone = {p for f in scenario.faults if f.kind in {"kill", "leave", "move"} for p in f.who}
         safe = {stage_of(p) for p, _ in scenario.members if p not in gone} == set(range(len(scenario.stages)))
+        safe &= not gone or scenario.rebalance == "off"  # else those that should be left may have moved
         if parted:
             safe = kinds <= {"partition", "blackhole", "slow"} and any(peer in side for side in scenario.whole_sides)
         if served != set(range(len(scenario.stages))):
             self._in_need.add(lineage)
-        if safe and lineage not in self._in_need and not kinds & {"freeze", "hang", "cut"}:
+        if safe and lineage not in self._in_need and not kinds & {"freeze", "hang", "cut", "one way"}:
             self._broken(f"{peer} stepped back, though every stage had a peer")
 
     def written(self, peer: str, step: int, folder: Path) -> None:

@@ -14,6 +14,8 @@ POINTS = ("forward", "backward", "seal", "shard", "reduced", "round_entry")
 
 PARTITIONED = 0.2
 """Share of the scenarios that are about a partition."""
+LASTING, LONGER_S, TOGETHER_S = 0.3, (2.0, 6.0), 15.0
+"""Of those the share in which sides train on for so much longer; and the run goes on when they have met."""
 DELAYED = 0.3
 """Share of the scenarios with delayed updates."""
 PLANNED = 0.2
@@ -221,6 +223,10 @@ def _partitioned(seed: int, rng: random.Random) -> Scenario:
         faults[-1] = replace(faults[-1], for_s=span)
         apart = impatient.random() < 0.5
         base = replace(base, steps=3 * base.steps, adopt_after_s=0.1 * span, checkpoint_every=1, apart=apart)
+    elif faults and faults[-1].kind in SIDES and (lasting := random.Random(f"lasting/{seed}")).random() < LASTING:
+        longer_s = lasting.uniform(*LONGER_S)
+        faults[-1] = replace(faults[-1], for_s=faults[-1].for_s + longer_s)
+        base = replace(base, steps=base.steps + math.ceil((longer_s + TOGETHER_S) / base.step_s))
     return replace(base, faults=_in_order(faults))
 
 
