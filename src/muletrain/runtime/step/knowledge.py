@@ -1,5 +1,5 @@
-"""What a peer knows of the current step (the one it agrees on next, see ``microbatch.inflight``): what arrives of it, what it answers, and whom it
-asks for what it missed."""
+"""What a peer knows of the current step (the one it agrees on next, see ``microbatch.inflight``): what arrives of it, what it answers, and
+whom it asks for what it missed."""
 
 from __future__ import annotations
 

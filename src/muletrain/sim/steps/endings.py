@@ -1,5 +1,5 @@
-"""How steps end in a play without messages (``steps``), as ``runtime.step`` ends them: word that all is through, seals, shards, means, word of who
-holds them; then a peer applies the step."""
+"""How steps end in a play without messages (``steps``), as ``runtime.step`` ends them: word that all is through, seals, shards, means, word
+of who holds them; then a peer applies the step."""
 
 from __future__ import annotations
 
