@@ -223,8 +223,8 @@ def _partitioned(seed: int, rng: random.Random) -> Scenario:
         faults[-1] = replace(faults[-1], for_s=span)
         apart = impatient.random() < 0.5
         base = replace(base, steps=3 * base.steps, adopt_after_s=0.1 * span, checkpoint_every=1, apart=apart)
-    elif faults and faults[-1].kind in SIDES and (lasting := random.Random(f"lasting/{seed}")).random() < LASTING:
-        longer_s = lasting.uniform(*LONGER_S)
+    elif faults and faults[-1].kind in SIDES and (after := random.Random(f"lasting/{seed}")).random() < LASTING:
+        longer_s = after.uniform(*LONGER_S)
         faults[-1] = replace(faults[-1], for_s=faults[-1].for_s + longer_s)
         base = replace(base, steps=base.steps + math.ceil((longer_s + TOGETHER_S) / base.step_s))
     return replace(base, faults=_in_order(faults))
