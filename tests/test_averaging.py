@@ -17,7 +17,8 @@ from muletrain.network.memory import MemoryHub
 from muletrain.policy.lineages import Chain
 from muletrain.policy.shards import CHUNK
 from muletrain.runtime.core.messages import AskGradient, AskHeld, Held, Member, Reduced, RoundEntry, Shard, ShardFacts
-from muletrain.runtime.members.context import Context, Plan
+from muletrain.runtime.core.plan import Plan
+from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.step import averaging
 from muletrain.runtime.step.attendance import LONGEST_S, Attendance
@@ -123,7 +124,7 @@ def test_a_holder_that_is_frozen_is_given_up_soon_and_a_slow_one_is_not(frozen: 
 
         holder.serve(AskGradient.KIND, piece)
         holder.serve(AskHeld.KIND, held)
-        await ctx.measure("a", bytes(32), 0)
+        await ctx.detector.measure("a", bytes(32), 0)
         if frozen:
             hub.freeze("a")
             with pytest.raises(PeerUnreachable):
@@ -246,7 +247,7 @@ def test_a_member_that_says_it_comes_on_but_sends_nothing_fails_the_round() -> N
         async def probe(*_: Any, brief: bool) -> Held:
             return Held(current=True, step=0, stage=0, round=ROUND.id, moved=next(moved))
 
-        ctx: Any = SimpleNamespace(clock=clock, probe=probe, silent_s=lambda member: 0.0)
+        ctx: Any = SimpleNamespace(clock=clock, detector=SimpleNamespace(probe=probe, silent_s=lambda member: 0.0))
         watching = Attendance(ctx, ROUND, lambda: {"b": 2}, set, lambda: False).watch()
         with pytest.raises(RoundFailed, match="has sent nothing for 36"):
             await asyncio.wait_for(watching, 2 * LONGEST_S)

@@ -563,13 +563,13 @@ def test_looking_for_many_microbatches_asks_each_peer_twice_at_most(tmp_path: Pa
 
         for net in target.others.values():
             net.serve(AskHeld.KIND, held)
-        work = [ctx.still_missing(GENESIS.lineage, 0, index, (0, 1)) for index in range(4)]
+        work = [ctx.detector.still_missing(GENESIS.lineage, 0, index, (0, 1)) for index in range(4)]
         answers = await asyncio.gather(*work)
         assert asked <= 2 * len(target.others)
         assert [missing for missing, _ in answers[1:]] == [(0,), (0,), (0, 1)]
         assert [loss for _, loss in answers[1:]] == [5.0, None, None]
-        assert not ctx._surveys
-        assert not ctx._next_surveys
+        assert not ctx.detector._surveys
+        assert not ctx.detector._next_surveys
         await ended(target)
 
     run(scenario)

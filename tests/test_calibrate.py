@@ -20,7 +20,7 @@ from muletrain.errors import MuletrainError
 from muletrain.events import Event, EventLog, PeerJoined, StepApplied, StepDone
 from muletrain.model.spec import ModelSpec
 from muletrain.planning.cost import service_s
-from muletrain.runtime.members.context import Plan
+from muletrain.runtime.core.plan import Plan
 from muletrain.sim.fleet.actors import Actors
 from muletrain.sim.fleet.calibrate import calibrated, fit, observe
 from muletrain.sim.fleet.flow import Weather

@@ -17,7 +17,9 @@ from muletrain.config.schema import Codec
 from muletrain.errors import ProtocolError
 from muletrain.network.memory import MemoryHub
 from muletrain.runtime.core.messages import Member, RoundEntry, ShardFacts
-from muletrain.runtime.members.context import AT_ONCE, RARELY_S, Context, Plan
+from muletrain.runtime.core.plan import Plan
+from muletrain.runtime.members.context import Context
+from muletrain.runtime.members.detector import AT_ONCE, RARELY_S
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.peer import peer
 from muletrain.runtime.step import stepper, trail
@@ -152,14 +154,14 @@ def test_those_believed_dead_are_tried_less_and_less() -> None:
         ctx.roster.dead("b")
         begin = ctx.clock.now()
         while (now := ctx.clock.now() - begin) < 3600.0:
-            tries += [now] if ctx.worth_a_try(("b",)) else []
+            tries += [now] if ctx.detector.worth_a_try(("b",)) else []
             await ctx.clock.sleep(0.5)
         assert sum(t < 10.0 for t in tries) >= 8, "after a short partition they meet soon"
         late = [t for t in tries if t >= 1200.0]
         assert 7 <= len(late) <= 9, "every five minutes"
         assert max(b - a for a, b in pairwise(late)) <= RARELY_S + 1.0
         ctx.roster.alive("b")
-        assert ctx.worth_a_try(("b",)) == ctx.worth_a_try(("b",)) == ("b",)
+        assert ctx.detector.worth_a_try(("b",)) == ctx.detector.worth_a_try(("b",)) == ("b",)
 
     run_virtually(scenario(), 4000, [])
 
@@ -170,14 +172,14 @@ def test_those_long_dead_are_not_all_tried_at_once() -> None:
         gone = [f"gone-{k}" for k in range(40)]
         for name in gone:
             ctx.roster.admit(Member(id=name, name=name, stage=0, trainer=False, addresses=()))
-        tries = Counter(ctx.worth_a_try(gone))
+        tries = Counter(ctx.detector.worth_a_try(gone))
         assert tries.keys() == set(gone), "they may be back in a moment"
         await ctx.clock.sleep(300.0)
         ctx.roster.admit(Member(id="new", name="new", stage=0, trainer=False, addresses=()))
-        assert ctx.worth_a_try([*gone, "new"])[-1] == "new", "whoever has just gone does not wait for them"
+        assert ctx.detector.worth_a_try([*gone, "new"])[-1] == "new", "whoever has just gone does not wait for them"
         await ctx.clock.sleep(60.0)
         for _ in range(600):
-            tried = ctx.worth_a_try(gone)
+            tried = ctx.detector.worth_a_try(gone)
             assert len(tried) <= AT_ONCE
             tries.update(tried)
             await ctx.clock.sleep(1.0)

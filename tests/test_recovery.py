@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from muletrain.compute.base import Microbatch
-    from muletrain.runtime.members.context import Plan
+    from muletrain.runtime.core.plan import Plan
 
 SERVICE_S = FORWARD_S + BACKWARD_S
 STEPS, MICROBATCHES, DELAY_S = 8, 8, 0.01
@@ -124,7 +124,7 @@ def test_who_is_slow_to_answer_gets_twice_the_time_when_it_is_asked_again() -> N
         for _ in answers_s:
             ctx.roster.alive("b")  # a frame of its came
             begin = clock.now()
-            answered.append(await ctx.probe("b", genesis.lineage, 0) is not None)
+            answered.append(await ctx.detector.probe("b", genesis.lineage, 0) is not None)
             took_s.append(clock.now() - begin)
         await ctx.close()
         await net.close()
@@ -160,9 +160,9 @@ def test_before_it_tries_again_a_peer_looks_at_what_it_works_on_itself() -> None
             knowledge.ledger.commit(3, 2.5)
 
         asyncio.get_running_loop().call_later(1.0, done)
-        assert await ctx.still_missing(genesis.lineage, 0, 3, (0, 1)) == ((1,), 2.5)
+        assert await ctx.detector.still_missing(genesis.lineage, 0, 3, (0, 1)) == ((1,), 2.5)
         assert 1.0 <= clock.now() < 2.0
-        assert await ctx.still_missing(genesis.lineage, 0, 2, (0, 1)) == ((0, 1), None)
+        assert await ctx.detector.still_missing(genesis.lineage, 0, 2, (0, 1)) == ((0, 1), None)
         await ctx.close()
         await net.close()
         await other.close()

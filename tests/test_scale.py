@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import FrameType
 
-    from muletrain.runtime.members.context import Plan
+    from muletrain.runtime.core.plan import Plan
     from muletrain.sim.fleet.ledger import Outcome
 
 

@@ -15,7 +15,7 @@ from muletrain.config.load import load_config
 from muletrain.errors import ConfigError
 from muletrain.events import MicrobatchTaken, SlotWorked
 from muletrain.policy.seats import Seats
-from muletrain.runtime.members.context import capacity
+from muletrain.runtime.core.plan import capacity
 from muletrain.sim.world.play import play
 from muletrain.sim.world.reference import facts_of
 from muletrain.sim.world.scenario import Fault, Scenario, planned

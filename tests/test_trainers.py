@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from muletrain.policy.claims import claimant
-from muletrain.runtime.members.context import Context
+from muletrain.runtime.members.detector import FailureDetector
 from muletrain.runtime.microbatch.trainer import Trainer
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
@@ -60,16 +60,16 @@ def test_microbatches_of_a_trainer_that_lives_and_gives_out_nothing_pass_to_anot
 def test_many_gaps_at_the_same_moment_cost_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each frame made the trainer ask all peers."""
     asked: list[str] = []
-    right, ask = Trainer.run_step, Context.ask_held
+    right, ask = Trainer.run_step, FailureDetector.ask_all
 
-    async def counted(self: Context, *args: Any, **kwargs: Any) -> Any:
-        asked.append(self.net.peer_id)
+    async def counted(self: FailureDetector, *args: Any, **kwargs: Any) -> Any:
+        asked.append(self._peer.net.peer_id)
         return await ask(self, *args, **kwargs)
 
     async def run_step(self: Trainer, **kwargs: Any) -> None:
         if self._ctx.net.peer_id == "peer-0a" and self._step == 1:
             with monkeypatch.context() as counting:
-                counting.setattr(Context, "ask_held", counted)
+                counting.setattr(FailureDetector, "ask_all", counted)
                 found = await asyncio.gather(*(self._under_way() for _ in range(10)))
             assert asked.count("peer-0a") == 1
             assert found == [found[0]] * 10

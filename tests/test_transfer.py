@@ -19,7 +19,8 @@ from muletrain.events import Event, FrameRefused, Note
 from muletrain.network.memory import MemoryHub, MemoryNetwork
 from muletrain.policy.lineages import Chain
 from muletrain.runtime.core.messages import AskBlocks, AskPast, AskSnapshot, Block, Member, Snapshot
-from muletrain.runtime.members.context import Context, Plan
+from muletrain.runtime.core.plan import Plan
+from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.membership import Membership
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.step import donor as snapshot

@@ -24,7 +24,8 @@ from muletrain.network.identity import Key
 from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.network.shaped import ShapedNetwork
 from muletrain.runtime.core.messages import Member, Reduced, RoundEntry, Shard
-from muletrain.runtime.members.context import Context, Plan
+from muletrain.runtime.core.plan import Plan
+from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.step.averaging import Averager
 from muletrain.runtime.step.rounds import Round

@@ -25,7 +25,8 @@ from muletrain.network.identity import Key
 from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.policy.lineages import Chain
 from muletrain.runtime.core.messages import Block, Member
-from muletrain.runtime.members.context import Context, Plan
+from muletrain.runtime.core.plan import Plan
+from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.step.donor import Receiver, Snapshots
 from muletrain.runtime.step.trail import Trail

@@ -28,7 +28,7 @@ from muletrain.model.stage import Stage
 from muletrain.optim.schedule import learning_rate
 from muletrain.policy.seats import planned_seats
 from muletrain.runs.checkpoint import FORMAT
-from muletrain.runtime.members.context import Plan, capacity
+from muletrain.runtime.core.plan import Plan, capacity
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,7 @@ from muletrain.errors import CapacityError, ConfigError
 from muletrain.planning.cost import RunCost, StageCost, service_s
 from muletrain.planning.devices import DEVICES, closest_device, find_device
 from muletrain.policy.seating import most_needed
-from muletrain.runtime.members.context import capacity
+from muletrain.runtime.core.plan import capacity
 from muletrain.units import format_memory
 from muletrain.wire.codec import IDS16, IDS32, encoded_size
 

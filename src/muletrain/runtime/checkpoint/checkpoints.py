@@ -488,7 +488,7 @@ class Checkpoints:
         collector = self._ctx.roster.collector()
         if collector is None or self._collects():
             return False
-        return await self._ctx.probe(collector.id, key.lineage, key.step) is not None
+        return await self._ctx.detector.probe(collector.id, key.lineage, key.step) is not None
 
     def _collects(self) -> bool:
         collector = self._ctx.roster.collector()

@@ -51,7 +51,7 @@ class Departure:
         ctx = self._ctx
         there, answered_s = False, ctx.clock.now()
         for attempt in range(TRIES):
-            answers = await asyncio.gather(*(ctx.probe(p, lineage, step) for p in ctx.roster.replicas()))
+            answers = await asyncio.gather(*(ctx.detector.probe(p, lineage, step) for p in ctx.roster.replicas()))
             answered = [held.beyond(step - 1) for held in answers if held is not None]
             there = any(answered)
             if answered:

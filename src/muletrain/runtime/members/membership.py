@@ -61,7 +61,7 @@ class Membership:
                 await clock.deadline(first, rest_s, "the answers to an introduction")
             calls = {call: peer for call, peer in calls.items() if not call.done()}
         for peer in calls.values():
-            self._ctx.suspect(peer, "it has not answered our introduction yet")
+            self._ctx.detector.mark_down(peer, "it has not answered our introduction yet")
 
     async def tell(self, peers: Collection[PeerId]) -> set[PeerId]:
         """What is new about us, while we serve on. Those of ``peers`` that have not heard it."""
@@ -86,7 +86,7 @@ class Membership:
         except ProtocolError as e:
             ctx.refused(peer, str(e))
         except NetworkError as e:
-            ctx.suspect(peer, str(e))
+            ctx.detector.mark_down(peer, str(e))
         else:
             return True
         return False

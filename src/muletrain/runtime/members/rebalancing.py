@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from muletrain.network.base import PeerId
     from muletrain.policy.seats import Seats
-    from muletrain.runtime.members.context import Context, StepStats
+    from muletrain.runtime.core.plan import StepStats
+    from muletrain.runtime.members.context import Context
 
 SAMPLES = 20
 """Of the queue, in a period."""

@@ -3,7 +3,7 @@
 Three deadlines, each from measured times. A peer that owes answers gives one every so often; when it is silent for longer, it is
 asked whether it is there (that costs nothing). When the answer takes longer than such answers do, the peer is *doubted*: what it owes
 is computed by another one, too, and nothing new goes to it. That changes routing alone, so it may be wrong. To be believed dead it must
-miss the question's own, patient deadline (``Context.probe``), since then what it accumulated is run again.
+miss the question's own, patient deadline (``FailureDetector.probe``), since then what it accumulated is run again.
 
 A peer whose event loop answers may have a device that hangs. It says so itself, in its answers (``runtime.members.watchdog``): it is
 doubted then, too, and believed dead when it refuses to answer. A long queue or a slow link is neither.
@@ -64,7 +64,7 @@ class Silence:
         now, debtor = self._ctx.clock.now(), self._debtors[peer]
         self._usual.measured(now - debtor.heard)
         debtor.heard, debtor.attempt = now, 0
-        self._ctx.trust(peer)
+        self._ctx.detector.clear(peer)
 
     async def _listen(self) -> None:
         """While anybody owes us something. The deadline of a request, which may wait in a queue, would find out much later that a peer
@@ -95,6 +95,6 @@ class Silence:
         return max(wait_s, TICK_S)
 
     async def _ask(self, peer: PeerId, debtor: _Debtor, request: Request) -> None:
-        if await self._ctx.probe(peer, request.lineage, request.step, brief=True) is None:
-            self._ctx.give_up(peer, "it is silent, and answers no probe")
+        if await self._ctx.detector.probe(peer, request.lineage, request.step, brief=True) is None:
+            self._ctx.detector.give_up(peer, "it is silent, and answers no probe")
         debtor.asking = False

@@ -111,7 +111,7 @@ class Dispatcher:
         """By whom an answer is owed; nobody who owes none."""
         self._silence = Silence(ctx, stage, self._owed)
         self._copies = RetryBudget(COPIES * ctx.plan.capacity, COPIES_SHARE)
-        ctx.on_doubt.append(self._doubt)
+        ctx.detector.on_suspicion.append(self._doubt)
         self._current: set[tuple[int, bytes]] | None = None
 
     def begin(self, under_way: Iterable[InFlightStep]) -> None:
@@ -196,7 +196,7 @@ class Dispatcher:
                 answer = await self._from(peer, request, accumulate, tensors, failed, gradient, unfinite=unfinite)
             except (PeerUnreachable, DeadlineExceeded) as e:
                 self._give_up(peer, request, str(e))
-                self._ctx.suspect(peer, str(e))
+                self._ctx.detector.mark_down(peer, str(e))
             except _FoundUnfinite as e:
                 if not unfinite and not await self._ctx.compute.offload(_finite, tensors[0]):
                     raise Unfinite(f"activations of microbatch {request.step}/{request.index}: not finite") from None
@@ -220,7 +220,7 @@ class Dispatcher:
         has the seat, else a spare, else whoever serves the stage."""
         known = set(self._wiring.peers())
         usable = {p for p in known if self._ctx.roster.is_alive(p)} - failed
-        trusted = (usable - self._ctx.doubted) or usable
+        trusted = (usable - self._ctx.detector.suspected) or usable
         if (seats := self._ctx.plan.seats) is not None:
             there = self._ctx.roster.seated(self._stage)
             meant = (
@@ -270,7 +270,7 @@ class Dispatcher:
 
     def expects_another_than(self, peer: PeerId) -> bool:
         """Does somebody else owe an answer, and is not doubted?"""
-        return any(p != peer and p not in self._ctx.doubted for p in self._pending)
+        return any(p != peer and p not in self._ctx.detector.suspected for p in self._pending)
 
     def _owed(self, peer: PeerId) -> Request | None:
         for pending in self._pending.get(peer, {}).values():
@@ -284,12 +284,12 @@ class Dispatcher:
     async def _have_copied(self, peer: PeerId) -> None:
         """What ``peer`` owes is computed by others, too, oldest first, and as fast as they can: most that are doubted are heard of again
         before long, and what was given to others by then is computed twice."""
-        while peer in self._ctx.doubted:
-            others = set(self._wiring.peers()) - self._ctx.doubted
+        while peer in self._ctx.detector.suspected:
+            others = set(self._wiring.peers()) - self._ctx.detector.suspected
             owed = (p for p in self._pending.get(peer, {}).values() if p.copy is None and not p.reply.done())
             if (pending := next(owed, None)) is None or not others or not self._copies.spend():
                 return
-            why = "its device is late" if self._ctx.is_late(peer) else "it is silent"
+            why = "its device is late" if self._ctx.detector.is_late(peer) else "it is silent"
             self._rerouted(peer, pending.request, f"{why}: another computes the same, too")
             pending.compute_twice()
             await self._ctx.clock.sleep(1 / sum(1 / self._wiring.expected_s(p) for p in others))
@@ -297,14 +297,14 @@ class Dispatcher:
     async def _missing(self, request: Request, accumulate: tuple[int, ...]) -> tuple[int, ...]:
         """What failed here may have gone through there: stages from ours on that hold it already do not accumulate it again."""
         ours = tuple(s for s in accumulate if s >= self._stage)
-        still, _ = await self._ctx.still_missing(request.lineage, request.step, request.index, ours)
+        still, _ = await self._ctx.detector.still_missing(request.lineage, request.step, request.index, ours)
         return tuple(s for s in accumulate if s < self._stage or s in still)
 
     async def _recount(self, request: Request) -> None:
         """Nobody is left to try: who of the stage answers, believed dead or banned before, counts again from the next request on."""
         ctx = self._ctx
         members = [p for p in ctx.roster.everyone() if ctx.roster.member(p).stage == self._stage]
-        await asyncio.gather(*(ctx.probe(p, request.lineage, request.step) for p in members))
+        await asyncio.gather(*(ctx.detector.probe(p, request.lineage, request.step) for p in members))
         self.refresh()
 
     def _begin(
@@ -329,7 +329,7 @@ class Dispatcher:
             deadline_s=self._deadline.seconds(), unfinite=unfinite,
         )  # fmt: skip
         begin = clock.now()
-        with self._ctx.awaiting(peer, pending.reply):
+        with self._ctx.detector.awaiting(peer, pending.reply):
             # a frozen receiver takes only what its buffers hold
             await unless_done(pending.reply, self._ctx.send(peer, message, list(tensors)))
             got = await self._await(peer, request, pending)
@@ -358,7 +358,7 @@ class Dispatcher:
                     asyncio.shield(pending.reply), self._deadline.seconds(attempt), what
                 )
             except DeadlineExceeded:
-                probe = self._ctx.probe(peer, request.lineage, request.step, attempt)
+                probe = self._ctx.detector.probe(peer, request.lineage, request.step, attempt)
                 held = await unless_done(pending.reply, probe)
                 if pending.reply.done():
                     return pending.reply.result()

@@ -309,7 +309,7 @@ class StageServer:
         try:
             await self.ctx.send(peer, message, tensors)
         except NetworkError as e:  # who asked is gone: the microbatch is its trainer's to retry
-            self.ctx.suspect(peer, str(e))
+            self.ctx.detector.mark_down(peer, str(e))
 
 
 class _UnfiniteInputs(Unfinite, ProtocolError):

@@ -171,7 +171,7 @@ class Trainer:
 
     async def _under_way(self) -> set[int]:
         """Microbatches of the step that some peer works on, at any stage."""
-        current = await self._ctx.survey(self._lineage, self._step)
+        current = await self._ctx.detector.survey(self._lineage, self._step)
         return {i for held in current.values() for i in (*held.running, *held.answering)}
 
     async def _whole(self, index: int, stages: tuple[int, ...], *, retry: bool) -> float:
@@ -213,7 +213,7 @@ class Trainer:
 
     async def _still_missing(self, index: int, stages: tuple[int, ...]) -> tuple[tuple[int, ...], float | None]:
         """Those of ``stages`` that lack it, and its loss, if anyone knows."""
-        return await self._ctx.still_missing(self._lineage, self._step, index, stages, self._counts)
+        return await self._ctx.detector.still_missing(self._lineage, self._step, index, stages, self._counts)
 
     def _counts(self, peer: PeerId) -> bool:
         """Not where most of the other replicas of its stage go on without ``peer``: what it holds, or says that it holds, is of no use."""

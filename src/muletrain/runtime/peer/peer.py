@@ -44,7 +44,7 @@ from muletrain.runtime.core.messages import (
     StopRun,
     TrainerDone,
 )
-from muletrain.runtime.members.context import StepStats
+from muletrain.runtime.core.plan import StepStats
 from muletrain.runtime.members.expected import Expected
 from muletrain.runtime.members.hot_spares import HotSpares
 from muletrain.runtime.members.membership import Membership
@@ -263,7 +263,7 @@ class Peer:
         receivers = ctx.roster.receivers()
         others = ctx.roster.spread(max(0, RECENT - len(receivers)))
         for peer in dict.fromkeys((*others, *receivers)):  # how long an answer takes, before one is missed
-            ctx.spawn(ctx.measure(peer, self.stepper.lineage, self.stepper.step), "measure")
+            ctx.spawn(ctx.detector.measure(peer, self.stepper.lineage, self.stepper.step), "measure")
         ctx.stats.started = ctx.clock.now()
         while True:
             step = self.stepper.step
@@ -549,7 +549,7 @@ class Peer:
         """Tell ``peer`` that it may go: as a call, since we go next and a frame could still be on its way."""
         with contextlib.suppress(NetworkError):  # it is gone, or others tell it
             await self._ctx.net.call(
-                peer, Finished.KIND, Finished(written=written).pack(), timeout_s=self._ctx.probe_deadline.seconds(1)
+                peer, Finished.KIND, Finished(written=written).pack(), timeout_s=self._ctx.detector.deadline.seconds(1)
             )
 
     async def _announce_often(self) -> None:
@@ -630,7 +630,7 @@ class Peer:
             case Back():
                 self._refresh_routes()
             case Doubted():
-                self._ctx.look_after(message.peer, message.lineage, message.step)
+                self._ctx.detector.look_after(message.peer, message.lineage, message.step)
             case _:
                 raise ProtocolError(f"{frame.kind}: not for this peer")
 
@@ -658,7 +658,7 @@ class Peer:
                 for taker in (self._receiver.taker, self._tokens):  # who does not wait for it drops it
                     taker.on_block(sender, message, frame.tensors[0])
             case Away():
-                self._ctx.stand_aside(sender)
+                self._ctx.detector.stand_aside(sender)
             case PartReady():
                 self._checkpoints.on_ready(sender, message)
             case CheckpointEnd():
@@ -678,7 +678,7 @@ class Peer:
         """A stream ended: whoever is gone with it is found out about now, and not when something is missed."""
         self.stepper.averager.broken(peer)
         if not self._over:
-            self._ctx.look_after(peer, self.stepper.lineage, self.stepper.step)
+            self._ctx.detector.look_after(peer, self.stepper.lineage, self.stepper.step)
 
     # Calls ----------------------------------------------------------------------------------------------------------
 

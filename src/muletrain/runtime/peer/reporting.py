@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from muletrain.errors import Malformed, NetworkError, ProtocolError
 from muletrain.events import Event, EventError, Note, PeerJoined, StepApplied, StepDone
 from muletrain.runtime.core.messages import Report
-from muletrain.runtime.members.context import StepStats
+from muletrain.runtime.core.plan import StepStats
 
 REPORTS, REPORTS_A_STEP = 256, 4
 """That one peer sends at most: it may be ahead of us, and steps that the run steps back are done again."""
@@ -83,7 +83,7 @@ class Reporting:
         try:
             await self._ctx.send(collector.id, report)
         except NetworkError as e:
-            self._ctx.suspect(collector.id, str(e))
+            self._ctx.detector.mark_down(collector.id, str(e))
 
     def told(self, sender: PeerId, message: Report) -> None:
         """By a peer of another machine. Raises ProtocolError unless it is about its sender, and for us."""

@@ -89,7 +89,7 @@ class Lineages:
         try:
             answer = History.unpack(await self._ctx.net.call(peer, History.KIND, ask, timeout_s=CALL_S))
         except NetworkError as e:
-            self._ctx.suspect(peer, str(e))
+            self._ctx.detector.mark_down(peer, str(e))
         else:
             await self._judge(peer, answer.chain)
 
@@ -107,7 +107,7 @@ class Lineages:
         fork = forked_at(own, other)
         if fork is None or stepper.away:
             return
-        self._ctx.suspect(peer, f"it has trained apart from this peer since step {fork}")
+        self._ctx.detector.mark_down(peer, f"it has trained apart from this peer since step {fork}")
         stalled = self._stalled()
         if not gives_way(own, other, stalled=stalled):
             return

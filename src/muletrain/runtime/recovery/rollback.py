@@ -255,7 +255,7 @@ class Rollback:
         ctx.emit(Note(level="warning", message=f"{lost}, {lacks}. The run waits for {JOIN_S / 60:.0f} minutes"))
 
     async def _ask(self, peer: PeerId) -> StandsAt | None:
-        timeout_s = self._ctx.probe_deadline.seconds(1)
+        timeout_s = self._ctx.detector.deadline.seconds(1)
         try:
             answer = await self._ctx.net.call(peer, AskStanding.KIND, AskStanding().pack(), timeout_s=timeout_s)
             return StandsAt.unpack(answer)
@@ -325,7 +325,7 @@ class Rollback:
                 if self.ordered.done():
                     return
                 try:
-                    timeout_s = ctx.probe_deadline.seconds(1)
+                    timeout_s = ctx.detector.deadline.seconds(1)
                     answer = await ctx.net.call(known, AskStepBack.KIND, AskStepBack().pack(), timeout_s=timeout_s)
                     if answer:
                         self._obey(StepBack.unpack(answer))
@@ -365,7 +365,9 @@ class Rollback:
 
     async def _tell(self, peer: PeerId, order: StepBack) -> None:
         try:
-            await self._ctx.net.call(peer, StepBack.KIND, order.pack(), timeout_s=self._ctx.probe_deadline.seconds(1))
+            await self._ctx.net.call(
+                peer, StepBack.KIND, order.pack(), timeout_s=self._ctx.detector.deadline.seconds(1)
+            )
         except NetworkError:  # it hears of it when it meets one of us
             return
 

@@ -66,14 +66,14 @@ class Attendance:
             due = [m for m in owing.keys() | self._taking() if self._is_due(m, now, owes=m in owing)]
             asked = sorted(due, key=lambda m: (self._asked.get(m, self._begun), m))[:AT_ONCE]
             self._asked.update(dict.fromkeys(asked, now))
-            probes = (ctx.probe(m, round_.lineage, round_.step, brief=True) for m in asked)
+            probes = (ctx.detector.probe(m, round_.lineage, round_.step, brief=True) for m in asked)
             for member, held in zip(asked, await asyncio.gather(*probes), strict=True):
                 if held is not None and member in owing:
                     self._judge(member, held)
 
     def _is_due(self, member: PeerId, now: float, *, owes: bool) -> bool:
         asked = self._asked.get(member, self._begun)
-        if self._ctx.silent_s(member) >= SILENT_S:
+        if self._ctx.detector.silent_s(member) >= SILENT_S:
             return now - asked >= SILENT_S
         return owes and now - max(asked, self._came.get(member, self._begun)) >= ASK_S
 

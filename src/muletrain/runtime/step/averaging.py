@@ -271,7 +271,7 @@ class Averager:
         if sender in self._broken and not arrival.done():
             arrival.set_exception(_broke(sender))
         try:
-            with self._ctx.awaiting(sender, arrival):
+            with self._ctx.detector.awaiting(sender, arrival):
                 return await arrival
         except PeerUnreachable:
             await self._ctx.clock.sleep(LINGER_S)

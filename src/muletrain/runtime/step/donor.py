@@ -344,7 +344,7 @@ class Receiver:
             except ProtocolError as e:
                 ctx.refused(donor, str(e))
             except NetworkError as e:
-                ctx.suspect(donor, str(e))
+                ctx.detector.mark_down(donor, str(e))
             else:
                 return manifest
         raise PeerUnreachable("no donor gave the manifest of what it offered")

@@ -88,12 +88,12 @@ async def _while_there(ctx: Context, holder: PeerId, entry: RoundEntry, work: as
     """Wait for ``work``, and ask ``holder``, who is to do it, now and then whether it is there. Raises PeerUnreachable if not."""
     try:
         for attempt in itertools.count():
-            await asyncio.wait({work}, timeout=ctx.doubt_s(holder, attempt))
+            await asyncio.wait({work}, timeout=ctx.detector.suspicion_s(holder, attempt))
             if work.done():
                 work.result()
                 return
             if (
-                await unless_done(work, ctx.probe(holder, entry.lineage, entry.step, brief=True)) is None
+                await unless_done(work, ctx.detector.probe(holder, entry.lineage, entry.step, brief=True)) is None
                 and not work.done()
             ):
                 raise PeerUnreachable(f"{holder[-6:]} answers no probe")

@@ -351,7 +351,7 @@ class Knowledge:
             self._question(sender)
         self.touched()
         for member in entry.without:  # whether it counts may depend on whether they live
-            self._ctx.look_after(member, self.lineage, self.step)
+            self._ctx.detector.look_after(member, self.lineage, self.step)
 
     def on_abstain(self, sender: PeerId, attempt: int = 0) -> None:
         self._builder.abstain(self._ctx.roster.member(sender).stage, sender)
@@ -498,11 +498,11 @@ class Knowledge:
         """False where ``peer`` does not answer."""
         ask = AskSeal(lineage=self.lineage, step=self.step).pack()
         try:
-            answer = await self._ctx.net.call(peer, AskSeal.KIND, ask, timeout_s=self._ctx.probe_deadline.seconds(1))
+            answer = await self._ctx.net.call(peer, AskSeal.KIND, ask, timeout_s=self._ctx.detector.deadline.seconds(1))
             if answer:
                 self.on_seal(peer, Seal.unpack(answer))
         except NetworkError as e:
-            self._ctx.suspect(peer, str(e))
+            self._ctx.detector.mark_down(peer, str(e))
             return False
         return True
 
@@ -521,7 +521,7 @@ class Knowledge:
         """In a large fleet some, and others the next time: all ask. Those believed dead, too, for a link that healed says nothing by
         itself; but nobody waits for them."""
         roster, self._asked_round = self._ctx.roster, self._asked_round + 1
-        for peer in self._ctx.worth_a_try(p for p in roster.everyone() if not roster.is_alive(p)):
+        for peer in self._ctx.detector.worth_a_try(p for p in roster.everyone() if not roster.is_alive(p)):
             self._ctx.spawn(self._try_again(peer), "ask after the dead")
         count = max(ASKED, math.ceil(len(roster.others()) / (MAX_SILENCE - 1)))
         await asyncio.gather(*(self._ask(peer) for peer in roster.spread(count, self._asked_round)))
@@ -535,7 +535,7 @@ class Knowledge:
     async def _ask(self, peer: PeerId) -> Held | None:
         """Learn what ``peer`` knows of this step (and return it); leave it out when it stays at an earlier one. Raises Behind if it is at a
         later one."""
-        held = await self._ctx.probe(peer, self.lineage, self.step)
+        held = await self._ctx.detector.probe(peer, self.lineage, self.step)
         if held is None:
             return None
         moved, round_ = self._moved.get(peer, (0, b""))
@@ -545,7 +545,7 @@ class Knowledge:
         self._moved[peer] = held.moved, held.round
         if held.rival:
             self.met(peer, held.step)
-            self._ctx.suspect(peer, "it trains in another lineage", declines=True)
+            self._ctx.detector.mark_down(peer, "it trains in another lineage", declines=True)
             return held
         if held.step > self.step:
             self.others_at = max(self.others_at, held.step)
@@ -561,7 +561,7 @@ class Knowledge:
             now = self._ctx.clock.now()
             if now - self._late.setdefault(peer, now) >= self._late_deadline.seconds():
                 self._late[peer] = now  # else each answer would make it count again, and be believed dead again
-                self._ctx.suspect(peer, f"it is still at step {held.step}")
+                self._ctx.detector.mark_down(peer, f"it is still at step {held.step}")
         elif held.step == self.step and peer in self._late:
             self._late_deadline.measured(self._ctx.clock.now() - self._late.pop(peer))
         return held
@@ -581,7 +581,9 @@ class Knowledge:
         """Learn what ``peer`` attests to of this step, or which record it applied. None where it does not answer."""
         ask, builder = AskEntries(lineage=self.lineage, step=self.step).pack(), self._builder
         try:
-            packed = await self._ctx.net.call(peer, AskEntries.KIND, ask, timeout_s=self._ctx.probe_deadline.seconds(1))
+            packed = await self._ctx.net.call(
+                peer, AskEntries.KIND, ask, timeout_s=self._ctx.detector.deadline.seconds(1)
+            )
             answer = Entries.unpack(packed)
             if builder is not self._builder:  # that step is over
                 return None
@@ -599,7 +601,7 @@ class Knowledge:
         except ProtocolError as e:
             self._ctx.refused(peer, str(e))
         except NetworkError as e:
-            self._ctx.suspect(peer, str(e))
+            self._ctx.detector.mark_down(peer, str(e))
         else:
             return answer
         return None

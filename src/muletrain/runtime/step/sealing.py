@@ -226,7 +226,7 @@ class Sealing(Knowledge):
         """Whom replicas count on: those that we hear say it themselves, even if they do not hear us; of the others we are told."""
 
         def heard(member: PeerId) -> bool:
-            roster, speaks = self._ctx.roster, self._ctx.silent_s(member) < SPEAKS_S
+            roster, speaks = self._ctx.roster, self._ctx.detector.silent_s(member) < SPEAKS_S
             return roster.is_alive(member) or (speaks and not roster.declines(member))
 
         aside = self._stands_aside  # it goes on with nobody, whatever it announced before
@@ -244,11 +244,11 @@ class Sealing(Knowledge):
         heard: dict[PeerId, View] = {}
         for peer in [p for p in roster.others() if roster.member(p).stage != roster.own.stage][:MEETING_POINTS]:
             try:
-                answer = await ctx.net.call(peer, AskViews.KIND, ask, timeout_s=ctx.probe_deadline.seconds(1))
+                answer = await ctx.net.call(peer, AskViews.KIND, ask, timeout_s=ctx.detector.deadline.seconds(1))
                 views = (v for v in Views.unpack(answer).views if v.member in roster.replicas())
                 heard |= {v.member: View(v.attempt, v.members) for v in views}
             except (PeerUnreachable, DeadlineExceeded) as e:
-                ctx.suspect(peer, str(e))
+                ctx.detector.mark_down(peer, str(e))
             except NetworkError:  # it is at another step: others will say so
                 continue
         self._hearsay = heard
@@ -286,10 +286,10 @@ class Sealing(Knowledge):
         one that is silent may come back with what it accumulated, and then a whole accumulator would have to go."""
         ctx, dead = self._ctx, self._dead_replicas()
         new, self._mourned = dead - self._mourned, dead
-        if not any(await asyncio.gather(*(ctx.is_gone(p, self.lineage, self.step) for p in sorted(new)))):
+        if not any(await asyncio.gather(*(ctx.detector.is_gone(p, self.lineage, self.step) for p in sorted(new)))):
             return
         known = self.ledger.held | set(self._running(self.step))
-        for held in (await ctx.ask_held(ctx.roster.replicas(), self.lineage, self.step)).values():
+        for held in (await ctx.detector.ask_all(ctx.roster.replicas(), self.lineage, self.step)).values():
             known |= {*held.held, *held.running} if held.current else set()
         gap = Gap(
             lineage=self.lineage, step=self.step, stage=ctx.roster.own.stage, attempt=0, early=True,
@@ -317,7 +317,7 @@ class Sealing(Knowledge):
             for pause in itertools.count():
                 union, with_us = set(self.ledger.held), self._company()
                 claims: dict[PeerId, frozenset[int]] = {}
-                for peer, held in (await ctx.ask_held(ctx.roster.replicas(), self.lineage, self.step)).items():
+                for peer, held in (await ctx.detector.ask_all(ctx.roster.replicas(), self.lineage, self.step)).items():
                     if held.beyond(self.step) and await self._went_on(peer):
                         raise Behind(f"step {self.step}: {ctx.roster.name(peer)} is at step {held.step}")
                     claims[peer] = gaps & set(held.held) if held.current and peer in with_us else frozenset()
@@ -414,7 +414,7 @@ class Sealing(Knowledge):
                     return
                 others = tuple(sorted({*self._company(), trial.member} - sealed - {me}))
                 asked = others if me == trial.judge else (trial.judge,)
-                answers = await ctx.ask_held(asked, self.lineage, self.step)
+                answers = await ctx.detector.ask_all(asked, self.lineage, self.step)
                 for peer, held in answers.items():
                     if held.beyond(self.step) and await self._went_on(peer):
                         raise Behind(f"step {self.step}: {ctx.roster.name(peer)} is at step {held.step}")

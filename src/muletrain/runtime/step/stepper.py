@@ -244,7 +244,7 @@ class Stepper(Sealing):
             except Refused:  # it has none, and is well
                 continue
             except NetworkError as e:
-                ctx.suspect(peer, f"gave no gradient of step {self.step}: {e}")
+                ctx.detector.mark_down(peer, f"gave no gradient of step {self.step}: {e}")
                 continue
             if ctx.net.peer_id not in entry.members:  # what we accumulated is not in it
                 self.work.uncount()

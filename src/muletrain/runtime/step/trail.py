@@ -163,7 +163,7 @@ async def take_past(ctx: Context, taker: Downloader, entry: RoundEntry) -> Holdi
 
     async def manifest(peer: PeerId) -> bytes:
         try:
-            return await ctx.net.call(peer, AskPast.KIND, ask, timeout_s=ctx.probe_deadline.seconds(1))
+            return await ctx.net.call(peer, AskPast.KIND, ask, timeout_s=ctx.detector.deadline.seconds(1))
         except NetworkError:
             return b""
 

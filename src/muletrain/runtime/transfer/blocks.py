@@ -300,7 +300,7 @@ class Downloader:
         while True:
             since = max(begin, self._came)
             waited_s = clock.now() - since
-            silent_s, limit_s = min(waited_s, self.ctx.silent_s(donor)), self._deadline.seconds(self._breaks)
+            silent_s, limit_s = min(waited_s, self.ctx.detector.silent_s(donor)), self._deadline.seconds(self._breaks)
             if (silent_s >= limit_s or waited_s >= LONGEST_S) and not whole.done():
                 raise DeadlineExceeded(f"{what}: nothing came for {min(waited_s, limit_s):.1f} s")
             left_s = min(limit_s - silent_s, LONGEST_S - waited_s)

@@ -30,7 +30,8 @@ from muletrain.runtime.checkpoint.checkpoints import Book
 from muletrain.runtime.checkpoint.store import Folder
 from muletrain.runtime.core.disk import Disk
 from muletrain.runtime.core.messages import Backward, Forward, Member, Reduced, Shard
-from muletrain.runtime.members.context import Context, Plan, capacity
+from muletrain.runtime.core.plan import Plan, capacity
+from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.peer.service import Service

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from muletrain.policy.adoption import Standing, adopters
 from muletrain.policy.rebalance import Load, View, by_queue, by_throughput
-from muletrain.runtime.members.context import capacity
+from muletrain.runtime.core.plan import capacity
 from muletrain.runtime.members.rebalancing import HORIZON_PERIODS
 from muletrain.sim.fleet.ledger import Ledger, always
 from muletrain.sim.fleet.rates import Rate

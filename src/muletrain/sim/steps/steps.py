@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from muletrain.policy.claims import claimant
 from muletrain.policy.wiring import Wiring
-from muletrain.runtime.members.context import capacity
+from muletrain.runtime.core.plan import capacity
 from muletrain.sim.steps.endings import Endings
 from muletrain.sim.steps.wires import Wires
 

@@ -21,7 +21,7 @@ from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage
 from muletrain.optim.schedule import learning_rate
 from muletrain.policy.seats import planned_seats
-from muletrain.runtime.members.context import Plan
+from muletrain.runtime.core.plan import Plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable

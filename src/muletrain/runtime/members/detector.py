@@ -1,0 +1,354 @@
+"""The failure detector of one peer: who is *suspected* (routed around, which may be wrong), who is *down* (not counted on until it is
+*back*), by questions whose deadlines are measured.
+
+Suspicion changes routing alone. A peer is marked down when it cannot be reached, or misses a question's own, patient deadline while nothing
+else comes from it either (Das et al. 2002, SWIM, has the same two levels). ``runtime.members.silence`` says when a peer that owes answers
+is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections import Counter, defaultdict
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from muletrain.errors import DeadlineExceeded, NetworkError, PeerUnreachable
+from muletrain.events import PeerSuspected
+from muletrain.policy.deadline import Deadline, Usual, backoff_s
+from muletrain.runtime.core.branches import branch_of
+from muletrain.runtime.core.messages import AskHeld, Doubted, Held
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterable, Iterator
+
+    from muletrain.clock import Clock
+    from muletrain.events import Event
+    from muletrain.network.base import Network, PeerId
+    from muletrain.runtime.core.messages import Message
+    from muletrain.runtime.members.roster import Roster
+
+MAX_PAUSES = 30
+"""Waits for a peer that says it still works on a microbatch: doubling up to the longest, 15 s in all."""
+PAUSE_S, PAUSE_MAX_S = 0.05, 0.5
+LONG_S, RARELY_S = 60.0, 300.0
+"""Who is believed dead since then is so for long; between two tries of those that are for longest."""
+AT_ONCE = 4
+"""Of those, tried at the same time: many that went together would else be dialled together, again and again."""
+LATE_S, LATE_MAX_S = 1.0, 10.0
+"""Between two questions to a peer whose device is late; doubles."""
+MAX_ALARMS = 3
+"""After which the time that an answer has does not double any more."""
+HEARD_S, MAX_AGAIN = 0.25, 4
+"""A peer of which something came within that time is not silent: a question that it did not answer is asked again, so many times."""
+QUEUES = 2.0
+"""Times the queues that were measured, before a peer is doubted: queues change by as much as they are long, and what a doubt has computed
+again is more load."""
+
+
+class Services(Protocol):
+    """What the detector needs of its peer (``Context``)."""
+
+    net: Network
+    clock: Clock
+    roster: Roster
+
+    @property
+    def emit(self) -> Callable[[Event], None]: ...
+    @property
+    def changed(self) -> Callable[[], None]: ...
+    @property
+    def met(self) -> Callable[[PeerId, bytes], None]: ...
+    @property
+    def own_held(self) -> Callable[[int, bytes], Held]: ...
+    def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]: ...
+    async def tell(self, peers: tuple[PeerId, ...], message: Message) -> None: ...
+
+
+class FailureDetector:
+    """One peer's."""
+
+    def __init__(self, peer: Services) -> None:
+        self._peer = peer
+        self.deadline = Deadline(unmeasured_s=10.0, floor_s=1.5)
+        """Of answers to questions. On a starved machine a living peer's event loop stalls for a second at times (imports, garbage
+        collection)."""
+        self.suspected: set[PeerId] = set()
+        self.on_suspicion: list[Callable[[PeerId], None]] = []
+        """Told of those that are suspected from now on."""
+        self._usual: dict[PeerId, Usual] = {}
+        """How long a peer's answers take, for suspicions."""
+        self._awaited: defaultdict[PeerId, dict[asyncio.Future[Any], None]] = defaultdict(dict)
+        """In the order in which they began: sets would have one that depends on addresses."""
+        self._surveys: dict[tuple[bytes, int], asyncio.Task[dict[PeerId, Held]]] = {}
+        self._next_surveys: dict[tuple[bytes, int], asyncio.Task[dict[PeerId, Held]]] = {}
+        """By lineage and step: the questions to everyone under way, and those that follow them."""
+        self._looked_after: set[PeerId] = set()
+        self._late: set[PeerId] = set()
+        """Peers that said so of their devices: suspected, until they say otherwise."""
+        self._tried: dict[PeerId, tuple[float, float]] = {}
+        """Of those that are down: when they were tried first, and last."""
+        self._alarms: Counter[PeerId] = Counter()
+        """Questions that peers that are not down did not answer in time, since they last did. Only answers are measured, so that where
+        everyone is slow (cores that fleets share) each question would come to the same wrong end as the one before (RFC 6298, 5.5)."""
+
+    async def probe(
+        self,
+        peer: PeerId,
+        lineage: bytes,
+        step: int,
+        attempt: int = 0,
+        *,
+        hearsay: bool = False,
+        brief: bool = False,
+    ) -> Held | None:
+        """Ask a silent peer what it holds (``brief``: whether it is there). It is doubted when the answer takes longer than such answers
+        do. None, and it is believed dead, if it does not answer in time; while something still comes from it, it is asked again, a few
+        times. ``hearsay``: others had doubts; they know."""
+        with self._suspecting(peer, attempt, partial(self._suspect, peer, lineage, step, hearsay)):
+            for again in range(MAX_AGAIN + 1):
+                try:
+                    held = await self._ask_held(peer, lineage, step, attempt, brief=brief)
+                    break
+                except DeadlineExceeded as e:
+                    if again == MAX_AGAIN or self.silent_s(peer) > HEARD_S:
+                        self.mark_down(peer, str(e))
+                        return None
+                except PeerUnreachable as e:
+                    self.mark_down(peer, str(e))
+                    return None
+                except NetworkError as e:
+                    self.mark_down(peer, f"answered a probe with: {e}", declines=True)
+                    return None
+        if held.late:
+            self._suspect(peer, lineage, step, hearsay)
+            self.look_after(peer, lineage, step)
+        if held.current:  # at another step it is of no use to this one, however well it may be
+            self._peer.roster.alive(peer)
+        return held
+
+    @contextmanager
+    def _suspecting(self, peer: PeerId, attempt: int, doubt: Callable[[], None]) -> Iterator[None]:
+        """``doubt`` is called once the answer of ``peer`` is late, and nothing else comes from it either."""
+        loop = asyncio.get_running_loop()
+        timer: asyncio.TimerHandle
+
+        def late() -> None:
+            nonlocal timer
+            if (more_s := HEARD_S - self.silent_s(peer)) > 0:
+                timer = loop.call_later(more_s, late)
+            else:
+                doubt()
+
+        timer = loop.call_later(self.suspicion_s(peer, attempt), late)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            if peer not in self._late:
+                self.suspected.discard(peer)
+
+    def suspicion_s(self, peer: PeerId, attempt: int = 0) -> float:
+        """After how long without an answer ``peer`` is doubted, which costs little: a multiple of what its own answers take, for it may be
+        far, where others are next door, and more than what waits on the links between. One that never answered is not doubted before it is
+        believed dead."""
+        usual = self._usual.get(peer)
+        own_s = self.deadline.seconds(attempt) if usual is None else usual.seconds(attempt)
+        return own_s + QUEUES * self._peer.net.queued_s(peer)
+
+    def _suspect(self, peer: PeerId, lineage: bytes, step: int, hearsay: bool) -> None:
+        """Route around ``peer`` until it is heard of, and let the others ask, too, so that all know at the same time whether it lives.
+        Only routes change, so doubts may be wrong."""
+        if not self._peer.roster.is_alive(peer) or peer in self.suspected:
+            return
+        self.suspected.add(peer)
+        for told in self.on_suspicion:
+            told(peer)
+        if not hearsay:
+            others = tuple(p for p in self._peer.roster.others() if p != peer)
+            self._peer.spawn(self._peer.tell(others, Doubted(lineage=lineage, step=step, peer=peer)), "doubted")
+
+    def look_after(self, peer: PeerId, lineage: bytes, step: int) -> None:
+        """Others have doubts about ``peer``, or a stream with it ended: find out whether it is there, once at a time."""
+        asked = (peer in self.suspected and peer not in self._late) or peer in self._looked_after
+        if self._peer.roster.is_alive(peer) and peer != self._peer.net.peer_id and not asked:
+            self._looked_after.add(peer)
+            looking = self._peer.spawn(self._look_after(peer, lineage, step), f"look after {peer[-6:]}")
+            looking.add_done_callback(lambda _: self._looked_after.discard(peer))
+
+    async def _look_after(self, peer: PeerId, lineage: bytes, step: int) -> None:
+        """Ask again while its device is late: nothing else would end the doubt, for it gets nothing to do."""
+        for times in itertools.count():
+            if times or peer not in self._late:
+                await self.probe(peer, lineage, step, hearsay=True, brief=True)
+            if peer not in self._late:
+                return
+            await self._peer.clock.sleep(backoff_s(times, LATE_S, LATE_MAX_S))
+
+    async def is_gone(self, peer: PeerId, lineage: bytes, step: int) -> bool:
+        """``peer`` cannot be reached at all, which says more than that it does not answer."""
+        try:
+            await self._ask_held(peer, lineage, step, attempt=0, brief=True)
+        except PeerUnreachable:
+            return True
+        except NetworkError:
+            return False
+        return False
+
+    async def measure(self, peer: PeerId, lineage: bytes, step: int) -> None:
+        """How long the answer to a probe takes, before one is missed. Whoever does not answer yet is not believed dead for it."""
+        with suppress(NetworkError):
+            await self._ask_held(peer, lineage, step, attempt=0, brief=True)
+
+    async def _ask_held(self, peer: PeerId, lineage: bytes, step: int, attempt: int, *, brief: bool) -> Held:
+        ask = AskHeld(lineage=lineage, step=step, brief=brief)
+        begin, alarms = self._peer.clock.now(), self._alarms[peer]
+        waits = alarms if (lives := self._peer.roster.is_alive(peer)) else 0
+        limit_s = self.deadline.seconds(attempt + waits) + self._peer.net.queued_s(peer)
+        try:
+            answer = await self._peer.net.call(peer, AskHeld.KIND, ask.pack(), timeout_s=limit_s)
+        except DeadlineExceeded:
+            if lives and alarms == self._alarms[peer] < MAX_ALARMS:
+                self._alarms[peer] += 1
+            raise
+        held = Held.unpack(answer)
+        del self._alarms[peer]
+        (self._late.add if held.late else self._late.discard)(peer)
+        took_s = self._peer.clock.now() - begin
+        self.deadline.measured(took_s)
+        if peer not in self._usual:
+            self._usual[peer] = Usual(unmeasured_s=math.inf, floor_s=0.25, times=4.0, slow_times=1.5)
+        self._usual[peer].measured(took_s)
+        if held.branch != branch_of(lineage):
+            self._peer.met(peer, held.branch)
+            held = held.model_copy(update={"current": False, "step": 0, "lineage": b"", "rival": False})
+        return held
+
+    def worth_a_try(self, peers: Iterable[PeerId]) -> tuple[PeerId, ...]:
+        """The living; and those believed dead that were not tried for a quarter of the time since they are (``RARELY_S`` at most): they
+        may be back, but a try costs connections, and in a long run many have gone for good. Whoever comes back by itself says so."""
+        now, worth, long_dead = self._peer.clock.now(), [], 0
+        for peer in peers:
+            if self._peer.roster.is_alive(peer):
+                self._tried.pop(peer, None)
+                worth.append(peer)
+                continue
+            since, last = self._tried.get(peer, (now, -math.inf))
+            long = now - since > LONG_S
+            if now - last >= min(RARELY_S, (now - since) / 4) and not (long and long_dead == AT_ONCE):
+                long_dead += long
+                self._tried[peer] = since, now
+                worth.append(peer)
+        if len(self._tried) > 2 * len(self._peer.roster.members()):  # the roster forgets, too
+            self._tried = {p: tried for p, tried in self._tried.items() if self._peer.roster.knows(p)}
+            self._alarms = Counter({p: n for p, n in self._alarms.items() if self._peer.roster.knows(p)})
+            self._usual = {p: usual for p, usual in self._usual.items() if self._peer.roster.knows(p)}
+        return tuple(worth)
+
+    def mark_down(self, peer: PeerId, reason: str, *, declines: bool = False) -> None:
+        """Believe ``peer`` dead until it is heard of again. Changes routing and rounds only. ``declines``: see ``Roster.dead``."""
+        self.clear(peer)
+        if self._peer.roster.dead(peer, declines=declines):
+            self._peer.emit(PeerSuspected(peer_id=peer, reason=reason))
+            self.give_up(peer, reason)
+            self._peer.net.give_up(peer)
+            self._peer.changed()
+
+    def stand_aside(self, peer: PeerId) -> None:
+        """``peer`` says that nobody is to count on it for now. It can be reached, so that what is on its way to it goes on."""
+        if self._peer.roster.dead(peer, declines=True):
+            self.give_up(peer, "it takes a state")
+            self._peer.changed()
+
+    def is_late(self, peer: PeerId) -> bool:
+        """Did ``peer`` say so of its device?"""
+        return peer in self._late
+
+    def clear(self, peer: PeerId) -> None:
+        """No doubts about ``peer`` any more."""
+        self._late.discard(peer)
+        self.suspected.discard(peer)
+
+    @contextmanager
+    def awaiting(self, peer: PeerId, answer: asyncio.Future[Any]) -> Iterator[None]:
+        """``answer`` fails with PeerUnreachable as soon as ``peer``, who owes it, is believed dead."""
+        answer.add_done_callback(lambda f: f.cancelled() or f.exception())  # whoever waits may have given up already
+        self._awaited[peer][answer] = None
+        try:
+            yield
+        finally:
+            self._awaited[peer].pop(answer, None)
+
+    def give_up(self, peer: PeerId, reason: str) -> None:
+        """Nothing will come from ``peer`` any more."""
+        for answer in self._awaited.pop(peer, {}):
+            if not answer.done():
+                answer.set_exception(PeerUnreachable(f"{peer[-6:]}: {reason}"))
+
+    def silent_s(self, peer: PeerId) -> float:
+        """For how long nothing at all has come from ``peer``: no part of a frame, no receipt, no answer."""
+        return asyncio.get_running_loop().time() - self._peer.net.heard_s(peer)
+
+    async def still_missing(
+        self,
+        lineage: bytes,
+        step: int,
+        index: int,
+        stages: tuple[int, ...],
+        counts: Callable[[PeerId], bool] = lambda peer: True,
+    ) -> tuple[tuple[int, ...], float | None]:
+        """Before a retry: those of ``stages`` in which nobody that ``counts``, ourselves included, has the microbatch in its accumulator
+        (those that have, recompute without accumulating), and its loss [nats/token], where one that has it knows. While someone still works
+        on it, wait: what is about to be accumulated must not be twice."""
+        if not stages:
+            return (), None
+        for pause in range(MAX_PAUSES):
+            current = await self.survey(lineage, step)
+            counted = [held for peer, held in current.items() if held.stage in stages and counts(peer)]
+            if not any(index in held.running for held in counted):
+                break
+            await self._peer.clock.sleep(backoff_s(pause, PAUSE_S, PAUSE_MAX_S))
+        have = {held.stage for held in counted if index in held.held}
+        losses = (held.loss(index) for held in current.values())
+        return tuple(s for s in stages if s not in have), next((loss for loss in losses if loss is not None), None)
+
+    async def survey(self, lineage: bytes, step: int) -> dict[PeerId, Held]:
+        """What every peer at ``step`` holds, this one included, asked after this call. Calls during a question share the next one: a lost
+        peer or a lying member asks about many microbatches at once."""
+        key = lineage, step
+        if (survey := self._next_surveys.get(key)) is None:
+            survey = self._peer.spawn(self._survey(key, self._surveys.get(key)), "survey")
+            self._next_surveys[key] = survey
+        return await asyncio.shield(survey)
+
+    async def _survey(
+        self, key: tuple[bytes, int], before: asyncio.Task[dict[PeerId, Held]] | None
+    ) -> dict[PeerId, Held]:
+        if before is not None:
+            await asyncio.wait({before})
+        self._surveys[key] = self._next_surveys.pop(key)
+        lineage, step = key
+        try:
+            answers = await self.ask_all(self._peer.roster.everyone(), lineage, step)
+            answers[self._peer.net.peer_id] = self._peer.own_held(step, lineage)
+            return {peer: held for peer, held in answers.items() if held.current}
+        finally:
+            if key not in self._next_surveys:
+                del self._surveys[key]
+
+    async def ask_all(self, peers: tuple[PeerId, ...], lineage: bytes, step: int) -> dict[PeerId, Held]:
+        """What those of ``peers`` that answer hold. Those believed dead are asked, too, for they may be back; but nobody waits for
+        them while others live."""
+        asked = {p: asyncio.create_task(self.probe(p, lineage, step)) for p in self.worth_a_try(peers)}
+        living = [task for p, task in asked.items() if self._peer.roster.is_alive(p)]
+        try:
+            if asked:
+                await asyncio.wait(living or asked.values())
+        finally:
+            for task in asked.values():
+                task.cancel()
+        await asyncio.gather(*asked.values(), return_exceptions=True)
+        return {p: held for p, t in asked.items() if not t.cancelled() and (held := t.result()) is not None}
