@@ -76,7 +76,7 @@ def test_who_left_says_so_in_the_directory(monkeypatch: pytest.MonkeyPatch) -> N
             super().__init__(*arguments)
             worlds.append(self)
 
-    monkeypatch.setattr("muletrain.sim.world.world.World", Kept)
+    monkeypatch.setattr("muletrain.sim.world.play.World", Kept)
     outcome = play(Scenario(1, (2, 2), 2, 4, 8, 0.01, (Fault(0.35, "leave", ("peer-1b",)),)))
     assert outcome.ends["peer-1b"] == LEFT
     said = {peer: Announced.read(peer, value) for peer, (_, value) in worlds[0].hub.directory["fuzz/peers"].items()}

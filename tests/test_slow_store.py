@@ -19,10 +19,13 @@ from muletrain.events import CheckpointFailed, CheckpointWritten
 from muletrain.runtime.checkpoint.checkpoints import CheckpointEnd, Checkpoints
 from muletrain.runtime.checkpoint.store import Folder, Key
 from muletrain.sim.loop import run_virtually
-from muletrain.sim.world import reference, world
+from muletrain.sim.world import reference
+from muletrain.sim.world.faults import Faults
+from muletrain.sim.world.play import LIMIT_S
 from muletrain.sim.world.scenario import Fault, Scenario
 from muletrain.sim.world.verdict import LEFT, Outcome, readable
 from muletrain.sim.world.witness import Witness
+from muletrain.sim.world.world import World
 from tests.test_checkpointing import LINEAGE, Stages, held_up, names, play, state
 
 if TYPE_CHECKING:
@@ -34,10 +37,10 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def run(scenario: Scenario, folder: Path) -> Outcome:
-    """As ``world.play``, in a folder that stays."""
+    """As ``play``, in a folder that stays."""
     outcome, history = Outcome(scenario), reference.history(scenario)
-    played = world.World(scenario, outcome, folder, Witness(scenario, history, outcome.violations.append))
-    run_virtually(played.run(), world.LIMIT_S, outcome.violations)
+    world = World(scenario, outcome, folder, Witness(scenario, history, outcome.violations.append))
+    run_virtually(world.run(Faults(world).inject), LIMIT_S, outcome.violations)
     assert outcome.violations == [], "\n".join(readable(outcome))
     return outcome
 
