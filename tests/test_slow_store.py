@@ -81,7 +81,7 @@ def test_a_store_that_hangs_keeps_one_copy_of_the_state_and_the_run_ends(
         await right(self, key, copied)
 
     monkeypatch.setattr(Checkpoints, "write", counted)
-    monkeypatch.setattr(world, "InlineExecutor", Hanging)
+    monkeypatch.setattr("muletrain.sim.world.world.InlineExecutor", Hanging)
     outcome = run(Scenario(1, (2, 2), 2, 30, 4, 0.01, (), checkpoint_every=1), tmp_path)
     assert set(outcome.ends.values()) == {"finished"}
     assert most <= 2, "one in each stage's writer"
