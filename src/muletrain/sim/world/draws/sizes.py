@@ -47,8 +47,16 @@ def draw(seed: int) -> tuple[str, Size] | None:
 
 
 def finished(s: Scenario) -> Scenario:
-    """In a long run peers remember little; faults come late enough for that, and last for many steps."""
+    """In a long run peers remember little; faults come late enough for that, and last for many steps. The first newcomer's links are so
+    narrow that it follows for more steps than are kept."""
     if "long" not in s.kinds:
         return s
     every = random.Random(f"often/{s.seed}").choice([3, 10])
-    return replace(s, short=True, trail_bytes=200_000, checkpoint_every=every)
+    slow = {p: 2e4 for p in s.joining[:1]}
+    return replace(
+        s,
+        short=True,
+        trail_bytes=100_000,
+        checkpoint_every=every,
+        narrow=tuple(sorted((dict(s.narrow) | slow).items())),
+    )
