@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import selectors
 from typing import Any
@@ -122,6 +123,22 @@ def test_the_tasks_of_a_group_are_cancelled_in_the_same_order_wherever_they_are_
     del kept[10:]  # the holes that these leave are taken by the next ones
     assert sorted(first) == list(range(20))
     assert order(kept) == first
+
+
+def test_a_wait_of_less_than_the_clock_resolves_ends() -> None:
+    """Time stood still for a sender that had 1e-14 s left (fuzz seed 3607)."""
+
+    async def waits() -> int:
+        loop, passes = asyncio.get_running_loop(), 0
+        await asyncio.sleep(1000.1)
+        due = math.nextafter(loop.time(), math.inf)
+        while (left_s := due - loop.time()) > 0.0:
+            await asyncio.sleep(left_s / 2)
+            passes += 1
+            assert passes < 100
+        return passes
+
+    assert run_virtually(waits(), 2000.0, []) == 1
 
 
 def test_timers_that_were_cancelled_are_forgotten() -> None:

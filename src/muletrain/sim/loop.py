@@ -7,6 +7,7 @@ import asyncio
 import gc
 import heapq
 import itertools
+import math
 import time
 from collections import deque
 from contextlib import contextmanager
@@ -124,7 +125,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def call_later(
         self, delay: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        return self.call_at(self._virtual_s + delay, callback, *args, context=context)
+        when = self._virtual_s + delay
+        if (
+            delay > 0.0 and when == self._virtual_s
+        ):  # a real clock goes on: who waits for the rest of its time would wait for ever
+            when = math.nextafter(when, math.inf)
+        return self.call_at(when, callback, *args, context=context)
 
     def call_at(
         self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
