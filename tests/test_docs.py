@@ -7,6 +7,7 @@ import shlex
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import typer
@@ -64,18 +65,20 @@ def unknown(line: str) -> list[str]:
 
 def parsed(line: str) -> dict[str, Any]:
     """The arguments of a whole command line, which is parsed as the shell's, and does nothing. Raises what the command would."""
-    root, given = typer.main.get_command(app), dict[str, Any]()
-    _disarm(root, lambda **arguments: given.update(arguments))
-    command = takewhile(lambda word: word != ">", shlex.split(line, comments=True)[1:])
-    root.main(args=[PLACEHOLDERS.get(word, word) for word in command], standalone_mode=False)
+    given = dict[str, Any]()
+    command = list(takewhile(lambda word: word != ">", shlex.split(line, comments=True)[1:]))
+    called = _called(command)
+    with patch.object(called, "callback", lambda **arguments: given.update(arguments)):
+        COMMANDS.main(args=[PLACEHOLDERS.get(word, word) for word in command], standalone_mode=False)
     return given
 
 
-def _disarm(command: Any, callback: Any) -> None:
-    if not hasattr(command, "commands"):
-        command.callback = callback
-    for below in getattr(command, "commands", {}).values():
-        _disarm(below, callback)
+def _called(words: list[str]) -> Any:
+    """The command that ``words`` begin with."""
+    here: Any = COMMANDS
+    for word in words:
+        here = getattr(here, "commands", {}).get(word, here)
+    return here
 
 
 def check(given: dict[str, Any]) -> None:
