@@ -1,4 +1,6 @@
-"""Draw docs/live.svg: what a terminal shows of a real run some seconds after a peer was killed.
+"""Draw docs/live.svg: a real run some steps after a peer was killed, as ``muletrain start`` shows the loss of another machine.
+
+``muletrain run`` knows the processes of its peers, and counts a killed one as gone at once.
 
 muletrain run --set train.steps=60 --chaos "join@step2; kill stage1@step30"
 python scripts/live_picture.py runs/FOLDER docs/live.svg --steps 3
