@@ -1,27 +1,51 @@
-"""What the README tells people to type exists: every command, and every option."""
+"""What README and docs tell people to type can be typed, and what they link to is there."""
 
 from __future__ import annotations
 
 import re
 import shlex
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from muletrain.cli.main import app
+from muletrain.config.load import load_config
+from muletrain.policy.chaos import Bounds, parse
+from muletrain.runs.join.ticket import PREFIX
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[1]
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")]
+}
 COMMANDS = typer.main.get_command(app)
+QUICK = ("muletrain config", "muletrain config --fleet", "muletrain reproduce")
+"""Commands of the pages that run here. Tests of their own run others; the rest need machines, a run folder, or minutes."""
+PLACEHOLDERS = {"TICKET": f"{PREFIX}x", "-": f"{PREFIX}x", "N": "7", "GIB": "7", "PLAN": "random"}
 
 
-def lines(text: str) -> list[str]:
-    """Of shell blocks, and code inside of sentences."""
-    blocks = "\n".join(re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
-    inline = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
-    pieces = (piece for line in [*blocks.split("\n"), *inline] for piece in " ".join(line.split()).split("&& "))
-    return [piece for piece in pieces if piece.startswith("muletrain ")]
+def blocks(text: str) -> list[str]:
+    """Commands of ours in shell blocks, which have all that they need."""
+    return _commands("\n".join(re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE)).split("\n"))
+
+
+def mentioned(text: str) -> list[str]:
+    """Commands of ours inside of sentences, which may lack arguments."""
+    return _commands(re.findall(r"`([^`]+)`", _without_blocks(text)))
+
+
+def _commands(pieces: list[str]) -> list[str]:
+    parts = (part for piece in pieces for part in " ".join(piece.split()).split("&& "))
+    return [part for part in parts if part.startswith("muletrain ")]
+
+
+def _without_blocks(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def unknown(line: str) -> list[str]:
@@ -39,13 +63,126 @@ def unknown(line: str) -> list[str]:
     return wrong
 
 
-def test_the_readme_s_commands_and_options_exist() -> None:
-    assert len(lines(README)) > 30
-    assert {line: found for line in lines(README) if (found := unknown(line))} == {}
+def parsed(line: str) -> dict[str, Any]:
+    """The arguments of a whole command line, which is parsed as the shell's, and does nothing. Raises what the command would."""
+    given = dict[str, Any]()
+    command = list(takewhile(lambda word: word != ">", shlex.split(line, comments=True)[1:]))
+    called = _called(command)
+    with patch.object(called, "callback", lambda **arguments: given.update(arguments)):
+        COMMANDS.main(args=[PLACEHOLDERS.get(word, word) for word in command], standalone_mode=False)
+    return given
+
+
+def _called(words: list[str]) -> Any:
+    """The command that ``words`` begin with."""
+    here: Any = COMMANDS
+    for word in words:
+        here = getattr(here, "commands", {}).get(word, here)
+    return here
+
+
+def check(given: dict[str, Any]) -> None:
+    """Of a parsed command line: are its fields those of a configuration, and its faults a plan? Raises ConfigError."""
+    config = load_config(None, given.get("overrides") or [])
+    if (chaos := given.get("chaos")) not in (None, "random"):
+        parse(chaos, Bounds(("peer-0", "peer-1", "peer-2", "peer-3"), config.fleet.stages, config.train.steps))
+
+
+def problem(line: str) -> str:
+    """Why a command line cannot run; empty: it can."""
+    try:
+        check(parsed(line))
+    except Exception as e:  # typer's errors have no public name
+        return str(e)
+    return ""
+
+
+def links(text: str) -> list[str]:
+    """Targets of links and pictures that lie in this repository."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", _without_blocks(text))
+    return [target for target in targets if "://" not in target]
+
+
+def anchors(text: str) -> set[str]:
+    """Names of a page's headings as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", _without_blocks(text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken(text: str, folder: Path) -> list[str]:
+    """Links of a page in ``folder`` that lead nowhere."""
+    wrong = list[str]()
+    for link in links(text):
+        path, _, anchor = link.partition("#")
+        there = not path or (folder / path).exists()
+        if not there or (anchor and anchor not in anchors((folder / path).read_text("utf-8") if path else text)):
+            wrong.append(link)
+    return wrong
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_and_option_exists(page: str) -> None:
+    lines = [*blocks(PAGES[page]), *mentioned(PAGES[page])]
+    assert {line: found for line in lines if (found := unknown(line))} == {}
+
+
+@pytest.mark.parametrize("line", sorted({line for text in PAGES.values() for line in blocks(text)}))
+def test_every_command_of_a_block_parses(line: str) -> None:
+    """With its arguments, fields of the configuration, and faults."""
+    check(parsed(line))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_of_a_sentence_parses_as_far_as_it_goes(page: str) -> None:
+    lacking = re.compile("Missing parameter|requires an argument")
+    problems = {line: problem(line) for line in mentioned(PAGES[page])}
+    assert {line: found for line, found in problems.items() if found and not lacking.search(found)} == {}
+
+
+def test_the_pages_have_commands() -> None:
+    assert len({line for text in PAGES.values() for line in blocks(text)}) > 40
+
+
+@pytest.mark.parametrize("line", QUICK)
+def test_what_is_quick_runs(line: str) -> None:
+    assert any(line in text for text in PAGES.values())
+    result = CliRunner().invoke(app, shlex.split(line)[1:])
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page: str) -> None:
+    assert broken(PAGES[page], (ROOT / page).parent) == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_test_that_is_named_exists(page: str) -> None:
+    named = set(re.findall(r"`(tests/\w+\.py)`", PAGES[page]))
+    assert {name for name in named if not (ROOT / name).is_file()} == set()
+
+
+def test_the_readme_is_short_and_leads_to_every_page() -> None:
+    assert len(PAGES["README.md"].splitlines()) <= 150
+    pages = {page for page in PAGES if re.fullmatch(r"docs/[^/]+\.md", page)}
+    assert pages - set(links(PAGES["README.md"])) == set()
 
 
 @pytest.mark.parametrize(
     ("line", "found"), [("muletrain walk", ["walk"]), ("muletrain run --sed model.layers=1 # --x", ["--sed"])]
 )
 def test_what_does_not_exist_is_found(line: str, found: list[str]) -> None:
-    assert unknown(lines(f"```sh\n{line}\n```")[0]) == found
+    assert unknown(blocks(f"```sh\n{line}\n```")[0]) == found
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [("muletrain join", "ticket"), ("muletrain start --port many", "integer"), ("muletrain simulate fleet a b", "b")],
+)
+def test_what_does_not_parse_is_found(line: str, why: str) -> None:
+    with pytest.raises(Exception, match=why):
+        parsed(line)
+
+
+def test_links_that_lead_nowhere_are_found() -> None:
+    text = "# One Page\n[a](#one-page) [b](#other) [c](LICENSE) [d](absent.md) [e](docs/plan.md#a-strategy) [f](https://example.org)"
+    assert broken(text, ROOT) == ["#other", "absent.md"]

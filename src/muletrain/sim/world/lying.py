@@ -1,4 +1,4 @@
-"""A member that does its work and lies about it, no more than the README promises that a run bears."""
+"""A member that does its work and lies about it, within what docs/trust.md promises that a run bears."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def _resume(s: Scenario, rng: random.Random) -> Scenario | None:
 
 
 def _lie(s: Scenario, rng: random.Random) -> Scenario | None:
-    """One of three replicas: one of two may decide alone, and peers that share a folder trust each other (README "Not protected")."""
+    """One of three replicas: one of two may decide alone, and peers that share a folder trust each other (docs/trust.md)."""
     stages = [stage for stage, count in enumerate(s.stages) if count > 2]
     if not stages:
         return None
