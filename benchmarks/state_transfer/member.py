@@ -27,6 +27,7 @@ from muletrain.policy.lineages import Chain
 from muletrain.runtime.core.messages import Block, Member
 from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.members.context import Context
+from muletrain.runtime.members.membership import Membership
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.step.donor import Receiver, Snapshots
 from muletrain.runtime.step.trail import Trail
@@ -102,7 +103,7 @@ async def main(rank: int, donors: int, folder: Path) -> None:
             trail=Trail(ctx, 0),
             chain=Chain(0, (bytes(32),)),
         )
-        Snapshots(ctx, now)
+        Snapshots(ctx, now, Membership(ctx))
         receiver = Receiver(ctx)
 
         async def on_frame(sender: str, frame: Any) -> None:
