@@ -551,6 +551,7 @@ def test_weights_come_from_a_source(fleet: Fleet) -> None:
 # Pace ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 def test_paced_calls_take_the_declared_time_one_after_the_other(fleet: Fleet) -> None:
     first, last = fleet(2)
 
