@@ -406,7 +406,7 @@ PROMISES: dict[str, dict[Callable[[pytest.MonkeyPatch], None], str]] = {
     "a run begun again goes on as it was": {forgets_moments: "other weights"},
     "nobody steps back while every stage has a peer": {a_death_takes_its_replicas_along: "stepped back, though"},
     "one history stays": {sides_stay_apart: "two lineages"},
-    "whoever lives comes to the end": {lost_trainer: "did not survive", one_holder_is_enough: "did not survive"},
+    "whoever lives comes to the end": {lost_trainer: "did not survive"},
     "nothing hangs": {waits_have_no_end: "hang", never_stops: "does not know how to stop"},
     "a step takes no longer than its faults": {
         pauses_for_long: "with these faults it may take", a_device_is_never_late: "",
