@@ -75,6 +75,12 @@ print(hivemind.__version__, hivemind.DecentralizedAverager.__module__, hivemind.
     assert done.stdout.splitlines() == ["[]", f"{version('hivemind')} hivemind.averaging.averager True"], done.stderr
 
 
+def test_a_circle_is_found(tmp_path: Path) -> None:
+    for module, imports in ("a", "b"), ("b", "c"), ("c", "a"), ("d", "a"):
+        (tmp_path / f"{module}.py").write_text(f"if False:\n    from muletrain.{imports} import X")
+    assert circles(tmp_path) == ["a", "b", "c"]
+
+
 def test_every_folder_has_a_layer() -> None:
     found = {path.stem for path in SOURCE.iterdir() if path.is_dir() or path.suffix == ".py"} - {"__pycache__"}
     assert found <= set(RANK), "a new part of the package needs its place in LAYERS"

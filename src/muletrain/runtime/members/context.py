@@ -66,7 +66,7 @@ class Context:
     changed: Callable[[], None] = lambda: None
     """To be called when something happened that a wait may depend on."""
     trail_bytes: int = 1 << 28
-    """What may be kept of gradients for those that catch up (``runtime.step.trail``)."""
+    """Bytes of past gradients that this peer keeps for peers that catch up (``runtime.step.trail``)."""
     reached: Callable[[Phase, int], None] = lambda phase, step: None
     """Told of each point of a step (numbered from 0) at which ``--chaos`` may hit this peer."""
     patience_s: float = 300.0
@@ -135,7 +135,7 @@ class Context:
             self.emit(SlotWorked(slot=slot, what=what, step=step, index=index, seconds=self.clock.now() - begin))
 
     async def tell(self, peers: tuple[PeerId, ...], message: Message) -> None:
-        """A notice to several peers at once; those that cannot be reached are believed dead, the rest hears it."""
+        """Send a notice to several peers at once. A peer that cannot be reached is marked down; the others get the notice all the same."""
         peers = self.detector.worth_a_try(peers)
         frame = message.frame()
         results = await asyncio.gather(*(self.send(p, message, frame=frame) for p in peers), return_exceptions=True)

@@ -35,7 +35,7 @@ MAX_PAUSES = 30
 """Waits for a peer that says it still works on a microbatch: doubling up to the longest, 15 s in all."""
 PAUSE_S, PAUSE_MAX_S = 0.05, 0.5
 LONG_S, RARELY_S = 60.0, 300.0
-"""Who is believed dead since then is so for long; between two tries of those that are for longest."""
+"""Seconds after which a peer has been down for long, and the longest pause between two tries of one that has."""
 AT_ONCE = 4
 """Of those, tried at the same time: many that went together would else be dialled together, again and again."""
 LATE_S, LATE_MAX_S = 1.0, 10.0
@@ -45,8 +45,8 @@ MAX_ALARMS = 3
 HEARD_S, MAX_AGAIN = 0.25, 4
 """A peer of which something came within that time is not silent: a question that it did not answer is asked again, so many times."""
 QUEUES = 2.0
-"""Times the queues that were measured, before a peer is doubted: queues change by as much as they are long, and what a doubt has computed
-again is more load."""
+"""Times the measured queues that are added before a peer is suspected: queues change by as much as they are long, and what a suspicion has
+computed again is more load."""
 
 
 class Services(Protocol):
@@ -105,9 +105,9 @@ class FailureDetector:
         hearsay: bool = False,
         brief: bool = False,
     ) -> Held | None:
-        """Ask a silent peer what it holds (``brief``: whether it is there). It is doubted when the answer takes longer than such answers
-        do. None, and it is believed dead, if it does not answer in time; while something still comes from it, it is asked again, a few
-        times. ``hearsay``: others had doubts; they know."""
+        """Ask a silent peer what it holds (``brief``: whether it is there). It is suspected when the answer takes longer than such answers
+        do. None, and it is marked down, if it does not answer in time; while something still comes from it, it is asked again, a few
+        times. ``hearsay``: others suspect it; they know."""
         with self._suspecting(peer, attempt, partial(self._suspect, peer, lineage, step, hearsay)):
             for again in range(MAX_AGAIN + 1):
                 try:
@@ -131,8 +131,8 @@ class FailureDetector:
         return held
 
     @contextmanager
-    def _suspecting(self, peer: PeerId, attempt: int, doubt: Callable[[], None]) -> Iterator[None]:
-        """``doubt`` is called once the answer of ``peer`` is late, and nothing else comes from it either."""
+    def _suspecting(self, peer: PeerId, attempt: int, suspect: Callable[[], None]) -> Iterator[None]:
+        """``suspect`` is called once the answer of ``peer`` is late, and nothing else comes from it either."""
         loop = asyncio.get_running_loop()
         timer: asyncio.TimerHandle
 
@@ -141,7 +141,7 @@ class FailureDetector:
             if (more_s := HEARD_S - self.silent_s(peer)) > 0:
                 timer = loop.call_later(more_s, late)
             else:
-                doubt()
+                suspect()
 
         timer = loop.call_later(self.suspicion_s(peer, attempt), late)
         try:
@@ -152,16 +152,16 @@ class FailureDetector:
                 self.suspected.discard(peer)
 
     def suspicion_s(self, peer: PeerId, attempt: int = 0) -> float:
-        """After how long without an answer ``peer`` is doubted, which costs little: a multiple of what its own answers take, for it may be
-        far, where others are next door, and more than what waits on the links between. One that never answered is not doubted before it is
-        believed dead."""
+        """After how long without an answer ``peer`` is suspected, which costs little: a multiple of what its own answers take, for it may
+        be far, where others are next door, and more than what waits on the links between. One that never answered is not suspected before
+        it is marked down."""
         usual = self._usual.get(peer)
         own_s = self.deadline.seconds(attempt) if usual is None else usual.seconds(attempt)
         return own_s + QUEUES * self._peer.net.queued_s(peer)
 
     def _suspect(self, peer: PeerId, lineage: bytes, step: int, hearsay: bool) -> None:
         """Route around ``peer`` until it is heard of, and let the others ask, too, so that all know at the same time whether it lives.
-        Only routes change, so doubts may be wrong."""
+        Only routes change, so suspicions may be wrong."""
         if not self._peer.roster.is_alive(peer) or peer in self.suspected:
             return
         self.suspected.add(peer)
@@ -172,7 +172,7 @@ class FailureDetector:
             self._peer.spawn(self._peer.tell(others, Doubted(lineage=lineage, step=step, peer=peer)), "doubted")
 
     def look_after(self, peer: PeerId, lineage: bytes, step: int) -> None:
-        """Others have doubts about ``peer``, or a stream with it ended: find out whether it is there, once at a time."""
+        """Others suspect ``peer``, or a stream with it ended: find out whether it is there, once at a time."""
         asked = (peer in self.suspected and peer not in self._late) or peer in self._looked_after
         if self._peer.roster.is_alive(peer) and peer != self._peer.net.peer_id and not asked:
             self._looked_after.add(peer)
@@ -180,7 +180,7 @@ class FailureDetector:
             looking.add_done_callback(lambda _: self._looked_after.discard(peer))
 
     async def _look_after(self, peer: PeerId, lineage: bytes, step: int) -> None:
-        """Ask again while its device is late: nothing else would end the doubt, for it gets nothing to do."""
+        """Ask again while its device is late: nothing else would end the suspicion, for it gets nothing to do."""
         for times in itertools.count():
             if times or peer not in self._late:
                 await self.probe(peer, lineage, step, hearsay=True, brief=True)
@@ -199,7 +199,7 @@ class FailureDetector:
         return False
 
     async def measure(self, peer: PeerId, lineage: bytes, step: int) -> None:
-        """How long the answer to a probe takes, before one is missed. Whoever does not answer yet is not believed dead for it."""
+        """How long the answer to a probe takes, before one is missed. Whoever does not answer yet is not marked down for it."""
         with suppress(NetworkError):
             await self._ask_held(peer, lineage, step, attempt=0, brief=True)
 
@@ -228,7 +228,7 @@ class FailureDetector:
         return held
 
     def worth_a_try(self, peers: Iterable[PeerId]) -> tuple[PeerId, ...]:
-        """The living; and those believed dead that were not tried for a quarter of the time since they are (``RARELY_S`` at most): they
+        """The living; and those that are down and were not tried for a quarter of the time since they are (``RARELY_S`` at most): they
         may be back, but a try costs connections, and in a long run many have gone for good. Whoever comes back by itself says so."""
         now, worth, long_dead = self._peer.clock.now(), [], 0
         for peer in peers:
@@ -268,13 +268,13 @@ class FailureDetector:
         return peer in self._late
 
     def clear(self, peer: PeerId) -> None:
-        """No doubts about ``peer`` any more."""
+        """``peer`` is not suspected any more."""
         self._late.discard(peer)
         self.suspected.discard(peer)
 
     @contextmanager
     def awaiting(self, peer: PeerId, answer: asyncio.Future[Any]) -> Iterator[None]:
-        """``answer`` fails with PeerUnreachable as soon as ``peer``, who owes it, is believed dead."""
+        """``answer`` fails with PeerUnreachable as soon as ``peer``, who owes it, is marked down."""
         answer.add_done_callback(lambda f: f.cancelled() or f.exception())  # whoever waits may have given up already
         self._awaited[peer][answer] = None
         try:
@@ -340,7 +340,7 @@ class FailureDetector:
                 del self._surveys[key]
 
     async def ask_all(self, peers: tuple[PeerId, ...], lineage: bytes, step: int) -> dict[PeerId, Held]:
-        """What those of ``peers`` that answer hold. Those believed dead are asked, too, for they may be back; but nobody waits for
+        """What those of ``peers`` that answer hold. Those that are down are asked, too, for they may be back; but nobody waits for
         them while others live."""
         asked = {p: asyncio.create_task(self.probe(p, lineage, step)) for p in self.worth_a_try(peers)}
         living = [task for p, task in asked.items() if self._peer.roster.is_alive(p)]

@@ -235,11 +235,11 @@ class Rollback:
             self.ordered.set_result(order)
 
     def _fed(self, stage: int, here: Mapping[PeerId, StandsAt]) -> bool:
-        """Does a peer that sends to ``stage`` reach one of it? Trainers send to stage 0: others, or its own, whom anyone may reach."""
-        members = self._ctx.roster.members()
-        own = stage == 0 and any(m.trainer and m.stage == 0 for m in members)
-        trainers = {m.id for m in members if m.trainer and stage == 0}
-        return any(stage in s.reaches and (s.stage == stage - 1 or own or p in trainers) for p, s in here.items())
+        """Does a peer that sends to ``stage`` reach one of it? Trainers send to stage 0; one that serves it reaches it if anyone does."""
+        reach = {p: s.stage for p, s in here.items() if stage in s.reaches}
+        if stage:
+            return stage - 1 in reach.values()
+        return any(reach if m.stage == 0 else m.id in reach for m in self._ctx.roster.members() if m.trainer)
 
     def _say_what_lacks(self, stages: tuple[int, ...], no_checkpoint: bool) -> None:
         ctx = self._ctx

@@ -253,14 +253,17 @@ class Downloader:
         queue = deque(sorted(partial.missing))
         good = list(donors)
         most = max(1, RUN * BLOCK // partial.manifest.block)  # large blocks come one by one
+        reason = "nobody has them"
 
         async def lane(donor: PeerId) -> None:
+            nonlocal reason
             while queue and donor in good:
                 share = -(-len(queue) // (LANES * len(good)))  # of a small copy, each sends some
                 run = [queue.popleft() for _ in range(min(RUN, most, share))]
                 try:
                     await self._run(partial, donor, run)
                 except (NetworkError, ProtocolError) as e:
+                    reason = f"{donor[-6:]}: {e}"
                     if donor in good:
                         good.remove(donor)
                     if isinstance(e, ProtocolError):
@@ -273,7 +276,7 @@ class Downloader:
         self._breaks = self._breaks + 1 if partial.missing else 0
         if partial.missing:
             raise PeerUnreachable(
-                f"{len(partial.missing)} of {partial.manifest.blocks} blocks did not come from any donor"
+                f"{len(partial.missing)} of {partial.manifest.blocks} blocks did not come from any donor ({reason})"
             )
 
     async def _run(self, partial: PartialDownload, donor: PeerId, run: list[int]) -> None:
