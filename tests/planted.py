@@ -24,14 +24,14 @@ from muletrain.runtime.microbatch.trainer import Trainer
 from muletrain.runtime.peer.reporting import Reporting
 from muletrain.runtime.recovery import forks as lineages
 from muletrain.runtime.recovery.rollback import Rollback
-from muletrain.runtime.step import sealing, trials
+from muletrain.runtime.step import agreement, audit
 from muletrain.runtime.step.averaging import Averager
-from muletrain.runtime.step.knowledge import Knowledge
+from muletrain.runtime.step.exchange import Exchange
+from muletrain.runtime.step.gradient_log import GradientLog
 from muletrain.runtime.step.record import Attested, RecordBuilder, StepRecord
+from muletrain.runtime.step.reruns import Reruns
 from muletrain.runtime.step.rounds import RoundFailed
-from muletrain.runtime.step.sealing import Sealing
-from muletrain.runtime.step.stepper import Stepper
-from muletrain.runtime.step.trail import Trail
+from muletrain.runtime.step.runner import StepRunner
 from muletrain.runtime.transfer.tokens import Sharing
 from muletrain.sim.world import reference
 
@@ -62,14 +62,14 @@ def part_of_the_record(patch: pytest.MonkeyPatch) -> None:
 
 def stale_weights(patch: pytest.MonkeyPatch) -> None:
     """Every update comes one step late, so that microbatches see the weights of the step before."""
-    right, late = Stepper._apply, {}
+    right, late = StepRunner._apply, {}
 
-    async def apply(self: Stepper, record: StepRecord, gradient: Any) -> None:
+    async def apply(self: StepRunner, record: StepRecord, gradient: Any) -> None:
         before, late[id(self)] = late.get(id(self)), (record, gradient.clone())
         if before is not None:
             await right(self, *before)
 
-    patch.setattr(Stepper, "_apply", apply)
+    patch.setattr(StepRunner, "_apply", apply)
 
 
 def lost_trainer(patch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def lost_trainer(patch: pytest.MonkeyPatch) -> None:
 
 
 def reused_round(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sealing, "round_id", lambda lineage, stage, step, *rest: bytes([stage, step]) * 16)
+    patch.setattr(agreement, "round_id", lambda lineage, stage, step, *rest: bytes([stage, step]) * 16)
 
 
 def accumulator_kept_over_a_migration(patch: pytest.MonkeyPatch) -> None:
@@ -119,13 +119,13 @@ def accumulator_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def gaps_ignored(patch: pytest.MonkeyPatch) -> None:
-    right = sealing.resolve
+    right = agreement.resolve
 
     def resolve(sealed: Any, microbatches: int) -> Any:
         cover = right(sealed, microbatches)
         return type(cover)(cover.chosen, cover.dropped, ())
 
-    patch.setattr(sealing, "resolve", resolve)
+    patch.setattr(agreement, "resolve", resolve)
 
 
 def one_holder_is_enough(patch: pytest.MonkeyPatch) -> None:
@@ -151,12 +151,12 @@ def attests_before_it_holds(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_trials(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(trials, "due", lambda seals: None)
+    patch.setattr(audit, "due", lambda seals: None)
 
 
 def what_is_doubted_counts_all_the_same(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(trials, "counted", lambda seals: {m: frozenset(s.indices) for m, s in seals.items()})
-    patch.setattr(Sealing, "_drop", lambda self: None)
+    patch.setattr(audit, "counted", lambda seals: {m: frozenset(s.indices) for m, s in seals.items()})
+    patch.setattr(Reruns, "drop", lambda self: None)
 
 
 def no_second_opinion(patch: pytest.MonkeyPatch) -> None:
@@ -202,7 +202,7 @@ def forgets_moments(patch: pytest.MonkeyPatch) -> None:
 
 
 def keeps_all_gradients(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Trail, "_excess", lambda self: False)
+    patch.setattr(GradientLog, "_excess", lambda self: False)
 
 
 def forgets_no_part(patch: pytest.MonkeyPatch) -> None:
@@ -227,15 +227,15 @@ def pauses_for_long(patch: pytest.MonkeyPatch) -> None:
 
 def never_stops(patch: pytest.MonkeyPatch) -> None:
     """One of the stages does not hear of it."""
-    right = Stepper.advance
+    right = StepRunner.advance
 
-    def advance(self: Stepper, record: Any) -> None:
+    def advance(self: StepRunner, record: Any) -> None:
         if record.stop:
-            self._ctx.compute.clear(self.step)
+            self._ctx.compute.clear(record.step)
             raise AssertionError("this peer does not know how to stop")
         right(self, record)
 
-    patch.setattr(Stepper, "advance", advance)
+    patch.setattr(StepRunner, "advance", advance)
 
 
 def both_steps_see_the_same_weights(patch: pytest.MonkeyPatch) -> None:
@@ -252,13 +252,13 @@ def newcomers_get_the_newest_weights_only(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_step_ahead_is_cleared_with_the_one_that_is_over(patch: pytest.MonkeyPatch) -> None:
-    right = Stepper._apply
+    right = StepRunner._apply
 
-    async def apply(self: Stepper, record: Any, gradient: Any) -> None:
+    async def apply(self: StepRunner, record: Any, gradient: Any) -> None:
         await right(self, record, gradient)
-        self._ctx.compute.clear(self.step + 1)
+        self._ctx.compute.clear(record.step + 1)
 
-    patch.setattr(Stepper, "_apply", apply)
+    patch.setattr(StepRunner, "_apply", apply)
 
 
 def without_moments(patch: pytest.MonkeyPatch) -> None:
@@ -356,12 +356,12 @@ def a_device_is_never_late(patch: pytest.MonkeyPatch) -> None:
 def anyone_speaks_for_anyone(patch: pytest.MonkeyPatch) -> None:
     """One round entry is the word of all its members."""
 
-    def on_entry(self: Knowledge, sender: str, entry: Any) -> None:
+    def on_entry(self: Exchange, sender: str, entry: Any) -> None:
         for member in entry.members:
-            self._builder.add(entry.model_copy(update={"holder": member, "without": ()}))
-        self.touched()
+            self._state.builder.add(entry.model_copy(update={"holder": member, "without": ()}))
+        self._ctx.news.touched()
 
-    patch.setattr(Knowledge, "on_entry", on_entry)
+    patch.setattr(Exchange, "on_entry", on_entry)
 
 
 def a_disk_that_is_full_ends_its_peer(patch: pytest.MonkeyPatch) -> None:

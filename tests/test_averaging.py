@@ -21,13 +21,11 @@ from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.step import averaging
-from muletrain.runtime.step.attendance import LONGEST_S, Attendance
 from muletrain.runtime.step.averaging import Averager, contents
-from muletrain.runtime.step.holding import Holding, fetch_gradient
-from muletrain.runtime.step.rounds import Round, RoundFailed
-from muletrain.runtime.step.stepper import Stepper
-from muletrain.runtime.transfer.blocks import Downloader
+from muletrain.runtime.step.gradient_log import MeanGradient, fetch_gradient
+from muletrain.runtime.step.rounds import LONGEST_S, Attendance, Round, RoundFailed
 from muletrain.sim.loop import run_virtually
+from tests.runners import runner_of
 
 SIZE = 3 * 4096 + 100
 IDS = ("a", "b", "c")
@@ -88,14 +86,14 @@ def test_every_member_states_the_same_and_serves_what_it_states(codec: Codec) ->
         entry = RoundEntry(
             lineage=bytes(32), step=0, stage=0, round=ROUND.id, members=IDS, shards=facts, stop=False, holder="a",
         )  # fmt: skip
-        holding = Holding(entry, gradient)
+        holding = MeanGradient(entry, gradient)
 
         async def serve(sender: str, payload: bytes) -> bytes:
             return holding.piece(AskGradient.unpack(payload).offset, codec)
 
         group["a"][0].net.serve(AskGradient.KIND, serve)
         taken = await fetch_gradient(group["b"][0], "a", entry)
-        assert torch.equal(taken.gradient, gradient)
+        assert torch.equal(taken.values, gradient)
         gradient[5] += 1.0
         with pytest.raises(ProtocolError, match="not what its holders attest"):
             await fetch_gradient(group["b"][0], "a", entry)
@@ -117,7 +115,7 @@ def test_a_holder_that_is_frozen_is_given_up_soon_and_a_slow_one_is_not(frozen: 
 
         async def piece(sender: str, payload: bytes) -> bytes:
             await asyncio.sleep(40.0)
-            return Holding(entry, gradient).piece(AskGradient.unpack(payload).offset, Codec.FP32)
+            return MeanGradient(entry, gradient).piece(AskGradient.unpack(payload).offset, Codec.FP32)
 
         async def held(sender: str, payload: bytes) -> bytes:
             return Held(current=False, step=1, stage=0).pack()
@@ -132,7 +130,7 @@ def test_a_holder_that_is_frozen_is_given_up_soon_and_a_slow_one_is_not(frozen: 
             assert ctx.clock.now() < 5.0
             assert not ctx.roster.is_alive("a")
         else:
-            assert torch.equal((await fetch_gradient(ctx, "a", entry)).gradient, gradient)
+            assert torch.equal((await fetch_gradient(ctx, "a", entry)).values, gradient)
             assert ctx.roster.is_alive("a")
 
     virtually(scenario())
@@ -144,16 +142,7 @@ def test_who_applies_a_step_for_long_is_waited_for_as_long_as_that_takes() -> No
     async def scenario() -> None:
         group = members(MemoryHub(), Codec.FP32)
         ctx, other = group["a"][0], group["b"][0].net
-        stepper = Stepper(
-            ctx,
-            0,
-            bytes(32),
-            lambda step: [],
-            lambda step: [],
-            lambda work, late: None,
-            lambda: asyncio.sleep(0),
-            Downloader(ctx),
-        )
+        runner = runner_of(ctx)
 
         async def held(sender: str, payload: bytes) -> bytes:
             return Held(current=False, step=0, stage=0).pack()
@@ -165,15 +154,16 @@ def test_who_applies_a_step_for_long_is_waited_for_as_long_as_that_takes() -> No
             return bytes(32)
 
         ctx.compute.apply, ctx.compute.digest = apply, digest  # type: ignore[method-assign]
+        ctx.compute.clear = lambda step: None  # type: ignore[method-assign]
         other.serve(AskHeld.KIND, held)
-        await stepper._apply(SimpleNamespace(clip_scale=lambda clip: 1.0, skip=False), torch.zeros(SIZE))  # type: ignore[arg-type]
-        stepper._enter(Chain(1, (bytes(32),)))
-        await stepper._ask("b")
+        await runner._apply(SimpleNamespace(clip_scale=lambda clip: 1.0, skip=False), torch.zeros(SIZE))  # type: ignore[arg-type]
+        await runner.rejoin(Chain(1, (bytes(32),)))
+        await runner.exchange.ask("b")
         await asyncio.sleep(12.0)
-        await stepper._ask("b")
+        await runner.exchange.ask("b")
         assert ctx.roster.is_alive("b")
         await asyncio.sleep(60.0)
-        await stepper._ask("b")
+        await runner.exchange.ask("b")
         assert not ctx.roster.is_alive("b")
 
     virtually(scenario())

@@ -10,7 +10,7 @@ from muletrain.clock import LoopClock
 from muletrain.errors import DeadlineExceeded
 from muletrain.network.memory import MemoryNetwork
 from muletrain.runtime.core.messages import AskGradient, Reduced, Shard
-from muletrain.runtime.step.donor import AskBlocks
+from muletrain.runtime.transfer.donor import AskBlocks
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Scenario
 from muletrain.sim.world.verdict import Outcome, readable

@@ -45,10 +45,11 @@ from muletrain.runtime.core.messages import (
 )
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.rebalancing import Rebalancer
-from muletrain.runtime.peer.peer import GRADIENT_TIMES, OTHER_KINDS, STEP_KINDS
+from muletrain.runtime.peer.peer import OTHER_KINDS, STEP_KINDS
 from muletrain.runtime.recovery.forks import AskStay, History
 from muletrain.runtime.recovery.rollback import AskStanding, StepBack
-from muletrain.runtime.step import donor as snapshot
+from muletrain.runtime.step.exchange import GRADIENT_TIMES
+from muletrain.runtime.transfer import donor as snapshot
 from muletrain.wire.codec import encode, encode_raw, encoded_size
 from muletrain.wire.frame import MAX_HEADER, MAX_PAYLOAD, PREFIX, read_frame
 
@@ -321,7 +322,7 @@ def test_chunks_of_one_member_take_no_room_from_the_others_and_are_bounded_by_a_
     async def scenario() -> None:
         target = Target(1, tmp_path)
         await until(lambda: target.net._delivery._receiver is not None)
-        averager = target.peer.stepper.averager
+        averager = target.peer.runner.state.averager
         limits, taken = averager._limits, 0
         for number in range(10 * limits.sent):
             try:
@@ -424,10 +425,11 @@ class Donor:
             return fn(*args)
 
         own = SimpleNamespace(stage=0)
-        self.stepper: Any = SimpleNamespace(
-            step=0, applied=bytes(32), away=False, settled=True, over=False, chain=SimpleNamespace(lineages=(b"",), at=lambda _: b""),
-            trail=SimpleNamespace(follow=lambda *_: None, copy=lambda *_: None, reaches=lambda _: False),
-        )  # fmt: skip
+        chain = SimpleNamespace(lineages=(b"",), at=lambda _: b"")
+        self.position: Any = SimpleNamespace(
+            step=0, applied=bytes(32), away=False, settled=True, over=False, chain=chain
+        )
+        log: Any = SimpleNamespace(follow=lambda *_: None, copy=lambda *_: None, reaches=lambda _: False)
         clock: Any = SimpleNamespace(now=lambda: self.now, sleep=asyncio.sleep)
         compute: Any = SimpleNamespace(state=state, offload=offload)
         roster: Any = SimpleNamespace(own=own, expelled=lambda _: False)
@@ -437,11 +439,11 @@ class Donor:
             return True
 
         membership: Any = SimpleNamespace(serves=serves)
-        self.ctx, self.snapshots = ctx, snapshot.Snapshots(ctx, self.stepper, membership)
+        self.ctx, self.snapshots = ctx, snapshot.Snapshots(ctx, self.position, log, membership)
 
     async def offer(self, taker: str) -> bytes:
-        self.stepper.step += 1
-        ask = AskSnapshot(stage=0, after=self.stepper.step).pack()
+        self.position.step += 1
+        ask = AskSnapshot(stage=0, after=self.position.step).pack()
         return snapshot.Snapshot.unpack(await self.snapshots._on_ask(taker, ask)).digest
 
     async def ask(self, taker: str, digest: bytes, blocks: int) -> None:
@@ -452,7 +454,7 @@ def test_one_taker_has_a_bounded_number_of_blocks_at_once_and_each_a_few_times(m
     async def scenario() -> None:
         donor = Donor(monkeypatch)
         digest = await donor.offer("t")
-        donor.stepper.step -= 1
+        donor.position.step -= 1
         assert await donor.offer("other") == digest
         more: bytes = msgpack.packb({"digest": digest, "blocks": [0] * (MAX_RUN + 1)})
         with pytest.raises(ProtocolError):
@@ -509,14 +511,14 @@ def test_a_replica_draws_a_gradient_a_few_times_a_step(tmp_path: Path) -> None:
         target = Target(1, tmp_path)
         await until(lambda: target.net._delivery._receiver is not None)
         peer, whole = target.peer, 4 * target.compute.n_params
-        peer.stepper.gradient_piece = lambda *_: bytes(whole // 2)  # type: ignore[method-assign]
+        peer._log.piece = lambda *_: bytes(whole // 2)  # type: ignore[method-assign]
         from muletrain.runtime.core.messages import AskGradient
 
         ask = AskGradient(round=bytes(32), offset=0).pack()
         last = target.others["last"]
         with pytest.raises(Refused, match=f"{GRADIENT_TIMES} times"):
             await repeat(3 * GRADIENT_TIMES, lambda: last.call(target.name, AskGradient.KIND, ask, timeout_s=9))
-        assert sum(peer._drawn.values()) <= (GRADIENT_TIMES + 1) * whole
+        assert sum(peer._answers._drawn.values()) <= (GRADIENT_TIMES + 1) * whole
         await ended(target)
 
     run(scenario)
@@ -553,7 +555,7 @@ def test_looking_for_many_microbatches_asks_each_peer_twice_at_most(tmp_path: Pa
     async def scenario() -> None:
         target, asked = Target(0, tmp_path, answers=False), 0
         await until(lambda: target.net._delivery._receiver is not None)
-        ctx = target.peer._ctx
+        survey = target.peer._survey
 
         async def held(sender: str, payload: bytes) -> bytes:
             nonlocal asked
@@ -563,13 +565,13 @@ def test_looking_for_many_microbatches_asks_each_peer_twice_at_most(tmp_path: Pa
 
         for net in target.others.values():
             net.serve(AskHeld.KIND, held)
-        work = [ctx.detector.still_missing(GENESIS.lineage, 0, index, (0, 1)) for index in range(4)]
+        work = [survey.still_missing(GENESIS.lineage, 0, index, (0, 1)) for index in range(4)]
         answers = await asyncio.gather(*work)
         assert asked <= 2 * len(target.others)
         assert [missing for missing, _ in answers[1:]] == [(0,), (0,), (0, 1)]
         assert [loss for _, loss in answers[1:]] == [5.0, None, None]
-        assert not ctx.detector._surveys
-        assert not ctx.detector._next_surveys
+        assert not survey._asking
+        assert not survey._next
         await ended(target)
 
     run(scenario)

@@ -42,7 +42,7 @@ from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.membership import Membership
 from muletrain.runtime.members.roster import Genesis, Member, Roster
 from muletrain.runtime.peer.peer import Peer
-from muletrain.runtime.step.donor import Receiver, Snapshots
+from muletrain.runtime.transfer.donor import Receiver, Snapshots
 from muletrain.wire.statefile import cut, state_buffers
 
 pytestmark = pytest.mark.timeout(360)
@@ -92,11 +92,11 @@ class Stages:
 
     def _peer(self, name: str) -> Checkpoints:
         compute: Any = Offloads()
-        stepper: Any = None  # nobody trains
+        nothing: Any = None  # nobody trains
         net = self.hub.join(name)
         ctx = Context(net, self.clock, compute, Roster(self.genesis, name), self.plan, self.events.append)
         membership, receiver = Membership(ctx), Receiver(ctx)
-        snapshots = Snapshots(ctx, stepper, membership)
+        snapshots = Snapshots(ctx, nothing, nothing, membership)
         about = FACTS.manifest("run") | {"data": "d"}
         own = Checkpoints(ctx, snapshots, receiver, membership, Book(self.places[name], about, FILES))
         self.contexts[name] = ctx

@@ -118,19 +118,25 @@ def test_nor_with_another_that_knows_nothing_of_it(replicas: int, liar: str, mon
 
 def answering(patch: pytest.MonkeyPatch, liar: PeerId, lie: Callable[[Peer, AskEntries], Entries]) -> None:
     """``liar`` does its work. At each step it pretends to be at the next, so that everyone asks it for the record, and answers falsely."""
-    entries, held = Peer._answer_entries, Peer._answer_held
+    begun, held = Peer.__init__, Peer._answer_held
 
-    async def answer_entries(self: Peer, sender: PeerId, payload: bytes) -> bytes:
-        if self._ctx.net.peer_id != liar:
-            return await entries(self, sender, payload)
-        return lie(self, AskEntries.unpack(payload)).pack()
+    def begins(self: Peer, *args: Any, **options: Any) -> None:
+        begun(self, *args, **options)
+        if self._ctx.net.peer_id == liar:
+            self._ctx.net.serve(AskEntries.KIND, answer_entries(self))
+
+    def answer_entries(peer: Peer) -> Any:
+        async def answer(sender: PeerId, payload: bytes) -> bytes:
+            return lie(peer, AskEntries.unpack(payload)).pack()
+
+        return answer
 
     async def answer_held(self: Peer, sender: PeerId, payload: bytes) -> bytes:
         answer = Held.unpack(await held(self, sender, payload))
         lies = self._ctx.net.peer_id == liar and answer.current
         return (answer.model_copy(update={"current": False, "step": answer.step + 1}) if lies else answer).pack()
 
-    patch.setattr(Peer, "_answer_entries", answer_entries)
+    patch.setattr(Peer, "__init__", begins)
     patch.setattr(Peer, "_answer_held", answer_held)
     lying(patch, liar, lambda peer, work: forged(work.lineage, work.step + 1, liar, (liar,)))
 
@@ -147,7 +153,7 @@ def test_what_one_member_says_that_others_agreed_on_counts_for_nothing(
             forged(ask.lineage, ask.step, "peer-0a", ("peer-0a",), stage=0, stop=True, leaves=("peer-0a",)),
             forged(ask.lineage, ask.step, others(peer)[0], tuple(sorted(others(peer)))),
         )
-        record = peer.stepper._builder._of(rounds)
+        record = peer.runner.state.builder._of(rounds)
         return Entries(step=ask.step + 1, applied=rounds, record=record.hash)
 
     answering(monkeypatch, liar, applied)

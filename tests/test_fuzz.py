@@ -23,7 +23,7 @@ from muletrain.compute.torch_compute import TorchCompute
 from muletrain.runtime.core.messages import Busy
 from muletrain.runtime.microbatch.stage_server import StageServer
 from muletrain.runtime.step.record import StepRecord
-from muletrain.runtime.step.stepper import Stepper
+from muletrain.runtime.step.runner import StepRunner
 from muletrain.sim.loop import Hang, VirtualLoop, run_virtually
 from muletrain.sim.world import draws, reference
 from muletrain.sim.world.draws import sizes
@@ -224,14 +224,14 @@ def test_a_replica_that_differs_at_every_step_leaves_and_the_run_goes_on(monkeyp
 
 def test_sides_of_which_neither_covers_every_stage_end_in_one_lineage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stage 1 has built another record of the first step than stage 0, as when each knew another of two rounds."""
-    right = Stepper.advance
+    right = StepRunner.advance
 
-    def advance(self: Stepper, record: StepRecord) -> None:
+    def advance(self: StepRunner, record: StepRecord) -> None:
         if record.step == 0 and self._ctx.roster.own.stage == 1:
             record = replace(record, stages=(replace(record.stages[0], round=bytes(32)), *record.stages[1:]))
         right(self, record)
 
-    monkeypatch.setattr(Stepper, "advance", advance)
+    monkeypatch.setattr(StepRunner, "advance", advance)
     outcome = play(Scenario(1, (2, 2), 2, 3, 4, 0.01, ()))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert set(outcome.ends.values()) == {"finished"}

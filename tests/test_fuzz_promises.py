@@ -35,7 +35,7 @@ WRITES = Scenario(1, (2, 2), 2, 4, 4, 0.01, (), checkpoint_every=1, keep=2)
 RESUMES = Scenario(2, (2, 1), 2, 9, 4, 0.01, (), checkpoint_every=2, resume_s=2.5)
 CUT_OFF = Scenario(5, (1, 2), 1, 3, 4, 0.01, (Fault(0.3, "cut", ("peer-0a",), 2.0),))
 LONG = Scenario(
-    3, (1, 2), 1, 24, 2, 0.01, (Fault(1.5, "join", ("peer-1j0",)),), narrow=(("peer-1j0", 2e4),), trail_bytes=150_000
+    3, (1, 2), 1, 24, 2, 0.01, (Fault(1.5, "join", ("peer-1j0",)),), narrow=(("peer-1j0", 2e4),), log_bytes=150_000
 )
 
 

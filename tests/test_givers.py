@@ -25,7 +25,7 @@ from muletrain.runtime.core.messages import (
     Snapshot,
 )
 from muletrain.runtime.recovery.rollback import StepBack
-from muletrain.runtime.step.trail import Trail
+from muletrain.runtime.step.gradient_log import GradientLog
 
 from .test_checkpointing import LINEAGE, Stages, play
 from .test_hostile import Target, warm_up
@@ -163,7 +163,7 @@ def test_nobody_moves_a_peer_to_a_stage_that_it_has_no_room_for(tmp_path: Path) 
         assert any("step_back" in e.reason for e in target.events if isinstance(e, FrameRefused))
         peer.move(0)
         assert peer.destination is None
-        assert not peer.stepper.departure.wanted
+        assert not peer.departure.wanted
         assert not peer.begins_anew
         assert peer.roster.own.stage == 1
         await asked(target.others["last"], target.name, step_back({"last": 0}))
@@ -196,7 +196,7 @@ def test_the_gradient_of_a_step_that_lies_back_is_for_replicas_alone() -> None:
     async def scenario() -> None:
         ctx = context()
         ctx.roster.admit(Member(id="c", name="c", stage=0, trainer=False, addresses=()))
-        own = Trail(ctx, 1 << 30)
+        own = GradientLog(ctx, 1 << 30)
         own.follow("b", 0)
         for step in range(2):
             own.add(*step_of(step))

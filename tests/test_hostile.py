@@ -393,7 +393,7 @@ async def _still_computes_right(target: Target, stage: int) -> None:
     """A microbatch that nobody tampered with goes through."""
     if stage == 0:
         return  # its answer would be up to the next stage, which is the test itself
-    await until(lambda: not target.peer._pipeline.running(0))
+    await until(lambda: not target.peer.position.work.serving)
     forward = frames(stage, 63)[0]
     forward.header["deadline_s"] = 10.0
     while not target.got.empty():

@@ -22,11 +22,10 @@ from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.detector import AT_ONCE, RARELY_S
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.peer import peer
-from muletrain.runtime.step import stepper, trail
-from muletrain.runtime.step.holding import PIECE, Holding
+from muletrain.runtime.step import gradient_log, reduction
+from muletrain.runtime.step.gradient_log import PIECE, GradientLog, MeanGradient
 from muletrain.runtime.step.record import RecordBuilder
-from muletrain.runtime.step.stepper import Stepper
-from muletrain.runtime.step.trail import Trail
+from muletrain.runtime.step.runner import StepRunner
 from muletrain.runtime.transfer import blocks as transfer
 from muletrain.sim.loop import run_virtually
 from muletrain.sim.world.play import play
@@ -61,13 +60,13 @@ def test_over_a_slow_link_one_state_and_the_later_gradients_lead_to_serving_and_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(transfer, "BLOCK", 4096)
-    right, past = trail.take_past, list[Any]()
+    right, past = gradient_log.take_past, list[Any]()
 
-    async def take_past(*args: Any) -> Holding | None:
+    async def take_past(*args: Any) -> MeanGradient | None:
         past.append(await right(*args))
         return past[-1]
 
-    monkeypatch.setattr(stepper, "take_past", take_past)
+    monkeypatch.setattr(reduction, "take_past", take_past)
     outcome = play(slow_link(26e3, 26))
     assert outcome.violations == [], "\n".join(readable(outcome))
     others, own = applied(outcome, "peer-1a"), applied(outcome, NEWCOMER)
@@ -102,7 +101,7 @@ def test_where_nothing_is_kept_it_takes_state_after_state_and_says_why_it_gives_
 ) -> None:
     monkeypatch.setattr(transfer, "BLOCK", 4096)
     monkeypatch.setattr(peer, "MAX_PURSUITS", 2)
-    monkeypatch.setattr(Trail, "_excess", lambda self: True)
+    monkeypatch.setattr(GradientLog, "_excess", lambda self: True)
     outcome = play(slow_link(30e3, 24))
     assert "2 states of stage 0 were too old to be of use when they had come" in outcome.ends.pop(NEWCOMER)
     assert set(outcome.ends.values()) == {"finished"}
@@ -127,7 +126,7 @@ def context(codec: Codec = Codec.FP16) -> Context:
     return Context(MemoryHub().join("a"), LoopClock(), Vector(), Roster(genesis, "a"), plan, emit=lambda event: None)  # type: ignore[arg-type]
 
 
-def step_of(step: int) -> tuple[RecordBuilder, Holding]:
+def step_of(step: int) -> tuple[RecordBuilder, MeanGradient]:
     facts = ShardFacts(content=bytes(32), square_norm=1.0, finite=True)
     entry = RoundEntry(
         lineage=bytes(32), step=step, stage=0, round=bytes([step] * 32), members=("a", "b"), shards=(facts, facts), stop=False, holder="a",
@@ -135,10 +134,10 @@ def step_of(step: int) -> tuple[RecordBuilder, Holding]:
     builder = RecordBuilder(step, bytes(32), 1, bytes(32))
     builder.add(entry)
     gradient = torch.randn(Vector.n_params, generator=torch.Generator().manual_seed(step)).half().float()
-    return builder, Holding(entry, gradient)
+    return builder, MeanGradient(entry, gradient)
 
 
-def kept(own: Trail) -> list[int]:
+def kept(own: GradientLog) -> list[int]:
     return [s for s in range(20) if own.entries("nobody", s, bytes(32))]
 
 
@@ -190,7 +189,7 @@ def test_those_long_dead_are_not_all_tried_at_once() -> None:
 
 def test_steps_are_kept_for_those_on_their_way_and_no_longer() -> None:
     async def scenario() -> None:
-        own = Trail(context(), 1 << 30)
+        own = GradientLog(context(), 1 << 30)
         for step in range(3):
             own.add(*step_of(step))
         assert kept(own) == [2]
@@ -205,7 +204,7 @@ def test_steps_are_kept_for_those_on_their_way_and_no_longer() -> None:
         own.arrived("m")
         own.add(*step_of(9))
         assert kept(own) == [6, 7, 8, 9]
-        await asyncio.sleep(trail.KEPT_S)  # nothing is heard of 'n' any more
+        await asyncio.sleep(gradient_log.KEPT_S)  # nothing is heard of 'n' any more
         own.add(*step_of(10))
         assert kept(own) == [10]
 
@@ -215,7 +214,7 @@ def test_steps_are_kept_for_those_on_their_way_and_no_longer() -> None:
 @pytest.mark.parametrize(("codec", "size"), [(Codec.FP16, 2), (Codec.FP32, 4)])
 def test_what_is_kept_is_as_small_as_it_travels_and_bounded(codec: Codec, size: int) -> None:
     async def scenario() -> None:
-        own = Trail(context(codec), 5 * size * Vector.n_params)
+        own = GradientLog(context(codec), 5 * size * Vector.n_params)
         own.follow("n", 0)
         before = step_of(0)[1]
         for step in range(4):
@@ -236,23 +235,24 @@ def test_what_is_kept_is_as_small_as_it_travels_and_bounded(codec: Codec, size: 
 
 def test_what_one_member_computed_alone_is_not_rounded() -> None:
     _, holding = step_of(1)
-    alone = Holding(holding.entry.model_copy(update={"members": ("a",)}), holding.gradient + 1e-6)
-    assert alone.piece(0, Codec.INT8) == bytes(alone.gradient[:PIECE].numpy().data.cast("B"))
+    alone = MeanGradient(holding.entry.model_copy(update={"members": ("a",)}), holding.values + 1e-6)
+    assert alone.piece(0, Codec.INT8) == bytes(alone.values[:PIECE].numpy().data.cast("B"))
 
 
 def test_who_was_told_another_history_takes_its_replicas_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """A donor's copy is right, and what it tells of the next step is not: the newcomer arrives where nobody else is."""
-    right, lied = Stepper.advance, list[bool]()
+    right, lied = StepRunner.advance, list[bool]()
 
-    def advance(self: Stepper, record: Any) -> None:
+    def advance(self: StepRunner, record: Any) -> None:
         lie = self._ctx.net.peer_id == NEWCOMER and not lied
         lied.extend([True] if lie else [])
         right(self, record)
         if lie:
-            false = self.work.lineage = self._builder.lineage = bytes(31) + b"1"
-            self._chain = replace(self._chain, lineages=(*self._chain.lineages[:-1], false))
+            at = self._position
+            false = at.work.lineage = self.state.lineage = self.state.builder.lineage = bytes(31) + b"1"
+            at._chain = replace(at.chain, lineages=(*at.chain.lineages[:-1], false))
 
-    monkeypatch.setattr(Stepper, "advance", advance)
+    monkeypatch.setattr(StepRunner, "advance", advance)
     # a link on which the state takes about as long as a step
     outcome = play(
         Scenario(1, (2, 1), 1, 10, 4, 0.01, (Fault(1.0, "join", (NEWCOMER,)),), narrow=((NEWCOMER, 250e6),), weight=1e3)

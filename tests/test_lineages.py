@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from muletrain.policy.lineages import LEAD, Chain, forked_at, gives_way
 from muletrain.runtime.core.messages import RoundEntry
 from muletrain.runtime.recovery.forks import GivesWay, Lineages
-from muletrain.runtime.step.stepper import Stepper
+from muletrain.runtime.step.reduction import Reduction
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
 from muletrain.sim.world.verdict import Outcome, readable
@@ -109,19 +109,19 @@ def test_a_peer_that_could_not_go_over_stands_by_what_it_attested_to(monkeypatch
     gave up. Found by 'muletrain fuzz' (seed 438)."""
     said: dict[tuple[str, bytes], set[tuple[bytes, ...]]] = {}
     held = []
-    attest = Stepper._attest
+    attest = Reduction._attest
 
-    def attested(self: Stepper, entry: RoundEntry) -> None:
+    def attested(self: Reduction, entry: RoundEntry) -> None:
         said.setdefault((self._ctx.net.peer_id, entry.round), set()).add(tuple(s.content for s in entry.shards))
         attest(self, entry)
         if entry.step == 1 and self._ctx.net.peer_id not in held:
             held.append(self._ctx.net.peer_id)
-            self.interrupt(GivesWay("the others' history stays"))
+            self._position.interrupt(GivesWay("the others' history stays"))
 
     async def not_had(self: Lineages) -> None:
         return None
 
-    monkeypatch.setattr(Stepper, "_attest", attested)
+    monkeypatch.setattr(Reduction, "_attest", attested)
     monkeypatch.setattr(Lineages, "go_over", not_had)
     for delayed in ("false", "true"):
         held.clear()

@@ -18,8 +18,8 @@ from muletrain.policy.outliers import Sum, alike, outlying, strange
 from muletrain.runs.chaos import spoil_next
 from muletrain.runtime.core.messages import Finding, GivenUp, Member, Seal
 from muletrain.runtime.members.roster import Genesis, Roster
-from muletrain.runtime.step import trials
-from muletrain.runtime.step.trials import Disagreement, Trial
+from muletrain.runtime.step import audit
+from muletrain.runtime.step.audit import Disagreement, Trial
 from muletrain.sim.world.play import play
 from muletrain.sim.world.reference import SingleProcess, facts_of, stage_compute
 from muletrain.sim.world.scenario import Fault, Scenario
@@ -141,44 +141,44 @@ def seal(
 
 def test_who_stands_out_is_computed_again_by_who_has_the_least_to_do() -> None:
     seals = {"a": seal(0, 1, 2), "b": seal(3, 4, total=math.nan), "c": seal(5)}
-    assert trials.due(seals) == Trial("b", "c", frozenset({3, 4}))
-    assert trials.due({**seals, "d": seal()}) == Trial("b", "d", frozenset({3, 4}))
-    assert trials.due({"a": seal(0, 1, 2), "b": seal(3), "c": seal(5)}) is None
-    assert trials.due({"b": seal(3, 4, total=math.nan)}) == Trial("b", "b", frozenset({3, 4})), "alone"
-    assert trials.due({"b": seal(3, 4, total=200)}) is None
+    assert audit.due(seals) == Trial("b", "c", frozenset({3, 4}))
+    assert audit.due({**seals, "d": seal()}) == Trial("b", "d", frozenset({3, 4}))
+    assert audit.due({"a": seal(0, 1, 2), "b": seal(3), "c": seal(5)}) is None
+    assert audit.due({"b": seal(3, 4, total=math.nan)}) == Trial("b", "b", frozenset({3, 4})), "alone"
+    assert audit.due({"b": seal(3, 4, total=200)}) is None
 
 
 def test_agreement_counts_what_was_computed_again_and_nobody_is_judged() -> None:
     for length in (500, math.nan):
         seals = {"a": seal(0, 1), "b": seal(gave_up=((2, 3), length)), "c": seal(2, 3, 4, total=length + 1, b=length)}
-        assert trials.due(seals) is None
-        assert trials.disagreements(seals) == []
-        assert trials.counted(seals) == {"a": {0, 1}, "b": set(), "c": {2, 3, 4}}
+        assert audit.due(seals) is None
+        assert audit.disagreements(seals) == []
+        assert audit.counted(seals) == {"a": {0, 1}, "b": set(), "c": {2, 3, 4}}
 
 
 def test_once_two_found_that_the_step_is_not_finite_nothing_else_is_computed_again() -> None:
     confirmed = {"a": seal(gave_up=((0, 1), math.nan)), "b": seal(0, 1, 2, total=math.nan, a=math.nan)}
-    assert trials.due({**confirmed, "c": seal(3, 4, total=math.nan), "d": seal(5)}) is None
+    assert audit.due({**confirmed, "c": seal(3, 4, total=math.nan), "d": seal(5)}) is None
 
 
 def test_who_keeps_what_another_computed_again_does_not_count() -> None:
     seals = {"a": seal(0, 1, 2, 3, b=2.0), "b": seal(2, 3)}
-    assert trials.counted(seals) == {"a": {0, 1, 2, 3}, "b": set()}
+    assert audit.counted(seals) == {"a": {0, 1, 2, 3}, "b": set()}
 
 
 def test_findings_on_what_nobody_gave_up_take_nothing_away_and_protect_nobody() -> None:
     """Else a liar's seal would leave gaps that its replicas run again for ever, or its own gradient would never be looked at."""
     made_up: dict[str, Any] = dict.fromkeys("bcdefgh", 2.0)
     seals = {"a": seal(0, 1, total=math.nan, **made_up), "b": seal(2, 3), "c": seal(4, 5)}
-    assert trials.counted(seals) == {"a": {0, 1}, "b": {2, 3}, "c": {4, 5}}
-    assert trials.due(seals) == Trial("a", "b", frozenset({0, 1}))
+    assert audit.counted(seals) == {"a": {0, 1}, "b": {2, 3}, "c": {4, 5}}
+    assert audit.due(seals) == Trial("a", "b", frozenset({0, 1}))
 
 
 def test_two_that_differ_decide_nothing_and_what_does_not_stand_out_is_taken() -> None:
     seals = {"a": seal(0, 1, 2, 3, b=2), "b": seal(gave_up=((2, 3), 200))}
-    assert trials.due(seals) is None
-    assert trials.disagreements(seals) == [Disagreement("b", "a", decided=False, liar=None)]
-    assert trials.counted(seals) == {"a": {0, 1, 2, 3}, "b": set()}
+    assert audit.due(seals) is None
+    assert audit.disagreements(seals) == [Disagreement("b", "a", decided=False, liar=None)]
+    assert audit.counted(seals) == {"a": {0, 1, 2, 3}, "b": set()}
 
 
 @pytest.mark.parametrize(
@@ -194,18 +194,18 @@ def test_two_that_differ_decide_nothing_and_what_does_not_stand_out_is_taken() -
 def test_a_third_decides(claimed: float, found: float, third: float, liar: str | None) -> None:
     """b claimed, a found otherwise (and holds two of its own), c computes all four again."""
     seals = {"a": seal(0, 1, 2, 3, total=2 + found, b=found), "b": seal(gave_up=((2, 3), claimed)), "c": seal(4)}
-    assert trials.due(seals) == Trial("a", "c", frozenset({0, 1, 2, 3}), appeal=True)
+    assert audit.due(seals) == Trial("a", "c", frozenset({0, 1, 2, 3}), appeal=True)
     seals["a"] = seal(gave_up=((0, 1, 2, 3), 2 + found), b=found)
     seals["c"] = seal(0, 1, 2, 3, 4, total=1 + third, a=third)
-    assert trials.due(seals) is None
-    assert trials.disagreements(seals) == [Disagreement("b", "a", decided=True, liar=liar)]
-    assert trials.counted(seals) == {"a": set(), "b": set(), "c": {0, 1, 2, 3, 4}}
+    assert audit.due(seals) is None
+    assert audit.disagreements(seals) == [Disagreement("b", "a", decided=True, liar=liar)]
+    assert audit.counted(seals) == {"a": set(), "b": set(), "c": {0, 1, 2, 3, 4}}
 
 
 def test_who_was_given_what_stood_out_is_not_judged() -> None:
     seals = {"a": seal(0, 1, 2, 3, b=2), "b": seal(gave_up=((2, 3), math.nan), excused=True), "c": seal(4)}
-    assert trials.due(seals) is None
-    assert trials.disagreements(seals) == [Disagreement("b", "a", decided=False, liar=None)]
+    assert audit.due(seals) is None
+    assert audit.disagreements(seals) == [Disagreement("b", "a", decided=False, liar=None)]
 
 
 def test_the_expelled_are_not_counted_in_again() -> None:

@@ -15,7 +15,8 @@ from muletrain.network.memory import MemoryHub
 from muletrain.runtime.core.messages import AskHeld, Held, Member
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.roster import Genesis, Roster
-from muletrain.runtime.step.knowledge import Knowledge
+from muletrain.runtime.microbatch.position import Position
+from muletrain.runtime.microbatch.survey import Survey
 from muletrain.sim.loop import run_virtually
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import BACKWARD_S, FORWARD_S, Fault, Scenario
@@ -151,18 +152,19 @@ def test_before_it_tries_again_a_peer_looks_at_what_it_works_on_itself() -> None
         other.serve(AskHeld.KIND, answer)
         plan = cast("Plan", SimpleNamespace(stages=2, microbatches=4, delayed=False))
         ctx = Context(net, clock, nothing, Roster(genesis, "a"), plan, emit=lambda event: None)
-        running = [3]
-        knowledge = Knowledge(ctx, 0, genesis.lineage, lambda step: running, lambda step: [], lambda work, late: None)
-        assert knowledge.ledger.begin(3)
+        position = Position(ctx, 0, genesis.lineage)
+        survey, work = Survey(ctx, position), position.work
+        work.serving.add(3)
+        assert work.ledger.begin(3)
 
         def done() -> None:
-            running.clear()
-            knowledge.ledger.commit(3, 2.5)
+            work.serving.clear()
+            work.ledger.commit(3, 2.5)
 
         asyncio.get_running_loop().call_later(1.0, done)
-        assert await ctx.detector.still_missing(genesis.lineage, 0, 3, (0, 1)) == ((1,), 2.5)
+        assert await survey.still_missing(genesis.lineage, 0, 3, (0, 1)) == ((1,), 2.5)
         assert 1.0 <= clock.now() < 2.0
-        assert await ctx.detector.still_missing(genesis.lineage, 0, 2, (0, 1)) == ((0, 1), None)
+        assert await survey.still_missing(genesis.lineage, 0, 2, (0, 1)) == ((0, 1), None)
         await ctx.close()
         await net.close()
         await other.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ from muletrain.runtime.microbatch.inflight import InFlightStep
 from muletrain.runtime.microbatch.stage_server import StageServer
 from muletrain.runtime.peer import early_frames as early
 from muletrain.runtime.peer.peer import Peer
-from muletrain.runtime.step.knowledge import MAX_NUMBER
-from muletrain.runtime.step.sealing import Sealing
+from muletrain.runtime.step.agreement import RoundAgreement
+from muletrain.runtime.step.state import MAX_NUMBER
 from muletrain.sim.world.draws import base
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
@@ -177,13 +177,13 @@ def test_replicas_whose_weights_differ_go_on_with_the_first_one_s(wrong: int, mo
 
 
 def peer_1c_tries(attempt: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Sealing._next_attempt
+    right = RoundAgreement.next_attempt
 
-    def next_attempt(self: Sealing) -> int:
-        ahead = self._ctx.net.peer_id == "peer-1c" and self.step == 0
+    def next_attempt(self: RoundAgreement) -> int:
+        ahead = self._ctx.net.peer_id == "peer-1c" and self._state.step == 0
         return max(right(self), attempt if ahead else 0)
 
-    monkeypatch.setattr(Sealing, "_next_attempt", next_attempt)
+    monkeypatch.setattr(RoundAgreement, "next_attempt", next_attempt)
 
 
 def test_a_replica_that_tries_far_ahead_does_not_use_up_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,17 +238,17 @@ def test_what_is_abandoned_before_it_begins_gives_its_place_back() -> None:
             clock=LoopClock(),
             spawn=lambda serving, name: asyncio.create_task(serving),
         )
-        pipeline = StageServer(ctx, lambda step: work, None)
+        pipeline = StageServer(ctx, cast("Any", SimpleNamespace(computing=lambda step: work)), None)
         pipeline.expects = lambda *_: None  # type: ignore[method-assign]
         forward = Forward(
             lineage=bytes(32), step=0, index=1, attempt=0, trainer="t", stage=0, accumulate=(0,), gradient=False, deadline_s=1.0
         )  # fmt: skip
         await pipeline.on_forward("t", forward, Frame("forward", {}, []))
-        assert pipeline.running(0) == [1]
+        assert work.serving == {1}
         work.over = True
         pipeline.abandon()
         await asyncio.sleep(0.01)
-        assert pipeline.running(0) == [], "else it would be busy with it for ever"
+        assert not work.serving, "else it would be busy with it for ever"
 
     asyncio.run(scenario())
 

@@ -19,10 +19,11 @@ from muletrain.runtime.core.messages import AskHeld, Held, Member
 from muletrain.runtime.core.waiting import MAX_SILENCE
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.roster import Genesis, Roster
-from muletrain.runtime.step.knowledge import Knowledge
+from muletrain.runtime.microbatch.position import Position
 from muletrain.sim.fleet.simulation import simulate_fleet, weather
 from muletrain.sim.loop import run_virtually
 from muletrain.sim.machines import setting
+from tests.runners import runner_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -99,9 +100,9 @@ def test_whether_a_peer_is_there_is_a_short_answer() -> None:
         ctx = Context(
             MemoryHub().join("p0"), LoopClock(), nothing, Roster(genesis, "p0"), plan, emit=lambda event: None
         )
-        knowledge = Knowledge(ctx, 0, genesis.lineage, lambda step: [], lambda step: [], lambda work, late: None)
-        knowledge.work.through(range(count), [1.0] * count)
-        answers = [knowledge.held(0, genesis.lineage, brief=brief) for brief in (True, False)]
+        position = Position(ctx, 0, genesis.lineage)
+        position.work.through(range(count), [1.0] * count)
+        answers = [position.progress(0, genesis.lineage, brief=brief) for brief in (True, False)]
         await ctx.close()
         return answers[0], answers[1]
 
@@ -179,20 +180,21 @@ def test_all_are_asked_what_they_know_before_a_wait_is_given_up(peers: int, at_o
         return answer
 
     async def scenario() -> None:
-        hub, nothing = MemoryHub(), cast("Any", None)
+        hub = MemoryHub()
         nets = {m.id: hub.join(m.id) for m in members}
         for peer, net in nets.items():
             net.serve(AskHeld.KIND, answers(peer))
-        plan = cast("Plan", SimpleNamespace(stages=1, microbatches=1, delayed=False))
-        ctx = Context(nets["p007"], LoopClock(), nothing, Roster(genesis, "p007"), plan, emit=lambda event: None)
-        knowledge = Knowledge(ctx, 0, genesis.lineage, lambda step: [], lambda step: [], lambda work, late: None)
+        plan = cast("Plan", SimpleNamespace(stages=1, microbatches=1, delayed=False, chunk=1))
+        compute = cast("Any", SimpleNamespace(n_params=1))
+        ctx = Context(nets["p007"], LoopClock(), compute, Roster(genesis, "p007"), plan, emit=lambda event: None)
+        exchange = runner_of(ctx).exchange
         for _ in range(MAX_SILENCE - 1):
             before = asked.total()
-            await knowledge._ask_everyone()
+            await exchange.ask_everyone()
             assert asked.total() - before == at_once
         ctx.roster.dead("p003")
         before = asked["p003"]
-        await knowledge._ask_everyone()
+        await exchange.ask_everyone()
         await asyncio.sleep(1)
         assert asked["p003"] == before + 1
         await ctx.close()

@@ -23,11 +23,11 @@ from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.membership import Membership
 from muletrain.runtime.members.roster import Genesis, Roster
-from muletrain.runtime.step import donor as snapshot
-from muletrain.runtime.step.donor import Receiver, Snapshots
-from muletrain.runtime.step.trail import Trail, take_past
+from muletrain.runtime.step.gradient_log import GradientLog, take_past
 from muletrain.runtime.transfer import blocks as transfer
+from muletrain.runtime.transfer import donor as snapshot
 from muletrain.runtime.transfer.blocks import Manifest, StateImage
+from muletrain.runtime.transfer.donor import Receiver, Snapshots
 from muletrain.wire.codec import encode_raw
 
 if TYPE_CHECKING:
@@ -83,14 +83,14 @@ class Stage:
                 settled=True,
                 away=False,
                 over=False,
-                trail=Trail(self.contexts[n], 0),
                 chain=Chain(3, (bytes(32),)),
             )
             for n in names
         }
+        self.logs: dict[str, Any] = {n: GradientLog(self.contexts[n], 0) for n in donors}
         for n in donors:
-            stepper: Any = self.at[n]
-            Snapshots(self.contexts[n], stepper, Membership(self.contexts[n]))
+            position: Any = self.at[n]
+            Snapshots(self.contexts[n], position, self.logs[n], Membership(self.contexts[n]))
             self.networks[n].receive(self._nothing)
         self.receiver = Receiver(self.contexts["t"])
         self.networks["t"].receive(self._block)
@@ -320,7 +320,7 @@ def test_a_copy_that_somebody_is_taking_is_not_broken_off_for_another_taker(monk
             ask = AskSnapshot(stage=0, after=after).pack()
             return Snapshot.unpack(await stage.networks["t"].call("a", AskSnapshot.KIND, ask, timeout_s=5)).step
 
-        donor.trail.reaches = lambda step: step >= 3
+        stage.logs["a"].reaches = lambda step: step >= 3
         assert [await asked(3), await asked(4), await asked(5)] == [3, 4, 4]
         assert await asked(6, after=5) == 6, "an earlier one is of no use"
         monkeypatch.setattr(snapshot, "BUSY_S", 0.0)

@@ -9,7 +9,7 @@ import pytest
 
 from muletrain.clock import LoopClock
 from muletrain.policy.deadline import Deadline, Pulse
-from muletrain.runtime.core.waiting import MAX_SILENCE, Waits, unless_done
+from muletrain.runtime.core.waiting import MAX_SILENCE, News, Waits, unless_done
 from muletrain.sim.loop import run_virtually
 
 if TYPE_CHECKING:
@@ -123,9 +123,10 @@ def test_a_wait_is_not_in_vain_while_what_is_waited_for_goes_on() -> None:
             asked.append(clock.now())
 
         done = asyncio.Event()
-        waits = Waits(clock, lambda: None, lambda: "")
+        news = News()
+        waits = Waits(clock, news, lambda: None, lambda: "")
         working = asyncio.create_task(work())
-        asyncio.get_running_loop().call_later(60.0, lambda: (done.set(), waits.touched()))
+        asyncio.get_running_loop().call_later(60.0, lambda: (done.set(), news.touched()))
         await waits.until(done.is_set, Deadline(unmeasured_s=5.0, floor_s=5.0), "it", ask, pulse.goes_on_s)
         await working
 
@@ -140,14 +141,15 @@ def test_a_wait_that_went_on_without_questions_is_not_given_up_before_the_next_o
 
     async def scenario() -> None:
         clock, done, asked = LoopClock(), asyncio.Event(), 0
-        waits = Waits(clock, lambda: None, lambda: "")
+        news = News()
+        waits = Waits(clock, news, lambda: None, lambda: "")
 
         async def ask() -> None:
             nonlocal asked
             asked += 1
             if clock.now() > 400.0:
                 done.set()
-                waits.touched()
+                news.touched()
             else:
                 waits.came_on()
 
@@ -171,7 +173,8 @@ def test_a_deadline_that_was_missed_does_not_lengthen_the_next() -> None:
 
     async def scenario() -> None:
         clock, done = LoopClock(), asyncio.Event()
-        waits, deadline = Waits(clock, lambda: None, lambda: ""), Deadline(floor_s=0.5)
+        news = News()
+        waits, deadline = Waits(clock, news, lambda: None, lambda: ""), Deadline(floor_s=0.5)
 
         async def ask() -> None:
             done.set()
@@ -180,7 +183,7 @@ def test_a_deadline_that_was_missed_does_not_lengthen_the_next() -> None:
             done.clear()
             begin = clock.now()
             if usual_s is not None:
-                asyncio.get_running_loop().call_later(usual_s, lambda: (done.set(), waits.touched()))
+                asyncio.get_running_loop().call_later(usual_s, lambda: (done.set(), news.touched()))
             await waits.until(done.is_set, deadline, "it", ask)
             took.append(clock.now() - begin)
 
@@ -196,13 +199,15 @@ def test_a_long_wait_is_not_given_up_while_those_we_ask_say_that_they_come_on() 
 
     async def scenario() -> None:
         clock, done = LoopClock(), asyncio.Event()
-        waits = Waits(clock, lambda: None, lambda: "", lambda: 5.0)
+        news = News()
+        news.patience_s = 5.0
+        waits = Waits(clock, news, lambda: None, lambda: "")
 
         async def ask() -> None:
             asked.append(clock.now())
             waits.came_on()
 
-        asyncio.get_running_loop().call_later(60.0, lambda: (done.set(), waits.touched()))
+        asyncio.get_running_loop().call_later(60.0, lambda: (done.set(), news.touched()))
         await waits.until(done.is_set, Deadline(unmeasured_s=0.5, floor_s=0.5), "it", ask)
 
     virtually(scenario())
@@ -214,7 +219,8 @@ def test_who_is_asked_for_because_somebody_died_is_asked_at_once() -> None:
 
     async def scenario() -> None:
         clock, done = LoopClock(), asyncio.Event()
-        waits = Waits(clock, lambda: None, lambda: "")
+        news = News()
+        waits = Waits(clock, news, lambda: None, lambda: "")
 
         async def ask() -> None:
             asked.append(clock.now())
@@ -223,7 +229,7 @@ def test_who_is_asked_for_because_somebody_died_is_asked_at_once() -> None:
         for _ in range(3):
             pulse.beat(clock.now())
             await clock.sleep(1.0)
-        asyncio.get_running_loop().call_later(0.5, waits.hurry)
+        asyncio.get_running_loop().call_later(0.5, news.hurry)
         await waits.until(done.is_set, Deadline(unmeasured_s=5.0, floor_s=5.0), "it", ask, pulse.goes_on_s)
 
     virtually(scenario())

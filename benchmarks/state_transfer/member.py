@@ -29,9 +29,9 @@ from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.membership import Membership
 from muletrain.runtime.members.roster import Genesis, Roster
-from muletrain.runtime.step import donor
-from muletrain.runtime.step.donor import Receiver, Snapshots
-from muletrain.runtime.step.trail import Trail
+from muletrain.runtime.step.gradient_log import GradientLog
+from muletrain.runtime.transfer import donor
+from muletrain.runtime.transfer.donor import Receiver, Snapshots
 
 PARAMS = 25_000_000
 TENSORS = 50
@@ -102,10 +102,9 @@ async def main(rank: int, donors: int, folder: Path) -> None:
             settled=True,
             away=False,
             over=False,
-            trail=Trail(ctx, 0),
             chain=Chain(0, (bytes(32),)),
         )
-        Snapshots(ctx, now, Membership(ctx))
+        Snapshots(ctx, now, GradientLog(ctx, 0), Membership(ctx))
         receiver = Receiver(ctx)
 
         async def on_frame(sender: str, frame: Any) -> None:

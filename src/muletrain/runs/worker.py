@@ -496,13 +496,13 @@ class Worker:
             self._compute_in_use = own
             ctx = Context(
                 net=links, clock=self._clock, compute=own, roster=roster, plan=facts.plan(), emit=self._log.emit,
-                trail_bytes=facts.needs()[roster.own.stage].spare(machine.offer),
                 reached=lambda phase, step: self._points.reached(phase, step + 1),
             )  # fmt: skip
             source = facts.source(cache) if cache is not None else None if sharing is None else sharing.source
             peer = self._peer = Peer(
                 ctx, source=source, sharing=sharing, book=book, on_step=on_step, on_report=self._log.emit,
                 reports=self._spec.keeps_ticket, joining=joins, back=back, fits=lambda s: facts.needs()[s].fits(machine.offer),
+                log_bytes=facts.needs()[roster.own.stage].spare(machine.offer),
             )  # fmt: skip
             peer.reporting.tell(_joined(roster.own, own, machine, self._spec.threads))
             if self._stop.is_set():

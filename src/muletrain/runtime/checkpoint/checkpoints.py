@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.core.messages import Snapshot
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.membership import Membership
-    from muletrain.runtime.step.donor import Receiver, Snapshots
+    from muletrain.runtime.transfer.donor import Receiver, Snapshots
 
 MAX_OPEN = 8
 """Checkpoints heard of that have not ended."""

@@ -236,7 +236,7 @@ class Finding(BaseModel):
 class Seal(Message):
     """A member announces what its accumulator holds, a sketch of it (``optim.sketch``, seeded by the lineage), and the digest of the
     weights it was computed with. ``members``: the replicas it counts on, itself included. ``stop``: it asks for an orderly end after
-    this step; ``leaves``: for its own. ``gave_up`` and ``findings``: see ``runtime.step.trials``."""
+    this step; ``leaves``: for its own. ``gave_up`` and ``findings``: see ``runtime.step.audit``."""
 
     KIND: ClassVar[str] = "seal"
     lineage: Digest

@@ -30,34 +30,36 @@ async def _nothing() -> None:
     pass
 
 
+class News:
+    """What wakes the waits of one peer."""
+
+    def __init__(self) -> None:
+        self.changed = asyncio.Event()
+        self.hurried = False
+        self.patience_s = PATIENCE_S
+        """Seconds that a wait goes on without any news."""
+
+    def touched(self) -> None:
+        """Something that a wait may depend on changed (a message, a microbatch finished)."""
+        self.changed.set()
+
+    def hurry(self) -> None:
+        """A peer died: what is waited for may have been its to send, so ask now, not at the deadline."""
+        self.hurried = True
+        self.changed.set()
+
+
 class Waits:
     """One actor's waits. ``look_around`` is called whenever something changed: what it raises ends the wait."""
 
-    def __init__(
-        self,
-        clock: Clock,
-        look_around: Callable[[], None],
-        view: Callable[[], str],
-        patience_s: Callable[[], float] = lambda: PATIENCE_S,
-    ) -> None:
+    def __init__(self, clock: Clock, news: News, look_around: Callable[[], None], view: Callable[[], str]) -> None:
         """``view``: who is there, in words, for the error of a wait that is given up."""
-        self._clock, self._look_around, self._view, self._patience_s = clock, look_around, view, patience_s
-        self._changed = asyncio.Event()
-        self._hurried = False
+        self._clock, self._signals, self._look_around, self._view = clock, news, look_around, view
         self._came_on_s = -math.inf
 
     def came_on(self) -> None:
         """Those we wait for are busy with what we wait for, as slow as that may be."""
         self._came_on_s = self._clock.now()
-
-    def touched(self) -> None:
-        """Something a wait may depend on changed (a message, a microbatch finished)."""
-        self._changed.set()
-
-    def hurry(self) -> None:
-        """Somebody died: what we wait for may have been theirs, so ask now, not at the deadline."""
-        self._hurried = True
-        self._changed.set()
 
     async def until(
         self,
@@ -72,21 +74,21 @@ class Waits:
         MuletrainError after MAX_SILENCE, and what ``ask`` raises."""
         begin = self._clock.now()
         attempt, due = 0, begin + deadline.seconds()
-        self._hurried = False
+        self._signals.hurried = False
         asking: asyncio.Task[None] | None = None
         try:
             while True:
-                self._changed.clear()
+                self._signals.changed.clear()
                 if asking is not None and asking.done():
                     asking.result()
                     asking = None
                 self._look_around()
                 if condition():
                     break
-                if self._hurried and asking is None:
-                    self._hurried = False
+                if self._signals.hurried and asking is None:
+                    self._signals.hurried = False
                     asking = asyncio.create_task(ask())
-                    asking.add_done_callback(lambda _: self.touched())
+                    asking.add_done_callback(lambda _: self._signals.touched())
                 news = self._news(condition, asking)
                 try:  # what else happens does not put the question off
                     await self._clock.deadline(news, max(0.0, due - self._clock.now()), what)
@@ -96,10 +98,10 @@ class Waits:
                         due = self._clock.now() + more_s
                         continue
                     attempt += 1
-                    due = self._clock.now() + min(deadline.seconds(attempt), self._patience_s() / LOOKS)
+                    due = self._clock.now() + min(deadline.seconds(attempt), self._signals.patience_s / LOOKS)
                     if attempt >= MAX_SILENCE and self._hopeless(begin):
                         raise MuletrainError(f"gave up waiting for {what}; {self._view()}") from None
-                    self._hurried = True
+                    self._signals.hurried = True
         finally:
             if asking is not None:
                 asking.cancel()
@@ -109,16 +111,16 @@ class Waits:
             deadline.measured(self._clock.now() - begin)
 
     def _hopeless(self, begin: float) -> bool:
-        now, patience_s = self._clock.now(), self._patience_s()
+        now, patience_s = self._clock.now(), self._signals.patience_s
         return now - max(begin, self._came_on_s) > patience_s or now - begin > ENDLESS * patience_s
 
     async def _news(self, condition: Callable[[], bool], asking: asyncio.Task[None] | None) -> None:
         """Until there is more to do than to look around and wait on: with every frame something changes."""
         while True:
-            await self._changed.wait()
-            if self._hurried if asking is None else asking.done():
+            await self._signals.changed.wait()
+            if self._signals.hurried if asking is None else asking.done():
                 return
-            self._changed.clear()
+            self._signals.changed.clear()
             self._look_around()
             if condition():
                 return
@@ -126,12 +128,12 @@ class Waits:
     async def watched(self, work: Coroutine[Any, Any, T]) -> T:
         """``work``, cancelled when something happens meanwhile that makes it pointless."""
         task = asyncio.create_task(work)
-        task.add_done_callback(lambda _: self.touched())
+        task.add_done_callback(lambda _: self._signals.touched())
         try:
             while not task.done():
-                self._changed.clear()
+                self._signals.changed.clear()
                 self._look_around()
-                await self._changed.wait()
+                await self._signals.changed.wait()
         finally:
             task.cancel()
             await asyncio.wait({task})

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from muletrain.errors import NetworkError
 from muletrain.events import FrameRefused, SlotWorked
 from muletrain.policy.deadline import Pulse
-from muletrain.runtime.core.messages import Held, Message
 from muletrain.runtime.core.plan import Plan, StepStats
 from muletrain.runtime.core.slot import PriorityLock
+from muletrain.runtime.core.waiting import News
 from muletrain.runtime.members.detector import FailureDetector
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from muletrain.events import Event, TrafficClass
     from muletrain.network.base import Frame, Network, PeerId
     from muletrain.policy.chaos import Phase
+    from muletrain.runtime.core.messages import Message
     from muletrain.runtime.members.roster import Roster
 
 R = TypeVar("R")
@@ -63,18 +64,10 @@ class Context:
     """The compute slot: backward before forward when both wait."""
     background: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="background"))
     """For work that may take seconds (hashing, the disk): neither the event loop nor ``Compute.offload`` waits for it."""
-    changed: Callable[[], None] = lambda: None
-    """To be called when something happened that a wait may depend on."""
-    trail_bytes: int = 1 << 28
-    """Bytes of past gradients that this peer keeps for peers that catch up (``runtime.step.trail``)."""
+    news: News = field(default_factory=News)
+    """Told when something happened that a wait may depend on."""
     reached: Callable[[Phase, int], None] = lambda phase, step: None
     """Told of each point of a step (numbered from 0) at which ``--chaos`` may hit this peer."""
-    patience_s: float = 300.0
-    """How long a wait goes on without any news."""
-    met: Callable[[PeerId, bytes], None] = lambda peer, branch: None
-    """Told of a peer on another branch than ours."""
-    own_held: Callable[[int, bytes], Held] = lambda step, lineage: Held(current=False, step=step, stage=0)
-    """What this peer itself answers to AskHeld."""
     pulse: Pulse = field(default_factory=lambda: Pulse(PULSE))
     """Of the forward and backward passes of this peer."""
     late: bool = False

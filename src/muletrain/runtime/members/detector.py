@@ -29,11 +29,9 @@ if TYPE_CHECKING:
     from muletrain.events import Event
     from muletrain.network.base import Network, PeerId
     from muletrain.runtime.core.messages import Message
+    from muletrain.runtime.core.waiting import News
     from muletrain.runtime.members.roster import Roster
 
-MAX_PAUSES = 30
-"""Waits for a peer that says it still works on a microbatch: doubling up to the longest, 15 s in all."""
-PAUSE_S, PAUSE_MAX_S = 0.05, 0.5
 LONG_S, RARELY_S = 60.0, 300.0
 """Seconds after which a peer has been down for long, and the longest pause between two tries of one that has."""
 AT_ONCE = 4
@@ -55,15 +53,10 @@ class Services(Protocol):
     net: Network
     clock: Clock
     roster: Roster
+    news: News
 
     @property
     def emit(self) -> Callable[[Event], None]: ...
-    @property
-    def changed(self) -> Callable[[], None]: ...
-    @property
-    def met(self) -> Callable[[PeerId, bytes], None]: ...
-    @property
-    def own_held(self) -> Callable[[int, bytes], Held]: ...
     def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]: ...
     async def tell(self, peers: tuple[PeerId, ...], message: Message) -> None: ...
 
@@ -79,13 +72,12 @@ class FailureDetector:
         self.suspected: set[PeerId] = set()
         self.on_suspicion: list[Callable[[PeerId], None]] = []
         """Told of those that are suspected from now on."""
+        self.on_other_branch: list[Callable[[PeerId, bytes], None]] = []
+        """Told of a peer that answers from another branch than ours, and of that branch."""
         self._usual: dict[PeerId, Usual] = {}
         """How long a peer's answers take, for suspicions."""
         self._awaited: defaultdict[PeerId, dict[asyncio.Future[Any], None]] = defaultdict(dict)
         """In the order in which they began: sets would have one that depends on addresses."""
-        self._surveys: dict[tuple[bytes, int], asyncio.Task[dict[PeerId, Held]]] = {}
-        self._next_surveys: dict[tuple[bytes, int], asyncio.Task[dict[PeerId, Held]]] = {}
-        """By lineage and step: the questions to everyone under way, and those that follow them."""
         self._looked_after: set[PeerId] = set()
         self._late: set[PeerId] = set()
         """Peers that said so of their devices: suspected, until they say otherwise."""
@@ -223,7 +215,8 @@ class FailureDetector:
             self._usual[peer] = Usual(unmeasured_s=math.inf, floor_s=0.25, times=4.0, slow_times=1.5)
         self._usual[peer].measured(took_s)
         if held.branch != branch_of(lineage):
-            self._peer.met(peer, held.branch)
+            for told in self.on_other_branch:
+                told(peer, held.branch)
             held = held.model_copy(update={"current": False, "step": 0, "lineage": b"", "rival": False})
         return held
 
@@ -255,13 +248,13 @@ class FailureDetector:
             self._peer.emit(PeerSuspected(peer_id=peer, reason=reason))
             self.give_up(peer, reason)
             self._peer.net.give_up(peer)
-            self._peer.changed()
+            self._peer.news.hurry()
 
     def stand_aside(self, peer: PeerId) -> None:
         """``peer`` says that nobody is to count on it for now. It can be reached, so that what is on its way to it goes on."""
         if self._peer.roster.dead(peer, declines=True):
             self.give_up(peer, "it takes a state")
-            self._peer.changed()
+            self._peer.news.hurry()
 
     def is_late(self, peer: PeerId) -> bool:
         """Did ``peer`` say so of its device?"""
@@ -291,53 +284,6 @@ class FailureDetector:
     def silent_s(self, peer: PeerId) -> float:
         """For how long nothing at all has come from ``peer``: no part of a frame, no receipt, no answer."""
         return asyncio.get_running_loop().time() - self._peer.net.heard_s(peer)
-
-    async def still_missing(
-        self,
-        lineage: bytes,
-        step: int,
-        index: int,
-        stages: tuple[int, ...],
-        counts: Callable[[PeerId], bool] = lambda peer: True,
-    ) -> tuple[tuple[int, ...], float | None]:
-        """Before a retry: those of ``stages`` in which nobody that ``counts``, ourselves included, has the microbatch in its accumulator
-        (those that have, recompute without accumulating), and its loss [nats/token], where one that has it knows. While someone still works
-        on it, wait: what is about to be accumulated must not be twice."""
-        if not stages:
-            return (), None
-        for pause in range(MAX_PAUSES):
-            current = await self.survey(lineage, step)
-            counted = [held for peer, held in current.items() if held.stage in stages and counts(peer)]
-            if not any(index in held.running for held in counted):
-                break
-            await self._peer.clock.sleep(backoff_s(pause, PAUSE_S, PAUSE_MAX_S))
-        have = {held.stage for held in counted if index in held.held}
-        losses = (held.loss(index) for held in current.values())
-        return tuple(s for s in stages if s not in have), next((loss for loss in losses if loss is not None), None)
-
-    async def survey(self, lineage: bytes, step: int) -> dict[PeerId, Held]:
-        """What every peer at ``step`` holds, this one included, asked after this call. Calls during a question share the next one: a lost
-        peer or a lying member asks about many microbatches at once."""
-        key = lineage, step
-        if (survey := self._next_surveys.get(key)) is None:
-            survey = self._peer.spawn(self._survey(key, self._surveys.get(key)), "survey")
-            self._next_surveys[key] = survey
-        return await asyncio.shield(survey)
-
-    async def _survey(
-        self, key: tuple[bytes, int], before: asyncio.Task[dict[PeerId, Held]] | None
-    ) -> dict[PeerId, Held]:
-        if before is not None:
-            await asyncio.wait({before})
-        self._surveys[key] = self._next_surveys.pop(key)
-        lineage, step = key
-        try:
-            answers = await self.ask_all(self._peer.roster.everyone(), lineage, step)
-            answers[self._peer.net.peer_id] = self._peer.own_held(step, lineage)
-            return {peer: held for peer, held in answers.items() if held.current}
-        finally:
-            if key not in self._next_surveys:
-                del self._surveys[key]
 
     async def ask_all(self, peers: tuple[PeerId, ...], lineage: bytes, step: int) -> dict[PeerId, Held]:
         """What those of ``peers`` that answer hold. Those that are down are asked, too, for they may be back; but nobody waits for

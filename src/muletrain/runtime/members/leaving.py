@@ -24,20 +24,21 @@ the gradient waits for its deadlines before it takes our state."""
 
 
 class Departure:
-    """This peer's wish to go."""
+    """This peer's wishes: to go, or that the run ends for all."""
 
-    def __init__(self, ctx: Context) -> None:
-        self._ctx = ctx
+    def __init__(self, ctx: Context, unsafe: Callable[[], str | None] = lambda: None) -> None:
+        """``unsafe``: what would be lost if we went now."""
+        self._ctx, self._unsafe = ctx, unsafe
         self.wanted = False
-        self.unsafe: Callable[[], str | None] = lambda: None
-        """What would be lost if we went now."""
+        self.stop_requested = False
+        """The run is to end after the current step."""
         self._told: str | None = None
 
     def announced(self) -> bool:
         """What our seal says: whether we want to go and are not needed. Says why we stay, when that changes."""
         if not self.wanted:
             return False
-        reason = self._ctx.roster.needs_us() or self.unsafe()
+        reason = self._ctx.roster.needs_us() or self._unsafe()
         if reason is not None and reason != self._told:
             message = f"{self._ctx.roster.own.name} wants to leave, but {reason}: it stays until that changes"
             self._ctx.emit(Note(level="warning", message=message))

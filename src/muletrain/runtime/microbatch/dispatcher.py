@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.inflight import InFlightStep
+    from muletrain.runtime.microbatch.survey import Survey
     from muletrain.wire.codec import Encoded
 
 BUSY_PAUSE_S = 0.005
@@ -102,9 +103,8 @@ class _Pending:
 class Dispatcher:
     """Requests towards one stage."""
 
-    def __init__(self, ctx: Context, stage: int) -> None:
-        self._ctx = ctx
-        self._stage = stage
+    def __init__(self, ctx: Context, stage: int, survey: Survey) -> None:
+        self._ctx, self._stage, self._survey = ctx, stage, survey
         self._wiring = Wiring(random.Random(f"{ctx.net.peer_id}/{stage}"))
         self._deadline = Deadline()
         self._pending: dict[PeerId, dict[tuple[int, int, int, str], _Pending]] = {}
@@ -297,7 +297,7 @@ class Dispatcher:
     async def _missing(self, request: Request, accumulate: tuple[int, ...]) -> tuple[int, ...]:
         """What failed here may have gone through there: stages from ours on that hold it already do not accumulate it again."""
         ours = tuple(s for s in accumulate if s >= self._stage)
-        still, _ = await self._ctx.detector.still_missing(request.lineage, request.step, request.index, ours)
+        still, _ = await self._survey.still_missing(request.lineage, request.step, request.index, ours)
         return tuple(s for s in accumulate if s < self._stage or s in still)
 
     async def _recount(self, request: Request) -> None:

@@ -24,6 +24,7 @@ averaged and applied meanwhile. At most these two are alive, for t + 1 computes 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,16 @@ class InFlightStep:
     """Microbatches this peer computed that count in its accumulator, and those that do not."""
     answered: dict[int, tuple[str, tuple[int, int, int, str]]] = field(default_factory=dict)
     """Sender and key of the last answered request to accumulate each microbatch."""
+    serving: set[int] = field(default_factory=set)
+    """Microbatches that this peer works on."""
+    answering: Counter[int] = field(default_factory=Counter)
+    """Microbatches of which the answer is being sent: on a narrow link it may wait for others."""
+    round: bytes = b""
+    """What is averaged now, or was last; empty: nothing was."""
+    reduced: bool = False
+    """This peer holds the stage's mean gradient."""
+    gave_way: bool = False
+    """A larger company of replicas goes on without this peer, so that the gradient it holds will not count."""
     over: bool = False
     """Its weights may change: nothing more is computed."""
 
@@ -69,6 +80,14 @@ class InFlightStep:
     def all_through(self) -> bool:
         """As ``missing`` says, without a look at each: it is asked at every frame."""
         return len(self.losses) == self.microbatches
+
+    @property
+    def covered(self) -> frozenset[int]:
+        """Microbatches that are not to be accumulated again: ours; all of them once we hold the stage's mean gradient, unless it will not
+        count."""
+        if not self.reduced:
+            return self.ledger.held
+        return frozenset() if self.gave_way else frozenset(range(self.microbatches))
 
     def missing(self) -> frozenset[int]:
         """Microbatches not known to be through."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -24,14 +23,13 @@ from muletrain.runtime.microbatch.dispatcher import Unfinite
 from muletrain.wire.codec import IDS, decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from muletrain.network.base import Frame, PeerId
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.dispatcher import Answer, Dispatcher
     from muletrain.runtime.microbatch.inflight import InFlightStep
+    from muletrain.runtime.microbatch.position import Position
     from muletrain.wire.codec import Encoded
 
 BACKWARD, FORWARD = 0, 1
@@ -69,13 +67,10 @@ class StageServer:
     """Serves one stage."""
 
     ctx: Context
-    computing: Callable[[int], InFlightStep | None]
-    """What is under way of a step."""
+    position: Position
     dispatcher: Dispatcher | None
     """Towards the next stage; None on the last."""
     _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
-    _answers: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """Being sent, by step and index."""
 
     def __post_init__(self) -> None:
         self._cross_check = None if self.dispatcher is None else GradientCrossCheck(self.ctx, self.dispatcher)
@@ -91,14 +86,6 @@ class StageServer:
         elif seats is not None and self.dispatcher is not None:
             self._between = asyncio.Semaphore(seats.most_in_flight(self.ctx.roster.own.stage, self.ctx.roster.own.name))
 
-    def running(self, step: int) -> list[int]:
-        """Microbatches of ``step`` that are being worked on."""
-        return sorted(index for held, index in self._held if held == step)
-
-    def answering(self, step: int) -> list[int]:
-        """Microbatches of ``step`` of which the answer is being sent: on a narrow link it may wait for others."""
-        return sorted(index for answered, index in self._answers if answered == step)
-
     def load(self) -> int:
         """Requests it holds, waiting or being worked on."""
         return len(self._held)
@@ -107,7 +94,7 @@ class StageServer:
         """Admit, or say that the queue is full, or that another replica must accumulate it. A microbatch that this peer works on
         already is not begun twice."""
         self.expects(sender, message, frame.tensors)
-        work = self.computing(message.step)
+        work = self.position.computing(message.step)
         if work is None:
             return
         wanted = message.stage in message.accumulate  # else it is a copy, or a question, of which there may be many
@@ -126,6 +113,7 @@ class StageServer:
             self.ctx.spawn(self._reply(sender, lost, []), "lost")
             return
         held = self._held[key] = _Held(sender, message, work, self.ctx.clock.now())
+        work.serving.add(message.index)
         if self.ctx.plan.trace:
             self.ctx.emit(MicrobatchTaken(step=message.step, index=message.index, stage=message.stage))
         held.task = self.ctx.spawn(self._serve(held, frame.tensors), f"serve {key}")
@@ -142,6 +130,7 @@ class StageServer:
         key = (held.message.step, held.message.index)
         if self._held.get(key) is held:
             del self._held[key]
+            held.work.serving.discard(held.message.index)
 
     async def _serve(self, held: _Held, tensors: list[Encoded]) -> None:
         try:
@@ -159,13 +148,14 @@ class StageServer:
         finally:
             self.ctx.compute.discard(held.microbatch)
             self._release(held)
-        key = held.message.step, held.message.index
-        self._answers[key] += 1
+        index, answering = held.message.index, held.work.answering
+        answering[index] += 1
         try:
             await self._answer(held, loss, gradient)
         finally:
-            self._answers[key] -= 1
-            self._answers += Counter()
+            answering[index] -= 1
+            if not answering[index]:
+                del answering[index]
 
     async def _work(self, held: _Held, tensors: list[Encoded]) -> tuple[float, Encoded | None]:
         inputs, targets = await self._receive(held, tensors)

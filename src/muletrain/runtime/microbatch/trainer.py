@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.dispatcher import Dispatcher
     from muletrain.runtime.microbatch.inflight import InFlightStep
+    from muletrain.runtime.microbatch.survey import Survey
 
 MAX_TRIES = 60
 """Injections of one microbatch before the trainer gives up with an error instead of trying for ever: 20 minutes of pauses."""
@@ -47,12 +48,14 @@ class Source(Protocol):
 class Trainer:
     """Injects the microbatches of one step that it claims, within a window."""
 
-    def __init__(self, ctx: Context, source: Source, dispatcher: Dispatcher, window: int, work: InFlightStep) -> None:
+    def __init__(
+        self, ctx: Context, source: Source, dispatcher: Dispatcher, survey: Survey, window: int, work: InFlightStep
+    ) -> None:
         """``dispatcher``: towards stage 0. ``window``: microbatches to have under way (of each pipeline, if membership is planned: none
         waits for another)."""
         self._ctx = ctx
         self._source = source
-        self._dispatcher = dispatcher
+        self._dispatcher, self._survey = dispatcher, survey
         seats = ctx.plan.seats
         self._pipeline = (lambda index: 0) if seats is None else seats.pipeline
         self._windows = [asyncio.Semaphore(window) for _ in range(1 if seats is None else seats.pipelines)]
@@ -171,7 +174,7 @@ class Trainer:
 
     async def _under_way(self) -> set[int]:
         """Microbatches of the step that some peer works on, at any stage."""
-        current = await self._ctx.detector.survey(self._lineage, self._step)
+        current = await self._survey.everyone(self._lineage, self._step)
         return {i for held in current.values() for i in (*held.running, *held.answering)}
 
     async def _whole(self, index: int, stages: tuple[int, ...], *, retry: bool) -> float:
@@ -213,7 +216,7 @@ class Trainer:
 
     async def _still_missing(self, index: int, stages: tuple[int, ...]) -> tuple[tuple[int, ...], float | None]:
         """Those of ``stages`` that lack it, and its loss, if anyone knows."""
-        return await self._ctx.detector.still_missing(self._lineage, self._step, index, stages, self._counts)
+        return await self._survey.still_missing(self._lineage, self._step, index, stages, self._counts)
 
     def _counts(self, peer: PeerId) -> bool:
         """Not where most of the other replicas of its stage go on without ``peer``: what it holds, or says that it holds, is of no use."""

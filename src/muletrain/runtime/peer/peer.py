@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from muletrain.errors import MuletrainError, NetworkError, ProtocolError
@@ -18,12 +17,7 @@ from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.messages import (
     Abstain,
-    AskEntries,
-    AskGradient,
     AskHeld,
-    AskPast,
-    AskSeal,
-    AskViews,
     Away,
     Back,
     Backward,
@@ -47,21 +41,25 @@ from muletrain.runtime.core.messages import (
 from muletrain.runtime.core.plan import StepStats
 from muletrain.runtime.members.expected import Expected
 from muletrain.runtime.members.hot_spares import HotSpares
+from muletrain.runtime.members.leaving import Departure
 from muletrain.runtime.members.membership import Membership
 from muletrain.runtime.members.rebalancing import Rebalancer
 from muletrain.runtime.members.watchdog import Watchdog
 from muletrain.runtime.microbatch.dispatcher import Dispatcher
+from muletrain.runtime.microbatch.position import Behind, Position
 from muletrain.runtime.microbatch.stage_server import StageServer
+from muletrain.runtime.microbatch.survey import Survey
 from muletrain.runtime.microbatch.trainer import Trainer
 from muletrain.runtime.peer.early_frames import EarlyFrames
 from muletrain.runtime.peer.reporting import Reporting
 from muletrain.runtime.recovery.forks import GivesWay, Lineages
 from muletrain.runtime.recovery.rollback import Rollback, StepBack
-from muletrain.runtime.step.donor import Receiver, Snapshots
-from muletrain.runtime.step.knowledge import Behind
-from muletrain.runtime.step.sealing import expelled
-from muletrain.runtime.step.stepper import Stepper
+from muletrain.runtime.step.audit import expelled
+from muletrain.runtime.step.exchange import Answers
+from muletrain.runtime.step.gradient_log import GradientLog
+from muletrain.runtime.step.runner import StepRunner
 from muletrain.runtime.transfer.blocks import Downloader
+from muletrain.runtime.transfer.donor import Receiver, Snapshots
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,8 +86,6 @@ MAX_PURSUITS = 10
 """States that a peer takes one after the other, each too old to be of use when it has come, before it gives up."""
 WEIGH_S = 0.1
 """Between two looks whether word of the end can be believed; doubles."""
-GRADIENT_TIMES = 4
-"""That one replica may have a step's gradient: links break, and what came may be lost."""
 OFFER_S = 20.0
 """After the end, a stage whose part of the last checkpoint did not come from its writer offers it from every replica, then again."""
 
@@ -140,37 +136,39 @@ class Peer:
         back: StepBack | None = None,
         fits: Callable[[int], bool] = lambda stage: True,
         sharing: Sharing | None = None,
+        log_bytes: int = 1 << 28,
     ) -> None:
         """``source``: where a trainer gets its microbatches. ``book``: where it writes checkpoints, if it can. ``on_step`` is told of every
         applied step; True asks to stop. ``reports``: this peer's log is not beside the collector's, so what it counts goes there, to
         ``on_report``. ``joining``: the run goes on already; take its state from a replica first, or, with ``back``, from that
         checkpoint. ``fits``: the stages this machine's memory has room for. ``sharing``: of the run's tokens, if its founder shares
-        them."""
+        them. ``log_bytes``: of past gradients that this peer keeps for peers that catch up (``step.gradient_log``)."""
         self._ctx = ctx
         self.roster, self.emit = ctx.roster, ctx.emit
         self._on_step = on_step
         self.reporting, self._hot_spares = Reporting(ctx, on_report, apart=reports), HotSpares(ctx)
         self._joining, self._back, self._fits = joining, back, fits
         stage, plan = ctx.roster.own.stage, ctx.plan
-        onwards = Dispatcher(ctx, stage + 1) if stage + 1 < plan.stages else None
-        self._pipeline = StageServer(ctx, lambda step: self.stepper.computing(step), onwards)
         genesis = ctx.roster.genesis
         begin = (genesis.first_step, genesis.lineage) if back is None else (back.step, back.lineage)
+        self.position = Position(ctx, *begin, has_state=not joining)
+        self._survey = Survey(ctx, self.position)
+        onwards = Dispatcher(ctx, stage + 1, self._survey) if stage + 1 < plan.stages else None
+        self._pipeline = StageServer(ctx, self.position, onwards)
         self._receiver = Receiver(ctx)
         taker, self._sharing, self._tokens = self._receiver.taker, sharing, Downloader(ctx)
-        self.stepper = Stepper(
-            ctx, *begin, self._pipeline.running, self._pipeline.answering, self._adopt, self._begin_ahead, taker
-        )
-        self.stepper.settled, self.stepper.away = not joining, joining
         self._source = source if ctx.roster.own.trainer else None
-        self._inwards = Dispatcher(ctx, stage=0)
+        self._inwards = Dispatcher(ctx, 0, self._survey)
         self._trainers: dict[int, Trainer] = {}
         """By step."""
         self._membership = Membership(ctx)
-        self._snapshots = Snapshots(ctx, self.stepper, self._membership, sharing)
-        self._lineages = Lineages(ctx, self.stepper, self._receiver)
+        self._log = GradientLog(ctx, log_bytes)
+        self._snapshots = Snapshots(ctx, self.position, self._log, self._membership, sharing)
+        self._lineages = Lineages(ctx, self.position, self._receiver)
         self._checkpoints = Checkpoints(ctx, self._snapshots, self._receiver, self._membership, book)
-        self.stepper.departure.unsafe = self._checkpoints.unsafe
+        self.departure = Departure(ctx, self._checkpoints.unsafe)
+        self.runner = StepRunner(ctx, self.position, self._log, self.departure, self, self._lineages, taker)
+        self._answers = Answers(ctx, self.runner, self._log, self._membership)
         self._adoption = Rollback(
             ctx, self._checkpoints, self._where, fits, back, self._lineages.goes_on, self._write_what_there_is
         )
@@ -178,8 +176,6 @@ class Peer:
         self._finished: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._claims: set[PeerId] = set()
         """Who said that the end is reached."""
-        self._drawn: Counter[tuple[PeerId, bytes]] = Counter()
-        """Bytes of gradients that replicas asked for, by round; since the last step."""
         self._over = False
         self._written: Key | None = None
         """What was written last because no trainer was left."""
@@ -193,19 +189,14 @@ class Peer:
         checks: dict[type[Message], Check] = {
             Forward: self._pipeline.expects,
             Backward: self._expects_gradient,
-            Shard: self.stepper.averager.expects,
-            Reduced: self.stepper.averager.expects,
+            Shard: self.runner.expects_chunk,
+            Reduced: self.runner.expects_chunk,
             Block: taker.expects,
         }
         bounds = Expected(self._membership, STEP_KINDS | OTHER_KINDS, plan.microbatches, checks)
         ctx.net.receive(self._on_frame, bounds=bounds)
         ctx.net.on_lost(self._on_lost)
         ctx.net.serve(AskHeld.KIND, self._answer_held)
-        ctx.net.serve(AskEntries.KIND, self._answer_entries)
-        ctx.net.serve(AskGradient.KIND, self._answer_gradient, free=True)
-        ctx.net.serve(AskPast.KIND, self._answer_past)
-        ctx.net.serve(AskSeal.KIND, self._answer_seal)
-        ctx.net.serve(AskViews.KIND, self._answer_views)
         ctx.net.serve(StopRun.KIND, self._answer_stop)
         ctx.net.serve(Finished.KIND, self._answer_finished)
 
@@ -240,7 +231,7 @@ class Peer:
         return self._adoption.ordered.result()
 
     def _where(self) -> Key:
-        return Key(self.stepper.step, self.stepper.applied)
+        return Key(self.position.step, self.position.applied)
 
     async def _train(self) -> bool:
         ctx, plan = self._ctx, self._ctx.plan
@@ -259,20 +250,20 @@ class Peer:
                 return await self._finish()
             returned = self.rebalancer.settled = True
         else:
-            await self.stepper.open()
+            await self.runner.open()
         receivers = ctx.roster.receivers()
         others = ctx.roster.spread(max(0, RECENT - len(receivers)))
         for peer in dict.fromkeys((*others, *receivers)):  # how long an answer takes, before one is missed
-            ctx.spawn(ctx.detector.measure(peer, self.stepper.lineage, self.stepper.step), "measure")
+            ctx.spawn(ctx.detector.measure(peer, self.position.lineage, self.position.step), "measure")
         ctx.stats.started = ctx.clock.now()
         while True:
-            step = self.stepper.step
+            step = self.position.step
             try:
                 if returned:
-                    await self.stepper.meet(sure=sure)
-                self._begin_step(self.stepper.work, retry=returned)
+                    await self.runner.meet(sure=sure)
+                self._begin_step(self.position.work, retry=returned)
                 await self._redeliver()
-                record = await self.stepper.run()
+                record = await self.runner.run()
                 returned, followed, self._pursuits = False, 0, 0
             except Behind as e:
                 self._end_trainers(step)
@@ -283,7 +274,7 @@ class Peer:
                         written = await self._finish()
                         break
                     continue
-                replayed = await self.stepper.replay() if e.weights_hold else None
+                replayed = await self.runner.replay() if e.weights_hold else None
                 if replayed is None:
                     followed = 0
                     if await self._catch_up(e):
@@ -296,11 +287,11 @@ class Peer:
                 record = replayed
             self._end_trainers(step)
             self.rebalancer.count(ctx.stats)
-            self.reporting.applied(record, self.stepper.work)
+            self.reporting.applied(record, self.position.work)
             self._hot_spares.look(speaks=self.reporting.speaks())
-            self._drawn.clear()
+            self._answers.next_step()
             if self._on_step(record):
-                self.stepper.stop_requested = True
+                self.departure.stop_requested = True
             last = record.stop or step + 1 == plan.steps
             gone = () if last else self._without(record)
             if ctx.net.peer_id not in gone and (
@@ -308,14 +299,14 @@ class Peer:
             ):
                 await self._checkpoint(Key(step + 1, record.hash), last=last)
             if last:
-                self._over = self.stepper.over = True
-                self.stepper.advance(record)
+                self._over = self.position.over = True
+                self.runner.advance(record)
                 self._end_trainers(step + 1)
-                self.stepper.work.over = True
+                self.position.work.over = True
                 self._pipeline.abandon()
                 written = await self._finish()
                 break
-            self.stepper.advance(record)
+            self.runner.advance(record)
             if ctx.net.peer_id in gone and await self._leave():
                 break
             if returned:
@@ -332,7 +323,7 @@ class Peer:
         MuletrainError where we are expelled, and missed that."""
         ctx, me = self._ctx, self._ctx.net.peer_id
         for stage, entry in enumerate(record.stages):
-            for peer in entry.expelled if self.stepper.sentenced(stage) else ():
+            for peer in entry.expelled if self.runner.state.builder.sentenced(stage) else ():
                 if ctx.roster.knows(peer) and ctx.roster.member(peer).stage == stage:
                     ctx.emit(PeerExpelled(peer_id=peer, name=ctx.roster.name(peer), step=record.step + 1))
                     ctx.roster.expel(peer)
@@ -349,9 +340,9 @@ class Peer:
 
     async def _leave(self) -> bool:
         """Go, once the other replicas have the step. False: none has, so we are needed and come back."""
-        ctx, stepper = self._ctx, self.stepper
+        ctx, at = self._ctx, self.position
         self._over = self.left = True  # from now on only what others lack of the steps before
-        if await stepper.departure.taken_over(stepper.lineage, stepper.step):
+        if await self.departure.taken_over(at.lineage, at.step):
             if self.destination is None:
                 await self._checkpoints.tidy(over=False)
             return True
@@ -359,7 +350,7 @@ class Peer:
         ctx.emit(
             Note(level="warning", message=f"no other peer of stage {ctx.roster.own.stage} came on: this one is back")
         )
-        await ctx.tell(ctx.roster.everyone(), Back(lineage=stepper.lineage, step=stepper.step))
+        await ctx.tell(ctx.roster.everyone(), Back(lineage=at.lineage, step=at.step))
         return False
 
     async def _begin_late(self) -> bool:
@@ -388,11 +379,11 @@ class Peer:
                     ctx.emit(Note(level="warning", message=f"{e}: this peer takes a replica's state"))
                     return await self._take_state(acceptable)
             await ctx.clock.sleep(backoff_s(attempt, PAUSE_S, PAUSE_MAX_S))
-        await self.stepper.rejoin(Chain(back.step, (back.lineage,)))
+        await self.runner.rejoin(Chain(back.step, (back.lineage,)))
         self._adoption.state = "serves"
         self._say_back()
         if back.step == ctx.plan.steps:
-            self._over = self.stepper.over = True
+            self._over = self.position.over = True
             await self._checkpoint(self._where(), last=True)
         return self._over
 
@@ -403,7 +394,7 @@ class Peer:
         self._adoption.state = "lacks"
         await self._let_go()
         await self._membership.introduce()
-        own = self.stepper.chain
+        own = self.position.chain
         if why.weights_hold:
             return await self._take_state(_later(own), own.step + 1)
         return await self._take_state(lambda offer: offer.step >= own.step, own.step)
@@ -411,29 +402,30 @@ class Peer:
     async def _go_over(self, renamed: Chain | None) -> bool:
         """Take the state of the lineage that stays, or (``renamed``) its name alone, or go on in ours where that cannot be had; True if the
         run has ended there."""
-        stepper = self.stepper
         await self._let_go()
-        if renamed is not None:
-            await self._lineages.rename(renamed)
+        if renamed is not None:  # our weights are those of the other lineage, at our own step
+            own = self.position.chain
+            await self.runner.rejoin(renamed)
+            self._lineages.left(own, renamed)
         else:
             await self._membership.introduce()
             snapshot = await self._lineages.go_over()
             if snapshot is not None:
                 return await self._take_up(snapshot)
-            await stepper.rejoin(stepper.chain)
+            await self.runner.rejoin(self.position.chain)
         self._say_back()
         return False
 
     async def _let_go(self) -> None:
         """Of all that is under way."""
         self._ctx.spawn(self._ctx.tell(self._ctx.roster.everyone(), Away()), "away")
-        self._end_trainers(self.stepper.step + 1)
-        await self.stepper.let_go()
+        self._end_trainers(self.position.step + 1)
+        await self.runner.let_go()
         self._pipeline.abandon()
 
     async def _take_state(self, acceptable: Callable[[Snapshot], bool], after: int = 0) -> bool:
         """Of a step not before ``after``, if possible. What was agreed on meanwhile is applied step by step from there
-        (``Stepper.replay``)."""
+        (``StepRunner.replay``)."""
         ctx = self._ctx
         self._pursuits += 1
         if self._pursuits > MAX_PURSUITS:
@@ -445,10 +437,10 @@ class Peer:
 
     async def _take_up(self, snapshot: Snapshot) -> bool:
         """Go on with the state that was loaded. True if no step follows."""
-        await self.stepper.rejoin(snapshot.chain)
+        await self.runner.rejoin(snapshot.chain)
         self._adoption.state = "serves"
         if snapshot.over:
-            self._over = self.stepper.over = True
+            self._over = self.position.over = True
             return True
         self._early.forget(snapshot.step)
         self._ctx.stats = StepStats(started=self._ctx.clock.now())
@@ -456,7 +448,7 @@ class Peer:
         return False
 
     def _say_back(self) -> None:
-        back = Back(lineage=self.stepper.lineage, step=self.stepper.step)
+        back = Back(lineage=self.position.lineage, step=self.position.step)
         self._ctx.spawn(self._ctx.tell(self._ctx.roster.everyone(), back), "back")
 
     def _refresh_routes(self) -> None:
@@ -466,31 +458,30 @@ class Peer:
 
     def _begin_step(self, work: InFlightStep, *, retry: bool) -> None:
         if self._pipeline.dispatcher is not None:
-            self._pipeline.dispatcher.begin(self.stepper.under_way())
+            self._pipeline.dispatcher.begin(self.position.under_way())
         if work.step in self._trainers:  # it was begun ahead; who trained then may be gone
-            self._adopt(work)
+            self.take_over_orphans(work, late=False)
         elif self._source is not None:
             self._inwards.refresh()
-            trainer = Trainer(self._ctx, self._source, self._inwards, _window(self._ctx), work)
+            trainer = Trainer(self._ctx, self._source, self._inwards, self._survey, _window(self._ctx), work)
             self._trainers[work.step] = trainer
             trainer.spawn(trainer.run_step(retry=retry), "trainer step")
 
     def _serves(self) -> bool:
-        return not self.stepper.away and self._adoption.state == "serves"
+        return not self.position.away and self._adoption.state == "serves"
 
     def _train_too(self, source: Source) -> None:
         """This peer has got the data: it builds microbatches, also of the step that is under way."""
         self.roster.train()
         self._source = source
-        for work in self.stepper.under_way():
+        for work in self.position.under_way():
             if not work.over:
                 self._begin_step(work, retry=True)
 
-    async def _begin_ahead(self) -> None:
-        ahead = self.stepper.ahead
-        assert ahead is not None
-        if not ahead.ledger.sealed:  # else we may be gone by then
-            self._begin_step(ahead, retry=False)
+    async def begin_ahead(self, work: InFlightStep) -> None:
+        """See ``step.reduction.Trainers``."""
+        if not work.ledger.sealed:  # else we may be gone by then
+            self._begin_step(work, retry=False)
         await self._redeliver()
 
     def _end_trainers(self, last: int) -> None:
@@ -498,7 +489,8 @@ class Peer:
         for step in [s for s in self._trainers if s <= last]:
             self._trainers.pop(step).end()
 
-    def _adopt(self, work: InFlightStep, late: bool = False) -> None:
+    def take_over_orphans(self, work: InFlightStep, *, late: bool) -> None:
+        """See ``step.reduction.Trainers``."""
         trainer = self._trainers.get(work.step)
         if trainer is not None and not work.all_through:
             trainer.spawn(trainer.adopt(late=late), "adopt")
@@ -511,12 +503,12 @@ class Peer:
 
     async def _write_what_there_is(self) -> None:
         """Our part of a checkpoint of the weights before this step, which may never be done: once."""
-        key, stepper = self._where(), self.stepper
-        done = key == self._written or not key.step or stepper.work.all_through  # then another follows soon
-        if done or not stepper.settled or stepper.away or not self._checkpoints.begins(key, last=True):
+        key, at = self._where(), self.position
+        done = key == self._written or not key.step or at.work.all_through  # then another follows soon
+        if done or not at.settled or at.away or not self._checkpoints.begins(key, last=True):
             return
         state = await self._ctx.compute.state()
-        if stepper.settled and key == self._where():
+        if at.settled and key == self._where():
             self._written = key
             self._ctx.spawn(self._checkpoints.write(key, state), f"part of checkpoint {key.step}")
 
@@ -559,7 +551,7 @@ class Peer:
 
     async def _announce(self, *, left: bool) -> None:
         """Tell the directory that we are here, or have ``left``: a hint for status, and for those who banned us."""
-        ctx, status = self._ctx, self.reporting.status(self.stepper.step, left=left)
+        ctx, status = self._ctx, self.reporting.status(self.position.step, left=left)
         try:
             await ctx.net.announce(f"{ctx.roster.genesis.run_id}/peers", json.dumps(status).encode(), HOLDS_S)
         except NetworkError as e:  # a hint that did not get through
@@ -577,30 +569,30 @@ class Peer:
 
     async def _on_step_frame(self, sender: PeerId, message: Message, frame: Frame) -> None:
         step = message.step  # type: ignore[attr-defined]  # all STEP_KINDS have one
-        branch = branch_of(getattr(message, "lineage", self.stepper.lineage))
-        if branch != branch_of(self.stepper.lineage):
+        branch = branch_of(getattr(message, "lineage", self.position.lineage))
+        if branch != branch_of(self.position.lineage):
             return self._adoption.met(sender, branch)
         rival = hasattr(message, "lineage") and self._lineages.heard(sender, step, message.lineage)
-        if self._over or step < self.stepper.step:
+        if self._over or step < self.position.step:
             return  # late: that step is agreed already
-        work = self.stepper.computing(step)
+        work = self.position.computing(step)
         if rival or (work is not None and getattr(message, "lineage", work.lineage) != work.lineage):
             raise ProtocolError(f"{frame.kind} of step {step} from another lineage")
         if self._ctx.roster.alive(sender):
             self._refresh_routes()
         agreeing = isinstance(message, Seal | Shard | Reduced | RoundEntry | Abstain)
         loads = self._adoption.state == "loads"
-        if loads or work is None or (agreeing and step > self.stepper.step):
+        if loads or work is None or (agreeing and step > self.position.step):
             ahead = int(self._ctx.plan.delayed)
             if not loads:
-                self.stepper.on_later(sender, applied=agreeing or step > self.stepper.step + ahead)
-            if step <= self.stepper.step + 1 + ahead:  # else we are far behind, and find that out
+                self.runner.exchange.on_later(sender, applied=agreeing or step > self.position.step + ahead)
+            if step <= self.position.step + 1 + ahead:  # else we are far behind, and find that out
                 self._early.keep(sender, frame, step)
             return
         if isinstance(message, Seal | RoundEntry):
             await self._membership.acquaint(sender, message.stage)
         await self._dispatch(sender, message, frame)
-        self.stepper.touched()
+        self._ctx.news.touched()
 
     async def _dispatch(self, sender: PeerId, message: Message, frame: Frame) -> None:
         match message:
@@ -609,7 +601,7 @@ class Peer:
             case Backward() | Done() | Busy() | Lost():
                 self._on_reply(sender, message, frame)
             case TrainerDone():
-                self.stepper.on_trainer_done(message)
+                self._on_trainer_done(message)
             case Gap() if message.step in self._trainers:
                 if message.stage >= self._ctx.plan.stages or any(
                     i >= self._ctx.plan.microbatches for i in message.indices
@@ -620,19 +612,25 @@ class Peer:
             case Gap() if self._source is not None:
                 pass  # this trainer has not begun that step: who asks, asks again
             case Seal():
-                self.stepper.on_seal(sender, message)
+                self.runner.exchange.on_seal(sender, message)
             case Shard() | Reduced():
-                self.stepper.averager.on_chunk(sender, message, frame.tensors[0])
+                self.runner.state.averager.on_chunk(sender, message, frame.tensors[0])
             case RoundEntry():
-                self.stepper.on_entry(sender, message)
+                self.runner.exchange.on_entry(sender, message)
             case Abstain():
-                self.stepper.on_abstain(sender, message.attempt)
+                self.runner.exchange.on_abstain(sender, message.attempt)
             case Back():
                 self._refresh_routes()
             case Doubted():
                 self._ctx.detector.look_after(message.peer, message.lineage, message.step)
             case _:
                 raise ProtocolError(f"{frame.kind}: not for this peer")
+
+    def _on_trainer_done(self, message: TrainerDone) -> None:
+        work = self.position.computing(message.step)
+        if work is not None and not work.through(message.indices, message.losses):
+            raise ProtocolError("trainer_done: indices outside the step, or not one loss for each")
+        self._ctx.news.touched()
 
     def _expects_gradient(self, sender: PeerId, message: Backward, tensors: list[Encoded]) -> None:
         """Raises ProtocolError."""
@@ -676,65 +674,34 @@ class Peer:
 
     def _on_lost(self, peer: PeerId) -> None:
         """A stream ended: whoever is gone with it is found out about now, and not when something is missed."""
-        self.stepper.averager.broken(peer)
+        self.runner.state.averager.broken(peer)
         if not self._over:
-            self._ctx.detector.look_after(peer, self.stepper.lineage, self.stepper.step)
+            self._ctx.detector.look_after(peer, self.position.lineage, self.position.step)
 
     # Calls ----------------------------------------------------------------------------------------------------------
 
     async def _answer_held(self, sender: PeerId, payload: bytes) -> bytes:
         """Raises MuletrainError while nobody is to count on us."""
-        ask, at = AskHeld.unpack(payload), self.stepper
+        ask, at = AskHeld.unpack(payload), self.position
         if not self._ctx.works.is_set():
             raise MuletrainError("its device does not return")
         branch = branch_of(at.lineage)
         self._adoption.met(sender, branch_of(ask.lineage))
         rival = branch_of(ask.lineage) == branch and self._lineages.heard(sender, ask.step, ask.lineage)
-        held = at.held(ask.step, ask.lineage, brief=ask.brief)
+        held = at.progress(ask.step, ask.lineage, brief=ask.brief)
         if self.left:
             held = Held(current=False, step=at.step, stage=self._ctx.roster.own.stage, branch=branch)
         return held.model_copy(update={"rival": rival, "late": self._ctx.late}).pack()
 
-    async def _answer_entries(self, sender: PeerId, payload: bytes) -> bytes:
-        ask = AskEntries.unpack(payload)
-        return self.stepper.entries(sender, ask.step, ask.lineage).pack()
-
-    async def _answer_gradient(self, sender: PeerId, payload: bytes) -> bytes:
-        """Raises ProtocolError for a peer of another stage, and for a round that is not held here."""
-        ask = AskGradient.unpack(payload)
-        await self._only_a_replica(sender)
-        piece, drawn = self.stepper.gradient_piece(sender, ask.round, ask.offset), (sender, ask.round)
-        if self._drawn[drawn] > GRADIENT_TIMES * 4 * self._ctx.compute.n_params:
-            raise MuletrainError(f"this peer was given that gradient {GRADIENT_TIMES} times")
-        self._drawn[drawn] += len(piece)
-        return piece
-
-    async def _only_a_replica(self, sender: PeerId) -> None:
-        """Raises ProtocolError for anybody else."""
-        if not await self._membership.serves(sender, self._ctx.roster.own.stage):
-            raise ProtocolError("a gradient is for replicas of its stage")
-
-    async def _answer_past(self, sender: PeerId, payload: bytes) -> bytes:
-        """Raises ProtocolError for a peer of another stage."""
-        await self._only_a_replica(sender)
-        return self.stepper.trail.manifest(sender, AskPast.unpack(payload).round)
-
-    async def _answer_seal(self, sender: PeerId, payload: bytes) -> bytes:
-        ask, seal = AskSeal.unpack(payload), self.stepper.announced
-        return seal.pack() if seal is not None and (seal.step, seal.lineage) == (ask.step, ask.lineage) else b""
-
-    async def _answer_views(self, sender: PeerId, payload: bytes) -> bytes:
-        return self.stepper.on_view(sender, AskViews.unpack(payload)).pack()
-
     async def _answer_stop(self, sender: PeerId, payload: bytes) -> bytes:
         StopRun.unpack(payload)
-        self.stepper.stop_requested = True
+        self.departure.stop_requested = True
         return b""
 
     async def _answer_finished(self, sender: PeerId, payload: bytes) -> bytes:
         finished = Finished.unpack(payload)
         if not self._over:  # it goes next
-            await self.stepper.find_out(sender)
+            await self.runner.exchange.find_out(sender)
         if sender not in self._claims:
             self._claims.add(sender)
             self._ctx.spawn(self._weigh(sender, finished.written), "word of the end")
@@ -763,16 +730,16 @@ class Peer:
 
     def memory(self) -> Memory:
         """What it keeps for others."""
-        return Memory(self._snapshots.copies, self._checkpoints.copies, self.stepper.trail.nbytes)
+        return Memory(self._snapshots.copies, self._checkpoints.copies, self._log.nbytes)
 
     def stop(self) -> None:
         """Ask for an orderly end after the current step."""
-        self.stepper.stop_requested = True
+        self.departure.stop_requested = True
 
     def leave(self) -> None:
         """Ask to go, alone: after the current step, or as soon as the others can do without this peer."""
         self.destination, self._leaves = None, True
-        self.stepper.departure.wanted = True
+        self.departure.wanted = True
 
     def move(self, stage: int | None) -> None:
         """Ask to serve ``stage`` instead, or, with None, to stay after all."""
@@ -782,8 +749,8 @@ class Peer:
             message = f"stage {stage} needs more memory than this machine may use (--memory): this peer stays"
             self._ctx.emit(Note(level="warning", message=message))
             stage = None
-        self.stepper.departure.wanted = stage not in (None, self._ctx.roster.own.stage)
-        if self.stepper.departure.wanted:  # else it may be announced already, and then it goes where it wanted to
+        self.departure.wanted = stage not in (None, self._ctx.roster.own.stage)
+        if self.departure.wanted:  # else it may be announced already, and then it goes where it wanted to
             self.destination = stage
 
 

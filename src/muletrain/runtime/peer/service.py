@@ -32,7 +32,7 @@ class Service:
         while True:
             before, peer = self.peer, await self._make(joining, back)
             self.peer = peer
-            if before is not None and before.stepper.stop_requested:
+            if before is not None and before.departure.stop_requested:
                 peer.stop()
             written = await peer.run()
             joining, back = True, None
@@ -56,7 +56,7 @@ class Service:
         moves = [f"{roster.name(p)} to stage {s}" for p, s in back.moves if roster.knows(p)]
         peer.emit(
             SteppedBack(
-                step=peer.stepper.step, to=back.step, lost=list(back.lost), moves=moves, lineage=back.lineage.hex()
+                step=peer.position.step, to=back.step, lost=list(back.lost), moves=moves, lineage=back.lineage.hex()
             )
         )
         for mover, stage in back.moves:

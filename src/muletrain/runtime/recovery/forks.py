@@ -21,15 +21,15 @@ from muletrain.events import LineageLeft, Note
 from muletrain.policy.lineages import forked_at, gives_way
 from muletrain.policy.recent import Recent
 from muletrain.runtime.core.messages import AskStay, History, Stay
-from muletrain.runtime.step.knowledge import Behind
+from muletrain.runtime.microbatch.position import Behind
 
 if TYPE_CHECKING:
     from muletrain.network.base import PeerId
     from muletrain.policy.lineages import Chain
     from muletrain.runtime.core.messages import Snapshot
     from muletrain.runtime.members.context import Context
-    from muletrain.runtime.step.donor import Receiver
-    from muletrain.runtime.step.stepper import Stepper
+    from muletrain.runtime.microbatch.position import Position
+    from muletrain.runtime.transfer.donor import Receiver
 
 AGAIN_S = 5.0
 """Between questions to one peer that does not come on."""
@@ -59,33 +59,33 @@ class GivesWay(Behind):
 class Lineages:
     """One peer's dealings with other lineages of its run."""
 
-    def __init__(self, ctx: Context, stepper: Stepper, receiver: Receiver) -> None:
-        self._ctx, self._stepper, self._receiver = ctx, stepper, receiver
+    def __init__(self, ctx: Context, position: Position, receiver: Receiver) -> None:
+        self._ctx, self._position, self._receiver = ctx, position, receiver
         self._asked: Recent[tuple[int, float]] = Recent()
         self._judged: Recent[float] = Recent()
         """When each last told us its history."""
         self._promised = float("-inf")
         self._going = False
-        stepper.met = self._met
         ctx.net.serve(History.KIND, self._on_history)
         ctx.net.serve(AskStay.KIND, self._on_ask)
 
     def heard(self, peer: PeerId, step: int, lineage: bytes) -> bool:
         """``peer`` says ``lineage`` of ``step``. True if that is not our history: then both sides get to know each other's."""
-        known = self._stepper.chain.at(step - self._ctx.plan.delayed)  # frames are sent before the record is known
+        known = self._position.chain.at(step - self._ctx.plan.delayed)  # frames are sent before the record is known
         if known is None or known == lineage:
             return False
-        self._met(peer, step)
+        self.met(peer, step)
         return True
 
-    def _met(self, peer: PeerId, step: int) -> None:
+    def met(self, peer: PeerId, step: int) -> None:
+        """``peer`` is of another lineage, and at ``step``: tell each other how we came here."""
         now, (asked, at_s) = self._ctx.clock.now(), self._asked.get(peer, (-1, float("-inf")))
         if step > asked or now - at_s >= AGAIN_S:
             self._asked[peer] = step, now
             self._ctx.spawn(self._exchange(peer), "rival")
 
     async def _exchange(self, peer: PeerId) -> None:
-        ask = History.of(self._stepper.chain).pack()
+        ask = History.of(self._position.chain).pack()
         try:
             answer = History.unpack(await self._ctx.net.call(peer, History.KIND, ask, timeout_s=CALL_S))
         except NetworkError as e:
@@ -98,51 +98,51 @@ class Lineages:
         if now - self._judged.get(sender, float("-inf")) >= JUDGE_S:  # each time all peers are asked
             self._judged[sender] = now
             self._ctx.spawn(self._judge(sender, chain), "rival")
-        return History.of(self._stepper.chain).pack()
+        return History.of(self._position.chain).pack()
 
     async def _judge(self, peer: PeerId, other: Chain) -> None:
         """If theirs stays, and every stage of it is there, this step ends here (GivesWay); or if neither side has all, and theirs lacks
         our stage."""
-        stepper, own = self._stepper, self._stepper.chain
+        position, own = self._position, self._position.chain
         fork = forked_at(own, other)
-        if fork is None or stepper.away:
+        if fork is None or position.away:
             return
         self._ctx.detector.mark_down(peer, f"it has trained apart from this peer since step {fork}")
         stalled = self._stalled()
         if not gives_way(own, other, stalled=stalled):
             return
         stages, trainer = await self._side(fork, other, promise=False)
-        if stepper.chain != own:
+        if position.chain != own:
             return
         message = f"from step {fork} on the others have another history, and theirs stays"
         if stages >= self._all and trainer:
-            stepper.interrupt(GivesWay(message))
+            position.interrupt(GivesWay(message))
             return
         lacks_us = self._ctx.roster.own.stage not in stages
         # of two that stand still, one takes the other's name
         if stalled and lacks_us and own.step == other.step and gives_way(own, other, stalled=False):
-            stepper.interrupt(GivesWay(message, renamed=other))
+            position.interrupt(GivesWay(message, renamed=other))
 
     @property
     def _all(self) -> set[int]:
         return set(range(self._ctx.plan.stages))
 
     def _stalled(self) -> bool:
-        roster, stepper = self._ctx.roster, self._stepper
+        roster, position = self._ctx.roster, self._position
         covered = all(map(roster.stage, self._all)) and roster.trainers()
-        return not covered and self._ctx.clock.now() - stepper.begun > STALLED_S
+        return not covered and self._ctx.clock.now() - position.begun > STALLED_S
 
     async def goes_on(self, peer: PeerId) -> bool:
         """``peer`` is on a later branch, since its side stepped back. If every stage of our side has a peer (else False), both sides get to
         know each other's history, and the longer one stays."""
-        own, every = self._stepper.chain, self._all
+        own, every = self._position.chain, self._all
         if not all(map(self._ctx.roster.stage, every)):
             return False
         before = own.step - 1 if own.at(own.step - 1) is not None else own.step  # some may not be here yet
         stages, trainer = await self._side(before, own, promise=False)
         if not (stages | {self._ctx.roster.own.stage} >= every and trainer):
             return False
-        self._met(peer, own.step)
+        self.met(peer, own.step)
         return True
 
     async def _side(self, step: int, chain: Chain, *, promise: bool) -> tuple[set[int], bool]:
@@ -167,8 +167,8 @@ class Lineages:
         return {a.stage for a in answers}, ctx.roster.own.trainer or any(a.trainer for a in answers)
 
     async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
-        ask, own, stepper = AskStay.unpack(payload), self._ctx.roster.own, self._stepper
-        stays = not (self._going or stepper.away or self._ctx.closed) and stepper.chain.at(ask.step) == ask.lineage
+        ask, own, position = AskStay.unpack(payload), self._ctx.roster.own, self._position
+        stays = not (self._going or position.away or self._ctx.closed) and position.chain.at(ask.step) == ask.lineage
         if stays and ask.promise:
             self._promised = self._ctx.clock.now() + STAY_S
         return Stay(stays=stays, stage=own.stage, trainer=own.trainer).pack()
@@ -176,7 +176,7 @@ class Lineages:
     async def go_over(self) -> Snapshot | None:
         """Load the state of a replica of the other lineage. None, with our own state as it was, if that cannot be had, or something speaks
         against it by now. To be called when nothing runs."""
-        ctx, own = self._ctx, self._stepper.chain
+        ctx, own = self._ctx, self._position.chain
         stalled = self._stalled()
 
         def acceptable(offer: Snapshot) -> bool:
@@ -200,16 +200,11 @@ class Lineages:
             return None
         finally:
             self._going = False
-        self._left(own, snapshot.chain)
+        self.left(own, snapshot.chain)
         return snapshot
 
-    async def rename(self, to: Chain) -> None:
-        """Our weights are those of ``to``, at our own step."""
-        own = self._stepper.chain
-        await self._stepper.rejoin(to)
-        self._left(own, to)
-
-    def _left(self, own: Chain, to: Chain) -> None:
+    def left(self, own: Chain, to: Chain) -> None:
+        """This peer has gone from ``own`` to ``to``."""
         fork = forked_at(own, to)
         assert fork is not None  # they are rivals
         before, after = own.lineages[-1].hex(), to.lineages[-1].hex()

@@ -151,7 +151,7 @@ class Rollback:
         self._lacking: tuple[int, ...] = ()
         self._looked: tuple[int, State] | None = None
         """What was known when these stages were without peers."""
-        ctx.met = self.met
+        ctx.detector.on_other_branch.append(self.met)
         ctx.net.serve(StepBack.KIND, self._on_order)
         ctx.net.serve(AskStepBack.KIND, self._on_ask)
         ctx.net.serve(AskStanding.KIND, self._on_standing)
@@ -165,7 +165,7 @@ class Rollback:
             since = {s: since.get(s, now) for s in self._without_peers()}
             since_trainer = math.inf if trainers else min(since_trainer, now)
             if now - min(since_trainer, *since.values(), math.inf) >= ctx.plan.adopt_after_s:
-                ctx.patience_s = JOIN_S
+                ctx.news.patience_s = JOIN_S
                 if since and self._leads():
                     await self._adopt({s: now - since_s for s, since_s in since.items()})
             if trainers == 1 < before and self._leads():

@@ -1,6 +1,9 @@
-"""How a step ends: what a peer knows of it (``knowledge``), replicas agree on a round (``sealing``, suspicious gradients in ``trials``),
-reduce it (``rounds``, ``averaging``, ``attendance``), and the ``record`` of all stages is applied (``stepper``). Finished gradients
-are served from ``holding``, those of past steps from ``trail``; ``donor`` gives and takes states between two steps.
+"""How a step ends. ``runner`` takes the run from one lineage to the next; all that belongs to one step is made anew for each:
 
-``Stepper`` is what rooms above hold.
+``state`` (what a peer knows of it), ``exchange`` (what arrives, is asked for and answered), ``company`` (whom a replica counts on),
+``agreement`` (replicas seal, and agree on a round), ``reruns`` (of microbatches in no accumulator) and ``audit`` (of gradients that stand
+out), ``reduction`` (the stage's mean gradient is reduced, by ``averaging`` in ``rounds``, or taken from a replica). The ``record`` of all
+stages is applied; past gradients are served from ``gradient_log``.
+
+``StepRunner`` is what rooms above hold; they hand what arrives to its ``exchange``.
 """

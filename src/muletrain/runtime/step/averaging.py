@@ -23,8 +23,7 @@ from muletrain.errors import Malformed, NetworkError, PeerUnreachable, ProtocolE
 from muletrain.optim.norms import square_norm
 from muletrain.policy.shards import chunk_ranges, shard_ranges
 from muletrain.runtime.core.messages import Reduced, Shard, ShardFacts
-from muletrain.runtime.step.attendance import Attendance
-from muletrain.runtime.step.rounds import Round, RoundFailed
+from muletrain.runtime.step.rounds import Attendance, Round, RoundFailed
 from muletrain.wire.codec import decode, encode, encoded_size
 
 if TYPE_CHECKING:
@@ -124,7 +123,7 @@ class _Inbox:
 
 
 class Averager:
-    """Reduces rounds, one at a time, and answers for the shard this peer owns."""
+    """Reduces the rounds of one step, one at a time, and answers for the shard that this peer owns."""
 
     def __init__(self, ctx: Context, held_elsewhere: Callable[[], bool] = lambda: False) -> None:
         """``held_elsewhere``: a replica holds a round of this step; what does not arrive in time is better taken from it."""
@@ -136,10 +135,8 @@ class Averager:
         self._attendance: Attendance | None = None
         self._sending: Counter[PeerId] = Counter()
         """Chunks on their way to each member."""
-        self.round = b""
-        """Being reduced, or reduced last."""
         self.shards: defaultdict[bytes, dict[PeerId, ShardFacts]] = defaultdict(dict)
-        """Of each round of this step: what is known of the shards that came out of it, by who reduced them."""
+        """Of each round: what is known of the shards that came out of it, by who reduced them."""
 
     def expects(self, sender: PeerId, message: Shard | Reduced, tensors: list[Encoded]) -> None:
         """Before it is read. Raises ProtocolError for a sender of another stage and for more than a round can need."""
@@ -177,12 +174,10 @@ class Averager:
             if sender == member and not waiter.done():
                 waiter.set_exception(_broke(member))
 
-    def forget(self) -> None:
-        """The step is over: drop what failed attempts left behind."""
+    def close(self) -> None:
+        """The step is over: nobody waits any more for what failed attempts left behind."""
         for waiter in self._inbox.waiting.values():
             waiter.cancel()
-        self._inbox = _Inbox()
-        self.shards.clear()
 
     async def reduce(self, plan: Round, gradient: Tensor) -> tuple[Tensor, tuple[ShardFacts, ...]]:
         """The stage's mean gradient, flat fp32 [P], and what the record needs to know of each member's shard.
@@ -190,7 +185,7 @@ class Averager:
         ``gradient``: this peer's accumulator, flat fp32 [P], a sum. Raises RoundFailed.
         """
         result = torch.empty(plan.n_params)
-        me, self.round = self._ctx.net.peer_id, plan.id
+        me = self._ctx.net.peer_id
         self._attendance = Attendance(
             self._ctx, plan, self._inbox.owing, lambda: set(self._sending), self._held_elsewhere
         )

@@ -1,7 +1,12 @@
-"""Rounds of averaging: what is reduced by whom, in which chunks."""
+"""Rounds of averaging: what is reduced by whom, in which chunks, and who takes part.
+
+How long a chunk takes says nothing of the member that sends it: links may be slow, and members send to few others at a time. So a member is
+judged by what comes from it at all, and by what it says of itself when it is asked.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,7 +14,19 @@ from muletrain.errors import MuletrainError
 from muletrain.policy.shards import CHUNK, chunk_ranges, shard_ranges
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from muletrain.network.base import PeerId
+    from muletrain.runtime.core.messages import Held
+    from muletrain.runtime.members.context import Context
+
+LOOK_S, AT_ONCE = 0.5, 8
+"""Between two looks at the members of a round, and how many of them are asked at once."""
+SILENT_S, ASK_S = 1.0, 5.0
+"""A member is asked whether it is there when nothing at all came from it for so long, and how it comes on when no chunk did."""
+ELSEWHERE_S, STUCK_S, LONGEST_S = 5.0, 60.0, 3600.0
+"""A round has failed when a member that owes a chunk is in no such round for so long; when it moves nothing; and when it says that it does,
+but no chunk comes here: large ones on slow links take many minutes."""
 
 
 class RoundFailed(MuletrainError):
@@ -47,3 +64,66 @@ class Round:
         k = self.members.index(owner)
         first = sum(len(s) for s in shards[:k])
         return list(enumerate(shards[k], start=first))
+
+
+class Attendance:
+    """Looks after the other members of one round: those that owe us chunks, and those that take ours."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        round_: Round,
+        owing: Callable[[], Mapping[PeerId, int]],
+        taking: Callable[[], set[PeerId]],
+        held_elsewhere: Callable[[], bool],
+    ) -> None:
+        """``owing``: members of which we wait for a chunk. ``taking``: members that we send one to."""
+        self._ctx, self._round = ctx, round_
+        self._owing, self._taking, self._held_elsewhere = owing, taking, held_elsewhere
+        self._begun = ctx.clock.now()
+        self._came: dict[PeerId, float] = {}
+        self._asked: dict[PeerId, float] = {}
+        self.silent: dict[PeerId, int] = {}
+        """What those owe us of which no chunk came for long."""
+        self.absent: tuple[PeerId, ...] = ()
+        """Who says that it is at another step, so that the round has failed."""
+        self._moved: dict[PeerId, tuple[int, float]] = {}
+        """What each said that it had moved, and since when it says so."""
+
+    def came(self, member: PeerId) -> None:
+        """A chunk of the round."""
+        self._came[member] = self._ctx.clock.now()
+
+    async def watch(self) -> None:
+        """Until cancelled. Raises RoundFailed when a member lives, but takes no part in the round."""
+        ctx, round_ = self._ctx, self._round
+        while True:
+            await ctx.clock.sleep(LOOK_S)
+            owing, now = self._owing(), ctx.clock.now()
+            self.silent = {m: w for m, w in owing.items() if now - self._came.get(m, self._begun) >= STUCK_S / 2}
+            due = [m for m in owing.keys() | self._taking() if self._is_due(m, now, owes=m in owing)]
+            asked = sorted(due, key=lambda m: (self._asked.get(m, self._begun), m))[:AT_ONCE]
+            self._asked.update(dict.fromkeys(asked, now))
+            probes = (ctx.detector.probe(m, round_.lineage, round_.step, brief=True) for m in asked)
+            for member, held in zip(asked, await asyncio.gather(*probes), strict=True):
+                if held is not None and member in owing:
+                    self._judge(member, held)
+
+    def _is_due(self, member: PeerId, now: float, *, owes: bool) -> bool:
+        asked = self._asked.get(member, self._begun)
+        if self._ctx.detector.silent_s(member) >= SILENT_S:
+            return now - asked >= SILENT_S
+        return owes and now - max(asked, self._came.get(member, self._begun)) >= ASK_S
+
+    def _judge(self, member: PeerId, held: Held) -> None:
+        now, who = self._ctx.clock.now(), f"averaging step {self._round.step}: {member[-6:]}"
+        before, since = self._moved.get(member, (-1, now))
+        self._moved[member] = held.moved, now if held.moved > before else since
+        late_s, stuck_s = now - self._came.get(member, self._begun), now - self._moved[member][1]
+        if (not held.current or held.round != self._round.id) and late_s > ELSEWHERE_S:
+            self.absent = () if held.current else (member,)
+            raise RoundFailed(f"{who} is alive, but {'not in this round' if held.current else f'at step {held.step}'}")
+        if stuck_s > ELSEWHERE_S and self._held_elsewhere():
+            raise RoundFailed(f"{who} does not come on, but a replica holds the whole gradient")
+        if stuck_s > STUCK_S or late_s > LONGEST_S:
+            raise RoundFailed(f"{who} is alive, but has sent nothing for {late_s:.0f} s")

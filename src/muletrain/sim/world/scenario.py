@@ -102,8 +102,8 @@ class Scenario:
     """``checkpoint.keep``."""
     disk_s: float = 0.0
     """Time that a call to a disk takes, on the average."""
-    trail_bytes: int = 1 << 28
-    """``Context.trail_bytes``."""
+    log_bytes: int = 1 << 28
+    """Bytes of past gradients that each peer keeps (``runtime.peer.peer``)."""
     short: bool = False
     """Peers remember little (``sim.world.short_memory``): what long runs reach, this one does, too."""
     resume_s: float | None = None

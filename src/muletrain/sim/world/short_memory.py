@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from muletrain.policy import lineages
 from muletrain.runtime.checkpoint import checkpoints as checkpointing
 from muletrain.runtime.microbatch import cross_check as opinions
-from muletrain.runtime.step import trail
+from muletrain.runtime.step import gradient_log
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SHORT = {
     (lineages, "MEMORY"): 12,
-    (trail, "MAX_STEPS"): 6,
+    (gradient_log, "MAX_STEPS"): 6,
     (checkpointing, "REMEMBERED"): 4,
     (opinions, "REMEMBERED"): 4,
 }

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import safetensors.torch
 
 from muletrain.runtime.core.branches import branch_of
-from muletrain.runtime.step.donor import MAX_COPIES
+from muletrain.runtime.transfer.donor import MAX_COPIES
 from muletrain.sim.world.scenario import FOR_EVER_S, stage_of
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class Witness:
 
     def held(self, peer: str, requests: int, memory: Memory) -> None:
         """No queue grows without bound, nor what is kept for others."""
-        largest = (MAX_COPIES, 1, self._scenario.trail_bytes)
+        largest = (MAX_COPIES, 1, self._scenario.log_bytes)
         if any(kept > most for kept, most in zip(memory, largest, strict=True)):
             self._broken(f"{peer} keeps {memory}, and may keep {largest}")
         if requests > self._scenario.capacity:

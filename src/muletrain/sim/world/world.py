@@ -13,6 +13,7 @@ import hashlib
 import math
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
@@ -286,10 +287,8 @@ class World:
             if self._start is not None and not joins:
                 await self._start.load(stage, roster.own.stage)
             compute = self.computes[name] = PacedCompute(stage, clock, FORWARD_S, BACKWARD_S)
-            ctx = Context(
-                network, clock, compute, roster, self._facts.plan, lambda e: self._note(name, e), background=InlineExecutor(),
-                trail_bytes=self.scenario.trail_bytes,
-            )  # fmt: skip
+            note = partial(self._note, name)
+            ctx = Context(network, clock, compute, roster, self._facts.plan, note, background=InlineExecutor())
             source = reference.Tokens(self._facts) if sharing is None else sharing.source
 
             def on_step(record: StepRecord) -> bool:
@@ -299,7 +298,14 @@ class World:
 
             book = Book(place)
             peer = self.peers[name] = Peer(
-                ctx, source=source, book=book, on_step=on_step, joining=joins, back=back, sharing=sharing
+                ctx,
+                source=source,
+                book=book,
+                on_step=on_step,
+                joining=joins,
+                back=back,
+                sharing=sharing,
+                log_bytes=self.scenario.log_bytes,
             )
             return peer
 
@@ -318,8 +324,8 @@ class World:
             if sharing is not None:
                 sharing.close()
             await network.close()
-        self._outcome.lineages[name] = self.peers[name].stepper.applied
-        self._outcome.steps[name] = self.peers[name].stepper.step
+        self._outcome.lineages[name] = self.peers[name].position.applied
+        self._outcome.steps[name] = self.peers[name].position.step
         left = self.peers[name].left
         self._outcome.ends[name] = LEFT if left else "finished"
         return None if left else state
@@ -329,7 +335,7 @@ class World:
         behind asks for."""
         over = any(steps == self.scenario.steps for steps in self._outcome.steps.values())
         there = (peer for p, peer in self.peers.items() if not self.tasks[p].done())
-        return {peer.roster.own.stage for peer in there if not (over and peer.stepper.away)}
+        return {peer.roster.own.stage for peer in there if not (over and peer.position.away)}
 
     def _note(self, name: str, event: Event) -> None:
         if self.scenario.trace:

@@ -56,7 +56,7 @@ def finished(s: Scenario) -> Scenario:
     return replace(
         s,
         short=True,
-        trail_bytes=100_000,
+        log_bytes=100_000,
         checkpoint_every=every,
         narrow=tuple(sorted((dict(s.narrow) | slow).items())),
     )

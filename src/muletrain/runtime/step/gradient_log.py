@@ -1,25 +1,32 @@
-"""The last steps' records and gradients, for those that are on their way (DESIGN "Joining, moving, leaving").
+"""The mean gradients of the last steps, kept by the stage's replicas for those that miss them (DESIGN "How a step goes", 6, and
+"Joining, moving, leaving").
 
-A newcomer copies the state before one step, and that may take as long as many steps: what was agreed on meanwhile it takes from here, and
-applies it in order. The step applied last is always kept; those before it as long as a replica that may need them is heard of. They
-travel as state does, from all replicas and in the gaps of the step that is under way; the last one, which others may wait for, at once.
+A gradient travels in the codec of the averaging: what several members reduced are decoded values, and to encode those again gives the
+same bits. A newcomer copies the state before one step, and that may take as long as many steps: what was agreed on meanwhile it takes from
+here, and applies it in order. The step applied last is always kept; those before it as long as a replica that may need them is heard of.
+They travel as state does, from all replicas and in the gaps of the step under way; the last one, which others may wait for, at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from blake3 import blake3
 from torch import Tensor
 
-from muletrain.errors import NetworkError, ProtocolError
-from muletrain.runtime.core.messages import AskPast
-from muletrain.runtime.step.holding import PIECE, Holding, decode_piece, verified
+from muletrain.config.schema import Codec
+from muletrain.errors import NetworkError, PeerUnreachable, ProtocolError
+from muletrain.policy.shards import BLOCK
+from muletrain.runtime.core.messages import AskGradient, AskPast
+from muletrain.runtime.core.waiting import unless_done
+from muletrain.runtime.step.averaging import contents
 from muletrain.runtime.transfer.blocks import Manifest, PartialDownload, StateImage
+from muletrain.wire.codec import Encoded, decode, encode
 
 if TYPE_CHECKING:
     from muletrain.network.base import PeerId
@@ -28,11 +35,34 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.record import RecordBuilder
     from muletrain.runtime.transfer.blocks import Downloader
 
+PIECE = 32 * BLOCK
+"""Elements in one answer: calls carry at most 1 MiB. Whole quantisation blocks."""
+AHEAD = 1
+"""Pieces asked for at once: answers to calls are not paced, and more would hold up everything else on a narrow link."""
+CALL_S = 60.0
+"""For a piece: a bound for a slow link. A holder that is gone is found out about long before."""
 KEPT_S = 60.0
 """After the last that was heard of a follower, nothing is kept for it."""
 MAX_STEPS = 512
 HEADERS = 1 << 16
 """Bytes beside the numbers' own."""
+
+
+@dataclass(frozen=True)
+class MeanGradient:
+    """A stage's whole mean gradient, flat fp32 [P], and what its holders say of it. It is never changed."""
+
+    entry: RoundEntry
+    values: Tensor
+
+    def piece(self, offset: int, codec: Codec) -> bytes:
+        """From element ``offset`` on; ``codec``: the run's, for averaging."""
+        return b"".join(encode(self.values[offset : offset + PIECE], travels_as(self.entry, codec)).buffers)
+
+
+def travels_as(entry: RoundEntry, codec: Codec) -> Codec:
+    """The only member of a round sends nothing, so that what it computed was never rounded."""
+    return codec if len(entry.members) > 1 else Codec.FP32
 
 
 @dataclass
@@ -43,17 +73,17 @@ class _Past:
     agreed: tuple[RoundEntry, ...]
     """The rounds of its record."""
     entry: RoundEntry
-    holding: Holding | None
+    gradient: MeanGradient | None
     packed: StateImage | None = None
 
     @property
     def nbytes(self) -> int:
-        if self.holding is not None:
-            return self.holding.gradient.nbytes
+        if self.gradient is not None:
+            return self.gradient.values.nbytes
         return self.packed.size if self.packed is not None else 0
 
 
-class Trail:
+class GradientLog:
     """One peer's. ``limit``: bytes of the gradients that are kept beside the last."""
 
     def __init__(self, ctx: Context, limit: int) -> None:
@@ -70,12 +100,12 @@ class Trail:
         """``peer`` takes part again."""
         self._followers.pop(peer, None)
 
-    def add(self, builder: RecordBuilder, holding: Holding) -> None:
+    def add(self, builder: RecordBuilder, gradient: MeanGradient) -> None:
         """This step was applied."""
         past = self._past
         if past and past[-1].builder.step + 1 != builder.step:  # a gap: what lies before it leads nowhere
             past.clear()
-        past.append(_Past(builder, builder.agreed(), holding.entry, holding))
+        past.append(_Past(builder, builder.agreed(), gradient.entry, gradient))
         now = self._ctx.clock.now()
         self._followers = {p: f for p, f in self._followers.items() if now - f[1] < KEPT_S}
         needed = min((step for step, _ in self._followers.values()), default=builder.step)
@@ -98,14 +128,14 @@ class Trail:
 
     async def _pack(self, past: _Past) -> None:
         """A half or a quarter of the memory, and a copy that can be taken as a state is."""
-        if (holding := past.holding) is not None:
+        if (gradient := past.gradient) is not None:
             ctx, pieces = self._ctx, dict[str, Tensor]()
-            for begin in range(0, len(holding.gradient), PIECE):
-                piece = await ctx.compute.offload(holding.piece, begin, ctx.plan.gradients)
+            for begin in range(0, len(gradient.values), PIECE):
+                piece = await ctx.compute.offload(gradient.piece, begin, ctx.plan.gradients)
                 pieces[_name(begin)] = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
             packed = StateImage(pieces)
             await packed.name(ctx)
-            past.packed, past.holding = packed, None
+            past.packed, past.gradient = packed, None
 
     def entries(self, peer: PeerId, step: int, lineage: bytes) -> tuple[RoundEntry, ...]:
         """The rounds that made the record of a step that is kept; none for any other."""
@@ -125,8 +155,8 @@ class Trail:
         for past in self._past:
             if past.entry.round == round_:
                 self._heard(peer, past.builder.step)
-                if past.holding is not None:
-                    return past.holding.piece(offset, self._ctx.plan.gradients)
+                if past.gradient is not None:
+                    return past.gradient.piece(offset, self._ctx.plan.gradients)
                 if past.packed is not None and offset % PIECE == 0 and offset < self._ctx.compute.n_params:
                     return bytes(past.packed.tensor(offset // PIECE))
         raise ProtocolError("the gradient of this round is not held here (not yet, or not any more)")
@@ -156,7 +186,57 @@ class Trail:
             self.follow(peer, step)
 
 
-async def take_past(ctx: Context, taker: Downloader, entry: RoundEntry) -> Holding | None:
+async def fetch_gradient(ctx: Context, holder: PeerId, entry: RoundEntry) -> MeanGradient:
+    """The gradient of ``entry``'s round from ``holder``, checked against the contents of its shards. Raises NetworkError,
+    soon when the holder is gone, however slow the link to it may be."""
+    gradient = torch.empty(ctx.compute.n_params)
+
+    async def piece(offset: int) -> None:
+        ask = AskGradient(round=entry.round, offset=offset).pack()
+        answer = await ctx.net.call(holder, AskGradient.KIND, ask, timeout_s=CALL_S)
+        decode_piece(ctx, entry, gradient, offset, answer)
+
+    for begin in range(0, len(gradient), AHEAD * PIECE):
+        pieces = asyncio.gather(*map(piece, range(begin, min(len(gradient), begin + AHEAD * PIECE), PIECE)))
+        await _while_there(ctx, holder, entry, pieces)
+    return await verified(ctx, entry, gradient)
+
+
+def decode_piece(ctx: Context, entry: RoundEntry, gradient: Tensor, offset: int, piece: bytes | memoryview) -> None:
+    """What ``MeanGradient.piece`` gave, into ``gradient``. Raises ProtocolError when it does not fit."""
+    into = gradient[offset : offset + PIECE]
+    codec = travels_as(entry, ctx.plan.gradients)
+    into.copy_(decode(Encoded(codec.value, tuple(into.shape), [piece]), copy=False))
+
+
+async def verified(ctx: Context, entry: RoundEntry, gradient: Tensor) -> MeanGradient:
+    """Raises ProtocolError for another gradient than ``entry``'s."""
+    if await ctx.compute.offload(contents, gradient, len(entry.members), ctx.plan.chunk) != tuple(
+        s.content for s in entry.shards
+    ):
+        raise ProtocolError("the gradient's content is not what its holders attest")
+    return MeanGradient(entry, gradient)
+
+
+async def _while_there(ctx: Context, holder: PeerId, entry: RoundEntry, work: asyncio.Future[Any]) -> None:
+    """Wait for ``work``, and ask ``holder``, who is to do it, now and then whether it is there. Raises PeerUnreachable if not."""
+    try:
+        for attempt in itertools.count():
+            await asyncio.wait({work}, timeout=ctx.detector.suspicion_s(holder, attempt))
+            if work.done():
+                work.result()
+                return
+            if (
+                await unless_done(work, ctx.detector.probe(holder, entry.lineage, entry.step, brief=True)) is None
+                and not work.done()
+            ):
+                raise PeerUnreachable(f"{holder[-6:]} answers no probe")
+    finally:
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+
+
+async def take_past(ctx: Context, taker: Downloader, entry: RoundEntry) -> MeanGradient | None:
     """The gradient of ``entry``'s round, of a step that lies back, from all replicas that are believed alive and keep it; None where none
     does. Raises NetworkError."""
     ask = AskPast(round=entry.round).pack()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from blake3 import blake3
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.core.messages import Message
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.membership import Membership
-    from muletrain.runtime.step.stepper import Stepper
+    from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.transfer.tokens import Sharing
 
 MAX_COPIES = 3
@@ -69,12 +69,36 @@ class _Kept:
     """Those that it was offered to, and nobody else gets it. Who goes on from it will want the steps after it."""
 
 
+class PastGradients(Protocol):
+    """What lets a taker come from a state to the present (``step.gradient_log``)."""
+
+    def follow(self, peer: PeerId, step: int) -> None:
+        """``peer`` gets the state before ``step``, and will need what follows."""
+        ...
+
+    def reaches(self, step: int) -> bool:
+        """Is ``step`` kept, and all that followed?"""
+        ...
+
+    def copy(self, peer: PeerId, digest: bytes) -> StateImage | None:
+        """The gradient of which ``peer`` got the manifest."""
+        ...
+
+
 class Snapshots:
     """The donor's side."""
 
-    def __init__(self, ctx: Context, stepper: Stepper, membership: Membership, sharing: Sharing | None = None) -> None:
+    def __init__(
+        self,
+        ctx: Context,
+        position: Position,
+        log: PastGradients,
+        membership: Membership,
+        sharing: Sharing | None = None,
+    ) -> None:
         """``sharing``: of the run's tokens, which are given as copies of states are."""
-        self._ctx, self._stepper, self._membership, self._sharing = ctx, stepper, membership, sharing
+        self._ctx, self._position, self._log = ctx, position, log
+        self._membership, self._sharing = membership, sharing
         self._kept: dict[bytes, _Kept] = {}
         self._making = asyncio.Lock()
         self._runs: Counter[tuple[PeerId, bytes]] = Counter()
@@ -100,9 +124,9 @@ class Snapshots:
         if not await self._membership.serves(sender, own.stage):
             raise MuletrainError(f"the state of stage {own.stage} is for members that serve it")
         async with self._making:
-            label = own.stage, self._stepper.step, self._stepper.applied
+            label = own.stage, self._position.step, self._position.applied
             offer = self.offered(*label, part=False) or self._on_its_way(ask.after) or await self._make_for(sender)
-            self._stepper.trail.follow(sender, offer.step)
+            self._log.follow(sender, offer.step)
             return self.grant(offer, sender)
 
     async def _make_for(self, taker: PeerId) -> Snapshot:
@@ -119,11 +143,10 @@ class Snapshots:
     def _on_its_way(self, after: int) -> Snapshot | None:
         """Where all copies that we may keep are being taken, the newest of them: another would break one off. The steps since then are
         to be had, too."""
-        stepper = self._stepper
         if not self.crowded():
             return None
         offers = [k.offer for k in self._kept.values() if not k.part and k.offer.step >= after]
-        leading = [o for o in offers if stepper.chain.at(o.step) == o.lineage and stepper.trail.reaches(o.step)]
+        leading = [o for o in offers if self._position.chain.at(o.step) == o.lineage and self._log.reaches(o.step)]
         return max(leading, key=lambda o: o.step, default=None)
 
     @property
@@ -168,15 +191,15 @@ class Snapshots:
         return offer
 
     async def _make(self) -> Snapshot:
-        stepper, ctx = self._stepper, self._ctx
+        position, ctx = self._position, self._ctx
         for _ in range(SETTLE_TRIES):
-            if stepper.away:  # that takes long, and others may have it
+            if position.away:  # that takes long, and others may have it
                 break
-            label, over = (stepper.step, stepper.applied), stepper.over
-            if stepper.settled:
+            label, over = (position.step, position.applied), position.over
+            if position.settled:
                 state = await ctx.compute.state()
-                if stepper.settled and label == (stepper.step, stepper.applied):
-                    past = stepper.chain.lineages[:-1]
+                if position.settled and label == (position.step, position.applied):
+                    past = position.chain.lineages[:-1]
                     return await self.offer(ctx.roster.own.stage, *label, state, part=False, over=over, past=past)
             await ctx.clock.sleep(SETTLE_S)  # an update is being applied
         raise MuletrainError("no settled state here now: this peer is catching up, too")
@@ -199,13 +222,13 @@ class Snapshots:
         if self._sharing is not None and digest == self._sharing.shared.digest:
             return self._sharing.given(self._ctx, taker)
         kept = self._kept.get(digest)
-        if kept is None and (past := self._stepper.trail.copy(taker, digest)) is not None:
+        if kept is None and (past := self._log.copy(taker, digest)) is not None:
             return past
         if kept is None or taker not in kept.takers or self._ctx.closed:
             raise MuletrainError("this copy is not kept for you (any more); ask for another")
         kept.asked = self._ctx.clock.now()
         if not kept.part:
-            self._stepper.trail.follow(taker, kept.offer.step)
+            self._log.follow(taker, kept.offer.step)
         return kept.copy
 
     async def _on_manifest(self, sender: PeerId, payload: bytes) -> bytes:

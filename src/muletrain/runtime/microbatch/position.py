@@ -1,0 +1,133 @@
+"""Where a peer is in the run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from muletrain.errors import MuletrainError
+from muletrain.policy.lineages import Chain
+from muletrain.runtime.core.branches import branch_of
+from muletrain.runtime.core.messages import Held
+from muletrain.runtime.microbatch.inflight import InFlightStep
+
+if TYPE_CHECKING:
+    from muletrain.runtime.members.context import Context
+
+
+class Behind(MuletrainError):
+    """The others have gone on without us. ``weights_hold``: ours are still those before this step, so that applying what the others
+    agreed on is enough; else the state must come from a replica."""
+
+    def __init__(self, message: str, *, weights_hold: bool = True) -> None:
+        super().__init__(message)
+        self.weights_hold = weights_hold
+
+
+class Position:
+    """The step that a peer agrees on next, the one that it computes ahead of that (``inflight``), and how it came here. The runner of
+    steps writes it, everyone reads it."""
+
+    def __init__(self, ctx: Context, step: int, lineage: bytes, *, has_state: bool = True) -> None:
+        """``has_state``: the weights are those before ``step``; else a state must be loaded first."""
+        self._ctx = ctx
+        self._chain, self.begun = Chain(step, (lineage,)), ctx.clock.now()
+        self.work = InFlightStep(step, lineage, ctx.plan.microbatches)
+        self.ahead: InFlightStep | None = None
+        """The next step, if it is computed already."""
+        self.settled = has_state
+        """The weights are those before ``step``: false while an update is being applied."""
+        self.away = not has_state
+        """The others go on without us: what we do for this step is of no use to them."""
+        self.over = False
+        """The run has ended before ``step``."""
+        self.others_at = step
+        """The furthest step, of our lineage, that we heard of another peer."""
+        self.interrupted: Behind | None = None
+        """Why this step ends here, at the next look around."""
+
+    @property
+    def step(self) -> int:
+        return self.work.step
+
+    @property
+    def lineage(self) -> bytes:
+        return self.work.lineage
+
+    @property
+    def chain(self) -> Chain:
+        """How we came to this step."""
+        return replace(self._chain, over=True) if self.over else self._chain
+
+    @property
+    def applied(self) -> bytes:
+        """hash(R_{step-1}), or the genesis': what made our weights."""
+        return self._chain.lineages[-1]
+
+    def under_way(self) -> tuple[InFlightStep, ...]:
+        return (self.work,) if self.ahead is None else (self.work, self.ahead)
+
+    def computing(self, step: int) -> InFlightStep | None:
+        """None for a step of which microbatches are not (any more) computed here."""
+        return next((work for work in self.under_way() if work.step == step), None)
+
+    def enter(self, chain: Chain) -> None:
+        """Go to the step of ``chain``: with what was computed of it ahead, or from nothing."""
+        delayed = self._ctx.plan.delayed and len(chain.lineages) > 1
+        step, lineage = chain.step, chain.lineages[-2 if delayed else -1]
+        self._chain, self.begun = replace(chain, over=False), self._ctx.clock.now()
+        ahead, self.ahead = self.ahead, None
+        self.work.over = True
+        if ahead is not None and (ahead.step, ahead.lineage) == (step, lineage):
+            self.work = ahead
+            ahead.ledger.reopen(keep=True)
+        else:
+            assert ahead is None  # let go of before
+            self.work = InFlightStep(step, lineage, self._ctx.plan.microbatches)
+        self.away, self.interrupted = False, None
+
+    def advance(self, lineage: bytes) -> None:
+        """To the next step, which begins with ``lineage``."""
+        self.enter(self._chain.then(lineage))
+
+    def begin_ahead(self) -> InFlightStep:
+        """From now on the next step is computed, too (delayed updates)."""
+        self.ahead = InFlightStep(self.step + 1, self.applied, self._ctx.plan.microbatches)
+        return self.ahead
+
+    def interrupt(self, reason: Behind) -> None:
+        """End this step with ``reason``, at the next look around."""
+        self.interrupted = reason
+        self._ctx.news.touched()
+
+    def progress(self, step: int, lineage: bytes, *, brief: bool = False) -> Held:
+        """What this peer answers to AskHeld. ``brief``: without microbatches."""
+        ctx, work, branch = self._ctx, self.computing(step), branch_of(self.lineage)
+        stage = ctx.roster.own.stage
+        if work is None or work.lineage != lineage or (work is self.work and self.away):
+            return Held(
+                current=False, stage=stage, step=self.step, lineage=b"" if self.away else self.applied, branch=branch
+            )
+        here = Held(
+            current=True,
+            stage=stage,
+            step=self.step,
+            lineage=self.applied,
+            branch=branch,
+            round=self.work.round,
+            moved=ctx.net.moved(),
+        )
+        if brief:
+            return here
+        held, losses = sorted(work.covered), {**work.losses, **work.ledger.losses}
+        return here.model_copy(
+            update={
+                "held": tuple(held),
+                "held_losses": tuple(losses.get(i, math.nan) for i in held),
+                "running": tuple(sorted(work.serving)),
+                "answering": tuple(sorted(work.answering)),
+                "through": tuple(work.losses),
+                "losses": tuple(work.losses.values()),
+            }
+        )

@@ -1,0 +1,75 @@
+"""Who has a microbatch: asked of all peers before it is tried once more (DESIGN "The ledger")."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from muletrain.policy.deadline import backoff_s
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from muletrain.network.base import PeerId
+    from muletrain.runtime.core.messages import Held
+    from muletrain.runtime.members.context import Context
+    from muletrain.runtime.microbatch.position import Position
+
+MAX_PAUSES = 30
+"""Waits for a peer that says that it still works on a microbatch: doubling up to the longest, 15 s in all."""
+PAUSE_S, PAUSE_MAX_S = 0.05, 0.5
+
+
+class Survey:
+    """One peer's questions to all. Calls during a question share the next one: a lost peer or a lying member asks about many
+    microbatches at once."""
+
+    def __init__(self, ctx: Context, position: Position) -> None:
+        self._ctx, self._position = ctx, position
+        self._asking: dict[tuple[bytes, int], asyncio.Task[dict[PeerId, Held]]] = {}
+        self._next: dict[tuple[bytes, int], asyncio.Task[dict[PeerId, Held]]] = {}
+        """By lineage and step: the questions to everyone under way, and those that follow them."""
+
+    async def still_missing(
+        self,
+        lineage: bytes,
+        step: int,
+        index: int,
+        stages: tuple[int, ...],
+        counts: Callable[[PeerId], bool] = lambda peer: True,
+    ) -> tuple[tuple[int, ...], float | None]:
+        """Before a retry: those of ``stages`` in which nobody that ``counts``, ourselves included, has the microbatch in its accumulator
+        (those that have, recompute without accumulating), and its loss [nats/token], where one that has it knows. While someone still works
+        on it, wait: what is about to be accumulated must not be twice."""
+        if not stages:
+            return (), None
+        for pause in range(MAX_PAUSES):
+            current = await self.everyone(lineage, step)
+            counted = [held for peer, held in current.items() if held.stage in stages and counts(peer)]
+            if not any(index in held.running for held in counted):
+                break
+            await self._ctx.clock.sleep(backoff_s(pause, PAUSE_S, PAUSE_MAX_S))
+        have = {held.stage for held in counted if index in held.held}
+        losses = (held.loss(index) for held in current.values())
+        return tuple(s for s in stages if s not in have), next((loss for loss in losses if loss is not None), None)
+
+    async def everyone(self, lineage: bytes, step: int) -> dict[PeerId, Held]:
+        """What every peer at ``step`` holds, this one included, asked after this call."""
+        key = lineage, step
+        if (survey := self._next.get(key)) is None:
+            survey = self._ctx.spawn(self._ask(key, self._asking.get(key)), "survey")
+            self._next[key] = survey
+        return await asyncio.shield(survey)
+
+    async def _ask(self, key: tuple[bytes, int], before: asyncio.Task[dict[PeerId, Held]] | None) -> dict[PeerId, Held]:
+        if before is not None:
+            await asyncio.wait({before})
+        self._asking[key] = self._next.pop(key)
+        ctx, (lineage, step) = self._ctx, key
+        try:
+            answers = await ctx.detector.ask_all(ctx.roster.everyone(), lineage, step)
+            answers[ctx.net.peer_id] = self._position.progress(step, lineage)
+            return {peer: held for peer, held in answers.items() if held.current}
+        finally:
+            if key not in self._next:
+                del self._asking[key]

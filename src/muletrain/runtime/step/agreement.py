@@ -1,0 +1,200 @@
+"""Which replicas of a stage reduce what: they seal their accumulators and announce them until all that count on each other say so,
+and their sets cover the step (DESIGN "How a step goes", 5)."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from muletrain.events import Note
+from muletrain.policy.cover import resolve
+from muletrain.policy.deadline import Deadline
+from muletrain.runtime.core.messages import Seal
+from muletrain.runtime.step import audit
+from muletrain.runtime.step.company import LeftOut
+from muletrain.runtime.step.record import round_id
+from muletrain.runtime.step.rounds import Round
+
+if TYPE_CHECKING:
+    from muletrain.network.base import PeerId
+    from muletrain.runtime.core.waiting import Waits
+    from muletrain.runtime.members.context import Context
+    from muletrain.runtime.members.leaving import Departure
+    from muletrain.runtime.microbatch.position import Position
+    from muletrain.runtime.step.audit import Audit
+    from muletrain.runtime.step.company import Company
+    from muletrain.runtime.step.exchange import Exchange
+    from muletrain.runtime.step.reruns import Deadlines, Reruns
+    from muletrain.runtime.step.state import StepState
+
+
+class RoundAgreement:
+    """Of one step, and made anew for each."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        position: Position,
+        departure: Departure,
+        state: StepState,
+        company: Company,
+        exchange: Exchange,
+        reruns: Reruns,
+        audit: Audit,
+        waits: Waits,
+        deadlines: Deadlines,
+    ) -> None:
+        self._ctx, self._position, self._departure, self._state = ctx, position, departure, state
+        self._company, self._exchange, self._reruns, self._audit = company, exchange, reruns, audit
+        self._waits, self._deadlines = waits, deadlines
+        self._ledger = state.work.ledger
+
+    def next_attempt(self) -> int:
+        """After ours, but not before what others try already. Whom we average nothing with is to know it from the first view on."""
+        roster, announced = self._ctx.roster, self._state.announced
+        first = int(any(map(self._company.is_apart, roster.stage(roster.own.stage))))
+        return max(first if announced is None else announced.attempt + 1, self._state.latest_attempt())
+
+    async def agree(self, attempt: int, weights: bytes) -> Round | None:
+        """Announce what we hold (computed with ``weights``) and hear what the others hold. None when another attempt must follow: gaps had
+        to be run again first, or members do not count on the same ones yet. Raises LeftOut, Behind, and MuletrainError on who has to go."""
+        seals = await self._announce(attempt, weights)
+        if seals is None:
+            self._ledger.reopen(keep=True)
+            return None
+        self._reruns.believe_less(seals)
+        sealed = audit.counted(seals)
+        cover = resolve(sealed, self._ctx.plan.microbatches)
+        if cover.gaps or cover.dropped:
+            if all(seal.gave_up is not None for seal in seals.values()):
+                self._audit.stand_for_it()
+            await self._reruns.refill(cover, attempt)
+            return None
+        if (trial := audit.due(seals)) is not None:
+            await self._audit.hold(trial, attempt)
+            return None
+        expelled = await self._audit.sentence(audit.disagreements(seals))
+        expelled = expelled if len(sealed) - len(expelled) > 1 else ()  # whom one alone would expel nobody else does
+        sealed = {m: s for m, s in sealed.items() if m not in expelled}
+        return self._round(attempt, seals, sealed, cover.chosen, expelled)
+
+    def _round(
+        self,
+        attempt: int,
+        seals: dict[PeerId, Seal],
+        sealed: dict[PeerId, frozenset[int]],
+        chosen: tuple[PeerId, ...],
+        expelled: tuple[PeerId, ...],
+    ) -> Round:
+        state, stage, plan = self._state, self._ctx.roster.own.stage, self._ctx.plan
+        stop, leaves = any(s.stop for s in seals.values()), tuple(sorted(m for m in sealed if seals[m].leaves))
+        return Round(
+            id=round_id(state.lineage, stage, state.step, attempt, sealed, chosen, stop, leaves, expelled),
+            lineage=state.lineage,
+            step=state.step,
+            stage=stage,
+            members=tuple(sorted(sealed)),
+            contributors=tuple(m for m in chosen if sealed.get(m)),
+            microbatches=plan.microbatches,
+            n_params=self._ctx.compute.n_params,
+            stop=stop,
+            leaves=leaves,
+            expelled=expelled,
+            finite=audit.finite(seals),
+            chunk=plan.chunk,
+        )
+
+    async def _announce(self, attempt: int, weights: bytes) -> dict[PeerId, Seal] | None:
+        """Seal, and collect the seals of those we count on; None unless all of them count on the same ones."""
+        ctx, state, me = self._ctx, self._state, self._ctx.net.peer_id
+        seal = await self._seal(attempt, weights)
+        others = [m for m in seal.members if m != me]
+
+        def missing() -> bool:
+            return any(m not in state.seals or state.seals[m].attempt < attempt for m in others)
+
+        def lost() -> bool:
+            gone = (state.is_committed(m) or state.stands_aside(m) for m in others)
+            return not all(map(ctx.roster.is_alive, seal.members)) or any(gone)
+
+        def outdated() -> bool:
+            return state.latest_attempt(seal.members) > attempt
+
+        def passed_over() -> bool:
+            """Others have tried once more since, and still go on without us: who is missing may have left the step to them already."""
+            return self._company.yields(seal.members, after=attempt)
+
+        await self._waits.until(
+            lambda: (
+                lost() or outdated() or passed_over() or not missing()
+            ),  # who is missing may wait for those that went on
+            self._deadlines.seal,
+            "the stage's replicas to seal",
+            self._exchange.ask_replicas,
+        )
+        self._company.check()
+        self._company.lost(m for m in seal.members if not ctx.roster.is_alive(m))
+        if lost() or outdated():  # sets of different attempts say nothing together
+            return None
+        seals = {m: seal if m == me else state.seals[m] for m in seal.members}
+        self._company.compare(seals)
+        agreed = all(s.members == seal.members and not self._company.differs(m) for m, s in seals.items())
+        return seals if agreed else None
+
+    async def _seal(self, attempt: int, weights: bytes) -> Seal:
+        """Close the accumulator, and tell all replicas what is in it."""
+        ctx, state = self._ctx, self._state
+        await self._reruns.drained()
+        await self._audit.reconsider()
+        if self._ledger.running:  # something came in meanwhile
+            await self._reruns.drained()
+        held = self._ledger.seal()
+        replicas = tuple(m for m in ctx.roster.stage(ctx.roster.own.stage) if m != ctx.net.peer_id)
+        view = self._company.members()
+        state.announced = seal = Seal(
+            lineage=state.lineage,
+            step=state.step,
+            stage=ctx.roster.own.stage,
+            attempt=attempt,
+            indices=tuple(sorted(held)),
+            members=view,
+            weights=weights,
+            stop=self._departure.stop_requested,
+            leaves=self._leaves(),
+            sketch=await self._audit.sketch(),
+            gave_up=state.gave_up,
+            findings=state.findings,
+        )
+        ctx.reached("sealing", state.step)
+        ctx.spawn(ctx.tell(replicas, seal), "seal")  # those we do not count on hear of it, too
+        return seal
+
+    def _leaves(self) -> bool:
+        """Whoever computes the next step already leaves after that one: what it accumulated would be lost."""
+        ahead = self._position.ahead
+        return self._departure.announced() and (ahead is None or ahead.ledger.sealed)
+
+    async def look_on(self) -> None:
+        """Others run our part again, and we take what they reduce, unless they are lost, too."""
+        ctx, step, announced = self._ctx, self._state.step, self._state.announced
+        message = f"step {step}: replicas that do not reach this peer go on without it"
+        ctx.emit(Note(level="warning", message=message))
+        self._exchange.abstain()
+        await self._reruns.drained()
+        self._reruns.drop()
+        self._ledger.seal()  # nothing comes in before it is announced
+        assert announced is not None  # what left us out
+
+        async def ask() -> None:
+            await self._exchange.ask_everyone()
+            await self._exchange.ask_replicas()
+            with contextlib.suppress(LeftOut):
+                await self._company.meet()
+
+        await self._waits.until(
+            lambda: not self._company.yields(announced.members),
+            Deadline(5.0, 5.0),
+            "those that go on without this peer",
+            ask,
+        )
+        self._ledger.reopen(keep=False)

@@ -1,0 +1,186 @@
+"""Whom a replica counts on in a step: whose accumulators would be in a round with its own (``policy.views``)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError, PeerUnreachable
+from muletrain.events import Note
+from muletrain.policy.recent import Recent
+from muletrain.policy.views import View, company, yields
+from muletrain.runtime.core.messages import AskViews, MemberView, Views
+from muletrain.runtime.microbatch.position import Behind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from muletrain.network.base import PeerId
+    from muletrain.runtime.core.messages import Seal
+    from muletrain.runtime.members.context import Context
+    from muletrain.runtime.step.state import StepState
+
+MEETING_POINTS = 2
+"""Peers of other stages that are asked about replicas we do not reach; the first ones, so that those replicas ask the same."""
+SPEAKS_S = 3.0
+"""Seconds within which something must have come from a replica that we do not reach, if it is to count as one that goes on."""
+MAX_UNTRUE = 2
+"""Times that what a replica says is untrue, before it is left out of the step: that it holds microbatches, which it may have lost
+meanwhile, or that it is at the step of the round that it sealed."""
+MAX_LOST = 2
+"""Times that a replica is lost while it is counted on, before it is left out of the step: some links carry messages one way only."""
+APART, APART_MAX = 16, 1024
+"""Steps for which a replica of which no chunk comes is left out, the first time and at most; doubles."""
+MAX_WITHOUT = 64
+"""Replicas that a ``Gap`` names."""
+
+
+class LeftOut(Exception):
+    """Replicas that do not count on us go on, and we do not (``policy.views``)."""
+
+
+@dataclass
+class Standing:
+    """What earlier steps say of replicas, and of this peer."""
+
+    apart: Recent[tuple[int, int]] = field(default_factory=Recent)
+    """Replicas that we average nothing with, since nothing comes from them: until which step, and for how many."""
+    differed: int | None = None
+    """The last step at which our weights were not the others'."""
+    refuted: int | None = None
+    """The last step at which another computed otherwise what we had."""
+
+
+class Company:
+    """Of one step, and made anew for each."""
+
+    def __init__(self, ctx: Context, state: StepState, standing: Standing) -> None:
+        self._ctx, self._state, self._standing = ctx, state, standing
+        self._lost: Counter[PeerId] = Counter()
+        self._untrue: Counter[PeerId] = Counter()
+        self._silent: Counter[PeerId] = Counter()
+        """What replicas did not send us of rounds that failed (``Averager.silent``)."""
+        self._differing: set[PeerId] = set()
+        """Replicas with other weights than most have."""
+        self._hearsay: dict[PeerId, View] = {}
+        """What peers of other stages told us of replicas that we do not reach."""
+
+    def members(self) -> tuple[PeerId, ...]:
+        """Whose accumulators would be in a round of ours, as far as we know now."""
+        state, roster = self._state, self._ctx.roster
+
+        def counts(peer: PeerId) -> bool:
+            return self.averages(peer) and not state.is_committed(peer) and not state.stands_aside(peer)
+
+        return company(self._ctx.net.peer_id, filter(counts, roster.stage(roster.own.stage)), self.views())
+
+    def without(self) -> tuple[PeerId, ...]:
+        """Replicas whose accumulators would not be in a round of ours: the living first, as messages have room for few."""
+        with_us, roster = self.members(), self._ctx.roster
+        others = [p for p in roster.replicas() if p not in with_us]
+        return tuple(sorted(others, key=lambda p: not roster.is_alive(p))[:MAX_WITHOUT])
+
+    def averages(self, peer: PeerId) -> bool:
+        trusted = self._lost[peer] < MAX_LOST and self._untrue[peer] < MAX_UNTRUE
+        return trusted and not self.is_apart(peer) and peer not in self._differing
+
+    def is_apart(self, peer: PeerId) -> bool:
+        return self._state.step < self._standing.apart.get(peer, (0, 0))[0]
+
+    def differs(self, peer: PeerId) -> bool:
+        return peer in self._differing
+
+    def views(self) -> dict[PeerId, View]:
+        """Whom replicas count on: those that we hear say it themselves, even if they do not hear us; of the others we are told."""
+        roster, detector, aside = self._ctx.roster, self._ctx.detector, self._state.stands_aside
+
+        def heard(member: PeerId) -> bool:
+            speaks = detector.silent_s(member) < SPEAKS_S
+            return roster.is_alive(member) or (speaks and not roster.declines(member))
+
+        # one that stands aside goes on with nobody, whatever it announced before
+        known = {m: View(s.attempt, s.members) for m, s in self._state.seals.items() if heard(m) and not aside(m)}
+        told = {m: v for m, v in self._hearsay.items() if not heard(m)}
+        return {m: v for m, v in {**told, **known}.items() if m not in self._differing}
+
+    def yields(self, own: tuple[PeerId, ...], *, after: int = -1) -> bool:
+        """Does this peer, in company ``own``, leave the step to others that go on without it? ``after``: by views of later attempts."""
+        views = {m: v for m, v in self.views().items() if v.attempt > after}
+        return yields(self._ctx.net.peer_id, own, views)
+
+    def check(self) -> None:
+        """Raises LeftOut where others go on without us, as far as we know."""
+        announced = self._state.announced
+        if announced is not None and self.yields(announced.members):
+            raise LeftOut
+
+    async def meet(self) -> None:
+        """Replicas that we do not reach may be alive: peers of other stages tell us what they told them. Raises LeftOut."""
+        ctx, roster, announced = self._ctx, self._ctx.roster, self._state.announced
+        if announced is None or all(roster.is_alive(p) for p in roster.replicas()):
+            return
+        view = MemberView(member=ctx.net.peer_id, attempt=announced.attempt, members=announced.members)
+        ask = AskViews(lineage=self._state.lineage, step=self._state.step, view=view).pack()
+        heard: dict[PeerId, View] = {}
+        for peer in [p for p in roster.others() if roster.member(p).stage != roster.own.stage][:MEETING_POINTS]:
+            try:
+                answer = await ctx.net.call(peer, AskViews.KIND, ask, timeout_s=ctx.detector.deadline.seconds(1))
+                views = (v for v in Views.unpack(answer).views if v.member in roster.replicas())
+                heard |= {v.member: View(v.attempt, v.members) for v in views}
+            except (PeerUnreachable, DeadlineExceeded) as e:
+                ctx.detector.mark_down(peer, str(e))
+            except NetworkError:  # it is at another step: others will say so
+                continue
+        self._hearsay = heard
+        self.check()
+
+    # Whom to count on less --------------------------------------------------------------------------------------------
+
+    def lost(self, members: Iterable[PeerId]) -> None:
+        """They were marked down while we counted on them."""
+        self._lost.update(members)
+
+    def untrue(self, members: Iterable[PeerId]) -> None:
+        """What they said of themselves was not so."""
+        self._untrue.update(members)
+
+    def silent(self, owing: Mapping[PeerId, int]) -> None:
+        """A round failed. Replicas that live, but sent us nothing of it, are soon not counted on, in later steps neither: what they owe us
+        may not pass their link, however well questions do. Those that may lack what another owes them have twice the rounds."""
+        for peer, owes in owing.items():
+            self._silent[peer] += owes
+            if self._silent[peer] >= 2 * MAX_LOST and self.averages(peer):
+                apart, step = self._standing.apart, self._state.step
+                steps = min(APART_MAX, 2 * apart.get(peer, (0, APART // 2))[1])
+                apart[peer] = step + steps, steps
+                name = self._ctx.roster.name(peer)
+                message = f"step {step}: {name} answers, but sends no chunks: no averaging with it for {steps} steps"
+                self._ctx.emit(Note(level="warning", message=message))
+
+    def compare(self, seals: dict[PeerId, Seal]) -> None:
+        """Replicas begin a step with the same weights; devices that differ in the last bit, or a donor that lied, break that (DESIGN
+        "Replicas"). Then the weights that most have count, of as many the lowest id's; what the others accumulated does not.
+
+        Raises Behind on those, and MuletrainError on who was among them at the step before, too."""
+        ctx, step, me, votes = (
+            self._ctx,
+            self._state.step,
+            self._ctx.net.peer_id,
+            Counter(s.weights for s in seals.values()),
+        )
+        right = seals[min(seals, key=lambda m: (-votes[seals[m].weights], m))].weights
+        differing = {m for m, s in seals.items() if s.weights != right}
+        if me in differing and self._standing.differed == step - 1:
+            raise MuletrainError(
+                f"step {step}: this peer's weights differ from its replicas' step after step, so it leaves. Replicas must agree "
+                f"to the last bit: use devices of one kind in a stage, or optimizer.state_device = 'cpu' for the run"
+            )
+        if me in differing:
+            self._standing.differed = step
+            raise Behind(f"step {step}: the weights here are not those of the other replicas", weights_hold=False)
+        for member in sorted(differing):
+            name = ctx.roster.name(member)
+            message = f"step {step}: {name} has other weights than the other replicas, and takes theirs"
+            ctx.emit(Note(level="warning", message=message))
+        self._differing |= differing

@@ -1,0 +1,177 @@
+"""Microbatches that are in no accumulator of the stage, or in two, are run again for this stage alone (DESIGN "The ledger")."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from muletrain.errors import DeadlineExceeded, MuletrainError
+from muletrain.events import Note
+from muletrain.policy.deadline import Deadline, backoff_s
+from muletrain.runtime.core.messages import Gap
+from muletrain.runtime.core.waiting import MAX_SILENCE
+from muletrain.runtime.microbatch.position import Behind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from muletrain.network.base import PeerId
+    from muletrain.policy.cover import Cover
+    from muletrain.runtime.core.messages import Held, Seal
+    from muletrain.runtime.core.waiting import Waits
+    from muletrain.runtime.members.context import Context
+    from muletrain.runtime.microbatch.inflight import InFlightStep
+    from muletrain.runtime.step.company import Company
+    from muletrain.runtime.step.exchange import Exchange
+    from muletrain.runtime.step.state import StepState
+
+AGAIN_S = 30.0
+"""Seconds, at most, before trainers are told of missing microbatches once more: what they believed of who holds them may have changed."""
+PAUSE_S, FILLED_MAX_S = 0.05, 0.2
+"""Seconds between two questions to the replicas whether the gaps are filled, the first time and at most: all of them wait for that, and
+for nothing else."""
+
+
+@dataclass
+class Deadlines:
+    """How long the parts of a step take, measured over the run."""
+
+    step: Deadline = field(default_factory=Deadline)
+    """Until all microbatches are through."""
+    seal: Deadline = field(default_factory=lambda: Deadline(floor_s=0.5, deviations=1.0))
+    record: Deadline = field(default_factory=lambda: Deadline(unmeasured_s=10.0, floor_s=0.5))
+
+
+class Reruns:
+    """Of one step, and made anew for each."""
+
+    def __init__(
+        self, ctx: Context, state: StepState, company: Company, exchange: Exchange, waits: Waits, deadlines: Deadlines
+    ) -> None:
+        self._ctx, self._state, self._company, self._exchange = ctx, state, company, exchange
+        self._waits, self._deadlines = waits, deadlines
+        self._work, self._ledger = state.work, state.work.ledger
+        self._mourned = self._down()
+        self._claims: dict[PeerId, frozenset[int]] = {}
+        """Missing microbatches that replicas said they hold, by which the last gaps counted as filled."""
+
+    def _down(self) -> set[PeerId]:
+        return {p for p in self._ctx.roster.replicas() if not self._ctx.roster.is_alive(p)}
+
+    async def drained(self, work: InFlightStep | None = None) -> None:
+        """Until no microbatch of the step (or of ``work``) is being accumulated."""
+        ledger = self._ledger if work is None else work.ledger
+        await self._waits.until(lambda: not ledger.running, self._deadlines.seal, "running microbatches")
+
+    async def mourn(self) -> None:
+        """What died with a replica is run again while the rest of the step goes on, not after it. Only for those that are gone for sure:
+        one that is silent may come back with what it accumulated, and then a whole accumulator would have to go."""
+        ctx, state, down = self._ctx, self._state, self._down()
+        new, self._mourned = down - self._mourned, down
+        if not any(await asyncio.gather(*(ctx.detector.is_gone(p, state.lineage, state.step) for p in sorted(new)))):
+            return
+        known = self._ledger.held | self._work.serving
+        for held in (await self._ask_replicas()).values():
+            known |= {*held.held, *held.running} if held.current else set()
+        await self._tell_trainers(frozenset(range(ctx.plan.microbatches)) - known, attempt=0, early=True)
+
+    def believe_less(self, seals: dict[PeerId, Seal]) -> None:
+        """A replica that claims missing microbatches, and then seals without them, would have the stage look for them for ever."""
+        self._company.untrue(m for m, claimed in self._claims.items() if m in seals and claimed - {*seals[m].indices})
+        self._claims = {}
+
+    def drop(self) -> None:
+        """What we accumulated counts as done twice."""
+        self._ctx.compute.clear(self._state.step)
+        self._work.uncount()
+        self._state.findings = ()  # what they speak of is gone with the rest
+        self._ledger.reopen(keep=False)
+
+    async def refill(self, cover: Cover, attempt: int) -> None:
+        """Keep the accumulators that were chosen, and have the gaps run again."""
+        ctx, state = self._ctx, self._state
+        if ctx.net.peer_id in cover.chosen:
+            self._ledger.reopen(keep=True)
+        else:
+            self.drop()
+        gaps = frozenset(cover.gaps)
+        message = f"step {state.step}: stage {ctx.roster.own.stage} runs {len(gaps)} microbatches again"
+        ctx.emit(Note(level="warning", message=message))
+
+        async def refilled() -> None:
+            """Gaps are filled when no replica misses them; its own ledger is each one's truth. A replica that tries once more found them
+            filled, or its company has changed: then we try again, too."""
+            assert state.announced is not None  # of which these are the gaps
+            for pause in itertools.count():
+                union, with_us = set(self._ledger.held), self._company.members()
+                claims: dict[PeerId, frozenset[int]] = {}
+                answers = await self._ask_replicas()
+                await self.follow(answers)
+                for peer, held in answers.items():
+                    claims[peer] = gaps & set(held.held) if held.current and peer in with_us else frozenset()
+                    union |= claims[peer]
+                if gaps <= union or state.latest_attempt(state.announced.members) > attempt:
+                    self._claims = claims
+                    return
+                await self.pause(pause)
+
+        await self.run(gaps, attempt, refilled)
+
+    async def follow(self, answers: dict[PeerId, Held]) -> None:
+        """Raises Behind where a replica has gone on."""
+        for peer, held in answers.items():
+            if held.beyond(self._state.step) and await self._exchange.went_on(peer):
+                raise Behind(f"step {self._state.step}: {self._ctx.roster.name(peer)} is at step {held.step}")
+
+    async def pause(self, times: int) -> None:
+        """Before we look once more whether microbatches were run again. Raises LeftOut: they may be in the hands of those that go on
+        without us."""
+        await self._company.meet()
+        self._company.check()
+        await self._ctx.clock.sleep(backoff_s(times, PAUSE_S, FILLED_MAX_S))
+
+    async def run(self, gaps: frozenset[int], attempt: int, done: Callable[[], Coroutine[None, None, None]]) -> None:
+        """Have the trainers run ``gaps`` for this stage alone, until ``done`` returns. Raises MuletrainError when they never do, and what
+        ``done`` raises."""
+        ctx, begin = self._ctx, self._ctx.clock.now()
+        for turn in itertools.count():
+            await self._tell_trainers(gaps - self._ledger.held, attempt, turn=turn, without=self._company.without())
+            limit_s = min(self._deadlines.step.seconds(turn), AGAIN_S)
+            try:
+                return await ctx.clock.deadline(self._waits.watched(done()), limit_s, "missing microbatches")
+            except DeadlineExceeded:
+                # a device that hangs holds them for up to 300 s before its peer is not counted on (``watchdog``)
+                if turn + 1 >= MAX_SILENCE and ctx.clock.now() - begin > 2 * ctx.news.patience_s:
+                    break
+                await self._exchange.ask_everyone()
+        raise MuletrainError(
+            f"step {self._state.step}: {len(gaps)} missing microbatches were not run again; {ctx.who_is_there()}"
+        )
+
+    async def _ask_replicas(self) -> dict[PeerId, Held]:
+        ctx = self._ctx
+        return await ctx.detector.ask_all(ctx.roster.replicas(), self._state.lineage, self._state.step)
+
+    async def _tell_trainers(
+        self,
+        indices: frozenset[int],
+        attempt: int,
+        *,
+        turn: int = 0,
+        early: bool = False,
+        without: tuple[PeerId, ...] = (),
+    ) -> None:
+        ctx, state = self._ctx, self._state
+        gap = Gap(
+            lineage=state.lineage,
+            step=state.step,
+            stage=ctx.roster.own.stage,
+            attempt=attempt,
+            turn=turn,
+            early=early,
+            indices=tuple(sorted(indices)),
+            without=without,
+        )
+        await ctx.tell(ctx.roster.trainers(), gap)

@@ -1,0 +1,198 @@
+"""Takes the run from one lineage to the next: a step from its first microbatch to the applied update (DESIGN "How a step goes").
+
+Whoever holds the whole mean gradient of its stage says so and keeps it; whoever does not takes it from one that does. A peer applies
+the step with the record that follows from what the holders of all stages say.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from muletrain.compute.base import Update
+from muletrain.runtime.core.waiting import Waits
+from muletrain.runtime.microbatch.position import Behind
+from muletrain.runtime.step.agreement import RoundAgreement
+from muletrain.runtime.step.audit import Audit
+from muletrain.runtime.step.company import Company, Standing
+from muletrain.runtime.step.exchange import Exchange, Observed
+from muletrain.runtime.step.reduction import Reduction
+from muletrain.runtime.step.reruns import Deadlines, Reruns
+from muletrain.runtime.step.state import StepState
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from muletrain.network.base import PeerId
+    from muletrain.policy.lineages import Chain
+    from muletrain.runtime.core.messages import Reduced, Shard
+    from muletrain.runtime.members.context import Context
+    from muletrain.runtime.members.leaving import Departure
+    from muletrain.runtime.microbatch.inflight import InFlightStep
+    from muletrain.runtime.microbatch.position import Position
+    from muletrain.runtime.step.exchange import Rivals
+    from muletrain.runtime.step.gradient_log import GradientLog
+    from muletrain.runtime.step.record import StepRecord
+    from muletrain.runtime.step.reduction import Trainers
+    from muletrain.runtime.transfer.blocks import Downloader
+    from muletrain.wire.codec import Encoded
+
+
+class StepRunner:
+    """Runs the steps of one peer, one after the other; ``state`` and ``exchange`` are the current one's."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        position: Position,
+        log: GradientLog,
+        departure: Departure,
+        trainers: Trainers,
+        rivals: Rivals,
+        taker: Downloader,
+    ) -> None:
+        """``taker``: of gradients that lie back."""
+        self._ctx, self._position, self._log, self._departure = ctx, position, log, departure
+        self._trainers, self._rivals, self._taker = trainers, rivals, taker
+        self._waits = Waits(ctx.clock, ctx.news, self._look_around, ctx.who_is_there)
+        self._deadlines, self._observed, self._standing = Deadlines(), Observed(), Standing()
+        self._weights = bytes(32)
+        """Their digest."""
+        self._begin()
+
+    def _begin(self) -> None:
+        """All that belongs to the step at which we are."""
+        ctx, position, waits, deadlines = self._ctx, self._position, self._waits, self._deadlines
+        self.state = state = StepState(ctx, position)
+        self.exchange = exchange = Exchange(ctx, position, state, self._log, waits, self._rivals, self._observed)
+        company = Company(ctx, state, self._standing)
+        self._reruns = reruns = Reruns(ctx, state, company, exchange, waits, deadlines)
+        audit = Audit(ctx, state, company, reruns, self._standing)
+        agreement = RoundAgreement(
+            ctx, position, self._departure, state, company, exchange, reruns, audit, waits, deadlines
+        )
+        self._reduction = Reduction(
+            ctx,
+            position,
+            self._departure,
+            self._trainers,
+            state,
+            company,
+            exchange,
+            reruns,
+            agreement,
+            waits,
+            deadlines,
+        )
+
+    def _look_around(self) -> None:
+        self._reduction.look_around()
+
+    def expects_chunk(self, sender: PeerId, message: Shard | Reduced, tensors: list[Encoded]) -> None:
+        """Before it is read. Raises ProtocolError."""
+        self.state.averager.expects(sender, message, tensors)
+
+    async def open(self) -> None:
+        """Replicas must begin with the same weights, too."""
+        self._weights = await self._ctx.compute.digest()
+
+    async def meet(self, *, sure: bool) -> None:
+        """We were away: learn what replicas hold of this step. Raises Behind where they have gone on, or, unless we are ``sure`` of our
+        lineage, where most came here another way: who told us of the steps before lied then."""
+        held, step, applied = await self.exchange.ask_holders(), self._position.step, self._position.applied
+        if sure:
+            return
+        others = [h for h in held if h.step == step and h.lineage not in (b"", applied)]
+        if len(others) > sum(h.current for h in held if h.lineage == applied):
+            raise Behind(f"step {step}: the replicas have another history", weights_hold=False)
+
+    async def run(self) -> StepRecord:
+        """From the first microbatch to the applied update. Raises Behind, and MuletrainError when the step cannot be completed."""
+        gradient = await self._reduction.hold(self._weights)
+        builder, begin = self.state.builder, self._ctx.clock.now()
+        await self._waits.until(
+            lambda: builder.record() is not None,
+            self._deadlines.record,
+            f"the record of step {self._position.step}",
+            self._reduction.ask_entries,
+        )
+        record = builder.record()
+        assert record is not None  # until returned
+        self._ctx.stats.averaging_s += self._ctx.clock.now() - begin
+        await self._apply(record, gradient.values)
+        return record
+
+    async def replay(self) -> StepRecord | None:
+        """The others finished this step without us, but keep what it takes: apply it. None where nobody has it (any more)."""
+        await self._quiesce(self._position.work)
+        state, roster = self.state, self._ctx.roster
+        replicas = roster.replicas()  # they keep it for longest
+        await self.exchange.learn_record(
+            sorted(roster.everyone(), key=lambda p: (not roster.is_alive(p), p not in replicas))
+        )
+        record = state.builder.record()
+        if record is None or not await self._reduction.take(state.builder.agreed()[roster.own.stage], self._taker):
+            return None
+        assert state.gradient is not None  # taken
+        await self._apply(record, state.gradient.values)
+        return record
+
+    async def _apply(self, record: StepRecord, gradient: Tensor) -> None:
+        ctx, position, work = self._ctx, self._position, self._position.work
+        await self._reruns.drained()
+        work.ledger.seal()
+        begin = ctx.clock.now()
+        self.state.builder.settle()
+        position.settled = False
+        ctx.reached("applying", work.step)
+        update = Update(work.step, record.clip_scale(ctx.plan.clip), record.skip)
+        async with ctx.device(0):
+            work.over = True  # what still waits for the device must not compute with other weights
+            if not ctx.plan.delayed:
+                await ctx.compute.apply(gradient, update)
+        if ctx.plan.delayed:  # the next step computes with weights of its own meanwhile
+            await ctx.compute.apply(gradient, update)
+        self._weights = await ctx.compute.digest()
+        took = ctx.clock.now() - begin
+        ctx.stats.apply_s += took
+        ctx.worked("compute", "apply", begin, work.step)
+        self._observed.late.measured(took)
+
+    def advance(self, record: StepRecord) -> None:
+        """The next step: the record's hash is its lineage (under delayed updates that of the one after it)."""
+        state = self.state
+        state.averager.close()
+        assert state.gradient is not None  # it was applied
+        self._log.add(state.builder, state.gradient)
+        self._position.advance(record.hash)
+        self._begin()
+        self._position.settled = True
+
+    async def let_go(self) -> None:
+        """No donor may take what comes now for this step's state."""
+        await self._quiesce(self._position.work)
+        if self._position.ahead is not None:
+            await self._quiesce(self._position.ahead)
+            self._position.ahead = None
+        self._position.settled = False
+
+    async def _quiesce(self, work: InFlightStep) -> None:
+        """What we accumulated is of no use any more, and nothing that still runs may end in an accumulator of another step."""
+        self._position.away = True
+        work.over = True
+        await self._reruns.drained(work)
+        self._ctx.compute.clear(work.step)
+        work.ledger.reopen(keep=False)
+        work.ledger.seal()
+
+    async def rejoin(self, chain: Chain) -> None:
+        """Go on at its step, whose state was loaded; what we did for another step is forgotten."""
+        before, position = self.state, self._position
+        before.averager.close()
+        for dropped in (chain.step, chain.step + 1):
+            self._ctx.compute.clear(dropped)
+        same = (chain.step, chain.lineages[-1]) == (position.step, position.applied)
+        position.enter(chain)
+        self._begin()
+        self.state.load(before if same else None)
+        position.settled = True
+        await self.open()

@@ -1,0 +1,227 @@
+"""What a peer knows of one step: what replicas sealed, who takes part in no other round, and what all stages attest to."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from muletrain.errors import ProtocolError
+from muletrain.runtime.core.messages import AskViews, MemberView, Seal, Views
+from muletrain.runtime.step.averaging import Averager
+from muletrain.runtime.step.record import RecordBuilder
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from muletrain.network.base import PeerId
+    from muletrain.runtime.core.messages import Finding, GivenUp, RoundEntry
+    from muletrain.runtime.members.context import Context
+    from muletrain.runtime.microbatch.position import Position
+    from muletrain.runtime.step.gradient_log import MeanGradient
+    from muletrain.runtime.step.record import Attested
+
+MAX_ATTEMPTS = 20
+"""Rounds tried for one step before the peer gives up with an error instead of trying for ever."""
+MAX_NUMBER = 50 * MAX_ATTEMPTS
+"""Of attempts beyond what we know of: those that come and go try some each, and begin after what was tried."""
+MAX_VIEWS = 4 * MAX_ATTEMPTS
+"""Of each replica that are remembered in a step."""
+
+
+class StepState:
+    """Of one step, and made anew for each. Nothing here waits or sends."""
+
+    def __init__(self, ctx: Context, position: Position) -> None:
+        self._ctx, self._position = ctx, position
+        self.work = position.work
+        self.step, self.lineage = position.step, position.lineage
+        self.builder = RecordBuilder(
+            self.step, self.lineage, ctx.plan.stages, position.applied, ctx.roster.stage, ctx.clock.now
+        )
+        self.averager = Averager(ctx, self.held_by_a_replica)
+        self.gradient: MeanGradient | None = None
+        """The stage's, once this peer has the whole of it."""
+        self.attested: RoundEntry | None = None
+        """What we told everyone that we hold."""
+        self.seals: dict[PeerId, Seal] = {}
+        """The last of each replica."""
+        self.announced: Seal | None = None
+        """Our own last one."""
+        self.gave_up: GivenUp | None = None
+        self.findings: tuple[Finding, ...] = ()
+        """What our next seal says (``audit``)."""
+        self._loaded = False
+        """What we did in this step before our weights were loaded, we may not know."""
+        self._views: defaultdict[PeerId, set[frozenset[PeerId]]] = defaultdict(set)
+        """The members that each replica sealed with, in all attempts that we heard of."""
+        self._aside: dict[PeerId, int] = {}
+        """Who abstains, and the first attempt after that."""
+        self._met: dict[PeerId, MemberView] = {}
+        """Views that members of other stages told us."""
+        self._holders: list[RoundEntry] = []
+        self._committed: frozenset[PeerId] = frozenset()
+        """Replicas that attest to a round that was sealed so."""
+        self._heard = 0
+        """Seals, so far."""
+        self._looked: tuple[int, int, int] | None = None
+        """What was known when these were the ones."""
+
+    def load(self, before: StepState | None) -> None:
+        """We come to this step with weights that were loaded. ``before``: what we knew of the same step until then. What was said of it
+        still holds, by us, too: a round that we attested to must not come to have another mean, nor an attempt other sums."""
+        self._loaded = True
+        if before is None:
+            return
+        self.seals, self.announced = before.seals, before.announced
+        for member, seal in self.seals.items():
+            self._views[member].add(frozenset(seal.members))
+        if before.gradient is not None:
+            self.hold(before.gradient)
+            # what was accumulated is in it
+            self.work.accumulated, self.work.recomputed = before.work.accumulated, before.work.recomputed
+
+    def hold(self, gradient: MeanGradient) -> None:
+        """This peer has the whole of the stage's gradient."""
+        self.gradient, self.work.reduced = gradient, True
+
+    @property
+    def current(self) -> bool:
+        """False once this peer has gone on, or begun the step again."""
+        return self._position.work is self.work
+
+    # What arrives -----------------------------------------------------------------------------------------------------
+
+    def hear_seal(self, sender: PeerId, seal: Seal) -> bool:
+        """False where that is no news. Raises ProtocolError."""
+        roster, microbatches = self._ctx.roster, self._ctx.plan.microbatches
+        if (seal.step, seal.lineage) != (self.step, self.lineage):
+            raise ProtocolError("seal of another step or lineage")
+        if seal.stage != roster.own.stage or roster.member(sender).stage != roster.own.stage:
+            raise ProtocolError("seal from a peer of another stage")
+        if (
+            sender not in seal.members
+            or any(i >= microbatches for i in seal.indices)
+            or (seal.gave_up and any(i >= microbatches for i in seal.gave_up.indices))
+            or seal.attempt >= self.latest_attempt() + MAX_NUMBER
+        ):
+            raise ProtocolError("seal with indices outside the step, or of an attempt that nobody makes")
+        known = self.seals.get(sender)
+        if known is not None and known.attempt >= seal.attempt:
+            return False
+        self.seals[sender] = seal
+        if len(self._views[sender]) <= MAX_VIEWS:
+            self._views[sender].add(frozenset(seal.members))
+        self._heard += 1
+        return True
+
+    def hear_entry(self, sender: PeerId, entry: RoundEntry) -> bool:
+        """True if it is of our stage. Raises ProtocolError."""
+        if sender != entry.holder or self._ctx.roster.member(sender).stage != entry.stage:
+            raise ProtocolError("round entry in another's name, or for a stage that its sender does not serve")
+        ours = entry.stage == self._ctx.roster.own.stage
+        if ours and self.takes_part(entry) and (reason := self._contradiction(entry)) is not None:
+            raise ProtocolError(f"round entry: {reason}")
+        self.builder.add(entry)
+        return ours
+
+    def hear_applied(self, sender: PeerId, entry: RoundEntry) -> None:
+        """``sender`` is beyond the step, and does not know any more what it sealed; the record that it applied has ``entry``."""
+        self._views[sender].add(frozenset({*entry.members, *entry.expelled}))
+        self._heard += 1
+
+    def hear_abstention(self, sender: PeerId, attempt: int) -> None:
+        self.builder.abstain(self._ctx.roster.member(sender).stage, sender)
+        self._aside[sender] = max(attempt, self._aside.get(sender, 0))
+
+    def abstain(self) -> int | None:
+        """Others of our stage go on without us: what they hold counts without our word. The first attempt after that, if it is news."""
+        me, attempt = self._ctx.net.peer_id, 0 if self.announced is None else self.announced.attempt + 1
+        if attempt <= self._aside.get(me, -1):
+            return None
+        self.hear_abstention(me, attempt)
+        return attempt
+
+    def meet(self, sender: PeerId, ask: AskViews) -> Views:
+        """Members of another stage that do not reach each other learn of each other here: views of those that we reach. Raises
+        ProtocolError."""
+        if (ask.step, ask.lineage) != (self.step, self.lineage) or ask.view.member != sender:
+            raise ProtocolError("view of another step or lineage, or of another peer")
+        self._met[sender] = ask.view
+        stage, roster = self._ctx.roster.member(sender).stage, self._ctx.roster
+        return Views(
+            views=tuple(v for m, v in self._met.items() if roster.is_alive(m) and roster.member(m).stage == stage)
+        )
+
+    # What follows from it ---------------------------------------------------------------------------------------------
+
+    def latest_attempt(self, members: Collection[PeerId] | None = None) -> int:
+        """The highest that a live replica (of ``members``) announced."""
+        alive = self._ctx.roster.is_alive
+        known = (s.attempt for m, s in self.seals.items() if alive(m) and (members is None or m in members))
+        return max(known, default=0)
+
+    def stands_aside(self, peer: PeerId) -> bool:
+        """Has it announced nothing since it abstained?"""
+        seal = self.seals.get(peer)
+        return peer in self._aside and (seal is None or seal.attempt < self._aside[peer])
+
+    def holders(self) -> list[RoundEntry]:
+        """What live replicas attest that they hold of this step, as far as we believe them."""
+        self._look_at_rounds()
+        return self._holders
+
+    def held_by_a_replica(self) -> bool:
+        return bool(self.holders())
+
+    def is_committed(self, peer: PeerId) -> bool:
+        """``peer`` attests to a round that it sealed, so that it takes part in no other. Where that is believed, we take it, and else go on
+        without ``peer``."""
+        self._look_at_rounds()
+        return peer in self._committed
+
+    def takes_part(self, entry: RoundEntry) -> bool:
+        return self._ctx.net.peer_id in entry.members and not self._loaded
+
+    def unsealed(self, round_: Attested) -> bool:
+        """Did none of the members that attest to it announce them, as far as we heard?"""
+        members = [m for m in round_.facts.members if m in round_.holders]
+        view = frozenset({*round_.facts.members, *round_.facts.expelled})
+        return bool(members) and not any(view in self._views[m] for m in members)
+
+    def doubtful(self, holder: PeerId) -> list[Attested]:
+        """Rounds that ``holder`` attests to, of which we do not know that it sealed them."""
+        if len(self._views[holder]) > MAX_VIEWS:
+            return []
+        rounds = self.builder.rounds(self._ctx.roster.own.stage)
+        return [r for r in rounds if holder in r.holders and not self.takes_part(r.facts) and self.unsealed(r)]
+
+    def _look_at_rounds(self) -> None:
+        """Of our stage: whom to believe, and who takes part in no other."""
+        roster = self._ctx.roster
+        known = self.builder.known[roster.own.stage], roster.version, self._heard
+        if self._looked == known:  # waits ask whenever anything arrives
+            return
+        rounds = self.builder.rounds(roster.own.stage)
+        held = [e for r in rounds if self._believed(r) for _, e in sorted(r.holders.items())]
+        self._holders = [e for e in held if roster.is_alive(e.holder)]
+        self._committed = frozenset(m for r in rounds if not self.unsealed(r) for m in r.holders)
+        self._looked = known
+
+    def _believed(self, round_: Attested) -> bool:
+        """A round of ours is known by the shards that came out of it. Of one without us it counts how many of the other replicas attest to
+        it; if there is but one, its word is enough, and nobody knows which of us is wrong."""
+        if self.takes_part(round_.facts):
+            return self._contradiction(round_.facts) is None
+        stage, me, holders = self._ctx.roster.own.stage, self._ctx.net.peer_id, round_.holders.keys()
+        others = (set(self._ctx.roster.stage(stage)) | holders) - self.builder.abstaining(stage) - {me}
+        return 2 * len(holders) > len(others | holders) and not self.unsealed(round_)
+
+    def _contradiction(self, entry: RoundEntry) -> str | None:
+        """Why a round that names us cannot be what its holder says. Nobody holds it before we reduced our shard, and it has our shard as we
+        reduced it, and its holder's as that was sent to us; of those of others we do not know who is wrong."""
+        known, me = self.averager.shards.get(entry.round, {}), self._ctx.net.peer_id
+        if me not in known:
+            return "its members are not what this peer sealed, or it cannot be whole: this peer reduced no shard of it"
+        told = dict(zip(entry.members, entry.shards, strict=False))  # counted later
+        wrong = any(known[m] != told.get(m) for m in (me, entry.holder) if m in known)
+        return "its shards are not what its members reduced" if wrong else None

@@ -1,0 +1,35 @@
+"""A runner of steps without the rest of a peer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from muletrain.runtime.members.leaving import Departure
+from muletrain.runtime.microbatch.position import Position
+from muletrain.runtime.step.gradient_log import GradientLog
+from muletrain.runtime.step.runner import StepRunner
+from muletrain.runtime.transfer.blocks import Downloader
+
+if TYPE_CHECKING:
+    from muletrain.network.base import PeerId
+    from muletrain.runtime.members.context import Context
+    from muletrain.runtime.microbatch.inflight import InFlightStep
+
+
+class _Nobody:
+    """Has no trainers, and meets nobody of another lineage."""
+
+    def take_over_orphans(self, work: InFlightStep, *, late: bool) -> None:
+        pass
+
+    async def begin_ahead(self, work: InFlightStep) -> None:
+        pass
+
+    def met(self, peer: PeerId, step: int) -> None:
+        pass
+
+
+def runner_of(ctx: Context) -> StepRunner:
+    """At step 0."""
+    nobody, position = _Nobody(), Position(ctx, 0, ctx.roster.genesis.lineage)
+    return StepRunner(ctx, position, GradientLog(ctx, 0), Departure(ctx), nobody, nobody, Downloader(ctx))
