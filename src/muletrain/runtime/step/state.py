@@ -72,7 +72,7 @@ class StepState:
         self._loaded = True
         if before is None:
             return
-        self.seals, self.announced = before.seals, before.announced
+        self.seals, self.announced = dict(before.seals), before.announced
         for member, seal in self.seals.items():
             self._views[member].add(frozenset(seal.members))
         if before.gradient is not None:
