@@ -32,6 +32,7 @@ from muletrain.policy.debts import Debts
 from muletrain.policy.recent import MOST, Recent
 from muletrain.runs.measure.probing import MOST as MOST_ECHOED
 from muletrain.runs.measure.probing import PIECES, Echo, Prober
+from muletrain.runtime.core.lifecycle import Lifecycle
 from muletrain.runtime.core.messages import (
     MAX_RUN,
     AskBlocks,
@@ -45,7 +46,7 @@ from muletrain.runtime.core.messages import (
 )
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.rebalancing import Rebalancer
-from muletrain.runtime.peer.peer import OTHER_KINDS, STEP_KINDS
+from muletrain.runtime.peer.dispatch import OTHER_KINDS, STEP_KINDS
 from muletrain.runtime.recovery.forks import AskStay, History
 from muletrain.runtime.recovery.rollback import AskStanding, StepBack
 from muletrain.runtime.step.exchange import GRADIENT_TIMES
@@ -427,7 +428,7 @@ class Donor:
         own = SimpleNamespace(stage=0)
         chain = SimpleNamespace(lineages=(b"",), at=lambda _: b"")
         self.position: Any = SimpleNamespace(
-            step=0, applied=bytes(32), away=False, settled=True, over=False, chain=chain
+            step=0, applied=bytes(32), away=False, settled=True, life=Lifecycle(), chain=chain
         )
         log: Any = SimpleNamespace(follow=lambda *_: None, copy=lambda *_: None, reaches=lambda _: False)
         clock: Any = SimpleNamespace(now=lambda: self.now, sleep=asyncio.sleep)
@@ -542,7 +543,7 @@ def test_a_history_or_an_order_told_again_and_again_has_all_peers_asked_now_and_
         for k in range(50):
             tale = History(step=1, lineages=(bytes(32), bytes([k]) * 32), over=True).pack()
             await target.others["last"].call(target.name, History.KIND, tale, timeout_s=9)
-            order = StepBack.of(k + 1, target.peer._where(), (), {}, ()).pack()
+            order = StepBack.of(k + 1, target.peer._rollback._where(), (), {}, ()).pack()
             await target.others["last"].call(target.name, StepBack.KIND, order, timeout_s=9)
         await asyncio.sleep(0.2)
         assert len(asked) <= 4 * len(MEMBERS)
@@ -555,7 +556,7 @@ def test_looking_for_many_microbatches_asks_each_peer_twice_at_most(tmp_path: Pa
     async def scenario() -> None:
         target, asked = Target(0, tmp_path, answers=False), 0
         await until(lambda: target.net._delivery._receiver is not None)
-        survey = target.peer._survey
+        survey = target.peer._trainers._survey
 
         async def held(sender: str, payload: bytes) -> bytes:
             nonlocal asked
@@ -584,8 +585,8 @@ def test_what_a_replica_holds_that_its_stage_goes_on_without_is_run_again(tmp_pa
         from muletrain.runtime.microbatch.trainer import Trainer
 
         target = Target(0, tmp_path, answers=False)
-        await until(lambda: bool(target.peer._trainers))
-        trainer: Trainer = target.peer._trainers[0]
+        await until(lambda: bool(target.peer._trainers._of_step))
+        trainer: Trainer = target.peer._trainers._of_step[0]
         gap: dict[str, Any] = {"lineage": GENESIS.lineage, "step": 0, "stage": 1, "attempt": 1, "indices": ()}
         assert trainer._counts("last")
         await trainer.on_gap("second", Gap(**gap, without=("last",)))

@@ -37,11 +37,12 @@ from muletrain.runs.tensorboard import TensorBoardSink
 from muletrain.runtime.checkpoint import checkpoints as checkpointing
 from muletrain.runtime.checkpoint.checkpoints import MAX_OPEN, Book, CheckpointEnd, Checkpoints, PartReady
 from muletrain.runtime.checkpoint.store import MARKER, CheckpointStore, Folder, Key, PartFacts, PartsGone, open_place
+from muletrain.runtime.core.lifecycle import Lifecycle, State
 from muletrain.runtime.core.messages import AskHeld, Block, Held
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.membership import Membership
 from muletrain.runtime.members.roster import Genesis, Member, Roster
-from muletrain.runtime.peer.peer import Peer
+from muletrain.runtime.peer.ending import Ending
 from muletrain.runtime.transfer.donor import Receiver, Snapshots
 from muletrain.wire.statefile import cut, state_buffers
 
@@ -392,11 +393,14 @@ def test_that_the_run_has_ended_well_is_believed_of_the_collector_and_of_others_
     async def scenario() -> None:
         stages = Stages(tmp_path / "run")
 
-        def peer(name: str, *, over: bool) -> Any:
-            return SimpleNamespace(_ctx=stages.contexts[name], _over=over, _finished=asyncio.Future())
+        nothing: Any = None
 
-        async def told(at: Any, sender: str) -> asyncio.Task[None]:
-            task = asyncio.create_task(Peer._weigh(at, sender, True))
+        def peer(name: str, *, over: bool) -> Ending:
+            at: Any = SimpleNamespace(life=Lifecycle(State.FINISHED if over else State.TRAINING))
+            return Ending(stages.contexts[name], at, nothing, nothing)
+
+        async def told(at: Ending, sender: str) -> asyncio.Task[None]:
+            task = asyncio.create_task(at._weigh(sender, True))
             await asyncio.sleep(0.3)
             return task
 
@@ -406,7 +410,7 @@ def test_that_the_run_has_ended_well_is_believed_of_the_collector_and_of_others_
         known = peer("one", over=True)
         tasks.append(await told(known, "collector"))
         assert known._finished.result()
-        early._over = True
+        early._position.life.to(State.FINISHED)
         stages.kill("collector")
         for left in (early, one):  # nobody is there who could know better
             assert await asyncio.wait_for(left._finished, 10)

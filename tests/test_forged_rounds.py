@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from muletrain.runtime.core.messages import AskEntries, Entries, Held, RoundEntry, ShardFacts
+from muletrain.runtime.peer.dispatch import Dispatch
 from muletrain.runtime.peer.peer import Peer
 from muletrain.sim.world.lying import LIES
 from muletrain.sim.world.play import play
@@ -118,7 +119,7 @@ def test_nor_with_another_that_knows_nothing_of_it(replicas: int, liar: str, mon
 
 def answering(patch: pytest.MonkeyPatch, liar: PeerId, lie: Callable[[Peer, AskEntries], Entries]) -> None:
     """``liar`` does its work. At each step it pretends to be at the next, so that everyone asks it for the record, and answers falsely."""
-    begun, held = Peer.__init__, Peer._answer_held
+    begun, held = Peer.__init__, Dispatch._answer_held
 
     def begins(self: Peer, *args: Any, **options: Any) -> None:
         begun(self, *args, **options)
@@ -131,13 +132,13 @@ def answering(patch: pytest.MonkeyPatch, liar: PeerId, lie: Callable[[Peer, AskE
 
         return answer
 
-    async def answer_held(self: Peer, sender: PeerId, payload: bytes) -> bytes:
+    async def answer_held(self: Dispatch, sender: PeerId, payload: bytes) -> bytes:
         answer = Held.unpack(await held(self, sender, payload))
         lies = self._ctx.net.peer_id == liar and answer.current
         return (answer.model_copy(update={"current": False, "step": answer.step + 1}) if lies else answer).pack()
 
     patch.setattr(Peer, "__init__", begins)
-    patch.setattr(Peer, "_answer_held", answer_held)
+    patch.setattr(Dispatch, "_answer_held", answer_held)
     lying(patch, liar, lambda peer, work: forged(work.lineage, work.step + 1, liar, (liar,)))
 
 

@@ -154,12 +154,12 @@ def test_nobody_moves_a_peer_to_a_stage_that_it_has_no_room_for(tmp_path: Path) 
         target = Target(1, tmp_path)
         await asyncio.sleep(0.2)
         peer = target.peer
-        peer._fits = peer._adoption._fits = lambda stage: False
+        peer._fits = peer._rollback._fits = lambda stage: False
         await refused(
             target.others["last"], target.name, step_back({target.name: 0}), r"more memory than it may use \(--memory\)"
         )
         with pytest.raises(ProtocolError, match="--memory"):
-            peer._adoption._obey(step_back({target.name: 0}))
+            peer._rollback._obey(step_back({target.name: 0}))
         assert any("step_back" in e.reason for e in target.events if isinstance(e, FrameRefused))
         peer.move(0)
         assert peer.destination is None
@@ -167,7 +167,7 @@ def test_nobody_moves_a_peer_to_a_stage_that_it_has_no_room_for(tmp_path: Path) 
         assert not peer.begins_anew
         assert peer.roster.own.stage == 1
         await asked(target.others["last"], target.name, step_back({"last": 0}))
-        await asyncio.wait_for(asyncio.shield(peer._adoption.ordered), 30)
+        await asyncio.wait_for(asyncio.shield(peer._rollback.ordered), 30)
         target.running.cancel()
         await asyncio.gather(target.running, return_exceptions=True)
 

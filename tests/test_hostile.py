@@ -30,6 +30,7 @@ from muletrain.network.memory import MemoryHub, unpack
 from muletrain.runs.assemble import RunFacts
 from muletrain.runtime.checkpoint.checkpoints import Book, CheckpointEnd, PartReady
 from muletrain.runtime.checkpoint.store import Folder
+from muletrain.runtime.core.lifecycle import State
 from muletrain.runtime.core.messages import (
     Abstain,
     AskHeld,
@@ -55,7 +56,8 @@ from muletrain.runtime.core.messages import (
 )
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.roster import Genesis, Member, Roster
-from muletrain.runtime.peer.peer import OTHER_KINDS, STEP_KINDS, Peer
+from muletrain.runtime.peer.dispatch import OTHER_KINDS, STEP_KINDS
+from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.recovery.rollback import AskStanding, HeldPart, StandsAt
 from muletrain.wire.codec import RAW, decode, encode, encode_ids, encode_raw, encoded_size
 from muletrain.wire.frame import pack, read_frame
@@ -452,8 +454,8 @@ def test_who_sends_a_wrong_forward_is_named_by_its_receiver(change: dict[str, An
 def test_a_gradient_or_a_chunk_of_another_kind_is_refused_at_the_door(tmp_path: Path) -> None:
     async def scenario() -> None:
         target = Target(0, tmp_path, answers=False)
-        await until(lambda: target.peer._pipeline.dispatcher._pending)
-        owed = next(iter(target.peer._pipeline.dispatcher._pending.values()))
+        await until(lambda: target.peer._server.dispatcher._pending)
+        owed = next(iter(target.peer._server.dispatcher._pending.values()))
         pending = next(iter(owed.values()))
         request = pending.request.identity()
         wrong = [encode(torch.zeros(*TOKENS, WIDTH - 1), Codec.FP32), encode(torch.zeros(*TOKENS, WIDTH), Codec.INT8)]
@@ -511,7 +513,9 @@ def test_word_of_a_branch_that_nobody_else_knows_makes_nobody_begin_anew(tmp_pat
                 """The liar serves another stage, and is alone with what it says."""
                 asked.append(name)
                 branch = b"\xff" * 8 if name == "first" else GENESIS.lineage[:8]
-                return StandsAt(branch=branch, step=0, stage=MEMBERS[name], state="serves", targets=(), parts=()).pack()
+                return StandsAt(
+                    branch=branch, step=0, stage=MEMBERS[name], state=State.TRAINING, targets=(), parts=()
+                ).pack()
 
             return stands
 

@@ -21,7 +21,7 @@ from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.detector import AT_ONCE, RARELY_S
 from muletrain.runtime.members.roster import Genesis, Roster
-from muletrain.runtime.peer import peer
+from muletrain.runtime.peer import arrival
 from muletrain.runtime.step import gradient_log, reduction
 from muletrain.runtime.step.gradient_log import PIECE, GradientLog, MeanGradient
 from muletrain.runtime.step.record import RecordBuilder
@@ -100,7 +100,7 @@ def test_where_nothing_is_kept_it_takes_state_after_state_and_says_why_it_gives_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(transfer, "BLOCK", 4096)
-    monkeypatch.setattr(peer, "MAX_PURSUITS", 2)
+    monkeypatch.setattr(arrival, "MAX_PURSUITS", 2)
     monkeypatch.setattr(GradientLog, "_excess", lambda self: True)
     outcome = play(slow_link(30e3, 24))
     assert "2 states of stage 0 were too old to be of use when they had come" in outcome.ends.pop(NEWCOMER)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from muletrain.policy.lineages import LEAD, Chain, forked_at, gives_way
 from muletrain.runtime.core.messages import RoundEntry
-from muletrain.runtime.recovery.forks import GivesWay, Lineages
+from muletrain.runtime.recovery.forks import Forks, GivesWay
 from muletrain.runtime.step.reduction import Reduction
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
@@ -118,11 +118,11 @@ def test_a_peer_that_could_not_go_over_stands_by_what_it_attested_to(monkeypatch
             held.append(self._ctx.net.peer_id)
             self._position.interrupt(GivesWay("the others' history stays"))
 
-    async def not_had(self: Lineages) -> None:
+    async def not_had(self: Forks) -> None:
         return None
 
     monkeypatch.setattr(Reduction, "_attest", attested)
-    monkeypatch.setattr(Lineages, "go_over", not_had)
+    monkeypatch.setattr(Forks, "go_over", not_had)
     for delayed in ("false", "true"):
         held.clear()
         outcome = play(Scenario(1, (1, 1), 1, 3, 8, 0.1, (), overrides=(f"optimizer.delayed={delayed}",)))

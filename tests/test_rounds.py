@@ -18,6 +18,7 @@ from muletrain.runtime.core.messages import Forward
 from muletrain.runtime.microbatch.inflight import InFlightStep
 from muletrain.runtime.microbatch.stage_server import StageServer
 from muletrain.runtime.peer import early_frames as early
+from muletrain.runtime.peer.ending import Ending
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.step.agreement import RoundAgreement
 from muletrain.runtime.step.state import MAX_NUMBER
@@ -217,15 +218,21 @@ def test_word_of_the_end_may_come_before_it_where_nobody_writes_checkpoints(monk
 
 
 def test_an_order_to_step_back_that_comes_after_the_end_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Peer._dismiss
+    begun, right, peers = Peer.__init__, Ending._dismiss, dict[str, Peer]()
 
-    async def dismiss(self: Peer, peer: str, written: bool) -> None:
-        if not self._adoption.ordered.done():
-            self._adoption.ordered.set_result(None)
+    def begins(self: Peer, *args: Any, **options: Any) -> None:
+        begun(self, *args, **options)
+        peers[self.roster.own.id] = self
+
+    async def dismiss(self: Ending, peer: str, written: bool) -> None:
+        ordered = peers[self._ctx.net.peer_id]._rollback.ordered
+        if not ordered.done():
+            ordered.set_result(None)
         await self._ctx.clock.sleep(1.0)
         await right(self, peer, written)
 
-    monkeypatch.setattr(Peer, "_dismiss", dismiss)
+    monkeypatch.setattr(Peer, "__init__", begins)
+    monkeypatch.setattr(Ending, "_dismiss", dismiss)
     outcome = played((1, 1), microbatches=2)
     assert set(outcome.ends.values()) == {"finished"}
 

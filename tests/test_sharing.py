@@ -154,7 +154,7 @@ class Pair:
             given = self.given[name] = self.sharing()
             given.source, given.copy = object(), share(self.files[0], 2, self.files[1], Disk())[1]  # type: ignore[assignment]
             ctx = self.stage.contexts[name]
-            Snapshots(ctx, self.stage.at[name], Membership(ctx), given)  # type: ignore[arg-type]
+            Snapshots(ctx, self.stage.at[name], self.stage.logs[name], Membership(ctx), given)  # type: ignore[arg-type]
         self.stranger = self.stage.hub.join("s")
         self.ctx = self.stage.contexts["t"]
         self.ctx.roster._members["t"] = self.ctx.roster.own.model_copy(update={"trainer": False})

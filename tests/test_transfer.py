@@ -18,6 +18,7 @@ from muletrain.errors import MuletrainError, ProtocolError, Refused
 from muletrain.events import Event, FrameRefused, Note
 from muletrain.network.memory import MemoryHub, MemoryNetwork
 from muletrain.policy.lineages import Chain
+from muletrain.runtime.core.lifecycle import Lifecycle
 from muletrain.runtime.core.messages import AskBlocks, AskPast, AskSnapshot, Block, Member, Snapshot
 from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.members.context import Context
@@ -82,7 +83,7 @@ class Stage:
                 applied=bytes(32),
                 settled=True,
                 away=False,
-                over=False,
+                life=Lifecycle(),
                 chain=Chain(3, (bytes(32),)),
             )
             for n in names

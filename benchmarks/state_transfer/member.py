@@ -24,6 +24,7 @@ from muletrain.config.schema import Codec
 from muletrain.network.identity import Key
 from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.policy.lineages import Chain
+from muletrain.runtime.core.lifecycle import Lifecycle
 from muletrain.runtime.core.messages import Block, Member
 from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.members.context import Context
@@ -101,7 +102,7 @@ async def main(rank: int, donors: int, folder: Path) -> None:
             applied=bytes(32),
             settled=True,
             away=False,
-            over=False,
+            life=Lifecycle(),
             chain=Chain(0, (bytes(32),)),
         )
         Snapshots(ctx, now, GradientLog(ctx, 0), Membership(ctx))

@@ -50,7 +50,7 @@ def status_of(peers: Sequence[Announced], missing: Sequence[str]) -> RenderableT
 
 
 class Announced(BaseModel):
-    """What a member says about itself in the directory (``Peer._announce``): as far as it can be understood."""
+    """What a member says about itself in the directory (``runtime.peer.peer``): as far as it can be understood."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 

@@ -48,6 +48,8 @@ def packed_size(model: type[BaseModel], standard: int, length: int) -> int:
                 return _PREFIX + int(bound)
             case {"type": "literal", "expected": known}:
                 return _PREFIX + max(_PER_CHARACTER * len(str(k)) for k in known)
+            case {"type": "enum", "members": known}:
+                return _PREFIX + max(_PER_CHARACTER * len(k.value) for k in known)
             case {"type": "tuple", "variadic_item_index": 0, "items_schema": [item]}:
                 return items(of.get("max_length"), item)
             case {"type": "tuple", "items_schema": of_items} if "variadic_item_index" not in of:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from muletrain.errors import MuletrainError
 from muletrain.policy.lineages import Chain
 from muletrain.runtime.core.branches import branch_of
+from muletrain.runtime.core.lifecycle import Lifecycle
 from muletrain.runtime.core.messages import Held
 from muletrain.runtime.microbatch.inflight import InFlightStep
 
@@ -29,19 +30,17 @@ class Position:
     """The step that a peer agrees on next, the one that it computes ahead of that (``inflight``), and how it came here. The runner of
     steps writes it, everyone reads it."""
 
-    def __init__(self, ctx: Context, step: int, lineage: bytes, *, has_state: bool = True) -> None:
-        """``has_state``: the weights are those before ``step``; else a state must be loaded first."""
-        self._ctx = ctx
+    def __init__(self, ctx: Context, step: int, lineage: bytes, life: Lifecycle | None = None) -> None:
+        """The weights are those before ``step``; while ``life`` says that there is no state yet, one must be loaded first."""
+        self._ctx, self.life = ctx, life or Lifecycle()
         self._chain, self.begun = Chain(step, (lineage,)), ctx.clock.now()
         self.work = InFlightStep(step, lineage, ctx.plan.microbatches)
         self.ahead: InFlightStep | None = None
         """The next step, if it is computed already."""
-        self.settled = has_state
+        self.settled = self.life.has_state
         """The weights are those before ``step``: false while an update is being applied."""
-        self.away = not has_state
+        self.away = not self.life.has_state
         """The others go on without us: what we do for this step is of no use to them."""
-        self.over = False
-        """The run has ended before ``step``."""
         self.others_at = step
         """The furthest step, of our lineage, that we heard of another peer."""
         self.interrupted: Behind | None = None
@@ -58,7 +57,7 @@ class Position:
     @property
     def chain(self) -> Chain:
         """How we came to this step."""
-        return replace(self._chain, over=True) if self.over else self._chain
+        return replace(self._chain, over=True) if self.life.finished else self._chain
 
     @property
     def applied(self) -> bytes:

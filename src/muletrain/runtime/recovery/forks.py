@@ -56,7 +56,7 @@ class GivesWay(Behind):
         self.renamed = renamed
 
 
-class Lineages:
+class Forks:
     """One peer's dealings with other lineages of its run."""
 
     def __init__(self, ctx: Context, position: Position, receiver: Receiver) -> None:

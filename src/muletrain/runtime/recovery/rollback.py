@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol
 
 import msgpack
 from pydantic import Field
@@ -23,14 +23,17 @@ from muletrain.policy import adoption as policy
 from muletrain.policy.recent import Recent
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.branches import BRANCH, branch_of, branched, count_of
+from muletrain.runtime.core.lifecycle import Lifecycle, State
 from muletrain.runtime.core.messages import Digest, Id, Message, Natural
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Callable, Mapping
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.checkpoint.checkpoints import Checkpoints
     from muletrain.runtime.members.context import Context
+    from muletrain.runtime.microbatch.position import Position
+    from muletrain.runtime.recovery.forks import Forks
 
 LOOK_S = 1.0
 AGAIN_S = 5.0
@@ -40,10 +43,6 @@ REACHED_S = 300.0
 JOIN_S = 900.0
 """How long a run waits for a machine to join a stage that nobody can adopt."""
 MAX_PARTS = 1 << 12
-
-State = Literal["serves", "loads", "lacks", "comes"]
-"""Does a peer have its stage's state? Does it load a checkpoint's? Does it ask replicas for it, since it fell behind, or as a newcomer
-(which is on no branch yet)?"""
 
 
 class StepBack(Message):
@@ -115,9 +114,21 @@ class StandsAt(Message):
     reaches: Annotated[tuple[Natural, ...], Field(max_length=4096)] = ()
     parts: Annotated[tuple[HeldPart, ...], Field(max_length=MAX_PARTS)]
 
+    @property
+    def has_state(self) -> bool:
+        return Lifecycle(self.state).has_state
+
     def standing(self) -> policy.Standing:
         parts = {((p.step, p.lineage), p.stage): p.digest for p in self.parts}
         return policy.Standing(self.stage, frozenset(self.targets), parts)
+
+
+class Writer(Protocol):
+    """Who writes this peer's part of checkpoints (``peer``)."""
+
+    async def write_what_there_is(self) -> None:
+        """Of the weights before this step, which may never be done; called again and again while there is no trainer."""
+        ...
 
 
 class Rollback:
@@ -127,18 +138,15 @@ class Rollback:
         self,
         ctx: Context,
         checkpoints: Checkpoints,
-        where: Callable[[], Key],
+        position: Position,
         fits: Callable[[int], bool],
         back: StepBack | None,
-        goes_on: Callable[[PeerId], Awaitable[bool]],
-        write: Callable[[], Awaitable[None]],
+        forks: Forks,
+        writer: Writer,
     ) -> None:
-        """``where``: the step this peer is at, and its lineage. ``back``: what its branch began with, if it was there. ``goes_on``: whether
-        our side does although a peer is on a later branch. ``write``: our part of a checkpoint, called again and again while there is no
-        trainer."""
-        self._ctx, self._checkpoints, self._where, self._fits, self._back = ctx, checkpoints, where, fits, back
-        self._goes_on, self._write = goes_on, write
-        self.state: State = "serves"
+        """``back``: what our branch began with, if this peer was there."""
+        self._ctx, self._checkpoints, self._position, self._fits, self._back = ctx, checkpoints, position, fits, back
+        self._forks, self._writer = forks, writer
         self.ordered: asyncio.Future[StepBack | None] = asyncio.get_running_loop().create_future()
         self._learning = False
         self._told: Recent[float] = Recent()
@@ -156,6 +164,9 @@ class Rollback:
         ctx.net.serve(AskStepBack.KIND, self._on_ask)
         ctx.net.serve(AskStanding.KIND, self._on_standing)
 
+    def _where(self) -> Key:
+        return Key(self._position.step, self._position.applied)
+
     async def watch(self) -> None:
         """Until cancelled: a stage that is without a peer for long is to be adopted, and a trainer is to be waited for."""
         ctx, since, since_trainer, trainers = self._ctx, dict[int, float](), math.inf, 0
@@ -172,9 +183,9 @@ class Rollback:
                 name = ctx.roster.name(ctx.roster.trainers()[0])
                 message = f"{name} is the only trainer left: no other peer has the data, should it go"
                 ctx.emit(Note(level="warning", message=message))
-            if now - since_trainer >= ctx.plan.adopt_after_s and self.state == "serves":
+            if now - since_trainer >= ctx.plan.adopt_after_s and self._position.life.has_state:
                 self._say_that_nobody_trains()
-                await self._write()
+                await self._writer.write_what_there_is()
 
     def _say_that_nobody_trains(self) -> None:
         if not self._nobody_trains and self._leads():
@@ -187,7 +198,7 @@ class Rollback:
 
     def _without_peers(self) -> tuple[int, ...]:
         """Stages that nobody serves."""
-        looked = self._ctx.roster.version, self.state
+        looked = self._ctx.roster.version, self._position.life.state
         if self._looked != looked:
             self._looked = looked
             self._lacking = tuple(s for s in range(self._ctx.plan.stages) if not self._served(s))
@@ -195,7 +206,7 @@ class Rollback:
 
     def _served(self, stage: int) -> bool:
         me = self._ctx.net.peer_id
-        return any(p != me or self.state == "serves" for p in self._ctx.roster.stage(stage))
+        return any(p != me or self._position.life.has_state for p in self._ctx.roster.stage(stage))
 
     def _leads(self) -> bool:
         me = self._ctx.net.peer_id
@@ -208,15 +219,15 @@ class Rollback:
         peers = ctx.roster.everyone()  # a leaver whose stage is lost has come back by now (``Departure.taken_over``)
         said = dict(zip(peers, await asyncio.gather(*map(self._ask, peers)), strict=True))
         own = branch_of(at.lineage)
-        here = {p: s for p, s in said.items() if s is not None and (s.branch == own or s.state == "comes")}
+        here = {p: s for p, s in said.items() if s is not None and (s.branch == own or s.state is State.JOINING)}
         here[me] = await self._stands_at()
         for peer, stands in said.items():
-            if stands is not None and stands.state != "comes":
+            if stands is not None and stands.state is not State.JOINING:
                 self.met(peer, stands.branch)
         for peer, stands in here.items():
-            if stands.state == "serves":
+            if stands.has_state:
                 ctx.roster.alive(peer)
-        coming = {s.stage for s in here.values() if s.state in ("serves", "loads")}
+        coming = {s.stage for s in here.values() if (s.has_state or s.state is State.ROLLED_BACK)}
         coming |= {s for s, for_s in lacking_s.items() if for_s < REACHED_S and self._fed(s, here)}
         lost = tuple(s for s in range(ctx.plan.stages) if s not in coming)
         if not lost or self.ordered.done() or self._learning:
@@ -264,9 +275,13 @@ class Rollback:
 
     async def _stands_at(self) -> StandsAt:
         """On our way to another branch we stand there already."""
-        ctx, at, state, stage = self._ctx, self._where(), self.state, self._ctx.roster.own.stage
+        ctx, at, state, stage = self._ctx, self._where(), self._position.life.state, self._ctx.roster.own.stage
         if self.ordered.done() and (back := self.ordered.result()) is not None:
-            at, state, stage = Key(back.step, back.lineage), "loads", dict(back.moves).get(ctx.net.peer_id, stage)
+            at, state, stage = (
+                Key(back.step, back.lineage),
+                State.ROLLED_BACK,
+                dict(back.moves).get(ctx.net.peer_id, stage),
+            )
         parts = [
             HeldPart(step=key.step, lineage=key.lineage, stage=s, digest=facts.digest)
             for key, held in sorted((await self._checkpoints.readable()).items(), reverse=True)
@@ -288,7 +303,7 @@ class Rollback:
     def met(self, peer: PeerId, branch: bytes) -> None:
         """``peer`` is on ``branch``: whoever is on the lower one is told what the higher one began with."""
         ctx, own = self._ctx, branch_of(self._where().lineage)
-        if branch > own and self.state != "comes":
+        if branch > own and not self._position.life.joining:
             self._consider(peer, None)
         elif branch < own and (back := self._began_with()) is not None and not ctx.closed:
             now = ctx.clock.now()
@@ -315,7 +330,7 @@ class Rollback:
         or made up would have us give up our work."""
         ctx = self._ctx
         try:
-            if self.state == "serves" and await self._goes_on(peer):
+            if self._position.life.has_state and await self._forks.goes_on(peer):
                 return
             if order is not None:
                 self._obey(order)
@@ -335,7 +350,9 @@ class Rollback:
                     continue
             said = await asyncio.gather(*map(self._ask, others))
             own, stage = branch_of(self._where().lineage), ctx.roster.own.stage
-            there = [s for s in said if s is not None and s.branch > own and s.state in ("serves", "loads")]
+            there = [
+                s for s in said if s is not None and s.branch > own and (s.has_state or s.state is State.ROLLED_BACK)
+            ]
             if any(s.stage == stage for s in there) and not self.ordered.done():
                 self.ordered.set_result(None)
         finally:
@@ -344,7 +361,7 @@ class Rollback:
     def _obey(self, order: StepBack) -> None:
         """Raises ProtocolError."""
         self._check(order)
-        if self.state == "comes" and self._ctx.roster.own.stage not in order.lost:
+        if self._position.life.joining and self._ctx.roster.own.stage not in order.lost:
             return  # replicas give what there is on any branch
         if self._is_later(order) and not self.ordered.done():
             self.ordered.set_result(order)

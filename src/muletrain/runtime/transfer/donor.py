@@ -195,7 +195,7 @@ class Snapshots:
         for _ in range(SETTLE_TRIES):
             if position.away:  # that takes long, and others may have it
                 break
-            label, over = (position.step, position.applied), position.over
+            label, over = (position.step, position.applied), position.life.finished
             if position.settled:
                 state = await ctx.compute.state()
                 if position.settled and label == (position.step, position.applied):

@@ -1,0 +1,170 @@
+"""How a peer comes to where the run is: as a newcomer, from a checkpoint, after it fell behind, or from another history of the run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from muletrain.errors import MuletrainError
+from muletrain.events import Note
+from muletrain.policy.deadline import backoff_s
+from muletrain.policy.lineages import Chain, forked_at, gives_way
+from muletrain.runtime.checkpoint.store import Key
+from muletrain.runtime.core.branches import branch_of
+from muletrain.runtime.core.lifecycle import State
+from muletrain.runtime.core.messages import Away, Back
+from muletrain.runtime.core.plan import StepStats
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from muletrain.runtime.checkpoint.checkpoints import Checkpoints
+    from muletrain.runtime.core.messages import Snapshot
+    from muletrain.runtime.members.context import Context
+    from muletrain.runtime.members.membership import Membership
+    from muletrain.runtime.microbatch.position import Behind, Position
+    from muletrain.runtime.microbatch.stage_server import StageServer
+    from muletrain.runtime.microbatch.trainers import Trainers
+    from muletrain.runtime.peer.early_frames import EarlyFrames
+    from muletrain.runtime.peer.parts import PartWriter
+    from muletrain.runtime.recovery.forks import Forks
+    from muletrain.runtime.recovery.rollback import StepBack
+    from muletrain.runtime.step.runner import StepRunner
+    from muletrain.runtime.transfer.donor import Receiver
+
+TRIES, PAUSE_S, PAUSE_MAX_S = 12, 0.2, 10.0
+"""Times that a checkpoint's part is asked for before a peer gives up; the pause between doubles [s]."""
+MAX_PURSUITS = 10
+"""States that a peer takes one after the other, each too old to be of use when it has come, before it gives up."""
+
+
+class Arrival:
+    """One peer's. Where it comes to, the run may have ended (``Lifecycle.finished``)."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        position: Position,
+        runner: StepRunner,
+        membership: Membership,
+        receiver: Receiver,
+        checkpoints: Checkpoints,
+        forks: Forks,
+        parts: PartWriter,
+        trainers: Trainers,
+        server: StageServer,
+        early: EarlyFrames,
+    ) -> None:
+        self._ctx, self._position, self._life, self._runner = ctx, position, position.life, runner
+        self._membership, self._receiver, self._checkpoints, self._forks = membership, receiver, checkpoints, forks
+        self._parts, self._trainers, self._server, self._early = parts, trainers, server, early
+        self._pursuits = 0
+
+    def caught_up(self) -> None:
+        """A step went through with this peer."""
+        self._pursuits = 0
+
+    async def join(self) -> None:
+        """As a newcomer."""
+        await self._membership.introduce()
+        await self._take_state(lambda offer: True)
+
+    async def begin_anew(self, back: StepBack) -> None:
+        """At the run's checkpoint, or, where our part of it is not to be had any more, at what replicas made of it since. Raises
+        MuletrainError."""
+        ctx, branch = self._ctx, branch_of(back.lineage)
+        ctx.spawn(self._membership.introduce(), "introduce")
+
+        def acceptable(offer: Snapshot) -> bool:
+            return branch_of(offer.lineage) >= branch
+
+        for attempt in range(TRIES if back.parts else 0):
+            try:
+                state = await self._checkpoints.base(back.key, back.parts[ctx.roster.own.stage])
+                await ctx.compute.load_state(state)
+                break
+            except MuletrainError as e:  # those that have it may be beginning anew, too
+                if attempt % 2 and (attempt == TRIES - 1 or await self._receiver.has_donor(acceptable)):
+                    ctx.emit(Note(level="warning", message=f"{e}: this peer takes a replica's state"))
+                    return await self._take_state(acceptable)
+            await ctx.clock.sleep(backoff_s(attempt, PAUSE_S, PAUSE_MAX_S))
+        await self._runner.rejoin(Chain(back.step, (back.lineage,)))
+        self._life.to(State.TRAINING)
+        self.say_back()
+        if back.step == ctx.plan.steps:
+            self._life.to(State.FINISHED)
+            await self._parts.write(Key(back.step, back.lineage), last=True)
+
+    async def catch_up(self, why: Behind) -> None:
+        """Take the state of a replica that has gone on, or, where our weights are not right, of one at our step. Raises MuletrainError when
+        there is none to take it from."""
+        self._ctx.emit(Note(level="warning", message=f"{why}: this peer takes a replica's state"))
+        self._life.to(State.RECOVERING)
+        await self._let_go()
+        await self._membership.introduce()
+        own = self._position.chain
+        if why.weights_hold:
+            await self._take_state(_later(own), own.step + 1)
+        else:
+            await self._take_state(lambda offer: offer.step >= own.step, own.step)
+
+    async def go_over(self, renamed: Chain | None) -> None:
+        """Take the state of the lineage that stays, or (``renamed``) its name alone, or go on in ours where that cannot be had."""
+        await self._let_go()
+        if renamed is not None:  # our weights are those of the other lineage, at our own step
+            own = self._position.chain
+            await self._runner.rejoin(renamed)
+            self._forks.left(own, renamed)
+        else:
+            await self._membership.introduce()
+            snapshot = await self._forks.go_over()
+            if snapshot is not None:
+                return await self._take_up(snapshot)
+            await self._runner.rejoin(self._position.chain)
+        self.say_back()
+
+    async def _let_go(self) -> None:
+        """Of all that is under way."""
+        self._ctx.spawn(self._ctx.tell(self._ctx.roster.everyone(), Away()), "away")
+        self._trainers.end(self._position.step + 1)
+        await self._runner.let_go()
+        self._server.abandon()
+
+    async def _take_state(self, acceptable: Callable[[Snapshot], bool], after: int = 0) -> None:
+        """Of a step not before ``after``, if possible. What was agreed on meanwhile is applied step by step from there
+        (``StepRunner.replay``)."""
+        self._pursuits += 1
+        if self._pursuits > MAX_PURSUITS:
+            stage = self._ctx.roster.own.stage
+            raise MuletrainError(
+                f"{MAX_PURSUITS} states of stage {stage} were too old to be of use when they had come: this peer's link, or "
+                f"its replicas', is too slow for the stage's gradients; join with more bandwidth, or cut the model into more stages"
+            )
+        await self._take_up(await self._receiver.fetch(acceptable, after=after))
+
+    async def _take_up(self, snapshot: Snapshot) -> None:
+        """Go on with the state that was loaded."""
+        await self._runner.rejoin(snapshot.chain)
+        if snapshot.over:
+            return self._life.to(State.FINISHED)
+        self._life.to(State.TRAINING)
+        self._early.forget(snapshot.step)
+        self._ctx.stats = StepStats(started=self._ctx.clock.now())
+        self.say_back()
+
+    def say_back(self) -> None:
+        """To everyone: count on this peer again."""
+        back = Back(lineage=self._position.lineage, step=self._position.step)
+        self._ctx.spawn(self._ctx.tell(self._ctx.roster.everyone(), back), "back")
+
+
+def _later(own: Chain) -> Callable[[Snapshot], bool]:
+    """States of later steps, in the lineage of ``own`` or in one that stays."""
+
+    def acceptable(offer: Snapshot) -> bool:
+        chain = offer.chain
+        ours, theirs = branch_of(own.lineages[-1]), branch_of(offer.lineage)
+        if ours != theirs:
+            return theirs > ours
+        return offer.step > own.step and (forked_at(own, chain) is None or gives_way(own, chain, stalled=False))
+
+    return acceptable

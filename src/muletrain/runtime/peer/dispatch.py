@@ -1,0 +1,242 @@
+"""What arrives at a peer goes to its actor: frames of members alone, of known kinds, within their bounds (``members.expected``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from muletrain.errors import MuletrainError, ProtocolError
+from muletrain.runtime.checkpoint.checkpoints import CheckpointEnd, PartReady
+from muletrain.runtime.core.branches import branch_of
+from muletrain.runtime.core.lifecycle import State
+from muletrain.runtime.core.messages import (
+    Abstain,
+    AskHeld,
+    Away,
+    Back,
+    Backward,
+    Block,
+    Busy,
+    Done,
+    Doubted,
+    Forward,
+    Gap,
+    Held,
+    Lost,
+    Reduced,
+    Report,
+    RoundEntry,
+    Seal,
+    Shard,
+    TrainerDone,
+)
+from muletrain.runtime.members.expected import Expected
+
+if TYPE_CHECKING:
+    from muletrain.network.base import Frame, PeerId
+    from muletrain.runtime.checkpoint.checkpoints import Checkpoints
+    from muletrain.runtime.core.messages import Message
+    from muletrain.runtime.members.context import Context
+    from muletrain.runtime.members.expected import Check
+    from muletrain.runtime.members.membership import Membership
+    from muletrain.runtime.microbatch.dispatcher import Dispatcher
+    from muletrain.runtime.microbatch.position import Position
+    from muletrain.runtime.microbatch.stage_server import StageServer
+    from muletrain.runtime.microbatch.trainers import Trainers
+    from muletrain.runtime.peer.early_frames import EarlyFrames
+    from muletrain.runtime.peer.reporting import Reporting
+    from muletrain.runtime.recovery.forks import Forks
+    from muletrain.runtime.recovery.rollback import Rollback
+    from muletrain.runtime.step.runner import StepRunner
+    from muletrain.runtime.transfer.blocks import Downloader
+    from muletrain.wire.codec import Encoded
+
+STEP_KINDS: dict[str, type[Message]] = {
+    m.KIND: m
+    for m in (
+        Forward,
+        Backward,
+        Done,
+        Busy,
+        Lost,
+        TrainerDone,
+        Gap,
+        Seal,
+        Shard,
+        Reduced,
+        RoundEntry,
+        Abstain,
+        Back,
+        Doubted,
+    )
+}
+OTHER_KINDS: dict[str, type[Message]] = {m.KIND: m for m in (PartReady, CheckpointEnd, Report, Block, Away)}
+
+
+class Dispatch:
+    """One peer's."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        position: Position,
+        membership: Membership,
+        server: StageServer,
+        trainers: Trainers,
+        inwards: Dispatcher,
+        runner: StepRunner,
+        forks: Forks,
+        rollback: Rollback,
+        checkpoints: Checkpoints,
+        reporting: Reporting,
+        early: EarlyFrames,
+        downloads: tuple[Downloader, ...],
+    ) -> None:
+        """``inwards``: towards stage 0. ``downloads``: those that blocks may be for; of states first."""
+        self._ctx, self._position, self._membership = ctx, position, membership
+        self._server, self._trainers, self._inwards = server, trainers, inwards
+        self._runner, self._forks, self._rollback = runner, forks, rollback
+        self._checkpoints, self._reporting, self._early, self._downloads = checkpoints, reporting, early, downloads
+        checks: dict[type[Message], Check] = {
+            Forward: server.expects,
+            Backward: self._expects_gradient,
+            Shard: runner.expects_chunk,
+            Reduced: runner.expects_chunk,
+            Block: downloads[0].expects,
+        }
+        bounds = Expected(membership, STEP_KINDS | OTHER_KINDS, ctx.plan.microbatches, checks)
+        ctx.net.receive(self._on_frame, bounds=bounds)
+        ctx.net.on_lost(self._on_lost)
+        ctx.net.serve(AskHeld.KIND, self._answer_held)
+
+    def refresh_routes(self) -> None:
+        """Who gets the next microbatches."""
+        if self._server.dispatcher is not None:
+            self._server.dispatcher.refresh()
+        self._inwards.refresh()
+
+    async def redeliver(self) -> None:
+        """Frames that came while the last step was being applied are of this one."""
+        for sender, frame in self._early.take():
+            try:
+                await self._on_frame(sender, frame)
+            except ProtocolError as e:
+                self._ctx.refused(sender, str(e))
+
+    async def _on_frame(self, sender: PeerId, frame: Frame) -> None:
+        """Only members, only valid headers of known kinds (``Expected``); then the current step's go to their actor."""
+        await self._membership.acquaint(sender)
+        if frame.kind in OTHER_KINDS:
+            await self._on_other(sender, OTHER_KINDS[frame.kind].parse(frame), frame)
+        else:
+            await self._on_step_frame(sender, STEP_KINDS[frame.kind].parse(frame), frame)
+
+    async def _on_step_frame(self, sender: PeerId, message: Message, frame: Frame) -> None:
+        at = self._position
+        step = message.step  # type: ignore[attr-defined]  # all STEP_KINDS have one
+        branch = branch_of(getattr(message, "lineage", at.lineage))
+        if branch != branch_of(at.lineage):
+            return self._rollback.met(sender, branch)
+        rival = hasattr(message, "lineage") and self._forks.heard(sender, step, message.lineage)
+        if at.life.done or step < at.step:
+            return  # late: that step is agreed already
+        work = at.computing(step)
+        if rival or (work is not None and getattr(message, "lineage", work.lineage) != work.lineage):
+            raise ProtocolError(f"{frame.kind} of step {step} from another lineage")
+        if self._ctx.roster.alive(sender):
+            self.refresh_routes()
+        agreeing = isinstance(message, Seal | Shard | Reduced | RoundEntry | Abstain)
+        loads = at.life.state is State.ROLLED_BACK
+        if loads or work is None or (agreeing and step > at.step):
+            ahead = int(self._ctx.plan.delayed)
+            if not loads:
+                self._runner.exchange.on_later(sender, applied=agreeing or step > at.step + ahead)
+            if step <= at.step + 1 + ahead:  # else we are far behind, and find that out
+                self._early.keep(sender, frame, step)
+            return
+        if isinstance(message, Seal | RoundEntry):
+            await self._membership.acquaint(sender, message.stage)
+        await self._to_actor(sender, message, frame)
+        self._ctx.news.touched()
+
+    async def _to_actor(self, sender: PeerId, message: Message, frame: Frame) -> None:
+        exchange = self._runner.exchange
+        match message:
+            case Forward():
+                await self._server.on_forward(sender, message, frame)
+            case Backward() | Done() | Busy() | Lost():
+                self._on_reply(sender, message, frame)
+            case TrainerDone():
+                self._on_trainer_done(message)
+            case Gap():
+                self._trainers.on_gap(sender, message)
+            case Seal():
+                exchange.on_seal(sender, message)
+            case Shard() | Reduced():
+                self._runner.state.averager.on_chunk(sender, message, frame.tensors[0])
+            case RoundEntry():
+                exchange.on_entry(sender, message)
+            case Abstain():
+                exchange.on_abstain(sender, message.attempt)
+            case Back():
+                self.refresh_routes()
+            case Doubted():
+                self._ctx.detector.look_after(message.peer, message.lineage, message.step)
+            case _:
+                raise ProtocolError(f"{frame.kind}: not for this peer")
+
+    async def _on_other(self, sender: PeerId, message: Message, frame: Frame) -> None:
+        match message:
+            case Report():
+                self._reporting.told(sender, message)
+            case Block():
+                for download in self._downloads:  # who does not wait for it drops it
+                    download.on_block(sender, message, frame.tensors[0])
+            case Away():
+                self._ctx.detector.stand_aside(sender)
+            case PartReady():
+                self._checkpoints.on_ready(sender, message)
+            case CheckpointEnd():
+                await self._checkpoints.on_end(sender, message)
+            case _:
+                raise ProtocolError(f"{frame.kind}: not for this peer")
+
+    def _on_trainer_done(self, message: TrainerDone) -> None:
+        work = self._position.computing(message.step)
+        if work is not None and not work.through(message.indices, message.losses):
+            raise ProtocolError("trainer_done: indices outside the step, or not one loss for each")
+
+    def _expects_gradient(self, sender: PeerId, message: Backward, tensors: list[Encoded]) -> None:
+        """Raises ProtocolError."""
+        dispatcher = self._server.dispatcher
+        if dispatcher is None or message.stage != self._ctx.roster.own.stage + 1:
+            raise ProtocolError(f"{message.KIND} from stage {message.stage}: no gradient was asked for there")
+        dispatcher.expects(sender, message, tensors)
+
+    def _on_reply(self, sender: PeerId, message: Backward | Done | Busy | Lost, frame: Frame) -> None:
+        """Answers from stage 0 are the trainer's; from the next stage, the stage server's."""
+        dispatcher = self._server.dispatcher
+        if dispatcher is not None and message.stage == self._ctx.roster.own.stage + 1:
+            dispatcher.on_reply(sender, message, frame.tensors)
+        elif message.stage == 0 and self._trainers.source is not None:
+            self._inwards.on_reply(sender, message, frame.tensors)
+        else:
+            raise ProtocolError(f"{frame.kind} from stage {message.stage}: nothing was sent there")
+
+    def _on_lost(self, peer: PeerId) -> None:
+        """A stream ended: whoever is gone with it is found out about now, and not when something is missed."""
+        self._runner.state.averager.broken(peer)
+        if not self._position.life.done:
+            self._ctx.detector.look_after(peer, self._position.lineage, self._position.step)
+
+    async def _answer_held(self, sender: PeerId, payload: bytes) -> bytes:
+        """Raises MuletrainError while nobody is to count on us."""
+        ask, at = AskHeld.unpack(payload), self._position
+        if not self._ctx.works.is_set():
+            raise MuletrainError("its device does not return")
+        branch = branch_of(at.lineage)
+        self._rollback.met(sender, branch_of(ask.lineage))
+        rival = branch_of(ask.lineage) == branch and self._forks.heard(sender, ask.step, ask.lineage)
+        held = at.progress(ask.step, ask.lineage, brief=ask.brief)
+        if at.life.state is State.LEAVING:
+            held = Held(current=False, step=at.step, stage=self._ctx.roster.own.stage, branch=branch)
+        return held.model_copy(update={"rival": rival, "late": self._ctx.late}).pack()

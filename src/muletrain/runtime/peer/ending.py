@@ -1,0 +1,100 @@
+"""The end of a run: everyone waits for the last checkpoint, and tells the others that they may go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from typing import TYPE_CHECKING
+
+from muletrain.errors import NetworkError
+from muletrain.policy.deadline import backoff_s
+from muletrain.runtime.checkpoint.store import Key
+from muletrain.runtime.core.messages import Finished
+
+if TYPE_CHECKING:
+    from muletrain.network.base import PeerId
+    from muletrain.runtime.checkpoint.checkpoints import Checkpoints
+    from muletrain.runtime.members.context import Context
+    from muletrain.runtime.microbatch.position import Position
+    from muletrain.runtime.step.runner import StepRunner
+
+WEIGH_S = 0.1
+"""Seconds between two looks whether word of the end can be believed; doubles."""
+OFFER_S = 20.0
+"""Seconds after the end, until a stage whose part of the last checkpoint did not come from its writer offers it from every replica; and
+until it does so again."""
+
+
+class Ending:
+    """One peer's."""
+
+    def __init__(self, ctx: Context, position: Position, checkpoints: Checkpoints, runner: StepRunner) -> None:
+        self._ctx, self._position, self._checkpoints, self._runner = ctx, position, checkpoints, runner
+        self._finished: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        """Was the last checkpoint written?"""
+        self._claims: set[PeerId] = set()
+        """Who said that the end is reached."""
+        ctx.net.serve(Finished.KIND, self._answer_finished)
+
+    @property
+    def known(self) -> bool:
+        """Has this peer heard whether the last checkpoint was written?"""
+        return self._finished.done()
+
+    async def finish(self) -> bool:
+        """Wait for the last checkpoint. False if it could not be written."""
+        ctx, key = self._ctx, Key(self._position.step, self._position.applied)
+        if ctx.roster.collector() is None and not self._finished.done():  # others may have told us
+            self._finished.set_result(True)
+        for work in (self._hear_of_end(key), self._offer_last(key)):
+            ctx.spawn(work, "last checkpoint")
+        written = await asyncio.shield(self._finished)
+        await self._checkpoints.tidy(over=written)
+        # everyone passes it on: whoever wrote it may not reach them all, and has no time to try again
+        await asyncio.gather(*(self._dismiss(peer, written) for peer in ctx.roster.everyone()))
+        return written
+
+    async def _hear_of_end(self, key: Key) -> None:
+        written = await self._checkpoints.ended(key)
+        if not self._finished.done():
+            self._finished.set_result(written)
+
+    async def _offer_last(self, key: Key) -> None:
+        """Our stage's writer may have died, or its word got lost."""
+        while not self._finished.done():
+            await self._ctx.clock.sleep(OFFER_S)
+            if self._checkpoints.wants(key):
+                await self._checkpoints.write(key, await self._ctx.compute.state())
+
+    async def _dismiss(self, peer: PeerId, written: bool) -> None:
+        """Tell ``peer`` that it may go: as a call, since we go next and a frame could still be on its way."""
+        with contextlib.suppress(NetworkError):  # it is gone, or others tell it
+            timeout_s = self._ctx.detector.deadline.seconds(1)
+            await self._ctx.net.call(peer, Finished.KIND, Finished(written=written).pack(), timeout_s=timeout_s)
+
+    async def _answer_finished(self, sender: PeerId, payload: bytes) -> bytes:
+        finished = Finished.unpack(payload)
+        if not self._position.life.done:  # it goes next
+            await self._runner.exchange.find_out(sender)
+        if sender not in self._claims:
+            self._claims.add(sender)
+            self._ctx.spawn(self._weigh(sender, finished.written), "word of the end")
+        return b""
+
+    async def _weigh(self, sender: PeerId, written: bool) -> None:
+        """Whether the last checkpoint was written the collector says; of others it is believed once this peer is at the end, too, and
+        the collector that it could ask has gone, or everyone, if that is itself (another may have been before it)."""
+        roster, me = self._ctx.roster, self._ctx.net.peer_id
+        first = roster.collector()
+        for tries in itertools.count():
+            if self._finished.done() or me == roster.genesis.collector:  # nobody knows better
+                return
+            now = roster.collector()
+            if first is not None and first.id == me:
+                waits = bool(roster.others())
+            else:
+                waits = first is not None and now is not None and now.id == first.id != sender
+            if self._position.life.done and not waits:
+                return self._finished.set_result(written)
+            await self._ctx.clock.sleep(backoff_s(tries, WEIGH_S, OFFER_S))

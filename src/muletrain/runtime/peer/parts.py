@@ -1,0 +1,43 @@
+"""When this peer writes its part of a checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from muletrain.runtime.checkpoint.store import Key
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from muletrain.runtime.checkpoint.checkpoints import Checkpoints
+    from muletrain.runtime.members.context import Context
+    from muletrain.runtime.microbatch.position import Position
+
+
+class PartWriter:
+    """Copies the state between two steps, and has it written while training goes on."""
+
+    def __init__(self, ctx: Context, position: Position, checkpoints: Checkpoints) -> None:
+        self._ctx, self._position, self._checkpoints = ctx, position, checkpoints
+        self._written: Key | None = None
+        """What was written last because no trainer was left."""
+
+    async def write(self, key: Key, *, last: bool) -> None:
+        """Our part of the checkpoint ``key``, if one begins there."""
+        if self._checkpoints.begins(key, last=last):
+            self._spawn(key, await self._ctx.compute.state())
+
+    async def write_what_there_is(self) -> None:
+        """Our part of a checkpoint of the weights before this step, which may never be done: once."""
+        at = self._position
+        key = Key(at.step, at.applied)
+        done = key == self._written or not key.step or at.work.all_through  # then another follows soon
+        if done or not at.settled or at.away or not self._checkpoints.begins(key, last=True):
+            return
+        state = await self._ctx.compute.state()
+        if at.settled and key == Key(at.step, at.applied):
+            self._written = key
+            self._spawn(key, state)
+
+    def _spawn(self, key: Key, state: dict[str, Tensor]) -> None:
+        self._ctx.spawn(self._checkpoints.write(key, state), f"part of checkpoint {key.step}")
