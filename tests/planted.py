@@ -14,8 +14,8 @@ from muletrain.errors import NetworkError
 from muletrain.runtime.checkpoint.checkpoints import Checkpoints
 from muletrain.runtime.checkpoint.store import CheckpointStore
 from muletrain.runtime.core.messages import ShardFacts
+from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.core.waiting import Waits
-from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.watchdog import Watchdog
 from muletrain.runtime.microbatch import trainer
 from muletrain.runtime.microbatch.cross_check import GradientCrossCheck
@@ -333,10 +333,10 @@ def a_death_takes_its_replicas_along(patch: pytest.MonkeyPatch) -> None:
 
 
 def work_goes_on_when_it_is_over(patch: pytest.MonkeyPatch) -> None:
-    async def close(self: Context) -> None:
-        self.background.shutdown(wait=False, cancel_futures=True)
+    async def close(self: Tasks) -> None:
+        self._background.shutdown(wait=False, cancel_futures=True)
 
-    patch.setattr(Context, "close", close)
+    patch.setattr(Tasks, "close", close)
 
 
 def counts_what_it_gave_up(patch: pytest.MonkeyPatch) -> None:

@@ -469,7 +469,7 @@ def test_one_taker_has_a_bounded_number_of_blocks_at_once_and_each_a_few_times(m
         await asyncio.sleep(0.01)
         with pytest.raises(MuletrainError, match="4 times"):
             await donor.ask("t", digest, MAX_RUN)
-        await donor.ctx.close()
+        await donor.ctx.tasks.close()
 
     run(scenario)
 
@@ -488,7 +488,7 @@ def test_takers_that_do_not_read_keep_no_more_copies_in_memory(monkeypatch: pyte
         donor.stuck.set()
         await asyncio.sleep(0.01)
         await donor.offer("honest")
-        await donor.ctx.close()
+        await donor.ctx.tasks.close()
 
     run(scenario)
 
@@ -502,7 +502,7 @@ def test_one_taker_has_copies_made_for_a_share_of_the_time(monkeypatch: pytest.M
         await donor.offer("honest")
         donor.now += 120.0
         await donor.offer("liar")
-        await donor.ctx.close()
+        await donor.ctx.tasks.close()
 
     run(scenario)
 

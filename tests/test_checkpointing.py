@@ -147,7 +147,7 @@ class Stages:
 
     async def close(self) -> None:
         for ctx in self.contexts.values():
-            await ctx.close()
+            await ctx.tasks.close()
 
 
 def names(folder: Path) -> list[str]:
@@ -255,7 +255,7 @@ def test_a_part_whose_hash_takes_longer_than_a_look_ends_nobody(
         stages = Stages(tmp_path / "run", sharing="one other")
         assert await stages.checkpoint(4)
         assert await stages.checkpoint(8)
-        assert not any(ctx.failure.done() for ctx in stages.contexts.values())
+        assert not any(ctx.tasks.failure.done() for ctx in stages.contexts.values())
         await stages.close()
 
     play(scenario)

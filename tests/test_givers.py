@@ -205,6 +205,6 @@ def test_the_gradient_of_a_step_that_lies_back_is_for_replicas_alone() -> None:
         assert packed is not None
         assert own.copy("b", packed.digest) is packed
         assert own.copy("stranger", packed.digest) is None
-        await ctx.close()
+        await ctx.tasks.close()
 
     asyncio.run(scenario())

@@ -38,7 +38,6 @@ from .reference import train_plainly
 from .test_equivalence import facts_of, relative_difference
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from muletrain.runs.fleet import LocalFleet
@@ -141,14 +140,15 @@ def real_compute() -> TorchCompute:
     return TorchCompute(facts.spec, facts.cut, 0, setup)
 
 
-def context(compute: Any, notes: list[Any], failure: asyncio.Future[None], *, replicas: int = 2) -> Context:
+def context(compute: Any, notes: list[Any], *, replicas: int = 2) -> Context:
     members = tuple(Member(id=f"p{k}", name=f"p{k}", stage=0, trainer=True, addresses=()) for k in range(replicas))
     genesis = Genesis(
         run_id="run", config=bytes(32), data=bytes(32), stages=1, members=members, collector="p0", first_step=0
     )
     plan = reference.facts_of(SCENARIO).plan
+    nothing: Any = None
     return Context(
-        MemoryHub().join("p0"), LoopClock(), compute, Roster(genesis, "p0"), plan, emit=notes.append, failure=failure
+        MemoryHub().join("p0"), LoopClock(), compute, Roster(genesis, "p0"), plan, emit=notes.append, tasks=nothing
     )
 
 
@@ -167,7 +167,7 @@ def test_a_thread_that_never_returns_is_found_out_though_its_caller_gave_up(monk
     monkeypatch.setattr(compute, "_forward", _forward)
 
     async def scenario() -> None:
-        ctx = context(compute, notes, asyncio.get_running_loop().create_future())
+        ctx = context(compute, notes)
         watching = asyncio.create_task(Watchdog(ctx).run())
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(compute.forward(Microbatch(0, 0), torch.zeros(1, 4, dtype=torch.int64)), 0.1)
@@ -193,9 +193,9 @@ def test_a_thread_that_never_returns_is_found_out_though_its_caller_gave_up(monk
 class Looked:
     """A watchdog on a clock of its own."""
 
-    def __init__(self, failure: asyncio.Future[None], *, replicas: int = 2) -> None:
+    def __init__(self, *, replicas: int = 2) -> None:
         self.now, self.jobs, self.notes = 0.0, Jobs(lambda: self.now), list[Any]()
-        self.ctx = context(self, self.notes, failure, replicas=replicas)
+        self.ctx = context(self, self.notes, replicas=replicas)
         self.watchdog = Watchdog(self.ctx)
 
     def usually(self, what: str, seconds: float, times: int = 15) -> None:
@@ -214,16 +214,9 @@ class Looked:
         return self.ctx.late, not self.ctx.works.is_set()
 
 
-@pytest.fixture
-def failure() -> Iterator[asyncio.Future[None]]:
-    loop = asyncio.new_event_loop()
-    yield loop.create_future()
-    loop.close()
-
-
 @pytest.mark.parametrize(("usual_s", "late_s"), [(0.01, 2.0), (0.5, 2.0), (10.0, 40.0), (0.0, 75.0)])
-def test_what_is_late_is_measured_in_usual_times(usual_s: float, late_s: float, failure: asyncio.Future[None]) -> None:
-    looked = Looked(failure)
+def test_what_is_late_is_measured_in_usual_times(usual_s: float, late_s: float) -> None:
+    looked = Looked()
     if usual_s:
         looked.usually("forward", usual_s)
     job = looked.jobs.begin("forward")
@@ -241,18 +234,18 @@ def test_what_is_late_is_measured_in_usual_times(usual_s: float, late_s: float, 
         looked.pass_s(hung_s(max(late_s, looked.jobs.late_s("forward"))) + LOOK_S)
 
 
-def test_slow_calls_now_and_then_are_usual(failure: asyncio.Future[None]) -> None:
-    looked = Looked(failure)
+def test_slow_calls_now_and_then_are_usual() -> None:
+    looked = Looked()
     for seconds in (0.1, 0.1, 6.0) * 5:
         looked.usually("forward", seconds, times=1)
     assert looked.jobs.late_s("forward") == pytest.approx(2 * 6.0)
 
 
 def test_a_process_that_was_stopped_counts_a_moment_of_it(
-    monkeypatch: pytest.MonkeyPatch, failure: asyncio.Future[None]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """SIGSTOP, a laptop's sleep: an hour passes between two looks."""
-    looked, slept = Looked(failure), list[float]()
+    looked, slept = Looked(), list[float]()
     looked.usually("forward", 0.1)
     looked.jobs.begin("forward")
 
@@ -272,9 +265,9 @@ def test_a_process_that_was_stopped_counts_a_moment_of_it(
     assert looked.state == (False, False)
 
 
-def test_what_runs_beside_the_device_only_ends_a_peer_that_waits_for_very_long(failure: asyncio.Future[None]) -> None:
+def test_what_runs_beside_the_device_only_ends_a_peer_that_waits_for_very_long() -> None:
     """States are written and hashed there, on disks that may be slow."""
-    looked = Looked(failure)
+    looked = Looked()
     looked.jobs.begin("state", device=False)
     looked.pass_s(1000.0)
     assert looked.state == (False, False)
@@ -282,8 +275,8 @@ def test_what_runs_beside_the_device_only_ends_a_peer_that_waits_for_very_long(f
         looked.pass_s(hung_s(jobs.UNMEASURED_S))
 
 
-def test_the_last_of_a_stage_stays_in(failure: asyncio.Future[None]) -> None:
-    looked = Looked(failure, replicas=1)
+def test_the_last_of_a_stage_stays_in() -> None:
+    looked = Looked(replicas=1)
     looked.usually("forward", 0.1)
     looked.jobs.begin("forward")
     looked.pass_s(100.0)

@@ -127,7 +127,7 @@ def test_who_is_slow_to_answer_gets_twice_the_time_when_it_is_asked_again() -> N
             begin = clock.now()
             answered.append(await ctx.detector.probe("b", genesis.lineage, 0) is not None)
             took_s.append(clock.now() - begin)
-        await ctx.close()
+        await ctx.tasks.close()
         await net.close()
         await other.close()
         return answered
@@ -165,7 +165,7 @@ def test_before_it_tries_again_a_peer_looks_at_what_it_works_on_itself() -> None
         assert await survey.still_missing(genesis.lineage, 0, 3, (0, 1)) == ((1,), 2.5)
         assert 1.0 <= clock.now() < 2.0
         assert await survey.still_missing(genesis.lineage, 0, 2, (0, 1)) == ((0, 1), None)
-        await ctx.close()
+        await ctx.tasks.close()
         await net.close()
         await other.close()
 

@@ -103,7 +103,7 @@ def test_whether_a_peer_is_there_is_a_short_answer() -> None:
         position = Position(ctx, 0, genesis.lineage)
         position.work.through(range(count), [1.0] * count)
         answers = [position.progress(0, genesis.lineage, brief=brief) for brief in (True, False)]
-        await ctx.close()
+        await ctx.tasks.close()
         return answers[0], answers[1]
 
     brief, whole = run_virtually(scenario(), 1.0, [])
@@ -197,7 +197,7 @@ def test_all_are_asked_what_they_know_before_a_wait_is_given_up(peers: int, at_o
         await exchange.ask_everyone()
         await asyncio.sleep(1)
         assert asked["p003"] == before + 1
-        await ctx.close()
+        await ctx.tasks.close()
         for net in nets.values():
             await net.close()
 

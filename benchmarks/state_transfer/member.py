@@ -117,7 +117,7 @@ async def main(rank: int, donors: int, folder: Path) -> None:
                 await asyncio.sleep(0.1)
         else:
             await take(ctx, receiver, compute, folder)
-        await ctx.close()
+        await ctx.tasks.close()
         await network.close()
 
 

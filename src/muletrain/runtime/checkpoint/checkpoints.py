@@ -251,7 +251,7 @@ class Checkpoints:
         opened = self._opened(key, at_any_rate=True)
         assert opened is not None
         buffers = state_buffers(state)
-        facts = PartFacts(sum(map(len, buffers)), await ctx.aside(_sha256, buffers))
+        facts = PartFacts(sum(map(len, buffers)), await ctx.tasks.aside(_sha256, buffers))
         if self._shares_target():
             await self._store(key, opened, stage, facts, buffers)
         if key not in self._ended:
@@ -329,7 +329,7 @@ class Checkpoints:
     async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
         """Raises MuletrainError when the part is not here, or not for the sender."""
         ask = AskPart.unpack(payload)
-        if self._ctx.closed:
+        if self._ctx.tasks.closed:
             raise MuletrainError("this peer begins anew; ask again")
         if not await self._may_have(sender, ask.stage):
             raise MuletrainError(
@@ -373,7 +373,7 @@ class Checkpoints:
             raise CheckpointError("this peer keeps no checkpoints")
         try:
             content = await self._book.place.disk.call(self._book.place.read_part, key, stage)
-            state: dict[str, Tensor] = await self._ctx.aside(safetensors.torch.load, content)
+            state: dict[str, Tensor] = await self._ctx.tasks.aside(safetensors.torch.load, content)
         except (OSError, safetensors.SafetensorError) as e:
             raise CheckpointError(f"stage {stage}'s part of checkpoint {key.step} is not here: {e}") from e
         return state
@@ -382,7 +382,7 @@ class Checkpoints:
         """What of all checkpoints is in our place."""
         if self._book is None:
             return {}
-        if self._ctx.closed:
+        if self._ctx.tasks.closed:
             return dict(self._parts)
         complete = self._book.complete
         with suppress(OSError):  # a store that cannot be reached now: what it had
@@ -398,7 +398,7 @@ class Checkpoints:
         facts = PartFacts(20 * ctx.compute.n_params, digest)
         try:
             state = await self.read(key, stage)
-            if await ctx.aside(_sha256, state_buffers(state)) == digest:
+            if await ctx.tasks.aside(_sha256, state_buffers(state)) == digest:
                 return state
         except CheckpointError:
             pass
@@ -521,7 +521,7 @@ class Checkpoints:
         ask = AskPart(step=key.step, lineage=key.lineage, stage=stage)
         state = await self._receiver.take_part(ask, *key, holders, facts.size)
         buffers = state_buffers(state)
-        if await self._ctx.aside(_sha256, buffers) != facts.digest:
+        if await self._ctx.tasks.aside(_sha256, buffers) != facts.digest:
             raise ProtocolError(f"stage {stage}'s part of checkpoint {key.step}: its content is not what was announced")
         return state
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,13 +11,12 @@ from muletrain.events import FrameRefused, SlotWorked
 from muletrain.policy.deadline import Pulse
 from muletrain.runtime.core.plan import Plan, StepStats
 from muletrain.runtime.core.slot import PriorityLock
+from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.core.waiting import News
 from muletrain.runtime.members.detector import FailureDetector
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
-
-    from torch import Tensor
 
     from muletrain.clock import Clock
     from muletrain.compute.base import Compute
@@ -62,8 +60,7 @@ class Context:
     stats: StepStats = field(default_factory=StepStats)
     device: PriorityLock = field(default_factory=PriorityLock)
     """The compute slot: backward before forward when both wait."""
-    background: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="background"))
-    """For work that may take seconds (hashing, the disk): neither the event loop nor ``Compute.offload`` waits for it."""
+    tasks: Tasks = field(default_factory=Tasks)
     news: News = field(default_factory=News)
     """Told when something happened that a wait may depend on."""
     reached: Callable[[Phase, int], None] = lambda phase, step: None
@@ -74,39 +71,13 @@ class Context:
     """This peer's device is at something for unusually long (``runtime.members.watchdog``)."""
     works: asyncio.Event = field(default_factory=_set)
     """Not while it is for so long that nobody is to count on this peer."""
-    closed: bool = False
-    """The peer has left its stage (calls may still come)."""
-    _tasks: dict[asyncio.Task[Any], None] = field(default_factory=dict)
-    """In the order in which they began: a set would have one that depends on addresses."""
-    failure: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def __post_init__(self) -> None:
         self.detector = FailureDetector(self)
 
-    def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        """A background task whose unexpected failure ends the peer, loudly, instead of being swallowed. Cancelled once the peer has left
-        its stage."""
-        task = asyncio.create_task(work, name=name)
-        self._tasks[task] = None
-        task.add_done_callback(self._finished)
-        if self.closed:
-            task.cancel()
-        return task
-
-    def _finished(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.pop(task, None)
-        if not task.cancelled() and (error := task.exception()) is not None and not self.failure.done():
-            self.failure.set_exception(error)
-
-    async def close(self) -> None:
-        self.closed = True
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self.background.shutdown(wait=False, cancel_futures=True)
-        if not self.failure.done():
-            self.failure.cancel()
+    def spawn(self, work: Coroutine[Any, Any, R], name: str) -> asyncio.Task[R]:
+        """A background task (``Tasks.spawn``)."""
+        return self.tasks.spawn(work, name)
 
     async def send(
         self, peer: PeerId, message: Message, tensors: list[Any] | None = None, *, frame: Frame | None = None
@@ -147,10 +118,3 @@ class Context:
         lost = [s for s in range(self.plan.stages) if not self.roster.stage(s)]
         gone = f"no peer of stages {lost} can be reached" if lost else "every stage can be reached"
         return gone if self.roster.trainers() else f"{gone}, no trainer can"
-
-    async def aside(self, fn: Callable[..., R], *args: Any) -> R:
-        """Run ``fn`` in the background thread, after what was given to it before."""
-        return await asyncio.get_running_loop().run_in_executor(self.background, fn, *args)
-
-    async def offload(self, fn: Callable[..., Tensor], *args: Any) -> Tensor:
-        return await self.compute.offload(fn, *args)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import DeadlineExceeded, NetworkError, ProtocolError
 from muletrain.events import MemberAdmitted, Note
@@ -51,7 +51,7 @@ class Membership:
             if roster.own == own:
                 return
 
-    async def _answers(self, calls: dict[asyncio.Task[None], PeerId]) -> None:
+    async def _answers(self, calls: dict[asyncio.Task[Any], PeerId]) -> None:
         """Whoever takes much longer than others is not counted on until it answers."""
         clock = self._ctx.clock
         begin = clock.now()

@@ -183,7 +183,7 @@ class StageServer:
 
     async def _receive(self, held: _Held, tensors: list[Encoded]) -> tuple[Tensor, Tensor]:
         begin = self.ctx.clock.now()
-        inputs = await self.ctx.offload(decode, tensors[0])
+        inputs = await self.ctx.compute.offload(decode, tensors[0])
         targets = decode(tensors[1])
         held.busy_s += self.ctx.clock.now() - begin
         self.ctx.worked("receive", "decode", begin, held.message.step, held.message.index)

@@ -160,15 +160,15 @@ class Peer:
         main = asyncio.create_task(self._train(), name="train")
         self._ctx.spawn(Watchdog(self._ctx).run(), "watchdog")
         try:
-            waiting: set[asyncio.Future[Any]] = {main, self._ctx.failure, self._rollback.ordered}
+            waiting: set[asyncio.Future[Any]] = {main, self._ctx.tasks.failure, self._rollback.ordered}
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if self._ctx.failure.done() and not main.done() and not self.begins_anew:
-                self._ctx.failure.result()
+            if self._ctx.tasks.failure.done() and not main.done() and not self.begins_anew:
+                self._ctx.tasks.failure.result()
             return self.begins_anew or await main
         finally:
             main.cancel()
             await asyncio.gather(main, return_exceptions=True)
-            await self._ctx.close()
+            await self._ctx.tasks.close()
 
     @property
     def begins_anew(self) -> bool:

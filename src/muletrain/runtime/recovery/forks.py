@@ -168,7 +168,9 @@ class Forks:
 
     async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
         ask, own, position = AskStay.unpack(payload), self._ctx.roster.own, self._position
-        stays = not (self._going or position.away or self._ctx.closed) and position.chain.at(ask.step) == ask.lineage
+        stays = (
+            not (self._going or position.away or self._ctx.tasks.closed) and position.chain.at(ask.step) == ask.lineage
+        )
         if stays and ask.promise:
             self._promised = self._ctx.clock.now() + STAY_S
         return Stay(stays=stays, stage=own.stage, trainer=own.trainer).pack()

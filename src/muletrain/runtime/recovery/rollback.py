@@ -305,7 +305,7 @@ class Rollback:
         ctx, own = self._ctx, branch_of(self._where().lineage)
         if branch > own and not self._position.life.joining:
             self._consider(peer, None)
-        elif branch < own and (back := self._began_with()) is not None and not ctx.closed:
+        elif branch < own and (back := self._began_with()) is not None and not ctx.tasks.closed:
             now = ctx.clock.now()
             if now - self._told.get(peer, float("-inf")) >= AGAIN_S:
                 self._told[peer] = now
@@ -321,7 +321,7 @@ class Rollback:
         ctx, now = self._ctx, self._ctx.clock.now()
         heard, pause_s = (self._heard, AGAIN_S) if order is None else (self._ordered_by, LOOK_S)
         again = now - heard.get(peer, float("-inf")) < pause_s  # each time all peers may be asked
-        if not (self._learning or self.ordered.done() or ctx.closed or again):
+        if not (self._learning or self.ordered.done() or ctx.tasks.closed or again):
             self._learning, heard[peer] = True, now
             ctx.spawn(self._learn(peer, order), "learn of a step back")
 

@@ -117,7 +117,7 @@ class Snapshots:
     async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
         """Raises MuletrainError for a taker of another stage, and for one that is no member."""
         ask, own = AskSnapshot.unpack(payload), self._ctx.roster.own
-        if ask.stage != own.stage or self._ctx.closed:
+        if ask.stage != own.stage or self._ctx.tasks.closed:
             raise MuletrainError(f"this peer does not serve stage {ask.stage} (any more)")
         if self._ctx.roster.expelled(sender):  # it missed that
             raise MuletrainError("the peer that asks was expelled: it computed false gradients")
@@ -224,7 +224,7 @@ class Snapshots:
         kept = self._kept.get(digest)
         if kept is None and (past := self._log.copy(taker, digest)) is not None:
             return past
-        if kept is None or taker not in kept.takers or self._ctx.closed:
+        if kept is None or taker not in kept.takers or self._ctx.tasks.closed:
             raise MuletrainError("this copy is not kept for you (any more); ask for another")
         kept.asked = self._ctx.clock.now()
         if not kept.part:

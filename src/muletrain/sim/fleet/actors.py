@@ -31,6 +31,7 @@ from muletrain.runtime.checkpoint.store import Folder
 from muletrain.runtime.core.disk import Disk
 from muletrain.runtime.core.messages import Backward, Forward, Member, Reduced, Shard
 from muletrain.runtime.core.plan import Plan, capacity
+from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.peer.peer import Peer
@@ -289,7 +290,7 @@ class Actors:
             hollow = HollowCompute(stage, self._plan.stages, self._clock, ending_s)
             compute = PacedCompute(hollow, self._clock, kind.forward_s[stage], kind.backward_s[stage])
             ctx = Context(
-                network, self._clock, compute, roster, self._plan, lambda e: self._note(name, e), background=InlineExecutor()
+                network, self._clock, compute, roster, self._plan, lambda e: self._note(name, e), tasks=Tasks(InlineExecutor())
             )  # fmt: skip
             fits = kind.fits.__contains__
             return Peer(ctx, source=HollowTokens(), book=Book(place), joining=joins, back=back, fits=fits)

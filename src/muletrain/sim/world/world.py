@@ -42,6 +42,7 @@ from muletrain.runtime.checkpoint.checkpoints import Book
 from muletrain.runtime.checkpoint.store import Folder
 from muletrain.runtime.core.disk import Disk
 from muletrain.runtime.core.messages import Member
+from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.peer.peer import Peer
@@ -288,7 +289,7 @@ class World:
                 await self._start.load(stage, roster.own.stage)
             compute = self.computes[name] = PacedCompute(stage, clock, FORWARD_S, BACKWARD_S)
             note = partial(self._note, name)
-            ctx = Context(network, clock, compute, roster, self._facts.plan, note, background=InlineExecutor())
+            ctx = Context(network, clock, compute, roster, self._facts.plan, note, tasks=Tasks(InlineExecutor()))
             source = reference.Tokens(self._facts) if sharing is None else sharing.source
 
             def on_step(record: StepRecord) -> bool:
