@@ -11,7 +11,6 @@ from muletrain.errors import NetworkError
 from muletrain.events import FrameRefused, SlotWorked
 from muletrain.policy.deadline import Pulse
 from muletrain.runtime.core.plan import Plan, StepStats
-from muletrain.runtime.core.slot import PriorityLock
 from muletrain.runtime.core.waiting import News
 from muletrain.runtime.members.detector import FailureDetector
 
@@ -60,8 +59,6 @@ class Context:
     plan: Plan
     emit: Callable[[Event], None]
     stats: StepStats = field(default_factory=StepStats)
-    device: PriorityLock = field(default_factory=PriorityLock)
-    """The compute slot: backward before forward when both wait."""
     background: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="background"))
     """For work that may take seconds (hashing, the disk): neither the event loop nor ``Compute.offload`` waits for it."""
     news: News = field(default_factory=News)

@@ -302,7 +302,7 @@ class Peer:
                 self._over = self.position.over = True
                 self.runner.advance(record)
                 self._end_trainers(step + 1)
-                self.position.work.over = True
+                self.position.work.end()
                 self._pipeline.abandon()
                 written = await self._finish()
                 break
