@@ -1,4 +1,4 @@
-"""Who computes next, what is not computed after all, and how results leave a device while it goes on."""
+"""Which call computes next, which computes nothing after all, and how results leave a device while it goes on."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from .test_compute import MB, OPTIMIZER, SPEC, Fleet, data, fleet, run, through,
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from muletrain.config.schema import OptimizerConfig
 
 __all__ = ["fleet"]
 DELAYED = OPTIMIZER.model_copy(update={"delayed": True})
@@ -51,7 +53,7 @@ async def passes(times: int = 3) -> None:
 # The slot -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_lowest_number_goes_first_then_who_came_first() -> None:
+def test_lower_numbers_go_first_and_equal_ones_in_the_order_they_came() -> None:
     async def scenario() -> None:
         queue = Queue()
         tasks = [queue.add(name, int(name[0])) for name in ("1a", "1b", "0a", "2a", "0b", "1c")]
@@ -66,7 +68,7 @@ def test_the_lowest_number_goes_first_then_who_came_first() -> None:
 
 @pytest.mark.parametrize("handed", [False, True])
 def test_a_waiter_that_is_cancelled_leaves_its_place(handed: bool) -> None:
-    """Also when the slot has just been handed to it, but it has not run yet."""
+    """Also if the slot was just handed to it and it has not run since."""
 
     async def scenario() -> None:
         queue = Queue()
@@ -140,7 +142,7 @@ def test_a_brief_holder_waits_for_its_turn_and_for_no_more() -> None:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """While it is clear, compute threads stand still at tokens: at the beginning of the first stage, before the loss of the last."""
+    """While it is clear, compute threads wait where they check tokens: at the start of the first stage and of the last one."""
     event, right = threading.Event(), checks.check_token_values
     event.set()
 
@@ -154,7 +156,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def test_nothing_is_computed_for_a_step_that_is_over(fleet: Fleet, gate: threading.Event) -> None:
-    """What waited while the step was applied raises when its turn comes, and leaves nothing."""
+    """A call that waited while the step was applied raises when its turn comes, and leaves nothing."""
     (part,) = fleet(1)
     x, targets = data(MB)
 
@@ -208,18 +210,48 @@ def test_backward_goes_before_forward_where_the_caller_says_so(fleet: Fleet, gat
     assert began == ["forward 1", "backward", "forward 2"]
 
 
-def test_a_delayed_update_begins_when_nothing_computes_and_lets_the_next_step_compute(
-    fleet: Fleet, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (part,) = fleet(1, optimizer=DELAYED)
-    x, targets = data(MB)
-    updating, right = threading.Event(), StageWeights.apply
+@pytest.fixture
+def updates(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Optimizer steps wait until it is set."""
+    event, right = threading.Event(), StageWeights.apply
 
     def apply(self: StageWeights, *arguments: Any, **more: Any) -> None:
-        updating.wait(20)
+        event.wait(20)
         right(self, *arguments, **more)
 
     monkeypatch.setattr(StageWeights, "apply", apply)
+    yield event
+    event.set()
+
+
+@pytest.mark.parametrize("optimizer", [OPTIMIZER, DELAYED], ids=["at once", "delayed"])
+def test_an_update_keeps_the_slot_unless_it_is_delayed(
+    fleet: Fleet, updates: threading.Event, optimizer: OptimizerConfig
+) -> None:
+    (part,) = fleet(1, optimizer=optimizer)
+    x, targets = data(MB)
+
+    async def scenario() -> None:
+        began = asyncio.Event()
+        applied = asyncio.create_task(part.apply(torch.ones(part.n_params), Update(0, 1.0, skip=False)))
+        await passes()
+        computed = asyncio.create_task(
+            part.loss_backward(Microbatch(1, 0), x, targets, Turn(begins=began.set), accumulate=True)
+        )
+        await asyncio.sleep(0.05)
+        assert began.is_set() == optimizer.delayed
+        updates.set()
+        await applied
+        await computed
+
+    run(scenario())
+
+
+def test_a_delayed_update_begins_when_nothing_computes_and_lets_the_next_step_compute(
+    fleet: Fleet, gate: threading.Event, updates: threading.Event
+) -> None:
+    (part,) = fleet(1, optimizer=DELAYED)
+    x, targets = data(MB)
 
     async def scenario() -> None:
         gate.clear()
@@ -235,7 +267,7 @@ def test_a_delayed_update_begins_when_nothing_computes_and_lets_the_next_step_co
         await through([part], Microbatch(1, 0))
         assert step.over
         assert not applied.done()
-        updating.set()
+        updates.set()
         await applied
 
     run(scenario())
@@ -245,7 +277,7 @@ def test_a_delayed_update_begins_when_nothing_computes_and_lets_the_next_step_co
 
 
 def test_the_event_loop_is_free_while_a_gradient_waits_for_the_device(fleet: Fleet, gate: threading.Event) -> None:
-    """And who gives up waiting takes nothing back that is on its way into the accumulator."""
+    """A caller that is cancelled meanwhile does not cancel what is on its way into the accumulator."""
     (part,) = fleet(1)
     x, targets = data(MB)
 
@@ -271,7 +303,7 @@ def test_the_event_loop_is_free_while_a_gradient_waits_for_the_device(fleet: Fle
 
 
 class Observed(Staging):
-    """It copies without a device, and only while it is ``open``."""
+    """Staging without a device. It copies while ``open`` is set."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -286,7 +318,7 @@ class Observed(Staging):
 
 @pytest.fixture
 def staging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Observed]:
-    """Every stage made from now on has it, as if it computed on a device of its own."""
+    """Stages made from now on use it, as if they computed on a device."""
     observed = Observed()
     monkeypatch.setattr(torch_compute, "staging_for", lambda device: observed)
     yield observed
@@ -297,7 +329,7 @@ async def arrived(result: Result) -> torch.Tensor:
     return await result
 
 
-def test_training_by_way_of_staging_gives_the_same_bits(fleet: Fleet, request: pytest.FixtureRequest) -> None:
+def test_training_through_staging_gives_the_same_bits(fleet: Fleet, request: pytest.FixtureRequest) -> None:
     direct = fleet(2)
     staging = request.getfixturevalue("staging")
     copied = fleet(2)
@@ -308,7 +340,7 @@ def test_training_by_way_of_staging_gives_the_same_bits(fleet: Fleet, request: p
 
 
 def test_the_next_microbatch_computes_while_a_result_leaves(fleet: Fleet, staging: Observed) -> None:
-    """Who gives up on a result has lost that alone: the call had returned, so its gradient counts."""
+    """A caller that stops waiting for a result loses the result only: the call had returned, so its gradient counts."""
     _, last = fleet(2)
 
     async def computed(index: int) -> Result:
@@ -319,6 +351,7 @@ def test_the_next_microbatch_computes_while_a_result_leaves(fleet: Fleet, stagin
     async def scenario() -> None:
         staging.open.clear()
         leaving = asyncio.create_task(arrived(await computed(0)))
+        await passes()
         second = await computed(1)
         assert not leaving.done()
         leaving.cancel()

@@ -1,8 +1,8 @@
 """The ``Compute`` seam: one stage's weights and the arithmetic on them.
 
 Shapes: B sequences per microbatch, T tokens per sequence, D model width, P parameters of the stage (flat).
-No call blocks the event loop. Whoever calls ``forward``, ``backward``, ``loss_backward`` or ``apply`` says by a ``Turn`` how urgent it is;
-who computes next, and how many microbatches compute together, is up to the implementation.
+No call blocks the event loop. ``forward``, ``backward``, ``loss_backward`` and ``apply`` take a ``Turn``: how urgent the call is, and what
+to check right before the work. The implementation decides which call computes next, and how many microbatches compute together.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class Compute(Protocol):
     """One stage of the model, resident on some device. Under delayed updates a step computes with the weights before the
     update by the step before it, and two steps have an accumulator at once.
 
-    ``forward``, ``backward`` and ``loss_backward`` return as soon as the microbatch is computed: it is in the accumulator then, and only
-    then (a cancelled call leaves nothing). What they return may still be on its way to the host (``Result``), while the next microbatch
+    ``forward``, ``backward`` and ``loss_backward`` return as soon as the microbatch is computed. Its gradient is in the accumulator exactly
+    if the call returned: a cancelled call leaves nothing. The ``Result`` may still be on its way to the host, while the next microbatch
     computes.
     """
 
     stage: int
     stages: int
     delayed: bool
-    """Under delayed updates ``apply`` runs beside the next step; else nothing computes meanwhile."""
+    """Updates are delayed: ``apply`` runs beside the next step. Otherwise nothing computes during ``apply``."""
     n_params: int
     """P: length of the flat gradient."""
     jobs: Jobs
@@ -86,8 +86,8 @@ class Compute(Protocol):
         ...
 
     async def apply(self, gradient: Tensor, update: Update, turn: Turn = AT_ONCE) -> None:
-        """Optimizer step with the reduced mean gradient (flat fp32 [P], CPU), then clear the step's accumulator. Once the turn has begun,
-        nothing called before is computing with the weights that go."""
+        """Optimizer step with the reduced mean gradient (flat fp32 [P], CPU), then clear the step's accumulator. When its turn
+        begins, no microbatch is computing with the weights that it replaces."""
         ...
 
     def clear(self, step: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,7 @@ PIECE = 1 << 22
 
 
 class Result:
-    """What a stage computed: ``await`` gives it in host memory."""
+    """A tensor that a stage computed. ``await`` returns it in host memory."""
 
     def __init__(self, values: Tensor, to_host: Callable[[Tensor], Awaitable[Tensor]] | None = None) -> None:
         """``to_host`` copies ``values``; None: they are in host memory."""
@@ -47,13 +46,15 @@ class Staging:
         """Returns when ``values``, at most ``PIECE`` fp32 numbers on the device, are in ``out``. The kernels that compute them have ended,
         or ``follow`` was called after their launch."""
         staged = self._buffer[: values.numel()]
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            staged.copy_(values, non_blocking=True)
-        if self._stream is not None:
+        if self._stream is None:
+            staged.copy_(values)
+        else:
+            with torch.cuda.stream(self._stream):
+                staged.copy_(values, non_blocking=True)
             self._stream.synchronize()
         out.copy_(staged)
 
 
 def staging_for(device: torch.device) -> Staging | None:
-    """None where the device computes in host memory."""
+    """None for a device that computes in host memory."""
     return None if device.type == "cpu" else Staging(device)

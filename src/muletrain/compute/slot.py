@@ -1,4 +1,4 @@
-"""The compute slot: who computes next, and what is asked right before the work begins."""
+"""The compute slot: which call computes next, and what is checked right before the work begins."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def _nothing() -> None:
 
 
 class Turn(NamedTuple):
-    """What the runtime says about a call that has to wait for the slot."""
+    """How urgent a call of ``Compute`` is, and what happens when its turn comes."""
 
     priority: int = 0
-    """The lowest number goes first, then first come."""
+    """Lower numbers go first. Calls with the same number go in the order in which they came."""
     begins: Callable[[], None] = _nothing
-    """Called once, right before the work. If it raises, the call raises the same and nothing is computed."""
+    """Called once, right before the work. If it raises, the call raises the same error and computes nothing."""
 
 
 AT_ONCE = Turn()
@@ -54,7 +54,7 @@ class Slot:
             try:
                 await turn
             except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():  # it was ours already: pass it on
+                if turn.done() and not turn.cancelled():  # the slot was ours already: pass it on
                     self._release()
                 raise
         self._held = True

@@ -273,13 +273,13 @@ class TorchCompute:
     async def gradient(self, step: int) -> Tensor:
         """Waits for additions still queued. On the CPU it is the accumulator itself, until the step is applied."""
         if self._pending is not None and not self._pending.done():
-            await asyncio.shield(asyncio.wrap_future(self._pending))  # who gives up here must not cancel an addition
+            await asyncio.shield(asyncio.wrap_future(self._pending))  # a cancelled caller must not cancel the addition
         if self._staging is not None:
             self._staging.follow()
         return await self._to_host(self._weights.accumulator(step))
 
     async def _to_host(self, values: Tensor) -> Tensor:
-        """fp32, contiguous. In pieces, so that a result does not wait for a whole gradient."""
+        """Copies contiguous fp32 ``values`` in pieces, so that a result never waits for a whole gradient."""
         if self._staging is None:
             return values
         flat, out = values.view(-1), torch.empty(values.numel())

@@ -54,7 +54,7 @@ class _Held:
     admitted: float
     busy_s: float = 0.0
     begun: float = math.nan
-    """When its turn on the compute came last."""
+    """When its latest turn on the compute began."""
     computed_s: float = 0.0
     excused: bool = False
     task: asyncio.Task[None] | None = None
@@ -236,7 +236,7 @@ class StageServer:
         return Turn(priority, partial(self._begin, held, phases))
 
     def _begin(self, held: _Held, phases: tuple[Phase, ...]) -> None:
-        """Its turn has come. Raises TooLate."""
+        """Called when its turn has come. Raises TooLate."""
         held.work.check()
         for phase in phases:
             self.ctx.reached(phase, held.message.step)
