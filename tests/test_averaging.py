@@ -147,7 +147,7 @@ def test_who_applies_a_step_for_long_is_waited_for_as_long_as_that_takes() -> No
         async def held(sender: str, payload: bytes) -> bytes:
             return Held(current=False, step=0, stage=0).pack()
 
-        async def apply(gradient: Any, update: Any) -> None:
+        async def apply(gradient: Any, update: Any, turn: Any) -> None:
             await asyncio.sleep(10.0)
 
         async def digest() -> bytes:

@@ -77,10 +77,11 @@ async def through(stages: list[Any], mb: Microbatch, *, accumulate: bool = True)
     """One microbatch forward and backward through all stages."""
     x, targets = data(mb)
     for stage in stages[:-1]:
-        x = await stage.forward(mb, x)
+        x = await (await stage.forward(mb, x))
     loss, grad = await stages[-1].loss_backward(mb, x, targets, accumulate=accumulate)
     for stage in reversed(stages[:-1]):
-        grad = await stage.backward(mb, grad, accumulate=accumulate)
+        assert grad is not None
+        grad = await stage.backward(mb, await grad, accumulate=accumulate)
     assert grad is None
     return float(loss)
 
@@ -90,7 +91,7 @@ async def train(stages: list[Any], steps: int = STEPS) -> list[float]:
     for step in range(steps):
         losses += [await through(stages, Microbatch(step, index)) for index in range(MICROBATCHES)]
         for stage in stages:
-            await stage.apply(stage.gradient(step) / MICROBATCHES, Update(step, 0.5, skip=False))
+            await stage.apply(await stage.gradient(step) / MICROBATCHES, Update(step, 0.5, skip=False))
     return losses
 
 
@@ -165,21 +166,22 @@ def test_fp16_scales_the_loss_inside_only(fleet: Fleet) -> None:
     half, full = fleet(2, precision=Precision.FP16), fleet(2)
     run(through(half, MB))
     run(through(full, MB))
-    for a, b in zip(half, full, strict=True):
-        assert float((a.gradient(0) - b.gradient(0)).norm() / b.gradient(0).norm()) < 0.02
+    for scaled, plain in zip(half, full, strict=True):
+        a, b = run(scaled.gradient(0)), run(plain.gradient(0))
+        assert float((a - b).norm() / b.norm()) < 0.02
 
 
 def test_a_skipped_step_changes_nothing_but_the_accumulator(fleet: Fleet) -> None:
     (part,) = fleet(1)
     before = run(part.digest())
     run(through([part], MB))
-    assert part.gradient(0).norm() > 0
-    run(part.apply(part.gradient(0) / MICROBATCHES, Update(0, 1.0, skip=True)))
+    assert run(part.gradient(0)).norm() > 0
+    run(part.apply(run(part.gradient(0)) / MICROBATCHES, Update(0, 1.0, skip=True)))
     assert run(part.digest()) == before
-    assert part.gradient(0).norm() == 0
+    assert run(part.gradient(0)).norm() == 0
     run(through([part], MB))
     part.clear(0)
-    assert part.gradient(0).norm() == 0
+    assert run(part.gradient(0)).norm() == 0
 
 
 def test_apply_leaves_the_gradient_it_was_given(fleet: Fleet) -> None:
@@ -211,11 +213,11 @@ def test_auto_stashes_what_the_budget_allows_and_gets_it_back(fleet: Fleet) -> N
 
     async def three() -> None:
         microbatches = [Microbatch(0, index) for index in range(3)]
-        outputs = [await first.forward(mb, data(mb)[0]) for mb in microbatches]
+        outputs = [await (await first.forward(mb, data(mb)[0])) for mb in microbatches]
         for mb, output in zip(microbatches, outputs, strict=True):
             _, grad = await last.loss_backward(mb, output, data(mb)[1], accumulate=True)
             assert grad is not None
-            await first.backward(mb, grad, accumulate=True)
+            await first.backward(mb, await grad, accumulate=True)
 
     run(three())
     assert first.counters.recomputed == 1
@@ -239,21 +241,23 @@ def test_without_accumulating_only_the_gradient_passes_on(fleet: Fleet) -> None:
     parts = fleet(3)
     x, targets = data(MB)
 
-    async def gradients(accumulate: bool) -> list[torch.Tensor | None]:
-        h = await parts[0].forward(MB, x)
-        k = await parts[1].forward(MB, h)
-        _, g2 = await parts[2].loss_backward(MB, k, targets, accumulate=accumulate)
-        assert g2 is not None
-        g1 = await parts[1].backward(MB, g2, accumulate=accumulate)
-        assert g1 is not None
-        return [g2, g1, await parts[0].backward(MB, g1, accumulate=accumulate)]
+    async def gradients(accumulate: bool) -> list[torch.Tensor]:
+        h = await (await parts[0].forward(MB, x))
+        k = await (await parts[1].forward(MB, h))
+        _, last = await parts[2].loss_backward(MB, k, targets, accumulate=accumulate)
+        assert last is not None
+        g2 = await last
+        middle = await parts[1].backward(MB, g2, accumulate=accumulate)
+        assert middle is not None
+        g1 = await middle
+        assert await parts[0].backward(MB, g1, accumulate=accumulate) is None
+        return [g2, g1]
 
     dry = run(gradients(False))
-    assert [float(c.gradient(0).norm()) for c in parts] == [0, 0, 0]
+    assert [float(run(c.gradient(0)).norm()) for c in parts] == [0, 0, 0]
     wet = run(gradients(True))
-    assert all(float(c.gradient(0).norm()) > 0 for c in parts)
-    assert dry[2] is None
-    for a, b in zip(dry[:2], wet[:2], strict=True):
+    assert all(float(run(c.gradient(0)).norm()) > 0 for c in parts)
+    for a, b in zip(dry, wet, strict=True):
         assert torch.equal(a, b)
 
 
@@ -265,7 +269,7 @@ def test_cancelled_calls_never_reach_the_accumulator(fleet: Fleet) -> None:
 
     async def disturbed() -> None:
         x, targets = data(MB)
-        h = await first.forward(MB, x)
+        h = await (await first.forward(MB, x))
         blocked = threading.Event()
         first._thread.submit(blocked.wait)
         last._thread.submit(blocked.wait)
@@ -286,8 +290,8 @@ def test_cancelled_calls_never_reach_the_accumulator(fleet: Fleet) -> None:
         await through([first, last], MB)
 
     run(disturbed())
-    assert torch.equal(first.gradient(0), undisturbed[0].gradient(0))
-    assert torch.equal(last.gradient(0), undisturbed[1].gradient(0))
+    assert torch.equal(run(first.gradient(0)), run(undisturbed[0].gradient(0)))
+    assert torch.equal(run(last.gradient(0)), run(undisturbed[1].gradient(0)))
 
 
 def test_a_cancelled_forward_gives_its_budget_back(fleet: Fleet) -> None:
@@ -299,7 +303,7 @@ def test_a_cancelled_forward_gives_its_budget_back(fleet: Fleet) -> None:
             await asyncio.sleep(0)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        h = await first.forward(MB, data(MB)[0])
+        h = await (await first.forward(MB, data(MB)[0]))
         await first.backward(MB, h, accumulate=True)
 
     run(cancelled())
@@ -371,7 +375,7 @@ def test_a_diverging_stage_makes_its_gradient_non_finite(fleet: Fleet) -> None:
         await first.backward(MB, X + float("nan"), accumulate=True)
 
     run(poisoned())
-    assert not first.gradient(0).isfinite().all()
+    assert not run(first.gradient(0)).isfinite().all()
 
 
 # State --------------------------------------------------------------------------------------------------------------
@@ -394,7 +398,7 @@ def test_a_newcomer_goes_on_with_the_state(fleet: Fleet, precision: Precision) -
             x = X if a.stage else IDS
             if a.stage == 0:
                 b._setup = a._setup  # dropout follows the seed
-                assert torch.equal(await a.forward(MB, x), await b.forward(MB, x))
+                assert torch.equal(await (await a.forward(MB, x)), await (await b.forward(MB, x)))
 
     run(handover())
 
@@ -430,8 +434,8 @@ def delays(fleet: Fleet, **changes: Any) -> list[list[TorchCompute]]:
     return [fleet(2, optimizer=o.model_copy(update=optimizer), **changes) for o in (DELAYED, OPTIMIZER)]
 
 
-def means(stages: list[TorchCompute], step: int) -> list[torch.Tensor]:
-    return [stage.gradient(step).clone() / MICROBATCHES for stage in stages]
+async def means(stages: list[TorchCompute], step: int) -> list[torch.Tensor]:
+    return [await stage.gradient(step) / MICROBATCHES for stage in stages]
 
 
 async def update(stages: list[TorchCompute], gradients: list[torch.Tensor], step: int) -> None:
@@ -456,24 +460,24 @@ def test_delayed_updates_equal_plain_ones_made_a_step_late(
             for index in range(MICROBATCHES):
                 seen = await through(plain, Microbatch(step, index))
                 assert await through(ahead, Microbatch(step, index)) == seen
-            expected = means(plain, step)
+            expected = await means(plain, step)
             for stage in plain:
                 stage.clear(step)
             if late:
                 await update(plain, late, step - 1)
             late = expected
-            assert all(map(torch.equal, means(ahead, step), expected))
+            assert all(map(torch.equal, await means(ahead, step), expected))
             first, begun = Microbatch(step + 1, 0), Microbatch(step + 1, 9)
             for stage in (ahead[0], plain[0]):
-                hidden = await stage.forward(begun, data(begun)[0])
+                hidden = await (await stage.forward(begun, data(begun)[0]))
             loss = await through(plain, first, accumulate=False)
             assert await through(ahead, first, accumulate=False) == loss
             assert await through(ahead, Microbatch(step, MICROBATCHES - 1), accumulate=False) == seen
-            await update(ahead, means(ahead, step), step)
+            await update(ahead, await means(ahead, step), step)
             for stage in (ahead[0], plain[0]):
                 await stage.backward(begun, torch.ones_like(hidden), accumulate=False)
             assert await through(ahead, first, accumulate=False) == loss, "as before the update"
-            assert [float(stage.gradient(step).norm()) for stage in ahead] == [0, 0]
+            assert [float((await stage.gradient(step)).norm()) for stage in ahead] == [0, 0]
         await update(plain, late, STEPS - 1)
         a, b = await weights(ahead), await weights(plain)
         assert all(torch.equal(a[name], b[name]) for name in b)
@@ -495,7 +499,7 @@ def test_a_newcomer_gets_both_weights_of_delayed_updates(fleet: Fleet, steps: in
             for index in range(MICROBATCHES):
                 assert await through(old, Microbatch(step, index)) == await through(new, Microbatch(step, index))
             for stages in (old, new):
-                await update(stages, means(stages, step), step)
+                await update(stages, await means(stages, step), step)
         assert [await c.digest() for c in old] == [await c.digest() for c in new]
         state = await old[0].state()
         with pytest.raises(CheckpointError, match="not a stage's state"):
@@ -563,7 +567,7 @@ def test_paced_calls_take_the_declared_time_one_after_the_other(fleet: Fleet) ->
         await asyncio.gather(*(through(slow, Microbatch(0, index)) for index in range(1, 4)))
         took = clock.now() - begin
         begin = clock.now()
-        await slow[0].apply(slow[0].gradient(0), Update(0, 1.0, skip=True))
+        await slow[0].apply(await slow[0].gradient(0), Update(0, 1.0, skip=True))
         return took, clock.now() - begin
 
     took, apply_took = run(timed())
@@ -583,4 +587,4 @@ def test_a_cancelled_paced_call_leaves_nothing(fleet: Fleet) -> None:
         await asyncio.gather(task, return_exceptions=True)
 
     run(cancelled())
-    assert part.gradient(0).norm() == 0
+    assert run(part.gradient(0)).norm() == 0

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from muletrain.compute import scaling
-from muletrain.compute.base import Update
+from muletrain.compute.base import Microbatch, Update
 from muletrain.compute.probe import choose_precision, free_memory, pick_device
-from muletrain.config.schema import Precision
+from muletrain.compute.results import PIECE
+from muletrain.config.schema import ModelConfig, Precision
 from muletrain.events import PeerJoined, StepDone
+from muletrain.model.spec import ModelSpec
 
 from .fleet_run import checkpoint_weights, run_fleet
 from .test_compute import MB, OPTIMIZER, Fleet, data, fleet, reference, run, through, train, weights
@@ -20,9 +23,12 @@ from .test_equivalence import facts_of, relative_difference
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from muletrain.compute.torch_compute import TorchCompute
+
 __all__ = ["fleet"]
 pytestmark = pytest.mark.cuda
 GPU = torch.device("cuda")
+LARGE = ModelConfig(layers=2, width=512, heads=8, ffn=2048, vocab=61, context=16)
 CLOSENESS = {Precision.FP32: 1e-3, Precision.BF16: 0.02, Precision.FP16: 0.02}
 
 
@@ -46,7 +52,7 @@ def test_replicas_of_one_kind_agree_to_the_last_bit(fleet: Fleet) -> None:
     (one,), (other,) = fleet(1, device=GPU), fleet(1, device=GPU, seed=10)
     run(through([one], MB))
     run(other.load_state(run(one.state())))
-    gradient = one.gradient(0).clone()
+    gradient = run(one.gradient(0))
     for part in (one, other):
         run(part.apply(gradient, Update(0, 0.5, skip=False)))
     assert run(one.digest()) == run(other.digest())
@@ -57,7 +63,8 @@ def test_masks_and_recomputation_are_those_of_the_cpu(fleet: Fleet, checkpointin
     (there,), (here,) = fleet(1, device=GPU, checkpointing=checkpointing), fleet(1)
     run(through([there], MB))
     run(through([here], MB))
-    assert float((there.gradient(0) - here.gradient(0)).norm() / here.gradient(0).norm()) < 1e-3
+    a, b = run(there.gradient(0)), run(here.gradient(0))
+    assert float((a - b).norm() / b.norm()) < 1e-3
 
 
 def test_fp16_that_overflows_is_seen_and_a_smaller_scale_helps(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,8 +73,8 @@ def test_fp16_that_overflows_is_seen_and_a_smaller_scale_helps(fleet: Fleet, mon
     finite = []
     for step in range(12):
         run(through([part], MB))
-        finite.append(bool(part.gradient(0).isfinite().all()))
-        run(part.apply(part.gradient(0) / 1, Update(step, 1.0, skip=not finite[-1])))
+        finite.append(bool(run(part.gradient(0)).isfinite().all()))
+        run(part.apply(run(part.gradient(0)), Update(step, 1.0, skip=not finite[-1])))
     assert not finite[0]
     assert finite[-1]
 
@@ -89,3 +96,26 @@ def test_a_fleet_on_a_gpu_ends_where_the_cpu_does(tmp_path: Path) -> None:
         assert len([e for e in events if isinstance(e, StepDone)]) == 6
         ended[device] = checkpoint_weights(tmp_path / device)
     assert relative_difference(ended["cuda"], ended["cpu"]) < 1e-2
+
+
+def test_results_leave_beside_the_next_microbatch_and_are_whole(fleet: Fleet) -> None:
+    """Copies run on a stream of their own, through pinned memory. A gradient of several pieces contains every addition before it."""
+    (there,), (here,) = (fleet(1, ModelSpec.from_config(LARGE), device=torch.device(d)) for d in ("cuda", "cpu"))
+    assert there.n_params > 2 * PIECE
+
+    async def several(part: TorchCompute) -> torch.Tensor:
+        mbs = [Microbatch(0, index) for index in range(4)]
+        await asyncio.gather(*(through([part], mb) for mb in mbs))
+        return await part.gradient(0)
+
+    found, expected = run(several(there)), run(several(here))
+    assert found.device.type == "cpu"
+    assert float((found - expected).norm() / expected.norm()) < 1e-3
+
+    async def chain(device: str) -> list[torch.Tensor]:
+        first, _ = fleet(2, device=torch.device(device))
+        results = [await first.forward(Microbatch(0, index), data(MB)[0]) for index in range(8)]
+        return [await result for result in results]  # all were computed before the first one was copied
+
+    for a, b in zip(run(chain("cuda")), run(chain("cpu")), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)

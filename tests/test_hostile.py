@@ -19,6 +19,8 @@ from torch import Tensor
 from muletrain.clock import LoopClock
 from muletrain.compute.base import Microbatch
 from muletrain.compute.checks import is_finite
+from muletrain.compute.results import Result
+from muletrain.compute.slot import AT_ONCE, Turn
 from muletrain.compute.torch_compute import StageSetup, TorchCompute
 from muletrain.config.load import load_config
 from muletrain.config.schema import Codec
@@ -240,21 +242,21 @@ class Checked(TorchCompute):
         self.wrong: list[str] = []
         self.computed = 0
 
-    async def forward(self, mb: Microbatch, inputs: Tensor) -> Tensor:
+    async def forward(self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE) -> Result:
         self._tokens(mb, inputs)
-        return await super().forward(mb, inputs)
+        return await super().forward(mb, inputs, turn)
 
-    async def backward(self, mb: Microbatch, grad: Tensor, *, accumulate: bool) -> Tensor | None:
+    async def backward(self, mb: Microbatch, grad: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool) -> Result | None:
         self._note(grad.dtype == torch.float32 and grad.shape == (*TOKENS, WIDTH), grad)
         self.computed += 1
-        return await super().backward(mb, grad, accumulate=accumulate)
+        return await super().backward(mb, grad, turn, accumulate=accumulate)
 
     async def loss_backward(
-        self, mb: Microbatch, inputs: Tensor, targets: Tensor, *, accumulate: bool
-    ) -> tuple[float, Tensor | None]:
+        self, mb: Microbatch, inputs: Tensor, targets: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool
+    ) -> tuple[float, Result | None]:
         self._note(inputs.dtype == torch.float32 and inputs.shape == (*TOKENS, WIDTH) and is_finite(inputs), inputs)
         self._tokens(mb, targets)
-        loss, gradient = await super().loss_backward(mb, inputs, targets, accumulate=accumulate)
+        loss, gradient = await super().loss_backward(mb, inputs, targets, turn, accumulate=accumulate)
         self.computed += 1
         return loss, gradient
 
@@ -412,7 +414,7 @@ async def _still_computes_right(target: Target, stage: int) -> None:
     alone.close()
     assert answer.header["loss"] == loss
     assert gradient is not None
-    assert torch.equal(decode(answer.tensors[0]), gradient)
+    assert torch.equal(decode(answer.tensors[0]), await gradient)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def serve(facts: RunFacts) -> None:
         x = torch.randn(facts.config.train.microbatch, facts.spec.context, facts.spec.width)
         await compute.forward(Microbatch(0, 0), x)
         await compute.backward(Microbatch(0, 0), x, accumulate=True)
-        await compute.apply(compute.gradient(0) / 1, Update(0, 1.0, skip=False))
+        await compute.apply(await compute.gradient(0) / 1, Update(0, 1.0, skip=False))
         state = await compute.state()
         assert len(safetensors.torch.save(state)) > 12 * compute.n_params
         compute.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 from dataclasses import replace
@@ -224,11 +225,18 @@ def test_the_expelled_are_not_counted_in_again() -> None:
 def test_chaos_spoils_one_gradient() -> None:
     compute = stage_compute(facts_of(Scenario(1, (1, 1), 1, 1, 1, 0.0, ())), 0)
     spoil_next(compute)
-    assert compute.gradient(0).isfinite().all(), "of no microbatches: nobody would miss it"
-    compute.gradient(0)[1] = 1.0
-    assert not compute.gradient(0).isfinite().all()
-    compute.clear(0)
-    assert compute.gradient(0).isfinite().all()
+
+    async def finite() -> bool:
+        return bool((await compute.gradient(0)).isfinite().all())
+
+    async def scenario() -> None:
+        assert await finite(), "of no microbatches: nobody would miss it"
+        (await compute.gradient(0))[1] = 1.0
+        assert not await finite()
+        compute.clear(0)
+        assert await finite()
+
+    asyncio.run(scenario())
 
 
 # Whole runs -----------------------------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from muletrain.compute.base import Microbatch
+    from muletrain.compute.results import Result
+    from muletrain.compute.slot import Turn
     from muletrain.runtime.core.plan import Plan
 
 SERVICE_S = FORWARD_S + BACKWARD_S
@@ -60,9 +62,11 @@ def test_what_died_with_a_peer_is_run_again_beside_the_rest_and_no_further_than_
     in_vain = []
     right = PacedCompute.backward
 
-    async def backward(self: PacedCompute, mb: Microbatch, grad: Tensor, *, accumulate: bool) -> Tensor | None:
+    async def backward(
+        self: PacedCompute, mb: Microbatch, grad: Tensor, turn: Turn, *, accumulate: bool
+    ) -> Result | None:
         in_vain.extend([mb] if self.stage == 0 and not accumulate else [])
-        return await right(self, mb, grad, accumulate=accumulate)
+        return await right(self, mb, grad, turn, accumulate=accumulate)
 
     monkeypatch.setattr(PacedCompute, "backward", backward)
     happened = timeline(Fault(2.3, "kill", ("peer-1b",)))  # it has three of the third step's

@@ -252,7 +252,7 @@ def test_what_is_abandoned_before_it_begins_gives_its_place_back() -> None:
         )  # fmt: skip
         await pipeline.on_forward("t", forward, Frame("forward", {}, []))
         assert work.serving == {1}
-        work.over = True
+        work.end()
         pipeline.abandon()
         await asyncio.sleep(0.01)
         assert not work.serving, "else it would be busy with it for ever"

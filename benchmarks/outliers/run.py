@@ -50,13 +50,14 @@ async def measure(steps: int) -> tuple[np.ndarray, list[list[float]]]:
         for index in range(m):
             mb = Microbatch(step, index)
             inputs, targets = (torch.from_numpy(a) for a in source.microbatch(step, index))
-            hidden = await stages[0].forward(mb, inputs)
-            _, gradient = await stages[1].loss_backward(mb, hidden, targets, accumulate=True)
-            assert gradient is not None
+            hidden = await (await stages[0].forward(mb, inputs))
+            _, result = await stages[1].loss_backward(mb, hidden, targets, accumulate=True)
+            assert result is not None
+            gradient = await result
             lengths_now.append(float(gradient.norm()))
             await stages[0].backward(mb, gradient, accumulate=True)
             for s, compute in enumerate(stages):
-                own = compute.gradient(step)
+                own = await compute.gradient(step)
                 sketches[step, s, index] = sketch(own, bytes([step % 256, s]))
                 total[s] += own
                 compute.clear(step)

@@ -1,7 +1,8 @@
 """The ``Compute`` seam: one stage's weights and the arithmetic on them.
 
 Shapes: B sequences per microbatch, T tokens per sequence, D model width, P parameters of the stage (flat).
-Every coroutine returns when the work is done; the event loop stays free meanwhile. One microbatch computes at a time.
+No call blocks the event loop. ``forward``, ``backward``, ``loss_backward`` and ``apply`` take a ``Turn``: how urgent the call is, and what
+to check right before the work. The implementation decides which call computes next, and how many microbatches compute together.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
+from muletrain.compute.slot import AT_ONCE, Turn
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
     from muletrain.compute.jobs import Jobs
+    from muletrain.compute.results import Result
 
 R = TypeVar("R")
 
@@ -40,28 +44,35 @@ class Update:
 
 class Compute(Protocol):
     """One stage of the model, resident on some device. Under delayed updates a step computes with the weights before the
-    update by the step before it, and two steps have an accumulator at once."""
+    update by the step before it, and two steps have an accumulator at once.
+
+    ``forward``, ``backward`` and ``loss_backward`` return as soon as the microbatch is computed. Its gradient is in the accumulator exactly
+    if the call returned: a cancelled call leaves nothing. The ``Result`` may still be on its way to the host, while the next microbatch
+    computes.
+    """
 
     stage: int
     stages: int
+    delayed: bool
+    """Updates are delayed: ``apply`` runs beside the next step. Otherwise nothing computes during ``apply``."""
     n_params: int
     """P: length of the flat gradient."""
     jobs: Jobs
     """What its threads are at."""
 
-    async def forward(self, mb: Microbatch, inputs: Tensor) -> Tensor:
+    async def forward(self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE) -> Result:
         """Stages before the last. ``inputs``: int64 tokens [B, T] at stage 0, else activations fp32 [B, T, D].
-        Returns activations fp32 [B, T, D] on the CPU. Keeps what ``backward`` needs until it or ``discard``."""
+        Returns activations fp32 [B, T, D]. Keeps what ``backward`` needs until it or ``discard``."""
         ...
 
-    async def backward(self, mb: Microbatch, grad: Tensor, *, accumulate: bool) -> Tensor | None:
+    async def backward(self, mb: Microbatch, grad: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool) -> Result | None:
         """Stages before the last. ``grad``: fp32 [B, T, D], d loss / d output. Returns d loss / d inputs (None at stage 0),
         and adds this microbatch's parameter gradient to the accumulator if ``accumulate``. Raises KeyError when ``mb`` is not held."""
         ...
 
     async def loss_backward(
-        self, mb: Microbatch, inputs: Tensor, targets: Tensor, *, accumulate: bool
-    ) -> tuple[float, Tensor | None]:
+        self, mb: Microbatch, inputs: Tensor, targets: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool
+    ) -> tuple[float, Result | None]:
         """Last stage: mean cross-entropy [nats/token] of ``targets`` int64 [B, T], and d loss / d inputs (None if also stage 0)."""
         ...
 
@@ -69,14 +80,14 @@ class Compute(Protocol):
         """Forget what ``forward`` kept for ``mb``."""
         ...
 
-    def gradient(self, step: int) -> Tensor:
+    async def gradient(self, step: int) -> Tensor:
         """The step's accumulator: flat fp32 [P] on the CPU, the *sum* of the accumulated microbatches' gradients. Read-only for the
         caller."""
         ...
 
-    async def apply(self, gradient: Tensor, update: Update) -> None:
-        """Optimizer step with the reduced mean gradient (flat fp32 [P], CPU), then clear the step's accumulator. Under delayed updates
-        the step after it may compute meanwhile."""
+    async def apply(self, gradient: Tensor, update: Update, turn: Turn = AT_ONCE) -> None:
+        """Optimizer step with the reduced mean gradient (flat fp32 [P], CPU), then clear the step's accumulator. When its turn
+        begins, no microbatch is computing with the weights that it replaces."""
         ...
 
     def clear(self, step: int) -> None:

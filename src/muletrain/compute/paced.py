@@ -6,9 +6,10 @@ ones. Here tensors are real, but each call takes a declared time on the clock, m
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
+
+from muletrain.compute.slot import AT_ONCE, Slot, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from muletrain.clock import Clock
     from muletrain.compute.base import Compute, Microbatch, Update
+    from muletrain.compute.results import Result
 
 R = TypeVar("R")
 _SMOOTHING = 0.3  # weight of the newest measurement of what the real computation takes
@@ -24,7 +26,7 @@ _SMOOTHING = 0.3  # weight of the newest measurement of what the real computatio
 
 class PacedCompute:
     """``inner``, where a forward takes ``forward_s``, a backward ``backward_s`` and the last stage's loss both, one
-    call at a time, FIFO.
+    call at a time.
 
     The real computation is done at the *end* of the declared time: a call cancelled during the sleep has then left
     nothing in the accumulator. It starts early by its own usual duration; deviations do not add up, for the next call's
@@ -35,31 +37,34 @@ class PacedCompute:
 
     def __init__(self, inner: Compute, clock: Clock, forward_s: float, backward_s: float) -> None:
         self.stage, self.stages, self.n_params = inner.stage, inner.stages, inner.n_params
+        self.delayed = inner.delayed
         self.jobs = inner.jobs
         self.overruns = 0
         self._inner = inner
         self._clock = clock
         self.forward_s = forward_s
         self.backward_s = backward_s
-        self._turn = asyncio.Lock()  # wakes waiters first come, first served
+        self._slot = Slot()
         self._busy_until = float("-inf")
         self._real_s: dict[str, float] = {}
 
-    async def forward(self, mb: Microbatch, inputs: Tensor) -> Tensor:
-        return await self._paced("forward", self.forward_s, partial(self._inner.forward, mb, inputs))
+    async def forward(self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE) -> Result:
+        return await self._paced(turn, "forward", partial(self._inner.forward, mb, inputs))
 
-    async def backward(self, mb: Microbatch, grad: Tensor, *, accumulate: bool) -> Tensor | None:
+    async def backward(self, mb: Microbatch, grad: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool) -> Result | None:
         work = partial(self._inner.backward, mb, grad, accumulate=accumulate)
-        return await self._paced("backward", self.backward_s, work)
+        return await self._paced(turn, "backward", work)
 
     async def loss_backward(
-        self, mb: Microbatch, inputs: Tensor, targets: Tensor, *, accumulate: bool
-    ) -> tuple[float, Tensor | None]:
+        self, mb: Microbatch, inputs: Tensor, targets: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool
+    ) -> tuple[float, Result | None]:
         work = partial(self._inner.loss_backward, mb, inputs, targets, accumulate=accumulate)
-        return await self._paced("loss", self.forward_s + self.backward_s, work)
+        return await self._paced(turn, "loss", work)
 
-    async def _paced(self, kind: str, service_s: float, work: Callable[[], Awaitable[R]]) -> R:
-        async with self._turn:
+    async def _paced(self, turn: Turn, kind: str, work: Callable[[], Awaitable[R]]) -> R:
+        async with self._slot(turn):
+            both_s = self.forward_s + self.backward_s
+            service_s = {"forward": self.forward_s, "backward": self.backward_s, "loss": both_s}[kind]
             due = self._busy_until = max(self._clock.now(), self._busy_until) + service_s
             usual_s = self._real_s.get(kind, 0.0)
             await self._clock.sleep(max(0.0, due - usual_s - self._clock.now()))
@@ -72,14 +77,15 @@ class PacedCompute:
             self.overruns += took_s > service_s
             return result
 
-    async def apply(self, gradient: Tensor, update: Update) -> None:
-        await self._inner.apply(gradient, update)
+    async def apply(self, gradient: Tensor, update: Update, turn: Turn = AT_ONCE) -> None:
+        async with self._slot(turn, brief=self.delayed):
+            await self._inner.apply(gradient, update)
 
     def discard(self, mb: Microbatch) -> None:
         self._inner.discard(mb)
 
-    def gradient(self, step: int) -> Tensor:
-        return self._inner.gradient(step)
+    async def gradient(self, step: int) -> Tensor:
+        return await self._inner.gradient(step)
 
     def clear(self, step: int) -> None:
         self._inner.clear(step)

@@ -1,7 +1,7 @@
 """``TorchCompute``: one stage resident on one device.
 
-All arithmetic runs on one compute thread, in the order of the calls, but for delayed updates; those and ``offload`` have threads of
-their own. Bookkeeping (what is held, how much is stashed) happens on the event loop's thread only, so it needs no lock.
+All arithmetic runs on one compute thread, in the order of the slot. Delayed updates, ``offload`` and copies from the device to the host
+have threads of their own. Bookkeeping (what is held, how much is stashed) happens on the event loop's thread only, so it needs no lock.
 
 Cancellation. A cancelled call that has not started never starts; one that has runs to its end, but its result is
 dropped: the gradients of a microbatch are temporaries until the caller's coroutine resumes, and only then are they sent
@@ -30,7 +30,9 @@ from muletrain.compute.estimate import stash_bytes
 from muletrain.compute.executor import InlineExecutor
 from muletrain.compute.jobs import Jobs
 from muletrain.compute.probe import precision_dtype
+from muletrain.compute.results import PIECE, Result, staging_for
 from muletrain.compute.scaling import LossScale
+from muletrain.compute.slot import AT_ONCE, Slot, Turn
 from muletrain.compute.weights import StageWeights
 from muletrain.config.schema import Precision
 from muletrain.errors import ProtocolError
@@ -102,10 +104,11 @@ class TorchCompute:
         self, spec: ModelSpec, cut: Cut, stage: int, setup: StageSetup, source: Callable[[str], Tensor] | None = None
     ) -> None:
         self.stage, self.stages = stage, len(cut)
+        self.delayed = setup.optimizer.delayed
         self.counters = Counters()
         self.jobs = Jobs(LoopClock().now)
         self._spec, self._cut, self._setup = spec, cut, setup
-        self._versions = [self._empty() for _ in range(2 if setup.optimizer.delayed else 1)]
+        self._versions = [self._empty() for _ in range(2 if self.delayed else 1)]
         shapes = self._versions[0].shapes()
         self._weights = StageWeights(
             self._versions,
@@ -120,11 +123,14 @@ class TorchCompute:
         self._held: dict[Microbatch, _Held] = {}
         self._stashed = 0
         self._weights_lock = threading.Lock()  # between the compute thread and the offload thread
+        self._slot = Slot()
+        self._staging = staging_for(setup.device)
         self._thread = _executor(f"compute-{stage}", inline=setup.inline)
         self._updates = self._thread
-        if setup.optimizer.delayed:  # the next step computes meanwhile
+        if self.delayed:  # the next step computes meanwhile
             self._updates = _executor(f"update-{stage}", inline=setup.inline)
         self._aside = _executor(f"offload-{stage}", inline=setup.inline)
+        self._copies = _executor(f"copy-{stage}", inline=setup.inline)
         self._pending: Future[None] | None = None  # the last change of the accumulator
 
     def _empty(self) -> Stage:
@@ -133,41 +139,44 @@ class TorchCompute:
 
     # Forward and backward -------------------------------------------------------------------------------------------
 
-    async def forward(self, mb: Microbatch, inputs: Tensor) -> Tensor:
+    async def forward(self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE) -> Result:
         self._check_shape(inputs)
-        reserved = self._reserve(inputs)
-        try:
-            held, output = await self._run(self._forward, mb, inputs, reserved)
-        except BaseException:
-            self._stashed -= reserved
-            raise
-        self.discard(mb)
-        self._held[mb] = held
-        return output
+        async with self._slot(turn):
+            reserved = self._reserve(inputs)
+            try:
+                held, output = await self._run(self._forward, mb, inputs, reserved)
+            except BaseException:
+                self._stashed -= reserved
+                raise
+            self.discard(mb)
+            self._held[mb] = held
+        return Result(output, self._to_host)
 
-    async def backward(self, mb: Microbatch, grad: Tensor, *, accumulate: bool) -> Tensor | None:
-        """Whatever becomes of the call, ``mb`` is no longer held afterwards, unless ``grad`` was refused
+    async def backward(self, mb: Microbatch, grad: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool) -> Result | None:
+        """Whatever becomes of the call, ``mb`` is no longer held once its turn has come, unless ``grad`` was refused
         (ProtocolError).
         """
-        checks.check_gradient_shape(grad, self._held[mb].shape)
-        held = self._held.pop(mb)
-        try:
-            gradients, inputs_gradient = await self._run(self._backward, mb, held, grad, accumulate)
-        finally:
-            self._stashed -= held.reserved
-        self._commit(mb, gradients)
-        return inputs_gradient
+        async with self._slot(turn):
+            checks.check_gradient_shape(grad, self._held[mb].shape)
+            held = self._held.pop(mb)
+            try:
+                gradients, inputs_gradient = await self._run(self._backward, mb, held, grad, accumulate)
+            finally:
+                self._stashed -= held.reserved
+            self._commit(mb, gradients)
+        return None if inputs_gradient is None else Result(inputs_gradient, self._to_host)
 
     async def loss_backward(
-        self, mb: Microbatch, inputs: Tensor, targets: Tensor, *, accumulate: bool
-    ) -> tuple[float, Tensor | None]:
+        self, mb: Microbatch, inputs: Tensor, targets: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool
+    ) -> tuple[float, Result | None]:
         self._check_shape(inputs)
         checks.check_token_shape("targets", targets, self._spec, self._setup.sequences)
         if targets.shape != inputs.shape[:2]:
             raise ProtocolError(f"targets: {tuple(targets.shape)} for inputs {tuple(inputs.shape)}")
-        loss, gradients, inputs_gradient = await self._run(self._loss_backward, mb, inputs, targets, accumulate)
-        self._commit(mb, gradients)
-        return loss, inputs_gradient
+        async with self._slot(turn):
+            loss, gradients, inputs_gradient = await self._run(self._loss_backward, mb, inputs, targets, accumulate)
+            self._commit(mb, gradients)
+        return loss, None if inputs_gradient is None else Result(inputs_gradient, self._to_host)
 
     def discard(self, mb: Microbatch) -> None:
         held = self._held.pop(mb, None)
@@ -189,7 +198,7 @@ class TorchCompute:
         leaf = self._leaf(inputs)
         with self._timed("forward_s"), torch.set_grad_enabled(reserved > 0):
             output = self._module(mb)(leaf, self._masks(mb)).float()
-            result = output.detach().cpu()
+            result = output.detach().contiguous()
         return _Held(leaf, output if reserved else None, tuple(output.shape), reserved), result
 
     def _backward(self, mb: Microbatch, held: _Held, grad: Tensor, accumulate: bool) -> tuple[Gradients, Tensor | None]:
@@ -219,9 +228,7 @@ class TorchCompute:
     def _differentiate(
         self, mb: Microbatch, output: Tensor, leaf: Tensor, seed: Tensor, accumulate: bool
     ) -> tuple[Gradients, Tensor | None]:
-        """Gradients of the parameters (scaled; none unless ``accumulate``) and of the inputs (fp32, CPU; None at stage
-        0).
-        """
+        """Gradients of the parameters (scaled; none unless ``accumulate``) and of the inputs (fp32; None at stage 0)."""
         wanted = [leaf] if leaf.requires_grad else []
         wanted += self._weights.parameters(mb.step) if accumulate else []
         if not wanted:
@@ -229,7 +236,7 @@ class TorchCompute:
         gradients = torch.autograd.grad(output, wanted, seed)
         if not leaf.requires_grad:
             return gradients, None
-        return gradients[1:], gradients[0].div_(self._scale.of(mb.step)).cpu()
+        return gradients[1:], gradients[0].div_(self._scale.of(mb.step)).contiguous()
 
     def _leaf(self, inputs: Tensor) -> Tensor:
         """``inputs``, checked, on the device; activations are where the stage's backward ends."""
@@ -263,23 +270,36 @@ class TorchCompute:
             scale = self._scale.of(mb.step)
             self._pending = self._thread.submit(self._noted, True, self._weights.accumulate, gradients, mb.step, scale)
 
-    def gradient(self, step: int) -> Tensor:
+    async def gradient(self, step: int) -> Tensor:
         """Waits for additions still queued. On the CPU it is the accumulator itself, until the step is applied."""
-        if self._pending is not None:
-            self._pending.result()
-        return self._weights.accumulator(step).cpu()
+        if self._pending is not None and not self._pending.done():
+            await asyncio.shield(asyncio.wrap_future(self._pending))  # a cancelled caller must not cancel the addition
+        if self._staging is not None:
+            self._staging.follow()
+        return await self._to_host(self._weights.accumulator(step))
+
+    async def _to_host(self, values: Tensor) -> Tensor:
+        """Copies contiguous fp32 ``values`` in pieces, so that a result never waits for a whole gradient."""
+        if self._staging is None:
+            return values
+        flat, out = values.view(-1), torch.empty(values.numel())
+        for begin in range(0, values.numel(), PIECE):
+            piece = slice(begin, begin + PIECE)
+            await self._on(self._copies, self._staging.copy, flat[piece], out[piece])
+        return out.view(values.shape)
 
     def clear(self, step: int) -> None:
         self._pending = self._thread.submit(self._noted, True, _zero, self._weights.accumulator(step))
 
-    async def apply(self, gradient: Tensor, update: Update) -> None:
+    async def apply(self, gradient: Tensor, update: Update, turn: Turn = AT_ONCE) -> None:
         """Raises ProtocolError unless ``gradient`` is fp32 [P]. A cancelled call has either not started or is
         completed.
         """
         checks.check_gradient_shape(gradient, (self.n_params,))
-        if self._updates is not self._thread:
-            await self._run(_passed)  # a ``clear`` that waits would empty what the update computes in
-        await self._on(self._updates, self._apply, gradient, update)
+        async with self._slot(turn, brief=self.delayed):
+            if self.delayed:
+                await self._run(_passed)  # a ``clear`` that waits would empty what the update computes in
+            await self._on(self._updates, self._apply, gradient, update)
 
     def _apply(self, gradient: Tensor, update: Update) -> None:
         with self._timed("apply_s"), self._weights_lock, torch.no_grad():
@@ -321,7 +341,7 @@ class TorchCompute:
 
     def close(self) -> None:
         """Jobs that wait are dropped; one that runs ends by itself."""
-        for executor in (self._thread, self._updates, self._aside):
+        for executor in (self._thread, self._updates, self._aside, self._copies):
             executor.shutdown(wait=False, cancel_futures=True)
         self._held.clear()
         self._stashed = 0
@@ -342,11 +362,12 @@ class TorchCompute:
 
     @contextmanager
     def _timed(self, counter: str) -> Iterator[None]:
-        """Adds the seconds until the device is done to ``counter``; a device's failure shows up here, not later."""
+        """Adds the seconds until this thread's kernels are done to ``counter``; a device's failure shows up here, not later. Copies of
+        earlier results, on a stream of their own, are not waited for."""
         begin = time.perf_counter()
         yield
         if self._setup.device.type == "cuda":
-            torch.cuda.synchronize(self._setup.device)
+            torch.cuda.current_stream(self._setup.device).synchronize()
         setattr(self.counters, counter, getattr(self.counters, counter) + time.perf_counter() - begin)
 
 

@@ -257,8 +257,8 @@ def spoil_next(compute: Compute) -> None:
     would miss."""
     right = compute.gradient
 
-    def gradient(step: int) -> Tensor:
-        accumulated = right(step)
+    async def gradient(step: int) -> Tensor:
+        accumulated = await right(step)
         if accumulated.any():
             compute.gradient = right  # type: ignore[method-assign]
             accumulated[:1] = math.nan

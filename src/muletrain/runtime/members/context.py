@@ -10,7 +10,6 @@ from muletrain.errors import NetworkError
 from muletrain.events import FrameRefused, SlotWorked
 from muletrain.policy.deadline import Pulse
 from muletrain.runtime.core.plan import Plan, StepStats
-from muletrain.runtime.core.slot import PriorityLock
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.core.waiting import News
 from muletrain.runtime.members.detector import FailureDetector
@@ -58,8 +57,6 @@ class Context:
     plan: Plan
     emit: Callable[[Event], None]
     stats: StepStats = field(default_factory=StepStats)
-    device: PriorityLock = field(default_factory=PriorityLock)
-    """The compute slot: backward before forward when both wait."""
     tasks: Tasks = field(default_factory=Tasks)
     news: News = field(default_factory=News)
     """Told when something happened that a wait may depend on."""

@@ -71,6 +71,10 @@ class InFlightStep:
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.lineage, self.step, self.microbatches)
 
+    def end(self) -> None:
+        """Its weights may change: what still waits for its turn is not computed any more."""
+        self.over = True
+
     def check(self) -> None:
         """Raises TooLate."""
         if self.over:

@@ -77,7 +77,7 @@ class Position:
         step, lineage = chain.step, chain.lineages[-2 if delayed else -1]
         self._chain, self.begun = replace(chain, over=False), self._ctx.clock.now()
         ahead, self.ahead = self.ahead, None
-        self.work.over = True
+        self.work.end()
         if ahead is not None and (ahead.step, ahead.lineage) == (step, lineage):
             self.work = ahead
             ahead.ledger.reopen(keep=True)

@@ -10,10 +10,12 @@ import asyncio
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from muletrain.compute.base import Microbatch
 from muletrain.compute.checks import check_token_values, is_finite
+from muletrain.compute.slot import Turn
 from muletrain.errors import Malformed, MuletrainError, NetworkError, ProtocolError
 from muletrain.events import MicrobatchServed, MicrobatchTaken
 from muletrain.policy.deadline import UNMEASURED_S, Usual
@@ -25,7 +27,9 @@ from muletrain.wire.codec import IDS, decode, encode
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from muletrain.compute.results import Result
     from muletrain.network.base import Frame, PeerId
+    from muletrain.policy.chaos import Phase
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.dispatcher import Answer, Dispatcher
     from muletrain.runtime.microbatch.inflight import InFlightStep
@@ -49,6 +53,8 @@ class _Held:
     work: InFlightStep
     admitted: float
     busy_s: float = 0.0
+    begun: float = math.nan
+    """When its latest turn on the compute began."""
     computed_s: float = 0.0
     excused: bool = False
     task: asyncio.Task[None] | None = None
@@ -217,18 +223,24 @@ class StageServer:
 
     async def _compute_forward(self, held: _Held, inputs: Tensor) -> Encoded:
         ctx = self.ctx
-        async with ctx.device(self._forward):
-            held.work.check()
-            ctx.reached("forward", held.message.step)
-            begin = ctx.clock.now()
-            outputs = await ctx.compute.forward(held.microbatch, inputs)
-            took = ctx.clock.now() - begin
-            ctx.worked("compute", "forward", begin, held.message.step, held.message.index)
+        outputs = await ctx.compute.forward(held.microbatch, inputs, self._turn(self._forward, held, "forward"))
+        took = ctx.clock.now() - held.begun
+        ctx.worked("compute", "forward", held.begun, held.message.step, held.message.index)
         ctx.stats.forward_s += took
-        ctx.pulse.beat(begin + took)
+        ctx.pulse.beat(held.begun + took)
         held.busy_s += took
         held.computed_s = took
-        return await ctx.compute.offload(encode, outputs, ctx.plan.activations)
+        return await ctx.compute.offload(encode, await outputs, ctx.plan.activations)
+
+    def _turn(self, priority: int, held: _Held, *phases: Phase) -> Turn:
+        return Turn(priority, partial(self._begin, held, phases))
+
+    def _begin(self, held: _Held, phases: tuple[Phase, ...]) -> None:
+        """Called when its turn has come. Raises TooLate."""
+        held.work.check()
+        for phase in phases:
+            self.ctx.reached(phase, held.message.step)
+        held.begun = self.ctx.clock.now()
 
     async def _compute_backward(self, held: _Held, answer: Answer, sent: list[Encoded]) -> tuple[float, Encoded | None]:
         ctx, loss = self.ctx, answer.loss
@@ -237,32 +249,28 @@ class StageServer:
         held.excused |= not trusted
         with _Accumulation(held) as accumulation:
             accumulation.loss = loss
-            async with ctx.device(self._backward):
-                held.work.check()
-                ctx.reached("backward", held.message.step)
-                begin = ctx.clock.now()
-                inputs_gradient = await ctx.compute.backward(held.microbatch, gradient, accumulate=accumulation.granted)
-                self._count(held, ctx.clock.now() - begin, accumulation)
-                ctx.worked("compute", "backward", begin, held.message.step, held.message.index)
+            turn = self._turn(self._backward, held, "backward")
+            inputs_gradient = await ctx.compute.backward(
+                held.microbatch, gradient, turn, accumulate=accumulation.granted
+            )
+            self._count(held, accumulation)
+            ctx.worked("compute", "backward", held.begun, held.message.step, held.message.index)
         return loss, await self._encode_gradient(held, inputs_gradient)
 
     async def _last_stage(self, held: _Held, inputs: Tensor, targets: Tensor) -> tuple[float, Encoded | None]:
         ctx = self.ctx
         with _Accumulation(held) as accumulation:
-            async with ctx.device(self._forward):
-                held.work.check()
-                ctx.reached("forward", held.message.step)
-                ctx.reached("backward", held.message.step)
-                begin = ctx.clock.now()
-                loss, inputs_gradient = await ctx.compute.loss_backward(
-                    held.microbatch, inputs, targets, accumulate=accumulation.granted
-                )
-                accumulation.loss = loss
-                self._count(held, ctx.clock.now() - begin, accumulation)
-                ctx.worked("compute", "forward and backward", begin, held.message.step, held.message.index)
+            turn = self._turn(self._forward, held, "forward", "backward")
+            loss, inputs_gradient = await ctx.compute.loss_backward(
+                held.microbatch, inputs, targets, turn, accumulate=accumulation.granted
+            )
+            accumulation.loss = loss
+            self._count(held, accumulation)
+            ctx.worked("compute", "forward and backward", held.begun, held.message.step, held.message.index)
         return loss, await self._encode_gradient(held, inputs_gradient)
 
-    def _count(self, held: _Held, took: float, accumulation: _Accumulation) -> None:
+    def _count(self, held: _Held, accumulation: _Accumulation) -> None:
+        took = self.ctx.clock.now() - held.begun
         accumulation.done = True
         if accumulation.granted and held.excused:
             held.work.ledger.excuse(held.message.index)
@@ -274,10 +282,10 @@ class StageServer:
         held.work.accumulated += accumulation.granted
         held.work.recomputed += not accumulation.granted
 
-    async def _encode_gradient(self, held: _Held, gradient: Tensor | None) -> Encoded | None:
+    async def _encode_gradient(self, held: _Held, gradient: Result | None) -> Encoded | None:
         if gradient is None or not held.message.gradient:
             return None
-        return await self.ctx.compute.offload(encode, gradient, self.ctx.plan.activations)
+        return await self.ctx.compute.offload(encode, await gradient, self.ctx.plan.activations)
 
     async def _answer(self, held: _Held, loss: float, gradient: Encoded | None) -> None:
         if held.message.stage in held.message.accumulate:

@@ -280,7 +280,7 @@ class Peer:
         self.runner.advance(record)
         if last:
             self._trainers.end(step + 1)
-            self.position.work.over = True
+            self.position.work.end()
             self._server.abandon()
         elif leaves:
             await self._leave()

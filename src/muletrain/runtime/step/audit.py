@@ -83,7 +83,7 @@ class Audit:
     async def sketch(self) -> bytes:
         """Of the accumulator."""
         compute = self._ctx.compute
-        return packed(await compute.offload(sketch, compute.gradient(self._state.step), self._state.lineage))
+        return packed(await compute.offload(sketch, await compute.gradient(self._state.step), self._state.lineage))
 
     async def reconsider(self) -> None:
         """What is not finite here, since others gave us what is not, is worth another try: they may have had a bad moment."""

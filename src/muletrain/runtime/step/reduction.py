@@ -21,8 +21,10 @@ from muletrain.runtime.step.state import MAX_ATTEMPTS
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
+    from torch import Tensor
+
     from muletrain.network.base import PeerId
-    from muletrain.runtime.core.messages import Seal
+    from muletrain.runtime.core.messages import Seal, ShardFacts
     from muletrain.runtime.core.waiting import Waits
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.leaving import Departure
@@ -298,9 +300,7 @@ class Reduction:
         ctx, begin = self._ctx, self._ctx.clock.now()
         self._reducing, self._work.round = self._state.announced, round_.id
         try:
-            gradient, shards = await self._gathered(
-                self._state.averager.reduce(round_, ctx.compute.gradient(round_.step))
-            )
+            gradient, shards = await self._gathered(self._mean(round_))
         finally:
             self._reducing = None
         ctx.stats.averaging_s += ctx.clock.now() - begin
@@ -321,6 +321,9 @@ class Reduction:
             holder=ctx.net.peer_id,
         )
         return MeanGradient(entry, gradient)
+
+    async def _mean(self, round_: Round) -> tuple[Tensor, tuple[ShardFacts, ...]]:
+        return await self._state.averager.reduce(round_, await self._ctx.compute.gradient(round_.step))
 
     async def _gathered(self, work: Coroutine[Any, Any, T]) -> T:
         """While a gradient is on its way to us, that others have it already is no reason to stop."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from muletrain.compute.base import Update
+from muletrain.compute.slot import Turn
 from muletrain.runtime.core.waiting import Waits
 from muletrain.runtime.microbatch.position import Behind
 from muletrain.runtime.step.agreement import RoundAgreement
@@ -145,12 +146,7 @@ class StepRunner:
         position.settled = False
         ctx.reached("applying", work.step)
         update = Update(work.step, record.clip_scale(ctx.plan.clip), record.skip)
-        async with ctx.device(0):
-            work.over = True  # what still waits for the device must not compute with other weights
-            if not ctx.plan.delayed:
-                await ctx.compute.apply(gradient, update)
-        if ctx.plan.delayed:  # the next step computes with weights of its own meanwhile
-            await ctx.compute.apply(gradient, update)
+        await ctx.compute.apply(gradient, update, Turn(begins=work.end))
         self._weights = await ctx.compute.digest()
         took = ctx.clock.now() - begin
         ctx.stats.apply_s += took
@@ -178,7 +174,7 @@ class StepRunner:
     async def _quiesce(self, work: InFlightStep) -> None:
         """What we accumulated is of no use any more, and nothing that still runs may end in an accumulator of another step."""
         self._position.away = True
-        work.over = True
+        work.end()
         await self._reruns.drained(work)
         self._ctx.compute.clear(work.step)
         work.ledger.reopen(keep=False)

@@ -287,7 +287,7 @@ class Actors:
                 self._changed()
                 await self._clock.sleep(fetch_s(self._setting, k, stage, self._serving()[stage]))
             ending_s = self._setting.cost.stages[stage].ending_s
-            hollow = HollowCompute(stage, self._plan.stages, self._clock, ending_s)
+            hollow = HollowCompute(stage, self._plan.stages, self._clock, ending_s, delayed=self._plan.delayed)
             compute = PacedCompute(hollow, self._clock, kind.forward_s[stage], kind.backward_s[stage])
             ctx = Context(
                 network, self._clock, compute, roster, self._plan, lambda e: self._note(name, e), tasks=Tasks(InlineExecutor())

@@ -10,6 +10,8 @@ import torch
 from blake3 import blake3
 
 from muletrain.compute.jobs import Jobs
+from muletrain.compute.results import Result
+from muletrain.compute.slot import AT_ONCE, Turn
 from muletrain.policy.shards import BLOCK
 
 if TYPE_CHECKING:
@@ -28,34 +30,37 @@ PARAMS = BLOCKS * BLOCK
 
 
 class HollowCompute:
-    """Computes nothing, at once; see ``Compute``. Every microbatch has the same gradient. ``ending_s``: see ``StageCost``."""
+    """Computes nothing, at once, so that no call waits for its turn; see ``Compute``. Every microbatch has the same gradient.
+    ``ending_s``: see ``StageCost``."""
 
-    def __init__(self, stage: int, stages: int, clock: Clock, ending_s: float) -> None:
-        self.stage, self.stages, self.n_params = stage, stages, PARAMS
+    def __init__(self, stage: int, stages: int, clock: Clock, ending_s: float, *, delayed: bool) -> None:
+        self.stage, self.stages, self.n_params, self.delayed = stage, stages, PARAMS, delayed
         self.jobs = Jobs(clock.now)
         self._clock, self._ending_s = clock, ending_s
         self._sums: Counter[int] = Counter()
 
-    async def forward(self, mb: Microbatch, inputs: Tensor) -> Tensor:
-        return ACTIVATIONS
+    async def forward(self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE) -> Result:
+        turn.begins()
+        return Result(ACTIVATIONS)
 
-    async def backward(self, mb: Microbatch, grad: Tensor, *, accumulate: bool) -> Tensor | None:
+    async def backward(self, mb: Microbatch, grad: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool) -> Result | None:
+        turn.begins()
         self._sums[mb.step] += accumulate
-        return ACTIVATIONS if self.stage else None
+        return Result(ACTIVATIONS) if self.stage else None
 
     async def loss_backward(
-        self, mb: Microbatch, inputs: Tensor, targets: Tensor, *, accumulate: bool
-    ) -> tuple[float, Tensor | None]:
-        self._sums[mb.step] += accumulate
-        return 1.0, ACTIVATIONS if self.stage else None
+        self, mb: Microbatch, inputs: Tensor, targets: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool
+    ) -> tuple[float, Result | None]:
+        return 1.0, await self.backward(mb, inputs, turn, accumulate=accumulate)
 
     def discard(self, mb: Microbatch) -> None:
         pass
 
-    def gradient(self, step: int) -> Tensor:
+    async def gradient(self, step: int) -> Tensor:
         return torch.full((PARAMS,), float(self._sums[step]))
 
-    async def apply(self, gradient: Tensor, update: Update) -> None:
+    async def apply(self, gradient: Tensor, update: Update, turn: Turn = AT_ONCE) -> None:
+        turn.begins()
         await self._clock.sleep(self._ending_s)
         self.clear(update.step)
 

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from muletrain.compute.results import Result
+from muletrain.compute.slot import AT_ONCE, Turn
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -43,51 +46,51 @@ class FaultyCompute:
             self._inner.jobs.end(self._stuck)
         self._stuck = None
 
-    async def _turn(self, what: str) -> None:
+    async def _passes(self, what: str) -> None:
         """The first operation that hangs keeps the thread, even if its caller gives up; the others wait behind it."""
         if not self._works.is_set() and self._stuck is None:
             self._stuck = self._inner.jobs.begin(what)
         await self._works.wait()
 
-    async def apply(self, gradient: Tensor, update: Update) -> None:
-        await self._turn("apply")
-        await self._inner.apply(gradient, update)
+    async def apply(self, gradient: Tensor, update: Update, turn: Turn = AT_ONCE) -> None:
+        await self._passes("apply")
+        await self._inner.apply(gradient, update, turn)
 
     async def digest(self) -> bytes:
-        await self._turn("passed")  # as what is read waits for its turn on the device
+        await self._passes("passed")  # as what is read waits for its turn on the device
         return await self._inner.digest()
 
     async def state(self) -> dict[str, Tensor]:
-        await self._turn("passed")
+        await self._passes("passed")
         return await self._inner.state()
 
     async def load_state(self, state: dict[str, Tensor]) -> None:
-        await self._turn("load_state")
+        await self._passes("load_state")
         await self._inner.load_state(state)
 
-    async def forward(self, mb: Microbatch, inputs: Tensor) -> Tensor:
-        await self._turn("forward")
-        outputs = await self._inner.forward(mb, inputs)
-        return outputs * math.nan if self.how == ACTIVATIONS else outputs
+    async def forward(self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE) -> Result:
+        await self._passes("forward")
+        outputs = await self._inner.forward(mb, inputs, turn)
+        return Result(await outputs * math.nan) if self.how == ACTIVATIONS else outputs
 
-    async def backward(self, mb: Microbatch, grad: Tensor, *, accumulate: bool) -> Tensor | None:
-        await self._turn("backward")
-        before = self._inner.gradient(mb.step).clone()
-        return self._spoiled(mb, before, await self._inner.backward(mb, grad, accumulate=accumulate))
+    async def backward(self, mb: Microbatch, grad: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool) -> Result | None:
+        await self._passes("backward")
+        before = (await self._inner.gradient(mb.step)).clone()
+        return await self._spoiled(mb, before, await self._inner.backward(mb, grad, turn, accumulate=accumulate))
 
     async def loss_backward(
-        self, mb: Microbatch, inputs: Tensor, targets: Tensor, *, accumulate: bool
-    ) -> tuple[float, Tensor | None]:
-        await self._turn("loss_backward")
-        before = self._inner.gradient(mb.step).clone()
-        loss, gradient = await self._inner.loss_backward(mb, inputs, targets, accumulate=accumulate)
-        return loss, self._spoiled(mb, before, gradient)
+        self, mb: Microbatch, inputs: Tensor, targets: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool
+    ) -> tuple[float, Result | None]:
+        await self._passes("loss_backward")
+        before = (await self._inner.gradient(mb.step)).clone()
+        loss, gradient = await self._inner.loss_backward(mb, inputs, targets, turn, accumulate=accumulate)
+        return loss, await self._spoiled(mb, before, gradient)
 
-    def _spoiled(self, mb: Microbatch, before: Tensor, gradient: Tensor | None) -> Tensor | None:
+    async def _spoiled(self, mb: Microbatch, before: Tensor, gradient: Result | None) -> Result | None:
         """``gradient``, and what was added to the accumulator since ``before``."""
         if self.how not in GRADIENTS:
             return gradient
-        factor, accumulator = GRADIENTS[self.how], self._inner.gradient(mb.step)
+        factor, accumulator = GRADIENTS[self.how], await self._inner.gradient(mb.step)
         if not torch.equal(before, accumulator):
             accumulator.copy_(before + factor * (accumulator - before))
-        return None if gradient is None else gradient * factor
+        return None if gradient is None else Result(await gradient * factor)
