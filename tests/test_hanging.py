@@ -173,11 +173,11 @@ def test_a_thread_that_never_returns_is_found_out_though_its_caller_gave_up(monk
             await asyncio.wait_for(compute.forward(Microbatch(0, 0), torch.zeros(1, 4, dtype=torch.int64)), 0.1)
         digest = asyncio.create_task(compute.digest())
         await asyncio.sleep(1.0)
-        assert ctx.late
-        assert ctx.works.is_set()
+        assert ctx.meter.late
+        assert ctx.meter.works.is_set()
         with pytest.raises(DeviceHung, match="the device has been at 'forward' for 4 s, so this peer ends"):
             await watching
-        assert not ctx.works.is_set()
+        assert not ctx.meter.works.is_set()
         digest.cancel()
 
     try:
@@ -211,7 +211,7 @@ class Looked:
 
     @property
     def state(self) -> tuple[bool, bool]:
-        return self.ctx.late, not self.ctx.works.is_set()
+        return self.ctx.meter.late, not self.ctx.meter.works.is_set()
 
 
 @pytest.mark.parametrize(("usual_s", "late_s"), [(0.01, 2.0), (0.5, 2.0), (10.0, 40.0), (0.0, 75.0)])

@@ -1,9 +1,8 @@
-"""The facts of a run that every peer knows, and what a peer counts of a step."""
+"""The facts of a run that every peer knows."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from muletrain.policy.shards import CHUNK
@@ -12,7 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from muletrain.config.schema import Codec
-    from muletrain.events import TrafficClass
     from muletrain.policy.seats import Seats
 
 
@@ -67,17 +65,3 @@ class Plan:
     """Elements of a gradient that are averaged, and sent, at a time."""
     trace: bool = False
     """Emit an event for every microbatch taken and served."""
-
-
-@dataclass
-class StepStats:
-    """Counted where it happens, since the last applied step."""
-
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    averaging_s: float = 0.0
-    apply_s: float = 0.0
-    started: float = 0.0
-    services: list[float] = field(default_factory=list)
-    """Forward and backward of each [s]."""
-    sent: defaultdict[str, Counter[TrafficClass]] = field(default_factory=lambda: defaultdict(Counter))

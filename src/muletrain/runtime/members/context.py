@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from muletrain.errors import NetworkError
 from muletrain.events import FrameRefused, SlotWorked
-from muletrain.policy.deadline import Pulse
-from muletrain.runtime.core.plan import Plan, StepStats
+from muletrain.runtime.core.meter import Meter
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.core.waiting import News
 from muletrain.runtime.members.detector import FailureDetector
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from muletrain.network.base import Frame, Network, PeerId
     from muletrain.policy.chaos import Phase
     from muletrain.runtime.core.messages import Message
+    from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.members.roster import Roster
 
 R = TypeVar("R")
@@ -34,16 +34,8 @@ TRAFFIC: dict[str, TrafficClass] = {
     "block": "state",
 }
 """Class of traffic of a frame kind, for the byte counts; everything else is control."""
-PULSE = 16.0
-"""Of its own microbatches, in times that it usually takes from one to the next: a peer that does one more within that is not held up."""
 SEND_TIMEOUT_S = 120.0
 """Without a receipt for what was sent: a bound for a dead transport, not for a slow link."""
-
-
-def _set() -> asyncio.Event:
-    event = asyncio.Event()
-    event.set()
-    return event
 
 
 @dataclass
@@ -56,18 +48,12 @@ class Context:
     roster: Roster
     plan: Plan
     emit: Callable[[Event], None]
-    stats: StepStats = field(default_factory=StepStats)
     tasks: Tasks = field(default_factory=Tasks)
     news: News = field(default_factory=News)
     """Told when something happened that a wait may depend on."""
     reached: Callable[[Phase, int], None] = lambda phase, step: None
     """Told of each point of a step (numbered from 0) at which ``--chaos`` may hit this peer."""
-    pulse: Pulse = field(default_factory=lambda: Pulse(PULSE))
-    """Of the forward and backward passes of this peer."""
-    late: bool = False
-    """This peer's device is at something for unusually long (``runtime.members.watchdog``)."""
-    works: asyncio.Event = field(default_factory=_set)
-    """Not while it is for so long that nobody is to count on this peer."""
+    meter: Meter = field(default_factory=Meter)
 
     def __post_init__(self) -> None:
         self.detector = FailureDetector(self)
@@ -80,13 +66,13 @@ class Context:
         self, peer: PeerId, message: Message, tensors: list[Any] | None = None, *, frame: Frame | None = None
     ) -> None:
         """Send a frame and count it. ``frame``: the message's, where it is made already. Raises PeerUnreachable or DeadlineExceeded."""
-        if not self.works.is_set():  # until then nobody counts on us, or the watchdog ends us
-            await self.works.wait()
+        if not self.meter.works.is_set():  # until then nobody counts on us, or the watchdog ends us
+            await self.meter.works.wait()
         begin = self.clock.now()
         frame = frame or message.frame(tensors)
         sent = await self.net.send(peer, frame, channel=message.CHANNEL, timeout_s=SEND_TIMEOUT_S)
         if sent:
-            self.stats.sent[peer][TRAFFIC.get(message.KIND, "control")] += sent
+            self.meter.stats.sent[peer][TRAFFIC.get(message.KIND, "control")] += sent
         if tensors and (step := getattr(message, "step", None)) is not None:
             self.worked("send", message.KIND, begin, step, getattr(message, "index", -1))
 

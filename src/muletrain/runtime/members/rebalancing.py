@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from muletrain.network.base import PeerId
     from muletrain.policy.seats import Seats
-    from muletrain.runtime.core.plan import StepStats
+    from muletrain.runtime.core.meter import StepStats
     from muletrain.runtime.members.context import Context
 
 SAMPLES = 20

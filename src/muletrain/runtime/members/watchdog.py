@@ -63,15 +63,15 @@ class Watchdog:
             # beside the device's own, states are written and hashed, which may take any time
             if job.device and age_s >= jobs.late_s(job.what):
                 late += (job,)
-        ctx.late = bool(late)
+        ctx.meter.late = bool(late)
         out = [j for j in late if self._ages_s[j] >= OUT * jobs.late_s(j.what)]
         last = ctx.roster.stage(ctx.roster.own.stage) == (ctx.net.peer_id,)
-        if out and ctx.works.is_set() and not last:
-            ctx.works.clear()
+        if out and ctx.meter.works.is_set() and not last:
+            ctx.meter.works.clear()
             message = f"{_at(out[0], self._ages_s[out[0]])}: the others go on without this peer until it returns"
             ctx.emit(Note(level="warning", message=message))
-        elif not out and not ctx.works.is_set():
-            ctx.works.set()
+        elif not out and not ctx.meter.works.is_set():
+            ctx.meter.works.set()
             ctx.emit(Note(level="info", message="the device works again"))
 
 

@@ -226,8 +226,8 @@ class StageServer:
         outputs = await ctx.compute.forward(held.microbatch, inputs, self._turn(self._forward, held, "forward"))
         took = ctx.clock.now() - held.begun
         ctx.worked("compute", "forward", held.begun, held.message.step, held.message.index)
-        ctx.stats.forward_s += took
-        ctx.pulse.beat(held.begun + took)
+        ctx.meter.stats.forward_s += took
+        ctx.meter.pulse.beat(held.begun + took)
         held.busy_s += took
         held.computed_s = took
         return await ctx.compute.offload(encode, await outputs, ctx.plan.activations)
@@ -275,9 +275,9 @@ class StageServer:
         if accumulation.granted and held.excused:
             held.work.ledger.excuse(held.message.index)
         held.busy_s += took
-        self.ctx.stats.backward_s += took
-        self.ctx.pulse.beat(self.ctx.clock.now())
-        self.ctx.stats.services.append(held.computed_s + took)
+        self.ctx.meter.stats.backward_s += took
+        self.ctx.meter.pulse.beat(self.ctx.clock.now())
+        self.ctx.meter.stats.services.append(held.computed_s + took)
         self._usual.measured(held.computed_s + took)
         held.work.accumulated += accumulation.granted
         held.work.recomputed += not accumulation.granted

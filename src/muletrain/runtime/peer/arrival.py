@@ -12,7 +12,6 @@ from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.lifecycle import State
 from muletrain.runtime.core.messages import Away, Back
-from muletrain.runtime.core.plan import StepStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -148,7 +147,7 @@ class Arrival:
             return self._life.to(State.FINISHED)
         self._life.to(State.TRAINING)
         self._early.forget(snapshot.step)
-        self._ctx.stats = StepStats(started=self._ctx.clock.now())
+        self._ctx.meter.begin(self._ctx.clock.now())
         self.say_back()
 
     def say_back(self) -> None:

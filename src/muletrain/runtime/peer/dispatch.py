@@ -231,7 +231,7 @@ class Dispatch:
     async def _answer_held(self, sender: PeerId, payload: bytes) -> bytes:
         """Raises MuletrainError while nobody is to count on us."""
         ask, at = AskHeld.unpack(payload), self._position
-        if not self._ctx.works.is_set():
+        if not self._ctx.meter.works.is_set():
             raise MuletrainError("its device does not return")
         branch = branch_of(at.lineage)
         self._rollback.met(sender, branch_of(ask.lineage))
@@ -239,4 +239,4 @@ class Dispatch:
         held = at.progress(ask.step, ask.lineage, brief=ask.brief)
         if at.life.state is State.LEAVING:
             held = Held(current=False, step=at.step, stage=self._ctx.roster.own.stage, branch=branch)
-        return held.model_copy(update={"rival": rival, "late": self._ctx.late}).pack()
+        return held.model_copy(update={"rival": rival, "late": self._ctx.meter.late}).pack()

@@ -221,7 +221,7 @@ class Peer:
         others = ctx.roster.spread(max(0, RECENT - len(receivers)))
         for peer in dict.fromkeys((*others, *receivers)):  # how long an answer takes, before one is missed
             ctx.spawn(ctx.detector.measure(peer, at.lineage, at.step), "measure")
-        ctx.stats.started = ctx.clock.now()
+        ctx.meter.stats.started = ctx.clock.now()
 
     async def _steps(self, *, returned: bool) -> None:
         """One after the other, until the run has ended or this peer leaves it. ``returned``: others may have begun the first."""
@@ -265,7 +265,7 @@ class Peer:
         """Report the step, write what is due, and go to the next, or go."""
         ctx, plan, step = self._ctx, self._ctx.plan, record.step
         self._trainers.end(step)
-        self.rebalancer.count(ctx.stats)
+        self.rebalancer.count(ctx.meter.stats)
         self.reporting.applied(record, self.position.work)
         self._hot_spares.look(speaks=self.reporting.speaks())
         self._answers.next_step()

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from muletrain.errors import Malformed, NetworkError, ProtocolError
 from muletrain.events import Event, EventError, Note, PeerJoined, StepApplied, StepDone
 from muletrain.runtime.core.messages import Report
-from muletrain.runtime.core.plan import StepStats
 
 REPORTS, REPORTS_A_STEP = 256, 4
 """That one peer sends at most: it may be ahead of us, and steps that the run steps back are done again."""
@@ -43,7 +42,7 @@ class Reporting:
     def applied(self, record: StepRecord, work: InFlightStep) -> None:
         """A step, with all that was counted since the one before; counting begins anew."""
         ctx, self._applied = self._ctx, self._applied + 1
-        stats, now = ctx.stats, ctx.clock.now()
+        stats, now = ctx.meter.stats, ctx.clock.now()
         for receiver, nbytes in ctx.net.carried().items():
             stats.sent[receiver]["relayed"] += nbytes
         took = now - stats.started
@@ -68,7 +67,7 @@ class Reporting:
             if record.skip:
                 message = f"step {record.step + 1}: the gradient is not finite, so everyone skips the step: the weights stay as they are"
                 ctx.emit(Note(level="warning", message=message))
-        ctx.stats = StepStats(started=now)
+        ctx.meter.begin(now)
 
     def tell(self, event: StepApplied | PeerJoined) -> None:
         """Our log, and the collector's if that is on another machine."""

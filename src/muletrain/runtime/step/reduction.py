@@ -106,7 +106,7 @@ class Reduction:
                     self._deadlines.step,
                     "microbatches to go through",
                     self._ask_progress,
-                    self._ctx.pulse.goes_on_s,
+                    self._ctx.meter.pulse.goes_on_s,
                 )
                 await self._begin_ahead()
                 gradient = await self._reduce(weights)
@@ -205,7 +205,7 @@ class Reduction:
         """A dead trainer's microbatches fall to the others; when the step is late, those of one that gives out nothing, too."""
         await self._exchange.ask_everyone()
         now, due_s = self._ctx.clock.now(), self._deadlines.step.seconds()
-        late = now - self._position.begun >= due_s and self._ctx.pulse.goes_on_s(now, due_s / 2) <= 0
+        late = now - self._position.begun >= due_s and self._ctx.meter.pulse.goes_on_s(now, due_s / 2) <= 0
         self._trainers.take_over_orphans(self._work, late=late)
 
     async def _begin_ahead(self) -> None:
@@ -303,7 +303,7 @@ class Reduction:
             gradient, shards = await self._gathered(self._mean(round_))
         finally:
             self._reducing = None
-        ctx.stats.averaging_s += ctx.clock.now() - begin
+        ctx.meter.stats.averaging_s += ctx.clock.now() - begin
         ctx.worked("average", "reduce", begin, round_.step)
         if round_.finite and not self._overflowed and not all(s.finite for s in shards):
             self._overflowed = True  # all members see that; at the second time it is the codec that cannot hold it

@@ -118,7 +118,7 @@ class StepRunner:
         )
         record = builder.record()
         assert record is not None  # until returned
-        self._ctx.stats.averaging_s += self._ctx.clock.now() - begin
+        self._ctx.meter.stats.averaging_s += self._ctx.clock.now() - begin
         await self._apply(record, gradient.values)
         return record
 
@@ -149,7 +149,7 @@ class StepRunner:
         await ctx.compute.apply(gradient, update, Turn(begins=work.end))
         self._weights = await ctx.compute.digest()
         took = ctx.clock.now() - begin
-        ctx.stats.apply_s += took
+        ctx.meter.stats.apply_s += took
         ctx.worked("compute", "apply", begin, work.step)
         self._observed.late.measured(took)
 
