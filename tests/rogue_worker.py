@@ -16,7 +16,7 @@ from muletrain.network.streams import FRAMES, HELLO
 from muletrain.runs import worker
 from muletrain.runtime.checkpoint.checkpoints import PartReady
 from muletrain.runtime.core.messages import AskHeld, Forward, Report
-from muletrain.runtime.peer.peer import Peer
+from muletrain.runtime.microbatch.microbatches import Microbatches
 from muletrain.wire.codec import encode, encode_ids
 from muletrain.wire.frame import PREFIX, pack
 
@@ -63,15 +63,15 @@ async def _stream(ctx: Any, peer: str, data: bytes) -> None:
 
 
 def main() -> None:
-    right = Peer._begin_step
+    right = Microbatches.begin
 
-    def begin_step(self: Peer, work: InFlightStep, *, retry: bool) -> None:
+    def begin(self: Microbatches, work: InFlightStep, *, retry: bool) -> None:
         right(self, work, retry=retry)
         if work.step >= ONCE_AT:
             for peer in self._ctx.roster.others():
                 self._ctx.spawn(misbehave(self._ctx, peer, work.step, work.lineage), "garbage")
 
-    Peer._begin_step = begin_step
+    Microbatches.begin = begin
     worker.main()
 
 

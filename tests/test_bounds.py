@@ -556,7 +556,7 @@ def test_looking_for_many_microbatches_asks_each_peer_twice_at_most(tmp_path: Pa
     async def scenario() -> None:
         target, asked = Target(0, tmp_path, answers=False), 0
         await until(lambda: target.net._delivery._receiver is not None)
-        survey = target.peer._trainers._survey
+        survey = target.peer._microbatches.survey
 
         async def held(sender: str, payload: bytes) -> bytes:
             nonlocal asked
@@ -585,8 +585,8 @@ def test_what_a_replica_holds_that_its_stage_goes_on_without_is_run_again(tmp_pa
         from muletrain.runtime.microbatch.trainer import Trainer
 
         target = Target(0, tmp_path, answers=False)
-        await until(lambda: bool(target.peer._trainers._of_step))
-        trainer: Trainer = target.peer._trainers._of_step[0]
+        await until(lambda: bool(target.peer._microbatches._trainers))
+        trainer: Trainer = target.peer._microbatches._trainers[0]
         gap: dict[str, Any] = {"lineage": GENESIS.lineage, "step": 0, "stage": 1, "attempt": 1, "indices": ()}
         assert trainer._counts("last")
         await trainer.on_gap("second", Gap(**gap, without=("last",)))

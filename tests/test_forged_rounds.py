@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from muletrain.runtime.core.messages import AskEntries, Entries, Held, RoundEntry, ShardFacts
+from muletrain.runtime.microbatch.microbatches import Microbatches
 from muletrain.runtime.peer.dispatch import Dispatch
 from muletrain.runtime.peer.peer import Peer
 from muletrain.sim.world.lying import LIES
@@ -41,20 +43,21 @@ def forged(lineage: bytes, step: int, holder: PeerId, members: tuple[PeerId, ...
 
 def lying(patch: pytest.MonkeyPatch, liar: PeerId, lie: Callable[[Peer, InFlightStep], RoundEntry]) -> None:
     """``liar`` does its work, and tells everyone of a round of its own as soon as a step begins, and when it has sealed."""
-    begin = Peer._begin_step
+    begin = Microbatches.begin
 
-    def begin_step(self: Peer, work: InFlightStep, *, retry: bool) -> None:
+    def begins(self: Microbatches, work: InFlightStep, *, retry: bool) -> None:
         begin(self, work, retry=retry)
         if self._ctx.net.peer_id == liar:
+            peer: Any = SimpleNamespace(roster=self._ctx.roster)
 
             async def tell() -> None:
                 for _ in range(3):
-                    await self._ctx.tell(self._ctx.roster.everyone(), lie(self, work))
+                    await self._ctx.tell(self._ctx.roster.everyone(), lie(peer, work))
                     await self._ctx.clock.sleep(0.3)
 
             self._ctx.spawn(tell(), "lie")
 
-    patch.setattr(Peer, "_begin_step", begin_step)
+    patch.setattr(Microbatches, "begin", begins)
 
 
 def said(outcome: Outcome, text: str) -> list[str]:

@@ -456,8 +456,8 @@ def test_who_sends_a_wrong_forward_is_named_by_its_receiver(change: dict[str, An
 def test_a_gradient_or_a_chunk_of_another_kind_is_refused_at_the_door(tmp_path: Path) -> None:
     async def scenario() -> None:
         target = Target(0, tmp_path, answers=False)
-        await until(lambda: target.peer._server.dispatcher._pending)
-        owed = next(iter(target.peer._server.dispatcher._pending.values()))
+        await until(lambda: target.peer._microbatches.server.dispatcher._pending)
+        owed = next(iter(target.peer._microbatches.server.dispatcher._pending.values()))
         pending = next(iter(owed.values()))
         request = pending.request.identity()
         wrong = [encode(torch.zeros(*TOKENS, WIDTH - 1), Codec.FP32), encode(torch.zeros(*TOKENS, WIDTH), Codec.INT8)]

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from muletrain.runtime.core.messages import Snapshot
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.membership import Membership
+    from muletrain.runtime.microbatch.microbatches import Microbatches
     from muletrain.runtime.microbatch.position import Behind, Position
-    from muletrain.runtime.microbatch.stage_server import StageServer
-    from muletrain.runtime.microbatch.trainers import Trainers
     from muletrain.runtime.peer.early_frames import EarlyFrames
     from muletrain.runtime.peer.parts import PartWriter
     from muletrain.runtime.recovery.forks import Forks
@@ -49,13 +48,12 @@ class Arrival:
         checkpoints: Checkpoints,
         forks: Forks,
         parts: PartWriter,
-        trainers: Trainers,
-        server: StageServer,
+        microbatches: Microbatches,
         early: EarlyFrames,
     ) -> None:
         self._ctx, self._position, self._life, self._runner = ctx, position, position.life, runner
         self._membership, self._receiver, self._checkpoints, self._forks = membership, receiver, checkpoints, forks
-        self._parts, self._trainers, self._server, self._early = parts, trainers, server, early
+        self._parts, self._microbatches, self._early = parts, microbatches, early
         self._pursuits = 0
 
     def caught_up(self) -> None:
@@ -124,9 +122,9 @@ class Arrival:
     async def _let_go(self) -> None:
         """Of all that is under way."""
         self._ctx.spawn(self._ctx.tell(self._ctx.roster.everyone(), Away()), "away")
-        self._trainers.end(self._position.step + 1)
+        self._microbatches.end(self._position.step + 1)
         await self._runner.let_go()
-        self._server.abandon()
+        self._microbatches.server.abandon()
 
     async def _take_state(self, acceptable: Callable[[Snapshot], bool], after: int = 0) -> None:
         """Of a step not before ``after``, if possible. What was agreed on meanwhile is applied step by step from there

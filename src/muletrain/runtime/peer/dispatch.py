@@ -38,17 +38,14 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.expected import Check
     from muletrain.runtime.members.membership import Membership
-    from muletrain.runtime.microbatch.dispatcher import Dispatcher
+    from muletrain.runtime.microbatch.microbatches import Microbatches
     from muletrain.runtime.microbatch.position import Position
-    from muletrain.runtime.microbatch.stage_server import StageServer
-    from muletrain.runtime.microbatch.trainers import Trainers
     from muletrain.runtime.peer.early_frames import EarlyFrames
     from muletrain.runtime.peer.reporting import Reporting
     from muletrain.runtime.recovery.forks import Forks
     from muletrain.runtime.recovery.rollback import Rollback
     from muletrain.runtime.step.runner import StepRunner
     from muletrain.runtime.transfer.blocks import Downloader
-    from muletrain.wire.codec import Encoded
 
 STEP_KINDS: dict[str, type[Message]] = {
     m.KIND: m
@@ -80,9 +77,7 @@ class Dispatch:
         ctx: Context,
         position: Position,
         membership: Membership,
-        server: StageServer,
-        trainers: Trainers,
-        inwards: Dispatcher,
+        microbatches: Microbatches,
         runner: StepRunner,
         forks: Forks,
         rollback: Rollback,
@@ -91,14 +86,13 @@ class Dispatch:
         early: EarlyFrames,
         downloads: tuple[Downloader, ...],
     ) -> None:
-        """``inwards``: towards stage 0. ``downloads``: those that blocks may be for; of states first."""
-        self._ctx, self._position, self._membership = ctx, position, membership
-        self._server, self._trainers, self._inwards = server, trainers, inwards
+        """``downloads``: those that blocks may be for; of states first."""
+        self._ctx, self._position, self._membership, self._microbatches = ctx, position, membership, microbatches
         self._runner, self._forks, self._rollback = runner, forks, rollback
         self._checkpoints, self._reporting, self._early, self._downloads = checkpoints, reporting, early, downloads
         checks: dict[type[Message], Check] = {
-            Forward: server.expects,
-            Backward: self._expects_gradient,
+            Forward: microbatches.server.expects,
+            Backward: microbatches.expects_gradient,
             Shard: runner.expects_chunk,
             Reduced: runner.expects_chunk,
             Block: downloads[0].expects,
@@ -107,12 +101,6 @@ class Dispatch:
         ctx.net.receive(self._on_frame, bounds=bounds)
         ctx.net.on_lost(self._on_lost)
         ctx.net.serve(AskHeld.KIND, self._answer_held)
-
-    def refresh_routes(self) -> None:
-        """Who gets the next microbatches."""
-        if self._server.dispatcher is not None:
-            self._server.dispatcher.refresh()
-        self._inwards.refresh()
 
     async def redeliver(self) -> None:
         """Frames that came while the last step was being applied are of this one."""
@@ -143,7 +131,7 @@ class Dispatch:
         if rival or (work is not None and getattr(message, "lineage", work.lineage) != work.lineage):
             raise ProtocolError(f"{frame.kind} of step {step} from another lineage")
         if self._ctx.roster.alive(sender):
-            self.refresh_routes()
+            self._microbatches.refresh_routes()
         agreeing = isinstance(message, Seal | Shard | Reduced | RoundEntry | Abstain)
         loads = at.life.state is State.ROLLED_BACK
         if loads or work is None or (agreeing and step > at.step):
@@ -162,13 +150,13 @@ class Dispatch:
         exchange = self._runner.exchange
         match message:
             case Forward():
-                await self._server.on_forward(sender, message, frame)
+                await self._microbatches.server.on_forward(sender, message, frame)
             case Backward() | Done() | Busy() | Lost():
-                self._on_reply(sender, message, frame)
+                self._microbatches.on_reply(sender, message, frame)
             case TrainerDone():
-                self._on_trainer_done(message)
+                self._microbatches.on_trainer_done(message)
             case Gap():
-                self._trainers.on_gap(sender, message)
+                self._microbatches.on_gap(sender, message)
             case Seal():
                 exchange.on_seal(sender, message)
             case Shard() | Reduced():
@@ -178,7 +166,7 @@ class Dispatch:
             case Abstain():
                 exchange.on_abstain(sender, message.attempt)
             case Back():
-                self.refresh_routes()
+                self._microbatches.refresh_routes()
             case Doubted():
                 self._ctx.detector.look_after(message.peer, message.lineage, message.step)
             case _:
@@ -199,28 +187,6 @@ class Dispatch:
                 await self._checkpoints.on_end(sender, message)
             case _:
                 raise ProtocolError(f"{frame.kind}: not for this peer")
-
-    def _on_trainer_done(self, message: TrainerDone) -> None:
-        work = self._position.computing(message.step)
-        if work is not None and not work.through(message.indices, message.losses):
-            raise ProtocolError("trainer_done: indices outside the step, or not one loss for each")
-
-    def _expects_gradient(self, sender: PeerId, message: Backward, tensors: list[Encoded]) -> None:
-        """Raises ProtocolError."""
-        dispatcher = self._server.dispatcher
-        if dispatcher is None or message.stage != self._ctx.roster.own.stage + 1:
-            raise ProtocolError(f"{message.KIND} from stage {message.stage}: no gradient was asked for there")
-        dispatcher.expects(sender, message, tensors)
-
-    def _on_reply(self, sender: PeerId, message: Backward | Done | Busy | Lost, frame: Frame) -> None:
-        """Answers from stage 0 are the trainer's; from the next stage, the stage server's."""
-        dispatcher = self._server.dispatcher
-        if dispatcher is not None and message.stage == self._ctx.roster.own.stage + 1:
-            dispatcher.on_reply(sender, message, frame.tensors)
-        elif message.stage == 0 and self._trainers.source is not None:
-            self._inwards.on_reply(sender, message, frame.tensors)
-        else:
-            raise ProtocolError(f"{frame.kind} from stage {message.stage}: nothing was sent there")
 
     def _on_lost(self, peer: PeerId) -> None:
         """A stream ended: whoever is gone with it is found out about now, and not when something is missed."""

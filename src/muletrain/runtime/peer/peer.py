@@ -19,11 +19,8 @@ from muletrain.runtime.members.leaving import Departure
 from muletrain.runtime.members.membership import Membership
 from muletrain.runtime.members.rebalancing import Rebalancer
 from muletrain.runtime.members.watchdog import Watchdog
-from muletrain.runtime.microbatch.dispatcher import Dispatcher
+from muletrain.runtime.microbatch.microbatches import Microbatches
 from muletrain.runtime.microbatch.position import Behind, Position
-from muletrain.runtime.microbatch.stage_server import StageServer
-from muletrain.runtime.microbatch.survey import Survey
-from muletrain.runtime.microbatch.trainers import Trainers
 from muletrain.runtime.peer.arrival import Arrival
 from muletrain.runtime.peer.dispatch import Dispatch
 from muletrain.runtime.peer.early_frames import EarlyFrames
@@ -91,33 +88,25 @@ class Peer:
         them. ``log_bytes``: of past gradients that this peer keeps for peers that catch up (``step.gradient_log``)."""
         self._ctx, self._on_step, self._back, self._fits, self._sharing = ctx, on_step, back, fits, sharing
         self.roster, self.emit = ctx.roster, ctx.emit
-        stage, plan, genesis = ctx.roster.own.stage, ctx.plan, ctx.roster.genesis
+        genesis = ctx.roster.genesis
         begin = (genesis.first_step, genesis.lineage) if back is None else (back.step, back.lineage)
         coming = State.JOINING if back is None else State.ROLLED_BACK
         self._life = Lifecycle(coming if joining else State.TRAINING)
         self.position = at = Position(ctx, *begin, self._life)
-        # microbatches
-        survey = Survey(ctx, at)
-        onwards = Dispatcher(ctx, stage + 1, survey) if stage + 1 < plan.stages else None
-        inwards = Dispatcher(ctx, 0, survey)
-        self._server = StageServer(ctx, at, onwards)
-        self._trainers = Trainers(ctx, at, inwards, survey, source if ctx.roster.own.trainer else None)
-        # states and checkpoints
+        self._microbatches = Microbatches(ctx, at, source if ctx.roster.own.trainer else None)
         self._membership, receiver, self._tokens = Membership(ctx), Receiver(ctx), Downloader(ctx)
         self._log = GradientLog(ctx, log_bytes)
         self._snapshots = Snapshots(ctx, at, self._log, self._membership, sharing)
         self._checkpoints = Checkpoints(ctx, self._snapshots, receiver, self._membership, book)
         self._parts = PartWriter(ctx, at, self._checkpoints)
-        # steps
         self.departure = Departure(ctx, self._checkpoints.unsafe)
         self._forks = Forks(ctx, at, receiver)
         self.runner = StepRunner(ctx, at, self._log, self.departure, self, self._forks, receiver.taker)
         self._answers = Answers(ctx, self.runner, self._log, self._membership)
-        # what ends them
         self._rollback = Rollback(ctx, self._checkpoints, at, fits, back, self._forks, self._parts)
         self._ending = Ending(ctx, at, self._checkpoints, self.runner)
         self.reporting, self._hot_spares = Reporting(ctx, on_report, apart=reports), HotSpares(ctx)
-        early = EarlyFrames(plan.capacity)
+        early = EarlyFrames(ctx.plan.capacity)
         self._arrival = Arrival(
             ctx,
             at,
@@ -127,21 +116,18 @@ class Peer:
             self._checkpoints,
             self._forks,
             self._parts,
-            self._trainers,
-            self._server,
+            self._microbatches,
             early,
         )
         self._leaves = False
         self.destination: int | None = None
         """The stage it goes to; None: it leaves the run."""
-        self.rebalancer = Rebalancer(ctx, self._server.load, fits, self.move)
+        self.rebalancer = Rebalancer(ctx, self.load, fits, self.move)
         self._dispatch = Dispatch(
             ctx,
             at,
             self._membership,
-            self._server,
-            self._trainers,
-            inwards,
+            self._microbatches,
             self.runner,
             self._forks,
             self._rollback,
@@ -208,7 +194,7 @@ class Peer:
             ctx.spawn(self.rebalancer.run(), "rebalancing")
         ctx.spawn(self._rollback.watch(), "rollback")
         if self._sharing is not None:
-            taking = self._sharing.run(ctx, self._tokens, self._membership, self._serves, self._trainers.begin_late)
+            taking = self._sharing.run(ctx, self._tokens, self._membership, self._serves, self._microbatches.train_too)
             ctx.spawn(taking, "tokens")
         if not comes:
             await self.runner.open()
@@ -231,13 +217,13 @@ class Peer:
             try:
                 if returned:
                     await self.runner.meet(sure=sure)
-                self._begin_step(at.work, retry=returned)
+                self._microbatches.begin(at.work, retry=returned)
                 await self._dispatch.redeliver()
                 record = await self.runner.run()
                 returned, followed = False, 0
                 self._arrival.caught_up()
             except Behind as e:
-                self._trainers.end(step)
+                self._microbatches.end(step)
                 returned, sure = True, isinstance(e, GivesWay)
                 replayed = await self._recover(e)
                 if replayed is None:
@@ -264,7 +250,7 @@ class Peer:
     async def _applied(self, record: StepRecord) -> None:
         """Report the step, write what is due, and go to the next, or go."""
         ctx, plan, step = self._ctx, self._ctx.plan, record.step
-        self._trainers.end(step)
+        self._microbatches.end(step)
         self.rebalancer.count(ctx.meter.stats)
         self.reporting.applied(record, self.position.work)
         self._hot_spares.look(speaks=self.reporting.speaks())
@@ -279,9 +265,8 @@ class Peer:
             self._life.to(State.FINISHED)
         self.runner.advance(record)
         if last:
-            self._trainers.end(step + 1)
             self.position.work.end()
-            self._server.abandon()
+            self._microbatches.abandon(step + 1)
         elif leaves:
             await self._leave()
 
@@ -320,19 +305,14 @@ class Peer:
     def _serves(self) -> bool:
         return not self.position.away and self._life.has_state
 
-    def _begin_step(self, work: InFlightStep, *, retry: bool) -> None:
-        if self._server.dispatcher is not None:
-            self._server.dispatcher.begin(self.position.under_way())
-        self._trainers.begin(work, retry=retry)
-
     def take_over_orphans(self, work: InFlightStep, *, late: bool) -> None:
         """See ``step.reduction.Trainers``."""
-        self._trainers.take_over_orphans(work, late=late)
+        self._microbatches.take_over_orphans(work, late=late)
 
     async def begin_ahead(self, work: InFlightStep) -> None:
         """See ``step.reduction.Trainers``."""
         if not work.ledger.sealed:  # else we may be gone by then
-            self._begin_step(work, retry=False)
+            self._microbatches.begin(work, retry=False)
         await self._dispatch.redeliver()
 
     async def _announce_often(self) -> None:
@@ -357,7 +337,7 @@ class Peer:
 
     def load(self) -> int:
         """Requests it holds, waiting or being worked on; at most ``Plan.capacity``."""
-        return self._server.load()
+        return self._microbatches.server.load()
 
     def memory(self) -> Memory:
         """What it keeps for others."""

@@ -178,7 +178,7 @@ class _Play:
             self._endings.through(trainer, step)
 
     def _window(self) -> int:
-        """As ``runtime.microbatch.trainers`` has it."""
+        """As ``runtime.microbatch.microbatches`` has it."""
         trainers = len(self._who.trainers)
         if self._who.seats is None:
             return max(2, min(map(len, self._at)) * self._capacity // (2 * trainers))

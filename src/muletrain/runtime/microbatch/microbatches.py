@@ -1,0 +1,118 @@
+"""All that one peer does with microbatches: it serves its stage, and gives them out, where it has the data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from muletrain.errors import ProtocolError
+from muletrain.runtime.microbatch.dispatcher import Dispatcher
+from muletrain.runtime.microbatch.stage_server import StageServer
+from muletrain.runtime.microbatch.survey import Survey
+from muletrain.runtime.microbatch.trainer import Trainer
+
+if TYPE_CHECKING:
+    from muletrain.network.base import Frame, PeerId
+    from muletrain.runtime.core.messages import Backward, Busy, Done, Gap, Lost, TrainerDone
+    from muletrain.runtime.members.context import Context
+    from muletrain.runtime.microbatch.inflight import InFlightStep
+    from muletrain.runtime.microbatch.position import Position
+    from muletrain.runtime.microbatch.trainer import Source
+    from muletrain.wire.codec import Encoded
+
+
+class Microbatches:
+    """The stage server of one peer, its dispatchers to the next stage and to the first, and a trainer for each step that is under way."""
+
+    def __init__(self, ctx: Context, position: Position, source: Source | None) -> None:
+        """``source``: of microbatches; None: this peer does not train (yet)."""
+        self._ctx, self._position, self.source = ctx, position, source
+        self.survey = Survey(ctx, position)
+        stage = ctx.roster.own.stage
+        self._onwards = Dispatcher(ctx, stage + 1, self.survey) if stage + 1 < ctx.plan.stages else None
+        self._inwards = Dispatcher(ctx, 0, self.survey)
+        self.server = StageServer(ctx, position, self._onwards)
+        self._trainers: dict[int, Trainer] = {}
+        """By step."""
+
+    def begin(self, work: InFlightStep, *, retry: bool) -> None:
+        """``retry``: this peer was away, so that others may have begun the step's microbatches."""
+        if self._onwards is not None:
+            self._onwards.begin(self._position.under_way())
+        if work.step in self._trainers:  # it was begun ahead; who trained then may be gone
+            self.take_over_orphans(work, late=False)
+        elif self.source is not None:
+            self._inwards.refresh()
+            trainer = Trainer(self._ctx, self.source, self._inwards, self.survey, _window(self._ctx), work)
+            self._trainers[work.step] = trainer
+            trainer.spawn(trainer.run_step(retry=retry), "trainer step")
+
+    def train_too(self, source: Source) -> None:
+        """This peer has got the data: it builds microbatches, also of the steps that are under way."""
+        self._ctx.roster.train()
+        self.source = source
+        for work in self._position.under_way():
+            if not work.over:
+                self.begin(work, retry=True)
+
+    def take_over_orphans(self, work: InFlightStep, *, late: bool) -> None:
+        """Microbatches of ``work`` are not through: after a death, or (``late``) although nothing came for as long as a step takes."""
+        trainer = self._trainers.get(work.step)
+        if trainer is not None and not work.all_through:
+            trainer.spawn(trainer.adopt(late=late), "adopt")
+
+    def on_gap(self, sender: PeerId, gap: Gap) -> None:
+        """Raises ProtocolError."""
+        trainer, plan = self._trainers.get(gap.step), self._ctx.plan
+        if trainer is None:
+            if self.source is None:
+                raise ProtocolError(f"{gap.KIND}: this peer does not train")
+            return  # it has not begun that step: who asks, asks again
+        if gap.stage >= plan.stages or any(i >= plan.microbatches for i in gap.indices):
+            raise ProtocolError("gap outside the step")
+        trainer.spawn(trainer.on_gap(sender, gap), "gap")
+
+    def end(self, last: int) -> None:
+        """Nobody gives out microbatches of the steps up to ``last`` any more."""
+        for step in [s for s in self._trainers if s <= last]:
+            self._trainers.pop(step).end()
+
+    def abandon(self, last: int) -> None:
+        """What was begun of the steps up to ``last`` must not be taken for work of steps that are begun again."""
+        self.end(last)
+        self.server.abandon()
+
+    def refresh_routes(self) -> None:
+        """Who gets the next microbatches may have changed."""
+        if self._onwards is not None:
+            self._onwards.refresh()
+        self._inwards.refresh()
+
+    def on_trainer_done(self, message: TrainerDone) -> None:
+        """Raises ProtocolError."""
+        work = self._position.computing(message.step)
+        if work is not None and not work.through(message.indices, message.losses):
+            raise ProtocolError("trainer_done: indices outside the step, or not one loss for each")
+
+    def expects_gradient(self, sender: PeerId, message: Backward, tensors: list[Encoded]) -> None:
+        """Before it is read. Raises ProtocolError."""
+        if self._onwards is None or message.stage != self._ctx.roster.own.stage + 1:
+            raise ProtocolError(f"{message.KIND} from stage {message.stage}: no gradient was asked for there")
+        self._onwards.expects(sender, message, tensors)
+
+    def on_reply(self, sender: PeerId, message: Backward | Done | Busy | Lost, frame: Frame) -> None:
+        """Answers from stage 0 are the trainer's; from the next stage, the stage server's. Raises ProtocolError."""
+        if self._onwards is not None and message.stage == self._ctx.roster.own.stage + 1:
+            self._onwards.on_reply(sender, message, frame.tensors)
+        elif message.stage == 0 and self.source is not None:
+            self._inwards.on_reply(sender, message, frame.tensors)
+        else:
+            raise ProtocolError(f"{frame.kind} from stage {message.stage}: nothing was sent there")
+
+
+def _window(ctx: Context) -> int:
+    """Microbatches a trainer has under way: half of what the smallest stage admits, shared among the trainers. With planned membership, of
+    each pipeline (``Seats.window``)."""
+    if (seats := ctx.plan.seats) is not None:
+        return seats.window(ctx.plan.capacity, len(ctx.roster.trainers()))
+    smallest = min(len(ctx.roster.stage(s)) for s in range(ctx.plan.stages))
+    return max(2, smallest * ctx.plan.capacity // (2 * len(ctx.roster.trainers())))
