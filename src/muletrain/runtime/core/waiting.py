@@ -19,7 +19,7 @@ T = TypeVar("T")
 MAX_SILENCE = 6
 """Doubling deadlines before a wait is declared hopeless,"""
 PATIENCE_S = 300.0
-"""but not before this time has passed since the others last came on."""
+"""Seconds that must have passed since the others last came on, before a wait is hopeless."""
 LOOKS = 4
 """Times that we ask again within the patience, however long the doubled deadlines are: else nobody could say that it comes on."""
 ENDLESS = 12

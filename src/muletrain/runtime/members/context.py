@@ -35,7 +35,7 @@ TRAFFIC: dict[str, TrafficClass] = {
 }
 """Class of traffic of a frame kind, for the byte counts; everything else is control."""
 SEND_TIMEOUT_S = 120.0
-"""Without a receipt for what was sent: a bound for a dead transport, not for a slow link."""
+"""Seconds without a receipt for what was sent: a bound for a dead transport, not for a slow link."""
 
 
 @dataclass

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 REMEMBERED = 64
 """Lengths of gradients that were taken."""
 PAUSE_S = 0.01
-"""At least, before it is looked again whether another answer is still to come."""
+"""Seconds, at least, between two looks whether another answer is still to come."""
 
 
 class _Gradient(NamedTuple):

@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from muletrain.runtime.microbatch.survey import Survey
     from muletrain.wire.codec import Encoded
 
-BUSY_PAUSE_S = 0.005
-"""First pause when every peer of a stage is full; doubles up to the limit below."""
-BUSY_PAUSE_MAX_S = 0.5
+BUSY_PAUSE_S, BUSY_PAUSE_MAX_S = 0.005, 0.5
+"""Seconds before a request is tried again when every peer of a stage is full, the first time and at most; doubles."""
 COPIES, COPIES_SHARE = 2.0, 0.1
 """Microbatches computed twice for peers that are doubted: so many times what one peer holds at once, then a tenth of those answered."""
 

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from muletrain.runtime.microbatch.position import Position
 
 MAX_PAUSES = 30
-"""Waits for a peer that says that it still works on a microbatch: doubling up to the longest, 15 s in all."""
+"""Pauses for a peer that says that it still works on a microbatch, 15 s in all."""
 PAUSE_S, PAUSE_MAX_S = 0.05, 0.5
+"""Seconds that such a pause takes, the first time and at most; doubles."""
 
 
 class Survey:

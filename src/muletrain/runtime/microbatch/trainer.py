@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MAX_TRIES = 60
 """Injections of one microbatch before the trainer gives up with an error instead of trying for ever: 20 minutes of pauses."""
 PAUSE_S, PAUSE_MAX_S = 0.1, 20.0
-"""Before the next injection; doubles."""
+"""Seconds before a microbatch that failed is injected again, the first time and at most; doubles."""
 
 R = TypeVar("R")
 

@@ -36,12 +36,13 @@ if TYPE_CHECKING:
     from muletrain.runtime.recovery.forks import Forks
 
 LOOK_S = 1.0
+"""Seconds between two looks whether a stage is without peers, and between two orders of one peer that are considered."""
 AGAIN_S = 5.0
-"""Between two hints to one peer that its branch was given up, and between two questions about a branch that ours does not follow."""
+"""Seconds between two hints to one peer that its branch was given up, and between two questions about a branch that ours does not follow."""
 REACHED_S = 300.0
-"""Longest time for which the word of others that they reach a stage puts its adoption off: they may be wrong, or lie."""
+"""Seconds, at most, for which the word of others that they reach a stage puts its adoption off: they may be wrong, or lie."""
 JOIN_S = 900.0
-"""How long a run waits for a machine to join a stage that nobody can adopt."""
+"""Seconds for which a run waits for a machine to join a stage that nobody can adopt."""
 MAX_PARTS = 1 << 12
 
 

@@ -41,7 +41,7 @@ NORM_TOLERANCE = 1e-3
 LANES = 4
 """Chunks that are made ready for sending at a time."""
 LINGER_S = 0.1
-"""What a peer sent before it died may be read after its end is known."""
+"""Seconds for which chunks of a peer are still taken after it was marked down: what it sent before is read later."""
 
 
 _Key = tuple[bytes, str, str, int]

@@ -40,9 +40,9 @@ PIECE = 32 * BLOCK
 AHEAD = 1
 """Pieces asked for at once: answers to calls are not paced, and more would hold up everything else on a narrow link."""
 CALL_S = 60.0
-"""For a piece: a bound for a slow link. A holder that is gone is found out about long before."""
+"""Seconds for one piece: a bound for a slow link. A holder that is gone is found out about long before."""
 KEPT_S = 60.0
-"""After the last that was heard of a follower, nothing is kept for it."""
+"""Seconds for which gradients are kept for a replica that catches up, after it was last heard of."""
 MAX_STEPS = 512
 HEADERS = 1 << 16
 """Bytes beside the numbers' own."""

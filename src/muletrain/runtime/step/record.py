@@ -146,7 +146,7 @@ class Attested:
 
 
 UNDECIDED_S = 5.0
-"""Before a round counts without more than half: one that holds it, too, may not have said so yet."""
+"""Seconds before a round counts to which less than half attest: another holder may not have said so yet."""
 
 
 class _Claim(NamedTuple):

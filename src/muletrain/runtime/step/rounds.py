@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.context import Context
 
 LOOK_S, AT_ONCE = 0.5, 8
-"""Between two looks at the members of a round, and how many of them are asked at once."""
+"""Seconds between two looks at the members of a round, and how many of them are asked at once."""
 SILENT_S, ASK_S = 1.0, 5.0
-"""A member is asked whether it is there when nothing at all came from it for so long, and how it comes on when no chunk did."""
+"""Seconds without anything from a member, after which it is asked whether it is there; and without a chunk, after which it is asked how it
+comes on."""
 ELSEWHERE_S, STUCK_S, LONGEST_S = 5.0, 60.0, 3600.0
-"""A round has failed when a member that owes a chunk is in no such round for so long; when it moves nothing; and when it says that it does,
-but no chunk comes here: large ones on slow links take many minutes."""
+"""Seconds after which a round has failed: when a member that owes a chunk is in no such round; when it moves nothing; and when it says that
+it does, but no chunk comes here (large ones on slow links take many minutes)."""
 
 
 class RoundFailed(MuletrainError):
