@@ -9,7 +9,8 @@ import pytest
 from muletrain.cli.show.view import RunView, headline
 from muletrain.errors import ProtocolError
 from muletrain.events import SteppedBack
-from muletrain.policy.adoption import Standing, adopters, newest_complete
+from muletrain.policy.assignment import Load, View
+from muletrain.policy.complete_checkpoint import newest_complete
 from muletrain.policy.keeping import keepers
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.branches import branch_of, branched, count_of, hashed
@@ -17,6 +18,7 @@ from muletrain.runtime.recovery.rollback import StepBack
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
 from muletrain.sim.world.verdict import readable
+from muletrain.strategies.swarm import SWARM
 from tests import planted
 
 if TYPE_CHECKING:
@@ -27,33 +29,38 @@ pytestmark = pytest.mark.timeout(800)
 OLD, NEW = (10, bytes(32)), (20, b"n" * 32)
 
 
-def standing(stage: int, *parts: tuple[tuple[int, bytes], int], targets: tuple[int, ...] = (0, 1, 2)) -> Standing:
-    return Standing(stage, frozenset(targets), {part: bytes([part[1]]) * 32 for part in parts})
+def parts(*held: tuple[tuple[int, bytes], int]) -> dict[tuple[tuple[int, bytes], int], bytes]:
+    return {part: bytes([part[1]]) * 32 for part in held}
 
 
 def test_the_newest_checkpoint_of_which_all_parts_can_be_had_is_gone_back_to() -> None:
-    both = {"a": standing(0, (OLD, 0), (OLD, 1), (NEW, 0)), "b": standing(0, (NEW, 1))}
+    both = {"a": parts((OLD, 0), (OLD, 1), (NEW, 0)), "b": parts((NEW, 1))}
     assert newest_complete(both, 2, limit=30) == (NEW, (bytes(32), b"\1" * 32))
     assert newest_complete(both, 2, limit=19) == (OLD, (bytes(32), b"\1" * 32)), "of a run that went further once"
     assert newest_complete({"a": both["a"]}, 2, limit=30) == (OLD, (bytes(32), b"\1" * 32))
     assert newest_complete({"b": both["b"]}, 2, limit=30) is None
-    other = {"a": standing(0, (NEW, 0)), "b": standing(0, ((20, b"o" * 32), 1))}
+    other = {"a": parts((NEW, 0)), "b": parts(((20, b"o" * 32), 1))}
     assert newest_complete(other, 2, limit=30) is None, "parts of two histories are no checkpoint"
 
 
 def test_the_stage_with_most_to_spare_gives_a_peer_and_never_its_last() -> None:
-    peers = {"a": standing(0), "b": standing(0), "c": standing(0), "d": standing(2), "e": standing(2)}
-    assert adopters(peers, (1.0, 1.0, 1.0)) == ({"a": 1}, ())
-    assert adopters(peers, (4.0, 1.0, 1.0)) == ({"d": 1}, ()), "three for four times the work are fewer"
-    peers["b"] = standing(0, (OLD, 1))
-    assert adopters(peers, (1.0, 1.0, 1.0)) == ({"b": 1}, ()), "it has the part already"
-    small = {p: standing(s.stage, targets=()) for p, s in peers.items()} | {"e": standing(2, targets=(1,))}
-    assert adopters(small, (1.0, 1.0, 1.0)) == ({"e": 1}, ())
-    assert adopters({"a": standing(0), "d": standing(2)}, (1.0, 1.0, 1.0)) == ({}, (1,))
-    two = {"a": standing(0), "b": standing(0), "c": standing(0)}
-    assert adopters(two, (1.0, 1.0, 9.0)) == ({"a": 2, "b": 1}, ()), "the stage with most work first"
-    assert adopters({"a": standing(0), "b": standing(0)}, (1.0, 1.0, 9.0)) == ({"a": 2}, (1,))
-    assert adopters({"a": standing(0), "new": standing(1)}, (1.0, 1.0)) == ({}, ())
+    def adopters(peers: dict[str, Load], work: tuple[float, ...]) -> dict[str, int]:
+        return {m.peer: m.target for m in SWARM.assign(View(peers, work, stopped=True))}
+
+    peers = {"a": Load(0), "b": Load(0), "c": Load(0), "d": Load(2), "e": Load(2)}
+    assert adopters(peers, (1.0, 1.0, 1.0)) == {"a": 1}
+    assert adopters(peers, (4.0, 1.0, 1.0)) == {"d": 1}, "three for four times the work are fewer"
+    peers["b"] = Load(0, parts=frozenset({1}))
+    assert adopters(peers, (1.0, 1.0, 1.0)) == {"b": 1}, "it has the part already"
+    small = {p: Load(own.stage, targets=frozenset()) for p, own in peers.items()} | {
+        "e": Load(2, targets=frozenset({1}))
+    }
+    assert adopters(small, (1.0, 1.0, 1.0)) == {"e": 1}
+    assert adopters({"a": Load(0), "d": Load(2)}, (1.0, 1.0, 1.0)) == {}
+    two = {"a": Load(0), "b": Load(0), "c": Load(0)}
+    assert adopters(two, (1.0, 1.0, 9.0)) == {"a": 2, "b": 1}, "the stage with most work first"
+    assert adopters({"a": Load(0), "b": Load(0)}, (1.0, 1.0, 9.0)) == {"a": 2}
+    assert adopters({"a": Load(0), "new": Load(1)}, (1.0, 1.0)) == {}
 
 
 def test_two_of_other_stages_keep_a_part_on_places_of_their_own() -> None:

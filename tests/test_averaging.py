@@ -25,11 +25,12 @@ from muletrain.runtime.step.averaging import Averager, contents
 from muletrain.runtime.step.gradient_log import MeanGradient, fetch_gradient
 from muletrain.runtime.step.rounds import LONGEST_S, Attendance, Round, RoundFailed
 from muletrain.sim.loop import run_virtually
+from muletrain.strategies.swarm import SWARM
 from tests.runners import runner_of
 
 SIZE = 3 * 4096 + 100
 IDS = ("a", "b", "c")
-ROUND = Round(bytes(32), bytes(32), 0, 0, IDS, IDS, 3, SIZE, False)
+ROUND = Round(bytes(32), bytes(32), 0, 0, IDS, IDS, IDS, 3, SIZE, False)
 
 
 class Vector:
@@ -46,7 +47,7 @@ def members(hub: MemoryHub, codec: Codec) -> dict[str, tuple[Context, Averager]]
     genesis = Genesis(
         run_id="r", config=bytes(32), data=bytes(32), stages=1, members=founders, collector="a", first_step=0
     )
-    plan = Plan(1, 1, 3, 1, 1, 2, lambda s: 1, Codec.INT8, codec, None, lambda s: 0.0, 0, 8)
+    plan = Plan(1, 1, 3, 1, 1, 2, lambda s: 1, Codec.INT8, codec, None, lambda s: 0.0, 0, 8, SWARM)
     found = {}
     for p in IDS:
         net = hub.join(p)

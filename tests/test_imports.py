@@ -1,5 +1,5 @@
-"""Imports run downwards only, and in no circle; ``policy``, ``planning`` and the base know neither torch nor sockets; nothing can execute
-what it reads."""
+"""Imports run downwards only, and in no circle; ``policy``, ``strategies``, ``planning`` and the base know neither torch nor sockets;
+nothing can execute what it reads; nobody but the strategies asks which strategy runs."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ LAYERS: list[set[str]] = [
     {"network", "compute", "wire"},
     {"model", "data", "optim"},
     {"planning"},
+    {"strategies"},
     {"policy"},
     {"config", "events", "timeline", "units", "errors", "clock", "__init__"},
 ]
@@ -52,7 +53,7 @@ EXECUTES = {
     "__import__",
 }
 """Modules and functions that run code found in data."""
-PURE = LAYERS[-1] | {"planning", "policy"}
+PURE = LAYERS[-1] | {"planning", "strategies", "policy"}
 
 
 def test_imports_run_downwards_only() -> None:
@@ -139,6 +140,40 @@ def test_downward_and_sibling_imports_are_fine(tmp_path: Path, code: str) -> Non
     assert violations(tmp_path / "muletrain") == []
 
 
+def test_nobody_but_the_strategies_asks_which_strategy_runs() -> None:
+    assert asking(SOURCE) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "x = plan.seats is None",
+        "x = config.pipeline.seats",
+        "x = isinstance(ctx.plan.strategy, Pipeline)",
+        "x = type(plan.strategy) is Swarm",
+        "match plan.strategy:\n    case Swarm():\n        pass",
+        "x = plan.strategy is SWARM",
+        "x = p.strategy == 'pipeline'",
+        "x = 'swarm' != p.strategy",
+        "x = p.strategy in ('swarm', 'pipeline')",
+        "x = strategy.schedule == 'gpipe'",
+    ],
+)
+def test_who_asks_which_strategy_runs_is_found(tmp_path: Path, code: str) -> None:
+    (tmp_path / "a.py").write_text(code)
+    assert asking(tmp_path) == ["a.py:1: asks which strategy it is"]
+
+
+def test_the_runtime_knows_only_the_interface_of_strategies() -> None:
+    found = {
+        name
+        for path in (SOURCE / "runtime").rglob("*.py")
+        for _, name in _imports(path, SOURCE)
+        if name.startswith("muletrain.strategies")
+    }
+    assert {name.rpartition(".")[0] for name in found} == {"muletrain.strategies.base"}
+
+
 def test_nothing_can_execute_what_it_reads() -> None:
     assert executing(SOURCE) == []
 
@@ -166,6 +201,42 @@ def test_what_only_looks_like_executing_is_fine(tmp_path: Path) -> None:
         "import re, safetensors.torch\nmodel.eval()\nsafetensors.torch.load_file('x')\nre.compile('x')"
     )
     assert executing(tmp_path) == []
+
+
+SEES_SEATS = {"config/schema.py", "cli/commands/planned.py"}
+"""What reads, checks and writes a planned layout."""
+
+
+def asking(source: Path) -> list[str]:
+    """Every place of the package at ``source``, outside ``strategies``, that asks which strategy it is."""
+    return [
+        f"{path.relative_to(source)}:{node.lineno}: asks which strategy it is"
+        for path in sorted(source.rglob("*.py"))
+        if path.parent.name != "strategies"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if _asks(node, seats=str(path.relative_to(source)) in SEES_SEATS)
+    ]
+
+
+def _asks(node: ast.AST, *, seats: bool) -> bool:
+    """``seats``: those of a layout may be looked at."""
+    if isinstance(node, ast.Attribute) and node.attr == "seats":
+        return not seats
+    if isinstance(node, ast.Match):
+        return _is_strategy(node.subject)
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+        return _is_strategy(node.args[0])
+    return isinstance(node, ast.Compare) and any(_is_strategy(side) for side in (node.left, *node.comparators))
+
+
+def _is_strategy(node: ast.expr) -> bool:
+    """A strategy, its type, or its schedule."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "type":
+        return _is_strategy(node.args[0])
+    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    if name == "schedule" and isinstance(node, ast.Attribute):
+        return _is_strategy(node.value)
+    return name == "strategy"
 
 
 def executing(source: Path) -> list[str]:

@@ -31,6 +31,7 @@ from muletrain.sim.loop import run_virtually
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
 from muletrain.sim.world.verdict import Outcome, readable
+from muletrain.strategies.swarm import SWARM
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.timeout(400)
@@ -122,7 +123,7 @@ class Vector:
 def context(codec: Codec = Codec.FP16) -> Context:
     founders = tuple(Member(id=p, name=p, stage=0, trainer=True, addresses=()) for p in "ab")
     genesis = Genesis(run_id="r", config=bytes(32), data=bytes(32), stages=1, members=founders, collector="a", first_step=0)  # fmt: skip
-    plan = Plan(1, 1, 1, 1, 1, 2, lambda s: 1, Codec.INT8, codec, None, lambda s: 0.0, 0, 8)
+    plan = Plan(1, 1, 1, 1, 1, 2, lambda s: 1, Codec.INT8, codec, None, lambda s: 0.0, 0, 8, SWARM)
     return Context(MemoryHub().join("a"), LoopClock(), Vector(), Roster(genesis, "a"), plan, emit=lambda event: None)  # type: ignore[arg-type]
 
 

@@ -49,6 +49,7 @@ from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.worker import PROTOCOL, Worker
 from muletrain.runtime.members.roster import Genesis
 from muletrain.sim.loop import run_virtually
+from muletrain.strategies.swarm import SWARM
 from muletrain.wire.codec import encode_raw
 from tests.fleet_run import checkpoint_weights
 from tests.namespaces import Switch
@@ -486,7 +487,7 @@ def lobby_of(net: Network, bytes_of_stages: list[int], expected: int) -> lobby.L
     return lobby.Lobby(
         net=net, clock=LoopClock(), emit=lambda event: None, run_id="run", config_json="{}", config_digest=bytes(32),
         data_digest=bytes(32), tokenizer=b"t", stages=len(needs), expected=expected, trainers=1, needs=needs,
-        stage_costs=[1.0] * len(needs),
+        stage_costs=[1.0] * len(needs), strategy=SWARM,
     )  # fmt: skip
 
 

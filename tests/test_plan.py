@@ -27,7 +27,7 @@ from muletrain.papers import atom
 from muletrain.planning.allocate import allocate
 from muletrain.planning.hub import evaluate
 from muletrain.planning.schedules import ORDERS, Station, pass_s, play
-from muletrain.planning.strategies import (
+from muletrain.planning.splits import (
     Member,
     Swapper,
     averaging_s,
@@ -38,7 +38,6 @@ from muletrain.planning.strategies import (
     swap_split,
 )
 from muletrain.planning.swapping import Layer, accumulation, held_bytes, round_s, swapping
-from muletrain.policy.seats import in_flight
 from muletrain.sim.fleet.flow import Weather
 from muletrain.sim.fleet.simulation import simulate_fleet
 from muletrain.sim.machines import UPDATE_S
@@ -49,6 +48,7 @@ from muletrain.sim.plan.hub import segments
 from muletrain.sim.plan.placed import Placed
 from muletrain.sim.plan.question import HASTE, Question
 from muletrain.sim.plan.swarm import NoSteps, Settled, played_step_s, promising, settled
+from muletrain.strategies.pipeline import in_flight
 
 ROOT = Path(__file__).parents[1]
 BOTH = pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

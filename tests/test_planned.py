@@ -10,24 +10,30 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from muletrain.cli.commands.planned import indices_of, names_of, planned
+from muletrain.compute.estimate import StageMemory
 from muletrain.config.load import load_config
 from muletrain.config.plan import Plan, Prediction, Stage
-from muletrain.errors import ConfigError
+from muletrain.errors import CapacityError, ConfigError
 from muletrain.events import Note, StepApplied, read_events
 from muletrain.model.spec import ModelSpec
 from muletrain.network.memory import MemoryHub
-from muletrain.policy.seats import Seats
 from muletrain.runs.join.lobby import Join
 from muletrain.runs.join.reception import Papers, Reception
-from muletrain.runs.join.seating import wanted
+from muletrain.runs.join.seating import choose_stage
 from muletrain.runtime.core.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
+from muletrain.strategies.pipeline import Pipeline
+from muletrain.strategies.swarm import Swarm
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 SMALL = ("model.width=32", "model.heads=2", "model.layers=3", "model.context=16", "model.vocab=512")
 STAGES = (Stage(layers=(0, 1), machines=("east",)), Stage(layers=(1, 3), machines=("west",)))
+NEEDS = [
+    StageMemory(weights=n, moments=0, gradient=0, delayed=0, activations=0, copies=0, on_device=n, on_host=0)
+    for n in (512, 2048)
+]
 SWARM = Prediction(strategy="swarm", runnable=True, microbatch=2, microbatches=(4,), stages=STAGES)
 PIPELINE = Prediction(
     strategy="pipeline", schedule="1f1b", runnable=True, microbatch=2, microbatches=(4,), stages=STAGES, spares=("cellar",)
@@ -108,21 +114,24 @@ def test_what_is_no_plan_is_told(tmp_path: Path, text: str | None, complaint: st
 
 def test_machines_get_the_seat_of_their_name_whoever_lets_them_in() -> None:
     """At the beginning and later; one that comes back under the name of a dead one has its seat, any other name is made unique."""
-    seats = Seats((("east",), ("west",)), (4,), "1f1b")
+    strategy = Pipeline((("east",), ("west",)), (4,), "1f1b")
     join = Join(
         version="", name="west", stage=None, device="cpu", flops=0, memory=1 << 40, host_memory=None, addresses=()
     )
-    assert wanted(join, seats) == 1
-    assert wanted(join.model_copy(update={"name": "cellar"}), seats) is None
-    assert wanted(join.model_copy(update={"stage": 0}), seats) == 0
-    assert wanted(join, None) is None
+    assert choose_stage(join, strategy, NEEDS, [1.0, 1.0], [[], []]) == 1
+    assert choose_stage(join.model_copy(update={"name": "cellar"}), strategy, NEEDS, [1.0, 1.0], [[], []]) == 0
+    assert choose_stage(join.model_copy(update={"stage": 0}), strategy, NEEDS, [1.0, 1.0], [[], []]) == 0
+    assert choose_stage(join, Swarm(), NEEDS, [1.0, 1.0], [[], []]) == 0
+    small = join.model_copy(update={"memory": 1 << 10})
+    with pytest.raises(CapacityError, match="the smallest stage on offer needs 2"):
+        choose_stage(small, strategy, NEEDS, [1.0, 1.0], [[], []])
     stages = {"east": 0, "west": 1, "cellar": 1}
     members = tuple(Member(id=n, name=n, stage=s, trainer=True, addresses=(), place="") for n, s in stages.items())
     genesis = Genesis(
         run_id="r", config=bytes(32), data=bytes(32), stages=2, members=members, collector="east", first_step=0
     )
     roster = Roster(genesis, "east")
-    reception = Reception(MemoryHub().join("east"), lambda event: None, roster, Papers("", b"", b""), [], [], seats)
+    reception = Reception(MemoryHub().join("east"), lambda event: None, roster, Papers("", b"", b""), [], [], strategy)
     for name in ("west", "cellar"):
         assert reception._unique(name) == f"{name}-0"
         roster.dead(name)

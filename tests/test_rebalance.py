@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muletrain.policy.rebalance import Load, Move, View, by_queue, by_throughput
+from muletrain.policy.assignment import Load, Move, View
+from muletrain.policy.rebalance import by_queue, by_throughput
 
 HORIZON_S = 600.0
 

@@ -27,6 +27,7 @@ from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
 from muletrain.sim.world.verdict import Outcome, readable
 from muletrain.sim.world.world import World
+from muletrain.strategies.swarm import SWARM
 from muletrain.wire.codec import encode_raw
 
 if TYPE_CHECKING:
@@ -241,7 +242,7 @@ def test_what_is_abandoned_before_it_begins_gives_its_place_back() -> None:
     async def scenario() -> None:
         work = InFlightStep(0, bytes(32), 4)
         ctx: Any = SimpleNamespace(
-            plan=SimpleNamespace(capacity=8, trace=False, seats=None),
+            plan=SimpleNamespace(capacity=8, trace=False, strategy=SWARM),
             clock=LoopClock(),
             spawn=lambda serving, name: asyncio.create_task(serving),
         )

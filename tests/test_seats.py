@@ -14,68 +14,77 @@ from hypothesis import strategies as st
 from muletrain.config.load import load_config
 from muletrain.errors import ConfigError
 from muletrain.events import MicrobatchTaken, SlotWorked
-from muletrain.policy.seats import Seats
-from muletrain.runtime.core.plan import capacity
+from muletrain.policy.assignment import Load, View
 from muletrain.sim.world.play import play
 from muletrain.sim.world.reference import facts_of
 from muletrain.sim.world.scenario import Fault, Scenario, planned
 from muletrain.sim.world.verdict import readable
+from muletrain.strategies.base import StandIn
+from muletrain.strategies.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from muletrain.sim.world.verdict import Outcome
 
 torch.set_num_threads(1)
 SCHEDULES = pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-SEATS = Seats((("a", "b"), ("c", "d"), ("e", "f")), (3, 3), "1f1b")
-SHARED = Seats((("a", "b", "a"), ("c", "c", "c"), ("e", "f", "g")), (3, 3, 2), "1f1b")
+SEATS = Pipeline((("a", "b"), ("c", "d"), ("e", "f")), (3, 3), "1f1b")
+SHARED = Pipeline((("a", "b", "a"), ("c", "c", "c"), ("e", "f", "g")), (3, 3, 2), "1f1b")
 
 # --- who ---------------------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=8))
 def test_pipelines_take_turns_in_proportion(microbatches: list[int]) -> None:
-    seats = Seats((tuple(map(str, range(len(microbatches)))),), tuple(microbatches), "gpipe")
+    seats = Pipeline((tuple(map(str, range(len(microbatches)))),), tuple(microbatches), "gpipe")
     total = sum(microbatches)
     taken = Counter[int]()
     for index in range(total):
-        taken[seats.pipeline(index)] += 1
+        taken[seats.lane(index)] += 1
         for p, n in enumerate(microbatches):
             assert abs(taken[p] - (index + 1) * n / total) <= len(microbatches)
     assert [taken[p] for p in range(len(microbatches))] == microbatches
 
 
 def test_a_seat_is_its_holder_s_then_a_spare_s_then_anyone_s() -> None:
-    assert SEATS.first_choice(0, 0, {"a", "b", "x"}) == ["a"]
-    assert SEATS.first_choice(0, 0, {"b", "y", "x"}) == ["x", "y"]
-    assert SEATS.first_choice(0, 0, {"b"}) == []
-    assert SEATS.first_choice(0, 0, {"b", "c"}) == ["c"]  # of another stage: here it has no seat
+    assert SEATS.choose(0, 0, {"a", "b", "x"}) == ["a"]
+    assert SEATS.choose(0, 0, {"b", "y", "x"}) == ["x", "y"]
+    assert SEATS.choose(0, 0, {"b"}) == []
+    assert SEATS.choose(0, 0, {"b", "c"}) == ["c"]  # of another stage: here it has no seat
+
+
+def moves(seats: Pipeline, *serving: str, able: str | None = None) -> dict[str, int]:
+    """Of peers with names of one letter, by stage; ``able``: who has room for other stages, default everyone."""
+    loads = {
+        f"id-{name}": Load(s, name=name, targets=None if able is None or name in able else frozenset())
+        for s, here in enumerate(serving)
+        for name in here
+    }
+    return {move.peer.removeprefix("id-"): move.target for move in seats.assign(View(loads, (1.0,) * len(serving)))}
 
 
 def test_a_spare_goes_where_a_peer_was_lost_if_its_own_stage_needs_it_not() -> None:
-    def moves(*serving: str, able: Any = lambda name, stage: True) -> dict[str, int]:
-        return dict(SEATS.moves([set(there) for there in serving], able))
-
-    assert moves("abx", "c", "ef") == {"x": 1}
-    assert moves("ax", "c", "ef") == {}
-    assert moves("axy", "c", "ef") == {"y": 1}
-    assert moves("abxy", "c", "e") == {"x": 1, "y": 2}
-    assert moves("abxy", "c", "ef", able=lambda name, stage: name == "y") == {"y": 1}
-    assert moves("abx", "cdz", "ef") == {}
-    assert moves("abx", "cz", "ef") == {}
+    assert moves(SEATS, "abx", "c", "ef") == {"x": 1}
+    assert moves(SEATS, "ax", "c", "ef") == {}
+    assert moves(SEATS, "axy", "c", "ef") == {"y": 1}
+    assert moves(SEATS, "abxy", "c", "e") == {"x": 1, "y": 2}
+    assert moves(SEATS, "abxy", "c", "ef", able="y") == {"y": 1}
+    assert moves(SEATS, "abx", "cdz", "ef") == {}
+    assert moves(SEATS, "abx", "cz", "ef") == {}
 
 
 def test_a_peer_may_serve_several_pipelines_of_its_stage() -> None:
-    assert [SHARED.stage_of(name) for name in "abceg"] == [0, 0, 1, 2, 2]
-    assert [SHARED.first_choice(1, index, {"c", "x"}) for index in range(8)] == [["c"]] * 8
-    assert SHARED.empty([{"b"}, {"c"}, {"e", "f", "g"}]) == [(0, 0), (0, 2)]
-    assert dict(SHARED.moves([{"b"}, {"c"}, {"e", "f", "g", "x", "y"}], lambda name, stage: True)) == {"x": 0}
+    new = {name: Load(-1, name=name) for name in "abceg"}
+    assert [move.target for move in SHARED.assign(View(new, (1.0,) * 3))] == [0, 0, 1, 2, 2]
+    assert [SHARED.choose(1, index, {"c", "x"}) for index in range(8)] == [["c"]] * 8
+    assert SHARED.stand_ins([{"b"}, {"c"}, {"e", "f", "g"}]) == {StandIn(0, 0, "a"): (), StandIn(0, 2, "a"): ()}
+    assert moves(SHARED, "b", "c", "efgxy") == {"x": 0}
     assert [SHARED.most_in_flight(0, name) for name in ("a", "b", "spare")] == [5, 3, 5]
     assert [SHARED.most_in_flight(1, name) for name in ("c", "spare")] == [6, 6]
-    assert capacity(3, SHARED) == 3 * 24
-    assert (SHARED.window(capacity(3, SHARED), 2), SEATS.window(capacity(3, SEATS), 2)) == (12, 12)
+    assert SHARED.capacity(3) == 3 * 24
+    assert [s.window(s.capacity(3), (2, 1, 3), trainers=2) for s in (SHARED, SEATS)] == [12, 12]
     gpipe = replace(SHARED, schedule="gpipe", microbatches=(40, 3, 5))
     assert [gpipe.most_in_flight(0, name) for name in ("a", "b")] == [45, 3]
-    assert gpipe.window(capacity(3, gpipe), 2) == 40
+    assert gpipe.window(gpipe.capacity(3), (2, 1, 3), trainers=2) == 40
 
 
 @pytest.mark.parametrize(
@@ -119,11 +128,10 @@ def played(scenario: Scenario) -> Outcome:
 
 def takers(outcome: Outcome, after: int) -> dict[tuple[int, int], set[str]]:
     """Of each (stage, pipeline), in the steps from ``after`` on. In the first one peers ask for second opinions."""
-    seats, found = facts_of(outcome.scenario).plan.seats, defaultdict[tuple[int, int], set[str]](set)
-    assert seats is not None
+    strategy, found = facts_of(outcome.scenario).plan.strategy, defaultdict[tuple[int, int], set[str]](set)
     for event in outcome.events:
         if isinstance(event, MicrobatchTaken) and event.step >= after:
-            found[event.stage, seats.pipeline(event.index)].add(event.peer)
+            found[event.stage, strategy.lane(event.index)].add(event.peer)
     return dict(found)
 
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from muletrain.config.fleet import Link
 from muletrain.planning.cost import RunCost, StageCost, averages_at
 from muletrain.planning.schedules import Station, play
-from muletrain.policy.seats import Schedule, Seats
 from muletrain.sim.machines import Kind, Setting
 from muletrain.sim.steps import steps
 from muletrain.sim.steps.steps import Cast, cast
 from muletrain.sim.steps.wires import Wires, without_links
+from muletrain.strategies.pipeline import Pipeline, Schedule
 
 MEBI = 2.0**20
 KIND = Kind(
@@ -131,8 +131,8 @@ def test_one_pipeline_takes_what_its_schedule_does(
         for s, (f, b) in enumerate(times_s)
     )  # fmt: skip
     names = tuple(f"p{s}" for s in range(stages))
-    seats = Seats(tuple((name,) for name in names), (microbatches,), schedule)
-    who = Cast(tuple((s, 0) for s in range(stages)), (0,), names, seats)
+    strategy = Pipeline(tuple((name,) for name in names), (microbatches,), schedule)
+    who = Cast(tuple((s, 0) for s in range(stages)), (0,), strategy, names)
     # what comes at (nearly) the same instant may take its turn in another order
     assert steps.play(chain, who).computing_s == pytest.approx(play(schedule, stations, microbatches), rel=0.03)
 

@@ -29,6 +29,7 @@ from muletrain.runtime.transfer import blocks as transfer
 from muletrain.runtime.transfer import donor as snapshot
 from muletrain.runtime.transfer.blocks import Manifest, StateImage
 from muletrain.runtime.transfer.donor import Receiver, Snapshots
+from muletrain.strategies.swarm import SWARM
 from muletrain.wire.codec import encode_raw
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Stage:
         genesis = Genesis(
             run_id="r", config=bytes(32), data=bytes(32), stages=1, collector=names[0], first_step=0, members=members
         )
-        plan = Plan(1, 1, 1, 1, 1, 2, lambda s: 1, Codec.FP32, Codec.FP32, None, lambda s: 0.0, 0, 8)
+        plan = Plan(1, 1, 1, 1, 1, 2, lambda s: 1, Codec.FP32, Codec.FP32, None, lambda s: 0.0, 0, 8, SWARM)
         self.networks: dict[str, MemoryNetwork] = {n: self.hub.join(n) for n in names}
         self.states: dict[str, Any] = {n: State(2 if n == "t" else 1) for n in names}
         self.contexts = {

@@ -29,6 +29,7 @@ from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.step.averaging import Averager
 from muletrain.runtime.step.rounds import Round
+from muletrain.strategies.swarm import SWARM
 
 SIZE = 25_000_000
 ROUNDS, WARM_UP = 5, 1
@@ -83,7 +84,7 @@ async def main(rank: int, members: int, folder: Path, codec: Codec, shaped: bool
             ),
             network.peer_id,
         )
-        plan = Plan(1, 1, 1, 1, 1, 2, lambda s: 1, Codec.INT8, codec, None, lambda s: 0.0, 0, 8)
+        plan = Plan(1, 1, 1, 1, 1, 2, lambda s: 1, Codec.INT8, codec, None, lambda s: 0.0, 0, 8, SWARM)
         ctx = Context(network, LoopClock(), Vector(), roster, plan, emit=lambda event: None)  # type: ignore[arg-type]
         entries: dict[int, set[str]] = {}
         changed = asyncio.Event()

@@ -22,7 +22,7 @@ from muletrain.config.fleet import Fleet, load_fleet
 from muletrain.config.load import load_config
 from muletrain.errors import CapacityError
 from muletrain.model.spec import ModelSpec
-from muletrain.planning.strategies import recommend, title
+from muletrain.planning.splits import recommend, title
 from muletrain.sim.plan import pipeline as plan_pipeline
 from muletrain.sim.plan.question import Question
 from muletrain.sim.plan.swarm import NoSteps, chosen, played_step_s, promising, settled_on, told

@@ -33,6 +33,7 @@ from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.step.gradient_log import GradientLog
 from muletrain.runtime.transfer import donor
 from muletrain.runtime.transfer.donor import Receiver, Snapshots
+from muletrain.strategies.swarm import SWARM
 
 PARAMS = 25_000_000
 TENSORS = 50
@@ -94,7 +95,7 @@ async def main(rank: int, donors: int, folder: Path) -> None:
         genesis = Genesis(
             run_id="bench", config=bytes(32), data=bytes(32), stages=1, collector=ids[0], first_step=0, members=members
         )
-        plan = Plan(1, 1, 1, 1, 1, 2, lambda s: 1, Codec.INT8, Codec.FP32, None, lambda s: 0.0, 0, 8)
+        plan = Plan(1, 1, 1, 1, 1, 2, lambda s: 1, Codec.INT8, Codec.FP32, None, lambda s: 0.0, 0, 8, SWARM)
         compute: Any = State()
         ctx = Context(network, LoopClock(), compute, Roster(genesis, network.peer_id), plan, emit=lambda event: None)
         now: Any = SimpleNamespace(

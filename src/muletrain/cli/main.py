@@ -6,7 +6,7 @@ import json as jsonlib
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,7 @@ from muletrain.cli.commands.simulate import app as simulate_app
 from muletrain.errors import ConfigError, DataError, MuletrainError, no_room
 from muletrain.policy.chaos import HELP as CHAOS_HELP
 from muletrain.runs.join.ticket import read_ticket
+from muletrain.strategies import CHOICES
 
 app = typer.Typer(
     help="Train large transformer models on whatever machines you can get.\n\nBegin with [bold]muletrain run[/bold]: a small model, "
@@ -50,14 +51,10 @@ PlanFile = Annotated[
 ]
 
 
-class Choice(StrEnum):
-    """One of a plan's strategies that run."""
-
-    SWARM = "swarm"
-    ONE_F_ONE_B = "1f1b"
-    GPIPE = "gpipe"
-
-
+if TYPE_CHECKING:
+    Choice = str
+else:
+    Choice = StrEnum("Choice", [(name, name) for name in CHOICES])
 Strategy = Annotated[
     Choice | None, typer.Option(help="Which of the plan's strategies. Default: the one that it recommends.")
 ]

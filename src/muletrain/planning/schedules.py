@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
-from muletrain.policy.seats import in_flight
+from muletrain.strategies.pipeline import in_flight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from muletrain.policy.seats import Schedule
+    from muletrain.strategies.pipeline import Schedule
 
 Kind = Literal["forward", "backward"]
 Task = tuple[Kind, int]

@@ -8,12 +8,15 @@ is to be adopted, not balanced, and a stage that nobody heard of says that the v
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
+from muletrain.policy.assignment import Move
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
+
+    from muletrain.policy.assignment import Load, View
 
 HYSTERESIS = 0.25
 """A plan must raise the pipeline's throughput by this share of what its movers do, on average. Measured speeds wander by some per
@@ -22,54 +25,17 @@ EPSILON = 1e-9
 """Relative: sums of the same speeds in another order differ in the last bits, and are no gain."""
 
 
-@dataclass(frozen=True)
-class Load:
-    """What a peer announces once a period."""
+class Confirmed:
+    """Lets moves pass that follow from measured speeds only when the view before led to them, too."""
 
-    stage: int
-    queue: float
-    """Requests that wait at it: the paper's measure of load."""
-    speeds: Mapping[int, float]
-    """Microbatches/s (forward and backward) it was measured at, by stage; those it served before may be among them."""
-    bytes_per_s: float = math.inf
-    """How fast it can copy another stage's state."""
-    targets: frozenset[int] | None = None
-    """Stages it could move to (its memory; one that is needed where it is: none); None: all."""
-    alike: int = 1
-    """So many peers of which all this holds, in simulations of large fleets: a move names their first, and means one of them."""
+    def __init__(self) -> None:
+        self._before: set[tuple[int, int]] = set()
+        """(source, target) of the moves that the last view led to."""
 
-    def may_move_to(self, stage: int) -> bool:
-        return self.targets is None or stage in self.targets
-
-
-@dataclass(frozen=True)
-class View:
-    """Everything a rule may look at. ``work``: cost of a microbatch at each stage, any unit; ``state_bytes``: what a newcomer copies."""
-
-    loads: Mapping[str, Load]
-    work: Sequence[float]
-    state_bytes: Sequence[float]
-
-    @property
-    def stages(self) -> int:
-        return len(self.work)
-
-    def served(self) -> list[list[str]]:
-        """Peers by stage, sorted; announcements for a stage that the run does not have are left out."""
-        found: list[list[str]] = [[] for _ in self.work]
-        for peer in sorted(self.loads):
-            if 0 <= self.loads[peer].stage < self.stages:
-                found[self.loads[peer].stage].append(peer)
+    def of(self, wanted: tuple[Move, ...]) -> tuple[Move, ...]:
+        found = tuple(m for m in wanted if not m.measured or (m.source, m.target) in self._before)
+        self._before = {(m.source, m.target) for m in wanted}
         return found
-
-
-@dataclass(frozen=True)
-class Move:
-    """``peer`` leaves ``source`` and serves ``target``."""
-
-    peer: str
-    source: int
-    target: int
 
 
 def by_queue(view: View) -> tuple[Move, ...]:
@@ -169,7 +135,7 @@ class _Plan:
                 left, reached = after[source] - self._here[peer], after[target] + there
                 rank = (left if left < reached else reached), left, -source
                 if rank > best_rank:
-                    best, best_rank = Move(peer, source, target), rank
+                    best, best_rank = Move(peer, source, target, measured=True), rank
         return best
 
     def take(self, move: Move) -> None:

@@ -26,9 +26,9 @@ from muletrain.model.hf import import_hf
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage
 from muletrain.optim.schedule import learning_rate
-from muletrain.policy.seats import planned_seats
 from muletrain.runs.checkpoint import FORMAT
-from muletrain.runtime.core.plan import Plan, capacity
+from muletrain.runtime.core.plan import Plan
+from muletrain.strategies import strategy_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from muletrain.data.microbatch import TokenArray
     from muletrain.data.tokens import TokenCache
     from muletrain.planning.partition import Cut
-    from muletrain.policy.seats import Seats
     from muletrain.runs.measure.machine import Machine
+    from muletrain.strategies.base import Strategy
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,13 @@ class RunFacts:
         return self.config.train.microbatch * self.spec.context
 
     @property
-    def seats(self) -> Seats | None:
-        """Planned membership; None: strategy 'swarm'."""
-        return planned_seats(self.config)
+    def strategy(self) -> Strategy:
+        return strategy_of(self.config)
 
     @property
     def capacity(self) -> int:
         """``Plan.capacity``."""
-        return capacity(self.config.fleet.stages, self.seats)
+        return self.strategy.capacity(self.config.fleet.stages)
 
     def plan(self) -> Plan:
         c, t = self.config, self.config.train
@@ -93,7 +92,7 @@ class RunFacts:
             ),
             activations=c.wire.activations, gradients=c.wire.gradients, clip=c.optimizer.clip,
             lr=functools.partial(learning_rate, c.optimizer, total_steps=t.steps),
-            checkpoint_every=c.checkpoint.every, capacity=self.capacity, seats=self.seats, rebalance=c.fleet.rebalance,
+            checkpoint_every=c.checkpoint.every, capacity=self.capacity, strategy=self.strategy, rebalance=c.fleet.rebalance,
             rebalance_s=c.fleet.rebalance_period,
             work=tuple(t.microbatch * self.spec.context * flops for flops in self.stage_costs()),
             state_bytes=tuple((16 if c.optimizer.delayed else 12) * self.spec.stage_params(self.cut, s) for s in range(c.fleet.stages)),

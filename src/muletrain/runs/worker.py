@@ -253,7 +253,7 @@ class Worker:
             config_json=config.model_dump_json(by_alias=True),
             config_digest=facts.config_digest, data_digest=bytes.fromhex(cache.digest), tokenizer=cache.tokenizer_json,
             stages=config.fleet.stages, expected=config.fleet.peers or config.fleet.stages, trainers=config.fleet.trainers,
-            needs=facts.needs(), stage_costs=facts.stage_costs(), seats=facts.seats,
+            needs=facts.needs(), stage_costs=facts.stage_costs(), strategy=facts.strategy,
             first_step=checkpoint.step if checkpoint else 0, parts=checkpoint.parts if checkpoint else [],
             part_digests=checkpoint.digests if checkpoint else [], tokens=None if sharing is None else sharing.shared,
         )  # fmt: skip
@@ -468,7 +468,7 @@ class Worker:
             {**facts.manifest(genesis.run_id), "data": papers.data.hex(), "precision": machine.precision.value},
             {"tokenizer.json": papers.tokenizer},
         )
-        Reception(network, self._log.emit, roster, papers, facts.needs(), facts.stage_costs(), facts.seats).open()
+        Reception(network, self._log.emit, roster, papers, facts.needs(), facts.stage_costs(), facts.strategy).open()
         before = self._names()
         self._names = lambda: before | {m.id: m.name for m in roster.members()}
         self._steps = genesis.first_step

@@ -18,13 +18,14 @@ from muletrain.config.schema import Codec, Precision
 from muletrain.errors import CapacityError, ConfigError
 from muletrain.planning.cost import RunCost, StageCost, service_s
 from muletrain.planning.devices import DEVICES, closest_device, find_device
-from muletrain.policy.seating import most_needed
-from muletrain.runtime.core.plan import capacity
+from muletrain.policy.assignment import NOWHERE, Load, View
+from muletrain.strategies.base import capacity
+from muletrain.strategies.swarm import SWARM
 from muletrain.units import format_memory
 from muletrain.wire.codec import IDS16, IDS32, encoded_size
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -87,24 +88,30 @@ STATE_BYTES_PER_S = 240e6
 """At which a newcomer checks and loads what comes over the fastest link (benchmarks/state_transfer)."""
 
 
-def seat(setting: Setting, kind: int, serving: Sequence[Sequence[int]], promised: Sequence[int]) -> int:
-    """The stage that a newcomer is told to serve (``runs.join.seating``): where only its device serves, if it can, the most loaded one.
-    ``serving``: peers by stage and kind; ``promised``: by stage, newcomers on their way."""
-    own = setting.kinds[kind]
-    strange = [k for k, other in enumerate(setting.kinds) if other.device != own.device]
-    unmixed = [s for s in sorted(own.fits) if not any([serving[s][k] for k in strange])]
-    served = [sum(counts) + coming for counts, coming in zip(serving, promised, strict=True)]
+def seat(
+    setting: Setting, kinds: Iterable[int], serving: Sequence[Sequence[int]], promised: Sequence[int] = ()
+) -> list[int]:
+    """The stages that newcomers of these ``kinds`` are told to serve, one after the other (``runs.join.seating``). ``serving``: peers by
+    stage and kind; ``promised``: by stage, newcomers on their way."""
+    there = {
+        f"{s}/{k}": Load(s, alike=n, device=setting.kinds[k].device)
+        for s, counts in enumerate(serving)
+        for k, n in enumerate(counts)
+        if n
+    }
+    coming = {f"{s}/coming": Load(s, alike=n) for s, n in enumerate(promised) if n}
+    new = [Load(NOWHERE, targets=kind.fits, device=kind.device, quarters=kind.quarters) for kind in setting.kinds]
     work = [s.forward_flops for s in setting.cost.stages]
-    return most_needed(unmixed or sorted(own.fits), served, work, own.quarters)
+    view = View({**there, **coming, **{f"new/{n}": new[k] for n, k in enumerate(kinds)}}, work)
+    return [move.target for move in SWARM.assign(view)] if view.newcomers else []
 
 
 def seated(setting: Setting) -> list[tuple[int, ...]]:
     """Everyone, in the order of the file, by stage and kind. Raises CapacityError where a stage gets nobody."""
     serving = [[0] * len(setting.kinds) for _ in setting.cut]
-    nobody = [0] * len(setting.cut)
-    for k, kind in enumerate(setting.kinds):
-        for _ in range(kind.count):
-            serving[seat(setting, k, serving, nobody)][k] += 1
+    everyone = [k for k, kind in enumerate(setting.kinds) for _ in range(kind.count)]
+    for k, stage in zip(everyone, seat(setting, everyone, serving), strict=True):
+        serving[stage][k] += 1
     if not all(map(any, serving)):
         stage = [any(counts) for counts in serving].index(False)
         raise CapacityError(

@@ -471,7 +471,8 @@ def _check_name(name: str | None) -> None:
 
 def _unknown(names: Sequence[str], config: RunConfig) -> list[str]:
     """Of these, those that the run's plan does not have; none where nothing is planned."""
-    return [name for name in names if config.pipeline.seats and name not in machines_of(config)]
+    planned = machines_of(config)
+    return [name for name in names if planned and name not in planned]
 
 
 def _port(port: int, peer: int) -> int:

@@ -17,7 +17,7 @@ from muletrain.config.fleet import Fleet, load_located_fleet
 from muletrain.config.load import load_config, located
 from muletrain.errors import ConfigError
 from muletrain.model.spec import ModelSpec
-from muletrain.planning.strategies import title
+from muletrain.planning.splits import title
 from muletrain.sim.fleet.calibrate import with_speeds
 from muletrain.sim.fleet.simulation import EXAMPLE
 from muletrain.sim.plan.planner import confirmed, plan
@@ -174,7 +174,7 @@ def _table(plan: Plan) -> Table:
     row("runs today", lambda p: "yes" if p.runnable else "not yet")
     row(
         "stages",
-        lambda p: str(len(p.stages)) if p.strategy != "swap" else f"1 ({len(p.swapped)} parts)" if p.swapped else "1",
+        lambda p: f"1 ({len(p.swapped)} parts)" if p.swapped else str(len(p.stages)),
     )
     row("machines", lambda p: str(sum(len(set(s.machines)) for s in p.stages)))
     row("microbatches x sequences", lambda p: f"{sum(p.microbatches)} x {p.microbatch}", end=True)

@@ -13,7 +13,8 @@ from muletrain.config.schema import ModelConfig, PipelineConfig, RunConfig
 from muletrain.errors import ConfigError
 from muletrain.model.presets import PRESETS
 from muletrain.model.spec import ModelSpec
-from muletrain.planning.strategies import title
+from muletrain.planning.splits import title
+from muletrain.strategies import CHOICES, find
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,7 +60,7 @@ def planned(config: RunConfig, path: Path, choice: str | None = None, *, spares:
                 "peers": peers,
             }
         ),
-        "pipeline": _pipeline(chosen, config.pipeline),
+        "pipeline": _pipeline(chosen),
     }  # fmt: skip
     try:
         return RunConfig.model_validate(sections)
@@ -104,8 +105,11 @@ def _chosen(plan: Plan, path: Path, choice: str | None) -> Prediction:
     chosen = plan.strategies[plan.recommended or 0] if choice is None else found[0]
     if chosen.problem:
         raise ConfigError(f"{path}: {title(chosen)} is not possible on this fleet: {chosen.problem}")
-    if chosen.strategy not in ("swarm", "pipeline"):
-        raise ConfigError(f"{path}: strategy {chosen.strategy} does not run yet; take --strategy swarm, 1f1b or gpipe")
+    if not find(chosen.strategy).runs:
+        *first, last = CHOICES
+        raise ConfigError(
+            f"{path}: strategy {chosen.strategy} does not run yet; take --strategy {', '.join(first)} or {last}"
+        )
     return chosen
 
 
@@ -122,11 +126,11 @@ def _check_model(config: RunConfig, plan: Plan, path: Path) -> None:
         )
 
 
-def _pipeline(chosen: Prediction, own: PipelineConfig) -> PipelineConfig:
-    if chosen.strategy == "swarm":
+def _pipeline(chosen: Prediction) -> PipelineConfig:
+    if not chosen.schedule:
         return PipelineConfig()
     return PipelineConfig(
-        seats=tuple(stage.machines for stage in chosen.stages), schedule=chosen.schedule or own.schedule,
+        seats=tuple(stage.machines for stage in chosen.stages), schedule=chosen.schedule,
         microbatches=chosen.microbatches, spares=chosen.spares,
     )  # fmt: skip
 

@@ -8,9 +8,11 @@ import sys
 from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from muletrain.strategies import STRATEGIES
 
 app = typer.Typer(
     help="What would happen: the production rules in a virtual world.", no_args_is_help=True, rich_markup_mode="rich"
@@ -32,10 +34,11 @@ class Fidelity(StrEnum):
     PROTOCOL = "protocol"
 
 
-class Strategy(StrEnum):
-    """Which peers serve what, and who gets the next microbatch."""
-
-    SWARM = "swarm"
+if TYPE_CHECKING:
+    Strategy = str
+else:
+    Strategy = StrEnum("Strategy", [(s.name, s.name) for s in STRATEGIES if s.simulated])
+SWARM = Strategy("swarm")
 
 
 @app.callback()
@@ -111,7 +114,7 @@ def fleet(
         ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="A preset, e.g. 'llama-7b'. Default: gpt3-xl, or CONFIG's.")] = None,
-    strategy: Annotated[Strategy, typer.Option(help="How the fleet is used.")] = Strategy.SWARM,
+    strategy: Annotated[Strategy, typer.Option(help="How the fleet is used.")] = SWARM,
     hours: Annotated[float, typer.Option(min=0.01, help="How long.")] = 2.0,
     fidelity: Annotated[
         Fidelity,
@@ -160,7 +163,6 @@ def fleet(
     with nullcontext() if json else make_console(sys.stderr).status("loading"):
         from muletrain.cli.commands.whatif import what_if  # torch takes seconds
 
-    assert strategy is Strategy.SWARM
     code = what_if(
         file, config, model, overrides or [], hours=hours, seed=seed, plot=plot, json=json, fidelity=fidelity.value,
         costs=costs, trace=trace,

@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from muletrain.planning.strategies import title
+from muletrain.planning.splits import title
 from muletrain.units import format_count
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _draw_one(axes: Axes, p: Prediction, fleet: Fleet, regions: list[str], scale
     count = len(p.stages)
     axes.set(
         xlim=(-0.6, count - 0.4), ylim=(len(regions) - 0.4, -0.6), xticks=range(count), yticks=range(len(regions)), yticklabels=regions,
-        xlabel="all layers" if p.strategy == "swap" else "stage",
+        xlabel="all layers" if p.accumulate else "stage",
     )  # fmt: skip
     for side in ("top", "right", "left", "bottom"):
         axes.spines[side].set_visible(False)
@@ -112,7 +112,7 @@ def _links(p: Prediction, fleet: Fleet) -> dict[tuple[int, str, str], tuple[floa
     totals = Counter[int]()
     several = len(p.stages) > 1  # else what replicas average is all there is to draw
     for stage, (one, two) in enumerate(pairwise(p.stages) if several else [(p.stages[0], p.stages[0])]):
-        fixed = p.strategy == "pipeline" and several
+        fixed = p.schedule and several
         pairs = (
             zip(one.machines, two.machines, strict=True)
             if fixed

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from muletrain.compute.estimate import StageMemory
     from muletrain.events import Event
     from muletrain.network.base import Network, PeerId
-    from muletrain.policy.seats import Seats
+    from muletrain.strategies.base import Strategy
 
 PIECE = 512 * 1024
 """Bytes of tokenizer or checkpoint in one answer; calls carry at most 1 MiB."""
@@ -165,8 +165,7 @@ class Lobby:
     """Memory each stage needs."""
     stage_costs: list[float]
     """Compute cost of each stage: the most loaded one gets the next peer."""
-    seats: Seats | None = None
-    """Planned membership."""
+    strategy: Strategy
     first_step: int = 0
     parts: list[Path] = field(default_factory=list)
     """Each stage's state before ``first_step``, if that is not 0."""
@@ -204,7 +203,7 @@ class Lobby:
         if self._largest is None or self._largest.device < join.offer.device:
             self._largest = join.offer
         kinds = [[g.join.device for g in self._guests.values() if g.stage == s] for s in range(self.stages)]
-        stage = choose_stage(join, self.seats, self.needs, self.stage_costs, kinds)
+        stage = choose_stage(join, self.strategy, self.needs, self.stage_costs, kinds)
         if mixed := set(kinds[stage]) - {join.device}:
             self.emit(Note(level="warning", message=mixing(stage, mixed, join.device)))
         return stage

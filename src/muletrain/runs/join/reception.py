@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from muletrain.compute.estimate import StageMemory
     from muletrain.events import Event
     from muletrain.network.base import Network, PeerId
-    from muletrain.policy.seats import Seats
     from muletrain.runtime.members.roster import Roster
     from muletrain.runtime.transfer.tokens import Shared
+    from muletrain.strategies.base import Strategy
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,7 @@ class Reception:
     papers: Papers
     needs: list[StageMemory]
     stage_costs: list[float]
-    seats: Seats | None = None
-    """Planned membership."""
+    strategy: Strategy
 
     def open(self) -> None:
         """From now on the lobby's calls are answered here."""
@@ -76,7 +75,7 @@ class Reception:
             check_version(join)
             live = [m for m in self.roster.members() if self.roster.is_alive(m.id)]
             kinds = [[m.device for m in live if m.stage == s] for s in range(len(self.needs))]
-            stage = choose_stage(join, self.seats, self.needs, self.stage_costs, kinds)
+            stage = choose_stage(join, self.strategy, self.needs, self.stage_costs, kinds)
         except (AdmissionError, CapacityError) as e:
             self.emit(JoinRefused(remote=sender, reason=str(e)))
             raise
@@ -89,10 +88,8 @@ class Reception:
         ).pack()  # fmt: skip
 
     def _unique(self, name: str) -> str:
-        seated = (
-            self.seats is not None and self.seats.stage_of(name) is not None
-        )  # whoever comes under the name of one lost has its seat
-        taken = {m.name for m in self.roster.members() if not seated or self.roster.is_alive(m.id)}
+        again = self.strategy.has_place(name)
+        taken = {m.name for m in self.roster.members() if not again or self.roster.is_alive(m.id)}
         return next(n for n in (name, *(f"{name[:100]}-{k}" for k in range(len(taken) + 1))) if n not in taken)
 
     async def _on_tokenizer(self, sender: PeerId, payload: bytes) -> bytes:

@@ -1,15 +1,15 @@
-"""Which stage a newcomer gets: pure, for the lobby before the run and for any member later."""
+"""Which stage a newcomer gets: for the lobby before the run and for any member later."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
 from muletrain.errors import AdmissionError, CapacityError
-from muletrain.policy.seating import most_needed
+from muletrain.policy.assignment import NOWHERE, Load, View
 
 if TYPE_CHECKING:
     from muletrain.compute.estimate import Offer, StageMemory
-    from muletrain.policy.seats import Seats
+    from muletrain.strategies.base import Strategy
 
 
 class Newcomer(Protocol):
@@ -25,31 +25,36 @@ class Newcomer(Protocol):
     def offer(self) -> Offer: ...
 
 
-def wanted(join: Newcomer, seats: Seats | None) -> int | None:
-    """The stage that it asks for, or at which the plan has a seat for a machine of that name; None: any."""
-    return join.stage if join.stage is not None or seats is None else seats.stage_of(join.name)
-
-
 def choose_stage(
-    join: Newcomer, seats: Seats | None, needs: list[StageMemory], costs: list[float], kinds: list[list[str]]
+    join: Newcomer, strategy: Strategy, needs: list[StageMemory], costs: list[float], kinds: list[list[str]]
 ) -> int:
-    """The stage that is ``wanted``, or the most loaded one that the newcomer can serve.
-    ``needs``, ``costs``: memory and compute cost of each stage; ``kinds``: the device kinds of those who serve it. Raises AdmissionError or
-    CapacityError."""
-    stage = wanted(join, seats)
+    """The stage that the newcomer asks for, or that ``strategy`` assigns to it. ``needs``, ``costs``: memory and compute cost of each
+    stage; ``kinds``: the device kinds of those who serve it. Raises AdmissionError or CapacityError."""
+    stage, offer = join.stage, join.offer
     if stage is not None and stage >= len(needs):
         raise AdmissionError(f"stage {stage} was asked for, but the run has stages 0..{len(needs) - 1}")
-    stages, offer = range(len(needs)) if stage is None else [stage], join.offer
-    fitting = [s for s in stages if needs[s].fits(offer)]
-    if not fitting:
-        least = min((needs[s] for s in stages), key=lambda n: n.total)
-        raise CapacityError(
-            f"the smallest stage on offer needs {least.need(offer)} ({least}), this machine may use {offer}: give it more memory "
-            f"(--memory or compute.memory says how much it may use), or begin the run with more stages"
-        )
-    unmixed = [s for s in fitting if set(kinds[s]) <= {join.device}]
-    quarters = [4 * need.of_device(offer) // max(1, offer.device) for need in needs]
-    return most_needed(unmixed or fitting, [len(k) for k in kinds], costs, quarters)
+    if stage is None:
+        stage = next((move.target for move in strategy.assign(_view(join, needs, costs, kinds))), None)
+    if stage is not None and needs[stage].fits(offer):
+        return stage
+    least = min(needs if stage is None else [needs[stage]], key=lambda n: n.total)
+    raise CapacityError(
+        f"the smallest stage on offer needs {least.need(offer)} ({least}), this machine may use {offer}: give it more memory "
+        f"(--memory or compute.memory says how much it may use), or begin the run with more stages"
+    )
+
+
+def _view(join: Newcomer, needs: list[StageMemory], costs: list[float], kinds: list[list[str]]) -> View:
+    offer = join.offer
+    own = Load(
+        NOWHERE,
+        targets=frozenset(s for s, need in enumerate(needs) if need.fits(offer)),
+        name=join.name,
+        device=join.device,
+        quarters=[4 * need.of_device(offer) // max(1, offer.device) for need in needs],
+    )
+    others = {f"{s}/{n}": Load(s, device=device) for s, here in enumerate(kinds) for n, device in enumerate(here)}
+    return View({**others, "newcomer": own}, costs)
 
 
 def mixing(stage: int, kinds: set[str], device: str) -> str:

@@ -11,19 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from muletrain.config.schema import Codec
-    from muletrain.policy.seats import Seats
-
-
-def capacity(stages: int, seats: Seats | None = None) -> int:
-    """Requests a peer holds at once, twice of what trainers have under way for each. At least 24, to cover a round trip of several service
-    times: at 100 ms and 180 ms of service a fleet kept 0.84 of its throughput with 8 and 0.91 with 16 (benchmarks/slow_links). A
-    pipeline computes all the time with as many microbatches under way for each of a stage's peers as there are stages; half as many more
-    keep narrow links busy, too, where what a sender has for one receiver often waits for another sender (benchmarks/sim_grid). GPipe has a
-    whole step's. With planned membership a peer may have several seats, each of which counts."""
-    each = max(24, 9 * stages // 2)
-    if seats is None:
-        return each
-    return max(each, max(seats.microbatches) if seats.schedule == "gpipe" else 0) * seats.most_seats
+    from muletrain.strategies.base import Strategy
 
 
 @dataclass(frozen=True)
@@ -46,6 +34,7 @@ class Plan:
     checkpoint_every: int
     capacity: int
     """Requests a peer holds at once: admission's bound, with room for each one's backward."""
+    strategy: Strategy
     adopt_after_s: float = 30.0
     """How long a stage may be without a peer before the run steps back and others adopt it [s]."""
     from_seed: bool = False
@@ -57,8 +46,6 @@ class Plan:
     """Forward of a microbatch at each stage [FLOP]."""
     state_bytes: tuple[int, ...] = ()
     """What a newcomer to each stage copies."""
-    seats: Seats | None = None
-    """Strategy 'pipeline'; None: 'swarm'."""
     delayed: bool = False
     """Steps are averaged and applied while the next one computes (``microbatch.inflight``)."""
     chunk: int = CHUNK

@@ -1,4 +1,4 @@
-"""With planned membership: saying who stands in where the peer that the plan names is gone."""
+"""Hot spares: saying who stands in where a peer that the plan names is gone."""
 
 from __future__ import annotations
 
@@ -7,33 +7,30 @@ from typing import TYPE_CHECKING
 from muletrain.events import Note
 
 if TYPE_CHECKING:
-    from muletrain.policy.seats import Seats
+    from collections.abc import Mapping
+
     from muletrain.runtime.members.context import Context
+    from muletrain.strategies.base import StandIn
 
 
 class HotSpares:
-    """What was said last of each seat; ``look`` says what has changed since."""
+    """What was said last of each peer that is missing; ``look`` says what has changed since."""
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
-        self._known: dict[tuple[int, int], tuple[str, ...]] = {}
-        """(stage, pipeline) of empty seats -> the spares of their stage."""
+        self._known: Mapping[StandIn, tuple[str, ...]] = {}
 
     def look(self, *, speaks: bool) -> None:
         """``speaks``: it is for us to tell."""
-        seats, roster = self._ctx.plan.seats, self._ctx.roster
-        if seats is None:
-            return
-        serving = [roster.seated(s).keys() for s in range(self._ctx.plan.stages)]
-        # of a stage without anybody the run speaks otherwise
-        now = {(s, p): tuple(seats.spares(s, serving[s])) for s, p in seats.empty(serving) if serving[s]}
+        plan, roster = self._ctx.plan, self._ctx.roster
+        now = plan.strategy.stand_ins([roster.seated(s).keys() for s in range(plan.stages)])
         before, self._known = self._known, now
-        for seat in sorted(before.keys() | now.keys()):
-            if speaks and before.get(seat) != now.get(seat):
-                self._say(seats, *seat, now.get(seat))
+        for missing in sorted(before.keys() | now.keys()):
+            if speaks and before.get(missing) != now.get(missing):
+                self._say(missing, now.get(missing))
 
-    def _say(self, seats: Seats, stage: int, pipeline: int, spares: tuple[str, ...] | None) -> None:
-        name = seats.names[stage][pipeline]
+    def _say(self, missing: StandIn, spares: tuple[str, ...] | None) -> None:
+        stage, pipeline, name = missing
         if spares is None:
             how = f"'{name}' is at stage {stage}: pipeline {pipeline} is as planned there"
         elif spares:

@@ -1,6 +1,5 @@
 """Peers move to where they are needed most (SWARM sec. 3.2 "Adaptive swarm rebalancing", app. D): every period each announces its load,
-computes the moves that follow from everyone's, and carries out its own. The rules are ``policy.rebalance``'s; what ours wants, it must
-want twice in a row, for on a busy machine speeds wander. With planned membership spares move to where a peer was lost, and nobody else.
+computes the moves that follow from everyone's (``Strategy.assign``), and carries out its own.
 
 Announcements are hints: a view that misses one costs a move too many or too few, never a number, for leaving and joining keep
 their own promises.
@@ -18,13 +17,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from muletrain.errors import NetworkError
 from muletrain.events import Note
-from muletrain.policy.rebalance import Load, View, by_queue, by_throughput
+from muletrain.policy.assignment import Load, View
+from muletrain.policy.rebalance import Confirmed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from muletrain.network.base import PeerId
-    from muletrain.policy.seats import Seats
     from muletrain.runtime.core.meter import StepStats
     from muletrain.runtime.members.context import Context
 
@@ -59,8 +58,7 @@ class Rebalancer:
     ) -> None:
         self._ctx, self._queue, self._fits, self._move = ctx, queue, fits, move
         self._services: deque[tuple[float, float]] = deque(maxlen=MAX_SERVICES)
-        self._wanted: set[tuple[int, int]] = set()
-        """(source, target) of the moves that the last period's announcements led to."""
+        self._confirmed = Confirmed()
         self.settled = True
         """False until this peer serves its stage."""
 
@@ -114,7 +112,8 @@ class Rebalancer:
         roster, plan = self._ctx.roster, self._ctx.plan
         fixed = roster.own.id == roster.genesis.collector
         targets = frozenset(s for s in range(plan.stages) if self._fits(s)) if not fixed else frozenset()
-        return Load(roster.own.stage, queue, {roster.own.stage: self._speed or math.nan}, targets=targets)
+        speeds = {roster.own.stage: self._speed or math.nan}
+        return Load(roster.own.stage, queue, speeds, targets=targets, name=roster.own.name)
 
     async def _decide(self, queue: float) -> int | None:
         """The stage to move to; None: stay."""
@@ -125,7 +124,9 @@ class Rebalancer:
             ctx.emit(Note(level="info", message=f"no look at the others' load: {e}"))
             return None
         others = {
-            m.id: Load(m.stage, 0.0, {}, targets=frozenset()) for m in ctx.roster.members() if ctx.roster.is_alive(m.id)
+            m.id: Load(m.stage, targets=frozenset(), name=m.name)
+            for m in ctx.roster.members()
+            if ctx.roster.is_alive(m.id)
         }
         said = {p: load for p, value in found.items() if (load := self._read(p, value)) is not None}
         loads = {
@@ -133,35 +134,15 @@ class Rebalancer:
             **said,
             ctx.net.peer_id: self._own(queue),
         }  # who serves counts, whether its announcement came or not
-        view = View(loads, plan.work, plan.state_bytes)
-        if plan.seats is not None:
-            return self._stand_in(plan.seats, view)
-        if plan.rebalance == "paper":
-            moves = by_queue(view)
-        else:
-            wanted = by_throughput(view, HORIZON_PERIODS * plan.rebalance_s, exchange=False)
-            moves = tuple(m for m in wanted if (m.source, m.target) in self._wanted)
-            self._wanted = {(m.source, m.target) for m in wanted}
-        target = next((m.target for m in moves if m.peer == ctx.net.peer_id), None)
-        if target is not None:
-            ctx.emit(Note(level="info", message=f"stage {target} needs this peer more: {self._seen(view)}"))
-        return target
-
-    def _stand_in(self, seats: Seats, view: View) -> int | None:
-        """With planned membership only spares move, to where a peer was lost."""
-        names = {self._ctx.roster.name(p): load for p, load in view.loads.items()}
-        serving = [{n for n, load in names.items() if load.stage == s} for s in range(self._ctx.plan.stages)]
-
-        def able(name: str, stage: int) -> bool:
-            targets = names[name].targets
-            return targets is None or stage in targets
-
-        target = seats.moves(serving, able).get(self._ctx.roster.own.name)
-        if target is not None:
-            self._ctx.emit(
-                Note(level="info", message=f"stage {target} lost a peer and has no spare: this one goes there")
-            )
-        return target
+        horizon_s = HORIZON_PERIODS * plan.rebalance_s
+        view = View(loads, plan.work, plan.state_bytes, rule=plan.rebalance, horizon_s=horizon_s)
+        moves = self._confirmed.of(plan.strategy.assign(view))
+        move = next((m for m in moves if m.peer == ctx.net.peer_id), None)
+        if move is None:
+            return None
+        why = move.why or f"needs this peer more: {self._seen(view)}"
+        ctx.emit(Note(level="info", message=f"stage {move.target} {why}"))
+        return move.target
 
     def _seen(self, view: View) -> str:
         """What a decision was taken on, in words."""
@@ -182,4 +163,5 @@ class Rebalancer:
             return None
         if not roster.knows(peer) or not (roster.is_alive(peer) or said.coming):
             return None
-        return Load(said.stage, said.queue, {said.stage: said.speed or math.nan}, targets=said.targets)
+        speeds = {said.stage: said.speed or math.nan}
+        return Load(said.stage, said.queue, speeds, targets=said.targets, name=roster.name(peer))

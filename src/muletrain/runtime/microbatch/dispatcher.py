@@ -215,21 +215,14 @@ class Dispatcher:
         raise AssertionError  # itertools.count does not end
 
     def _choose(self, request: Request, failed: set[PeerId], full: set[PeerId], waited_s: float) -> PeerId | None:
-        """Somebody else than a peer that is doubted, while there is one, be it that we have to wait for room. With planned membership: who
-        has the seat, else a spare, else whoever serves the stage."""
+        """The fastest of those that the strategy chooses; somebody else than a peer that is doubted, while there is one, be it that we have
+        to wait for room."""
         known = set(self._wiring.peers())
         usable = {p for p in known if self._ctx.roster.is_alive(p)} - failed
         trusted = (usable - self._ctx.detector.suspected) or usable
-        if (seats := self._ctx.plan.seats) is not None:
-            there = self._ctx.roster.seated(self._stage)
-            meant = (
-                there[name]
-                for name in seats.first_choice(
-                    self._stage, request.index, {n for n, p in there.items() if p in trusted}
-                )
-            )
-            trusted = set(meant) or trusted
-        out = known - trusted
+        there = {name: p for name, p in self._ctx.roster.seated(self._stage).items() if p in trusted}
+        chosen = self._ctx.plan.strategy.choose(self._stage, request.index, there.keys())
+        out = known - ({there[name] for name in chosen} or trusted)
         under_way = {p: len(owed) for p, owed in self._pending.items()}
         now_s = self._ctx.clock.now()
         return self._wiring.choose(out, under_way, full=full, step=request.step, now_s=now_s, waited_s=waited_s)

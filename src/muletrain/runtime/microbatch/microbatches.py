@@ -42,7 +42,7 @@ class Microbatches:
             self.take_over_orphans(work, late=False)
         elif self.source is not None:
             self._inwards.refresh()
-            trainer = Trainer(self._ctx, self.source, self._inwards, self.survey, _window(self._ctx), work)
+            trainer = Trainer(self._ctx, self.source, self._inwards, self.survey, self._window(), work)
             self._trainers[work.step] = trainer
             trainer.spawn(trainer.run_step(retry=retry), "trainer step")
 
@@ -108,11 +108,7 @@ class Microbatches:
         else:
             raise ProtocolError(f"{frame.kind} from stage {message.stage}: nothing was sent there")
 
-
-def _window(ctx: Context) -> int:
-    """Microbatches a trainer has under way: half of what the smallest stage admits, shared among the trainers. With planned membership, of
-    each pipeline (``Seats.window``)."""
-    if (seats := ctx.plan.seats) is not None:
-        return seats.window(ctx.plan.capacity, len(ctx.roster.trainers()))
-    smallest = min(len(ctx.roster.stage(s)) for s in range(ctx.plan.stages))
-    return max(2, smallest * ctx.plan.capacity // (2 * len(ctx.roster.trainers())))
+    def _window(self) -> int:
+        plan, roster = self._ctx.plan, self._ctx.roster
+        serving = [len(roster.stage(s)) for s in range(plan.stages)]
+        return plan.strategy.window(plan.capacity, serving, len(roster.trainers()))

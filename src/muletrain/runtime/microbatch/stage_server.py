@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from muletrain.wire.codec import Encoded
 
 BACKWARD, FORWARD = 0, 1
-"""Priorities on the compute slot; GPipe's are the other way round."""
+"""Priorities on the compute slot, unless the strategy has them the other way round."""
 PATIENCE = 64
 """A request is abandoned after this many of its sender's deadlines, or of the times that one takes here, so that no place in the queue is
 held for ever: beside GPUs that answer within a second, a CPU may need a minute for each of what it holds."""
@@ -82,15 +82,13 @@ class StageServer:
         self._cross_check = None if self.dispatcher is None else GradientCrossCheck(self.ctx, self.dispatcher)
         self._usual = Usual(unmeasured_s=UNMEASURED_S, floor_s=0.0, times=1.0)
         """What a microbatch takes here."""
-        seats = self.ctx.plan.seats
-        self._forward, self._backward = FORWARD, BACKWARD
+        order = self.ctx.plan.strategy.order(self.ctx.roster.own.stage, self.ctx.roster.own.name)
+        self._forward, self._backward = (FORWARD, BACKWARD) if order.backward_first else (BACKWARD, FORWARD)
         self._between: asyncio.Semaphore | nullcontext[None] = nullcontext()
-        """1F1B: held by a microbatch from before its forward until its backward is through, or it failed. Who waits for it waits for later
+        """Held by a microbatch from before its forward until its backward is through, or it failed. Who waits for it waits for later
         stages only, and the last one waits for nobody."""
-        if seats is not None and seats.schedule == "gpipe":
-            self._forward, self._backward = BACKWARD, FORWARD
-        elif seats is not None and self.dispatcher is not None:
-            self._between = asyncio.Semaphore(seats.most_in_flight(self.ctx.roster.own.stage, self.ctx.roster.own.name))
+        if order.most_between is not None:
+            self._between = asyncio.Semaphore(order.most_between)
 
     def load(self) -> int:
         """Requests it holds, waiting or being worked on."""

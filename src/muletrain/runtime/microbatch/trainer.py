@@ -51,14 +51,12 @@ class Trainer:
     def __init__(
         self, ctx: Context, source: Source, dispatcher: Dispatcher, survey: Survey, window: int, work: InFlightStep
     ) -> None:
-        """``dispatcher``: towards stage 0. ``window``: microbatches to have under way (of each pipeline, if membership is planned: none
-        waits for another)."""
+        """``dispatcher``: towards stage 0. ``window``: microbatches of each lane (``Strategy.lane``) to have under way."""
         self._ctx = ctx
         self._source = source
         self._dispatcher, self._survey = dispatcher, survey
-        seats = ctx.plan.seats
-        self._pipeline = (lambda index: 0) if seats is None else seats.pipeline
-        self._windows = [asyncio.Semaphore(window) for _ in range(1 if seats is None else seats.pipelines)]
+        self._windows = defaultdict[int, asyncio.Semaphore](lambda: asyncio.Semaphore(window))
+        """By lane."""
         self._attempts: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
         self._work, self._step, self._lineage = work, work.step, work.lineage
         self._claimed: set[int] = set()
@@ -188,7 +186,7 @@ class Trainer:
     async def _through(self, index: int, accumulate: tuple[int, ...], *, retry: bool = False) -> float:
         """One microbatch, tried until it is through. Returns its loss [nats/token]. ``retry``: someone may have it already."""
         loss: float | None = None
-        async with self._windows[self._pipeline(index)]:
+        async with self._windows[self._ctx.plan.strategy.lane(index)]:
             self._begun.setdefault(index, False)
             if retry or self._passed:
                 accumulate, loss = await self._still_missing(index, accumulate)

@@ -19,7 +19,8 @@ from pydantic import Field
 
 from muletrain.errors import NetworkError, ProtocolError
 from muletrain.events import Note
-from muletrain.policy import adoption as policy
+from muletrain.policy.assignment import Load, View
+from muletrain.policy.complete_checkpoint import newest_complete
 from muletrain.policy.recent import Recent
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.branches import BRANCH, branch_of, branched, count_of
@@ -119,9 +120,12 @@ class StandsAt(Message):
     def has_state(self) -> bool:
         return Lifecycle(self.state).has_state
 
-    def standing(self) -> policy.Standing:
-        parts = {((p.step, p.lineage), p.stage): p.digest for p in self.parts}
-        return policy.Standing(self.stage, frozenset(self.targets), parts)
+    def load(self) -> Load:
+        return Load(self.stage, targets=frozenset(self.targets), parts=frozenset(p.stage for p in self.parts))
+
+    def readable(self) -> dict[tuple[tuple[int, bytes], int], bytes]:
+        """The digest of each part, by checkpoint and stage."""
+        return {((p.step, p.lineage), p.stage): p.digest for p in self.parts}
 
 
 class Writer(Protocol):
@@ -233,9 +237,13 @@ class Rollback:
         lost = tuple(s for s in range(ctx.plan.stages) if s not in coming)
         if not lost or self.ordered.done() or self._learning:
             return
-        standings = {p: s.standing() for p, s in here.items()}
-        moves, missing = policy.adopters(standings, ctx.plan.work or (1.0,) * ctx.plan.stages)
-        found = policy.newest_complete(standings, ctx.plan.stages, max(s.step for s in here.values()))
+        work = ctx.plan.work or (1.0,) * ctx.plan.stages
+        view = View({p: s.load() for p, s in here.items()}, work, stopped=True)
+        moves = {m.peer: m.target for m in ctx.plan.strategy.assign(view)}
+        served = {*(s.stage for s in here.values()), *moves.values()}
+        missing = tuple(s for s in range(ctx.plan.stages) if s not in served)
+        readable = {p: s.readable() for p, s in here.items()}
+        found = newest_complete(readable, ctx.plan.stages, max(s.step for s in here.values()))
         if found is None and ctx.plan.from_seed:
             found = (0, bytes(32)), ()
         if missing or found is None:

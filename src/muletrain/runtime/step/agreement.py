@@ -88,12 +88,14 @@ class RoundAgreement:
     ) -> Round:
         state, stage, plan = self._state, self._ctx.roster.own.stage, self._ctx.plan
         stop, leaves = any(s.stop for s in seals.values()), tuple(sorted(m for m in sealed if seals[m].leaves))
+        members = tuple(sorted(sealed))
         return Round(
             id=round_id(state.lineage, stage, state.step, attempt, sealed, chosen, stop, leaves, expelled),
             lineage=state.lineage,
             step=state.step,
             stage=stage,
-            members=tuple(sorted(sealed)),
+            members=members,
+            owners=plan.strategy.shard_owners(members),
             contributors=tuple(m for m in chosen if sealed.get(m)),
             microbatches=plan.microbatches,
             n_params=self._ctx.compute.n_params,

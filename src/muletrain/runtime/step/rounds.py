@@ -43,6 +43,8 @@ class Round:
     step: int
     stage: int
     members: tuple[PeerId, ...]
+    owners: tuple[PeerId, ...]
+    """Members that reduce a shard each, in the order of the shards."""
     contributors: tuple[PeerId, ...]
     microbatches: int
     n_params: int
@@ -60,9 +62,11 @@ class Round:
         return (*self.members[k + 1 :], *self.members[:k])
 
     def chunks(self, owner: PeerId) -> list[tuple[int, tuple[int, int]]]:
-        """(chunk number, element range) of the shard that ``owner`` reduces; numbers are unique within the round."""
-        shards = [chunk_ranges(a, b, self.chunk) for a, b in shard_ranges(self.n_params, len(self.members))]
-        k = self.members.index(owner)
+        """(chunk number, element range) of the shard that member ``owner`` reduces, if any; numbers are unique within the round."""
+        if owner not in self.owners:
+            return []
+        shards = [chunk_ranges(a, b, self.chunk) for a, b in shard_ranges(self.n_params, len(self.owners))]
+        k = self.owners.index(owner)
         first = sum(len(s) for s in shards[:k])
         return list(enumerate(shards[k], start=first))
 

@@ -30,7 +30,7 @@ from muletrain.runtime.checkpoint.checkpoints import Book
 from muletrain.runtime.checkpoint.store import Folder
 from muletrain.runtime.core.disk import Disk
 from muletrain.runtime.core.messages import Backward, Forward, Member, Reduced, Shard
-from muletrain.runtime.core.plan import Plan, capacity
+from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.roster import Genesis, Roster
@@ -41,6 +41,7 @@ from muletrain.sim.fleet.ledger import always
 from muletrain.sim.fleet.tally import Tally
 from muletrain.sim.loop import run_virtually, seldom_collected
 from muletrain.sim.machines import fetch_s, mortal, seat, seated
+from muletrain.strategies.swarm import SWARM
 from muletrain.wire.frame import frame_size
 
 if TYPE_CHECKING:
@@ -51,11 +52,11 @@ if TYPE_CHECKING:
     from muletrain.events import Event
     from muletrain.network.base import Frame
     from muletrain.network.memory import MemoryNetwork
-    from muletrain.policy.seats import Seats
     from muletrain.runtime.recovery.rollback import StepBack
     from muletrain.sim.fleet.flow import Weather
     from muletrain.sim.fleet.ledger import GoesOn, Outcome
     from muletrain.sim.machines import Setting
+    from muletrain.strategies.base import Strategy
 
 PLACE = "shared"
 """Where all checkpoints go."""
@@ -65,9 +66,9 @@ STEPS = 1 << 20
 
 @dataclass(frozen=True)
 class Planned:
-    """Planned membership: seats, and of each machine that is there (spares, too), by name, its kind and its stage."""
+    """Planned membership: of each machine that is there (spares, too), by name, its kind and its stage."""
 
-    seats: Seats
+    strategy: Strategy
     kinds: dict[str, int]
     stages: dict[str, int]
 
@@ -88,7 +89,7 @@ class Actors:
         planned: Planned | None = None,
     ) -> None:
         """``watch`` is told of every event. ``planned``: who serves what; default: as newcomers are seated."""
-        self._watch, self._seats = watch, None if planned is None else planned.seats
+        self._watch, self._strategy = watch, SWARM if planned is None else planned.strategy
         self._setting, self._config, self._weather, self._horizon_s = setting, config, weather, horizon_s
         self._hub, self._clock, self._tally = MemoryHub(), LoopClock(), Tally(setting)
         self._hub.hands_over, self._hub.delay_s, self._hub.weigh = True, self._delay_s, self._weight
@@ -228,7 +229,7 @@ class Actors:
         if self._clock.now() >= self._horizon_s:
             return
         name = self._name(kind)
-        stage = seat(self._setting, kind, self._serving(), [0] * len(self._setting.cut))
+        (stage,) = seat(self._setting, [kind], self._serving())
         self._tally.happened("joined")
         self._begin(name, Roster(self._genesis, self._member(name, stage)), joining=True)
         self._changed()
@@ -314,7 +315,7 @@ class Actors:
         return Plan(
             stages=len(cost.stages), steps=STEPS, microbatches=cost.microbatches, sequences=1, width=WIDTH, vocab=VOCAB,
             sequence_length=lambda step: TOKENS, activations=Codec.FP32, gradients=Codec.FP32, clip=None, lr=lambda step: 0.0,
-            checkpoint_every=config.checkpoint.every, capacity=capacity(len(cost.stages), self._seats), seats=self._seats,
+            checkpoint_every=config.checkpoint.every, capacity=self._strategy.capacity(len(cost.stages)), strategy=self._strategy,
             adopt_after_s=config.fleet.adopt_after, from_seed=True,
             rebalance=config.fleet.rebalance, rebalance_s=config.fleet.rebalance_period,
             work=tuple(s.forward_flops for s in cost.stages), state_bytes=tuple(s.state_bytes for s in cost.stages),

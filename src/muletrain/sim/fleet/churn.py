@@ -2,7 +2,7 @@
 
 Peers are equal, a stage does what its peers do, the pipeline what its smallest stage does, and the best that could be is all peers
 spread evenly (SWARM 4.4, app. D, I). A departure takes a peer of a stage drawn at random; an arrival goes to a stage drawn at random
-where nothing rebalances, else to the smallest. A stage that lost all its peers is adopted, as in every run (``policy.adoption``); the
+where nothing rebalances, else to the smallest. A stage that lost all its peers is adopted, as in every run (``policy.assignment``); the
 steps that the run then goes back by are not counted.
 """
 
@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from muletrain.errors import DataError
-from muletrain.policy.adoption import Standing, adopters
-from muletrain.policy.rebalance import Load, View, by_queue, by_throughput
+from muletrain.policy.assignment import Load, View, filled
+from muletrain.policy.rebalance import by_queue, by_throughput
 from muletrain.runtime.members.rebalancing import HORIZON_PERIODS
 
 if TYPE_CHECKING:
@@ -269,14 +269,10 @@ class _Run:
 
     def _adopt(self, now_s: float) -> None:
         """Every empty stage, as one step back fills them all; who is on the way to a stage counts there, and stays."""
-        everywhere = frozenset(range(len(self._serving)))
-        standings = {
-            f"{s:04}.{k:06}": Standing(s, everywhere, {}) for s, n in enumerate(self._serving) for k in range(n)
-        }
-        standings |= {f"{s:04}.coming": Standing(s, frozenset(), {}) for s, n in enumerate(self._moving) if n}
-        moves, _ = adopters(standings, (1.0,) * len(self._serving))
-        for peer, stage in moves.items():
-            self._move(int(peer[:4]), stage, now_s)
+        loads = {f"{s:04}.{k:06}": Load(s) for s, n in enumerate(self._serving) for k in range(n)}
+        loads |= {f"{s:04}.coming": Load(s, targets=frozenset()) for s, n in enumerate(self._moving) if n}
+        for move in filled(View(loads, (1.0,) * len(self._serving), stopped=True)):
+            self._move(move.source, move.target, now_s)
 
     def _change(self, peers: int) -> None:
         served = [s for s, n in enumerate(self._serving) if n]

@@ -2,7 +2,7 @@
 
 Machines of a kind are alike, and between two events (one leaves, comes, moves) everything flows at a constant rate (``rates``). What
 is decided is decided by the policies that decide in production: where newcomers go (``machines.seat``), who moves
-(``policy.rebalance``, as the live rebalancer asks it), who adopts a stage that lost all its peers (``policy.adoption``).
+and who fills a stage that lost all its peers (``strategies.swarm``).
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Literal
 
-from muletrain.policy.adoption import Standing, adopters
-from muletrain.policy.rebalance import Load, View, by_queue, by_throughput
-from muletrain.runtime.core.plan import capacity
+from muletrain.policy.assignment import Load, View
+from muletrain.policy.rebalance import Confirmed
 from muletrain.runtime.members.rebalancing import HORIZON_PERIODS
 from muletrain.sim.fleet.ledger import Ledger, always
 from muletrain.sim.fleet.rates import Rate
 from muletrain.sim.machines import fetch_s, mortal, seat, seated
+from muletrain.strategies.base import capacity
+from muletrain.strategies.swarm import SWARM
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from muletrain.policy.rebalance import Move
+    from muletrain.policy.assignment import Move
     from muletrain.sim.fleet.churn import Change
     from muletrain.sim.fleet.ledger import GoesOn
     from muletrain.sim.fleet.rates import Counts, Rates
@@ -99,7 +100,7 @@ class Flow:
         """Stages without peers that nobody has adopted yet."""
         self._leaving = 0
         """Counts redrawn times of departure: older ones are void."""
-        self._wanted: set[tuple[int, int]] = set()
+        self._confirmed = Confirmed()
         self._restless = True
         self._work = tuple(s.forward_flops for s in self._cost.stages)
         self._mortal = mortal(setting)
@@ -258,7 +259,7 @@ class Flow:
         self.ledger.stalled(stalled_s)
 
     def _come(self, kind: int) -> None:
-        stage = seat(self.rates.setting, kind, self._serving, self._promised)
+        (stage,) = seat(self.rates.setting, [kind], self._serving, self._promised)
         self._present[kind] += 1
         self._fetch(_Moving(kind, None, stage), "joined")
         self._draw_leaving()
@@ -316,16 +317,13 @@ class Flow:
         self._at(self._now + self.rules.period_s, self._tick)
 
     def _decided(self) -> Sequence[Move]:
-        view = View(self._loads(), self._work, [s.state_bytes for s in self._cost.stages])
-        if self.rules.rebalance == "paper":
-            moves = by_queue(view)
-            self._restless = bool(moves)
-            return moves
-        wanted = by_throughput(view, HORIZON_PERIODS * self.rules.period_s, exchange=False)
-        moves = tuple(m for m in wanted if (m.source, m.target) in self._wanted)
-        self._wanted = {(m.source, m.target) for m in wanted}
+        horizon_s = HORIZON_PERIODS * self.rules.period_s
+        state_bytes = [s.state_bytes for s in self._cost.stages]
+        wanted = SWARM.assign(
+            View(self._loads(), self._work, state_bytes, rule=self.rules.rebalance, horizon_s=horizon_s)
+        )
         self._restless = bool(wanted)  # the same view leads to the same moves
-        return moves
+        return self._confirmed.of(wanted)
 
     def _loads(self) -> dict[str, Load]:
         """What peers would announce: those alike together; requests wait where little is done."""
@@ -350,18 +348,17 @@ class Flow:
         if stage not in self._lost:
             return
         if not sum(self._serving[stage]) and not any(m.target == stage for m in self._moving):
-            standings = {
-                f"{s:04}.{k:03}.{i:06}": Standing(s, self._kinds[k].fits - {s}, {})
+            loads = {
+                f"{s:04}.{k:03}.{i:06}": Load(s, targets=self._kinds[k].fits - {s})
                 for s, counts in enumerate(self._serving)
                 for k, n in enumerate(counts)
                 for i in range(n)
             }
-            moves, _ = adopters(standings, self._work)
-            for peer, target in moves.items():
-                source, kind = int(peer[:4]), int(peer[5:8])
-                self._add(source, kind, -1)
+            for move in SWARM.assign(View(loads, self._work, stopped=True)):
+                kind = int(move.peer[5:8])
+                self._add(move.source, kind, -1)
                 self._changed()
-                self._fetch(_Moving(kind, None, target), "adopted")
+                self._fetch(_Moving(kind, None, move.target), "adopted")
         if not sum(self._serving[stage]):
             self._at(self._now + RETRY_S, lambda: self._adopt(stage))
             return

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from muletrain.sim.fleet.rates import Rate, Rates
 from muletrain.sim.steps.steps import Took, cast, play, steps_of
+from muletrain.strategies.swarm import SWARM
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,4 +109,4 @@ def effort_of(setting: Setting, serving: Sequence[Counts]) -> float:
     """Of a core, to play it [s]."""
     peers, microbatches = list(map(sum, serving)), setting.cost.microbatches
     step_s = microbatches * sum(MICROBATCH_S + RECEIVER_S * n for n in peers) + SHARD_S * sum(n * n for n in peers)
-    return (1 + steps_of(setting)) * step_s
+    return (1 + steps_of(setting, SWARM)) * step_s

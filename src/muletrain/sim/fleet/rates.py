@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from muletrain.planning.cost import all_reduce_s, averages_at, circulating, makespan_s, steady_shares
-from muletrain.runtime.core.plan import capacity
+from muletrain.strategies.base import capacity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -18,9 +18,10 @@ from muletrain.config.schema import Precision
 from muletrain.errors import CapacityError, ConfigError
 from muletrain.planning.allocate import allocate
 from muletrain.planning.hub import HubTask
-from muletrain.planning.strategies import ENDING_DELAYS
+from muletrain.planning.splits import ENDING_DELAYS
 from muletrain.sim.machines import flops_of, offer_of, run_cost
 from muletrain.sim.plan.question import Bytes, fullest, matrices, traffic, with_haste
+from muletrain.strategies import find
 from muletrain.wire.codec import encoded_size
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def _servers(question: Question) -> str:
 
 
 def _problem(why: str) -> Prediction:
-    return Prediction(strategy="hub", runnable=False, problem=why)
+    return Prediction(strategy="hub", runnable=find("hub").runs, problem=why)
 
 
 def _task(question: Question, run: RunConfig) -> HubTask:
@@ -179,7 +180,7 @@ def _told(a: Allocated) -> Prediction:
     firsts = question.firsts
     links = [[question.fleet.between_kinds(x.index, y.index) for y in firsts] for x in firsts]
     return Prediction(
-        strategy="hub", runnable=False, microbatch=a.run.train.microbatch, microbatches=(a.task.microbatches,), stages=stages,
+        strategy="hub", runnable=find("hub").runs, microbatch=a.run.train.microbatch, microbatches=(a.task.microbatches,), stages=stages,
         spares=question.unused(used), step_s=split.step_s,
         tokens_per_s=a.run.train.batch * question.spec.context / split.step_s, split=split, memory=memory,
         traffic=traffic([p.region for p in firsts], links, _sent(a)),

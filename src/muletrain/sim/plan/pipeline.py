@@ -18,14 +18,15 @@ from muletrain.config.plan import Prediction, Split, Stage
 from muletrain.errors import CapacityError, ConfigError
 from muletrain.planning.place import place
 from muletrain.planning.placement import Task
-from muletrain.planning.strategies import parted, pipeline_split, roughly_s
-from muletrain.policy.seats import Seats, in_flight
+from muletrain.planning.splits import parted, pipeline_split, roughly_s
 from muletrain.sim.machines import seat, stash_room
 from muletrain.sim.plan.placed import Placed
 from muletrain.sim.plan.question import Bytes, fullest, matrices, mixing, traffic, with_haste
 from muletrain.sim.plan.unequal import laid_out, unequal
 from muletrain.sim.steps.steps import play
 from muletrain.sim.steps.wires import without_links
+from muletrain.strategies import find
+from muletrain.strategies.pipeline import Pipeline, in_flight
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
@@ -33,10 +34,10 @@ if TYPE_CHECKING:
 
     from muletrain.config.plan import Memory
     from muletrain.planning.partition import Cut
-    from muletrain.policy.seats import Schedule
     from muletrain.sim.fleet.actors import Planned
     from muletrain.sim.machines import Kind
     from muletrain.sim.plan.question import Question, Scene
+    from muletrain.strategies.pipeline import Schedule
 
 SHORTLIST, NEARLY = 3, 0.9
 """Of which steps are played: at most so many, of which so much of the best one's speed is expected."""
@@ -79,7 +80,12 @@ def predict(
     return [
         with_haste(min(played[schedule], key=_step_s)[0], hurried=hurried)
         if schedule in played
-        else Prediction(strategy="pipeline", schedule=schedule, runnable=True, problem=too_full.get(schedule, problem))
+        else Prediction(
+            strategy="pipeline",
+            schedule=schedule,
+            runnable=find("pipeline").runs,
+            problem=too_full.get(schedule, problem),
+        )
         for schedule in SCHEDULES
     ]
 
@@ -232,7 +238,8 @@ def told(question: Question, placed: Placed, schedule: Schedule) -> Prediction:
     used = {name for stage in stages for name in stage.machines}
     tokens = question.run.train.batch * question.spec.context
     return Prediction(
-        strategy="pipeline", schedule=schedule, runnable=True, microbatch=setting.cost.sequences, microbatches=shares, stages=stages,
+        strategy="pipeline", schedule=schedule, runnable=find("pipeline").runs,
+        microbatch=setting.cost.sequences, microbatches=shares, stages=stages,
         spares=question.unused(used), state_device=placed.scene.run.optimizer.state_device, step_s=split.step_s,
         tokens_per_s=tokens / split.step_s, split=split, memory=_memory(question, placed, schedule),
         traffic=traffic([k.region for k in setting.kinds], setting.links, _sent(placed, shares)),
@@ -280,8 +287,7 @@ def membership(question: Question, scene: Scene, chosen: Prediction) -> Planned:
     serving = [[0] * len(setting.kinds) for _ in chosen.stages]
     for name, s in stages.items():
         serving[s][kind_of[name]] += 1
-    for name in (n for n in kind_of if n not in stages):
-        stages[name] = seat(setting, kind_of[name], serving, [0] * len(serving))
-        serving[stages[name]][kind_of[name]] += 1
-    seats = Seats(tuple(stage.machines for stage in chosen.stages), chosen.microbatches, schedule)
-    return Planned(seats, {name: kind_of[name] for name in stages}, stages)
+    spares = [name for name in kind_of if name not in stages]
+    stages.update(zip(spares, seat(setting, [kind_of[name] for name in spares], serving), strict=True))
+    strategy = Pipeline(tuple(stage.machines for stage in chosen.stages), chosen.microbatches, schedule)
+    return Planned(strategy, {name: kind_of[name] for name in stages}, stages)

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING
 
 from muletrain.planning.cost import averages_at
 from muletrain.planning.schedules import Station
-from muletrain.planning.strategies import Member, averaging_s, pipeline_shares
-from muletrain.policy.seats import Seats
+from muletrain.planning.splits import Member, averaging_s, pipeline_shares
 from muletrain.sim.fleet.rates import TRAINERS
 from muletrain.sim.machines import seat
 from muletrain.sim.steps.steps import Cast
+from muletrain.strategies.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from muletrain.config.fleet import Link
     from muletrain.planning.placement import Assignment
-    from muletrain.policy.seats import Schedule
     from muletrain.sim.machines import Setting
     from muletrain.sim.plan.question import Scene
+    from muletrain.strategies.pipeline import Schedule
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,8 @@ class Placed:
         serving = [[0] * len(self.scene.setting.kinds) for _ in self.assignment]
         for s, k in peers:
             serving[s][k] += 1
-        for k, _ in self.spares:
-            s = seat(self.scene.setting, k, serving, [0] * len(serving))
-            serving[s][k] += 1
-            peers.append((s, k))
-        return tuple(peers)
+        spares = [k for k, _ in self.spares]
+        return (*peers, *zip(seat(self.scene.setting, spares, serving), spares, strict=True))
 
     @cached_property
     def serving(self) -> list[list[int]]:
@@ -65,7 +62,7 @@ class Placed:
         seats = tuple(tuple(self.names[d] for d in devices) for devices in self.assignment)
         names = (*(name for row in seats for name in dict.fromkeys(row)), *(name for _, name in self.spares))
         trainers = min(self.scene.run.fleet.trainers or TRAINERS, len(names))
-        return Cast(self.everyone, tuple(range(trainers)), names, Seats(seats, self.shares, schedule))
+        return Cast(self.everyone, tuple(range(trainers)), Pipeline(seats, self.shares, schedule), names)
 
     def kind(self, stage: int, pipeline: int) -> int:
         return self.kinds[self.assignment[stage][pipeline]]

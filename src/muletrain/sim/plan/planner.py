@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 from muletrain.config.plan import Plan
 from muletrain.errors import CapacityError
-from muletrain.planning.strategies import recommend
+from muletrain.planning.splits import recommend
 from muletrain.sim.plan import hub as plan_hub
 from muletrain.sim.plan import pipeline as plan_pipeline
 from muletrain.sim.plan import swap as plan_swap
 from muletrain.sim.plan import swarm as plan_swarm
+from muletrain.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +27,7 @@ def confirmed(question: Question, plan: Plan) -> Plan:
     chosen = plan.strategies[plan.recommended]
     scene = question.scene_of(chosen)
     planned = None
-    if chosen.strategy == "pipeline" and chosen.schedule:
+    if chosen.schedule:
         scene = plan_pipeline.scheduled(question, scene, chosen.schedule, len(chosen.microbatches))
         planned = plan_pipeline.membership(question, scene, chosen)
     try:
@@ -49,9 +50,13 @@ def plan(
     pipelines = plan_pipeline.predict(question, seed, time_limit_s / 2, lambda share: watch("pipeline", share))
     cuts = plan_pipeline.uneven(question, pipelines)
     swarm = plan_swarm.predict(question, lambda share: watch("swarm", share), cuts)
-    found = [swarm, *plan_pipeline.tried_on(question, swarm, pipelines)]
-    found.append(plan_swap.predict(question))
-    found.append(plan_hub.predict(question, seed, time_limit_s / 2, lambda share: watch("hub", share)))
+    predicted = {
+        "swarm": [swarm],
+        "pipeline": plan_pipeline.tried_on(question, swarm, pipelines),
+        "swap": [plan_swap.predict(question)],
+        "hub": [plan_hub.predict(question, seed, time_limit_s / 2, lambda share: watch("hub", share))],
+    }
+    found = [p for strategy in STRATEGIES for p in predicted[strategy.name]]
     if all(p.problem for p in found):
         raise CapacityError(found[0].problem)
     best, why = recommend(found)

@@ -10,10 +10,11 @@ from muletrain.compute.estimate import stage_memory, stash_bytes
 from muletrain.config.plan import Memory, Prediction, Stage
 from muletrain.config.schema import Precision
 from muletrain.errors import CapacityError
-from muletrain.planning.strategies import Member, Swapper, averaging_s, shared_out, swap_split
+from muletrain.planning.splits import Member, Swapper, averaging_s, shared_out, swap_split
 from muletrain.planning.swapping import Layer, swapping
 from muletrain.sim.machines import flops_of, offer_of, run_cost
 from muletrain.sim.plan.question import Bytes, stated, traffic
+from muletrain.strategies import find
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def predict(question: Question) -> Prediction:
 
 
 def _problem(why: str) -> Prediction:
-    return Prediction(strategy="swap", runnable=False, problem=why)
+    return Prediction(strategy="swap", runnable=find("swap").runs, problem=why)
 
 
 def _whole(n: int, peer: FleetPeer, name: str, run: RunConfig, spec: ModelSpec) -> Whole:
@@ -156,7 +157,7 @@ def _told(question: Question, run: RunConfig, able: list[Whole]) -> Prediction:
     used = [name for w in able for name in question.names[fleet.machines[w.n].name]]
     most = max(able, key=lambda w: len(w.swapper.runs))
     return Prediction(
-        strategy="swap", runnable=False, microbatch=run.train.microbatch,
+        strategy="swap", runnable=find("swap").runs, microbatch=run.train.microbatch,
         microbatches=shared_out(run.microbatches, [s.accumulate / s.round_s for s in swappers]),
         accumulate=max(s.accumulate for s in swappers), stages=(Stage(layers=(0, spec.layers), machines=tuple(used)),),
         swapped=() if len(most.swapper.runs) == 1 else most.swapper.runs, spares=question.unused(used), step_s=split.step_s,

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 
 from muletrain.config.plan import Prediction, Split, Stage
 from muletrain.errors import CapacityError, MuletrainError
-from muletrain.planning.strategies import parted
+from muletrain.planning.splits import parted
 from muletrain.sim.fleet.flow import Flow, Rules, Weather
 from muletrain.sim.fleet.pace import Pace
 from muletrain.sim.fleet.rates import TRAINERS, Rates
 from muletrain.sim.fleet.simulation import simulate_fleet
 from muletrain.sim.plan.question import Bytes, fullest, mixing, traffic
 from muletrain.sim.steps.wires import without_links
+from muletrain.strategies import find
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -91,7 +92,9 @@ def predict(
     if not found:
         either = "; no other number of stages fits either: add machines or memory, or take a smaller model"
         return Prediction(
-            strategy="swarm", runnable=True, problem=str(problems[-1]) + (either if question.stages is None else "")
+            strategy="swarm",
+            runnable=find("swarm").runs,
+            problem=str(problems[-1]) + (either if question.stages is None else ""),
         )
     return told(question, chosen(promising(found)))
 
@@ -169,7 +172,7 @@ def step(setting: Setting, found: Settled, *, delayed: bool | None = None) -> To
 
 
 def split(found: Settled) -> Split:
-    """See ``planning.strategies`` for what is counted as what."""
+    """See ``planning.splits`` for what is counted as what."""
     setting = found.scene.setting
     at_once = step(setting, found, delayed=False) if found.scene.run.optimizer.delayed else found.took
     free = step(without_links(setting), found, delayed=False)
@@ -184,7 +187,8 @@ def told(question: Question, found: Settled) -> Prediction:
     stages = _stages(question, found)
     used = [name for stage in stages for name in stage.machines]
     return Prediction(
-        strategy="swarm", runnable=True, microbatch=setting.cost.sequences, microbatches=(setting.cost.microbatches,), stages=stages,
+        strategy="swarm", runnable=find("swarm").runs,
+        microbatch=setting.cost.sequences, microbatches=(setting.cost.microbatches,), stages=stages,
         spares=question.unused(used), state_device=scene.run.optimizer.state_device, step_s=found.step_s, tokens_per_s=found.tokens_per_s,
         split=split(found), memory=_memory(question, scene, found.serving), traffic=sent(found),
         price_per_billion_tokens=question.price(used, found.step_s), notes=mixing(scene, found.serving),

@@ -11,7 +11,7 @@ import numpy as np
 
 from muletrain.errors import CapacityError
 from muletrain.planning.groups import Choice, Work, counts_of_pipelines, pipelines, search
-from muletrain.planning.strategies import roughly_s
+from muletrain.planning.splits import roughly_s
 from muletrain.sim.machines import takes_s
 from muletrain.sim.plan.placed import Placed, ending_s
 from muletrain.sim.plan.question import UNLIMITED_GBPS, matrices

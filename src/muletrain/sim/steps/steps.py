@@ -1,6 +1,6 @@
 """What steps of a settled fleet take, played microbatch by microbatch, but without messages: what ``muletrain plan`` predicts with.
 
-Who gets a microbatch is decided by the policies that decide in production (``policy.claims``, ``policy.wiring``, ``policy.seats``), links
+Who gets a microbatch is decided by the policies that decide in production (``policy.claims``, ``policy.wiring``, ``strategies``), links
 are shared as they share them (``wires``), and steps end as they end (``endings``). Nobody fails, comes, goes or moves, so all that
 deadlines, probes and records are for is left out: a step takes milliseconds.
 """
@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from muletrain.policy.claims import claimant
 from muletrain.policy.wiring import Wiring
-from muletrain.runtime.core.plan import capacity
 from muletrain.sim.steps.endings import Endings
 from muletrain.sim.steps.wires import Wires
+from muletrain.strategies.swarm import SWARM
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from muletrain.policy.seats import Seats
     from muletrain.sim.machines import Setting
     from muletrain.sim.steps.endings import End
+    from muletrain.strategies.base import Strategy
 
 ENOUGH, DRAWN = 240, 960
-"""Microbatches that are played, in whole steps: who builds how many of a step is drawn anew for each. ``DRAWN``: of strategy swarm, where
+"""Microbatches that are played, in whole steps: who builds how many of a step is drawn anew for each. ``DRAWN``: where
 who gets one more is a draw, too, and a step waits for a slow machine that did (fleet 104 of benchmarks/plan: steps of 13 to 18 s)."""
 RETRY_S = 0.05
 """Until a sender whose receivers are all full looks again (``runtime.microbatch.dispatcher``)."""
@@ -37,13 +37,13 @@ NOBODY = -1
 
 @dataclass(frozen=True)
 class Cast:
-    """Who plays. ``peers``: (stage, kind); ``trainers``: which of them build microbatches. ``seats``: of planned membership, by the peers'
-    ``names``."""
+    """Who plays. ``peers``: (stage, kind); ``trainers``: which of them build microbatches; ``names``: of the
+    peers, if a plan names them."""
 
     peers: tuple[tuple[int, int], ...]
     trainers: tuple[int, ...]
+    strategy: Strategy
     names: tuple[str, ...] = ()
-    seats: Seats | None = None
 
 
 def cast(setting: Setting, serving: Sequence[Sequence[int]], trainers: int) -> Cast:
@@ -55,7 +55,7 @@ def cast(setting: Setting, serving: Sequence[Sequence[int]], trainers: int) -> C
     for p, (_, k) in enumerate(peers):
         ranked.append((not setting.kinds[k].reliable, turns[k], k, p))
         turns[k] += 1
-    return Cast(peers, tuple(p for *_, p in sorted(ranked)[:trainers]))
+    return Cast(peers, tuple(p for *_, p in sorted(ranked)[:trainers]), SWARM)
 
 
 class Took(NamedTuple):
@@ -65,15 +65,15 @@ class Took(NamedTuple):
     computing_s: float
 
 
-def steps_of(setting: Setting, seats: Seats | None = None) -> int:
+def steps_of(setting: Setting, strategy: Strategy) -> int:
     """That are played."""
-    return max(1, math.ceil((DRAWN if seats is None else ENOUGH) / setting.cost.microbatches))
+    return max(1, math.ceil((ENOUGH if strategy.fixed else DRAWN) / setting.cost.microbatches))
 
 
 def play(setting: Setting, who: Cast, *, delayed: bool = False) -> Took:
     """Steps in which senders have measured all receivers. ``delayed``: each is averaged while the next one is computed, and the first one
     has nothing beside it."""
-    steps, first = steps_of(setting, who.seats), 1 + delayed
+    steps, first = steps_of(setting, who.strategy), 1 + delayed
     played = _Play(setting, who, delayed=delayed).run(first + steps)
     ends = played[first:]
     step_s = (ends[-1].over_s - played[first - 1].over_s) / steps
@@ -101,6 +101,7 @@ class _Peer:
     backward_s: float
     room: float
     """Microbatches whose forward may begin before the backward of another is through (1F1B)."""
+    backward_first: bool
     step: int = 0
     """Of which it computes."""
     held: int = 0
@@ -121,26 +122,29 @@ _Work = tuple[float, "Callable[[], None]"]
 class _Play:
     def __init__(self, setting: Setting, who: Cast, *, delayed: bool) -> None:
         self._cost, self._who, self._last = setting.cost, who, len(setting.cut) - 1
-        self._wires = Wires(setting, [k for _, k in who.peers], coupled=who.seats is None)
+        self._wires = Wires(setting, [k for _, k in who.peers], coupled=not who.strategy.fixed)
         stages = [s for s, _ in who.peers]
         self._endings = Endings(self._wires, setting.cost, stages, len(who.trainers), self._open, delayed=delayed)
         self._at = [[p for p, s in enumerate(stages) if s == stage] for stage in range(len(setting.cut))]
-        one_f_one_b, seats = who.seats is not None and who.seats.schedule == "1f1b", who.seats
+        names = who.names or tuple(map(str, range(len(stages))))
+        self._there = [{names[p]: p for p in here} for here in self._at]
+        orders = [who.strategy.order(s, name) for s, name in zip(stages, names, strict=True)]
         self._peers = [
             _Peer(
-                s, setting.kinds[k].forward_s[s], setting.kinds[k].backward_s[s],
-                seats.most_in_flight(s, who.names[p]) if seats is not None and one_f_one_b and s < self._last else math.inf,
+                s,
+                setting.kinds[k].forward_s[s],
+                setting.kinds[k].backward_s[s],
+                order.most_between or math.inf,
+                order.backward_first,
             )
-            for p, (s, k) in enumerate(who.peers)
-        ]  # fmt: skip
-        self._backward_first = seats is None or one_f_one_b
-        self._seat = [[who.names.index(name) for name in row] for row in seats.names] if seats is not None else []
-        self._capacity = capacity(len(setting.cut), seats)
+            for (s, k), order in zip(who.peers, orders, strict=True)
+        ]
+        self._capacity = who.strategy.capacity(len(setting.cut))
         self._trainers = {f"trainer {t}": t for t in who.trainers}
         self._left: dict[tuple[int, int], int] = {}
         """Microbatches, by trainer and step."""
         self._windows = defaultdict[tuple[int, int, int], _Window](lambda: _Window(self._window()))
-        """By trainer, step and pipeline."""
+        """By trainer, step and lane."""
         self._wirings: dict[tuple[int, int], Wiring] = {}
         self._owed = defaultdict[tuple[int, int], dict[str, int]](lambda: defaultdict(int))
         """By sender and stage, then receiver."""
@@ -171,18 +175,14 @@ class _Play:
         mine = [i for i in every if self._trainers[claimant(step, i, self._trainers)] == trainer]
         self._left[trainer, step] = len(mine)
         for index in mine:
-            window = self._windows[trainer, step, 0 if self._who.seats is None else self._who.seats.pipeline(index)]
+            window = self._windows[trainer, step, self._who.strategy.lane(index)]
             through = partial(self._built, trainer, step, window)
             window.enter(partial(self._request, trainer, 0, step, index, through))
         if not mine:
             self._endings.through(trainer, step)
 
     def _window(self) -> int:
-        """As ``runtime.microbatch.microbatches`` has it."""
-        trainers = len(self._who.trainers)
-        if self._who.seats is None:
-            return max(2, min(map(len, self._at)) * self._capacity // (2 * trainers))
-        return self._who.seats.window(self._capacity, trainers)
+        return self._who.strategy.window(self._capacity, list(map(len, self._at)), len(self._who.trainers))
 
     def _built(self, trainer: int, step: int, window: _Window) -> None:
         window.leave()
@@ -203,7 +203,7 @@ class _Play:
 
         def answer(busy_s: float, away_s: float) -> None:
             self._owed[key][name] -= 1
-            if self._who.seats is None:
+            if key in self._wirings:
                 way_s = self._wires.now_s - begun_s - busy_s - away_s
                 self._wirings[key].measured(name, max(busy_s, 1e-6), way_s, self._wires.now_s)
             then()
@@ -212,13 +212,15 @@ class _Play:
         self._wires.send(sender, receiver, self._cost.forward_bytes[stage], partial(self._admit, receiver, request))
 
     def _choose(self, sender: int, stage: int, step: int, index: int) -> int:
-        if self._who.seats is not None:
-            return self._seat[stage][self._who.seats.pipeline(index)]
+        chosen = self._who.strategy.choose(stage, index, self._there[stage].keys())
+        if len(chosen) == 1:
+            return self._there[stage][chosen[0]]
         if (sender, stage) not in self._wirings:
             self._wirings[sender, stage] = self._wired(sender, stage)
         full = [str(p) for p in self._at[stage] if self._peers[p].held >= self._capacity]
         owed, now_s = self._owed[sender, stage], self._wires.now_s
-        found = self._wirings[sender, stage].choose((), owed, full=full, step=step, now_s=now_s)
+        others = {str(p) for name, p in self._there[stage].items() if chosen and name not in chosen}
+        found = self._wirings[sender, stage].choose(others, owed, full=full, step=step, now_s=now_s)
         return NOBODY if found is None else int(found)
 
     def _wired(self, sender: int, stage: int) -> Wiring:
@@ -262,7 +264,7 @@ class _Play:
         self._answer(p, request)
 
     def _device(self, p: int, seconds: float, then: Callable[[], None], *, backward: bool) -> None:
-        self._peers[p].waiting[backward != self._backward_first].append((seconds, then))
+        self._peers[p].waiting[backward != self._peers[p].backward_first].append((seconds, then))
         self._compute(p)
 
     def _compute(self, p: int) -> None:

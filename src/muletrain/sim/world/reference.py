@@ -20,8 +20,8 @@ from muletrain.model.dropout import Masks, keep_mask
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage
 from muletrain.optim.schedule import learning_rate
-from muletrain.policy.seats import planned_seats
 from muletrain.runtime.core.plan import Plan
+from muletrain.strategies import strategy_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -120,7 +120,7 @@ def facts_of(scenario: Scenario) -> Facts:
         checkpoint_every=scenario.checkpoint_every, adopt_after_s=scenario.adopt_after_s, from_seed=not scenario.given_weights,
         capacity=scenario.capacity,
         rebalance=scenario.rebalance, rebalance_s=scenario.rebalance_s, trace=scenario.trace, work=(1.0,) * len(scenario.stages),
-        state_bytes=(0,) * len(scenario.stages), delayed=config.optimizer.delayed, seats=planned_seats(config),
+        state_bytes=(0,) * len(scenario.stages), delayed=config.optimizer.delayed, strategy=strategy_of(config),
     )  # fmt: skip
     facts = Facts(config, spec, spec.cut(len(scenario.stages)), plan)
     return replace(facts, given=_given(facts)) if scenario.given_weights else facts

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from muletrain.config.plan import Prediction
     from muletrain.planning.partition import Cut
     from muletrain.planning.swapping import Layer
-    from muletrain.policy.seats import Schedule
+    from muletrain.strategies.pipeline import Schedule
 
 ENDING_DELAYS = 4
 """One after the other at the end of a step: all is through, seals, shards, means (``sim.fleet.rates``)."""

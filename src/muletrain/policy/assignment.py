@@ -1,0 +1,145 @@
+"""Who should serve which stage, as a view of the members that every rule gets, and two of the rules: where a newcomer goes, and who goes to
+stages that have lost all their peers. The third, who moves while the run goes on, is ``policy.rebalance``'s.
+
+All are pure functions of the view, so that peers that see the same decide the same.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+NOWHERE = -1
+"""Stage of a newcomer."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is known of one peer. Rules look at what concerns them; defaults say nothing."""
+
+    stage: int
+    """The one that it serves; ``NOWHERE``: none yet."""
+    queue: float = 0.0
+    """Requests that wait at it: the paper's measure of load."""
+    speeds: Mapping[int, float] = field(default_factory=dict)
+    """Microbatches/s (forward and backward) it was measured at, by stage; those it served before may be among them."""
+    bytes_per_s: float = math.inf
+    """How fast it can copy another stage's state."""
+    targets: frozenset[int] | None = None
+    """Stages it could serve instead (its memory; one that is needed where it is: none); None: all."""
+    alike: int = 1
+    """So many peers of which all this holds, in simulations of large fleets: a move names their first, and means one of them."""
+    name: str = ""
+    """By which a plan knows it."""
+    device: str | None = None
+    """Its kind, for arithmetic that differs in the last bit between kinds; None: unknown."""
+    quarters: Sequence[int] = ()
+    """Of its memory, that each stage takes; of newcomers."""
+    parts: frozenset[int] = frozenset()
+    """Stages of which it can read a checkpoint's part."""
+
+    def may_move_to(self, stage: int) -> bool:
+        return self.targets is None or stage in self.targets
+
+
+@dataclass(frozen=True)
+class View:
+    """Everything a rule may look at. ``work``: cost of a microbatch at each stage, any unit; ``state_bytes``: what a newcomer copies."""
+
+    loads: Mapping[str, Load]
+    """By id. Newcomers are placed one after the other, in this order."""
+    work: Sequence[float]
+    state_bytes: Sequence[float] = ()
+    stopped: bool = False
+    """The run rolls back because of stages without peers: these are to be filled, and nothing is lost by it."""
+    rule: Literal["off", "paper", "throughput"] = "throughput"
+    """By which peers move while the run goes on, where nobody was lost (``fleet.rebalance``)."""
+    horizon_s: float = math.inf
+    """Within which such a move must have paid for itself."""
+
+    @property
+    def stages(self) -> int:
+        return len(self.work)
+
+    @property
+    def newcomers(self) -> list[str]:
+        return [peer for peer, load in self.loads.items() if load.stage == NOWHERE]
+
+    def served(self) -> list[list[str]]:
+        """Peers by stage, sorted; announcements for a stage that the run does not have are left out."""
+        found: list[list[str]] = [[] for _ in self.work]
+        for peer in sorted(self.loads):
+            if 0 <= self.loads[peer].stage < self.stages:
+                found[self.loads[peer].stage].append(peer)
+        return found
+
+
+@dataclass(frozen=True)
+class Move:
+    """``peer`` leaves ``source`` and serves ``target``."""
+
+    peer: str
+    source: int
+    target: int
+    measured: bool = False
+    """It follows from measured speeds, which wander on a busy machine: what wants it must want it twice (``rebalance.Confirmed``)."""
+    why: str = ""
+    """What is the matter with ``target``, in words; empty: it has the highest load."""
+
+
+def placed(view: View) -> tuple[Move, ...]:
+    """Newcomers, each where it is needed most: at the most loaded one of the stages that it can serve, unserved ones first, of those the
+    ones that few can serve. Stages where only its kind of device serves come before all others. Lowest stage among equals. Who can serve
+    no stage is left out."""
+    served, devices = [0] * view.stages, [set[str]() for _ in view.work]
+    for load in view.loads.values():
+        if 0 <= load.stage < view.stages:
+            served[load.stage] += load.alike
+            devices[load.stage] |= set() if load.device is None else {load.device}
+    moves = []
+    for peer in view.newcomers:
+        own = view.loads[peer]
+        able = [s for s in range(view.stages) if own.may_move_to(s)]
+        unmixed = [s for s in able if own.device is None or devices[s] <= {own.device}]
+        if able:
+            target = max(unmixed or able, key=lambda s: _urgency(s, served, view.work, own.quarters))
+            served[target] += 1
+            devices[target] |= set() if own.device is None else {own.device}
+            moves.append(Move(peer, NOWHERE, target))
+    return tuple(moves)
+
+
+def _urgency(
+    stage: int, served: Sequence[int], work: Sequence[float], quarters: Sequence[int]
+) -> tuple[float, int, int]:
+    if served[stage]:
+        return work[stage] / served[stage], 0, -stage
+    return math.inf, quarters[stage] if quarters else 0, -stage
+
+
+def filled(view: View) -> tuple[Move, ...]:
+    """Who moves where so that each stage has a peer, as far as there is somebody.
+
+    Stages that much depends on come first. A peer comes from the stage that has most left of what it needs (peers per work), never the
+    last one of it; of its peers the best is one that has a part of the lost stage already, then the first by id.
+    """
+    serving = view.served()
+    lost = sorted((s for s, peers in enumerate(serving) if not peers), key=lambda s: (-view.work[s], s))
+    moves = []
+    for stage in lost:
+        able = [
+            (-len(peers) / max(view.work[source], 1e-12), stage not in view.loads[p].parts, p, source)
+            for source, peers in enumerate(serving)
+            if len(peers) > 1
+            for p in peers
+            if view.loads[p].may_move_to(stage)
+        ]
+        if able:
+            *_, peer, source = min(able)
+            serving[source].remove(peer)
+            moves.append(Move(peer, source, stage))
+    return tuple(moves)
