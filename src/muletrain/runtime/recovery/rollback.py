@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 LOOK_S = 1.0
 """Seconds between two looks whether a stage is without peers, and between two orders of one peer that are considered."""
 AGAIN_S = 5.0
-"""Seconds between two hints to one peer that its branch was given up, and between two questions about a branch that ours does not follow."""
+"""Seconds between two hints to one peer that its branch was given up, and between two questions about a branch that
+ours does not follow."""
 REACHED_S = 300.0
 """Seconds, at most, for which the word of others that they reach a stage puts its adoption off: they may be wrong, or lie."""
 JOIN_S = 900.0
