@@ -11,7 +11,8 @@ import torch
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.compute.weights import StageWeights
 from muletrain.errors import NetworkError
-from muletrain.runtime.checkpoint.checkpoints import Checkpoints
+from muletrain.runtime.checkpoint.own_part import OwnPart
+from muletrain.runtime.checkpoint.part_exchange import PartExchange
 from muletrain.runtime.checkpoint.store import CheckpointStore
 from muletrain.runtime.core.messages import ShardFacts
 from muletrain.runtime.core.tasks import Tasks
@@ -167,14 +168,14 @@ def no_second_opinion(patch: pytest.MonkeyPatch) -> None:
 
 
 def writes_the_weights_of_before(patch: pytest.MonkeyPatch) -> None:
-    right, before = Checkpoints.write, {}
+    right, before = OwnPart.write, {}
 
-    async def write(self: Checkpoints, key: Any, state: dict[str, Any]) -> None:
+    async def write(self: OwnPart, key: Any, state: dict[str, Any]) -> None:
         own = id(self)
         stale, before[own] = before.get(own, state), {k: v.clone() for k, v in state.items()}
         await right(self, key, stale)
 
-    patch.setattr(Checkpoints, "write", write)
+    patch.setattr(OwnPart, "write", write)
 
 
 def damages_what_it_writes(patch: pytest.MonkeyPatch) -> None:
@@ -207,7 +208,7 @@ def keeps_all_gradients(patch: pytest.MonkeyPatch) -> None:
 
 def forgets_no_part(patch: pytest.MonkeyPatch) -> None:
     """Writers begin a part while their last one is under way."""
-    patch.setattr(Checkpoints, "_busy", lambda self: None)
+    patch.setattr(OwnPart, "_busy", lambda self: None)
 
 
 def sums_losses(patch: pytest.MonkeyPatch) -> None:
@@ -262,22 +263,22 @@ def the_step_ahead_is_cleared_with_the_one_that_is_over(patch: pytest.MonkeyPatc
 
 
 def without_moments(patch: pytest.MonkeyPatch) -> None:
-    right = Checkpoints.base
+    right = PartExchange.base
 
-    async def base(self: Checkpoints, key: Key, digest: bytes) -> dict[str, Tensor]:
+    async def base(self: PartExchange, key: Key, digest: bytes) -> dict[str, Tensor]:
         state = await right(self, key, digest)
         return {n: t if n.startswith("model/") else torch.zeros_like(t) for n, t in state.items()}
 
-    patch.setattr(Checkpoints, "base", base)
+    patch.setattr(PartExchange, "base", base)
 
 
 def the_beginning_is_near_enough(patch: pytest.MonkeyPatch) -> None:
     """Peers begin with the first weights, at the checkpoint's step."""
 
-    async def base(self: Checkpoints, key: Key, digest: bytes) -> dict[str, Tensor]:
+    async def base(self: PartExchange, key: Key, digest: bytes) -> dict[str, Tensor]:
         return await self._ctx.compute.state()
 
-    patch.setattr(Checkpoints, "base", base)
+    patch.setattr(PartExchange, "base", base)
 
 
 def newcomers_round(patch: pytest.MonkeyPatch) -> None:

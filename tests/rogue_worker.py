@@ -14,7 +14,7 @@ from muletrain.errors import NetworkError
 from muletrain.network.base import Frame
 from muletrain.network.streams import FRAMES, HELLO
 from muletrain.runs import worker
-from muletrain.runtime.checkpoint.checkpoints import PartReady
+from muletrain.runtime.checkpoint.messages import PartReady
 from muletrain.runtime.core.messages import AskHeld, Forward, Report
 from muletrain.runtime.microbatch.microbatches import Microbatches
 from muletrain.wire.codec import encode, encode_ids

@@ -34,8 +34,12 @@ from muletrain.network.memory import MemoryHub
 from muletrain.runs.assemble import RunFacts
 from muletrain.runs.checkpoint import Checkpoint, bring_home, bring_newest_home
 from muletrain.runs.tensorboard import TensorBoardSink
-from muletrain.runtime.checkpoint import checkpoints as checkpointing
-from muletrain.runtime.checkpoint.checkpoints import MAX_OPEN, Book, CheckpointEnd, Checkpoints, PartReady
+from muletrain.runtime.checkpoint import coordinator as checkpointing
+from muletrain.runtime.checkpoint.actors import Checkpointing
+from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady
+from muletrain.runtime.checkpoint.part_exchange import PartExchange
+from muletrain.runtime.checkpoint.part_replicas import Book
+from muletrain.runtime.checkpoint.progress import MAX_OPEN
 from muletrain.runtime.checkpoint.store import MARKER, CheckpointStore, Folder, Key, PartFacts, PartsGone, open_place
 from muletrain.runtime.core.lifecycle import Lifecycle, State
 from muletrain.runtime.core.messages import AskHeld, Block, Held
@@ -89,25 +93,25 @@ class Stages:
         self.events: list[Event] = []
         self.refused: list[str] = []
         self.contexts: dict[str, Context] = {}
+        self.books = {n: Book(place, FACTS.manifest("run") | {"data": "d"}, FILES) for n, place in self.places.items()}
         self.checkpoints = {name: self._peer(name) for name in self.stages}
 
-    def _peer(self, name: str) -> Checkpoints:
+    def _peer(self, name: str) -> Checkpointing:
         compute: Any = Offloads()
         nothing: Any = None  # nobody trains
         net = self.hub.join(name)
         ctx = Context(net, self.clock, compute, Roster(self.genesis, name), self.plan, self.events.append)
         membership, receiver = Membership(ctx), Receiver(ctx)
         snapshots = Snapshots(ctx, nothing, nothing, membership)
-        about = FACTS.manifest("run") | {"data": "d"}
-        own = Checkpoints(ctx, snapshots, receiver, membership, Book(self.places[name], about, FILES))
+        own = Checkpointing(ctx, snapshots, receiver, membership, self.books[name])
         self.contexts[name] = ctx
 
         async def on_frame(sender: str, frame: Frame) -> None:
             match frame.kind:
                 case PartReady.KIND:
-                    own.on_ready(sender, PartReady.parse(frame))
+                    own.coordinator.on_ready(sender, PartReady.parse(frame))
                 case CheckpointEnd.KIND:
-                    await own.on_end(sender, CheckpointEnd.parse(frame))
+                    await own.coordinator.on_end(sender, CheckpointEnd.parse(frame))
                 case Block.KIND:
                     receiver.taker.on_block(sender, Block.parse(frame), frame.tensors[0])
 
@@ -121,11 +125,13 @@ class Stages:
 
     async def write(self, step: int, *writers: str) -> None:
         states = {s: state(s) for s in set(self.stages.values())}
-        await asyncio.gather(*(self.checkpoints[w].write(Key(step, LINEAGE), states[self.stages[w]]) for w in writers))
+        await asyncio.gather(
+            *(self.checkpoints[w].own_part.write(Key(step, LINEAGE), states[self.stages[w]]) for w in writers)
+        )
 
     async def checkpoint(self, step: int, by: str = "collector") -> bool:
-        await self.write(step, *(n for n, c in self.checkpoints.items() if c.is_writer()))
-        return await asyncio.wait_for(self.checkpoints[by].ended(Key(step, LINEAGE)), 20.0)
+        await self.write(step, *(n for n, c in self.checkpoints.items() if c.roles.is_writer()))
+        return await asyncio.wait_for(self.checkpoints[by].coordinator.ended(Key(step, LINEAGE)), 20.0)
 
     async def only(self, folder: Path, *expected: str) -> None:
         """Wait until all but those are gone: tidying up has a thread of its own."""
@@ -273,7 +279,7 @@ def test_when_the_collector_dies_another_collects(
         await stages.write(4, "second", "two")
         stages.kill("collector")
         await stages.write(4, "one")
-        assert await asyncio.wait_for(stages.checkpoints["second"].ended(Key(4, LINEAGE)), 20)
+        assert await asyncio.wait_for(stages.checkpoints["second"].coordinator.ended(Key(4, LINEAGE)), 20)
         (written,) = stages.of(CheckpointWritten)
         assert Path(written.path).parent == stages.folders[sharing or "one"]
         checkpoint = Checkpoint.open(Path(written.path))
@@ -294,7 +300,11 @@ def test_where_the_place_is_not_shared_two_peers_of_other_stages_keep_each_part_
         deadline = time.monotonic() + 20
 
         def old() -> list[str]:
-            return [n for n, c in stages.checkpoints.items() if n != "collector" and Key(4, LINEAGE) in c._parts]
+            return [
+                n
+                for n, c in stages.checkpoints.items()
+                if n != "collector" and Key(4, LINEAGE) in stages.books[n].parts
+            ]
 
         while (old() or any(len(k) < 2 for k in kept.values())) and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
@@ -302,7 +312,7 @@ def test_where_the_place_is_not_shared_two_peers_of_other_stages_keep_each_part_
                 s: [
                     n
                     for n, c in stages.checkpoints.items()
-                    if n != "collector" and s in c._parts.get(Key(8, LINEAGE), {})
+                    if n != "collector" and s in stages.books[n].parts.get(Key(8, LINEAGE), {})
                 ]
                 for s in kept
             }
@@ -326,13 +336,13 @@ def test_a_part_that_changes_on_its_way_is_not_taken(tmp_path: Path, monkeypatch
     async def scenario() -> None:
         stages = Stages(tmp_path / "run")
         liar = stages.checkpoints["one"]
-        opened = liar._opened(key := Key(4, LINEAGE))
-        assert opened is not None
+        key = Key(4, LINEAGE)
+        opened = liar.coordinator.open(key)
         part = state(1)
         facts = opened.parts[1] = PartFacts(sum(map(len, state_buffers(part))), bytes(32))
         opened.own = part, facts
         await stages.write(4, "collector")
-        await liar._tell_of(key, opened, 1, facts)
+        await liar.coordinator.announce(opened, 1, facts)
         await asyncio.sleep(1.0)
         assert names(tmp_path / "run")[0].startswith(".step-00000004")
         await stages.close()
@@ -350,13 +360,12 @@ def test_who_announces_a_false_part_first_does_not_keep_the_checkpoint_from_bein
     async def scenario() -> None:
         stages = Stages(tmp_path / "run")
         liar, key = stages.checkpoints["other"], Key(4, LINEAGE)
-        opened = liar._opened(key)
-        assert opened is not None
+        opened = liar.coordinator.open(key)
         facts = opened.parts[1] = PartFacts(8, bytes(32))
         opened.own = {"x": torch.zeros(8, dtype=torch.uint8)}, facts
-        await liar._tell_of(key, opened, 1, facts)
+        await liar.coordinator.announce(opened, 1, facts)
         await asyncio.sleep(0.2)
-        liar._end = liar._tell_of = _nothing  # type: ignore[method-assign]  # it has said it
+        liar.coordinator.end = liar.coordinator.announce = _nothing  # type: ignore[method-assign]  # it has said it
         assert await stages.checkpoint(4)
         Checkpoint.intact(tmp_path / "run" / "step-00000004")
         await stages.close()
@@ -374,14 +383,16 @@ def test_of_the_end_of_a_checkpoint_its_collector_is_believed(tmp_path: Path, mo
         key = Key(4, LINEAGE)
         for name in ("collector", "other"):
             own = stages.checkpoints[name]
-            await own.on_end("one", CheckpointEnd(step=4, lineage=LINEAGE))
-            await own.on_end("one", CheckpointEnd(step=4, lineage=LINEAGE, reason="so it says"))
+            await own.coordinator.on_end("one", CheckpointEnd(step=4, lineage=LINEAGE))
+            await own.coordinator.on_end("one", CheckpointEnd(step=4, lineage=LINEAGE, reason="so it says"))
             with pytest.raises(ProtocolError, match="cannot be"):
-                await own.on_end("collector", CheckpointEnd(step=1001, lineage=LINEAGE))
-            assert key not in own._ended
+                await own.coordinator.on_end("collector", CheckpointEnd(step=1001, lineage=LINEAGE))
+            assert own.checkpoints.ended(key) is None
         assert await stages.checkpoint(4)
-        await stages.checkpoints["one"].on_end("collector", CheckpointEnd(step=8, lineage=LINEAGE, reason="no room"))
-        assert stages.checkpoints["one"]._ended[Key(8, LINEAGE)] == "no room"
+        await stages.checkpoints["one"].coordinator.on_end(
+            "collector", CheckpointEnd(step=8, lineage=LINEAGE, reason="no room")
+        )
+        assert stages.checkpoints["one"].checkpoints.ended(Key(8, LINEAGE)) == "no room"
         await stages.close()
 
     play(scenario)
@@ -427,22 +438,22 @@ def test_a_part_may_take_its_time_while_the_collector_lives_and_word_of_the_end_
 ) -> None:
     monkeypatch.setattr(checkpointing, "LOOK_S", 0.05)
     monkeypatch.setattr(checkpointing, "LIMIT_S", 0.3)
-    take = Checkpoints.take
+    take = PartExchange.take
 
     async def slowly(*args: Any) -> dict[str, Tensor]:
         await asyncio.sleep(1.5)
         return await take(*args)
 
-    monkeypatch.setattr(Checkpoints, "take", slowly)
+    monkeypatch.setattr(PartExchange, "take", slowly)
 
     async def scenario() -> None:
         stages = Stages(tmp_path / "run")
         writer, key = stages.checkpoints["one"], Key(4, LINEAGE)
         assert await stages.checkpoint(4)
-        assert await asyncio.wait_for(writer.ended(key), 5)
-        del writer._ended[key]  # it did not hear of it
+        assert await asyncio.wait_for(writer.coordinator.ended(key), 5)
+        del writer.checkpoints._ended[key]  # it did not hear of it
         await stages.write(4, "one")
-        assert await asyncio.wait_for(writer.ended(key), 5)
+        assert await asyncio.wait_for(writer.coordinator.ended(key), 5)
         await stages.close()
 
     play(scenario)
@@ -457,9 +468,9 @@ def test_who_gives_up_on_a_checkpoint_leaves_it_to_the_collector_that_shares_its
         stages = Stages(tmp_path / "run", sharing="other")
         key = Key(4, LINEAGE)
         await stages.write(4, "other")
-        stages.checkpoints["other"]._end(key, "its parts did not come whole")
+        stages.checkpoints["other"].coordinator.end(key, "its parts did not come whole")
         await stages.write(4, "collector")
-        assert await asyncio.wait_for(stages.checkpoints["collector"].ended(key), 20)
+        assert await asyncio.wait_for(stages.checkpoints["collector"].coordinator.ended(key), 20)
         Checkpoint.intact(tmp_path / "run" / "step-00000004")
         await stages.close()
 
@@ -470,7 +481,7 @@ def test_a_checkpoint_is_complete_with_all_its_parts_or_not_at_all(tmp_path: Pat
     folder, store = Folder(tmp_path / "run", keep=2), open_place(f"memory://{tmp_path.name}", keep=2)
     key, about = Key(4, LINEAGE), FACTS.manifest("run") | {"data": "d"}
     buffers = state_buffers(state(0))
-    parts = {0: PartFacts(sum(map(len, buffers)), checkpointing._sha256(buffers))}
+    parts = {0: PartFacts.of(buffers)}
     for place in (folder, store):
         with pytest.raises(PartsGone) as gone:
             place.publish(key, about, parts, FILES)
@@ -491,7 +502,7 @@ def test_a_checkpoint_never_goes_before_the_next_is_in_place(tmp_path: Path, mon
     after, without any."""
     root, about = tmp_path / "run", FACTS.manifest("run") | {"data": "d"}
     buffers = state_buffers(state(0))
-    parts = {0: PartFacts(sum(map(len, buffers)), checkpointing._sha256(buffers))}
+    parts = {0: PartFacts.of(buffers)}
     one, two = Folder(root, keep=1), Folder(root, keep=1)
     same, rival, later = Key(4, LINEAGE), Key(4, b"x" * 32), Key(8, LINEAGE)
     looks: list[bool] = []
@@ -527,22 +538,24 @@ def test_a_part_that_cannot_be_is_refused(tmp_path: Path) -> None:
 
         def ready(sender: str = "one", **changes: Any) -> None:
             fields = {"step": 4, "lineage": LINEAGE, "stage": 1, "size": 8, "digest": bytes(32)} | changes
-            own.on_ready(sender, PartReady(**fields))
+            own.coordinator.on_ready(sender, PartReady(**fields))
 
         for wrong in ({"stage": 2}, {"step": 0}, {"step": 1001}, {"size": 0}, {"size": 1 << 43}):
             with pytest.raises(ProtocolError, match="cannot be"):
                 ready(**wrong)
         plan, known = stages.plan, 1000
-        own._ctx.plan = dataclasses.replace(plan, state_bytes=(known, known))
+        stages.contexts["collector"].plan = dataclasses.replace(plan, state_bytes=(known, known))
         with pytest.raises(ProtocolError, match="cannot be"):  # whoever fetches it makes room for as much
             ready(size=2 * known + (1 << 20) + 1)
-        own._ctx.plan = plan
+        stages.contexts["collector"].plan = plan
         ready("collector")
-        assert not own._open, "a stage's own peers say first what its part is"
+        assert not list(own.checkpoints), "a stage's own peers say first what its part is"
         ready()
         for sender in ("one", "other", "collector"):
             ready(sender, digest=b"x" * 32)
-        assert own._open[Key(4, LINEAGE)].parts[1].digest == bytes(32), "the first counts until it is known to be false"
+        assert [o.parts[1].digest for o in own.checkpoints] == [bytes(32)], (
+            "the first counts until it is known to be false"
+        )
         for step in range(5, 4 + MAX_OPEN):
             ready(step=step)
         with pytest.raises(ProtocolError, match="others are not complete"):
@@ -563,7 +576,7 @@ def test_a_store_behind_a_url_holds_the_same_checkpoints(tmp_path: Path) -> None
         key, parts = Key(step, LINEAGE), {}
         for stage in (0, 1):
             buffers = state_buffers(state(stage))
-            parts[stage] = PartFacts(sum(map(len, buffers)), checkpointing._sha256(buffers))
+            parts[stage] = PartFacts.of(buffers)
             place.write_part(key, stage, buffers)
             assert key not in place.complete()
         place.write_part(Key(step, b"x" * 32), 0, buffers)  # of another history
@@ -659,12 +672,12 @@ def test_a_part_that_is_written_when_its_checkpoint_has_failed_does_not_stay(
 ) -> None:
     async def scenario() -> None:
         stages = Stages(tmp_path / "run", sharing="one other")
-        writer = next(n for n, c in stages.checkpoints.items() if c.is_writer() and n != "collector")
+        writer = next(n for n, c in stages.checkpoints.items() if c.roles.is_writer() and n != "collector")
         begun, go_on = held_up(monkeypatch, stages.places[writer])
         writing = asyncio.create_task(stages.write(4, "collector", writer))
         await asyncio.to_thread(begun.wait, 20)
-        await stages.checkpoints["collector"]._fail(Key(4, LINEAGE), "the disk is full")
-        assert not await asyncio.wait_for(stages.checkpoints[writer].ended(Key(4, LINEAGE)), 20)
+        await stages.checkpoints["collector"].coordinator.fail(Key(4, LINEAGE), "the disk is full")
+        assert not await asyncio.wait_for(stages.checkpoints[writer].coordinator.ended(Key(4, LINEAGE)), 20)
         await stages.only(tmp_path / "run")
         go_on.set()
         await writing

@@ -12,7 +12,7 @@ from muletrain.errors import ProtocolError, Refused
 from muletrain.events import FrameRefused
 from muletrain.network.memory import MemoryHub
 from muletrain.runs.join import lobby
-from muletrain.runtime.checkpoint.checkpoints import AskPart
+from muletrain.runtime.checkpoint.messages import AskPart
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.messages import (
     AskBlocks,
@@ -60,12 +60,12 @@ def test_a_part_of_a_checkpoint_is_for_its_stage_its_keepers_and_the_collector(t
         nets = {n: ctx.net for n, ctx in stages.contexts.items()}
         await stages.write(4, "b")
         stranger = stages.hub.join("stranger")
-        keepers = stages.checkpoints["b"]._keepers(1, "b")
+        keepers = stages.checkpoints["b"].roles.keepers(1, "b")
         others = {"a", "d", "e"} - {*keepers}
         assert len(keepers) == 2
         assert others
         for peer in others:
-            await refused(nets[peer], "b", part(1), "for peers that serve it, keep it, or collect")  # type: ignore[arg-type]
+            await refused(nets[peer], "b", part(1), "for peers that serve it or keep it")  # type: ignore[arg-type]
         await refused(stranger, "b", part(1), "not a member")
         offer = b""
         for peer in (*keepers, "c", "collector"):
@@ -84,7 +84,10 @@ def test_who_moves_by_a_step_back_gets_the_part_of_its_new_stage(tmp_path: Path)
     async def scenario() -> None:
         stages = Stages(tmp_path / "run", stages=PEERS)
         await stages.write(4, "b")
-        giver, mover = stages.contexts["b"], next(p for p in "ade" if p not in stages.checkpoints["b"]._keepers(1, "b"))
+        giver, mover = (
+            stages.contexts["b"],
+            next(p for p in "ade" if p not in stages.checkpoints["b"].roles.keepers(1, "b")),
+        )
         net: Any = stages.contexts[mover].net
         await refused(net, "b", part(1), "for peers that serve it")
         giver.roster.moved(mover, 1)

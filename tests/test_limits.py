@@ -22,7 +22,7 @@ from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.measure.machine import Machine
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.worker import Worker
-from muletrain.runtime.checkpoint.checkpoints import largest_part
+from muletrain.runtime.checkpoint.messages import largest_part
 from muletrain.runtime.core.disk import SPARE_BYTES, check_room
 from muletrain.wire.statefile import state_buffers
 

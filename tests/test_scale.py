@@ -126,7 +126,7 @@ def test_what_a_roster_answers_follows_the_news() -> None:
     def answers() -> tuple[Any, ...]:
         return (
             roster.stage(0), roster.stage(1), roster.receivers(), roster.others(), roster.everyone(), roster.replicas(), roster.trainers(),
-            roster.members(), roster.collector(),
+            roster.members(), roster.coordinator(),
         )  # fmt: skip
 
     def found() -> tuple[Any, ...]:

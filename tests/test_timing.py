@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from muletrain.policy.deadline import Deadline
-from muletrain.runtime.checkpoint import checkpoints
+from muletrain.runtime.checkpoint import coordinator
 from muletrain.runtime.core import waiting
 from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.members import rebalancing, silence, watchdog
@@ -58,4 +58,4 @@ def test_promises_outlast_the_questions_that_rely_on_them() -> None:
     assert peer.HOLDS_S > 2 * peer.ANNOUNCE_S
     assert donor.KEPT_S >= blocks.CALL_S
     assert rebalancing.KEPT_MAX_S < 120.0, "what the directory keeps at most"
-    assert checkpoints.LIMIT_S >= blocks.LONGEST_S
+    assert coordinator.LIMIT_S >= blocks.LONGEST_S

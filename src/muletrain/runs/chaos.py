@@ -69,7 +69,7 @@ class Injector:
         self._log = EventLog(folder / "chaos.jsonl", "chaos")
         self._log.note(f"chaos plan: {readable(plan)}")
         self._peers: dict[str, PeerJoined] = {}
-        self._collector = ""
+        self._coordinator = ""
         self._began: float | None = None
         self._step = 0
         self._lasting: list[_Lasting] = []
@@ -94,7 +94,7 @@ class Injector:
             case FaultInjected() if event.peer != "chaos":
                 self._happened(event)
             case RunStarted():
-                self._began, self._collector, self._step = self._now(), event.peer, event.first_step
+                self._began, self._coordinator, self._step = self._now(), event.peer, event.first_step
             case StepDone():
                 self._step = max(self._step, event.step)
             case StepApplied() if not any(event.peer in lasting.who for lasting in self._lasting):
@@ -149,10 +149,10 @@ class Injector:
             return () if any(x.fault.kind == "partition" for x in self._lasting) else tuple(self._names)
         meant = [name for name in running if self._is_meant(name, fault.target) and name not in affected]
         if fault.kind == "move":
-            free = [n for n in meant if n not in {self._collector, *self._away, *self._moving}]
+            free = [n for n in meant if n not in {self._coordinator, *self._away, *self._moving}]
             meant = [n for n in free if self._peers[n].stage != fault.stage and self._is_spared(n, running)]
         if fault.kind == "kill":
-            spared = [name for name in meant if name != self._collector and self._is_spared(name, running)]
+            spared = [name for name in meant if name != self._coordinator and self._is_spared(name, running)]
             meant = spared if spared or fault.target in ("any", "newcomer", "trainer") else meant
         return (self._rng.choice(meant),) if meant else ()
 

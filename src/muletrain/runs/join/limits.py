@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from muletrain.config.schema import RunConfig
 from muletrain.errors import AdmissionError, CapacityError, ConfigError
-from muletrain.runtime.checkpoint.checkpoints import largest_part
+from muletrain.runtime.checkpoint.messages import largest_part
 from muletrain.runtime.core.disk import check_room
 from muletrain.units import format_memory
 

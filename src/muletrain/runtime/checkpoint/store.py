@@ -57,6 +57,14 @@ class PartFacts(NamedTuple):
     size: int
     digest: bytes
 
+    @classmethod
+    def of(cls, buffers: Sequence[memoryview]) -> PartFacts:
+        """Of the file that ``buffers`` are."""
+        digest = hashlib.sha256()
+        for buffer in buffers:
+            digest.update(buffer)
+        return cls(sum(map(len, buffers)), digest.digest())
+
 
 class PartsGone(OSError):
     """Those ``stages``' parts are not where they were written: somebody else cleaned up."""
@@ -248,12 +256,12 @@ class Folder(CheckpointStore):
 
     def _finish(self, key: Key) -> None:
         for final in self._finals(key):
-            if key in self.complete():  # another collector was as fast
+            if key in self.complete():  # another coordinator was as fast
                 return self._remove(self._open(key))
             try:
                 os.replace(self._root / self._open(key), self._root / final)
                 break
-            except OSError:  # a name that is taken, or the folder is gone: another collector renamed it just now
+            except OSError:  # a name that is taken, or the folder is gone: another coordinator renamed it just now
                 if final == self._finals(key)[-1] and key not in self.complete():
                     raise
         _sync_folder(self._root)

@@ -540,7 +540,7 @@ class Block(Message):
 
 
 class Report(Message):
-    """What a peer on another machine counted, to the collector: an event as JSON, so that the run folder of 'start' has it."""
+    """What a peer on another machine counted, to the coordinator: an event as JSON, so that the run folder of 'start' has it."""
 
     KIND: ClassVar[str] = "report"
     event: Annotated[str, Field(max_length=1 << 16)]

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Genesis(Message):
-    """Everything peers agree on before step 0. ``collector`` is the first to collect checkpoints (``start``'s)."""
+    """Everything peers agree on before step 0. ``coordinator`` is the first to collect checkpoints (``start``'s)."""
 
     run_id: Id
     config: Digest
@@ -39,7 +39,7 @@ class Genesis(Message):
     def _complete(self) -> Genesis:
         ids = [m.id for m in self.members]
         if len(set(ids)) != len(ids) or self.collector not in ids:
-            raise ValueError("members: ids must be distinct and include the collector")
+            raise ValueError("members: ids must be distinct and include the coordinator")
         if {m.stage for m in self.members} != set(range(self.stages)):
             raise ValueError("members: every stage needs a peer")
         if not any(m.trainer for m in self.members):
@@ -165,8 +165,8 @@ class Roster:
             self._members[peer] = known.model_copy(update={"stage": stage, "since": known.since + 1})
             self._changed()
 
-    def collector(self) -> Member | None:
-        """Who collects checkpoints and reports, into the place that it names: the genesis' collector, after it who shares its place,
+    def coordinator(self) -> Member | None:
+        """Who collects checkpoints and reports, into the place that it names: the genesis' coordinator, after it who shares its place,
         then whoever has one; of the live ones, by id. None: nobody has a place."""
 
         def found() -> Member | None:
@@ -174,7 +174,7 @@ class Roster:
             able = [m for m in self._members.values() if m.place and (m.id == self._own_id or self.is_alive(m.id))]
             return min(able, key=lambda m: (m.id != first.id, m.place != first.place, m.id), default=None)
 
-        return self._kept("collector", found)
+        return self._kept("coordinator", found)
 
     def members(self) -> tuple[Member, ...]:
         """Everyone that has not left, ourselves included, by id."""

@@ -16,7 +16,7 @@ from muletrain.runtime.core.messages import Away, Back
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from muletrain.runtime.checkpoint.checkpoints import Checkpoints
+    from muletrain.runtime.checkpoint.part_exchange import PartExchange
     from muletrain.runtime.core.messages import Snapshot
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.membership import Membership
@@ -45,14 +45,14 @@ class Arrival:
         runner: StepRunner,
         membership: Membership,
         receiver: Receiver,
-        checkpoints: Checkpoints,
+        exchange: PartExchange,
         forks: Forks,
         parts: PartWriter,
         microbatches: Microbatches,
         early: EarlyFrames,
     ) -> None:
         self._ctx, self._position, self._life, self._runner = ctx, position, position.life, runner
-        self._membership, self._receiver, self._checkpoints, self._forks = membership, receiver, checkpoints, forks
+        self._membership, self._receiver, self._exchange, self._forks = membership, receiver, exchange, forks
         self._parts, self._microbatches, self._early = parts, microbatches, early
         self._pursuits = 0
 
@@ -76,7 +76,7 @@ class Arrival:
 
         for attempt in range(TRIES if back.parts else 0):
             try:
-                state = await self._checkpoints.base(back.key, back.parts[ctx.roster.own.stage])
+                state = await self._exchange.base(back.key, back.parts[ctx.roster.own.stage])
                 await ctx.compute.load_state(state)
                 break
             except MuletrainError as e:  # those that have it may be beginning anew, too

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from muletrain.errors import MuletrainError, ProtocolError
-from muletrain.runtime.checkpoint.checkpoints import CheckpointEnd, PartReady
+from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.lifecycle import State
 from muletrain.runtime.core.messages import (
@@ -33,7 +33,7 @@ from muletrain.runtime.members.expected import Expected
 
 if TYPE_CHECKING:
     from muletrain.network.base import Frame, PeerId
-    from muletrain.runtime.checkpoint.checkpoints import Checkpoints
+    from muletrain.runtime.checkpoint.coordinator import Coordinator
     from muletrain.runtime.core.messages import Message
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.expected import Check
@@ -81,7 +81,7 @@ class Dispatch:
         runner: StepRunner,
         forks: Forks,
         rollback: Rollback,
-        checkpoints: Checkpoints,
+        coordinator: Coordinator,
         reporting: Reporting,
         early: EarlyFrames,
         downloads: tuple[Downloader, ...],
@@ -89,7 +89,7 @@ class Dispatch:
         """``downloads``: those that blocks may be for; of states first."""
         self._ctx, self._position, self._membership, self._microbatches = ctx, position, membership, microbatches
         self._runner, self._forks, self._rollback = runner, forks, rollback
-        self._checkpoints, self._reporting, self._early, self._downloads = checkpoints, reporting, early, downloads
+        self._coordinator, self._reporting, self._early, self._downloads = coordinator, reporting, early, downloads
         checks: dict[type[Message], Check] = {
             Forward: microbatches.server.expects,
             Backward: microbatches.expects_gradient,
@@ -182,9 +182,9 @@ class Dispatch:
             case Away():
                 self._ctx.detector.stand_aside(sender)
             case PartReady():
-                self._checkpoints.on_ready(sender, message)
+                self._coordinator.on_ready(sender, message)
             case CheckpointEnd():
-                await self._checkpoints.on_end(sender, message)
+                await self._coordinator.on_end(sender, message)
             case _:
                 raise ProtocolError(f"{frame.kind}: not for this peer")
 

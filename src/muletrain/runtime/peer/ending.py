@@ -14,7 +14,7 @@ from muletrain.runtime.core.messages import Finished
 
 if TYPE_CHECKING:
     from muletrain.network.base import PeerId
-    from muletrain.runtime.checkpoint.checkpoints import Checkpoints
+    from muletrain.runtime.checkpoint.actors import Checkpointing
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.step.runner import StepRunner
@@ -29,8 +29,8 @@ until it does so again."""
 class Ending:
     """One peer's."""
 
-    def __init__(self, ctx: Context, position: Position, checkpoints: Checkpoints, runner: StepRunner) -> None:
-        self._ctx, self._position, self._checkpoints, self._runner = ctx, position, checkpoints, runner
+    def __init__(self, ctx: Context, position: Position, checkpointing: Checkpointing, runner: StepRunner) -> None:
+        self._ctx, self._position, self._checkpointing, self._runner = ctx, position, checkpointing, runner
         self._finished: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         """Was the last checkpoint written?"""
         self._claims: set[PeerId] = set()
@@ -45,18 +45,18 @@ class Ending:
     async def finish(self) -> bool:
         """Wait for the last checkpoint. False if it could not be written."""
         ctx, key = self._ctx, Key(self._position.step, self._position.applied)
-        if ctx.roster.collector() is None and not self._finished.done():  # others may have told us
+        if ctx.roster.coordinator() is None and not self._finished.done():  # others may have told us
             self._finished.set_result(True)
         for work in (self._hear_of_end(key), self._offer_last(key)):
             ctx.spawn(work, "last checkpoint")
         written = await asyncio.shield(self._finished)
-        await self._checkpoints.tidy(over=written)
+        await self._checkpointing.replicas.tidy(over=written)
         # everyone passes it on: whoever wrote it may not reach them all, and has no time to try again
         await asyncio.gather(*(self._dismiss(peer, written) for peer in ctx.roster.everyone()))
         return written
 
     async def _hear_of_end(self, key: Key) -> None:
-        written = await self._checkpoints.ended(key)
+        written = await self._checkpointing.coordinator.ended(key)
         if not self._finished.done():
             self._finished.set_result(written)
 
@@ -64,8 +64,8 @@ class Ending:
         """Our stage's writer may have died, or its word got lost."""
         while not self._finished.done():
             await self._ctx.clock.sleep(OFFER_S)
-            if self._checkpoints.wants(key):
-                await self._checkpoints.write(key, await self._ctx.compute.state())
+            if self._checkpointing.own_part.wants(key):
+                await self._checkpointing.own_part.write(key, await self._ctx.compute.state())
 
     async def _dismiss(self, peer: PeerId, written: bool) -> None:
         """Tell ``peer`` that it may go: as a call, since we go next and a frame could still be on its way."""
@@ -83,14 +83,14 @@ class Ending:
         return b""
 
     async def _weigh(self, sender: PeerId, written: bool) -> None:
-        """Whether the last checkpoint was written the collector says; of others it is believed once this peer is at the end, too, and
-        the collector that it could ask has gone, or everyone, if that is itself (another may have been before it)."""
+        """Whether the last checkpoint was written the coordinator says; of others it is believed once this peer is at the end, too, and
+        the coordinator that it could ask has gone, or everyone, if that is itself (another may have been before it)."""
         roster, me = self._ctx.roster, self._ctx.net.peer_id
-        first = roster.collector()
+        first = roster.coordinator()
         for tries in itertools.count():
             if self._finished.done() or me == roster.genesis.collector:  # nobody knows better
                 return
-            now = roster.collector()
+            now = roster.coordinator()
             if first is not None and first.id == me:
                 waits = bool(roster.others())
             else:

@@ -9,7 +9,7 @@ from muletrain.runtime.checkpoint.store import Key
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from muletrain.runtime.checkpoint.checkpoints import Checkpoints
+    from muletrain.runtime.checkpoint.own_part import OwnPart
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.position import Position
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 class PartWriter:
     """Copies the state between two steps, and has it written while training goes on."""
 
-    def __init__(self, ctx: Context, position: Position, checkpoints: Checkpoints) -> None:
-        self._ctx, self._position, self._checkpoints = ctx, position, checkpoints
+    def __init__(self, ctx: Context, position: Position, own_part: OwnPart) -> None:
+        self._ctx, self._position, self._own_part = ctx, position, own_part
         self._written: Key | None = None
         """What was written last because no trainer was left."""
 
     async def write(self, key: Key, *, last: bool) -> None:
         """Our part of the checkpoint ``key``, if one begins there."""
-        if self._checkpoints.begins(key, last=last):
+        if self._own_part.begins(key, last=last):
             self._spawn(key, await self._ctx.compute.state())
 
     async def write_what_there_is(self) -> None:
@@ -32,7 +32,7 @@ class PartWriter:
         at = self._position
         key = Key(at.step, at.applied)
         done = key == self._written or not key.step or at.work.all_through  # then another follows soon
-        if done or not at.settled or at.away or not self._checkpoints.begins(key, last=True):
+        if done or not at.settled or at.away or not self._own_part.begins(key, last=True):
             return
         state = await self._ctx.compute.state()
         if at.settled and key == Key(at.step, at.applied):
@@ -40,4 +40,4 @@ class PartWriter:
             self._spawn(key, state)
 
     def _spawn(self, key: Key, state: dict[str, Tensor]) -> None:
-        self._ctx.spawn(self._checkpoints.write(key, state), f"part of checkpoint {key.step}")
+        self._ctx.spawn(self._own_part.write(key, state), f"part of checkpoint {key.step}")

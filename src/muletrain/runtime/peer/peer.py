@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from muletrain.errors import NetworkError
 from muletrain.events import Event, Note, PeerExpelled, PeerLeft
 from muletrain.policy.deadline import RECENT
-from muletrain.runtime.checkpoint.checkpoints import Book, Checkpoints
+from muletrain.runtime.checkpoint.actors import Checkpointing
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.lifecycle import Lifecycle, State
 from muletrain.runtime.core.messages import Back, StopRun
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from muletrain.network.base import PeerId
+    from muletrain.runtime.checkpoint.part_replicas import Book
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.inflight import InFlightStep
     from muletrain.runtime.microbatch.trainer import Source
@@ -70,8 +71,8 @@ class Peer:
         self,
         ctx: Context,
         *,
+        book: Book,
         source: Source | None = None,
-        book: Book | None = None,
         on_step: Callable[[StepRecord], bool] = lambda _: False,
         on_report: Callable[[Event, str], None] = lambda event, name: None,
         reports: bool = False,
@@ -81,8 +82,8 @@ class Peer:
         sharing: Sharing | None = None,
         log_bytes: int = 1 << 28,
     ) -> None:
-        """``source``: where a trainer gets its microbatches. ``book``: where it writes checkpoints, if it can. ``on_step`` is told of every
-        applied step; True asks to stop. ``reports``: this peer's log is not beside the collector's, so what it counts goes there, to
+        """``source``: where a trainer gets its microbatches. ``book``: where it writes checkpoints. ``on_step`` is told of every
+        applied step; True asks to stop. ``reports``: this peer's log is not beside the coordinator's, so what it counts goes there, to
         ``on_report``. ``joining``: the run goes on already; take its state from a replica first, or, with ``back``, from that
         checkpoint. ``fits``: the stages this machine's memory has room for. ``sharing``: of the run's tokens, if its founder shares
         them. ``log_bytes``: of past gradients that this peer keeps for peers that catch up (``step.gradient_log``)."""
@@ -97,14 +98,14 @@ class Peer:
         self._membership, receiver, self._tokens = Membership(ctx), Receiver(ctx), Downloader(ctx)
         self._log = GradientLog(ctx, log_bytes)
         self._snapshots = Snapshots(ctx, at, self._log, self._membership, sharing)
-        self._checkpoints = Checkpoints(ctx, self._snapshots, receiver, self._membership, book)
-        self._parts = PartWriter(ctx, at, self._checkpoints)
-        self.departure = Departure(ctx, self._checkpoints.unsafe)
+        self._checkpointing = parts = Checkpointing(ctx, self._snapshots, receiver, self._membership, book)
+        self._parts = PartWriter(ctx, at, parts.own_part)
+        self.departure = Departure(ctx, parts.own_part.unsafe)
         self._forks = Forks(ctx, at, receiver)
         self.runner = StepRunner(ctx, at, self._log, self.departure, self, self._forks, receiver.taker)
         self._answers = Answers(ctx, self.runner, self._log, self._membership)
-        self._rollback = Rollback(ctx, self._checkpoints, at, fits, back, self._forks, self._parts)
-        self._ending = Ending(ctx, at, self._checkpoints, self.runner)
+        self._rollback = Rollback(ctx, parts.replicas, at, fits, back, self._forks, self._parts)
+        self._ending = Ending(ctx, at, parts, self.runner)
         self.reporting, self._hot_spares = Reporting(ctx, on_report, apart=reports), HotSpares(ctx)
         early = EarlyFrames(ctx.plan.capacity)
         self._arrival = Arrival(
@@ -113,7 +114,7 @@ class Peer:
             self.runner,
             self._membership,
             receiver,
-            self._checkpoints,
+            parts.exchange,
             self._forks,
             self._parts,
             self._microbatches,
@@ -131,7 +132,7 @@ class Peer:
             self.runner,
             self._forks,
             self._rollback,
-            self._checkpoints,
+            parts.coordinator,
             self.reporting,
             early,
             (receiver.taker, self._tokens),
@@ -300,7 +301,7 @@ class Peer:
             ctx.emit(Note(level="warning", message=message))
             await ctx.tell(ctx.roster.everyone(), Back(lineage=at.lineage, step=at.step))
         elif self.destination is None:
-            await self._checkpoints.tidy(over=False)
+            await self._checkpointing.replicas.tidy(over=False)
 
     def _serves(self) -> bool:
         return not self.position.away and self._life.has_state
@@ -341,7 +342,7 @@ class Peer:
 
     def memory(self) -> Memory:
         """What it keeps for others."""
-        return Memory(self._snapshots.copies, self._checkpoints.copies, self._log.nbytes)
+        return Memory(self._snapshots.copies, self._checkpointing.own_part.copies, self._log.nbytes)
 
     def stop(self) -> None:
         """Ask for an orderly end after the current step."""

@@ -1,4 +1,4 @@
-"""What a peer says of the steps it applied: into its own log, into the collector's on another machine, and to whoever asks for the
+"""What a peer says of the steps it applied: into its own log, into the coordinator's on another machine, and to whoever asks for the
 run's status."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Reporting:
-    """``apart``: this peer's log is not beside the collector's, so what it counts goes there, to ``on_report``."""
+    """``apart``: this peer's log is not beside the coordinator's, so what it counts goes there, to ``on_report``."""
 
     def __init__(self, ctx: Context, on_report: Callable[[Event, str], None], *, apart: bool) -> None:
         self._ctx, self._on_report, self._apart = ctx, on_report, apart
@@ -36,8 +36,10 @@ class Reporting:
 
     def speaks(self) -> bool:
         """What all see alike is for us to tell."""
-        collector = self._ctx.roster.collector()
-        return (collector.id if collector is not None else self._ctx.roster.genesis.collector) == self._ctx.net.peer_id
+        coordinator = self._ctx.roster.coordinator()
+        return (
+            coordinator.id if coordinator is not None else self._ctx.roster.genesis.collector
+        ) == self._ctx.net.peer_id
 
     def applied(self, record: StepRecord, work: InFlightStep) -> None:
         """A step, with all that was counted since the one before; counting begins anew."""
@@ -70,19 +72,19 @@ class Reporting:
         ctx.meter.begin(now)
 
     def tell(self, event: StepApplied | PeerJoined) -> None:
-        """Our log, and the collector's if that is on another machine."""
+        """Our log, and the coordinator's if that is on another machine."""
         self._ctx.emit(event)
         if self._apart:
             self._ctx.spawn(self._pass_on(Report(event=event.to_json())), "report")
 
     async def _pass_on(self, report: Report) -> None:
-        collector = self._ctx.roster.collector()
-        if collector is None or collector.id == self._ctx.net.peer_id:
+        coordinator = self._ctx.roster.coordinator()
+        if coordinator is None or coordinator.id == self._ctx.net.peer_id:
             return
         try:
-            await self._ctx.send(collector.id, report)
+            await self._ctx.send(coordinator.id, report)
         except NetworkError as e:
-            self._ctx.detector.mark_down(collector.id, str(e))
+            self._ctx.detector.mark_down(coordinator.id, str(e))
 
     def told(self, sender: PeerId, message: Report) -> None:
         """By a peer of another machine. Raises ProtocolError unless it is about its sender, and for us."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from muletrain.network.base import PeerId
-    from muletrain.runtime.checkpoint.checkpoints import Checkpoints
+    from muletrain.runtime.checkpoint.part_replicas import PartReplicas
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.recovery.forks import Forks
@@ -143,7 +143,7 @@ class Rollback:
     def __init__(
         self,
         ctx: Context,
-        checkpoints: Checkpoints,
+        replicas: PartReplicas,
         position: Position,
         fits: Callable[[int], bool],
         back: StepBack | None,
@@ -151,7 +151,7 @@ class Rollback:
         writer: Writer,
     ) -> None:
         """``back``: what our branch began with, if this peer was there."""
-        self._ctx, self._checkpoints, self._position, self._fits, self._back = ctx, checkpoints, position, fits, back
+        self._ctx, self._replicas, self._position, self._fits, self._back = ctx, replicas, position, fits, back
         self._forks, self._writer = forks, writer
         self.ordered: asyncio.Future[StepBack | None] = asyncio.get_running_loop().create_future()
         self._learning = False
@@ -294,7 +294,7 @@ class Rollback:
             )
         parts = [
             HeldPart(step=key.step, lineage=key.lineage, stage=s, digest=facts.digest)
-            for key, held in sorted((await self._checkpoints.readable()).items(), reverse=True)
+            for key, held in sorted((await self._replicas.readable()).items(), reverse=True)
             for s, facts in held.items()
         ]
         targets = tuple(s for s in range(ctx.plan.stages) if s != stage and self._fits(s))

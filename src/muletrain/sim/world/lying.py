@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from muletrain.runtime.checkpoint.checkpoints import PartReady
+from muletrain.runtime.checkpoint.messages import PartReady
 from muletrain.runtime.core.messages import (
     AskBlocks,
     AskEntries,

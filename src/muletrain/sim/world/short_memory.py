@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from muletrain.policy import lineages
-from muletrain.runtime.checkpoint import checkpoints as checkpointing
-from muletrain.runtime.microbatch import cross_check as opinions
+from muletrain.runtime.checkpoint import progress
+from muletrain.runtime.microbatch import cross_check
 from muletrain.runtime.step import gradient_log
 
 if TYPE_CHECKING:
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 SHORT = {
     (lineages, "MEMORY"): 12,
     (gradient_log, "MAX_STEPS"): 6,
-    (checkpointing, "REMEMBERED"): 4,
-    (opinions, "REMEMBERED"): 4,
+    (progress, "REMEMBERED"): 4,
+    (cross_check, "REMEMBERED"): 4,
 }
 """Steps, steps, checkpoints and microbatches."""
 

@@ -1,0 +1,273 @@
+"""Sees each checkpoint through to its end: the coordinator gathers the parts and publishes them, and every peer is ready to take over."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from muletrain.errors import CheckpointError, MuletrainError, NetworkError, ProtocolError
+from muletrain.events import CheckpointFailed, CheckpointWritten, Note
+from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady, largest_part
+from muletrain.runtime.checkpoint.progress import MAX_OPEN
+from muletrain.runtime.checkpoint.store import PartsGone
+from muletrain.wire.statefile import state_buffers
+
+if TYPE_CHECKING:
+    from muletrain.network.base import PeerId
+    from muletrain.runtime.checkpoint.part_exchange import PartExchange
+    from muletrain.runtime.checkpoint.part_replicas import PartReplicas
+    from muletrain.runtime.checkpoint.progress import Checkpoints, OpenCheckpoint
+    from muletrain.runtime.checkpoint.roles import Roles
+    from muletrain.runtime.checkpoint.store import Key, PartFacts
+    from muletrain.runtime.members.context import Context
+
+LOOK_S, LOOK_MAX_S = 1.0, 10.0
+"""Seconds between two looks at what is missing of a checkpoint, when nothing is heard; doubles."""
+LIMIT_S = 600.0
+"""After so long without news a checkpoint has failed: of its coordinator, if there is one, else of its parts [s]."""
+SLOWEST_BYTES_PER_S = 125e3
+"""After ``LIMIT_S`` and the time that all parts take at this rate a checkpoint has failed, whatever is heard."""
+
+
+class Coordinator:
+    """Owns the course of each checkpoint from the first word of it to its end, on this peer, which need not be the coordinator now."""
+
+    def __init__(
+        self, ctx: Context, roles: Roles, replicas: PartReplicas, checkpoints: Checkpoints, exchange: PartExchange
+    ) -> None:
+        self._ctx, self._roles, self._replicas = ctx, roles, replicas
+        self._checkpoints, self._exchange = checkpoints, exchange
+        self._due: Key | None = None
+        """The checkpoint of the step that we applied last; None: the run's last one, which nobody can leave out."""
+        self._fetching = asyncio.Lock()
+
+    def due(self, key: Key, *, last: bool) -> None:
+        """We applied its step."""
+        self._due = None if last else key
+        if (opened := self._checkpoints.get(key)) is not None:
+            opened.changed.set()
+
+    def open(self, key: Key) -> OpenCheckpoint:
+        """One that has not ended."""
+        opened = self._checkpoints.get(key)
+        if opened is None:
+            opened = self._checkpoints.begin(key, self._ctx.clock.now())
+            self._ctx.spawn(self._see_through(opened), f"checkpoint {key.step}")
+        return opened
+
+    async def announce(self, opened: OpenCheckpoint, stage: int, facts: PartFacts) -> None:
+        """This peer has that part."""
+        ctx, key = self._ctx, opened.key
+        place = self._replicas.name if stage in opened.here else ""
+        ready = PartReady(
+            step=key.step, lineage=key.lineage, stage=stage, size=facts.size, digest=facts.digest, place=place
+        )
+        await ctx.tell(ctx.roster.everyone(), ready)  # a partition may be over that both sides still believe in
+
+    # What arrives -----------------------------------------------------------------------------------------------------
+
+    def on_ready(self, sender: PeerId, ready: PartReady) -> None:
+        """Raises ProtocolError for a part that cannot be."""
+        plan, key, stage = self._ctx.plan, ready.key, ready.stage
+        if stage >= plan.stages or not 0 < ready.step <= plan.steps or not 0 < ready.size <= self._largest(stage):
+            raise ProtocolError(f"checkpoint {ready.step}: stage {stage} of {ready.size} bytes cannot be")
+        if (reason := self._checkpoints.ended(key)) is not None:
+            if self._roles.coordinates():  # word of that was lost
+                self._ctx.spawn(self._ctx.tell((sender,), _ending(key, reason)), "end of a checkpoint")
+            return
+        opened = self._checkpoints.get(key)
+        known = None if opened is None else opened.parts.get(stage)
+        if known is None and self._ctx.roster.member(sender).stage != stage:
+            return  # the stage's own word counts; this one comes again
+        if known is not None and known != ready.facts:
+            return  # the first counts, until it turns out to be false (``_fetch``): whoever contradicts may be right
+        if opened is None and self._checkpoints.full():
+            raise ProtocolError(f"checkpoint {ready.step}: {MAX_OPEN} others are not complete yet")
+        opened = self.open(key)
+        if sender not in opened.holders.setdefault(stage, set()):
+            opened.news = self._ctx.clock.now()
+        opened.parts[stage] = ready.facts
+        opened.holders[stage].add(sender)
+        if ready.place == self._replicas.name:
+            self._replicas.has(opened, stage, ready.facts)
+        opened.changed.set()
+        if self._roles.coordinates() and sender == self._roles.writer(stage):
+            for earlier in self._checkpoints.before(key.step):  # it writes one at a time: of these nothing comes
+                if stage not in earlier.parts:
+                    lost = f"no part of stages [{stage}] came before that of a later checkpoint"
+                    self._ctx.spawn(self.fail(earlier.key, lost), f"checkpoint {earlier.key.step} lacks a part")
+
+    def _largest(self, stage: int) -> int:
+        """Bytes that a part of ``stage`` may have: whoever fetches it makes room for as many as its writer says."""
+        return largest_part(self._ctx.plan.state_bytes[stage] if self._ctx.plan.state_bytes else 0)
+
+    async def on_end(self, sender: PeerId, end: CheckpointEnd) -> None:
+        """That it is complete, its coordinator says, and nobody else; that it failed, whoever has the disk on which it did. Raises
+        ProtocolError for a checkpoint that cannot be."""
+        roles, key = self._roles, end.key
+        if not 0 < end.step <= self._ctx.plan.steps:
+            raise ProtocolError(f"the end of checkpoint {end.step}, which cannot be")
+        member = self._ctx.roster.member(sender)
+        if not end.left_out:
+            if sender == roles.coordinator or (end.reason and member.place == roles.target):
+                self.end(key, end.reason)
+            return
+        known = self._checkpoints.get(key)
+        open_to_all = self._checkpoints.ended(key) is None and (known is not None or not self._checkpoints.full())
+        if open_to_all and sender == roles.writer(member.stage):
+            opened = self.open(key)
+            if member.stage not in opened.parts:
+                opened.left_out = end.reason
+                opened.changed.set()
+
+    # Seeing it through ------------------------------------------------------------------------------------------------
+
+    async def _see_through(self, opened: OpenCheckpoint) -> None:
+        """Until it has ended: do what falls to us, and look after the coordinator, since its work may fall to us next."""
+        ctx, key, pause_s = self._ctx, opened.key, LOOK_S
+        while not opened.ended:
+            opened.changed.clear()
+            complete = opened.ended is not None  # the parts that we keep may still be on their way
+            if opened.left_out and key == self._due and self._roles.coordinates():
+                return await self.fail(key, opened.left_out)
+            try:
+                await ctx.clock.deadline(self._do_ours(opened), self._left_s(opened), "its parts")
+            except (NetworkError, ProtocolError, CheckpointError) as e:
+                ctx.emit(Note(level="info", message=f"checkpoint {key.step}: {e}"))
+            if complete:
+                return
+            if opened.ended is not None:
+                continue
+            try:
+                limit_s = min(pause_s, self._left_s(opened))
+                await ctx.clock.deadline(opened.changed.wait(), limit_s, "news of a checkpoint")
+            except MuletrainError:
+                pause_s = min(LOOK_MAX_S, 2 * pause_s)
+                await self._look_after(opened)
+
+    async def _look_after(self, opened: OpenCheckpoint) -> None:
+        """Nothing was heard of it for a while."""
+        ctx, key = self._ctx, opened.key
+        if self._checkpoints.before(key.step):
+            opened.news = ctx.clock.now()  # they go first
+        if await self._replicas.is_complete(key):
+            self.end(key, "")  # whoever completed it could not say so
+        elif ctx.clock.now() - opened.news > LIMIT_S or self._left_s(opened) <= 0:
+            reason = opened.lacking(ctx.plan.stages)
+            if self._roles.coordinates():
+                await self.fail(key, reason)
+            else:
+                self.end(key, reason)
+        else:
+            # it is for the coordinator to give up: on slow links parts take their time
+            if await self._coordinator_answers(key):
+                opened.news = ctx.clock.now()
+            if opened.own is not None:  # word of it may be lost, or another peer coordinates
+                await self.announce(opened, ctx.roster.own.stage, opened.own[1])
+
+    def _left_s(self, opened: OpenCheckpoint) -> float:
+        """Until it has failed, whatever is heard [s]."""
+        size = sum(self._ctx.plan.state_bytes) or sum(f.size for f in opened.parts.values())
+        return max(0.0, opened.begin + LIMIT_S + size / SLOWEST_BYTES_PER_S - self._ctx.clock.now())
+
+    async def _coordinator_answers(self, key: Key) -> bool:
+        coordinator = self._roles.coordinator
+        if coordinator is None or self._roles.coordinates():
+            return False
+        return await self._ctx.detector.probe(coordinator, key.lineage, key.step) is not None
+
+    async def _do_ours(self, opened: OpenCheckpoint) -> None:
+        """Fetch what we are to have; as the coordinator, publish what is whole. Raises NetworkError, ProtocolError or CheckpointError."""
+        coordinates, me = self._roles.coordinates(), self._ctx.net.peer_id
+        for stage in sorted(opened.parts.keys() - opened.here):
+            if (coordinates and opened.ended is None) or me in self._roles.keepers(stage, me):
+                await self._fetch(opened, stage)
+        if coordinates and len(opened.here) == self._ctx.plan.stages and opened.ended is None:
+            await self._publish(opened)
+
+    async def _fetch(self, opened: OpenCheckpoint, stage: int) -> None:
+        key = opened.key
+        async with self._fetching:  # one part at a time, of whichever checkpoint, is in our memory
+            if opened.ended or stage in opened.here:
+                return
+            holders, facts = sorted(opened.holders[stage] - {self._ctx.net.peer_id}), opened.parts[stage]
+            try:
+                state = await self._exchange.take(key, stage, facts, holders)
+            except ProtocolError:  # who announced it first did not speak the truth: the next one may
+                del opened.parts[stage], opened.holders[stage]
+                raise
+            if not opened.ended and (why := await self._replicas.store(opened, stage, facts, state_buffers(state))):
+                await self.fail(key, why)
+        if stage in opened.here:
+            await self.announce(opened, stage, facts)
+
+    async def _publish(self, opened: OpenCheckpoint) -> None:
+        ctx, key = self._ctx, opened.key
+        try:
+            where = await self._replicas.publish(opened)
+        except PartsGone as e:
+            opened.here -= e.stages  # fetched again
+            return
+        except CheckpointError as e:
+            return await self.fail(key, str(e))
+        if opened.ended is not None:
+            return
+        size, seconds = sum(f.size for f in opened.parts.values()), ctx.clock.now() - opened.begin
+        ctx.emit(CheckpointWritten(step=key.step, path=where, bytes=size, seconds=seconds))
+        for overtaken in sorted(self._checkpoints.before(key.step), key=lambda o: o.key):
+            await self.fail(
+                overtaken.key, f"{overtaken.lacking(ctx.plan.stages)} before a later checkpoint was complete"
+            )
+        await self._end_for_all(key, "")
+
+    # The end ----------------------------------------------------------------------------------------------------------
+
+    def leave_out(self, key: Key, reason: str) -> None:
+        """Our stage's part is not written."""
+        if self._roles.coordinates():
+            work = self.fail(key, reason)
+        else:
+            assert self._roles.coordinator is not None  # else nothing is due
+            self.end(key, reason)
+            end = CheckpointEnd(step=key.step, lineage=key.lineage, reason=reason, left_out=True)
+            work = self._ctx.tell((self._roles.coordinator,), end)
+        self._ctx.spawn(work, f"checkpoint {key.step} is left out")
+
+    async def fail(self, key: Key, reason: str) -> None:
+        """Nothing will come of it."""
+        await self._end_for_all(key, reason[:4096])
+
+    async def _end_for_all(self, key: Key, reason: str) -> None:
+        if self._mark(key, reason):
+            await self._clear(key, reason)  # a slow disk takes so long that the end may be forgotten by then
+            await self._ctx.tell(self._ctx.roster.others(), _ending(key, reason))
+
+    def end(self, key: Key, reason: str) -> None:
+        """Nobody waits for the disk."""
+        if self._mark(key, reason):
+            self._ctx.spawn(self._clear(key, reason), f"after checkpoint {key.step}")
+
+    def _mark(self, key: Key, reason: str) -> bool:
+        """That it has ended; True if this is news, and is to be cleared up after."""
+        news = self._checkpoints.end(key, reason)
+        if news and not reason:
+            for overtaken in self._checkpoints.before(key.step):  # word of their end was lost
+                self.end(overtaken.key, "a later checkpoint is complete")
+        return news
+
+    async def _clear(self, key: Key, reason: str) -> None:
+        coordinates = self._roles.coordinates()
+        await self._replicas.clear(key, reason)
+        if reason and coordinates:
+            self._ctx.emit(CheckpointFailed(step=key.step, reason=reason))
+        self._checkpoints.cleared(key)
+
+    async def ended(self, key: Key) -> bool:
+        """Wait for the end of that checkpoint: True if it is complete."""
+        if self._checkpoints.ended(key) is None:
+            self.open(key)  # nobody may have announced a part of it yet
+        return await self._checkpoints.over(key)
+
+
+def _ending(key: Key, reason: str) -> CheckpointEnd:
+    return CheckpointEnd(step=key.step, lineage=key.lineage, reason=reason)

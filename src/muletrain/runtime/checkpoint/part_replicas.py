@@ -1,0 +1,153 @@
+"""The parts of checkpoints that this peer's own place has: of its stage, and of others that it keeps or gathers."""
+
+from __future__ import annotations
+
+import errno
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import safetensors
+import safetensors.torch
+
+from muletrain.errors import CheckpointError
+from muletrain.events import Note
+from muletrain.runtime.checkpoint.store import Key, PartFacts, PartsGone
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from muletrain.runtime.checkpoint.progress import OpenCheckpoint
+    from muletrain.runtime.checkpoint.roles import Roles
+    from muletrain.runtime.checkpoint.store import CheckpointStore
+    from muletrain.runtime.members.context import Context
+
+
+@dataclass(frozen=True)
+class Book:
+    """Where this peer writes checkpoints and what makes them self-contained: the manifest's own fields, and other files. It stays the same
+    when the peer moves or begins anew."""
+
+    place: CheckpointStore
+    about: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    parts: dict[Key, dict[int, PartFacts]] = field(default_factory=dict)
+    """In the place, of checkpoints that need not be complete. Only the event loop touches it."""
+    complete: dict[Key, dict[int, PartFacts]] = field(default_factory=dict)
+    """What was in the place when it could be read last."""
+
+
+class PartReplicas:
+    """Owns what the book says is in the place."""
+
+    def __init__(self, ctx: Context, roles: Roles, book: Book) -> None:
+        self._ctx, self._roles, self._book, self._place = ctx, roles, book, book.place
+        self._tidied = False
+
+    @property
+    def name(self) -> str:
+        """Of the place."""
+        return self._place.name
+
+    def hangs(self) -> str:
+        """Why nothing can be written now; empty: it can."""
+        return f"{self._place.where(Key(0, b''))}: the disk or store hangs" if self._place.disk.hangs else ""
+
+    def has(self, opened: OpenCheckpoint, stage: int, facts: PartFacts) -> None:
+        """That part is in the place."""
+        opened.here.add(stage)
+        self._book.parts.setdefault(opened.key, {})[stage] = facts
+
+    async def store(self, opened: OpenCheckpoint, stage: int, facts: PartFacts, buffers: list[memoryview]) -> str:
+        """Why the checkpoint fails by that; empty: it does not."""
+        place, key, failed = self._place, opened.key, None
+        if self._tidied:
+            return ""
+        try:
+            await place.disk.call(place.write_part, key, stage, buffers)
+        except OSError as e:
+            failed = e
+        shared = self._roles.shares_target()
+        if opened.ended or (opened.ended is not None and shared):
+            with suppress(OSError):  # it ended while we wrote: whoever tidied up did so too early for this
+                await place.disk.call(place.abandon, key)
+        elif failed is None:
+            self.has(opened, stage, facts)
+            opened.news = self._ctx.clock.now()
+            opened.holders.setdefault(stage, set()).add(self._ctx.net.peer_id)
+        elif shared:
+            return self._why(failed, key)
+        else:
+            self._ctx.emit(Note(level="info", message=f"a checkpoint's part is not kept here: {failed}"))
+            opened.here.discard(stage)
+        return ""
+
+    async def read(self, key: Key, stage: int) -> dict[str, Tensor]:
+        """A part that is in the place, on memory of its own. Raises CheckpointError."""
+        try:
+            content = await self._place.disk.call(self._place.read_part, key, stage)
+            state: dict[str, Tensor] = await self._ctx.tasks.aside(safetensors.torch.load, content)
+        except (OSError, safetensors.SafetensorError) as e:
+            raise CheckpointError(f"stage {stage}'s part of checkpoint {key.step} is not here: {e}") from e
+        return state
+
+    async def readable(self) -> dict[Key, dict[int, PartFacts]]:
+        """What of all checkpoints is in the place."""
+        parts, complete = self._book.parts, self._book.complete
+        if self._ctx.tasks.closed:
+            return dict(parts)
+        with suppress(OSError):  # a store that cannot be reached now: what it had
+            found = await self._place.disk.call(self._place.complete)
+            complete.clear()
+            complete.update(found)
+        return {key: {**parts.get(key, {}), **complete.get(key, {})} for key in {*parts, *complete}}
+
+    async def publish(self, opened: OpenCheckpoint) -> str:
+        """Make it complete: all its parts are here. Where it is. Raises PartsGone, or CheckpointError that says why it fails."""
+        book, key = self._book, opened.key
+        try:
+            where = await self._place.disk.call(self._place.publish, key, book.about, dict(opened.parts), book.files)
+        except PartsGone:
+            raise
+        except OSError as e:
+            raise CheckpointError(self._why(e, key)) from e
+        book.complete[key] = dict(opened.parts)
+        return where
+
+    async def is_complete(self, key: Key) -> bool:
+        """Has anyone who shares the place made it so?"""
+        try:
+            return key in await self._place.disk.call(self._place.complete)
+        except OSError:
+            return False
+
+    async def clear(self, key: Key, reason: str) -> None:
+        """After its end: parts that nobody needs any more."""
+        place, parts, shared = self._place, self._book.parts, self._roles.shares_target()
+        coordinates = self._roles.coordinates()
+        with suppress(OSError):
+            if reason:
+                parts.pop(key, None)
+                # before anything is said, so that there is room to tell of it; in a shared place the coordinator may gather them still
+                if not shared or coordinates:
+                    await place.disk.call(place.abandon, key)
+            else:  # where the place is shared, its publisher removes what is older
+                for old in [k for k in parts if k.step <= key.step - (not shared)]:
+                    del parts[old]
+                if not shared:
+                    await place.disk.call(place.drop, key.step)
+
+    async def tidy(self, *, over: bool) -> None:
+        """This peer goes, or the run is ``over`` and its last checkpoint complete: no part is needed here any more. In a shared place
+        others may still need theirs."""
+        self._tidied = True
+        if over or not self._roles.shares_target():
+            self._book.parts.clear()
+            with suppress(OSError):
+                await self._place.disk.call(self._place.drop, self._ctx.plan.steps + 1)
+
+    def _why(self, error: OSError, key: Key) -> str:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return f"{error.strerror or error}: {self._place.where(key)} ({'free some space; ' * full}training goes on)"
