@@ -38,8 +38,8 @@ from muletrain.runtime.checkpoint import coordinator as checkpointing
 from muletrain.runtime.checkpoint.actors import Checkpointing
 from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady
 from muletrain.runtime.checkpoint.part_exchange import PartExchange
-from muletrain.runtime.checkpoint.part_replicas import Book
 from muletrain.runtime.checkpoint.progress import MAX_OPEN
+from muletrain.runtime.checkpoint.roles import Book
 from muletrain.runtime.checkpoint.store import MARKER, CheckpointStore, Folder, Key, PartFacts, PartsGone, open_place
 from muletrain.runtime.core.lifecycle import Lifecycle, State
 from muletrain.runtime.core.messages import AskHeld, Block, Held
@@ -214,19 +214,19 @@ def test_checkpoints_are_written_and_the_oldest_go(tmp_path: Path) -> None:
 
 @pytest.mark.alone
 def test_neither_the_loop_nor_anyone_else_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow_s, sync, digest = 0.7, os.fsync, checkpointing._sha256
+    slow_s, sync, digest = 0.7, os.fsync, PartFacts.of
     slow = iter([slow_s, slow_s])
 
     def slow_sync(descriptor: int) -> None:
         time.sleep(next(slow, 0.0))
         sync(descriptor)
 
-    def slow_digest(buffers: Any) -> bytes:
+    def slow_digest(buffers: Any) -> PartFacts:
         time.sleep(slow_s)
         return digest(buffers)
 
     monkeypatch.setattr(os, "fsync", slow_sync)
-    monkeypatch.setattr(checkpointing, "_sha256", slow_digest)
+    monkeypatch.setattr(PartFacts, "of", slow_digest)
 
     async def scenario() -> None:
         stages = Stages(tmp_path / "run")
@@ -247,15 +247,15 @@ def test_a_part_whose_hash_takes_longer_than_a_look_ends_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The writer looks after its checkpoint meanwhile, and told others of a part that it could not describe yet."""
-    digest = checkpointing._sha256
+    digest = PartFacts.of
 
-    def slow_digest(buffers: Any) -> bytes:
+    def slow_digest(buffers: Any) -> PartFacts:
         time.sleep(1.0)
         return digest(buffers)
 
     monkeypatch.setattr(checkpointing, "LOOK_S", 0.05)
     monkeypatch.setattr(checkpointing, "LOOK_MAX_S", 0.05)
-    monkeypatch.setattr(checkpointing, "_sha256", slow_digest)
+    monkeypatch.setattr(PartFacts, "of", slow_digest)
 
     async def scenario() -> None:
         stages = Stages(tmp_path / "run", sharing="one other")

@@ -31,7 +31,7 @@ from muletrain.network.intake import Intake
 from muletrain.network.memory import MemoryHub, unpack
 from muletrain.runs.assemble import RunFacts
 from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady
-from muletrain.runtime.checkpoint.part_replicas import Book
+from muletrain.runtime.checkpoint.roles import Book
 from muletrain.runtime.checkpoint.store import Folder
 from muletrain.runtime.core.lifecycle import State
 from muletrain.runtime.core.messages import (

@@ -59,7 +59,7 @@ from muletrain.runs.measure.survey import Survey
 from muletrain.runs.measure.vicinity import serve_sight
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.worker_files import EXIT_ERROR, EXIT_NO_CHECKPOINT, OWNER_FILE, SCRATCH, TICKET_FILE, write_secret
-from muletrain.runtime.checkpoint.part_replicas import Book
+from muletrain.runtime.checkpoint.roles import Book
 from muletrain.runtime.checkpoint.store import CheckpointStore, Folder, open_place
 from muletrain.runtime.core.disk import Disk
 from muletrain.runtime.core.messages import Member

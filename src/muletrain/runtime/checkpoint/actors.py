@@ -12,7 +12,7 @@ from muletrain.runtime.checkpoint.progress import Checkpoints
 from muletrain.runtime.checkpoint.roles import Roles
 
 if TYPE_CHECKING:
-    from muletrain.runtime.checkpoint.part_replicas import Book
+    from muletrain.runtime.checkpoint.roles import Book
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.membership import Membership
     from muletrain.runtime.transfer.donor import Receiver, Snapshots

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import safetensors
 import safetensors.torch
@@ -15,28 +14,11 @@ from muletrain.events import Note
 from muletrain.runtime.checkpoint.store import Key, PartFacts, PartsGone
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import Tensor
 
     from muletrain.runtime.checkpoint.progress import OpenCheckpoint
-    from muletrain.runtime.checkpoint.roles import Roles
-    from muletrain.runtime.checkpoint.store import CheckpointStore
+    from muletrain.runtime.checkpoint.roles import Book, Roles
     from muletrain.runtime.members.context import Context
-
-
-@dataclass(frozen=True)
-class Book:
-    """Where this peer writes checkpoints and what makes them self-contained: the manifest's own fields, and other files. It stays the same
-    when the peer moves or begins anew."""
-
-    place: CheckpointStore
-    about: Mapping[str, Any] = field(default_factory=dict)
-    files: Mapping[str, bytes] = field(default_factory=dict)
-    parts: dict[Key, dict[int, PartFacts]] = field(default_factory=dict)
-    """In the place, of checkpoints that need not be complete. Only the event loop touches it."""
-    complete: dict[Key, dict[int, PartFacts]] = field(default_factory=dict)
-    """What was in the place when it could be read last."""
 
 
 class PartReplicas:

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from muletrain.policy.keeping import keepers
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from muletrain.network.base import PeerId
-    from muletrain.runtime.checkpoint.part_replicas import Book
+    from muletrain.runtime.checkpoint.store import CheckpointStore, Key, PartFacts
     from muletrain.runtime.members.roster import Roster
+
+
+@dataclass(frozen=True)
+class Book:
+    """Where this peer writes checkpoints and what makes them self-contained: the manifest's own fields, and other files. It stays the same
+    when the peer moves or begins anew."""
+
+    place: CheckpointStore
+    about: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    parts: dict[Key, dict[int, PartFacts]] = field(default_factory=dict)
+    """In the place, of checkpoints that need not be complete. Only the event loop touches it."""
+    complete: dict[Key, dict[int, PartFacts]] = field(default_factory=dict)
+    """What was in the place when it could be read last."""
 
 
 class Roles:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from muletrain.network.base import PeerId
-    from muletrain.runtime.checkpoint.part_replicas import Book
+    from muletrain.runtime.checkpoint.roles import Book
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.inflight import InFlightStep
     from muletrain.runtime.microbatch.trainer import Source

@@ -26,7 +26,7 @@ from muletrain.network.memory import MemoryHub
 from muletrain.network.roads import Road
 from muletrain.planning.devices import find_device
 from muletrain.policy.shards import BLOCK
-from muletrain.runtime.checkpoint.part_replicas import Book
+from muletrain.runtime.checkpoint.roles import Book
 from muletrain.runtime.checkpoint.store import Folder
 from muletrain.runtime.core.disk import Disk
 from muletrain.runtime.core.messages import Backward, Forward, Member, Reduced, Shard

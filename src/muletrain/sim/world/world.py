@@ -38,7 +38,7 @@ from muletrain.events import (
 )
 from muletrain.network.memory import MemoryHub
 from muletrain.network.roads import Road
-from muletrain.runtime.checkpoint.part_replicas import Book
+from muletrain.runtime.checkpoint.roles import Book
 from muletrain.runtime.checkpoint.store import Folder
 from muletrain.runtime.core.disk import Disk
 from muletrain.runtime.core.messages import Member
