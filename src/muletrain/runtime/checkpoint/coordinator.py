@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 LOOK_S, LOOK_MAX_S = 1.0, 10.0
 """Seconds between two looks at what is missing of a checkpoint, when nothing is heard; doubles."""
 LIMIT_S = 600.0
-"""After so long without news a checkpoint has failed: of its coordinator, if there is one, else of its parts [s]."""
+"""Seconds without news, of its coordinator or else of its parts, after which a checkpoint has failed."""
 SLOWEST_BYTES_PER_S = 125e3
-"""After ``LIMIT_S`` and the time that all parts take at this rate a checkpoint has failed, whatever is heard."""
+"""Bytes/s: after ``LIMIT_S`` and the time that all parts take at this rate a checkpoint has failed, whatever is heard."""
 
 
 class Coordinator:

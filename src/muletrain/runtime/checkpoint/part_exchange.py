@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.transfer.donor import Receiver, Snapshots
 
 TURN_S = 30.0
-"""Longest time that a request for a part waits for its turn [s]."""
+"""Seconds, at most, that a request for a part waits for its turn."""
 LOOK_S = 1.0
 """Seconds between two looks whether it has come."""
 

@@ -24,11 +24,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 LOOK_S = 1.0
-"""Between two looks at a call that is under way."""
+"""Seconds between two looks at a call that is under way."""
 SPARE_BYTES = 1 << 30
 """Of a disk, which no other machine's word fills."""
 STILL_S = 300.0
-"""A call that does nothing for so long hangs. Counted in looks, so that time in which the whole process is stopped counts little."""
+"""Seconds after which a call that does nothing hangs. Counted in looks, so that time in which the whole process is stopped counts little."""
 
 
 class OneThread(Executor):

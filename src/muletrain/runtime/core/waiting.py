@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MAX_SILENCE = 6
-"""Doubling deadlines before a wait is declared hopeless,"""
+"""Deadlines, each twice as long as the one before, that are missed before a wait is hopeless."""
 PATIENCE_S = 300.0
 """Seconds that must have passed since the others last came on, before a wait is hopeless."""
 LOOKS = 4

@@ -37,11 +37,11 @@ LONG_S, RARELY_S = 60.0, 300.0
 AT_ONCE = 4
 """Of those, tried at the same time: many that went together would else be dialled together, again and again."""
 LATE_S, LATE_MAX_S = 1.0, 10.0
-"""Between two questions to a peer whose device is late; doubles."""
+"""Seconds between two questions to a peer whose device is late, the first time and at most; doubles."""
 MAX_ALARMS = 3
 """After which the time that an answer has does not double any more."""
 HEARD_S, MAX_AGAIN = 0.25, 4
-"""A peer of which something came within that time is not silent: a question that it did not answer is asked again, so many times."""
+"""Seconds within which something came from a peer that is not silent: a question that it did not answer is asked again, so many times."""
 QUEUES = 2.0
 """Times the measured queues that are added before a peer is suspected: queues change by as much as they are long, and what a suspicion has
 computed again is more load."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.context import Context
 
 TRIES, PAUSE_S, PAUSE_MAX_S = 60, 0.05, 2.0
-"""Times the other replicas are asked whether they have the step; the pause between doubles. Two minutes in all: one that lost a chunk of
+"""Times that the other replicas are asked whether they have the step; the pause between doubles [s]. Two minutes in all: one that lost a chunk of
 the gradient waits for its deadlines before it takes our state."""
 
 

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.context import Context
 
 CALL_S = 20.0
+"""Seconds that a member has to answer who it is."""
 FLOOR_S = 3.0
-"""A connection must be made first, and whoever it is may have to be asked for."""
+"""Seconds, at least: a connection must be made first, and whoever it is may have to be asked for."""
 ASK_AGAIN_S = 5.0
-"""Between questions to one peer."""
+"""Seconds between questions to one peer."""
 
 
 class Membership:

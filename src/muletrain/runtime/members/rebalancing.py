@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SAMPLES = 20
 """Of the queue, in a period."""
 KEPT_PERIODS, KEPT_MAX_S = 5.0, 110.0
-"""For so long an announcement holds: a peer says nothing while it gets ready for a new stage. The directory keeps nothing for more than
+"""Seconds, at most, for which an announcement holds: a peer says nothing while it gets ready for a new stage. The directory keeps nothing for more than
 two minutes, and of two announcements the one that holds longer: so all hold equally long."""
 MEASURED_PERIODS, MAX_SERVICES = 2.0, 4096
 HORIZON_PERIODS = 10

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.context import Context
 
 FLOOR_S = 0.3
-"""Silences are asked about from here on."""
+"""Seconds of silence, at least, before a peer that owes answers is asked."""
 LOOK_S, TICK_S = 1.0, 1e-3
-"""Between two looks, at most (what was measured meanwhile counts), and at least (clocks are not exact)."""
+"""Seconds between two looks, at most (what was measured meanwhile counts), and at least (clocks are not exact)."""
 
 
 @dataclass(slots=True)

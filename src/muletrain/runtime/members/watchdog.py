@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.context import Context
 
 LOOK_S = 0.5
-"""Between two looks."""
+"""Seconds between two looks at what the device is at."""
 OUT, HUNG = 4.0, 30.0
 """Times as long as until an operation is late."""
 LEAST_S, MOST_S = 300.0, 3600.0
-"""Bounds of the time after which an operation hangs."""
+"""Seconds, at least and at most, after which an operation hangs."""
 
 
 class DeviceHung(MuletrainError):

@@ -32,14 +32,15 @@ if TYPE_CHECKING:
     from muletrain.runtime.transfer.donor import Receiver
 
 AGAIN_S = 5.0
-"""Between questions to one peer that does not come on."""
+"""Seconds between questions to one peer that does not come on."""
 JUDGE_S = 1.0
-"""Between two histories of one peer that are looked at when it brings them."""
+"""Seconds between two histories of one peer that are looked at when it brings them."""
 CALL_S = 10.0
+"""Seconds that a peer has to tell its history, or whether it stays."""
 STAY_S = 15.0
-"""For so long a peer that promised to stay does; more than its caller waits for all answers."""
+"""Seconds for which a peer that promised to stay does; more than its caller waits for all answers."""
 STALLED_S = 60.0
-"""In one step, with a stage or all trainers out of reach: then this side does not go on by itself."""
+"""Seconds in one step with a stage or all trainers out of reach, after which this side does not go on by itself."""
 ROUNDS = 5
 """Times the other side's replicas are asked for their state."""
 

@@ -43,10 +43,11 @@ LANES = 2
 HASHED_AT_ONCE = 16 << 20
 """Bytes hashed in one job, so that quantising, which shares the thread, does not wait long."""
 CALL_S = 30.0
+"""Seconds that a donor has to say that it sends blocks."""
 LOOK_S = 0.1
-"""Between two looks whether something comes, at least."""
+"""Seconds between two looks whether something comes, at least."""
 LONGEST_S = 600.0
-"""Without any block: a donor that is alive may have given up sending."""
+"""Seconds without any block: a donor that is alive may have given up sending."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "uint8": torch.uint8}
 
 

@@ -38,9 +38,9 @@ MAX_COPIES = 3
 HEADERS = 1 << 16
 """Bytes of a state beside its tensors' own."""
 KEPT_S = 60.0
-"""After the last question for it, a copy is dropped."""
+"""Seconds after the last question for a copy, until it is dropped."""
 BUSY_S = 10.0
-"""After the last question for it, a copy is still on its way to somebody."""
+"""Seconds after the last question for a copy, for which it counts as on its way to somebody."""
 MAX_RUNS, ALL_RUNS = 2 * LANES, 256
 """Runs of blocks that wait at once, of one taker and of all: they take turns, so that each comes on."""
 TIMES = 4
@@ -50,11 +50,13 @@ MAX_DRAWN = 4096
 COPYING, COPYING_S = 0.1, 20.0
 """Share of the time that goes into copies for one taker, and seconds of it at once: it may ask for a new one at every step."""
 CALL_S = 60.0
-"""A bound for a dead donor, not for a large state."""
+"""Seconds: a bound for a dead donor, not for a large state."""
 SETTLE_S, SETTLE_TRIES = 0.02, 500
+"""Seconds between two looks whether an update has been applied, and how many there are."""
 ROUNDS = 20
-"""Times all donors are asked before we give up; a pause between them doubles."""
+"""Times that all donors are asked before a taker gives up; the pause between them doubles."""
 PAUSE_S, PAUSE_MAX_S = 0.2, 10.0
+"""Seconds before all donors are asked again, the first time and at most."""
 
 
 @dataclass

@@ -44,10 +44,11 @@ WANTED = 4
 TAKERS = 2
 """That a giver serves at once; the others ask again."""
 TAKING_S = 30.0
-"""After its last question a taker has given up."""
+"""Seconds after its last question, when a taker has given up."""
 LOOK_S, LOOK_MAX_S = 5.0, 60.0
-"""Between two looks whether more peers should have the tokens, and between two tries to get them; doubles."""
+"""Seconds between two looks whether more peers should have the tokens, and between two tries to get them; doubles."""
 CALL_S = 60.0
+"""Seconds that a donor of tokens has to answer."""
 PIECE = 64 << 20
 """Bytes that are checked in one job of the background thread."""
 
