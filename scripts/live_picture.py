@@ -1,4 +1,5 @@
-"""Draw docs/live.svg: a real run some steps after a peer was killed, as ``muletrain start`` shows the loss of another machine.
+"""Draw docs/live.svg: a real run some steps after a peer was killed, as ``muletrain start`` shows the loss of another
+machine.
 
 ``muletrain run`` knows the processes of its peers, and counts a killed one as gone at once.
 

@@ -1,4 +1,5 @@
-"""Writes the table of docs/timing.md: what the runtime's timing constants bound, by their docstrings. ``python scripts/timings.py``."""
+"""Writes the table of docs/timing.md: what the runtime's timing constants bound, by their docstrings. ``python
+scripts/timings.py``."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ NO_GPU = "no CUDA device here: the tests marked 'cuda' are deselected"
 
 
 def pytest_configure() -> None:
-    """What is started in the background (``nohup``, ``&`` in a script) ignores Ctrl-C, and so would all that tests start."""
+    """What is started in the background (``nohup``, ``&`` in a script) ignores Ctrl-C, and so would all that tests
+    start."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -25,16 +25,23 @@ if TYPE_CHECKING:
 
 
 def run_fleet(
-    config: RunConfig, folder: Path, *, threads: int = 1, timeout_s: float = 600.0,
-    watch: Callable[[LocalFleet, Event], None] = lambda fleet, event: None, lost: Collection[str] = (),
-    tick: Callable[[LocalFleet], None] = lambda fleet: None, stages: tuple[int, ...] | None = None,
-    wrap: Callable[[str], list[str]] = lambda name: [], each: Callable[[str], dict[str, Any]] = lambda name: {},
-) -> list[Event]:  # fmt: skip
+    config: RunConfig,
+    folder: Path,
+    *,
+    threads: int = 1,
+    timeout_s: float = 600.0,
+    watch: Callable[[LocalFleet, Event], None] = lambda fleet, event: None,
+    lost: Collection[str] = (),
+    tick: Callable[[LocalFleet], None] = lambda fleet: None,
+    stages: tuple[int, ...] | None = None,
+    wrap: Callable[[str], list[str]] = lambda name: [],
+    each: Callable[[str], dict[str, Any]] = lambda name: {},
+) -> list[Event]:
     """All events. Raises AssertionError when a peer failed or the run took longer than ``timeout_s``.
 
     ``watch`` sees every event, ``tick`` is called some 50 times a second. ``lost``: peers that they kill or remove.
-    ``stages``: which stage each peer serves, in order of their names; default: as the lobby says. ``wrap``: see ``LocalFleet``.
-    ``each``: what else a peer's ``WorkerSpec`` says.
+    ``stages``: which stage each peer serves, in order of their names; default: as the lobby says. ``wrap``: see
+    ``LocalFleet``. ``each``: what else a peer's ``WorkerSpec`` says.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = config.local()

@@ -1,4 +1,5 @@
-"""A member whose compute thread never returns from a microbatch of step 3: started in place of ``muletrain.runs.worker``."""
+"""A member whose compute thread never returns from a microbatch of step 3: started in place of
+``muletrain.runs.worker``."""
 
 from __future__ import annotations
 

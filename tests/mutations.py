@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 NASTY: list[Any] = [
     *(-1, 0, 1, 63, 2**31, 2**47, 2**48, 2**63, 2**64 - 1, 1e308, -0.0, math.nan, math.inf, None, True, "", "x" * 5000),
     *(b"", bytes(32), bytes(33), [], [0] * 100, [[]], {}, {"a": 1}, "\x1b[2J\0", "peer", [2**48], [-1], [1.5], ["a"]),
-]  # fmt: skip
+]
 CODECS = ["fp32", "fp16", "bf16", "int8", "raw", "uint16", "int32", "pickle", ""]
 
 
 def mutated(rng: random.Random, packed: bytes) -> bytes:
-    """``packed``, a whole frame, with something changed: bytes anywhere or in the header, a field, a tensor's description or content."""
+    """``packed``, a whole frame, with something changed: bytes anywhere or in the header, a field, a tensor's
+    description or content."""
     return rng.choice([_anywhere, _in_header, _field, _field, _field, _tensor, _tensor, _payload])(rng, packed)
 
 

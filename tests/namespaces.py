@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 SEGMENT, BURST_S, BURST = 1514, 0.002, 16_384
-"""Bytes of a packet with its header; what a shaped link sends at once: its rate for so long, or so many bytes where that is more."""
+"""Bytes of a packet with its header; what a shaped link sends at once: its rate for so long, or so many bytes where
+that is more."""
 TRAIN_S = 0.001
 """What a machine hands to its router at once: as many packets as pass in that time, or one."""
 CONGESTION = "cubic"
@@ -35,8 +36,9 @@ class Traffic:
 
 
 class Switch:
-    """A bridge in a namespace of its own, and one namespace a machine. A context manager: in the end it kills what still runs there, and
-    nothing is left. Machine number k (from 1, in the order given) has the address 10.99.0.k on ``eth0``."""
+    """A bridge in a namespace of its own, and one namespace a machine. A context manager: in the end it kills what
+    still runs there, and nothing is left. Machine number k (from 1, in the order given) has the address 10.99.0.k on
+    ``eth0``."""
 
     def __init__(self, machines: Iterable[str], prefix: str = "mule") -> None:
         self._machines = tuple(machines)
@@ -80,8 +82,9 @@ class Switch:
             _ip("-n", own, "link", "set", "eth0", "up")
 
     def shape(self, machine: str, *, up_bytes_per_s: float, down_bytes_per_s: float, queue_s: float) -> None:
-        """Put a router between ``machine`` and the switch, which sends on at these rates, and keeps ``queue_s`` of each direction before it
-        drops. The queues are the router's, beyond the machine, as at home: in the machine's own the kernel would hold TCP back."""
+        """Put a router between ``machine`` and the switch, which sends on at these rates, and keeps ``queue_s`` of each
+        direction before it drops. The queues are the router's, beyond the machine, as at home: in the machine's own the
+        kernel would hold TCP back."""
         router, own, wan, net = (f"{kind}-{machine}" for kind in ("home", "to", "wan", "net"))
         self._ip("link", "add", router, "type", "bridge")
         self._ip("link", "add", wan, "type", "veth", "peer", "name", net)
@@ -89,7 +92,8 @@ class Switch:
             self._ip("link", "set", device, "master", bridge, "up")
         self._ip("link", "set", router, "up")
         _choose(CONGESTION, self.inside(machine))
-        # a kernel would hand 64 KB from one veth to the next at once; a packet at a time costs much of the CPU where links are wide
+        # a kernel would hand 64 KB from one veth to the next at once; a packet at a time costs much of the CPU where
+        # links are wide
         packets = max(1, round(up_bytes_per_s * TRAIN_S / SEGMENT))
         _ip("-n", self.of(machine), "link", "set", "eth0", "gso_max_segs", str(packets))
         for device, rate in ((wan, up_bytes_per_s), (own, down_bytes_per_s)):
@@ -107,9 +111,12 @@ class Switch:
             shaped = links.get(f"wan-{m}")  # after the router's queue
             sent = links[f"to-{m}"]["stats64"]["rx"] if shaped is None else shaped["stats64"]["tx"]
             found[m] = Traffic(
-                sent["bytes"], links[f"to-{m}"]["stats64"]["tx"]["bytes"], up.get("drops", 0) + down.get("drops", 0),
-                up.get("backlog", 0), down.get("backlog", 0),
-            )  # fmt: skip
+                sent["bytes"],
+                links[f"to-{m}"]["stats64"]["tx"]["bytes"],
+                up.get("drops", 0) + down.get("drops", 0),
+                up.get("backlog", 0),
+                down.get("backlog", 0),
+            )
         return found
 
     def running(self, machine: str) -> list[int]:

@@ -1,4 +1,5 @@
-"""Bugs to plant: for each promise of a run some that break it. Worlds of the fuzzer must find them (``test_planted_seeds``)."""
+"""Bugs to plant: for each promise of a run some that break it. Worlds of the fuzzer must find them
+(``test_planted_seeds``)."""
 
 from __future__ import annotations
 
@@ -392,32 +393,52 @@ def waits_have_no_end(patch: pytest.MonkeyPatch) -> None:
 
 PROMISES: dict[str, dict[Callable[[pytest.MonkeyPatch], None], str]] = {
     "each microbatch counts once": {
-        retry_accumulates_again: "other weights", accumulator_kept: "other weights", gaps_ignored: "other weights",
-        part_of_the_record: "other weights", stale_weights: "other weights",
-        attests_before_it_holds: "other weights", accumulator_kept_over_a_migration: "other weights",
+        retry_accumulates_again: "other weights",
+        accumulator_kept: "other weights",
+        gaps_ignored: "other weights",
+        part_of_the_record: "other weights",
+        stale_weights: "other weights",
+        attests_before_it_holds: "other weights",
+        accumulator_kept_over_a_migration: "other weights",
         newcomers_get_the_newest_weights_only: "other weights",
-        the_step_ahead_is_cleared_with_the_one_that_is_over: "other weights", shared_tokens_are_read_from_the_end: "other weights",
+        the_step_ahead_is_cleared_with_the_one_that_is_over: "other weights",
+        shared_tokens_are_read_from_the_end: "other weights",
     },
-    "replicas have the same bits": {newcomers_round: "replicas of one stage", a_replica_rounds: "replicas of one stage"},
+    "replicas have the same bits": {
+        newcomers_round: "replicas of one stage",
+        a_replica_rounds: "replicas of one stage",
+    },
     "false gradients and lies change no number": {
-        no_trials: "other weights", what_is_doubted_counts_all_the_same: "other weights", no_second_opinion: "other weights",
+        no_trials: "other weights",
+        what_is_doubted_counts_all_the_same: "other weights",
+        no_second_opinion: "other weights",
         anyone_speaks_for_anyone: "",
     },
-    "a lost stage begins where its checkpoint ended": {without_moments: "other weights", the_beginning_is_near_enough: "other weights"},
+    "a lost stage begins where its checkpoint ended": {
+        without_moments: "other weights",
+        the_beginning_is_near_enough: "other weights",
+    },
     "a run begun again goes on as it was": {forgets_moments: "other weights"},
     "nobody steps back while every stage has a peer": {a_death_takes_its_replicas_along: "stepped back, though"},
     "one history stays": {sides_stay_apart: "two lineages"},
     "whoever lives comes to the end": {lost_trainer: "did not survive"},
     "nothing hangs": {waits_have_no_end: "hang", never_stops: "does not know how to stop"},
     "a step takes no longer than its faults": {
-        pauses_for_long: "with these faults it may take", a_device_is_never_late: "",
+        pauses_for_long: "with these faults it may take",
+        a_device_is_never_late: "",
     },
     "nothing is left behind": {work_goes_on_when_it_is_over: "a task is left over"},
-    "queues and memory have bounds": {room_for_one_more: "and has room for", keeps_all_gradients: "may keep", forgets_no_part: "may keep"},
+    "queues and memory have bounds": {
+        room_for_one_more: "and has room for",
+        keeps_all_gradients: "may keep",
+        forgets_no_part: "may keep",
+    },
     "a checkpoint is what its manifest says, and no more are kept": {
-        writes_the_weights_of_before: "other weights than a single process's", damages_what_it_writes: "is not what the manifest says",
-        removes_nothing: "keeps checkpoints of", a_disk_that_is_full_ends_its_peer: "nobody expected this",
+        writes_the_weights_of_before: "other weights than a single process's",
+        damages_what_it_writes: "is not what the manifest says",
+        removes_nothing: "keeps checkpoints of",
+        a_disk_that_is_full_ends_its_peer: "nobody expected this",
     },
     "reports add up": {sums_losses: "reports a loss of", counts_what_it_gave_up: "microbatches were counted"},
-}  # fmt: skip
+}
 """Bugs of each, and what the fuzzer says of them; empty: anything, for without a bug it says nothing."""

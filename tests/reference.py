@@ -26,8 +26,8 @@ def _optimizer(model: Stage, config: OptimizerConfig) -> torch.optim.Optimizer:
 
 
 class Lamb(torch.optim.Optimizer):
-    """You et al. 2020, algorithm 2, on top of torch's own Adam: its step from zero is the direction, and the weights go in it by their
-    own length. 1-D parameters (norms) take Adam's step."""
+    """You et al. 2020, algorithm 2, on top of torch's own Adam: its step from zero is the direction, and the weights go
+    in it by their own length. 1-D parameters (norms) take Adam's step."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(groups, {"lr": lr})
@@ -47,8 +47,8 @@ class Lamb(torch.optim.Optimizer):
 
 
 def train_plainly(facts: RunFacts, source: MicrobatchSource) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Weights by name, and the loss of each step [nats/token]. Under delayed updates the optimizer takes the gradient of a step once that
-    of the next one was computed."""
+    """Weights by name, and the loss of each step [nats/token]. Under delayed updates the optimizer takes the gradient
+    of a step once that of the next one was computed."""
     config, microbatches = facts.config, facts.config.microbatches
     model = build_full(facts.spec, config.train.seed, facts.cut)
     optimizer = _optimizer(model, config.optimizer)

@@ -1,4 +1,5 @@
-"""A member that does its work, and sends garbage to everyone beside it: started in place of ``muletrain.runs.worker``."""
+"""A member that does its work, and sends garbage to everyone beside it: started in place of
+``muletrain.runs.worker``."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from muletrain.policy.complete_checkpoint import newest_complete
 from muletrain.policy.keeping import keepers
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.branches import branch_of, branched, count_of, hashed
-from muletrain.runtime.recovery.rollback import StepBack
+from muletrain.runtime.recovery.messages import StepBack
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
 from muletrain.sim.world.verdict import readable

@@ -1,4 +1,5 @@
-"""Real processes: all peers of a stage die, or the one that collects checkpoints; the result is a single process's, and it is exported."""
+"""Real processes: all peers of a stage die, or the one that collects checkpoints; the result is a single process's, and
+it is exported."""
 
 from __future__ import annotations
 
@@ -26,8 +27,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 def test_whoever_dies_the_run_ends_with_the_numbers_of_one_process(plan: str, survivors: int, tmp_path: Path) -> None:
     settings = [*EXACT, f"data.cache={tmp_path / 'cache'}", "checkpoint.every=3", "fleet.adopt_after=5"]
     fleet = subprocess.Popen(
-        command("run", "--chaos", plan, settings=settings), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )  # fmt: skip
+        command("run", "--chaos", plan, settings=settings),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     facts, cache = facts_of(tmp_path)
     expected, _ = train_plainly(facts, facts.source(cache))
     out, _ = fleet.communicate(timeout=800)

@@ -1,4 +1,5 @@
-"""All-reduce and what is held of it: every member states the same facts, and serves what they say, under every codec."""
+"""All-reduce and what is held of it: every member states the same facts, and serves what they say, under every
+codec."""
 
 from __future__ import annotations
 
@@ -85,8 +86,15 @@ def test_every_member_states_the_same_and_serves_what_it_states(codec: Codec) ->
         assert sum(f.square_norm for f in facts) == pytest.approx(float(gradient.norm()) ** 2, rel=1e-5)
         assert contents(gradient, 3, CHUNK) == tuple(f.content for f in facts)
         entry = RoundEntry(
-            lineage=bytes(32), step=0, stage=0, round=ROUND.id, members=IDS, shards=facts, stop=False, holder="a",
-        )  # fmt: skip
+            lineage=bytes(32),
+            step=0,
+            stage=0,
+            round=ROUND.id,
+            members=IDS,
+            shards=facts,
+            stop=False,
+            holder="a",
+        )
         holding = MeanGradient(entry, gradient)
 
         async def serve(sender: str, payload: bytes) -> bytes:
@@ -111,8 +119,15 @@ def test_a_holder_that_is_frozen_is_given_up_soon_and_a_slow_one_is_not(frozen: 
         gradient = torch.zeros(SIZE)
         facts = ShardFacts(content=contents(gradient, 1, CHUNK)[0], square_norm=0.0, finite=True)
         entry = RoundEntry(
-            lineage=bytes(32), step=0, stage=0, round=ROUND.id, members=("a",), shards=(facts,), stop=False, holder="a",
-        )  # fmt: skip
+            lineage=bytes(32),
+            step=0,
+            stage=0,
+            round=ROUND.id,
+            members=("a",),
+            shards=(facts,),
+            stop=False,
+            holder="a",
+        )
 
         async def piece(sender: str, payload: bytes) -> bytes:
             await asyncio.sleep(40.0)

@@ -1,4 +1,5 @@
-"""What a run is refused for: one sentence with the place, the field and the remedy, before any peer begins; and no folder stays."""
+"""What a run is refused for: one sentence with the place, the field and the remedy, before any peer begins; and no
+folder stays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Links that carry questions but no chunks, and replicas that seal and then send nothing: everyone is alive, and no round completes."""
+"""Links that carry questions but no chunks, and replicas that seal and then send nothing: everyone is alive, and no
+round completes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What one member can make another read, hold, compute and send: every kind of message has a bound, and what is beyond it is refused before
-any work (docs/trust.md)."""
+"""What one member can make another read, hold, compute and send: every kind of message has a bound, and what is beyond
+it is refused before any work (docs/trust.md)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.rebalancing import Rebalancer
 from muletrain.runtime.peer.dispatch import OTHER_KINDS, STEP_KINDS
 from muletrain.runtime.recovery.forks import AskStay, History
-from muletrain.runtime.recovery.rollback import AskStanding, StepBack
+from muletrain.runtime.recovery.messages import AskStanding, StepBack
 from muletrain.runtime.step.exchange import GRADIENT_TIMES
 from muletrain.runtime.transfer import donor as snapshot
 from muletrain.wire.codec import encode, encode_raw, encoded_size
@@ -64,7 +64,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(300)
 
 MEMORY_TIMES = 80
-"""Bytes that a header or a call may cost its receiver, for each of its own: of many empty lists Python makes so much."""
+"""Bytes that a header or a call may cost its receiver, for each of its own: of many empty lists Python makes so
+much."""
 CPU_S_PER_BYTE = 3e-6
 """Of a header or a call. What is fine costs a tenth of it; the rest is room for a machine that does other things."""
 TRUST = Path(__file__).parents[1] / "docs" / "trust.md"
@@ -105,7 +106,8 @@ async def ended(target: Target) -> None:
 
 
 def filled(schema: dict[str, Any], length: int, wrong: Any = None) -> Any:
-    """A message with ``length`` items in each list at the top, ``wrong`` ones if there are some, and few in those inside."""
+    """A message with ``length`` items in each list at the top, ``wrong`` ones if there are some, and few in those
+    inside."""
     known = {d["ref"]: d for d in schema.get("definitions", ())}
 
     def fill(of: dict[str, Any], length: int) -> Any:
@@ -579,7 +581,8 @@ def test_looking_for_many_microbatches_asks_each_peer_twice_at_most(tmp_path: Pa
 
 
 def test_what_a_replica_holds_that_its_stage_goes_on_without_is_run_again(tmp_path: Path) -> None:
-    """Else one that hangs, or lies, would hold up its stage until the others give up. Its own stage must say so, and most of it."""
+    """Else one that hangs, or lies, would hold up its stage until the others give up. Its own stage must say so, and
+    most of it."""
 
     async def scenario() -> None:
         from muletrain.runtime.microbatch.trainer import Trainer

@@ -1,4 +1,5 @@
-"""``simulate calibrate``: constants that events were made with come back from them, and what cannot be used is refused."""
+"""``simulate calibrate``: constants that events were made with come back from them, and what cannot be used is
+refused."""
 
 from __future__ import annotations
 
@@ -27,9 +28,17 @@ from muletrain.sim.fleet.flow import Weather
 from muletrain.sim.machines import run_cost, setting
 
 TINY = (
-    "model.width=64", "model.heads=2", "model.layers=4", "model.context=32", "model.vocab=512", "train.microbatch=1", "train.batch=32",
-    "checkpoint.every=0", "fleet.rebalance=off", "fleet.stages=2",
-)  # fmt: skip
+    "model.width=64",
+    "model.heads=2",
+    "model.layers=4",
+    "model.context=32",
+    "model.vocab=512",
+    "train.microbatch=1",
+    "train.batch=32",
+    "checkpoint.every=0",
+    "fleet.rebalance=off",
+    "fleet.stages=2",
+)
 FLEET = (
     '[[machines]]\nname = "a"\ncount = 3\n[[machines]]\nname = "b"\nspeed = 0.7\n'
     "[pacing]\nforward_ms = 100\nbackward_ms = 200\n[defaults]\nlocal_rtt_ms = 10\n"
@@ -62,8 +71,16 @@ def write(folder: Path, peer: str, events: list[Event], now: float = 0.0) -> Non
 
 def joined(name: str, stage: int, chip: str = "cpu") -> PeerJoined:
     return PeerJoined(
-        peer_id=name, name=name, stage=stage, device="cpu", precision="fp32", trainer=False, params=1000, threads=1, chip=chip
-    )  # fmt: skip
+        peer_id=name,
+        name=name,
+        stage=stage,
+        device="cpu",
+        precision="fp32",
+        trainer=False,
+        params=1000,
+        threads=1,
+        chip=chip,
+    )
 
 
 def run_folder(folder: Path, *overrides: str) -> RunConfig:
@@ -118,9 +135,19 @@ def test_devices_come_back_with_the_speed_that_they_had(tmp_path: Path) -> None:
 
 def applied(step: int, stage: int, busy_s: float, *, recomputed: bool) -> StepApplied:
     return StepApplied(
-        step=step, stage=stage, lineage="", skipped=False, microbatches=16, recomputed=8 * recomputed,
-        forward_s=busy_s / 3 * (1 + recomputed), backward_s=busy_s * 2 / 3, averaging_s=0.2, apply_s=0.1, wait_s=0.0, sent={},
-    )  # fmt: skip
+        step=step,
+        stage=stage,
+        lineage="",
+        skipped=False,
+        microbatches=16,
+        recomputed=8 * recomputed,
+        forward_s=busy_s / 3 * (1 + recomputed),
+        backward_s=busy_s * 2 / 3,
+        averaging_s=0.2,
+        apply_s=0.1,
+        wait_s=0.0,
+        sent={},
+    )
 
 
 def done(step: int) -> StepDone:

@@ -187,24 +187,50 @@ class World:
 
     def joins(self, name: str, stage: int) -> None:
         joined = PeerJoined(
-            peer_id=f"id-{name}", name=name, stage=stage, device="cpu", precision="fp32", trainer=True, params=1, threads=1, peer=name
-        )  # fmt: skip
+            peer_id=f"id-{name}",
+            name=name,
+            stage=stage,
+            device="cpu",
+            precision="fp32",
+            trainer=True,
+            params=1,
+            threads=1,
+            peer=name,
+        )
         self.injector.see(joined)
 
     def begins(self) -> None:
         started = RunStarted(
-            run_id="r", config_digest="", versions={}, steps=100, stages=2, peers=4, microbatches=1, tokens_per_step=1,
+            run_id="r",
+            config_digest="",
+            versions={},
+            steps=100,
+            stages=2,
+            peers=4,
+            microbatches=1,
+            tokens_per_step=1,
             peer="peer-0",
-        )  # fmt: skip
+        )
         self.injector.see(started)
 
     def step(self, number: int, *peers: str) -> list[tuple[Any, ...]]:
         """``peers`` applied it; what was done to the fleet then."""
         for peer in peers or self.fleet.running:
             applied = StepApplied(
-                step=number, stage=0, lineage="", skipped=False, microbatches=1, recomputed=0, forward_s=0.0, backward_s=0.0,
-                averaging_s=0.0, apply_s=0.0, wait_s=0.0, sent={}, peer=peer,
-            )  # fmt: skip
+                step=number,
+                stage=0,
+                lineage="",
+                skipped=False,
+                microbatches=1,
+                recomputed=0,
+                forward_s=0.0,
+                backward_s=0.0,
+                averaging_s=0.0,
+                apply_s=0.0,
+                wait_s=0.0,
+                sent={},
+                peer=peer,
+            )
             self.injector.see(applied)
         self.injector.see(StepDone(step=number, loss=1.0, grad_norm=1.0, lr=0.1, tokens=1, duration_s=1.0, lineage=""))
         return self.tick()
@@ -289,7 +315,8 @@ def test_a_newcomer_is_started_and_can_be_hit(tmp_path: Path) -> None:
 
 
 def test_at_an_exact_point_the_target_does_it_itself(tmp_path: Path) -> None:
-    """It is told two steps ahead; a freeze ends so long after it happened; who is about to die, or just did, is not counted on."""
+    """It is told two steps ahead; a freeze ends so long after it happened; who is about to die, or just did, is not
+    counted on."""
     freeze = Fault("freeze", step=6, phase="sealing", target="stage0", for_s=10)
     world = World(
         tmp_path,

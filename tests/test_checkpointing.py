@@ -72,7 +72,8 @@ class Offloads:
 
 
 class Stages:
-    """Peers of some stages in memory, each with a folder of its own, but those in ``sharing``, who share the first's."""
+    """Peers of some stages in memory, each with a folder of its own, but those in ``sharing``, who share the
+    first's."""
 
     def __init__(self, folder: Path, keep: int = 2, stages: dict[str, int] | None = None, sharing: str = "") -> None:
         self.stages = stages or {"collector": 0, "one": 1, "other": 1}
@@ -83,12 +84,17 @@ class Stages:
         }
         self.places = {n: Folder(f, keep) for n, f in self.folders.items()}
         self.genesis = Genesis(
-            run_id="run", config=bytes(32), data=bytes(32), stages=1 + max(self.stages.values()), collector=first, first_step=0,
+            run_id="run",
+            config=bytes(32),
+            data=bytes(32),
+            stages=1 + max(self.stages.values()),
+            collector=first,
+            first_step=0,
             members=tuple(
                 Member(id=n, name=n, stage=s, trainer=True, addresses=(), place=self.places[n].name)
                 for n, s in self.stages.items()
             ),
-        )  # fmt: skip
+        )
         self.plan = dataclasses.replace(FACTS.plan(), stages=self.genesis.stages, state_bytes=())
         self.events: list[Event] = []
         self.refused: list[str] = []
@@ -203,8 +209,9 @@ def test_checkpoints_are_written_and_the_oldest_go(tmp_path: Path) -> None:
         assert names(tmp_path / "run") == ["step-00000008", "step-00000012"]
         checkpoint = Checkpoint.open(tmp_path / "run" / "step-00000012")
         assert [checkpoint.verify(p).name for p in checkpoint.manifest["parts"]] == [
-            "stage-0.safetensors", "stage-1.safetensors",
-        ]  # fmt: skip
+            "stage-0.safetensors",
+            "stage-1.safetensors",
+        ]
         assert checkpoint.tokenizer_json == b"{}"
         assert [e.step for e in stages.of(CheckpointWritten)] == [4, 8, 12]
         await stages.close()
@@ -498,8 +505,8 @@ def test_a_checkpoint_is_complete_with_all_its_parts_or_not_at_all(tmp_path: Pat
 
 
 def test_a_checkpoint_never_goes_before_the_next_is_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two collectors publish the same checkpoint, or two histories one of the same step: with ``keep = 1`` there was a moment, or all time
-    after, without any."""
+    """Two collectors publish the same checkpoint, or two histories one of the same step: with ``keep = 1`` there was a
+    moment, or all time after, without any."""
     root, about = tmp_path / "run", FACTS.manifest("run") | {"data": "d"}
     buffers = state_buffers(state(0))
     parts = {0: PartFacts.of(buffers)}
@@ -734,8 +741,11 @@ class Command:
     def __init__(self, folder: Path, *arguments: str) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "muletrain.cli.main", *arguments, "--json"],
-            cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         self.events: list[dict[str, Any]] = []
         self._reader = threading.Thread(target=self._read)
         self._reader.start()

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 def test_by_hand() -> None:
-    """8 peers on 2 stages; two go after 16 hours. Wherever from, the smaller stage does 3 after one move at most, or 2 for a while."""
+    """8 peers on 2 stages; two go after 16 hours. Wherever from, the smaller stage does 3 after one move at most, or 2
+    for a while."""
     none = simulate([], peers=8, stages=2, rule="none", runs=1)
     assert (none.overall, none.first_hour, none.last_hour, none.moves_per_hour) == (100.0, 100.0, 100.0, 0.0)
     uneven = simulate([], peers=9, stages=2, rule="muletrain", runs=1)

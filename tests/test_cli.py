@@ -19,9 +19,17 @@ import transformers
 from muletrain.events import CheckpointWritten, read_events
 
 SMALL = [
-    "--set", "model.width=64", "--set", "model.heads=2", "--set", "model.layers=2", "--set", "model.context=32",
-    "--set", "model.vocab=512",
-]  # fmt: skip
+    "--set",
+    "model.width=64",
+    "--set",
+    "model.heads=2",
+    "--set",
+    "model.layers=2",
+    "--set",
+    "model.context=32",
+    "--set",
+    "model.vocab=512",
+]
 
 
 def start(*arguments: str, cwd: Path, **env: str) -> subprocess.Popen[str]:

@@ -450,8 +450,8 @@ async def update(stages: list[TorchCompute], gradients: list[torch.Tensor], step
 def test_delayed_updates_equal_plain_ones_made_a_step_late(
     fleet: Fleet, optimizer: dict[str, str], precision: Precision, checkpointing: Any
 ) -> None:
-    """Bit for bit, one of them skipped, each made while a microbatch of the step after is on its way through the stages; and what is
-    run again of a step sees what it saw at first."""
+    """Bit for bit, one of them skipped, each made while a microbatch of the step after is on its way through the
+    stages; and what is run again of a step sees what it saw at first."""
     ahead, plain = delays(fleet, optimizer=optimizer, precision=precision, checkpointing=checkpointing)
 
     async def both() -> None:

@@ -1,4 +1,5 @@
-"""The same stages on a GPU: every precision follows the CPU's fp32, whatever lives where. Deselected where there is none."""
+"""The same stages on a GPU: every precision follows the CPU's fp32, whatever lives where. Deselected where there is
+none."""
 
 from __future__ import annotations
 
@@ -99,7 +100,8 @@ def test_a_fleet_on_a_gpu_ends_where_the_cpu_does(tmp_path: Path) -> None:
 
 
 def test_results_leave_beside_the_next_microbatch_and_are_whole(fleet: Fleet) -> None:
-    """Copies run on a stream of their own, through pinned memory. A gradient of several pieces contains every addition before it."""
+    """Copies run on a stream of their own, through pinned memory. A gradient of several pieces contains every addition
+    before it."""
     (there,), (here,) = (fleet(1, ModelSpec.from_config(LARGE), device=torch.device(d)) for d in ("cuda", "cpu"))
     assert there.n_params > 2 * PIECE
 

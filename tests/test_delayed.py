@@ -1,4 +1,5 @@
-"""Delayed parameter updates in the virtual world: a step is agreed on while the next one is computed, and no number changes for it."""
+"""Delayed parameter updates in the virtual world: a step is agreed on while the next one is computed, and no number
+changes for it."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ PAGES = {
 }
 COMMANDS = typer.main.get_command(app)
 QUICK = ("muletrain config", "muletrain config --fleet", "muletrain reproduce")
-"""Commands of the pages that run here. Tests of their own run others; the rest need machines, a run folder, or minutes."""
+"""Commands of the pages that run here. Tests of their own run others; the rest need machines, a run folder, or
+minutes."""
 PLACEHOLDERS = {"TICKET": f"{PREFIX}x", "-": f"{PREFIX}x", "N": "7", "GIB": "7", "PLAN": "random"}
 
 
@@ -64,7 +65,8 @@ def unknown(line: str) -> list[str]:
 
 
 def parsed(line: str) -> dict[str, Any]:
-    """The arguments of a whole command line, which is parsed as the shell's, and does nothing. Raises what the command would."""
+    """The arguments of a whole command line, which is parsed as the shell's, and does nothing. Raises what the command
+    would."""
     given = dict[str, Any]()
     command = list(takewhile(lambda word: word != ">", shlex.split(line, comments=True)[1:]))
     called = _called(command)

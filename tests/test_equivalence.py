@@ -21,10 +21,19 @@ from .fleet_run import checkpoint_weights, run_fleet
 from .reference import train_plainly
 
 EXACT = [
-    "wire.activations=fp32", "wire.gradients=fp32", "compute.precision=fp32", "model.width=64", "model.heads=2",
-    "model.context=32", "model.vocab=512", "train.steps=20", "train.batch=16", "train.microbatch=2", "optimizer.warmup=5",
+    "wire.activations=fp32",
+    "wire.gradients=fp32",
+    "compute.precision=fp32",
+    "model.width=64",
+    "model.heads=2",
+    "model.context=32",
+    "model.vocab=512",
+    "train.steps=20",
+    "train.batch=16",
+    "train.microbatch=2",
+    "optimizer.warmup=5",
     "optimizer.clip=0.5",
-]  # fmt: skip
+]
 
 
 def facts_of(tmp_path: Path, *overrides: str) -> tuple[RunFacts, TokenCache]:
@@ -39,7 +48,8 @@ def relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) 
 
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("lamb", marks=pytest.mark.slow)])
 def test_fleet_equals_single_process(tmp_path: Path, optimizer: str) -> None:
-    """fp32, no compression, 2 stages x 2 peers, 2 trainers, 20 steps, dropout and clipping on: every tensor within 1e-5."""
+    """fp32, no compression, 2 stages x 2 peers, 2 trainers, 20 steps, dropout and clipping on: every tensor within
+    1e-5."""
     facts, cache = facts_of(tmp_path, f"optimizer.name={optimizer}")
     torch.set_num_threads(1)
     expected, losses = train_plainly(facts, facts.source(cache))
@@ -108,7 +118,8 @@ def check_every_microbatch_once(events: list[Event], facts: RunFacts) -> None:
     "victim", ["peer-1", pytest.param("peer-2", marks=pytest.mark.slow), pytest.param("peer-3", marks=pytest.mark.slow)]
 )
 def test_a_killed_peer_costs_no_number(tmp_path: Path, victim: str) -> None:
-    """SIGKILL of one replica in the middle (whatever its stage, trainer or not): the same weights as if nothing had happened."""
+    """SIGKILL of one replica in the middle (whatever its stage, trainer or not): the same weights as if nothing had
+    happened."""
     facts, cache = facts_of(tmp_path)
     torch.set_num_threads(1)
     expected, _ = train_plainly(facts, facts.source(cache))
@@ -128,8 +139,9 @@ def test_a_killed_peer_costs_no_number(tmp_path: Path, victim: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_8_bit_activations_cost_no_quality(tmp_path: Path) -> None:
-    """The final validation loss with 8-bit activations (and fp16 averaging, as by default) lies within the spread of three uncompressed
-    seeds: for the seed in the middle between the two others', for each no further from its own than those are from each other."""
+    """The final validation loss with 8-bit activations (and fp16 averaging, as by default) lies within the spread of
+    three uncompressed seeds: for the seed in the middle between the two others', for each no further from its own than
+    those are from each other."""
     smaller = [
         "model.width=96",
         "model.heads=3",

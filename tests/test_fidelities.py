@@ -1,4 +1,5 @@
-"""The two fidelities of ``simulate fleet`` on the same small fleets: rates, and every message of the production code."""
+"""The two fidelities of ``simulate fleet`` on the same small fleets: rates, and every message of the production
+code."""
 
 from __future__ import annotations
 
@@ -32,9 +33,16 @@ if TYPE_CHECKING:
 
 AGREE = 0.05
 SETTINGS = (
-    "model.width=256", "model.heads=4", "model.context=512", "model.vocab=512", "train.microbatch=1", "train.batch=64",
-    "fleet.stages=2", "fleet.rebalance=off", "checkpoint.every=0",
-)  # fmt: skip
+    "model.width=256",
+    "model.heads=4",
+    "model.context=512",
+    "model.vocab=512",
+    "train.microbatch=1",
+    "train.batch=64",
+    "fleet.stages=2",
+    "fleet.rebalance=off",
+    "checkpoint.every=0",
+)
 KIND = '[[machines]]\nname = "{}"\ncount = {}\nforward_ms = 200\nbackward_ms = 400\n'
 EQUAL = KIND.format("a", 5)
 UNEQUAL = KIND.format("a", 4).replace("200", "250").replace("400", "500") + KIND.format("b", 2).replace(
@@ -43,8 +51,11 @@ UNEQUAL = KIND.format("a", 4).replace("200", "250").replace("400", "500") + KIND
 FAR = EQUAL + "[defaults]\nlocal_rtt_ms = 100\n"
 NARROW = KIND.format("a", 4) + "up_mbps = 10\ndown_mbps = 10\n"
 REGIONS = (
-    KIND.format("a", 4) + 'region = "x"\n' + KIND.format("b", 4) + 'region = "y"\n[defaults]\nrtt_ms = 200\nbandwidth_mbps = 20\n'
-)  # fmt: skip
+    KIND.format("a", 4)
+    + 'region = "x"\n'
+    + KIND.format("b", 4)
+    + 'region = "y"\n[defaults]\nrtt_ms = 200\nbandwidth_mbps = 20\n'
+)
 NEXT_DOOR = KIND.format("a", 2) + 'region = "x"\n' + KIND.format("b", 2) + 'region = "y"\n[defaults]\nrtt_ms = 300\n'
 """Of each stage one peer is next to a sender, and another, which computes as fast, is far."""
 STAYS = KIND.format("lab", 2) + KIND.format("spot", 4) + 'reliable = false\n[churn]\ntrace = "t.csv"\n'
@@ -58,9 +69,14 @@ def staged(tmp_path: Path, text: str, *overrides: str) -> tuple[Fleet, RunConfig
 
 
 def played(
-    tmp_path: Path, text: str, seconds: float, fidelity: Fidelity, *overrides: str, seed: int = 0,
+    tmp_path: Path,
+    text: str,
+    seconds: float,
+    fidelity: Fidelity,
+    *overrides: str,
+    seed: int = 0,
     watch: Callable[[Event], None] | None = None,
-) -> Outcome:  # fmt: skip
+) -> Outcome:
     fleet, config, scene = staged(tmp_path, text, *overrides)
     churn = weather(fleet.churn, tmp_path)
     return simulate_fleet(scene, config, churn, hours=seconds / 3600, seed=seed, fidelity=fidelity, watch=watch)
@@ -103,7 +119,8 @@ def test_both_fidelities_agree(tmp_path: Path, text: str, seconds: float, overri
 
 
 def test_a_deep_pipeline_begins_as_fast_as_it_goes_on(tmp_path: Path) -> None:
-    """First answers are compared with each other: to compute one twice at each stage in turn took four steps' time with 8 stages."""
+    """First answers are compared with each other: to compute one twice at each stage in turn took four steps' time with
+    8 stages."""
     deep = ("fleet.stages=8", "model.layers=8", "train.batch=16")
     outcome = played(tmp_path, KIND.format("a", 16), 50.0, "protocol", *deep)
     first_s, second_s = (point.time_s for point in outcome.curve[:2])
@@ -112,8 +129,8 @@ def test_a_deep_pipeline_begins_as_fast_as_it_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_deep_pipeline_is_full(tmp_path: Path) -> None:
-    """As many microbatches are under way for each peer of a stage as there are stages, and half as many again: those that wait for each
-    other cost a quarter. With eight it would be more than half."""
+    """As many microbatches are under way for each peer of a stage as there are stages, and half as many again: those
+    that wait for each other cost a quarter. With eight it would be more than half."""
     deep = ("fleet.stages=16", "model.layers=16", "train.batch=128", "compute.checkpointing=never")
     assert played(tmp_path, KIND.format("a", 16), 3600.0, "flow", *deep).idle["few microbatches under way"] < 0.3
 
@@ -148,7 +165,8 @@ def test_both_fidelities_agree_on_how_long_it_takes_to_recover(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_both_fidelities_agree_under_churn(tmp_path: Path) -> None:
-    """Machines go and come at the same times, but not the same machines: the mean of several draws. The production peers survive it all."""
+    """Machines go and come at the same times, but not the same machines: the mean of several draws. The production
+    peers survive it all."""
     text = STAYS.replace('"lab"\ncount = 2', '"lab"\ncount = 4').replace('"spot"\ncount = 4', '"spot"\ncount = 8')
     settings = ("fleet.rebalance=throughput", "fleet.rebalance_period=10", "checkpoint.every=2")
     shares: dict[Fidelity, list[float]] = {"flow": [], "protocol": []}

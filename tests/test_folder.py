@@ -46,9 +46,11 @@ def test_what_a_killed_command_and_its_killed_peers_left_goes_at_the_next_start(
 ) -> None:
     """SIGKILL of both: nobody is left to tidy up. Another command that still runs keeps its folder."""
     process = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, str(tmp_path)], stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", COMMAND, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
         env={**os.environ, "TMPDIR": str(temporary)},
-    )  # fmt: skip
+    )
     assert process.stdout is not None
     os.killpg(int(process.stdout.readline()), signal.SIGKILL)
     process.kill()

@@ -1,4 +1,5 @@
-"""A member that lies about rounds: it dictates no gradient, expels nobody, and is named; and what it says of others counts for nothing."""
+"""A member that lies about rounds: it dictates no gradient, expels nobody, and is named; and what it says of others
+counts for nothing."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def forged(lineage: bytes, step: int, holder: PeerId, members: tuple[PeerId, ...
 
 
 def lying(patch: pytest.MonkeyPatch, liar: PeerId, lie: Callable[[Peer, InFlightStep], RoundEntry]) -> None:
-    """``liar`` does its work, and tells everyone of a round of its own as soon as a step begins, and when it has sealed."""
+    """``liar`` does its work, and tells everyone of a round of its own as soon as a step begins, and when it has
+    sealed."""
     begin = Microbatches.begin
 
     def begins(self: Microbatches, work: InFlightStep, *, retry: bool) -> None:
@@ -121,7 +123,8 @@ def test_nor_with_another_that_knows_nothing_of_it(replicas: int, liar: str, mon
 
 
 def answering(patch: pytest.MonkeyPatch, liar: PeerId, lie: Callable[[Peer, AskEntries], Entries]) -> None:
-    """``liar`` does its work. At each step it pretends to be at the next, so that everyone asks it for the record, and answers falsely."""
+    """``liar`` does its work. At each step it pretends to be at the next, so that everyone asks it for the record, and
+    answers falsely."""
     begun, held = Peer.__init__, Dispatch._answer_held
 
     def begins(self: Peer, *args: Any, **options: Any) -> None:

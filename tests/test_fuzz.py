@@ -119,8 +119,8 @@ def _runs(pid: str) -> bool:
 
 @pytest.mark.slow
 def test_a_seed_replays_its_run_exactly() -> None:
-    """In a process of its own, and after other seeds. Both sides of a partition train on here, and which of them stays is a matter of
-    hashes."""
+    """In a process of its own, and after other seeds. Both sides of a partition train on here, and which of them stays
+    is a matter of hashes."""
     command = [sys.executable, "-m", "muletrain.cli.main", "fuzz", "--seed", str(FORKED), "--json"]
     alone = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=300).stdout)
     with _processes(1) as pool:
@@ -299,7 +299,8 @@ def test_the_judge_freezes_while_it_computes_and_the_member_goes_on_without_it()
 
 
 def test_nobody_waits_for_a_replica_that_waits_for_those_that_go_on_without_it() -> None:
-    """After a partition whose sides, and two newcomers, know different ones of each other; the run stood for six minutes."""
+    """After a partition whose sides, and two newcomers, know different ones of each other; the run stood for six
+    minutes."""
     outcome = play(draw(587))
     assert outcome.violations == [], "\n".join(readable(outcome))
     # newcomers that find everybody gone ask for some minutes more, or begin anew
@@ -307,8 +308,8 @@ def test_nobody_waits_for_a_replica_that_waits_for_those_that_go_on_without_it()
 
 
 def test_a_peer_that_waits_for_the_record_finds_replicas_that_it_believed_dead() -> None:
-    """After a partition a replica held its own round, and its two others sealed one without it: it saw one of them, so it did not give
-    way, and they waited for microbatches that their trainer sent to it."""
+    """After a partition a replica held its own round, and its two others sealed one without it: it saw one of them, so
+    it did not give way, and they waited for microbatches that their trainer sent to it."""
     outcome = play(draw(316))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert outcome.virtual_s < 60.0
@@ -349,7 +350,8 @@ def test_worlds_that_broke_a_promise_once(seed: int) -> None:
 
 
 def test_a_checkpoint_ends_where_those_that_wait_believe_who_collects_it_dead() -> None:
-    """After a partition each side has a collector of its own, and believes the other side dead: the last checkpoint never ended."""
+    """After a partition each side has a collector of its own, and believes the other side dead: the last checkpoint
+    never ended."""
     outcome = play(draw(232))
     assert outcome.violations == [], "\n".join(readable(outcome))
 
@@ -372,7 +374,8 @@ def test_frames_are_overtaken_by_other_streams_and_no_number_changes() -> None:
 
 @pytest.mark.parametrize(("codec", "low", "high"), [("fp16", 1e-6, 1e-4), ("int8", 1e-5, 5e-3)])
 def test_coarser_averaging_stays_near_and_the_same_on_every_replica(codec: str, low: float, high: float) -> None:
-    """Replicas compare their weights whenever they seal. The large epsilon keeps AdamW from enlarging what is next to nothing."""
+    """Replicas compare their weights whenever they seal. The large epsilon keeps AdamW from enlarging what is next to
+    nothing."""
     coarse = (f"wire.gradients={codec}", "optimizer.eps=0.1")
     outcome = play(Scenario(8, (2, 3), 2, 4, 8, 0.01, (), overrides=coarse, tolerance=high))
     assert outcome.violations == [], "\n".join(readable(outcome))

@@ -47,8 +47,12 @@ PLANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Scenario, str]] = [
     (planted.keeps_all_gradients, LONG, "may keep"),
     (planted.sums_losses, WRITES, "reports a loss of"),
     (planted.pauses_for_long, CUT_OFF, "with these faults it may take"),
-    (planted.never_stops, Scenario(4, (2, 2), 2, 6, 4, 0.01, (Fault(0.5, "stop", ("peer-1b",)),)), "does not know how to stop"),
-]  # fmt: skip
+    (
+        planted.never_stops,
+        Scenario(4, (2, 2), 2, 6, 4, 0.01, (Fault(0.5, "stop", ("peer-1b",)),)),
+        "does not know how to stop",
+    ),
+]
 
 
 @pytest.mark.parametrize(("plant", "scenario", "text"), PLANTS, ids=[plant.__name__ for plant, _, _ in PLANTS])
@@ -91,8 +95,8 @@ def test_what_was_kicked_ends_and_comes_again_under_its_name() -> None:
 
 
 def test_a_slow_store_outlives_the_memory_of_checkpoints_that_ended() -> None:
-    """Their end was looked up after the disk had done its part, when later ones had pushed it out, and the collector died of it. Found by
-    'muletrain fuzz' (seed 218)."""
+    """Their end was looked up after the disk had done its part, when later ones had pushed it out, and the collector
+    died of it. Found by 'muletrain fuzz' (seed 218)."""
     slow = Fault(0.5, "disk", ("peer-0a",), FOR_EVER_S, how="slow")
     outcome = kept(Scenario(9, (1, 1), 1, 30, 2, 0.01, (slow,), checkpoint_every=1, disk_s=0.01, short=True))
     assert set(outcome.ends.values()) == {"finished"}

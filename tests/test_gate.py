@@ -43,8 +43,14 @@ class Someone:
         self.gone: list[frozenset[str]] = []
         self.trust = Trust("run", owner, secret, self.key, now=lambda: Someone.clock)
         self.gate = Gate(
-            self.id, "run", "1", self.trust, lambda who, why: self.refusals.append(why), self.gone.append, visitor=visitor
-        )  # fmt: skip
+            self.id,
+            "run",
+            "1",
+            self.trust,
+            lambda who, why: self.refusals.append(why),
+            self.gone.append,
+            visitor=visitor,
+        )
 
     def enter(self, other: Someone) -> None:
         asyncio.run(self.gate.enter(other.id, self.wire(other)))
@@ -295,7 +301,8 @@ def test_the_kicked_do_not_come_back_with_the_old_ticket(founder: Someone) -> No
 
 
 def test_identities_kept_in_reserve_are_out_with_the_kicked(founder: Someone) -> None:
-    """Before it is kicked, it gets certificates for others of its own, and gives some itself, also for epochs to come."""
+    """Before it is kicked, it gets certificates for others of its own, and gives some itself, also for epochs to
+    come."""
     stays, kicked = guest(founder), guest(founder)
     reserve = [guest(founder), guest(kicked), guest(stays), guest(founder, visitor=True)]
     ahead = Someone()
@@ -402,9 +409,12 @@ def test_strangers_learn_neither_the_secret_nor_who_is_in(founder: Someone) -> N
     member, stranger = guest(founder), Someone()
     kick(founder, member)
     questions: list[Any] = [
-        ["sync", 0], ["sync", -1], ["hello", "1", "run", bytes(16), 0, []], ["proof", bytes(16), bytes(32), False],
+        ["sync", 0],
+        ["sync", -1],
+        ["hello", "1", "run", bytes(16), 0, []],
+        ["proof", bytes(16), bytes(32), False],
         ["hello", "1", "run", bytes(16), 0, packed_chain(forged_by(stranger))],
-    ]  # fmt: skip
+    ]
     for question in questions:
         said = asyncio.run(raw_answer(founder, stranger.id, msgpack.packb(question)))
         assert NEXT not in said

@@ -24,7 +24,7 @@ from muletrain.runtime.core.messages import (
     Message,
     Snapshot,
 )
-from muletrain.runtime.recovery.rollback import StepBack
+from muletrain.runtime.recovery.messages import StepBack
 from muletrain.runtime.step.gradient_log import GradientLog
 
 from .test_checkpointing import LINEAGE, Stages, play

@@ -15,9 +15,15 @@ from muletrain.sim.machines import Setting, seated
 BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "sim_grid"
 PACED = '[[machines]]\nname = "a"\ncount = 4\nforward_ms = 200\nbackward_ms = 400\n'
 RUN = (
-    "model.width=256", "model.heads=4", "model.layers=4", "model.context=512", "model.vocab=512", "train.microbatch=1", "train.batch=64",
+    "model.width=256",
+    "model.heads=4",
+    "model.layers=4",
+    "model.context=512",
+    "model.vocab=512",
+    "train.microbatch=1",
+    "train.batch=64",
     "fleet.stages=2",
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module", name="run")
@@ -44,8 +50,8 @@ def _module(name: str) -> ModuleType:
     "seed", [pytest.param(5, marks=pytest.mark.slow), pytest.param(16, marks=pytest.mark.slow), 29]
 )
 def test_a_drawn_fleet_does_what_rates_and_plan_say(run: ModuleType, seed: int) -> None:
-    """And nothing twice: ten machines with 2.7 B parameters in four stages; 16 with 1.3 B in six; and seven that have all, with delayed
-    updates over 69 ms."""
+    """And nothing twice: ten machines with 2.7 B parameters in four stages; 16 with 1.3 B in six; and seven that have
+    all, with delayed updates over 69 ms."""
     row = run.compared(seed)
     told = json.dumps(row)
     assert not row["failed"], told
@@ -81,14 +87,16 @@ def _bound_s(draw: ModuleType, fleet: str, *run: str) -> tuple[float, Setting]:
 
 
 def test_the_bound_counts_flop(draw: ModuleType) -> None:
-    """The second stage waits for a forward of 0.2 s, does 32 microbatches of 0.6 s apiece, and the last of them goes back in 0.4 s."""
+    """The second stage waits for a forward of 0.2 s, does 32 microbatches of 0.6 s apiece, and the last of them goes
+    back in 0.4 s."""
     assert _bound_s(draw, PACED)[0] == pytest.approx(0.2 + 32 * 0.6 + 0.4)
     assert _bound_s(draw, PACED, "train.batch=65")[0] == pytest.approx(0.2 + 33 * 0.6 + 0.4)
     assert _bound_s(draw, PACED, "train.batch=65", "optimizer.delayed=true")[0] == pytest.approx(32.5 * 0.6)
 
 
 def test_the_bound_counts_bytes(draw: ModuleType) -> None:
-    """A stage's two machines send half of the gradient to each other, twice; with delayed updates beside the activations."""
+    """A stage's two machines send half of the gradient to each other, twice; with delayed updates beside the
+    activations."""
     narrow = PACED + "up_mbps = 1\n"
     found_s, scene = _bound_s(draw, narrow)
     cost = scene.cost

@@ -112,7 +112,8 @@ def test_the_last_peer_of_a_stage_is_not_given_up_for_being_slow() -> None:
 
 @pytest.mark.timeout(120)
 def test_a_late_peer_is_not_counted_on_again_because_it_answers() -> None:
-    """Without delays it was believed dead for being behind, asked, alive because it answered, and so on: no time passed any more."""
+    """Without delays it was believed dead for being behind, asked, alive because it answered, and so on: no time passed
+    any more."""
     hang = Fault(1.701858464617255, "hang", ("peer-0a",), FOR_EVER_S)
     scenario = Scenario(331, (3, 1), 2, 5, 6, 0.0, (hang,), overrides=("optimizer.delayed=true",), stalls=0.1)
     outcome = play(replace(scenario, relays=True, apart=True))

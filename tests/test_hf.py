@@ -1,4 +1,5 @@
-"""Hugging Face folders: the tokenizer travels along, and broken files are refused by name, never by a stray exception."""
+"""Hugging Face folders: the tokenizer travels along, and broken files are refused by name, never by a stray
+exception."""
 
 from __future__ import annotations
 
@@ -153,15 +154,24 @@ def _source(folder: Path) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=290, special_tokens=["<unk>", "<s>", "</s>", "<pad>"], show_progress=False,
+        vocab_size=290,
+        special_tokens=["<unk>", "<s>", "</s>", "<pad>"],
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator(["a mule may carry more , mules carry most ."] * 4, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     config = LlamaConfig(
-        num_hidden_layers=2, hidden_size=32, num_attention_heads=4, intermediate_size=48, vocab_size=tokenizer.get_vocab_size(),
-        max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=3,
-    )  # fmt: skip
+        num_hidden_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        intermediate_size=48,
+        vocab_size=tokenizer.get_vocab_size(),
+        max_position_embeddings=64,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=3,
+    )
     model = LlamaForCausalLM(config)
     model.generation_config = GenerationConfig(
         bos_token_id=1, eos_token_id=[2, 3], pad_token_id=3, top_p=0.7, do_sample=True

@@ -61,7 +61,7 @@ from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.roster import Genesis, Member, Roster
 from muletrain.runtime.peer.dispatch import OTHER_KINDS, STEP_KINDS
 from muletrain.runtime.peer.peer import Peer
-from muletrain.runtime.recovery.rollback import AskStanding, HeldPart, StandsAt
+from muletrain.runtime.recovery.messages import AskStanding, HeldPart, StandsAt
 from muletrain.wire.codec import RAW, decode, encode, encode_ids, encode_raw, encoded_size
 from muletrain.wire.frame import pack, read_frame
 
@@ -74,18 +74,31 @@ FACTS = RunFacts.of(
     load_config(
         None,
         [
-            "model.width=16", "model.heads=2", "model.layers=2", "model.context=8", "model.vocab=300", "train.microbatch=1",
-            f"train.batch={MICROBATCHES}", "wire.activations=fp32", "wire.gradients=fp32", "fleet.peers=4",
+            "model.width=16",
+            "model.heads=2",
+            "model.layers=2",
+            "model.context=8",
+            "model.vocab=300",
+            "train.microbatch=1",
+            f"train.batch={MICROBATCHES}",
+            "wire.activations=fp32",
+            "wire.gradients=fp32",
+            "fleet.peers=4",
         ],
     )
-)  # fmt: skip
+)
 PLAN = FACTS.plan()
 TOKENS, WIDTH, VOCAB = (PLAN.sequences, PLAN.sequence_length(0)), PLAN.width, PLAN.vocab
 MEMBERS = {"first": 0, "second": 0, "third": 1, "last": 1}
 GENESIS = Genesis(
-    run_id="run", config=bytes(32), data=bytes(32), stages=2, collector="first", first_step=0,
+    run_id="run",
+    config=bytes(32),
+    data=bytes(32),
+    stages=2,
+    collector="first",
+    first_step=0,
     members=tuple(Member(id=n, name=n, stage=s, trainer=s == 0, addresses=()) for n, s in MEMBERS.items()),
-)  # fmt: skip
+)
 AMOUNTS = [300, pytest.param(10_000, marks=pytest.mark.slow)]
 
 
@@ -106,9 +119,14 @@ def frames(stage: int, index: int) -> list[Frame]:
     digest = bytes([index]) * 32
     facts = {"content": digest, "square_norm": 1.0, "finite": True}
     entry = {
-        **at, "stage": stage, "round": digest, "members": ("first", "second"), "shards": (facts, facts), "stop": False,
+        **at,
+        "stage": stage,
+        "round": digest,
+        "members": ("first", "second"),
+        "shards": (facts, facts),
+        "stop": False,
         "holder": "second",
-    }  # fmt: skip
+    }
     seal = {
         **at,
         "stage": stage,
@@ -198,7 +216,8 @@ def test_the_decoder_refuses_or_takes_whole(amount: int) -> None:
 
 @pytest.mark.parametrize("amount", [30, pytest.param(2_000, marks=pytest.mark.slow)])
 def test_a_stream_of_mutated_frames_ends_and_never_hangs(amount: int) -> None:
-    """Each on a stream of its own, behind a valid one, in pieces: what comes after the damage may be read as anything."""
+    """Each on a stream of its own, behind a valid one, in pieces: what comes after the damage may be read as
+    anything."""
 
     async def to_the_end(intake: Intake) -> None:
         while True:

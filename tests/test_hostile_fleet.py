@@ -88,7 +88,12 @@ def test_garbage_from_strangers_and_from_a_member_costs_no_number(tmp_path: Path
     for receiver in ids.keys() - {rogue}:
         said = " | ".join(e.reason for e in refused if e.peer == receiver)
         for complaint in (
-            "not a frame of this protocol", f"100 + {1 << 40} bytes", "unknown kind 'nonsense'", "forward with fp32 (3, 3)",
-            "forward of microbatch 1000", "bytes cannot be", "not msgpack",
-        ):  # fmt: skip
+            "not a frame of this protocol",
+            f"100 + {1 << 40} bytes",
+            "unknown kind 'nonsense'",
+            "forward with fp32 (3, 3)",
+            "forward of microbatch 1000",
+            "bytes cannot be",
+            "not msgpack",
+        ):
             assert complaint in said, f"{receiver} does not say: {complaint}"

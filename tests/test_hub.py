@@ -54,8 +54,14 @@ def test_two_stages_by_hand() -> None:
     delay = np.full((5, 5), 10.0)
     delay[1, 2], delay[2, 1], delay[3, 4] = 30.0, 50.0, 70.0
     task = HubTask(
-        delay, np.full((5, 5), 8.0), (1e12, 1e12, 2e12, 2e12, 4e12), (True,) * 4 + (False,), Chain((4e12, 8e12)), 1e9, 10
-    )  # fmt: skip
+        delay,
+        np.full((5, 5), 8.0),
+        (1e12, 1e12, 2e12, 2e12, 4e12),
+        (True,) * 4 + (False,),
+        Chain((4e12, 8e12)),
+        1e9,
+        10,
+    )
     cost = evaluate(task, [HubStage((0,), (1,), (), (0, 1)), HubStage((2,), (3,), (4,), (1, 2))])
     first, second = cost.stages
     assert (first.activations_s, first.gradients_s) == pytest.approx((0, 0.050 + 1))
@@ -246,9 +252,13 @@ def regions(sizes: list[int], far_ms: float, clients: int = 0) -> HubTask:
     where = np.append(where, np.full(clients, len(sizes) - 1))
     count = len(where)
     return HubTask(
-        1.0 + far_ms * np.abs(where[:, None] - where[None]), np.full((count, count), 10.0), (1e12,) * count,
-        tuple(d < sum(sizes) for d in range(count)), Chain((1e11,) * 6), 1e6,
-    )  # fmt: skip
+        1.0 + far_ms * np.abs(where[:, None] - where[None]),
+        np.full((count, count), 10.0),
+        (1e12,) * count,
+        tuple(d < sum(sizes) for d in range(count)),
+        Chain((1e11,) * 6),
+        1e6,
+    )
 
 
 def test_clusters_are_the_places() -> None:
@@ -338,7 +348,12 @@ def test_missing_links_are_gone_round() -> None:
         ({}, 4, ConfigError, r"4 stages need a reliable device each, and there are 3; use fewer"),
         ({}, 5, ConfigError, r"4 layers cannot be cut into 5 stages"),
         ({}, 0, ConfigError, r"cut into 0 stages"),
-        ({"memory_bytes": (0.5 * 2**30,) * 3 + (9e9,) * 2}, None, CapacityError, r"needs 1 GiB, and no reliable .* more than 0.5 GiB"),
+        (
+            {"memory_bytes": (0.5 * 2**30,) * 3 + (9e9,) * 2},
+            None,
+            CapacityError,
+            r"needs 1 GiB, and no reliable .* more than 0.5 GiB",
+        ),
         ({"memory_bytes": (1.5 * 2**30,) * 5}, None, CapacityError, r"use"),
         ({"memory_bytes": (1.0,)}, None, ConfigError, r"an entry for each of 5 devices"),
         ({"bandwidth_gbps": np.diag(np.ones(5))}, None, ConfigError, r"falls apart: devices .* leave them out"),
@@ -347,7 +362,7 @@ def test_missing_links_are_gone_round() -> None:
         ({"delay_ms": np.full((5, 5), -1.0)}, None, ConfigError, r"delay_ms: -1.0 from device 0 to 1; give"),
         ({"flops": (1e12, 0.0, 1e12, 1e12, 1e12)}, None, ConfigError, r"flops: device 1 has 0.0; leave it out"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_work_says_what_to_do(
     search: str, change: dict[str, Any], stages: int | None, error: type[Exception], message: str
 ) -> None:

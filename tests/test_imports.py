@@ -1,5 +1,5 @@
-"""Imports run downwards only, and in no circle; ``policy``, ``strategies``, ``planning`` and the base know neither torch nor sockets;
-nothing can execute what it reads; nobody but the strategies asks which strategy runs."""
+"""Imports run downwards only, and in no circle; ``policy``, ``strategies``, ``planning`` and the base know neither
+torch nor sockets; nothing can execute what it reads; nobody but the strategies asks which strategy runs."""
 
 from __future__ import annotations
 
@@ -272,7 +272,8 @@ def violations(source: Path) -> list[str]:
 
 
 def circles(source: Path) -> list[str]:
-    """Modules that lead back to themselves by imports, those for type checkers included, and what lies between two such circles."""
+    """Modules that lead back to themselves by imports, those for type checkers included, and what lies between two such
+    circles."""
     modules = {".".join(_parts(path, source)): path for path in source.rglob("*.py") if path.stem != "__init__"}
     imported = {
         module: _modules(modules, {name for _, name in _imports(path, source)}) - {module}

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def on_a_stream(talk: Callable[[Intake, socket.socket], Awaitable[None]], early: bytes = b"") -> None:
-    """``talk`` with an Intake and the socket that it reads from; ``early`` is in the StreamReader before it is taken over."""
+    """``talk`` with an Intake and the socket that it reads from; ``early`` is in the StreamReader before it is taken
+    over."""
 
     async def run() -> None:
         ours, theirs = socket.socketpair()

@@ -39,12 +39,22 @@ NEWCOMER = "peer-0j0"
 
 
 def slow_link(rate: float, steps: int) -> Scenario:
-    """A newcomer whose link carries ``rate`` kB/s: its stage's state are 110 MB, a gradient 9 MB as it travels, a step takes 0.8 s."""
+    """A newcomer whose link carries ``rate`` kB/s: its stage's state are 110 MB, a gradient 9 MB as it travels, a step
+    takes 0.8 s."""
     small = ("wire.gradients=int8", "optimizer.eps=0.1", "model.vocab=300", "model.dropout=0.0")
     return Scenario(
-        1, (2, 1), 1, steps, 4, 0.01, (Fault(1.0, "join", (NEWCOMER,)),), overrides=small, narrow=((NEWCOMER, 1e3 * rate),),
-        weight=1e3, tolerance=5e-3,
-    )  # fmt: skip
+        1,
+        (2, 1),
+        1,
+        steps,
+        4,
+        0.01,
+        (Fault(1.0, "join", (NEWCOMER,)),),
+        overrides=small,
+        narrow=((NEWCOMER, 1e3 * rate),),
+        weight=1e3,
+        tolerance=5e-3,
+    )
 
 
 def applied(outcome: Outcome, name: str) -> list[tuple[float, int, int]]:
@@ -122,7 +132,9 @@ class Vector:
 
 def context(codec: Codec = Codec.FP16) -> Context:
     founders = tuple(Member(id=p, name=p, stage=0, trainer=True, addresses=()) for p in "ab")
-    genesis = Genesis(run_id="r", config=bytes(32), data=bytes(32), stages=1, members=founders, collector="a", first_step=0)  # fmt: skip
+    genesis = Genesis(
+        run_id="r", config=bytes(32), data=bytes(32), stages=1, members=founders, collector="a", first_step=0
+    )
     plan = Plan(1, 1, 1, 1, 1, 2, lambda s: 1, Codec.INT8, codec, None, lambda s: 0.0, 0, 8, SWARM)
     return Context(MemoryHub().join("a"), LoopClock(), Vector(), Roster(genesis, "a"), plan, emit=lambda event: None)  # type: ignore[arg-type]
 
@@ -130,8 +142,15 @@ def context(codec: Codec = Codec.FP16) -> Context:
 def step_of(step: int) -> tuple[RecordBuilder, MeanGradient]:
     facts = ShardFacts(content=bytes(32), square_norm=1.0, finite=True)
     entry = RoundEntry(
-        lineage=bytes(32), step=step, stage=0, round=bytes([step] * 32), members=("a", "b"), shards=(facts, facts), stop=False, holder="a",
-    )  # fmt: skip
+        lineage=bytes(32),
+        step=step,
+        stage=0,
+        round=bytes([step] * 32),
+        members=("a", "b"),
+        shards=(facts, facts),
+        stop=False,
+        holder="a",
+    )
     builder = RecordBuilder(step, bytes(32), 1, bytes(32))
     builder.add(entry)
     gradient = torch.randn(Vector.n_params, generator=torch.Generator().manual_seed(step)).half().float()

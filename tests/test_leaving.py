@@ -56,7 +56,8 @@ def said(outcome: Outcome, what: str) -> list[str]:
 
 @pytest.mark.parametrize("leaver", ["peer-1b", "peer-0b"])
 def test_leaving_is_no_fault(leaver: str) -> None:
-    """A replica, and one that is a trainer, too: nobody suspects it, nothing runs twice, and it is gone before the end."""
+    """A replica, and one that is a trainer, too: nobody suspects it, nothing runs twice, and it is gone before the
+    end."""
     outcome = play(Scenario(1, (2, 2), 2, 4, 8, 0.01, (Fault(0.35, "leave", (leaver,)),)))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert outcome.ends[leaver] == LEFT
@@ -81,8 +82,11 @@ def test_who_left_says_so_in_the_directory(monkeypatch: pytest.MonkeyPatch) -> N
     assert outcome.ends["peer-1b"] == LEFT
     said = {peer: Announced.read(peer, value) for peer, (_, value) in worlds[0].hub.directory["fuzz/peers"].items()}
     assert {peer: a is not None and a.left for peer, a in said.items()} == {
-        "peer-0a": False, "peer-0b": False, "peer-1a": False, "peer-1b": True
-    }  # fmt: skip
+        "peer-0a": False,
+        "peer-0b": False,
+        "peer-1a": False,
+        "peer-1b": True,
+    }
 
 
 def test_all_of_a_stage_want_to_go_and_the_last_stays_and_says_so() -> None:
@@ -143,7 +147,8 @@ def test_a_peer_knows_itself_which_stage_it_serves() -> None:
 
 
 def test_what_is_said_of_others_never_stands_against_their_own_word() -> None:
-    """One lie about how late its word was would keep a peer from ever saying where it serves, and from being understood at all."""
+    """One lie about how late its word was would keep a peer from ever saying where it serves, and from being understood
+    at all."""
     members = tuple(Member(id=p, name=p, stage=k, trainer=True, addresses=()) for k, p in enumerate("ab"))
     genesis = Genesis(
         run_id="r", config=bytes(32), data=bytes(32), stages=2, members=members, collector="a", first_step=0
@@ -165,7 +170,8 @@ def test_what_is_said_of_others_never_stands_against_their_own_word() -> None:
 
 
 def test_who_would_leave_nobody_with_its_state_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the other replica freezes at the moment of leaving: the leaver counts itself in again, and the numbers hold."""
+    """As when the other replica freezes at the moment of leaving: the leaver counts itself in again, and the numbers
+    hold."""
     asked = []
     right = Departure.taken_over
 
@@ -190,7 +196,8 @@ def test_who_leaves_stays_until_the_other_replica_has_the_step() -> None:
 
 
 def test_a_leaver_whose_stage_is_lost_comes_back_with_the_newest_state() -> None:
-    """The run stepped back to its beginning while the leaver was still there, and waited for the dead replica to take over."""
+    """The run stepped back to its beginning while the leaver was still there, and waited for the dead replica to take
+    over."""
     faults = (Fault(0.35, "leave", ("peer-1b",)), Fault(0.8573, "kill", ("peer-1a",)))
     outcome = play(Scenario(1, (2, 2), 2, 4, 8, 0.01, faults))
     assert outcome.violations == [], "\n".join(readable(outcome))
@@ -202,7 +209,8 @@ def test_a_leaver_whose_stage_is_lost_comes_back_with_the_newest_state() -> None
 
 @pytest.mark.parametrize("gone", ["die", "leave"])
 def test_machines_may_come_and_go_without_end(gone: str) -> None:
-    """Those that are gone for longest are forgotten, never the living, nor the one whose place the run's checkpoints are in."""
+    """Those that are gone for longest are forgotten, never the living, nor the one whose place the run's checkpoints
+    are in."""
     members = [
         Member(id=p, name=p, stage=k % 2, trainer=True, addresses=(), place="here" if p == "a" else "")
         for k, p in enumerate("abc")
@@ -228,8 +236,8 @@ def test_machines_may_come_and_go_without_end(gone: str) -> None:
 
 
 def test_who_moves_at_the_same_step_to_the_same_stage_is_heard_of() -> None:
-    """Each believes that the other has gone, and introduces itself to everyone else only; when those have gone, too, each would take
-    itself for the stage's only peer."""
+    """Each believes that the other has gone, and introduces itself to everyone else only; when those have gone, too,
+    each would take itself for the stage's only peer."""
     moves = tuple(Fault(0.35, "move", (mover,), to=1) for mover in ("peer-0b", "peer-2b"))
     for faults in (moves, (*moves, Fault(3.0, "kill", ("peer-1a",)))):
         outcome = play(Scenario(1, (2, 1, 2), 2, 12, 8, 0.01, faults))

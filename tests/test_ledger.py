@@ -27,9 +27,16 @@ def entry(
     """What ``holder`` says of a round of ``members``; ``shard`` changes the facts of the last one's shard."""
     facts: dict[str, object] = {"content": b"c" * 32, "square_norm": 4.0, "finite": True}
     fields: dict[str, object] = {
-        "lineage": LINEAGE, "step": 4, "stage": stage, "round": bytes([stage]) * 32, "members": members, "holder": holder,
-        "shards": [*[facts] * (len(members) - 1), {**facts, **(shard or {})}], "stop": False, "without": without,
-    }  # fmt: skip
+        "lineage": LINEAGE,
+        "step": 4,
+        "stage": stage,
+        "round": bytes([stage]) * 32,
+        "members": members,
+        "holder": holder,
+        "shards": [*[facts] * (len(members) - 1), {**facts, **(shard or {})}],
+        "stop": False,
+        "without": without,
+    }
     return RoundEntry.model_validate({**fields, **changes})
 
 
@@ -284,10 +291,13 @@ def test_rounds_differ_when_members_disagree_on_anything() -> None:
     base = round_id(LINEAGE, 0, 1, 0, sealed, ("a", "b"), False)
     assert base == round_id(LINEAGE, 0, 1, 0, dict(reversed(sealed.items())), ("a", "b"), False)
     others = [
-        round_id(b"M" * 32, 0, 1, 0, sealed, ("a", "b"), False), round_id(LINEAGE, 1, 1, 0, sealed, ("a", "b"), False),
-        round_id(LINEAGE, 0, 2, 0, sealed, ("a", "b"), False), round_id(LINEAGE, 0, 1, 1, sealed, ("a", "b"), False),
-        round_id(LINEAGE, 0, 1, 0, {"a": frozenset({0})}, ("a",), False), round_id(LINEAGE, 0, 1, 0, sealed, ("a",), False),
+        round_id(b"M" * 32, 0, 1, 0, sealed, ("a", "b"), False),
+        round_id(LINEAGE, 1, 1, 0, sealed, ("a", "b"), False),
+        round_id(LINEAGE, 0, 2, 0, sealed, ("a", "b"), False),
+        round_id(LINEAGE, 0, 1, 1, sealed, ("a", "b"), False),
+        round_id(LINEAGE, 0, 1, 0, {"a": frozenset({0})}, ("a",), False),
+        round_id(LINEAGE, 0, 1, 0, sealed, ("a",), False),
         round_id(LINEAGE, 0, 1, 0, sealed, ("a", "b"), True),
         round_id(LINEAGE, 0, 1, 0, sealed, ("a", "b"), False, (), ("z",)),
-    ]  # fmt: skip
+    ]
     assert len({base, *others}) == 9

@@ -1,4 +1,5 @@
-"""A joiner's limits are its own: what a founder asks for beyond them is refused before anything is taken, and the founder hears why."""
+"""A joiner's limits are its own: what a founder asks for beyond them is refused before anything is taken, and the
+founder hears why."""
 
 from __future__ import annotations
 
@@ -82,19 +83,42 @@ def resident_bytes() -> int:
 @pytest.mark.parametrize(
     ("memory_gib", "overrides", "told", "kind", "said"),
     [
-        (0.25, LARGE, {}, CapacityError, r"stage 0 needs .* this machine may use 256 MiB: it does not serve it. Give more \(--memory"),
+        (
+            0.25,
+            LARGE,
+            {},
+            CapacityError,
+            r"stage 0 needs .* this machine may use 256 MiB: it does not serve it. Give more \(--memory",
+        ),
         (0.25, LARGE, {"running": True, "name": "a"}, CapacityError, "this machine may use"),
         (2.0, SMALL, {"stage": 7}, AdmissionError, r"serve stage 7 of a run with stages 0..1; nothing was taken"),
-        (2.0, SMALL, {"tokenizer_size": 200 << 20}, AdmissionError, "a tokenizer of 200 MiB, and the run's vocabulary takes at most 4"),
+        (
+            2.0,
+            SMALL,
+            {"tokenizer_size": 200 << 20},
+            AdmissionError,
+            "a tokenizer of 200 MiB, and the run's vocabulary takes at most 4",
+        ),
         (2.0, SMALL, {"part_size": 1 << 40}, AdmissionError, "a checkpoint's part of .* and stage 0 has at most"),
         (2.0, SMALL, {"config": "{"}, AdmissionError, "cannot be run"),
-        (2.0, SMALL, {"config": '{"model": {"layers": 1000000}, "fleet": {"stages": 3000}}'}, ConfigError, "say how many layers each"),
+        (
+            2.0,
+            SMALL,
+            {"config": '{"model": {"layers": 1000000}, "fleet": {"stages": 3000}}'},
+            ConfigError,
+            "say how many layers each",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_founder_that_asks_for_too_much_is_refused_before_anything_is_taken(
-    memory_gib: float, overrides: tuple[str, ...], told: dict[str, Any], kind: type[MuletrainError], said: str,
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    memory_gib: float,
+    overrides: tuple[str, ...],
+    told: dict[str, Any],
+    kind: type[MuletrainError],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))

@@ -105,8 +105,8 @@ def test_a_side_that_lacks_a_stage_steps_back_alone_and_joins_the_longer_history
 
 
 def test_a_peer_that_could_not_go_over_stands_by_what_it_attested_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It made its round again, with other bits under the same name, so that its side had two records of the step, and stood still until it
-    gave up. Found by 'muletrain fuzz' (seed 438)."""
+    """It made its round again, with other bits under the same name, so that its side had two records of the step, and
+    stood still until it gave up. Found by 'muletrain fuzz' (seed 438)."""
     said: dict[tuple[str, bytes], set[tuple[bytes, ...]]] = {}
     held = []
     attest = Reduction._attest

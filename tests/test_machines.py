@@ -74,8 +74,9 @@ NO_SYN = "10,40 0 0 12,21 0 6 2048,48 0 0 23,21 0 4 6,177 0 0 14,80 0 0 27,84 0 
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Runs a muletrain command on machine 'a', 'b' or 'c' (one switch between them that passes TCP alone, no other route), in a
-    folder of its own, with caches and temporary files of its own. ``PYTHON`` as the first argument: that code instead."""
+    """Runs a muletrain command on machine 'a', 'b' or 'c' (one switch between them that passes TCP alone, no other
+    route), in a folder of its own, with caches and temporary files of its own. ``PYTHON`` as the first argument: that
+    code instead."""
     started: list[subprocess.Popen[str]] = []
     scratch: dict[str, str] = {}
     switch = Switch("abc")
@@ -85,9 +86,12 @@ def machines(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         run = ["-c", *arguments[1:]] if arguments[0] == PYTHON else ["-m", "muletrain.cli.main", *arguments]
         process = subprocess.Popen(
             [*switch.inside(machine), sys.executable, *run],
-            cwd=tmp_path / machine, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            cwd=tmp_path / machine,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
             env={**os.environ, "TMPDIR": scratch[machine], "XDG_CACHE_HOME": f"{scratch[machine]}/cache"},
-        )  # fmt: skip
+        )
         started.append(process)
         return process
 
@@ -201,7 +205,8 @@ to.sendall(bytes(3_000_000))
 
 @namespaces
 def test_a_shaped_link_has_its_rates_and_its_queue() -> None:
-    """3 MB up by 8 Mb/s, and by 16 Mb/s down: what waits is the router's, and nothing is lost before its queue is full."""
+    """3 MB up by 8 Mb/s, and by 16 Mb/s down: what waits is the router's, and nothing is lost before its queue is
+    full."""
     with Switch("ab") as switch:
         switch.shape("a", up_bytes_per_s=1e6, down_bytes_per_s=2e6, queue_s=2.0)
 
@@ -346,9 +351,19 @@ def test_who_leaves_before_the_start_is_not_counted_on_and_any_member_lets_other
     """From a Hugging Face folder, too, which only the founder has, and only until it hands out the first weights."""
     first = hugging_face_folder(tmp_path / "llama")
     settings = [
-        "--set", "fleet.peers=3", "--set", "train.steps=6", "--set", "compute.precision=bf16", "--set", f"model.from={tmp_path / 'llama'}",
-        "--set", "optimizer.lr=1e-30", "--set", "optimizer.weight_decay=0",
-    ]  # fmt: skip
+        "--set",
+        "fleet.peers=3",
+        "--set",
+        "train.steps=6",
+        "--set",
+        "compute.precision=bf16",
+        "--set",
+        f"model.from={tmp_path / 'llama'}",
+        "--set",
+        "optimizer.lr=1e-30",
+        "--set",
+        "optimizer.weight_decay=0",
+    ]
     founder = machines("a", "start", *TINY, *settings, "--json")
     ticket = ticket_in(tmp_path / "a")
     shutil.rmtree(tmp_path / "llama")
@@ -485,10 +500,21 @@ def lobby_of(net: Network, bytes_of_stages: list[int], expected: int) -> lobby.L
         for n in bytes_of_stages
     ]
     return lobby.Lobby(
-        net=net, clock=LoopClock(), emit=lambda event: None, run_id="run", config_json="{}", config_digest=bytes(32),
-        data_digest=bytes(32), tokenizer=b"t", stages=len(needs), expected=expected, trainers=1, needs=needs,
-        stage_costs=[1.0] * len(needs), strategy=SWARM,
-    )  # fmt: skip
+        net=net,
+        clock=LoopClock(),
+        emit=lambda event: None,
+        run_id="run",
+        config_json="{}",
+        config_digest=bytes(32),
+        data_digest=bytes(32),
+        tokenizer=b"t",
+        stages=len(needs),
+        expected=expected,
+        trainers=1,
+        needs=needs,
+        stage_costs=[1.0] * len(needs),
+        strategy=SWARM,
+    )
 
 
 def test_every_peer_with_the_data_trains_unless_fewer_are_wanted() -> None:
@@ -516,9 +542,15 @@ def test_a_newcomer_with_another_corpus_says_why_it_does_not_come(tmp_path: Path
     cache = TokenCache.build(config.data, config.model.vocab)
     ticket = Ticket("run", bytes(32), bytes(32), ("/memory/p2p/founder",))
     spec = WorkerSpec(
-        role="join", name="b", ticket=str(ticket), folder=str(tmp_path), data=f"{tmp_path}/theirs.txt", memory_gib=1.0,
-        device="cpu", precision="fp32",
-    )  # fmt: skip
+        role="join",
+        name="b",
+        ticket=str(ticket),
+        folder=str(tmp_path),
+        data=f"{tmp_path}/theirs.txt",
+        memory_gib=1.0,
+        device="cpu",
+        precision="fp32",
+    )
     told: list[Event] = []
 
     async def scenario() -> None:
@@ -605,10 +637,16 @@ def test_kinds_of_devices_are_not_mixed_in_a_stage_where_it_can_be_avoided() -> 
 @pytest.mark.parametrize(
     ("asked", "gpus", "expected"),
     [
-        ("auto", 0, ["auto"]), ("auto", 1, ["cuda:0"]), ("auto", 3, ["cuda:0", "cuda:1", "cuda:2"]), ("cpu", 2, ["cpu"]),
-        ("cuda", 2, ["cuda:0", "cuda:1"]), ("cuda", 0, ["cuda"]), ("cuda:1", 2, ["cuda:1"]), ("mps", 0, ["mps"]),
+        ("auto", 0, ["auto"]),
+        ("auto", 1, ["cuda:0"]),
+        ("auto", 3, ["cuda:0", "cuda:1", "cuda:2"]),
+        ("cpu", 2, ["cpu"]),
+        ("cuda", 2, ["cuda:0", "cuda:1"]),
+        ("cuda", 0, ["cuda"]),
+        ("cuda:1", 2, ["cuda:1"]),
+        ("mps", 0, ["mps"]),
     ],
-)  # fmt: skip
+)
 def test_a_machine_brings_every_gpu_it_has(asked: str, gpus: int, expected: list[str]) -> None:
     assert machine.devices(asked, gpus) == expected
 
@@ -819,13 +857,31 @@ def test_a_name_that_could_not_name_a_file_and_data_that_are_not_there_are_refus
     ticket = str(Ticket("run", bytes(32), bytes(32), ("/ip4/127.0.0.1/tcp/1/p2p/X",)))
     with pytest.raises(MuletrainError, match=r"--data pydoc,x\.txt: no such file: '.*/x\.txt'; check the path"):
         machines_cli.join_run(
-            ticket, data="pydoc,x.txt", place=None, stage=None, memory=None, device="cpu", threads=1, listen="127.0.0.1", port=0, json=True
-        )  # fmt: skip
+            ticket,
+            data="pydoc,x.txt",
+            place=None,
+            stage=None,
+            memory=None,
+            device="cpu",
+            threads=1,
+            listen="127.0.0.1",
+            port=0,
+            json=True,
+        )
     with pytest.raises(MuletrainError, match="--name"):
         machines_cli.join_run(
-            ticket, data=None, place=None, stage=None, memory=None, device="cpu", threads=1, listen="127.0.0.1", port=0, json=True,
+            ticket,
+            data=None,
+            place=None,
+            stage=None,
+            memory=None,
+            device="cpu",
+            threads=1,
+            listen="127.0.0.1",
+            port=0,
+            json=True,
             name=name,
-        )  # fmt: skip
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -881,8 +937,12 @@ def test_an_owners_bandwidth_counts_from_the_first_byte_on(tmp_path: Path, monke
     monkeypatch.setattr(Worker, "_join", join)
     assert machines_cli.Limits(bandwidth_mbps=16).share(2) == 1e6, "for each of two processes"
     spec = WorkerSpec(
-        role="join", name="n", folder=str(tmp_path), ticket=str(Ticket("run", bytes(32), bytes(32), ())), bandwidth_bytes_per_s=1e6
-    )  # fmt: skip
+        role="join",
+        name="n",
+        folder=str(tmp_path),
+        ticket=str(Ticket("run", bytes(32), bytes(32), ())),
+        bandwidth_bytes_per_s=1e6,
+    )
     problems: list[str] = []
     with EventLog(tmp_path / "n.jsonl", "n") as log:
         run_virtually(Worker(spec, log).run(), 100.0, problems)

@@ -97,9 +97,18 @@ def test_a_plain_hivemind_process_gets_nothing() -> None:
                 await net.announce("plans", b"attack at dawn", 60)
             hello = b"".join(pack(Frame("hello", {"channel": "pipe"})) + pack(Frame("x", {"n": 0}))).hex()
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", PLAIN_HIVEMIND, a.peer_id, a.addresses()[0], CALL, ADMIT, FRAMES, hello,
-                stdout=asyncio.subprocess.PIPE, env={**os.environ, "TMPDIR": str(w.folder)},
-            )  # fmt: skip
+                sys.executable,
+                "-c",
+                PLAIN_HIVEMIND,
+                a.peer_id,
+                a.addresses()[0],
+                CALL,
+                ADMIT,
+                FRAMES,
+                hello,
+                stdout=asyncio.subprocess.PIPE,
+                env={**os.environ, "TMPDIR": str(w.folder)},
+            )
             out, _ = await asyncio.wait_for(process.communicate(), 60)
             said = json.loads(out)
             me = said.pop("me")
@@ -314,7 +323,8 @@ async def gets_nothing(w: World, kicked: Libp2pNetwork, members: tuple[Libp2pNet
 
 
 def test_repeat_offenders_are_banned() -> None:
-    """Whoever sends rubbish, in calls or on streams, is refused each time, and left out after some; the others go on."""
+    """Whoever sends rubbish, in calls or on streams, is refused each time, and left out after some; the others go
+    on."""
 
     async def scenario() -> None:
         async with world() as w:
@@ -347,9 +357,16 @@ def test_repeat_offenders_are_banned() -> None:
 
 
 TINY = [
-    "model.width=64", "model.heads=2", "model.context=32", "model.vocab=512", "train.batch=16", "train.microbatch=2",
-    "train.steps=100000", "checkpoint.every=0", "fleet.peers=3",
-]  # fmt: skip
+    "model.width=64",
+    "model.heads=2",
+    "model.context=32",
+    "model.vocab=512",
+    "train.batch=16",
+    "train.microbatch=2",
+    "train.steps=100000",
+    "checkpoint.every=0",
+    "fleet.peers=3",
+]
 
 
 @pytest.mark.slow

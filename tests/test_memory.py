@@ -100,9 +100,12 @@ def test_a_peer_holds_its_own_stage_and_the_founder_a_tensor_of_the_others(tmp_p
         weights = {name: p.detach() for name, p in build_full(spec, seed=1).named_parameters()}
         export_hf(weights, spec, None, tmp_path / path, shard_bytes=30_000_000)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.test_memory", str(tmp_path)], capture_output=True, text=True, timeout=100,
+        [sys.executable, "-m", "tests.test_memory", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},  # what is freed goes back at once
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     peaks = json.loads(done.stdout)
     ours = facts(512)

@@ -51,9 +51,16 @@ def stages(spec: ModelSpec, count: int, seed: int = 0) -> list[Stage]:
 
 @pytest.mark.parametrize(
     ("preset", "params"),
-    [("gpt3-125m", 162e6), ("gpt3-175b", 174.6e9), ("llama-7b", 6.74e9), ("llama-13b", 13.0e9), ("llama-65b", 65.3e9),
-     ("llama3-8b", 8.03e9), ("llama3-70b", 70.6e9)],
-)  # fmt: skip
+    [
+        ("gpt3-125m", 162e6),
+        ("gpt3-175b", 174.6e9),
+        ("llama-7b", 6.74e9),
+        ("llama-13b", 13.0e9),
+        ("llama-65b", 65.3e9),
+        ("llama3-8b", 8.03e9),
+        ("llama3-70b", 70.6e9),
+    ],
+)
 def test_presets_have_the_published_parameter_counts(preset: str, params: float) -> None:
     """GPT-3's counts are ours with an untied head: 125M + 38.6M."""
     assert ModelSpec.from_config(ModelConfig(preset=preset)).params == pytest.approx(params, rel=0.01)
@@ -188,8 +195,10 @@ def test_masks_keep_their_share_independently(probability: float) -> None:
     expected = 1 - round(probability * 256) / 256
     spread = (expected * (1 - expected)) ** 0.5
     assert float(keep.mean()) == pytest.approx(expected, abs=5 * spread / count**0.5)
-    others = [keep_mask(m, s, count, probability, CPU).double() for m, s in
-              [(Masks(1, 0, 0), 0), (Masks(0, 1, 0), 0), (Masks(0, 0, 1), 0), (Masks(0, 0, 0), 1)]]  # fmt: skip
+    others = [
+        keep_mask(m, s, count, probability, CPU).double()
+        for m, s in [(Masks(1, 0, 0), 0), (Masks(0, 1, 0), 0), (Masks(0, 0, 1), 0), (Masks(0, 0, 0), 1)]
+    ]
     for other in (*others, keep.roll(1), keep.roll(4), keep.roll(192)):
         correlation = float(((keep - expected) * (other - expected)).mean()) / spread**2
         assert abs(correlation) < 5 / count**0.5
@@ -401,10 +410,19 @@ def test_evaluate_is_the_mean_over_targets_that_count() -> None:
 def _llama(tied: bool) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32, rms_norm_eps=1e-6, tie_word_embeddings=tied,
-        initializer_range=0.3, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=tied,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     return LlamaForCausalLM(config).eval()
 
 

@@ -487,7 +487,8 @@ def sockets() -> int:
 
 
 def test_who_cannot_be_reached_costs_no_socket() -> None:
-    """Refused, or given up while the daemon dials: no socket waits until errors, which hold what they came from, are collected."""
+    """Refused, or given up while the daemon dials: no socket waits until errors, which hold what they came from, are
+    collected."""
     from hivemind.p2p import PeerID
 
     async def scenario() -> None:

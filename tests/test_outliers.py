@@ -133,11 +133,19 @@ def seal(
         return packed(x * ONE)
 
     return Seal(
-        lineage=bytes(32), step=0, stage=0, attempt=0, indices=indices, members=("a",), weights=bytes(32), stop=False, leaves=False,
+        lineage=bytes(32),
+        step=0,
+        stage=0,
+        attempt=0,
+        indices=indices,
+        members=("a",),
+        weights=bytes(32),
+        stop=False,
+        leaves=False,
         sketch=values(len(indices) if total is None else total),
         gave_up=None if gave_up is None else GivenUp(indices=gave_up[0], sketch=values(gave_up[1]), excused=excused),
         findings=tuple(Finding(member=m, sketch=values(s)) for m, s in found.items()),
-    )  # fmt: skip
+    )
 
 
 def test_who_stands_out_is_computed_again_by_who_has_the_least_to_do() -> None:
@@ -168,7 +176,8 @@ def test_who_keeps_what_another_computed_again_does_not_count() -> None:
 
 
 def test_findings_on_what_nobody_gave_up_take_nothing_away_and_protect_nobody() -> None:
-    """Else a liar's seal would leave gaps that its replicas run again for ever, or its own gradient would never be looked at."""
+    """Else a liar's seal would leave gaps that its replicas run again for ever, or its own gradient would never be
+    looked at."""
     made_up: dict[str, Any] = dict.fromkeys("bcdefgh", 2.0)
     seals = {"a": seal(0, 1, total=math.nan, **made_up), "b": seal(2, 3), "c": seal(4, 5)}
     assert audit.counted(seals) == {"a": {0, 1}, "b": {2, 3}, "c": {4, 5}}
@@ -283,7 +292,8 @@ def test_who_missed_that_it_is_expelled_hears_of_it_from_the_record_or_those_wit
 
 @pytest.mark.parametrize("seed", [22, 24])
 def test_where_all_that_are_left_gave_up_they_stand_for_what_they_compute_again(seed: int) -> None:
-    """The liar freezes while it is judged; when it is back, the judge looks on, and two that gave up go on without it."""
+    """The liar freezes while it is judged; when it is back, the judge looks on, and two that gave up go on without
+    it."""
     for before_s in (0.005, 0.03, 0.3):
         frozen_before_its_sentence(seed, before_s, for_s=2.5)
 

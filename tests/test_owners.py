@@ -1,4 +1,5 @@
-"""What touches a joiner's disk or credentials is the choice of that machine's owner, whatever the founder's configuration says."""
+"""What touches a joiner's disk or credentials is the choice of that machine's owner, whatever the founder's
+configuration says."""
 
 from __future__ import annotations
 

@@ -24,9 +24,18 @@ machines = [{{ name = "front", speed = 4.0 }}, {{ name = "quick" }}, {{ name = "
 pacing = {{ forward_ms = {FORWARD_MS}, backward_ms = {BACKWARD_MS} }}
 """
 SMALL = [
-    "model.width=32", "model.heads=2", "model.layers=2", "model.context=16", "model.vocab=512", "train.microbatch=1",
-    "compute.precision=fp32", f"train.batch={MICROBATCHES}", f"train.steps={STEPS}", "fleet.peers=3", "fleet.trainers=1",
-]  # fmt: skip
+    "model.width=32",
+    "model.heads=2",
+    "model.layers=2",
+    "model.context=16",
+    "model.vocab=512",
+    "train.microbatch=1",
+    "compute.precision=fp32",
+    f"train.batch={MICROBATCHES}",
+    f"train.steps={STEPS}",
+    "fleet.peers=3",
+    "fleet.trainers=1",
+]
 
 
 @pytest.mark.alone

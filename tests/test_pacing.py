@@ -39,7 +39,8 @@ def test_a_channel_that_comes_while_another_is_being_woken_does_not_lose_the_tur
 
 
 def test_a_pause_is_over_although_the_loop_calls_a_little_early() -> None:
-    """asyncio's timers may come before their time by less than the clock's resolution; nobody would call again (fleet 120 of the grid)."""
+    """asyncio's timers may come before their time by less than the clock's resolution; nobody would call again (fleet
+    120 of the grid)."""
 
     async def scenario() -> None:
         pacer = Pacer()
@@ -102,8 +103,8 @@ def test_who_acknowledges_late_does_not_stretch_the_deadlines_of_questions_for_l
 
 
 def test_the_queue_in_our_uplink_delays_answers_of_everybody() -> None:
-    """Also of a peer that we send nothing: it was doubted as soon as averaging filled the link. One of three that acknowledges late, or
-    lies, excuses only itself."""
+    """Also of a peer that we send nothing: it was doubted as soon as averaging filled the link. One of three that
+    acknowledges late, or lies, excuses only itself."""
 
     async def scenario() -> None:
         pacer, loop = Pacer(), asyncio.get_running_loop()

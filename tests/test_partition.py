@@ -25,17 +25,19 @@ def chains(draw: st.DrawFn) -> Chain:
         return tuple(draw(st.lists(values, min_size=layers, max_size=layers)))
 
     shared = st.builds(Shared, sizes, st.sets(st.integers(0, layers - 1), min_size=1).map(tuple))
-    return Chain(
-        each(st.floats(0.1, 5)), each(sizes), each(sizes), tuple(draw(st.lists(shared, max_size=2)))
-    )  # fmt: skip
+    return Chain(each(st.floats(0.1, 5)), each(sizes), each(sizes), tuple(draw(st.lists(shared, max_size=2))))
 
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[Chain, list[Capacity]]:
     chain = draw(chains())
     capacity = st.builds(
-        Capacity, st.floats(0.1, 5), st.integers(1, 25).map(float) | st.just(math.inf), st.integers(1, 3).map(float), st.floats(0, 3)
-    )  # fmt: skip
+        Capacity,
+        st.floats(0.1, 5),
+        st.integers(1, 25).map(float) | st.just(math.inf),
+        st.integers(1, 3).map(float),
+        st.floats(0, 3),
+    )
     count = draw(st.integers(1, len(chain.work)))
     return chain, draw(st.lists(capacity, min_size=count, max_size=count))
 
@@ -124,11 +126,20 @@ def test_activations_count_as_often_as_microbatches_are_in_flight() -> None:
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        ([4, 4], r"layer 1 alone needs 5 GiB, and no stage's machines have more than 4 GiB each; use machines with more memory"),
-        ([9, 0.5], r"stage 1 holds no layer: the smallest needs 1 GiB, and its smallest machine has 0.5 GiB; leave that machine out"),
-        ([5, 6], r"4 layers do not fit into 2 stages: filled in order, they hold 1 in 5 GiB, 2 in 6 GiB .*use more stages"),
+        (
+            [4, 4],
+            r"layer 1 alone needs 5 GiB, and no stage's machines have more than 4 GiB each; use machines with more memory",
+        ),
+        (
+            [9, 0.5],
+            r"stage 1 holds no layer: the smallest needs 1 GiB, and its smallest machine has 0.5 GiB; leave that machine out",
+        ),
+        (
+            [5, 6],
+            r"4 layers do not fit into 2 stages: filled in order, they hold 1 in 5 GiB, 2 in 6 GiB .*use more stages",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_says_why_and_what_to_do(stages: list[float], message: str) -> None:
     chain = Chain((1.0,) * 4, tuple(n * GIB for n in (1.0, 5.0, 1.0, 5.0)))
     with pytest.raises(CapacityError, match=message):
@@ -146,7 +157,7 @@ def test_what_does_not_fit_says_why_and_what_to_do(stages: list[float], message:
         (lambda: partition_chain(Chain((1.0,)), []), "cannot cut 1 layers into 0 stages"),
         (lambda: partition_chain(Chain((1.0,)), [Capacity(speed=0.0)]), "speed of a stage is positive"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_chain(chain: object, message: str) -> None:
     assert callable(chain)
     with pytest.raises(ValueError, match=message):

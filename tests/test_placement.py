@@ -1,4 +1,5 @@
-"""Placements: the cost model by hand and by brute force, searches against enumeration, what holds whatever the network, and the command."""
+"""Placements: the cost model by hand and by brute force, searches against enumeration, what holds whatever the network,
+and the command."""
 
 from __future__ import annotations
 
@@ -226,9 +227,15 @@ def test_the_path_through_many_stages_is_a_short_one() -> None:
 # --- searches ----------------------------------------------------------------------------------------------------------
 
 SHAPES = [
-    pytest.param(task_of(1, (3, 3, 3)), marks=pytest.mark.slow), task_of(4, (2, 2), 2), task_of(5, (1, 1, 1, 1)),
-    task_of(6, (4,), 1), task_of(7, (3, 1, 2)), task_of(8, (3, 2), 1), task_of(9, (2, 2, 2), 1, unequal=True), task_of(10, (1,)),
-]  # fmt: skip
+    pytest.param(task_of(1, (3, 3, 3)), marks=pytest.mark.slow),
+    task_of(4, (2, 2), 2),
+    task_of(5, (1, 1, 1, 1)),
+    task_of(6, (4,), 1),
+    task_of(7, (3, 1, 2)),
+    task_of(8, (3, 2), 1),
+    task_of(9, (2, 2, 2), 1, unequal=True),
+    task_of(10, (1,)),
+]
 
 
 @pytest.mark.parametrize("task", SHAPES, ids=lambda task: f"{task.replicas} of {len(task.delay_ms)}")
@@ -249,8 +256,11 @@ def test_small_instances_are_solved_each_time() -> None:
 
 
 MOVES = [
-    task_of(1, (4,) * 6), task_of(2, (3, 1, 2, 4), 2, unequal=True), task_of(3, (1,) * 5), task_of(4, (9, 9), 1, unequal=True),
-]  # fmt: skip
+    task_of(1, (4,) * 6),
+    task_of(2, (3, 1, 2, 4), 2, unequal=True),
+    task_of(3, (1,) * 5),
+    task_of(4, (9, 9), 1, unequal=True),
+]
 
 
 class State:
@@ -381,8 +391,8 @@ def test_local_searches_keep_the_sizes_of_groups(local: type[FastLinks] | type[K
 
 @pytest.mark.parametrize("seed", range(5))
 def test_what_moves_gain_by_hand(seed: int) -> None:
-    """Kernighan-Lin's, any device: what its links inside groups weigh afterwards, activations less gradients. The paper's own, the device
-    with the fastest link in its group: the mean link to the target less that one."""
+    """Kernighan-Lin's, any device: what its links inside groups weigh afterwards, activations less gradients. The
+    paper's own, the device with the fastest link in its group: the mean link to the target less that one."""
     task = task_of(seed, (3, 4, 2), 1)
     groups, n = Groups(task, np.random.default_rng(seed)), len(task.devices)
     labels = groups.draw()
@@ -420,11 +430,18 @@ def test_what_moves_gain_by_hand(seed: int) -> None:
 
 
 def test_kernighan_lin_gives_each_machine_of_a_data_centre_a_stage() -> None:
-    """Where it ends with most seeds: links in a machine are fast, so that it wants no others inside a stage (DT-FM, case 1)."""
+    """Where it ends with most seeds: links in a machine are fast, so that it wants no others inside a stage (DT-FM,
+    case 1)."""
     task = paper.task_of("dtfm-case1")
     found = evolve(
-        task, seed=1, time_limit_s=math.inf, watch=lambda share, best_s: None, kernighan_lin=True, trials=60, population=40
-    )  # fmt: skip
+        task,
+        seed=1,
+        time_limit_s=math.inf,
+        watch=lambda share, best_s: None,
+        kernighan_lin=True,
+        trials=60,
+        population=40,
+    )
     assert sorted(sorted(stage) for stage in found.assignment) == [list(range(m, m + 8)) for m in range(0, 64, 8)]
     assert evaluate(task, found.assignment).cost_s == pytest.approx(paper.CASES[0].kernighan_lin[0], abs=1e-3)
 

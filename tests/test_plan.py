@@ -1,4 +1,5 @@
-"""``muletrain plan FLEET.toml``: schedules and swapping by hand, predictions against the simulator, and errors that say what to change."""
+"""``muletrain plan FLEET.toml``: schedules and swapping by hand, predictions against the simulator, and errors that say
+what to change."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ def test_equal_stages_without_links_have_the_textbook_s_bubble(schedule: Any) ->
 
 
 def test_links_by_hand() -> None:
-    """One microbatch: there and back, the last stage does both at once; of two the second comes while the first computes."""
+    """One microbatch: there and back, the last stage does both at once; of two the second comes while the first
+    computes."""
     first, last = Station(1.0, 2.0, on_s=0.5, on_delay_s=0.25), Station(1.0, 2.0, back_s=0.5, back_delay_s=0.25)
     for schedule in ORDERS:
         assert pass_s(schedule, (first, last), 1) == pytest.approx(1 + 0.75 + 3 + 0.75 + 2)  # type: ignore[arg-type]
@@ -87,8 +89,8 @@ def test_a_send_slot_sends_one_thing_after_another() -> None:
 
 
 def test_an_uplink_and_a_downlink_are_shared_by_what_goes_both_ways() -> None:
-    """Gradients (2 s of the uplink) wait behind the second microbatch's activations (4 s), on paths of their own; activations and
-    gradients that come at the same time are taken one after the other."""
+    """Gradients (2 s of the uplink) wait behind the second microbatch's activations (4 s), on paths of their own;
+    activations and gradients that come at the same time are taken one after the other."""
     plain, sender = Station(1.0, 1.0), Station(1.0, 1.0, on_s=4.0, on_up_s=4.0, back_s=2.0, back_up_s=2.0)
     assert pass_s("gpipe", (plain, sender, plain), 1) == pytest.approx(1 + 1 + 4 + 2 + 1 + 2 + 1)
     assert pass_s("gpipe", (plain, sender, plain), 2) == pytest.approx(1 + 1 + 4 + 4 + 2 + 1 + 2 + 1)
@@ -211,7 +213,8 @@ def test_segments_are_equal_on_both_sides(senders: int, receivers: int) -> None:
 
 
 def test_two_segments_for_three_as_in_the_paper() -> None:
-    """HYBRID sec. 3.2.1: the first of two gives two thirds of its half to the first of three, and a third to the second."""
+    """HYBRID sec. 3.2.1: the first of two gives two thirds of its half to the first of three, and a third to the
+    second."""
     first = [(receiver, share) for sender, receiver, share in segments((0, 1), (7, 8, 9)) if sender == 0]
     assert first == [(7, pytest.approx(1 / 2 * 2 / 3)), (8, pytest.approx(1 / 2 * 1 / 3))]
 
@@ -264,9 +267,15 @@ bandwidth_mbps = 100
 """
 MANY_SMALL = FLEET.replace("memory_gib = 1.0", "memory_gib = 0.01").replace("count = 3", "count = 40")
 TINY = (
-    "model.width=256", "model.heads=4", "model.layers=4", "model.context=512", "model.vocab=512", "checkpoint.every=0",
-    "train.microbatch=1", "fleet.rebalance_period=20",
-)  # fmt: skip
+    "model.width=256",
+    "model.heads=4",
+    "model.layers=4",
+    "model.context=512",
+    "model.vocab=512",
+    "checkpoint.every=0",
+    "train.microbatch=1",
+    "fleet.rebalance_period=20",
+)
 
 
 ALONE = '[[machines]]\nname = "a"\ndevice = "CPU"\n'
@@ -383,8 +392,10 @@ def test_stages_that_mix_devices_are_predicted_with_the_weights_on_the_cpu(tmp_p
         return plan_swarm.predict(question)
 
     mixed, stays, alike = (
-        swarm("fleet.toml"), swarm("fleet.toml", "optimizer.state_device=device"), swarm("alike.toml")
-    )  # fmt: skip
+        swarm("fleet.toml"),
+        swarm("fleet.toml", "optimizer.state_device=device"),
+        swarm("alike.toml"),
+    )
     assert [p.state_device for p in (mixed, stays, alike)] == ["cpu", "device", "device"]
     assert mixed.memory[0].device_needs < stays.memory[0].device_needs
     assert mixed.memory[0].host_needs > stays.memory[0].host_needs
@@ -559,7 +570,8 @@ def test_machines_whose_memory_is_too_small_are_left_out(tmp_path: Path) -> None
 
 
 def test_links_may_have_unequal_directions(tmp_path: Path) -> None:
-    """Neither machine holds the model: half of it each. Both ways count as they are; which of them is the narrow one changes nothing."""
+    """Neither machine holds the model: half of it each. Both ways count as they are; which of them is the narrow one
+    changes nothing."""
     steps = []
     for narrow, wide in ((20, 200), (200, 20)):
         found = Plan.model_validate_json(planned(tmp_path, "--json", text=TWO_WAYS.format(narrow, wide)))
@@ -597,18 +609,26 @@ def test_one_machine_is_no_two_stages(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "arguments", "said"),
     [
-        (FLEET, ("--set", "model.width=8192", "--set", "model.layers=48"), ("machines[", "'near'", "add", "smaller model")),
+        (
+            FLEET,
+            ("--set", "model.width=8192", "--set", "model.layers=48"),
+            ("machines[", "'near'", "add", "smaller model"),
+        ),
         (MANY_SMALL, (), ("machines[0].memory_gib", "machine with more memory")),
         (FLEET, ("--stages", "9"), ("--stages 9", "4 layers")),
         (FLEET.replace("tflops = 0.02\n", ""), (), ("machines[0].tflops", "missing")),
         (FLEET, ("--pipelines", "2"), ("--pipelines belongs to --network",)),
         (FLEET, ("--network", "dtfm-case1"), ("stands beside --network",)),
         (FLEET, ("--microbatch", "3"), ("does not divide",)),
-        (FLEET.replace("bandwidth_mbps = 100", "bandwidth_mbps = 0"), (), ("defaults.bandwidth_mbps", "greater than 0")),
+        (
+            FLEET.replace("bandwidth_mbps = 100", "bandwidth_mbps = 0"),
+            (),
+            ("defaults.bandwidth_mbps", "greater than 0"),
+        ),
         (TWO_WAYS.format("0", "50"), (), ("matrix.bandwidth_mbps[0][1]", "greater than 0")),
         (FLEET.replace("up_mbps = 200", "up_mbps = 0"), (), ("machines[1].up_mbps", "greater than 0")),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_planned_is_told(
     tmp_path: Path, text: str, arguments: tuple[str, ...], said: tuple[str, ...]
 ) -> None:

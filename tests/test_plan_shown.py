@@ -44,36 +44,59 @@ def prediction(strategy: str, schedule: str = "", problem: str = "", scale: floa
 
     def traffic(sender: str, receiver: str) -> Traffic:
         return Traffic(
-            sender=sender, receiver=receiver, activations=1e11, gradients=1e11, averaging=4.5e10, bandwidth_bytes_per_s=1.25e8,
+            sender=sender,
+            receiver=receiver,
+            activations=1e11,
+            gradients=1e11,
+            averaging=4.5e10,
+            bandwidth_bytes_per_s=1.25e8,
             delay_s=0.0335,
-        )  # fmt: skip
+        )
 
     return Prediction.model_validate(
         {
-            "strategy": strategy, "schedule": schedule, "runnable": strategy in ("swarm", "pipeline"), "problem": problem,
-            "microbatch": 1, "microbatches": (1024,),
+            "strategy": strategy,
+            "schedule": schedule,
+            "runnable": strategy in ("swarm", "pipeline"),
+            "problem": problem,
+            "microbatch": 1,
+            "microbatches": (1024,),
             "stages": (Stage(layers=(0, 16), machines=EAST), Stage(layers=(16, 32), machines=LAB)),
-            "swapped": ((0, 8), (8, 16), (16, 24), (24, 32)) if strategy == "swap" else (), "step_s": 3661.0, "tokens_per_s": 6789.0,
-            "split": Split(compute_s=2000.0, pipeline_s=1000.0, data_parallel_s=600.0, bubble_s=61.0), "price_per_billion_tokens": 12345.0,
-            "memory": (memory("spot-east", 0), memory("lab", 1)), "traffic": (traffic("virginia", "oregon"), traffic("oregon", "oregon")),
+            "swapped": ((0, 8), (8, 16), (16, 24), (24, 32)) if strategy == "swap" else (),
+            "step_s": 3661.0,
+            "tokens_per_s": 6789.0,
+            "split": Split(compute_s=2000.0, pipeline_s=1000.0, data_parallel_s=600.0, bubble_s=61.0),
+            "price_per_billion_tokens": 12345.0,
+            "memory": (memory("spot-east", 0), memory("lab", 1)),
+            "traffic": (traffic("virginia", "oregon"), traffic("oregon", "oregon")),
             "notes": ("nobody leaves: where a machine is lost, a spare or the others of its stage stand in",),
         }
-    )  # fmt: skip
+    )
 
 
 def shown(*strategies: Prediction, width: int = 80) -> str:
     plan = Plan(
-        fleet="spot", model="llama-7b", params=6_740_000_000, batch=1024, context=2048, strategies=strategies, recommended=0,
+        fleet="spot",
+        model="llama-7b",
+        params=6_740_000_000,
+        batch=1024,
+        context=2048,
+        strategies=strategies,
+        recommended=0,
         why="swarm is predicted to do most, and runs today",
-    )  # fmt: skip
+    )
     text = io.StringIO()
     tell(Console(file=text, width=width, force_terminal=True, color_system=None, highlight=False), plan, FLEET)
     return text.getvalue()
 
 
 EVERY = (
-    prediction("swarm"), prediction("pipeline", "1f1b"), prediction("pipeline", "gpipe"), prediction("swap"), prediction("hub"),
-)  # fmt: skip
+    prediction("swarm"),
+    prediction("pipeline", "1f1b"),
+    prediction("pipeline", "gpipe"),
+    prediction("swap"),
+    prediction("hub"),
+)
 
 
 def test_five_strategies_fit_into_80_columns_and_nothing_is_cut_off() -> None:

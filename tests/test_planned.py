@@ -36,12 +36,24 @@ NEEDS = [
 ]
 SWARM = Prediction(strategy="swarm", runnable=True, microbatch=2, microbatches=(4,), stages=STAGES)
 PIPELINE = Prediction(
-    strategy="pipeline", schedule="1f1b", runnable=True, microbatch=2, microbatches=(4,), stages=STAGES, spares=("cellar",)
-)  # fmt: skip
+    strategy="pipeline",
+    schedule="1f1b",
+    runnable=True,
+    microbatch=2,
+    microbatches=(4,),
+    stages=STAGES,
+    spares=("cellar",),
+)
 PLAN = Plan(
-    fleet="three", model="model", params=ModelSpec.from_config(load_config(None, SMALL).model).params, batch=8, context=16,
-    strategies=(SWARM, PIPELINE, Prediction(strategy="hub", runnable=False, problem="nobody stays")), recommended=1, why="",
-)  # fmt: skip
+    fleet="three",
+    model="model",
+    params=ModelSpec.from_config(load_config(None, SMALL).model).params,
+    batch=8,
+    context=16,
+    strategies=(SWARM, PIPELINE, Prediction(strategy="hub", runnable=False, problem="nobody stays")),
+    recommended=1,
+    why="",
+)
 
 
 def written(tmp_path: Path, **changes: Any) -> Path:
@@ -89,11 +101,26 @@ def test_machines_of_the_plan_are_those_of_the_profile(tmp_path: Path) -> None:
         ({"recommended": 2}, [], None, "hub is not possible on this fleet: nobody stays"),
         ({"recommended": 9}, [], None, "recommended: 9, of 3 strategies"),
         ({"version": 7}, [], None, "a plan of version 7"),
-        ({"strategies": (PIPELINE.model_copy(update={"strategy": "swap"}),), "recommended": 0}, [], None, "does not run yet"),
-        ({"strategies": (PIPELINE.model_copy(update={"spares": ("west",)}),), "recommended": 0}, [], None, "'west' is named twice"),
-        ({"strategies": (PIPELINE.model_copy(update={"microbatches": (5,)}),), "recommended": 0}, [], None, "pipeline.microbatches"),
+        (
+            {"strategies": (PIPELINE.model_copy(update={"strategy": "swap"}),), "recommended": 0},
+            [],
+            None,
+            "does not run yet",
+        ),
+        (
+            {"strategies": (PIPELINE.model_copy(update={"spares": ("west",)}),), "recommended": 0},
+            [],
+            None,
+            "'west' is named twice",
+        ),
+        (
+            {"strategies": (PIPELINE.model_copy(update={"microbatches": (5,)}),), "recommended": 0},
+            [],
+            None,
+            "pipeline.microbatches",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_the_plan_is_told(
     tmp_path: Path, changes: dict[str, Any], given: list[str], choice: str | None, complaint: str
 ) -> None:
@@ -102,8 +129,9 @@ def test_what_does_not_fit_the_plan_is_told(
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint"), [('{"cost_s": 1}', "places devices of a network"), ("[", "not what 'muletrain plan"), (None, "writes a plan")]
-)  # fmt: skip
+    ("text", "complaint"),
+    [('{"cost_s": 1}', "places devices of a network"), ("[", "not what 'muletrain plan"), (None, "writes a plan")],
+)
 def test_what_is_no_plan_is_told(tmp_path: Path, text: str | None, complaint: str) -> None:
     path = tmp_path / "plan.json"
     if text is not None:
@@ -113,7 +141,8 @@ def test_what_is_no_plan_is_told(tmp_path: Path, text: str | None, complaint: st
 
 
 def test_machines_get_the_seat_of_their_name_whoever_lets_them_in() -> None:
-    """At the beginning and later; one that comes back under the name of a dead one has its seat, any other name is made unique."""
+    """At the beginning and later; one that comes back under the name of a dead one has its seat, any other name is made
+    unique."""
     strategy = Pipeline((("east",), ("west",)), (4,), "1f1b")
     join = Join(
         version="", name="west", stage=None, device="cpu", flops=0, memory=1 << 40, host_memory=None, addresses=()

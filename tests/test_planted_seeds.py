@@ -18,8 +18,10 @@ torch.set_num_threads(1)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 SEEDS = 300
 PLANTED = [
-    pytest.param(bug, text, id=f"{promise}: {bug.__name__}") for promise, bugs in PROMISES.items() for bug, text in bugs.items()
-]  # fmt: skip
+    pytest.param(bug, text, id=f"{promise}: {bug.__name__}")
+    for promise, bugs in PROMISES.items()
+    for bug, text in bugs.items()
+]
 
 
 @pytest.mark.parametrize(("bug", "text"), PLANTED)

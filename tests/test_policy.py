@@ -82,7 +82,8 @@ def test_wiring_gives_a_slow_peer_nothing_that_the_step_would_wait_for() -> None
     """Proportional shares gave a CPU one microbatch in a hundred steps, and made that step five times as long."""
 
     def step(wiring: Wiring, number: int, microbatches: int, now_s: float) -> tuple[Counter[str], float]:
-        """Each microbatch comes back before the next one goes, except from ``slow``. Returns when the last one is back, too."""
+        """Each microbatch comes back before the next one goes, except from ``slow``. Returns when the last one is back,
+        too."""
         counts, last_s = Counter[str](), 0.0
         for _ in range(microbatches):
             peer = wiring.choose(step=number, now_s=now_s)
@@ -130,7 +131,8 @@ def test_wiring_waits_for_a_fast_peer_that_is_full_but_not_longer_than_a_slow_on
 
 
 def test_wiring_does_not_take_a_full_link_for_a_slow_peer() -> None:
-    """By mean ways, those that got most looked as slow as a CPU that got nothing: more under way made mixed fleets slower."""
+    """By mean ways, those that got most looked as slow as a CPU that got nothing: more under way made mixed fleets
+    slower."""
     wiring = Wiring(random.Random(0))
     for peer in ("gpu", "cpu"):
         wiring.add(peer)

@@ -65,8 +65,9 @@ def test_delayed_updates_need_weights_and_a_gradient_more_and_larger_copies(
     cut = spec.cut(4)
     params = spec.stage_params(cut, 1)
     at_once, delayed = (
-        stage_memory(spec, cut, 1, tokens=2048, precision=precision, state_on_cpu=aside, delayed=d) for d in (False, True)
-    )  # fmt: skip
+        stage_memory(spec, cut, 1, tokens=2048, precision=precision, state_on_cpu=aside, delayed=d)
+        for d in (False, True)
+    )
     assert delayed.weights - at_once.weights == size * params
     assert delayed.gradient - at_once.gradient == 4 * params
     assert delayed.on_device - at_once.on_device == (size + 4) * params

@@ -1,4 +1,5 @@
-"""A fleet measured before training: what is shaped is found, what is found is a fleet file, and nobody measures for just anybody."""
+"""A fleet measured before training: what is shaped is found, what is found is a fleet file, and nobody measures for
+just anybody."""
 
 from __future__ import annotations
 
@@ -156,9 +157,14 @@ class Lab:
             )  # type: ignore[misc]
             self.probers[name].open()
         self.survey = survey.Survey(
-            net=self.nets[self.names[0]], emit=self.events.append, spec=SPEC, sequences=2, folder=folder,
-            people=lambda: {name: (name, Offer(2**30)) for name in self.names}, clock=LoopClock(),
-        )  # fmt: skip
+            net=self.nets[self.names[0]],
+            emit=self.events.append,
+            spec=SPEC,
+            sequences=2,
+            folder=folder,
+            people=lambda: {name: (name, Offer(2**30)) for name in self.names},
+            clock=LoopClock(),
+        )
 
     def _links(self, index: int) -> Callable[[str], Any]:
         return lambda peer: self.fleet.link(index, self.names.index(peer))
@@ -403,9 +409,23 @@ def test_the_file_loads_as_what_was_measured_and_a_plan_reads_it(tmp_path: Path)
     assert desk.up_bytes_per_s == 1e6
     assert fleet.link(0, 3).bandwidth_bytes_per_s == pytest.approx(LEAST_MBPS / 8 * 1e6)
     planned = CliRunner().invoke(
-        app, ["plan", str(tmp_path / "fleet.toml"), "--batch", "8", "--time-limit", "1", "--json",
-              "--set", "model.width=64", "--set", "model.heads=2", "--set", "model.context=32"]
-    )  # fmt: skip
+        app,
+        [
+            "plan",
+            str(tmp_path / "fleet.toml"),
+            "--batch",
+            "8",
+            "--time-limit",
+            "1",
+            "--json",
+            "--set",
+            "model.width=64",
+            "--set",
+            "model.heads=2",
+            "--set",
+            "model.context=32",
+        ],
+    )
     assert planned.exit_code == 0, planned.output
     used = {
         name for s in json.loads(planned.stdout)["strategies"] for stage in s["stages"] for name in stage["machines"]
@@ -512,10 +532,22 @@ def test_a_real_fleet_is_measured_and_then_trains(tmp_path: Path) -> None:
     (tmp_path / "links.toml").write_text(PROFILE)
     config = load_config(
         None,
-        ["model.width=32", "model.heads=2", "model.layers=2", "model.context=16", "model.vocab=512", "train.batch=4",
-         "train.microbatch=2", "train.steps=1", "fleet.peers=3", "fleet.trainers=1", "compute.precision=fp32",
-         f"fleet.profile={tmp_path / 'links.toml'}", f"data.cache={tmp_path / 'cache'}"],
-    )  # fmt: skip
+        [
+            "model.width=32",
+            "model.heads=2",
+            "model.layers=2",
+            "model.context=16",
+            "model.vocab=512",
+            "train.batch=4",
+            "train.microbatch=2",
+            "train.steps=1",
+            "fleet.peers=3",
+            "fleet.trainers=1",
+            "compute.precision=fp32",
+            f"fleet.profile={tmp_path / 'links.toml'}",
+            f"data.cache={tmp_path / 'cache'}",
+        ],
+    )
     events = run_fleet(config, tmp_path / "run", timeout_s=200, each=lambda name: {"probe": name == "peer-0"})
     (measured,) = [e for e in events if isinstance(e, FleetMeasured)]
     assert measured.lacking == []

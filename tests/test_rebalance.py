@@ -107,9 +107,12 @@ def test_a_stage_of_more_work_gets_more_peers() -> None:
 def test_what_was_measured_at_a_stage_counts_more_than_what_follows_from_another() -> None:
     """``b`` has served stage 1 before, and was of no use there."""
     loads = {
-        "a": Load(0, 0.0, {0: 1.0}), "b": Load(0, 0.0, {0: 1.0, 1: 0.01}), "c": Load(0, 0.0, {0: 1.0}),
-        "d": Load(0, 0.0, {0: 1.0}), "e": Load(1, 0.0, {1: 1.0}),
-    }  # fmt: skip
+        "a": Load(0, 0.0, {0: 1.0}),
+        "b": Load(0, 0.0, {0: 1.0, 1: 0.01}),
+        "c": Load(0, 0.0, {0: 1.0}),
+        "d": Load(0, 0.0, {0: 1.0}),
+        "e": Load(1, 0.0, {1: 1.0}),
+    }
     moves = by_throughput(View(loads, (1.0, 1.0), (0.0, 0.0)), HORIZON_S)
     assert len(moves) == 1
     assert moves[0].peer in ("c", "d")

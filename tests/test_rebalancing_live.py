@@ -1,4 +1,5 @@
-"""Peers move to where they are needed, while the run goes on: in the virtual world, and as a real fleet of paced peers."""
+"""Peers move to where they are needed, while the run goes on: in the virtual world, and as a real fleet of paced
+peers."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def test_a_peer_killed_in_the_poorer_stage_draws_another() -> None:
 
 
 def test_a_peer_that_is_slow_for_a_moment_draws_nobody() -> None:
-    """As on a machine that does something else, too, for a few seconds: three of stage 1 do more than two of stage 0, one of them slow."""
+    """As on a machine that does something else, too, for a few seconds: three of stage 1 do more than two of stage 0,
+    one of them slow."""
     slow = Fault(3.0, "slow", ("peer-0b",), 3.0)
     assert moves(Scenario(4, (2, 3), 1, 14, 12, 0.01, (slow,), "throughput", PERIOD_S)) == []
 
@@ -83,10 +85,21 @@ def test_a_real_fleet_of_one_and_four_does_more_after_moving(tmp_path: Path) -> 
     profile = tmp_path / "fleet.toml"
     profile.write_text('machines = [{ name = "one", count = 5 }]\npacing = { forward_ms = 20.0, backward_ms = 40.0 }\n')
     overrides = [
-        "model.width=32", "model.heads=2", "model.layers=2", "model.context=16", "model.vocab=512", "train.microbatch=1",
-        "compute.precision=fp32", "train.batch=24", "train.steps=60", "fleet.peers=5", "fleet.trainers=1", f"fleet.profile={profile}",
-        f"fleet.rebalance_period={PERIOD_S}", f"data.cache={tmp_path / 'cache'}",
-    ]  # fmt: skip
+        "model.width=32",
+        "model.heads=2",
+        "model.layers=2",
+        "model.context=16",
+        "model.vocab=512",
+        "train.microbatch=1",
+        "compute.precision=fp32",
+        "train.batch=24",
+        "train.steps=60",
+        "fleet.peers=5",
+        "fleet.trainers=1",
+        f"fleet.profile={profile}",
+        f"fleet.rebalance_period={PERIOD_S}",
+        f"data.cache={tmp_path / 'cache'}",
+    ]
     moved: list[Event] = []
     done: list[float] = []
     killed: list[float] = []

@@ -1,4 +1,5 @@
-"""How soon the protocol goes on after a fault: whole runs on a virtual clock. benchmarks/recovery measures real processes."""
+"""How soon the protocol goes on after a fault: whole runs on a virtual clock. benchmarks/recovery measures real
+processes."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def test_the_work_of_a_dead_peer_is_given_out_again_at_once(victim: str) -> None
 def test_what_died_with_a_peer_is_run_again_beside_the_rest_and_no_further_than_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not after the rest, with a pipeline that has to fill again; and a stage that lost nothing does not go back through it."""
+    """Not after the rest, with a pipeline that has to fill again; and a stage that lost nothing does not go back
+    through it."""
     in_vain = []
     right = PacedCompute.backward
 
@@ -84,7 +86,8 @@ def test_of_a_dead_trainers_microbatches_only_what_died_with_it_is_computed_agai
 
 @pytest.mark.parametrize("victim", ["peer-0b", "peer-1b"])
 def test_a_frozen_peer_is_found_out_by_its_silence(victim: str) -> None:
-    """It owes answers and gives none: others compute what it owes. That it is dead, all find out at the same time, not one by one."""
+    """It owes answers and gives none: others compute what it owes. That it is dead, all find out at the same time, not
+    one by one."""
     at_s = 2.0  # in the middle of the third step
     happened = timeline(Fault(at_s, "freeze", (victim,), 60.0))
     assert first(f"microbatch_rerouted .*{victim[1:]}: it is silent", happened) - at_s < 3 * SERVICE_S + 0.5
@@ -141,7 +144,8 @@ def test_who_is_slow_to_answer_gets_twice_the_time_when_it_is_asked_again() -> N
 
 
 def test_before_it_tries_again_a_peer_looks_at_what_it_works_on_itself() -> None:
-    """What its own pipeline is about to accumulate, another of its stage would have, too, if it were given out again."""
+    """What its own pipeline is about to accumulate, another of its stage would have, too, if it were given out
+    again."""
     a, b = (Member(id=p, name=p, stage=s, trainer=True, addresses=()) for s, p in enumerate("ab"))
     genesis = Genesis(
         run_id="run", config=bytes(32), data=bytes(32), stages=2, members=(a, b), collector="a", first_step=0
@@ -196,7 +200,8 @@ def test_the_last_peer_of_a_stage_is_waited_for() -> None:
 
 @pytest.mark.parametrize(("kind", "limit_s"), [("kill", 2.0), ("freeze", 6.0)])
 def test_no_moment_is_a_bad_one_to_go(kind: str, limit_s: float) -> None:
-    """Wherever in a step a replica goes (between its announcement and its part of the sum, too), the run loses seconds."""
+    """Wherever in a step a replica goes (between its announcement and its part of the sum, too), the run loses
+    seconds."""
     stages = (3, 3)
     end = f"peer-0a step_applied step={STEPS} "
     undisturbed_s = first(end, timeline(stages=stages))

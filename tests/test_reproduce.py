@@ -105,7 +105,8 @@ def test_1f1b_holds_no_more_than_the_stages_behind() -> None:
 
 
 def test_sends_block_until_they_are_acknowledged() -> None:
-    """Two stages, two microbatches. Stage 0: 1 + send 2, ack 4 -> goes on at 1 + 2 + 3 + 4 = 10, so sends the second until 13."""
+    """Two stages, two microbatches. Stage 0: 1 + send 2, ack 4 -> goes on at 1 + 2 + 3 + 4 = 10, so sends the second
+    until 13."""
     link = Link(1.0, latency_s=3.0, ack_s=(4.0, 4.0))
     first = step_s(gpipe(2, 1), [StageTime(1.0, 1.0)] * 2, 2.0, link)
     assert first == pytest.approx((1 + 2 + 3) + (1 + 1 + 2 + 3) + 1)
@@ -154,7 +155,8 @@ def test_atom_s_c_by_hand() -> None:
 
 
 def test_hybrid_by_hand() -> None:
-    """512 tokens x 4 x 4096 x 4 B there and back, 128 times, at 175 Mb/s with 125 ms; 1.216 times what case 1 computes."""
+    """512 tokens x 4 x 4096 x 4 B there and back, 128 times, at 175 Mb/s with 125 ms; 1.216 times what case 1
+    computes."""
     exchanged = 128 * 2 * (0.125 + 512 * 4 * 4096 * 4 / (175e6 / 8)) / 60
     assert hybrid.case_3_min("xxlarge", "hub") == pytest.approx(56.1 * 16 / (8 + 8 / 1.55) + exchanged)
     assert hybrid.case_3_min("xxlarge", "PipeDream") == pytest.approx(43.5 * 1.55 + exchanged)
@@ -179,7 +181,8 @@ def test_a_reproduction_that_misses_its_bar_says_so(tmp_path: Path) -> None:
 
 
 def test_dtfm_s_steps_by_hand() -> None:
-    """The same link everywhere: overlapping hides the computing forward, blocking hides nothing; a slow device is waited for."""
+    """The same link everywhere: overlapping hides the computing forward, blocking hides nothing; a slow device is
+    waited for."""
     latency_s, s_per_byte, work = 0.1, 1e-8, dtfm_steps.Work(24, 1024)
     everywhere = dtfm_steps.Links(np.full((64, 64), latency_s), np.full((64, 64), s_per_byte))
     layout = tuple(tuple(range(8 * k, 8 * k + 8)) for k in range(8))

@@ -30,10 +30,21 @@ pytestmark = pytest.mark.timeout(1200)
 
 STEPS = 24
 SMALL = [
-    "model.width=64", "model.heads=2", "model.layers=4", "model.context=64", "model.vocab=512", "train.batch=16",
-    "train.microbatch=2", f"train.steps={STEPS}", "compute.precision=fp32", "wire.activations=fp32", "wire.gradients=fp32",
-    "checkpoint.every=4", "optimizer.warmup=4", "optimizer.eps=1e-6",
-]  # fmt: skip
+    "model.width=64",
+    "model.heads=2",
+    "model.layers=4",
+    "model.context=64",
+    "model.vocab=512",
+    "train.batch=16",
+    "train.microbatch=2",
+    f"train.steps={STEPS}",
+    "compute.precision=fp32",
+    "wire.activations=fp32",
+    "wire.gradients=fp32",
+    "checkpoint.every=4",
+    "optimizer.warmup=4",
+    "optimizer.eps=1e-6",
+]
 
 
 class Run:
@@ -51,8 +62,11 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "muletrain.cli.main", self._command, *arguments],
-            cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
     def resume(self, *overrides: str) -> None:
         self.start("--resume", str(self.run_folder.relative_to(self.folder)), *overrides)
@@ -229,8 +243,8 @@ def test_a_run_on_several_machines_goes_on_with_start(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_killed_at_ten_random_moments(run: Run) -> None:
-    """While peers start and gather, in the middle of steps, and in the middle of writing checkpoints; the last three count from the
-    beginning of a resumed run."""
+    """While peers start and gather, in the middle of steps, and in the middle of writing checkpoints; the last three
+    count from the beginning of a resumed run."""
     rng = random.Random(7)
     moments = rng.sample(["begun", "step", "checkpoint"] * 3 + ["checkpoint"], 10)
     run.start(*settings(), "--set", "checkpoint.every=1")
@@ -258,7 +272,10 @@ def test_killed_at_ten_random_moments(run: Run) -> None:
 def _refused(run: Run, *overrides: str) -> str:
     process = subprocess.run(
         [sys.executable, "-m", "muletrain.cli.main", "run", "--resume", str(run.run_folder), *overrides],
-        cwd=run.folder, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+        cwd=run.folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert process.returncode == 2, process.stdout + process.stderr
     return process.stdout + process.stderr

@@ -26,7 +26,8 @@ CONTROL, PIPE, AVERAGE, BULK = Channel
 
 
 class World:
-    """Peers on ``roads``. Frames count for the bytes that their headers say. ``got``: (when, sender, receiver, channel, bytes, number)."""
+    """Peers on ``roads``. Frames count for the bytes that their headers say. ``got``: (when, sender, receiver, channel,
+    bytes, number)."""
 
     def __init__(self, roads: dict[str, Road], delay_s: float = 0.001) -> None:
         self.hub = MemoryHub()
@@ -254,8 +255,8 @@ def test_a_higher_class_gets_a_downlink_that_others_had_filled() -> None:
 
 
 def test_flows_that_begin_at_the_same_time_do_not_fill_the_uplink() -> None:
-    """The first microbatches of a step, to twenty peers. Each flow's window is for the whole uplink, which it had to itself: probes of the
-    sender waited for a second."""
+    """The first microbatches of a step, to twenty peers. Each flow's window is for the whole uplink, which it had to
+    itself: probes of the sender waited for a second."""
 
     async def scenario() -> None:
         rate, receivers = 73 * MBPS, [f"r{k}" for k in range(20)]
@@ -290,7 +291,8 @@ def test_what_many_slow_receivers_take_together_goes_out() -> None:
 
 
 def test_what_yields_gets_the_pauses_of_what_goes_first() -> None:
-    """State beside a step that uses half of the uplink, in bursts: a piece that stands for several small ones is not taken for a queue."""
+    """State beside a step that uses half of the uplink, in bursts: a piece that stands for several small ones is not
+    taken for a queue."""
 
     async def scenario() -> None:
         rate = 240 * MBPS

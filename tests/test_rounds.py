@@ -1,4 +1,5 @@
-"""Rounds at exact points of the protocol: whoever is lost, late or cut off there, the others go on, and lose no more than they must."""
+"""Rounds at exact points of the protocol: whoever is lost, late or cut off there, the others go on, and lose no more
+than they must."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def test_a_replica_that_dies_while_it_returns_chunks_does_not_hold_up_those_that
 
 
 def test_the_first_holder_dies_before_all_know_of_it() -> None:
-    """Only one replica got the last chunk of the one that died; then it dies, too, in the middle of telling the others."""
+    """Only one replica got the last chunk of the one that died; then it dies, too, in the middle of telling the
+    others."""
     for holder in ("peer-1a", "peer-1b"):
         second = Fault(0.0, "kill", (holder,), on="round_entry", nth=3)
         outcome = played((2, 3), Fault(0.0, "kill", ("peer-1c",), on="reduced", nth=2), second)
@@ -124,8 +126,8 @@ def test_replicas_that_lose_sight_of_each_other_for_a_while_both_come_to_the_end
 
 
 def test_who_waits_for_one_that_left_the_step_to_others_leaves_it_to_them_too() -> None:
-    """After a partition two of four replicas go on without the other two, of which one knows it. What the other holds they believed to be
-    there, and tried 20 times to average without it. Found by 'muletrain fuzz'."""
+    """After a partition two of four replicas go on without the other two, of which one knows it. What the other holds
+    they believed to be there, and tried 20 times to average without it. Found by 'muletrain fuzz'."""
     faults = (
         Fault(0.595, "partition", ("peer-0a", "peer-0c", "peer-1a", "peer-2a"), 1.163),
         Fault(0.654, "damage", ("peer-0a",), 15.9),
@@ -137,14 +139,16 @@ def test_who_waits_for_one_that_left_the_step_to_others_leaves_it_to_them_too() 
 
 
 def test_a_replica_that_left_the_step_to_others_is_waited_for_by_nobody() -> None:
-    """Two companies, each of which waited for a member that had left the step to the other one. Found by 'muletrain fuzz'."""
+    """Two companies, each of which waited for a member that had left the step to the other one. Found by 'muletrain
+    fuzz'."""
     outcome = play(base.draw(188))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert outcome.virtual_s < 60
 
 
 def test_a_step_that_one_of_two_replicas_did_alone_beyond_a_partition_is_taken_by_the_other() -> None:
-    """It is at the next step by then, alone, and nobody can ask it any more what it had sealed. Found by 'muletrain fuzz'."""
+    """It is at the next step by then, alone, and nobody can ask it any more what it had sealed. Found by 'muletrain
+    fuzz'."""
     outcome = play(base.draw(274))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert outcome.virtual_s < 120, "a wait for microbatches, unmeasured yet"
@@ -249,8 +253,16 @@ def test_what_is_abandoned_before_it_begins_gives_its_place_back() -> None:
         pipeline = StageServer(ctx, cast("Any", SimpleNamespace(computing=lambda step: work)), None)
         pipeline.expects = lambda *_: None  # type: ignore[method-assign]
         forward = Forward(
-            lineage=bytes(32), step=0, index=1, attempt=0, trainer="t", stage=0, accumulate=(0,), gradient=False, deadline_s=1.0
-        )  # fmt: skip
+            lineage=bytes(32),
+            step=0,
+            index=1,
+            attempt=0,
+            trainer="t",
+            stage=0,
+            accumulate=(0,),
+            gradient=False,
+            deadline_s=1.0,
+        )
         await pipeline.on_forward("t", forward, Frame("forward", {}, []))
         assert work.serving == {1}
         work.end()
@@ -322,7 +334,8 @@ def test_a_member_that_counts_on_one_only_does_not_part_the_others() -> None:
 
 
 def test_somebody_always_goes_on() -> None:
-    """A chain a-b-c-d in which only neighbours reach each other: rounds of announcements until nobody changes its mind."""
+    """A chain a-b-c-d in which only neighbours reach each other: rounds of announcements until nobody changes its
+    mind."""
     reach = {"a": ["b"], "b": ["a", "c"], "c": ["b", "d"], "d": ["c"]}
     views: dict[str, View] = {}
     looking_on: set[str] = set()

@@ -41,16 +41,24 @@ def played(tmp_path: Path, peers: int, stages: int, batch: int, seconds: float) 
         f'[[machines]]\nname = "a"\ncount = {peers}\nforward_ms = 333\nbackward_ms = 667\n[defaults]\nlocal_rtt_ms = 50\n'
     )
     settings = (
-        "model.width=256", "model.heads=4", "model.context=512", "model.vocab=512", "train.microbatch=1", f"train.batch={batch}",
-        f"fleet.stages={stages}", f"model.layers={stages}", "checkpoint.every=0",
-    )  # fmt: skip
+        "model.width=256",
+        "model.heads=4",
+        "model.context=512",
+        "model.vocab=512",
+        "train.microbatch=1",
+        f"train.batch={batch}",
+        f"fleet.stages={stages}",
+        f"model.layers={stages}",
+        "checkpoint.every=0",
+    )
     fleet, config = load_fleet(file), load_config(None, settings)
     scene = setting(fleet, config, ModelSpec.from_config(config.model))
     return simulate_fleet(scene, config, weather(fleet.churn, tmp_path), hours=seconds / 3600, fidelity="protocol")
 
 
 class Work:
-    """Lines of ours that run, every turn of a loop counted, and messages that are sent meanwhile, from the first one on."""
+    """Lines of ours that run, every turn of a loop counted, and messages that are sent meanwhile, from the first one
+    on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.lines = self.messages = 0
@@ -125,9 +133,16 @@ def test_what_a_roster_answers_follows_the_news() -> None:
 
     def answers() -> tuple[Any, ...]:
         return (
-            roster.stage(0), roster.stage(1), roster.receivers(), roster.others(), roster.everyone(), roster.replicas(), roster.trainers(),
-            roster.members(), roster.coordinator(),
-        )  # fmt: skip
+            roster.stage(0),
+            roster.stage(1),
+            roster.receivers(),
+            roster.others(),
+            roster.everyone(),
+            roster.replicas(),
+            roster.trainers(),
+            roster.members(),
+            roster.coordinator(),
+        )
 
     def found() -> tuple[Any, ...]:
         roster._answers.clear()
@@ -136,11 +151,20 @@ def test_what_a_roster_answers_follows_the_news() -> None:
     newcomer = members[0].model_copy(update={"id": "p9", "name": "p9"})
     back, self_at_7 = members[5].model_copy(update={"since": 3}), members[2].model_copy(update={"since": 7})
     news = [
-        lambda: roster.dead("p0"), lambda: roster.admit(newcomer), lambda: roster.alive("p9"), lambda: roster.alive("p0"),
-        lambda: roster.moved("p4", 1), lambda: roster.left("p1"), lambda: roster.alive("p1"), lambda: roster.expel("p3"),
-        lambda: roster.move(1), lambda: roster.hear_of(self_at_7), lambda: roster.left("p5"), lambda: roster.hear_of(back),
+        lambda: roster.dead("p0"),
+        lambda: roster.admit(newcomer),
+        lambda: roster.alive("p9"),
+        lambda: roster.alive("p0"),
+        lambda: roster.moved("p4", 1),
+        lambda: roster.left("p1"),
+        lambda: roster.alive("p1"),
+        lambda: roster.expel("p3"),
+        lambda: roster.move(1),
+        lambda: roster.hear_of(self_at_7),
+        lambda: roster.left("p5"),
+        lambda: roster.hear_of(back),
         lambda: roster.hear_of(newcomer.model_copy(update={"id": "p8", "name": "p8"})),
-    ]  # fmt: skip
+    ]
     for heard in news:
         before, version = answers(), roster.version
         heard()

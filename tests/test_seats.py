@@ -182,9 +182,15 @@ def test_a_peer_that_was_frozen_has_its_seat_again() -> None:
 def test_a_spare_moves_to_the_stage_that_lost_a_peer() -> None:
     outcome = played(
         world(
-            (2, 3), "1f1b", Fault(0.5, "kill", ("peer-0b",)), delay_s=0.01, steps=30, rebalance="throughput", rebalance_s=2.0
+            (2, 3),
+            "1f1b",
+            Fault(0.5, "kill", ("peer-0b",)),
+            delay_s=0.01,
+            steps=30,
+            rebalance="throughput",
+            rebalance_s=2.0,
         )
-    )  # fmt: skip
+    )
     assert takers(outcome, 29)[0, 1] == {"peer-1c"}
 
 

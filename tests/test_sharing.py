@@ -1,4 +1,5 @@
-"""The only data owner dies, and the run goes on: others have the tokens, and give out the microbatches that a single process would."""
+"""The only data owner dies, and the run goes on: others have the tokens, and give out the microbatches that a single
+process would."""
 
 from __future__ import annotations
 
@@ -105,8 +106,8 @@ def test_without_it_nobody_gives_or_takes_anything() -> None:
 def test_a_fleet_of_processes_outlives_the_one_that_has_the_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGKILL of the founder, which alone has the corpus, once another has the tokens. What rounds otherwise grows with the steps, of which
-    there have to be enough."""
+    """SIGKILL of the founder, which alone has the corpus, once another has the tokens. What rounds otherwise grows with
+    the steps, of which there have to be enough."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "joiners"))
     facts, cache = facts_of(tmp_path, "data.share=true", "train.steps=100")
     torch.set_num_threads(1)
@@ -168,9 +169,13 @@ class Pair:
 
     def sharing(self, shared: Shared | None = None) -> Sharing:
         return Sharing(
-            shared or self.shared, self.data, TOKENIZER, self.vocab, lambda tokens: tokens, # type: ignore[arg-type, return-value]
+            shared or self.shared,
+            self.data,
+            TOKENIZER,
+            self.vocab,
+            lambda tokens: tokens,  # type: ignore[arg-type, return-value]
             Store(self.folder / "cache", self.limit),
-        )  # fmt: skip
+        )
 
     async def _block(self, sender: str, frame: Any) -> None:
         self.taker.on_block(sender, Block.parse(frame), frame.tensors[0])

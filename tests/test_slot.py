@@ -142,7 +142,8 @@ def test_a_brief_holder_waits_for_its_turn_and_for_no_more() -> None:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """While it is clear, compute threads wait where they check tokens: at the start of the first stage and of the last one."""
+    """While it is clear, compute threads wait where they check tokens: at the start of the first stage and of the last
+    one."""
     event, right = threading.Event(), checks.check_token_values
     event.set()
 

@@ -1,4 +1,5 @@
-"""Real processes under injected faults: the numbers are those of one process, and what was injected is what is counted."""
+"""Real processes under injected faults: the numbers are those of one process, and what was injected is what is
+counted."""
 
 from __future__ import annotations
 
@@ -41,8 +42,12 @@ def test_chaos_costs_no_number(tmp_path: Path) -> None:
     settings = [*EXACT, f"data.cache={tmp_path / 'cache'}"]
     plan = "kill stage1@step3; freeze stage0@step6 for 3s; corrupt stage0@step9; corrupt stage1@step12"
     fleet = subprocess.Popen(
-        command("run", "--chaos", plan, settings=settings), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )  # fmt: skip
+        command("run", "--chaos", plan, settings=settings),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     facts, cache = facts_of(tmp_path)
     expected, _ = train_plainly(facts, facts.source(cache))
     out, _ = fleet.communicate(timeout=500)
@@ -92,8 +97,12 @@ class Command:
     def __init__(self, folder: Path, *arguments: str, settings: list[str] | None = None) -> None:
         folder.mkdir()
         self.process = subprocess.Popen(
-            command(*arguments, "--json", settings=settings or []), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )  # fmt: skip
+            command(*arguments, "--json", settings=settings or []),
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         self.said: list[dict[str, Any]] = []
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -126,8 +135,8 @@ class Command:
 
 @pytest.mark.slow
 def test_owners_get_their_machines_back(tmp_path: Path) -> None:
-    """Two replicas of a stage: one leaves in order when its pause file appears; the other, asked by Ctrl-C, stays, for it is the last,
-    until the first is back because its file is gone. Nobody takes anybody for dead."""
+    """Two replicas of a stage: one leaves in order when its pause file appears; the other, asked by Ctrl-C, stays, for
+    it is the last, until the first is back because its file is gone. Nobody takes anybody for dead."""
     pause = tmp_path / "mine"
     settings = [*EXACT, "train.steps=100000", "fleet.peers=3", "checkpoint.every=0", f"data.cache={tmp_path / 'cache'}"]
     started = [first := Command(tmp_path / "a", "start", "--listen", "127.0.0.1", settings=settings)]

@@ -1,4 +1,5 @@
-"""The promise, with everything at once: kills, freezes, joins, moves and a trainer's death at exact points of steps change no number."""
+"""The promise, with everything at once: kills, freezes, joins, moves and a trainer's death at exact points of steps
+change no number."""
 
 from __future__ import annotations
 
@@ -31,9 +32,15 @@ if TYPE_CHECKING:
 
 STAGES, PEERS, STEPS = 3, 8, 30
 SETTINGS = [
-    *EXACT, f"train.steps={STEPS}", "model.layers=3", f"fleet.stages={STAGES}", f"fleet.peers={PEERS}", "fleet.trainers=3",
-    "fleet.rebalance=off", "compute.threads=1",
-]  # fmt: skip
+    *EXACT,
+    f"train.steps={STEPS}",
+    "model.layers=3",
+    f"fleet.stages={STAGES}",
+    f"fleet.peers={PEERS}",
+    "fleet.trainers=3",
+    "fleet.rebalance=off",
+    "compute.threads=1",
+]
 PACING = "[pacing]\nforward_ms = 80.0\nbackward_ms = 160.0\n"
 """So that 30 steps take as long as newcomers need to get ready, on a machine whose cores they do not wait for."""
 
@@ -67,9 +74,12 @@ def test_whatever_happens_at_whatever_point_the_numbers_are_those_of_one_process
     faults = readable(plan(seed))
     settings = [*SETTINGS, f"data.cache={tmp_path / 'cache'}", f"fleet.profile={profile}"]
     fleet = subprocess.Popen(
-        command("run", "--chaos", faults, "--seed", str(seed), settings=settings), cwd=tmp_path, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        command("run", "--chaos", faults, "--seed", str(seed), settings=settings),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     facts, cache = facts_of(tmp_path, *settings[len(EXACT) :])
     expected, _ = train_plainly(facts, facts.source(cache))
     out, _ = fleet.communicate(timeout=540)

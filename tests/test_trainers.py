@@ -1,4 +1,5 @@
-"""Trainers that go, that live and give out nothing, or that come back late: the others' work goes on, and each microbatch counts once."""
+"""Trainers that go, that live and give out nothing, or that come back late: the others' work goes on, and each
+microbatch counts once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A stage's state from several donors: block by block, checked against a manifest; damaged blocks, liars and breaks cost nothing."""
+"""A stage's state from several donors: block by block, checked against a manifest; damaged blocks, liars and breaks
+cost nothing."""
 
 from __future__ import annotations
 
@@ -269,7 +270,8 @@ def test_a_donor_that_lives_and_sends_nothing_is_not_waited_for_without_end(monk
 
 
 def test_a_manifest_costs_the_taker_no_more_than_its_length() -> None:
-    """Shapes of 20,000 dimensions, or 60,000 tensors whose sizes were added up for each block, held the event loop for a minute."""
+    """Shapes of 20,000 dimensions, or 60,000 tensors whose sizes were added up for each block, held the event loop for
+    a minute."""
     with pytest.raises(ProtocolError, match="tensors"):
         Manifest.unpack(
             msgpack.packb({"tensors": [["a", "float32", [2**47] * 9]], "block": 1 << 20, "digests": bytes(32)})

@@ -1,4 +1,5 @@
-"""Stages of unequal size: groups of machines, layers, and pipelines through them; by all messages of the production code, too."""
+"""Stages of unequal size: groups of machines, layers, and pipelines through them; by all messages of the production
+code, too."""
 
 from __future__ import annotations
 
@@ -167,9 +168,17 @@ def test_who_serves_two_pipelines_has_the_load_of_both() -> None:
 # --- a fleet ------------------------------------------------------------------------------------------------------------
 
 TINY = (
-    "model.width=256", "model.heads=4", "model.layers=8", "model.context=512", "model.vocab=512", "checkpoint.every=0",
-    "train.microbatch=1", "train.batch=32", "fleet.rebalance_period=20", "fleet.trainers=2",
-)  # fmt: skip
+    "model.width=256",
+    "model.heads=4",
+    "model.layers=8",
+    "model.context=512",
+    "model.vocab=512",
+    "checkpoint.every=0",
+    "train.microbatch=1",
+    "train.batch=32",
+    "fleet.rebalance_period=20",
+    "fleet.trainers=2",
+)
 DEFAULTS = "[defaults]\nrtt_ms = 60\nbandwidth_mbps = 100\n"
 
 
@@ -210,8 +219,8 @@ ONE_BIG = machines("big", 1, 0.06, 1.0) + machines("small", 4, 0.02, 0.075)
     ],
 )
 def test_unequal_stages_do_what_was_predicted(tmp_path: Path, text: str, stages: int, uses: set[str]) -> None:
-    """By all messages of the production code: small machines serve the few layers that they hold, and all machines are used, for one may
-    serve several pipelines."""
+    """By all messages of the production code: small machines serve the few layers that they hold, and all machines are
+    used, for one may serve several pipelines."""
     question = asked(tmp_path, text, stages)
     for found in plan_pipeline.predict(question, 0, 2.0):
         assert not found.problem

@@ -108,7 +108,8 @@ def test_a_task_group_that_fails_with_the_answer_fails() -> None:
 
 
 def test_a_wait_is_not_in_vain_while_what_is_waited_for_goes_on() -> None:
-    """Who is there and what is through, everyone would ask everyone else in each long step. When it stops, they do, and soon."""
+    """Who is there and what is through, everyone would ask everyone else in each long step. When it stops, they do, and
+    soon."""
     pulse, asked = Pulse(16.0), list[float]()
 
     async def scenario() -> None:
@@ -136,7 +137,8 @@ def test_a_wait_is_not_in_vain_while_what_is_waited_for_goes_on() -> None:
 
 
 def test_a_wait_that_went_on_without_questions_is_not_given_up_before_the_next_one() -> None:
-    """Microbatches behind slow links: nobody had asked for 350 s, since the peer's own work went on (fleet 138 of benchmarks/sim_grid)."""
+    """Microbatches behind slow links: nobody had asked for 350 s, since the peer's own work went on (fleet 138 of
+    benchmarks/sim_grid)."""
     pulse = Pulse(16.0)
 
     async def scenario() -> None:
@@ -193,8 +195,8 @@ def test_a_deadline_that_was_missed_does_not_lengthen_the_next() -> None:
 
 
 def test_a_long_wait_is_not_given_up_while_those_we_ask_say_that_they_come_on() -> None:
-    """Deadlines doubled to more than the patience: nobody was asked meanwhile, and stages without replicas gave up while others averaged
-    2 GB on 37 Mb/s (fleet 109 of the grid)."""
+    """Deadlines doubled to more than the patience: nobody was asked meanwhile, and stages without replicas gave up
+    while others averaged 2 GB on 37 Mb/s (fleet 109 of the grid)."""
     asked: list[float] = []
 
     async def scenario() -> None:

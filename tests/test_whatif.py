@@ -41,9 +41,16 @@ from muletrain.sim.machines import Setting, setting
 from muletrain.sim.steps import steps
 
 TINY = (
-    "model.width=64", "model.heads=2", "model.layers=4", "model.context=32", "model.vocab=512", "train.microbatch=1",
-    "wire.activations=fp32", "wire.gradients=fp32", "checkpoint.every=0",
-)  # fmt: skip
+    "model.width=64",
+    "model.heads=2",
+    "model.layers=4",
+    "model.context=32",
+    "model.vocab=512",
+    "train.microbatch=1",
+    "wire.activations=fp32",
+    "wire.gradients=fp32",
+    "checkpoint.every=0",
+)
 PACED = '[[machines]]\nname = "a"\ncount = 4\n[pacing]\nforward_ms = 1000\nbackward_ms = 2000\n'
 
 
@@ -78,7 +85,8 @@ def test_all_reduce_by_hand() -> None:
 
 
 def test_what_circulates_by_hand() -> None:
-    """One alone is held up by nobody; two meet, and wait for half of what is served; many are as fast as the slowest."""
+    """One alone is held up by nobody; two meet, and wait for half of what is served; many are as fast as the
+    slowest."""
     assert circulating(1, [1.0, 2.0], 3.0) == pytest.approx(1 / 6)
     assert circulating(2, [1.0, 2.0], 3.0) == pytest.approx(2 / (6 + 0.5 / 6 + 1.0 * 2 / 6))
     assert circulating(99, [1.0, 2.0], 3.0) == pytest.approx(1 / 2, rel=1e-3)
@@ -131,8 +139,8 @@ def test_every_device_has_a_source_and_is_found_by_the_names_people_write() -> N
 
 
 def test_a_step_by_hand(tmp_path: Path) -> None:
-    """2 + 2 machines of 3 s, 8 microbatches: the second stage begins after 1 s and its last gradient takes 2 s more; between are 12 s of
-    work, and 1.5 s in which one of two has none left."""
+    """2 + 2 machines of 3 s, 8 microbatches: the second stage begins after 1 s and its last gradient takes 2 s more;
+    between are 12 s of work, and 1.5 s in which one of two has none left."""
     rate = Rates(scene_of(tmp_path, PACED, "fleet.stages=2", "train.batch=8")).of([(2,), (2,)])
     assert rate.throughput == pytest.approx(8 / 16.5)
     assert rate.even == rate.windowed == pytest.approx(8 / 12)
@@ -177,14 +185,16 @@ def test_only_so_much_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_links_by_hand(tmp_path: Path) -> None:
-    """32 tokens of width 64 are 8192 bytes and 64 of targets: 1 kB/s carries one in 8.3 s, which is more than 3 s of computing."""
+    """32 tokens of width 64 are 8192 bytes and 64 of targets: 1 kB/s carries one in 8.3 s, which is more than 3 s of
+    computing."""
     slow = PACED.replace("count = 4", "count = 2") + "[defaults]\nlocal_bandwidth_mbps = 0.008\n"
     scene = scene_of(tmp_path, slow, "fleet.stages=2", "train.batch=400")
     rate = Rates(scene).of([(1,), (1,)])
     assert rate.slowest == pytest.approx(1 / 3)
     assert rate.linked == pytest.approx(1000 / (8192 + 64))
     wide = Rates(scene_of(tmp_path, PACED + "[defaults]\nlocal_rtt_ms = 2000\n", "fleet.stages=2", "train.batch=8"))
-    # stage 0 and the way on, there and back; 4 of 8 gradients go back to a trainer elsewhere; five messages of 1 s agree on the step
+    # stage 0 and the way on, there and back; 4 of 8 gradients go back to a trainer elsewhere; five messages of 1 s
+    # agree on the step
     assert 8 / wide.of([(2,), (2,)]).throughput == pytest.approx(3 + 2 + 13.5 + 4 / 8 + 5)
 
 
@@ -214,7 +224,8 @@ def test_a_machine_that_leaves_takes_its_part_of_the_step_and_the_rest_goes_on(t
 
 
 def test_a_stage_without_peers_is_adopted_and_the_run_steps_back(tmp_path: Path) -> None:
-    """Three machines on two stages; seeds differ in who leaves. If the only one of a stage does, one of the others serves it 30 s later."""
+    """Three machines on two stages; seeds differ in who leaves. If the only one of a stage does, one of the others
+    serves it 30 s later."""
     (tmp_path / "t.csv").write_text("time_s,change\n1800,-1\n")
     text = PACED.replace("count = 4", "count = 3") + '[churn]\ntrace = "t.csv"\n'
     results = [
@@ -419,8 +430,11 @@ def long_play(tmp_path: Path, *more: str) -> subprocess.Popen[str]:
     options = [word for option in (*TINY, "train.batch=8", "fleet.stages=2") for word in ("--set", option)]
     command = (sys.executable, "-m", "muletrain.cli.main", "simulate", "fleet", str(file), *options)
     return subprocess.Popen(
-        (*command, "--hours", "10", "--fidelity", "protocol", *more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )  # fmt: skip
+        (*command, "--hours", "10", "--fidelity", "protocol", *more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -520,7 +534,7 @@ def test_averaging_on_narrow_links_is_helped_by_what_makes_it_smaller_or_later(t
     for s in found:  # each is what rates say of the run with that change
         before, after = (
             by_rates(*run_of(tmp_path, text, *options, *more), Weather(), hours=12.0) for more in ([], [s.change.text])
-        )  # fmt: skip
+        )
         assert s.gain == pytest.approx(after.throughput / before.throughput - 1, rel=0.02)
         assert s.gain >= WORTH
 
@@ -561,9 +575,16 @@ def test_without_a_file_the_example_is_played_and_named(capsys: pytest.CaptureFi
     text = capsys.readouterr().out
     assert str(EXAMPLE) in text.replace("\n", "")
     for word in (
-        "tokens/s", "share of the optimum", "ends of steps", "virginia", "time to recover", "computed again", "one of these would help",
-        "--set optimizer.delayed=true", "one update old",
-    ):  # fmt: skip
+        "tokens/s",
+        "share of the optimum",
+        "ends of steps",
+        "virginia",
+        "time to recover",
+        "computed again",
+        "one of these would help",
+        "--set optimizer.delayed=true",
+        "one update old",
+    ):
         assert word in text
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
@@ -609,17 +630,25 @@ ONE = '[[machines]]\nname = "desk"\ncount = 4\ndevice = "RTX 3080"\n'
             ["model.preset=llama-65b", "fleet.stages=40"],
             "the largest machine 'desk' has 10 GiB; take more stages (--set fleet.stages=N)",
         ),
-        (ONE, ["fleet.stages=8"], "fleet.toml:3: machines[0].count: 4 machines in all have room for a stage, for fleet.stages = 8"),
+        (
+            ONE,
+            ["fleet.stages=8"],
+            "fleet.toml:3: machines[0].count: 4 machines in all have room for a stage, for fleet.stages = 8",
+        ),
         (
             ONE.replace("RTX 3080", "RTX 3080 Max"),
             [],
             "fleet.toml:4: machines[0].device: the speed of 'RTX 3080 Max' is not known; write 'RTX 3080' if that is meant, or give tflops",
         ),
-        (ONE.replace('device = "RTX 3080"\n', ""), [], "fleet.toml:1: machines[0].tflops: missing, and no device is named"),
+        (
+            ONE.replace('device = "RTX 3080"\n', ""),
+            [],
+            "fleet.toml:1: machines[0].tflops: missing, and no device is named",
+        ),
         (ONE + "up_mbps = -5\n", [], "fleet.toml:5: machines[0].up_mbps: must be greater than 0, got -5"),
         (ONE + '[churn]\ntrace = "none.csv"\n', [], "none.csv: cannot be read as a churn trace"),
     ],
-)  # fmt: skip
+)
 def test_a_fleet_that_cannot_work(tmp_path: Path, text: str, overrides: list[str], said: str) -> None:
     file = tmp_path / "fleet.toml"
     file.write_text(text)

@@ -24,8 +24,9 @@ from muletrain.planning.partition import Chain
 HERE = Path(__file__).parent
 KINDS = ("regions", "cities", "one LAN", "unequal speeds", "few unreliable", "many unreliable")
 NO_LIMIT_S = 1e6
-# Llama 7B: 32 layers of 4096 x (4 x 4096 + 3 x 11008) weights, vocabulary of 32,000; one sequence of 2,048 tokens a microbatch; weights,
-# gradients and AdamW's state take 16 bytes a weight; activations are recomputed, what goes into each layer is kept in 16 bits
+# Llama 7B: 32 layers of 4096 x (4 x 4096 + 3 x 11008) weights, vocabulary of 32,000; one sequence of 2,048 tokens a
+# microbatch; weights, gradients and AdamW's state take 16 bytes a weight; activations are recomputed, what goes into
+# each layer is kept in 16 bits
 LAYERS, WIDTH, FFN, VOCAB, TOKENS = 32, 4096, 11008, 32000, 2048
 MICROBATCHES = 64
 
@@ -55,9 +56,7 @@ def fleet(kind: str, seed: int) -> HubTask:
     flops = tuple(m.flops for m in machines if m)
     memory = tuple(float(m.memory_bytes) for m in machines if m)
     reliable = rng.permutation(count) < servers
-    return HubTask(
-        delay, gbps, flops, tuple(reliable.tolist()), model(), 2.0 * TOKENS * WIDTH, MICROBATCHES, memory
-    )  # fmt: skip
+    return HubTask(delay, gbps, flops, tuple(reliable.tolist()), model(), 2.0 * TOKENS * WIDTH, MICROBATCHES, memory)
 
 
 def _regions(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -70,7 +69,8 @@ def _regions(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarr
 
 
 def _cities(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ten at random in a square of 100 ms; bandwidth falls with the distance, and each machine has a limit of its own."""
+    """Ten at random in a square of 100 ms; bandwidth falls with the distance, and each machine has a limit of its
+    own."""
     places = rng.uniform(0, 100, (10, 2))[rng.integers(10, size=count)]
     delay = 1 + np.linalg.norm(places[:, None] - places[None], axis=2)
     own = rng.uniform(0.5, 2, count)

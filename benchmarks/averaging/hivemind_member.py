@@ -1,4 +1,5 @@
-"""The same vector through ``hivemind.DecentralizedAverager``: ``python hivemind_member.py RANK FOLDER``. Prints seconds per round."""
+"""The same vector through ``hivemind.DecentralizedAverager``: ``python hivemind_member.py RANK FOLDER``. Prints seconds
+per round."""
 
 from __future__ import annotations
 

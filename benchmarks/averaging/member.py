@@ -1,6 +1,8 @@
-"""One member of an averaging group, as a process: ``python member.py RANK MEMBERS FOLDER CODEC SHAPED``. Prints seconds per round.
+"""One member of an averaging group, as a process: ``python member.py RANK MEMBERS FOLDER CODEC SHAPED``. Prints seconds
+per round.
 
-The network, the frames and ``Averager`` are the production code; the stage is a flat random vector, for averaging needs no model.
+The network, the frames and ``Averager`` are the production code; the stage is a flat random vector, for averaging needs
+no model.
 """
 
 from __future__ import annotations
@@ -107,9 +109,15 @@ async def main(rank: int, members: int, folder: Path, codec: Codec, shaped: bool
             begin = time.perf_counter()
             result, shards = await averager.reduce(round_, vector)
             entry = RoundEntry(
-                lineage=bytes(32), step=step, stage=0, round=round_.id, members=round_.members, shards=shards, stop=False,
+                lineage=bytes(32),
+                step=step,
+                stage=0,
+                round=round_.id,
+                members=round_.members,
+                shards=shards,
+                stop=False,
                 holder=network.peer_id,
-            )  # fmt: skip
+            )
             entries.setdefault(step, set()).add(network.peer_id)
             await ctx.tell(ctx.roster.others(), entry)
             while len(entries.get(step, ())) < members:  # all have finished: nobody's next round overlaps this one

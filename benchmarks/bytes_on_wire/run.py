@@ -1,4 +1,5 @@
-"""How many bytes cross the network, by our count and by the kernel's? See README.md. ``python run.py`` as root (network namespaces)."""
+"""How many bytes cross the network, by our count and by the kernel's? See README.md. ``python run.py`` as root (network
+namespaces)."""
 
 from __future__ import annotations
 

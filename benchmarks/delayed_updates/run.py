@@ -31,10 +31,20 @@ pacing = { forward_ms = 60.0, backward_ms = 120.0 }
 defaults = { local_rtt_ms = 100.0, rtt_ms = 100.0 }
 """
 SMALL = [
-    "model.width=256", "model.heads=8", "model.layers=2", "model.context=32", "model.vocab=512", "model.dropout=0.0",
-    "train.microbatch=1", f"train.steps={STEPS}", "compute.checkpointing=never", "compute.precision=fp32",
-    "wire.gradients=fp16", "fleet.rebalance=off", "checkpoint.every=0",
-]  # fmt: skip
+    "model.width=256",
+    "model.heads=8",
+    "model.layers=2",
+    "model.context=32",
+    "model.vocab=512",
+    "model.dropout=0.0",
+    "train.microbatch=1",
+    f"train.steps={STEPS}",
+    "compute.checkpointing=never",
+    "compute.precision=fp32",
+    "wire.gradients=fp16",
+    "fleet.rebalance=off",
+    "checkpoint.every=0",
+]
 
 
 def measure(microbatches: int, *, delayed: bool) -> dict[str, float]:

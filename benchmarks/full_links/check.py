@@ -1,5 +1,5 @@
-"""Are virtual links like real ones? The same fleet of six between namespaces and in the virtual world, at six rates and depths of queue.
-See README.md. ``python check.py [--link 20x1] [--keep FOLDER]`` as root."""
+"""Are virtual links like real ones? The same fleet of six between namespaces and in the virtual world, at six rates and
+depths of queue. See README.md. ``python check.py [--link 20x1] [--keep FOLDER]`` as root."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A peer as in production whose calls are timed: started in place of ``muletrain.runs.worker``. Its links are the machine's own, not
-emulated ones, for the fleet's profile is there for the pace of its compute."""
+"""A peer as in production whose calls are timed: started in place of ``muletrain.runs.worker``. Its links are the
+machine's own, not emulated ones, for the fleet's profile is there for the pace of its compute."""
 
 from __future__ import annotations
 

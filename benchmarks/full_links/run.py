@@ -1,4 +1,5 @@
-"""Do real peers finish their steps on full links with deep queues? See README.md. ``python run.py --case NAME [--keep FOLDER]`` as root."""
+"""Do real peers finish their steps on full links with deep queues? See README.md. ``python run.py --case NAME [--keep
+FOLDER]`` as root."""
 
 from __future__ import annotations
 
@@ -51,14 +52,23 @@ FAULT_STEP, FAULT_AFTER_S = 3, 3.0
 VICTIM, WATCHED_S = "peer-1", 45.0
 """How long after the fault false suspicions are looked for."""
 COMMON = [
-    "model.heads=8", "model.dropout=0.0", "train.microbatch=1", "compute.precision=fp32", "compute.threads=1",
-    "checkpoint.every=0", "fleet.rebalance=off", "fleet.trace=true", "network.listen=0.0.0.0", "optimizer.lr=1e-5",
-]  # fmt: skip
+    "model.heads=8",
+    "model.dropout=0.0",
+    "train.microbatch=1",
+    "compute.precision=fp32",
+    "compute.threads=1",
+    "checkpoint.every=0",
+    "fleet.rebalance=off",
+    "fleet.trace=true",
+    "network.listen=0.0.0.0",
+    "optimizer.lr=1e-5",
+]
 
 
 @dataclass(frozen=True)
 class Case:
-    """``stages`` x ``replicas`` machines, each behind a router with these rates [Mb/s] and so much of a queue in each direction."""
+    """``stages`` x ``replicas`` machines, each behind a router with these rates [Mb/s] and so much of a queue in each
+    direction."""
 
     title: str
     stages: int = 2
@@ -91,23 +101,47 @@ class Case:
         pacing = f"[pacing]\nforward_ms = {self.forward_ms}\nbackward_ms = {2 * self.forward_ms}\n"
         profile.write_text(f'[[machines]]\nname = "home"\ncount = {self.peers}\n{pacing}')
         sizes = [
-            f"model.width={self.width}", f"model.layers={self.layers}", f"model.context={self.context}",
-            f"wire.gradients={self.gradients}", f"train.batch={self.microbatches}", f"train.steps={self.steps + 2}",
-            f"fleet.stages={self.stages}", f"fleet.peers={self.peers}", f"fleet.profile={profile}",
-        ]  # fmt: skip
+            f"model.width={self.width}",
+            f"model.layers={self.layers}",
+            f"model.context={self.context}",
+            f"wire.gradients={self.gradients}",
+            f"train.batch={self.microbatches}",
+            f"train.steps={self.steps + 2}",
+            f"fleet.stages={self.stages}",
+            f"fleet.peers={self.peers}",
+            f"fleet.profile={profile}",
+        ]
         return load_config(None, [*COMMON, *sizes])
 
 
 CASES = {
     "home": Case("six peers at home: 20 Mb/s both ways"),
-    "large": Case("six peers of large stages: 100 Mb/s both ways", up=100.0, down=100.0, width=1344, layers=6, context=16, gradients="fp16",
-                  microbatches=9, forward_ms=1000.0, steps=10, timeout_s=1500.0),
+    "large": Case(
+        "six peers of large stages: 100 Mb/s both ways",
+        up=100.0,
+        down=100.0,
+        width=1344,
+        layers=6,
+        context=16,
+        gradients="fp16",
+        microbatches=9,
+        forward_ms=1000.0,
+        steps=10,
+        timeout_s=1500.0,
+    ),
     "asymmetric": Case("six peers: 10 Mb/s up, 50 down", up=10.0, down=50.0),
-    "incast": Case("nine peers of one stage, each receives from eight: 100 Mb/s up, 20 down", stages=1, replicas=9, up=100.0, width=384,
-                   layers=4, microbatches=27),
+    "incast": Case(
+        "nine peers of one stage, each receives from eight: 100 Mb/s up, 20 down",
+        stages=1,
+        replicas=9,
+        up=100.0,
+        width=384,
+        layers=4,
+        microbatches=27,
+    ),
     "die": Case("a peer of 'home' is killed while it averages", fault=signal.SIGKILL, steps=4),
     "freeze": Case("a peer of 'home' is frozen while it averages", fault=signal.SIGSTOP, steps=4),
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -222,9 +256,15 @@ def play(case: Case, folder: Path) -> dict[str, Any]:
         failed = ""  # what gave up, in a run that did not come to its end
         try:
             run_fleet(
-                config, folder / "run", stages=stages, watch=watched.watch, tick=watched.tick, lost=watched.lost,
-                timeout_s=case.timeout_s, wrap=lambda name: [*switch.inside(name), sys.executable, str(HERE / "peer.py")],
-            )  # fmt: skip
+                config,
+                folder / "run",
+                stages=stages,
+                watch=watched.watch,
+                tick=watched.tick,
+                lost=watched.lost,
+                timeout_s=case.timeout_s,
+                wrap=lambda name: [*switch.inside(name), sys.executable, str(HERE / "peer.py")],
+            )
         except AssertionError as e:
             failed = "" if watched.ended else str(e)[:500]
     (folder / "samples.json").write_text(json.dumps([asdict(s) for s in watched.samples]))
@@ -294,9 +334,15 @@ def measured(
     averagings = [w for w in windows(events, case.steps) if watched.fault is None or w.end < watched.fault]
     ratios = [w.seconds / (averaged[w.stage] / (case.shared_mbps * MBPS)) for w in averagings]
     suspected = [
-        {"t": round(e.t - min(ends.values(), default=e.t), 2), "by": e.peer, "whom": names.get(e.peer_id, e.peer_id), "why": e.reason}
-        for e in events if isinstance(e, PeerSuspected)
-    ]  # fmt: skip
+        {
+            "t": round(e.t - min(ends.values(), default=e.t), 2),
+            "by": e.peer,
+            "whom": names.get(e.peer_id, e.peer_id),
+            "why": e.reason,
+        }
+        for e in events
+        if isinstance(e, PeerSuspected)
+    ]
     attempts: dict[tuple[int, int, str], int] = defaultdict(int)
     for e in events:
         if isinstance(e, Note) and e.message.startswith("averaging step") and ", attempt " in e.message:
@@ -307,16 +353,23 @@ def measured(
     applied = [e for e in events if isinstance(e, StepApplied)]
     own, needed = sent(applied, case, averaged)
     result: dict[str, Any] = {
-        "title": case.title, "params_a_stage": params, "steps_s": took,
-        "step_median_s": median(took), "step_worst_over_median": max(took, default=0) / (median(took) or 1),
+        "title": case.title,
+        "params_a_stage": params,
+        "steps_s": took,
+        "step_median_s": median(took),
+        "step_worst_over_median": max(took, default=0) / (median(took) or 1),
         "averaging_s": [round(w.seconds, 2) for w in averagings],
         "averaging_ideal_s": [round(a / (case.shared_mbps * MBPS), 2) for a in averaged],
-        "averaging_over_ideal": median(ratios), "averaging_over_ideal_worst": max(ratios, default=0),
-        "attempts_a_step_worst": max(tries.values(), default=1), "failed_attempts": sum(attempts.values()),
-        "suspected": suspected, "rerouted": sum(isinstance(e, MicrobatchRerouted) for e in events),
+        "averaging_over_ideal": median(ratios),
+        "averaging_over_ideal_worst": max(ratios, default=0),
+        "attempts_a_step_worst": max(tries.values(), default=1),
+        "failed_attempts": sum(attempts.values()),
+        "suspected": suspected,
+        "rerouted": sum(isinstance(e, MicrobatchRerouted) for e in events),
         "recomputed": sum(e.recomputed for e in applied),
         "sent_mb_a_step": _range([v / 1e6 for v in kernel_sent(case, watched)]),
-        "counted_mb_a_step": _range([v / 1e6 for v in own]), "needed_mb_a_step": _range([v / 1e6 for v in needed]),
+        "counted_mb_a_step": _range([v / 1e6 for v in own]),
+        "needed_mb_a_step": _range([v / 1e6 for v in needed]),
         "packets_lost": sum(t.lost for t in watched.samples[-1].traffic.values()) if watched.samples else 0,
         "queue_s": queues(case, watched.samples, averagings),
         "calls": longest(timed, averagings, watched.fault),
@@ -324,7 +377,7 @@ def measured(
         "peer_memory_gib": max(watched.peak.values(), default=0) / 2**30,
         "cores": cores(watched),
         "notes": _counted(e.message for e in events if isinstance(e, Note) and e.level != "info"),
-    }  # fmt: skip
+    }
     if watched.fault is not None:
         result["fault"] = found(events, names, watched.fault)
     return result
@@ -337,8 +390,8 @@ def _numbers(message: str) -> tuple[int, int]:
 
 
 def sent(applied: list[StepApplied], case: Case, averaged: list[float]) -> tuple[list[float], list[float]]:
-    """[bytes] of each peer and step from the second on: as its own count has it, and what would have done: its part of averaging, and
-    the activations and gradients it sent."""
+    """[bytes] of each peer and step from the second on: as its own count has it, and what would have done: its part of
+    averaging, and the activations and gradients it sent."""
     own, needed = [], []
     for e in applied:
         if 1 < e.step <= case.steps + 1:
@@ -361,24 +414,33 @@ def queues(case: Case, samples: list[Sample], averagings: list[Window]) -> dict[
     up = [t.up_queue / (case.up * MBPS) for s in inside for t in s.traffic.values()]
     down = [t.down_queue / (case.down * MBPS) for s in inside for t in s.traffic.values()]
     return {
-        "up_longest": max(up, default=0), "up_median": median(up), "down_longest": max(down, default=0), "down_median": median(down)
-    }  # fmt: skip
+        "up_longest": max(up, default=0),
+        "up_median": median(up),
+        "down_longest": max(down, default=0),
+        "down_median": median(down),
+    }
 
 
 def longest(timed: dict[str, list[Call]], averagings: list[Window], fault: float | None) -> dict[str, Any]:
     """Of the calls that were under way while a stage averaged. After a fault those to its victim are left out."""
     inside = [
-        (call, name) for name, own in timed.items() for call in own
-        if any(call.begin <= w.end and call.begin + call.seconds >= w.begin for w in averagings) and (fault is None or call.begin < fault)
-    ]  # fmt: skip
+        (call, name)
+        for name, own in timed.items()
+        for call in own
+        if any(call.begin <= w.end and call.begin + call.seconds >= w.begin for w in averagings)
+        and (fault is None or call.begin < fault)
+    ]
     seconds = sorted(c.seconds for c, _ in inside)
     worst = max(inside, key=lambda c: c[0].seconds, default=None)
     return {
-        "count": len(inside), "longest_s": seconds[-1] if seconds else 0, "p99_s": _share(seconds, 0.99), "median_s": _share(seconds, 0.5),
+        "count": len(inside),
+        "longest_s": seconds[-1] if seconds else 0,
+        "p99_s": _share(seconds, 0.99),
+        "median_s": _share(seconds, 0.5),
         "failed": sum(bool(c.failed) for c, _ in inside),
         "longest_own_s": max((c.seconds for c, _ in inside if c.method != "benchmark/echo"), default=0),
         "worst": None if worst is None else {**asdict(worst[0]), "by": worst[1]},
-    }  # fmt: skip
+    }
 
 
 def found(events: list[Event], names: dict[str, str], fault: float) -> dict[str, Any]:
@@ -391,10 +453,14 @@ def found(events: list[Event], names: dict[str, str], fault: float) -> dict[str,
     living = set(names.values()) - {VICTIM}
     ends = sorted(e.t for e in events if isinstance(e, StepDone) and e.t > fault)
     return {
-        "found_s": first, "not_found_by": sorted(living - first.keys()), "slowest_s": max(first.values(), default=None),
-        "others_suspected": [{"by": e.peer, "whom": names[e.peer_id], "why": e.reason} for e in suspicions if names[e.peer_id] != VICTIM],
+        "found_s": first,
+        "not_found_by": sorted(living - first.keys()),
+        "slowest_s": max(first.values(), default=None),
+        "others_suspected": [
+            {"by": e.peer, "whom": names[e.peer_id], "why": e.reason} for e in suspicions if names[e.peer_id] != VICTIM
+        ],
         "next_step_after_s": round(ends[0] - fault, 1) if ends else None,
-    }  # fmt: skip
+    }
 
 
 def cores(watched: Fleet) -> dict[str, float]:
@@ -429,20 +495,29 @@ def _range(values: list[float]) -> list[float]:
 def row(name: str, r: dict[str, Any]) -> str:
     s, c = r["sent_mb_a_step"], r["calls"]
     cells = (
-        name, f"{r['step_median_s']:.1f} s, at most {r['step_worst_over_median']:.2f}x",
+        name,
+        f"{r['step_median_s']:.1f} s, at most {r['step_worst_over_median']:.2f}x",
         f"{median(r['averaging_s']):.1f} s = {r['averaging_over_ideal']:.2f}x, at most {r['averaging_over_ideal_worst']:.2f}x",
         f"{s[0]:.0f} to {s[2]:.0f}, {r['needed_mb_a_step'][1]:.0f} would do" if s else "-",
-        str(r["attempts_a_step_worst"]), str(len(r["suspected"])), f"{r['rerouted']} + {r['recomputed']}",
+        str(r["attempts_a_step_worst"]),
+        str(len(r["suspected"])),
+        f"{r['rerouted']} + {r['recomputed']}",
         f"{c['longest_s']:.2f} s (99 %: {c['p99_s']:.2f} s)",
-    )  # fmt: skip
+    )
     return "| " + " | ".join(cells) + " |"
 
 
 FAULT_HEADINGS = ("fault", "found after, by all others", "others suspected", "computed again", "the step ends after")
 HEADINGS = (
-    "case", "step, median and worst over it", "averaging, over bytes / bandwidth", "MB sent a step", "attempts", "suspected",
-    "sent + computed again", "longest call while averaging",
-)  # fmt: skip
+    "case",
+    "step, median and worst over it",
+    "averaging, over bytes / bandwidth",
+    "MB sent a step",
+    "attempts",
+    "suspected",
+    "sent + computed again",
+    "longest call while averaging",
+)
 
 
 def fault_row(name: str, r: dict[str, Any]) -> str:
@@ -450,9 +525,13 @@ def fault_row(name: str, r: dict[str, Any]) -> str:
     times = sorted(fault["found_s"].values())
     missed = fault["not_found_by"]
     cells = (
-        name, (f"{times[0]:.1f} to {times[-1]:.1f} s" if times else "-") + (f", not by {', '.join(missed)}" if missed else ""),
-        str(len(fault["others_suspected"])), str(r["recomputed"]), f"{fault['next_step_after_s']} s",
-    )  # fmt: skip
+        name,
+        (f"{times[0]:.1f} to {times[-1]:.1f} s" if times else "-")
+        + (f", not by {', '.join(missed)}" if missed else ""),
+        str(len(fault["others_suspected"])),
+        str(r["recomputed"]),
+        f"{fault['next_step_after_s']} s",
+    )
     return "| " + " | ".join(cells) + " |"
 
 

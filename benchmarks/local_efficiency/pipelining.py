@@ -1,7 +1,7 @@
 """``torch.distributed.pipelining`` on the same model and batch: 2 ranks x 1 thread over gloo, GPipe or 1F1B.
 
-``python pipelining.py CONFIG_JSON SECONDS SCHEDULE RANK PORT``; rank 0 prints tokens/s of its steady steps. No fault tolerance, no
-checkpoints, one copy of each stage: what a cluster would run.
+``python pipelining.py CONFIG_JSON SECONDS SCHEDULE RANK PORT``; rank 0 prints tokens/s of its steady steps. No fault
+tolerance, no checkpoints, one copy of each stage: what a cluster would run.
 """
 
 from __future__ import annotations

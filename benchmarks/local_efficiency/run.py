@@ -1,4 +1,5 @@
-"""How much of a plain PyTorch loop's speed does a local fleet keep? See README.md. ``python run.py [--pairs 5] [--seconds 20]``."""
+"""How much of a plain PyTorch loop's speed does a local fleet keep? See README.md. ``python run.py [--pairs 5]
+[--seconds 20]``."""
 
 from __future__ import annotations
 

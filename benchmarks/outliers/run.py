@@ -1,4 +1,5 @@
-"""How often would an honest gradient be doubted? One process trains the default text; its microbatches are dealt to imaginary replicas."""
+"""How often would an honest gradient be doubted? One process trains the default text; its microbatches are dealt to
+imaginary replicas."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ DEALS = 20
 
 
 async def measure(steps: int) -> tuple[np.ndarray, list[list[float]]]:
-    """Sketches [steps, stages, microbatches, SIZE], and the lengths of the gradients between the stages, in the order of their coming."""
+    """Sketches [steps, stages, microbatches, SIZE], and the lengths of the gradients between the stages, in the order
+    of their coming."""
     settings = [
         "train.microbatch=1",
         "train.batch=16",
@@ -71,8 +73,8 @@ async def measure(steps: int) -> tuple[np.ndarray, list[list[float]]]:
 
 
 def rates(sketches: np.ndarray, lengths: list[list[float]]) -> dict[str, dict[str, float]]:
-    """By factor: share of deals in which a replica is doubted, of single microbatches against the others of their step, and of gradients
-    between stages."""
+    """By factor: share of deals in which a replica is doubted, of single microbatches against the others of their step,
+    and of gradients between stages."""
     steps, stages, m, _ = sketches.shape
     result = {}
     for factor in FACTORS:

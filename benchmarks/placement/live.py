@@ -1,4 +1,5 @@
-"""Part ``live``: real processes with paced compute on shaped links of two regions: a planned pipeline against random placements."""
+"""Part ``live``: real processes with paced compute on shaped links of two regions: a planned pipeline against random
+placements."""
 
 from __future__ import annotations
 
@@ -39,9 +40,17 @@ forward_ms = 60
 backward_ms = 120
 """
 RUN = (
-    "model.width=64", "model.heads=2", "model.layers=3", "model.context=64", "model.vocab=512", "train.batch=128", "train.microbatch=4",
-    "wire.activations=fp32", "compute.precision=fp32", "checkpoint.every=0",
-)  # fmt: skip
+    "model.width=64",
+    "model.heads=2",
+    "model.layers=3",
+    "model.context=64",
+    "model.vocab=512",
+    "train.batch=128",
+    "train.microbatch=4",
+    "wire.activations=fp32",
+    "compute.precision=fp32",
+    "checkpoint.every=0",
+)
 Row = dict[str, Any]
 
 
@@ -71,14 +80,21 @@ class Live:
         return plan_pipeline.told(self._question, found, "1f1b")
 
     def run(self, seed: int | None) -> Row:
-        """Medians over the steps after the first ones [s]; of a drawn placement also how many times as long as planned a step is."""
+        """Medians over the steps after the first ones [s]; of a drawn placement also how many times as long as planned
+        a step is."""
         if seed is not None and self._first is None:
             self.run(None)
         chosen, spec = self.prediction(seed), self._question.spec
         plan = Plan(
-            fleet="two regions", model="model", params=spec.params, batch=self._question.run.train.batch, context=spec.context,
-            strategies=(chosen,), recommended=0, why="drawn" if seed is not None else "planned",
-        )  # fmt: skip
+            fleet="two regions",
+            model="model",
+            params=spec.params,
+            batch=self._question.run.train.batch,
+            context=spec.context,
+            strategies=(chosen,),
+            recommended=0,
+            why="drawn" if seed is not None else "planned",
+        )
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
             (path := Path(folder) / "plan.json").write_text(plan.model_dump_json())
             sets = [x for s in (*RUN, f"train.steps={STEPS}", f"fleet.profile={self._fleet}") for x in ("--set", s)]
@@ -87,9 +103,11 @@ class Live:
         events = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
         done = [e["duration_s"] for e in events if e.get("kind") == "step_done" and e["step"] > SKIP]
         row: Row = {
-            "cost_s": median(done), "predicted_s": chosen.step_s, "steps_s": done,
+            "cost_s": median(done),
+            "predicted_s": chosen.step_s,
+            "steps_s": done,
             "stages": [list(stage.machines) for stage in chosen.stages],
-        }  # fmt: skip
+        }
         if seed is None:
             self._first = row
         elif self._first is not None:

@@ -10,7 +10,17 @@ from muletrain.planning.placement import Task
 # between AWS regions, measured by DT-FM: its published scheduler has two more than its paper [ms, Gbit/s]
 CITIES = ("oregon", "virginia", "ohio", "tokyo", "seoul", "singapore", "sydney", "london", "frankfurt", "ireland")
 PATHS = (
-    ((67, 0.79), (49, 1.10), (96, 0.523), (124, 0.46), (163, 0.341), (139, 0.36), (136, 0.42), (143, 0.404), (124, 0.482)),
+    (
+        (67, 0.79),
+        (49, 1.10),
+        (96, 0.523),
+        (124, 0.46),
+        (163, 0.341),
+        (139, 0.36),
+        (136, 0.42),
+        (143, 0.404),
+        (124, 0.482),
+    ),
     ((11, 1.12), (143, 0.524), (172, 0.5), (230, 0.364), (197, 0.383), (76, 1.16), (90, 1.02), (67, 1.05)),
     ((130, 0.694), (159, 0.529), (197, 0.452), (185, 0.484), (86, 1.05), (99, 0.799), (77, 1.14)),
     ((34, 1.10), (73, 1.01), (100, 0.761), (210, 0.366), (223, 0.36), (199, 0.465)),
@@ -19,11 +29,12 @@ PATHS = (
     ((262, 0.326), (265, 0.328), (254, 0.344)),
     ((14, 1.14), (12, 1.09)),
     ((24, 1.08),),
-)  # fmt: skip
+)
 
 
 def jittered(cities: list[int], seed: int, replicas: tuple[int, ...] = (8,) * 8) -> Task:
-    """A device in each of these cities; every link is up to 20 % better or worse than its cities', in each direction by itself."""
+    """A device in each of these cities; every link is up to 20 % better or worse than its cities', in each direction by
+    itself."""
     rng = np.random.default_rng(seed)
     base = {(i, i): (5.0, 2.0) for i in range(len(CITIES))}
     for i, row in enumerate(PATHS):
@@ -35,7 +46,8 @@ def jittered(cities: list[int], seed: int, replicas: tuple[int, ...] = (8,) * 8)
 
 
 def asymmetric(seed: int) -> dict[str, Task]:
-    """By name: 64 devices in four regions of unequal size, and in ten cities at random, as 8 stages x 8 pipelines; other shapes."""
+    """By name: 64 devices in four regions of unequal size, and in ten cities at random, as 8 stages x 8 pipelines;
+    other shapes."""
     four = [0] * 26 + [1] * 19 + [2] * 12 + [3] * 7
     return {
         f"four unequal regions, {seed}": jittered(four, seed),
@@ -46,7 +58,8 @@ def asymmetric(seed: int) -> dict[str, Task]:
 
 
 def untuned() -> dict[str, Task]:
-    """By name: networks that nothing was tuned on. Regions of unequal size; ten cities at random, in several shapes; links at random."""
+    """By name: networks that nothing was tuned on. Regions of unequal size; ten cities at random, in several shapes;
+    links at random."""
     rng = np.random.default_rng(77)
     delay, gbps = rng.uniform(1, 250, (64, 64)), np.exp(rng.uniform(np.log(0.2), np.log(4), (64, 64)))
     return {

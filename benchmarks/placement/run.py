@@ -1,7 +1,8 @@
-"""How good are the searches for a placement, and how fast? On DT-FM's five networks, and on such as have no symmetry. See README.md.
+"""How good are the searches for a placement, and how fast? On DT-FM's five networks, and on such as have no symmetry.
+See README.md.
 
-``python run.py [--parts cases published asymmetric untuned large live]``: what is in results.json is measured again only with
-``--again``."""
+``python run.py [--parts cases published asymmetric untuned large live]``: what is in results.json is measured again
+only with ``--again``."""
 
 from __future__ import annotations
 
@@ -83,10 +84,16 @@ class Annealer:
 def cases(seeds: int) -> list[tuple[str, str, Callable[[], Row]]]:
     """The proven optimum, from so many seeds, within 30 s."""
     return [
-        (f"case {n}", f"seed {seed}", lambda n=n, seed=seed: timed(
-            task_of(f"dtfm-case{n}"), "muletrain", 30.0, seed, CASES[n - 1].optimum + NEAR_S)) for n in range(1, 6)
+        (
+            f"case {n}",
+            f"seed {seed}",
+            lambda n=n, seed=seed: timed(
+                task_of(f"dtfm-case{n}"), "muletrain", 30.0, seed, CASES[n - 1].optimum + NEAR_S
+            ),
+        )
+        for n in range(1, 6)
         for seed in range(seeds)
-    ]  # fmt: skip
+    ]
 
 
 def ends_of(search: str, patience: int) -> str:
@@ -103,9 +110,13 @@ def published(seeds: int, patience: int) -> list[tuple[str, str, Callable[[], Ro
     def evolved(n: int, search: str, seed: int) -> Row:
         task, started_cpu_s = task_of(f"dtfm-case{n}"), time.process_time()
         found = evolve(
-            task, seed=seed, time_limit_s=math.inf, watch=lambda share, best_s: None, patience=patience,
+            task,
+            seed=seed,
+            time_limit_s=math.inf,
+            watch=lambda share, best_s: None,
+            patience=patience,
             kernighan_lin=search == KERNIGHAN_LIN,
-        )  # fmt: skip
+        )
         cost_s = evaluate(task, found.assignment).cost_s
         return {"seed": seed, "cost_s": cost_s, "cpu_s": time.process_time() - started_cpu_s, "tried": found.tried}
 
@@ -180,11 +191,15 @@ def without_tuning(annealer: Annealer) -> list[tuple[str, str, Callable[[], Row]
         for job in (
             (name, "muletrain, 60 s", lambda task=task: timed(task, "muletrain", 60.0, 0)),
             *(
-                (name, f"plain annealer, 20 s, seed {seed}", lambda task=task, seed=seed: annealer.search(task, 20.0, seed))
+                (
+                    name,
+                    f"plain annealer, 20 s, seed {seed}",
+                    lambda task=task, seed=seed: annealer.search(task, 20.0, seed),
+                )
                 for seed in range(3)
             ),
         )
-    ]  # fmt: skip
+    ]
 
 
 def many(long_s: float, annealer: Annealer) -> list[tuple[str, str, Callable[[], Row]]]:
@@ -200,7 +215,7 @@ def many(long_s: float, annealer: Annealer) -> list[tuple[str, str, Callable[[],
             (name, f"muletrain, {long_s:g} s", lambda task=task: timed(task, "muletrain", long_s, 1)),
             (name, f"plain annealer, {long_s:g} s", lambda task=task: annealer.search(task, long_s, 2)),
         )
-    ]  # fmt: skip
+    ]
 
 
 def live(folder: str) -> list[tuple[str, str, Callable[[], Row]]]:
@@ -217,9 +232,12 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["cases", "published", "asymmetric", "untuned", "large", "live"])
     parser.add_argument("--seeds", type=int, default=10, help="of the five networks")
     parser.add_argument(
-        "--patience", type=int, default=TRIALS, metavar="N",
+        "--patience",
+        type=int,
+        default=TRIALS,
+        metavar="N",
         help=f"published: end a search after N trials in a row that brought nothing better (default: all {TRIALS} trials)",
-    )  # fmt: skip
+    )
     parser.add_argument("--networks", type=int, default=2, help="of each kind without symmetry")
     parser.add_argument(
         "--long", type=float, default=300.0, help="seconds of the search that the others are held against"

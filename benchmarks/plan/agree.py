@@ -1,4 +1,5 @@
-"""``plan`` against ``simulate``: strategy swarm on the fleet that ships and on drawn ones, each as the two commands predict it.
+"""``plan`` against ``simulate``: strategy swarm on the fleet that ships and on drawn ones, each as the two commands
+predict it.
 
 python benchmarks/plan/agree.py              # the example and seeds 100 to 108 of benchmarks/sim_grid; writes agree.json
 """
@@ -48,10 +49,13 @@ def compared(file: Path, run: tuple[str, ...]) -> dict[str, Any]:
         raise RuntimeError(done.output) from done.exception
     simulated = json.loads(done.output)["tokens_per_s"]
     return {
-        "machines": len(question.fleet.peers()), "run": " ".join(run), "plan": round(found.tokens_per_s, 1),
-        "simulate": round(simulated, 1), "simulate / plan": round(simulated / found.tokens_per_s, 4),
+        "machines": len(question.fleet.peers()),
+        "run": " ".join(run),
+        "plan": round(found.tokens_per_s, 1),
+        "simulate": round(simulated, 1),
+        "simulate / plan": round(simulated / found.tokens_per_s, 4),
         "CPU of simulate [s]": round(time.process_time() - begin_s, 1),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
-"""Predicted against simulated: random fleets, every number of stages of the strategies 'swarm' and 'pipeline' (GPipe and 1F1B), each played
-with all messages of the production code.
+"""Predicted against simulated: random fleets, every number of stages of the strategies 'swarm' and 'pipeline' (GPipe
+and 1F1B), each played with all messages of the production code.
 
 python benchmarks/plan/run.py                                     # fleets 0 to 19, and writes results.json
 python benchmarks/plan/run.py --fleets 5-9 --keep FOLDER          # a part; what was played is kept there, and not played again
@@ -31,11 +31,20 @@ if TYPE_CHECKING:
     from muletrain.config.plan import Prediction
 
 RUN = (
-    "model.width=256", "model.heads=4", "model.layers=8", "model.context=512", "model.vocab=512", "train.batch=48", "train.microbatch=1",
-    "fleet.rebalance_period=20", "checkpoint.every=0", "fleet.trainers=2",
-)  # fmt: skip
+    "model.width=256",
+    "model.heads=4",
+    "model.layers=8",
+    "model.context=512",
+    "model.vocab=512",
+    "train.batch=48",
+    "train.microbatch=1",
+    "fleet.rebalance_period=20",
+    "checkpoint.every=0",
+    "fleet.trainers=2",
+)
 SEARCH_S = 4.0
-"""For the placement of each number of stages: what is left of the half minute that 'muletrain plan' takes by default."""
+"""For the placement of each number of stages: what is left of the half minute that 'muletrain plan' takes by
+default."""
 NEAR, CLOSE = 0.10, 0.05
 """Of a step time that was predicted, and of a layout that is nearly the fastest."""
 PLAYED_TO = 1.3
@@ -49,16 +58,26 @@ def draw(seed: int) -> str:
     lines = []
     for name in ("a", "b", "c")[: rng.randint(2, 3)]:
         lines += [
-            "[[machines]]", f'name = "{name}"', f"count = {rng.randint(2, 3)}", f'region = "{rng.choice(regions)}"',
-            f"tflops = {0.01 * 4 ** rng.random():.4f}", f"memory_gib = {rng.choice([0.12, 0.2, 1.0, 1.0])}",
-        ]  # fmt: skip
+            "[[machines]]",
+            f'name = "{name}"',
+            f"count = {rng.randint(2, 3)}",
+            f'region = "{rng.choice(regions)}"',
+            f"tflops = {0.01 * 4 ** rng.random():.4f}",
+            f"memory_gib = {rng.choice([0.12, 0.2, 1.0, 1.0])}",
+        ]
         if rng.random() < 0.7:
             width = 10 ** rng.uniform(1.5, 3.0)
             lines += [f"up_mbps = {width:.0f}", f"down_mbps = {width:.0f}"]
-    return "\n".join([
-        *lines, "[defaults]", f"rtt_ms = {rng.uniform(20, 200):.0f}", f"bandwidth_mbps = {10 ** rng.uniform(1.5, 2.7):.0f}",
-        f"local_rtt_ms = {rng.uniform(1, 20):.0f}", "local_bandwidth_mbps = 1000",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            *lines,
+            "[defaults]",
+            f"rtt_ms = {rng.uniform(20, 200):.0f}",
+            f"bandwidth_mbps = {10 ** rng.uniform(1.5, 2.7):.0f}",
+            f"local_rtt_ms = {rng.uniform(1, 20):.0f}",
+            "local_bandwidth_mbps = 1000",
+        ]
+    )
 
 
 def drawn(seed: int) -> Fleet:
@@ -134,16 +153,24 @@ def compared(seed: int, kept: Path | None = None, *, only_predict: bool = False)
             if file is not None:
                 file.write_text(json.dumps(times_s, indent=1) + "\n")
         took_s = times_s[name] or math.inf
-        rows.append({
-            "layout": name, "predicted_s": round(p.step_s, 3), "played_s": None if math.isinf(took_s) else round(took_s, 3),
-            "error": round(p.step_s / took_s - 1, 4),
-        })  # fmt: skip
+        rows.append(
+            {
+                "layout": name,
+                "predicted_s": round(p.step_s, 3),
+                "played_s": None if math.isinf(took_s) else round(took_s, 3),
+                "error": round(p.step_s / took_s - 1, 4),
+            }
+        )
     fastest_s = min(row["played_s"] or math.inf for row in rows)
     own = next(row for row in rows if row["layout"] == layout(recommended))
     return {
-        "seed": seed, "machines": len(fleet.peers()), "recommended": own["layout"], "error": own["error"],
-        "behind": round(own["played_s"] / fastest_s - 1, 4) if own["played_s"] else None, "layouts": rows,
-    }  # fmt: skip
+        "seed": seed,
+        "machines": len(fleet.peers()),
+        "recommended": own["layout"],
+        "error": own["error"],
+        "behind": round(own["played_s"] / fastest_s - 1, 4) if own["played_s"] else None,
+        "layouts": rows,
+    }
 
 
 def summed_up(fleets: list[dict[str, Any]]) -> dict[str, Any]:

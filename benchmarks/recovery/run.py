@@ -1,4 +1,5 @@
-"""How soon does a stage go on when one of its peers dies or freezes, and what does a dying fleet still do? See README.md.
+"""How soon does a stage go on when one of its peers dies or freezes, and what does a dying fleet still do? See
+README.md.
 
 ``python run.py [--runs 3] [--only SIGKILL|SIGSTOP|busy]``."""
 
@@ -36,9 +37,16 @@ SERVICE_S = (FORWARD_MS + BACKWARD_MS) / 1000
 MIDDLE_S = 0.5 * SERVICE_S
 """After a microbatch was taken: the fault comes in the middle of its service."""
 SMALL = [
-    "model.width=32", "model.heads=2", "model.layers=2", "model.context=16", "model.vocab=512", "train.microbatch=1",
-    "compute.precision=fp32", "checkpoint.every=0", "fleet.trace=true",
-]  # fmt: skip
+    "model.width=32",
+    "model.heads=2",
+    "model.layers=2",
+    "model.context=16",
+    "model.vocab=512",
+    "train.microbatch=1",
+    "compute.precision=fp32",
+    "checkpoint.every=0",
+    "fleet.trace=true",
+]
 REPLICAS = 5
 STEPS, WARM = 44, 14
 """Steps before the first fault: deadlines are to follow measurements."""
@@ -46,8 +54,8 @@ STEPS, WARM = 44, 14
 
 @dataclass
 class Faults:
-    """Watches a fleet with one microbatch under way at a time, and stops its server of ``stage`` in the middle of it: again and
-    again, until one peer is left that was never stopped."""
+    """Watches a fleet with one microbatch under way at a time, and stops its server of ``stage`` in the middle of it:
+    again and again, until one peer is left that was never stopped."""
 
     stage: int
     signal: signal.Signals
@@ -111,7 +119,8 @@ def run(config: Any, folder: Path, stages: tuple[int, ...], faults: Faults | Dea
 
 
 def service_times(events: list[Event], stage: int, before: float) -> list[float]:
-    """From taken to served, at any peer of ``stage`` [s]; each one's first, in which everything is done for the first time, apart."""
+    """From taken to served, at any peer of ``stage`` [s]; each one's first, in which everything is done for the first
+    time, apart."""
     taken: dict[tuple[str, int, int], float] = {}
     times: dict[str, list[float]] = defaultdict(list)
     for e in sorted(events, key=lambda e: e.t):
@@ -170,8 +179,9 @@ def undisturbed_s(keep: Path | None) -> dict[tuple[int, int], float]:
 
 
 def busy_case(every_s: float, step_s: dict[tuple[int, int], float], keep: Path | None) -> dict[str, Any]:
-    """3 + 3 peers, saturated, become 1 + 1, a death every ``every_s``: throughput from the end of step 1 on, over what those that live
-    could do by their declared service times, and over what fleets of as many do that nobody leaves (``step_s``)."""
+    """3 + 3 peers, saturated, become 1 + 1, a death every ``every_s``: throughput from the end of step 1 on, over what
+    those that live could do by their declared service times, and over what fleets of as many do that nobody leaves
+    (``step_s``)."""
     stages, steps = (0, 0, 0, 1, 1, 1), BETWEEN[every_s]
     deaths = Deaths(DYING, every_s)
     with tempfile.TemporaryDirectory() as scratch:
@@ -191,15 +201,18 @@ def busy_case(every_s: float, step_s: dict[tuple[int, int], float], keep: Path |
             alive[stage_of[victim]] -= 1
     rows = [loss(events, at, victim, stage_of[victim]) for at, victim in deaths.times]
     return {
-        "of_nominal": BATCH * (steps - 1) / nominal, "of_undisturbed": BATCH * (steps - 1) / undisturbed,
+        "of_nominal": BATCH * (steps - 1) / nominal,
+        "of_undisturbed": BATCH * (steps - 1) / undisturbed,
         "killed": len(deaths.times),
-        "last_kill_share": (deaths.times[-1][0] - begin) / (end - begin), "rows": rows,
+        "last_kill_share": (deaths.times[-1][0] - begin) / (end - begin),
+        "rows": rows,
         "step_s": [done[s] - done[s - 1] for s in range(2, steps + 1)],
-    }  # fmt: skip
+    }
 
 
 def loss(events: list[Event], at: float, victim: str, stage: int) -> dict[str, float]:
-    """What a kill cost: until the stage's next microbatch, and until the last of those the victim held was served by another."""
+    """What a kill cost: until the stage's next microbatch, and until the last of those the victim held was served by
+    another."""
     held: dict[tuple[int, int], float] = {}
     served: dict[tuple[int, int], list[float]] = defaultdict(list)
     following = math.inf

@@ -38,9 +38,14 @@ from tests.namespaces import Switch  # noqa: E402
 SMALL_PACKET = 600
 """Bytes; what is longer does not pass a black hole. Probes and seals fit."""
 COMMON = [
-    "model.dropout=0.0", "train.microbatch=1", "compute.precision=fp32", "compute.threads=1", "fleet.rebalance=off", "optimizer.lr=1e-5",
+    "model.dropout=0.0",
+    "train.microbatch=1",
+    "compute.precision=fp32",
+    "compute.threads=1",
+    "fleet.rebalance=off",
+    "optimizer.lr=1e-5",
     "network.listen=0.0.0.0",
-]  # fmt: skip
+]
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,8 @@ class Case:
 
 @contextmanager
 def black_hole(switch: Switch | None, folder: Path) -> Iterator[None]:
-    """Nothing long passes from peer-2 to peer-4, two replicas of a stage, as behind a router with a smaller MTU that says nothing."""
+    """Nothing long passes from peer-2 to peer-4, two replicas of a stage, as behind a router with a smaller MTU that
+    says nothing."""
     assert switch is not None
     nft = [*switch.inside("peer-4"), "nft"]
     rule = f"ip saddr {switch.address('peer-2')} meta length > {SMALL_PACKET} drop"
@@ -114,19 +120,40 @@ PACED = (
 CASES = {
     "large_stage": Case(
         "a stage of 150 M parameters through ten checkpoints",
-        ("fleet.stages=1", "fleet.peers=2", "model.heads=16", "model.width=2048", "model.layers=3", "model.context=16", "train.batch=4",
-         "train.steps=20", "checkpoint.every=2", "checkpoint.keep=2"),
+        (
+            "fleet.stages=1",
+            "fleet.peers=2",
+            "model.heads=16",
+            "model.width=2048",
+            "model.layers=3",
+            "model.context=16",
+            "train.batch=4",
+            "train.steps=20",
+            "checkpoint.every=2",
+            "checkpoint.keep=2",
+        ),
         (0, 0),
     ),
     "black_hole": Case(
         "between two of three replicas nothing long passes, in one direction, for ten steps",
-        (*PACED, "train.steps=26", "checkpoint.every=0"), (0, 1, 0, 1, 0, 1), black_hole, 8, 18, apart=True,
+        (*PACED, "train.steps=26", "checkpoint.every=0"),
+        (0, 1, 0, 1, 0, 1),
+        black_hole,
+        8,
+        18,
+        apart=True,
     ),
     "frozen_disk": Case(
         "the disk that checkpoints go to stands still for ten steps",
-        (*PACED, "train.steps=26", "checkpoint.every=2"), (0, 1, 0, 1, 0, 1), frozen_disk, 8, 18, apart=True, disk_mb=2048,
+        (*PACED, "train.steps=26", "checkpoint.every=2"),
+        (0, 1, 0, 1, 0, 1),
+        frozen_disk,
+        8,
+        18,
+        apart=True,
+        disk_mb=2048,
     ),
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -174,9 +201,14 @@ def play(case: Case, folder: Path) -> dict[str, Any]:
         watched = Watched(case, lambda: case.fault(switch, folder))
         try:
             events = run_fleet(
-                config, folder / "run", stages=case.stages, watch=watched.watch, timeout_s=1500.0,
-                wrap=(lambda name: []) if switch is None else switch.inside, each=lambda name: place,
-            )  # fmt: skip
+                config,
+                folder / "run",
+                stages=case.stages,
+                watch=watched.watch,
+                timeout_s=1500.0,
+                wrap=(lambda name: []) if switch is None else switch.inside,
+                each=lambda name: place,
+            )
         finally:
             watched.heal()
     return measured(case, events, watched, RunFacts.of(config))
@@ -190,7 +222,9 @@ def measured(case: Case, events: list[Event], watched: Watched, facts: RunFacts)
     undisturbed_s = statistics.median(sound)
     during = [e for e in events if watched.when and e.t >= watched.when[0]]
     return {
-        "title": case.title, "params_a_stage": facts.spec.stage_params(facts.cut, 0), "steps": len(ends),
+        "title": case.title,
+        "params_a_stage": facts.spec.stage_params(facts.cut, 0),
+        "steps": len(ends),
         "undisturbed_s": round(undisturbed_s, 2),
         "hurt_over_undisturbed": [round(t / undisturbed_s, 2) for t in hurt.values()],
         "checkpoints": sorted({e.step for e in events if isinstance(e, CheckpointWritten)}),
@@ -198,7 +232,7 @@ def measured(case: Case, events: list[Event], watched: Watched, facts: RunFacts)
         "suspected": sum(isinstance(e, PeerSuspected) for e in during),
         "rerouted": sum(isinstance(e, MicrobatchRerouted) for e in during),
         "recomputed": sum(e.recomputed for e in during if isinstance(e, StepApplied)),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -23,20 +23,32 @@ if TYPE_CHECKING:
     from muletrain.config.schema import RunConfig
 
 COMMITTED = Path(__file__).parent / "seeds.json"
-"""Seeds 0 to 39 as they were drawn before the protocol was mended. What fits into memory is the code's own estimate, so later code could
-draw other fleets."""
+"""Seeds 0 to 39 as they were drawn before the protocol was mended. What fits into memory is the code's own estimate, so
+later code could draw other fleets."""
 STRATA = 20
 """Each range is cut into so many parts, and so many seeds in a row (0-19, 20-39, ...) have one each."""
 MIXES = (
-    *[("T4",)] * 3, *[("A100",)] * 3, *[("RTX 4090",)] * 2, ("CPU",),
-    ("T4", "A100"), ("T4", "RTX 4090"), ("A100", "RTX 4090"), ("T4", "CPU"), ("RTX 4090", "CPU"), ("A100", "CPU"),
-    ("T4", "A100", "RTX 4090"), ("T4", "A100", "CPU"), ("T4", "RTX 4090", "CPU"), ("A100", "RTX 4090", "CPU"),
+    *[("T4",)] * 3,
+    *[("A100",)] * 3,
+    *[("RTX 4090",)] * 2,
+    ("CPU",),
+    ("T4", "A100"),
+    ("T4", "RTX 4090"),
+    ("A100", "RTX 4090"),
+    ("T4", "CPU"),
+    ("RTX 4090", "CPU"),
+    ("A100", "CPU"),
+    ("T4", "A100", "RTX 4090"),
+    ("T4", "A100", "CPU"),
+    ("T4", "RTX 4090", "CPU"),
+    ("A100", "RTX 4090", "CPU"),
     ("T4", "A100", "RTX 4090", "CPU"),
-)  # fmt: skip
+)
 PRESETS = ("gpt3-125m", "gpt3-350m", "gpt3-760m", "gpt3-xl", "gpt3-2.7b", "gpt3-6.7b", "llama-7b")
 MBPS = 20.0, 10_000.0
 LONGEST_S = 900.0
-"""A step whose bound is longer is not drawn: what peers say beside the work makes hours of virtual time slow to play."""
+"""A step whose bound is longer is not drawn: what peers say beside the work makes hours of virtual time slow to
+play."""
 PATIENCE = 40
 OF_MACHINES = "mix", "count", "mbps", "uneven", "rtt", "queue"
 
@@ -86,8 +98,8 @@ def draw(seed: int) -> Drawn:
 
 
 def _attempt(seed: int, attempt: int) -> Drawn:
-    """If the first draw is not possible, we redraw machines and stages twice, then model, stages and batch, and so on. After ``PATIENCE``
-    attempts we redraw everything."""
+    """If the first draw is not possible, we redraw machines and stages twice, then model, stages and batch, and so on.
+    After ``PATIENCE`` attempts we redraw everything."""
     block, place = divmod(seed, STRATA)
     rng = random.Random(f"grid/{seed}/{attempt}")
 
@@ -103,10 +115,15 @@ def _attempt(seed: int, attempt: int) -> Drawn:
     model, stages, batch, delayed = map(uniform, ("model", "stages", "microbatches", "delayed"))
     sequences, microbatches = rng.choice([1, 1, 2, 4]), round(64 * 16**batch)
     run = (
-        f"model.preset={PRESETS[int(len(PRESETS) * model)]}", f"fleet.stages={1 + int(8 * stages)}",
-        f"train.batch={microbatches * sequences}", f"train.microbatch={sequences}", "optimizer.state_device=cpu",
-        f"optimizer.delayed={'true' if delayed < 0.5 else 'false'}", "fleet.rebalance=off", "checkpoint.every=0",
-    )  # fmt: skip
+        f"model.preset={PRESETS[int(len(PRESETS) * model)]}",
+        f"fleet.stages={1 + int(8 * stages)}",
+        f"train.batch={microbatches * sequences}",
+        f"train.microbatch={sequences}",
+        "optimizer.state_device=cpu",
+        f"optimizer.delayed={'true' if delayed < 0.5 else 'false'}",
+        "fleet.rebalance=off",
+        "checkpoint.every=0",
+    )
     return Drawn(machines, run)
 
 
@@ -124,10 +141,16 @@ def _machines(
         up = _within(down / max(1.0, 16 ** (1.5 * uneven - 0.5)))  # a third have equal ones
         depth_s = 0.0 if queue < 0.2 else min(2.0, 2.2 * (queue - 0.2) / 0.75)
         lines += [
-            "[[machines]]", f'name = "{device.split()[-1].lower()}"', f'device = "{device}"', f"count = {end - begin}",
-            f'region = "{"xyzw"[n] if own_region else "x"}"', f"up_mbps = {up:.0f}", f"down_mbps = {down:.0f}",
-            f"queue_s = {depth_s:.2f}", "",
-        ]  # fmt: skip
+            "[[machines]]",
+            f'name = "{device.split()[-1].lower()}"',
+            f'device = "{device}"',
+            f"count = {end - begin}",
+            f'region = "{"xyzw"[n] if own_region else "x"}"',
+            f"up_mbps = {up:.0f}",
+            f"down_mbps = {down:.0f}",
+            f"queue_s = {depth_s:.2f}",
+            "",
+        ]
     rtt_ms = 80**rtt
     local_ms = rng.uniform(1.0, rtt_ms) if own_region and len(kinds) > 1 else rtt_ms
     return "\n".join([*lines, "[defaults]", f"rtt_ms = {rtt_ms:.0f}", f"local_rtt_ms = {local_ms:.0f}", ""])
@@ -150,11 +173,12 @@ def _possible(found: Drawn) -> bool:
 def bound_s(scene: Setting, serving: Sequence[Sequence[int]], *, delayed: bool) -> float:
     """No step of this layout can be shorter, whatever the protocol [s].
 
-    FLOP: a stage's machines share its microbatches, in whole ones and without a pause. Bytes: what the stage sends and takes of
-    activations and their gradients, over all bandwidths of its machines together; and 2 (n-1)/n of the gradient, over the narrowest one,
-    for each averages an equal shard. A step begins when the one before is averaged; so the first microbatch has to come to a stage
-    before it can begin, and the last one has to go all the way back. With delayed updates averaging goes on beside the next step, and
-    only shares its links; and no machine waits for the last microbatch of another. Delays and all that is agreed on take no time.
+    FLOP: a stage's machines share its microbatches, in whole ones and without a pause. Bytes: what the stage sends and
+    takes of activations and their gradients, over all bandwidths of its machines together; and 2 (n-1)/n of the
+    gradient, over the narrowest one, for each averages an equal shard. A step begins when the one before is averaged;
+    so the first microbatch has to come to a stage before it can begin, and the last one has to go all the way back.
+    With delayed updates averaging goes on beside the next step, and only shares its links; and no machine waits for the
+    last microbatch of another. Delays and all that is agreed on take no time.
     """
     cost, kinds, last = scene.cost, scene.kinds, len(serving) - 1
     step_s = there_s = 0.0
@@ -189,7 +213,8 @@ def bound_s(scene: Setting, serving: Sequence[Sequence[int]], *, delayed: bool) 
 
 
 def whole_s(items: int, machines: Sequence[tuple[int, float]]) -> float:
-    """The time in which machines, (how many, seconds apiece), do so many pieces of work, each one a whole piece at a time."""
+    """The time in which machines, (how many, seconds apiece), do so many pieces of work, each one a whole piece at a
+    time."""
     low, high = 0.0, math.ceil(items / sum(n for n, _ in machines)) * max(each for _, each in machines)
     for _ in range(60):
         middle = (low + high) / 2

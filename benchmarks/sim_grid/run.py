@@ -1,4 +1,5 @@
-"""Fleets without faults, drawn by seed: every message of the production code, against rates, against what ``plan`` predicts. See README.md.
+"""Fleets without faults, drawn by seed: every message of the production code, against rates, against what ``plan``
+predicts. See README.md.
 
 python benchmarks/sim_grid/run.py --keep FOLDER                  # seeds 0 to 39, and writes results.json
 python benchmarks/sim_grid/run.py --keep FOLDER --seeds 100-139  # fresh ones, fresh.json
@@ -41,12 +42,12 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 TABLES = {"0-39": "results.json", "100-139": "fresh.json"}
 LEAST_STEPS, LEAST_MICROBATCHES = 5, 640
-"""Each fleet plays at least so many steps, and counts at least so many microbatches. The first step does not count, because nobody has
-measured anything yet; with delayed updates the second does not count either, because it runs while the first is averaged. Which trainer
-injects a microbatch is random, so short steps vary, and we play more of them."""
+"""Each fleet plays at least so many steps, and counts at least so many microbatches. The first step does not count,
+because nobody has measured anything yet; with delayed updates the second does not count either, because it runs while
+the first is averaged. Which trainer injects a microbatch is random, so short steps vary, and we play more of them."""
 PATIENCE, BEGIN_S = 3.0, 300.0
-"""A play is cut off after this many times its predicted duration, and so long for the first step [s], in which slow machines get as much
-work as fast ones."""
+"""A play is cut off after this many times its predicted duration, and so long for the first step [s], in which slow
+machines get as much work as fast ones."""
 NEAR = 0.15
 
 
@@ -92,7 +93,8 @@ def _kind(reason: str) -> str:
 
 
 def compared(seed: int, limit_s: float = math.inf, *, only_predict: bool = False) -> dict[str, Any]:
-    """Play one fleet, and compare the speeds [tokens/s]. ``limit_s``: CPU time. ``failed`` says why a play ended early."""
+    """Play one fleet, and compare the speeds [tokens/s]. ``limit_s``: CPU time. ``failed`` says why a play ended
+    early."""
     begin_s = time.process_time()
     found = drawn(seed)
     scene, config = found.setting()
@@ -111,17 +113,26 @@ def compared(seed: int, limit_s: float = math.inf, *, only_predict: bool = False
         failed, played_s = _played(scene, config, seen, horizon_s, begin_s + limit_s)
     times_s["protocol"] = seen.step_s
     return {
-        "seed": seed, **_described(scene, config, found.fleet), "stages": [sum(here) for here in serving],
+        "seed": seed,
+        **_described(scene, config, found.fleet),
+        "stages": [sum(here) for here in serving],
         **{f"{name}_s": None if math.isinf(s) else round(s, 3) for name, s in times_s.items()},
         **{name: round(cost.microbatches * cost.tokens / s, 1) for name, s in times_s.items()},
-        "steps": len(seen.ends_s), "played_s": round(played_s, 1), "ends_s": [round(s, 2) for s in seen.ends_s],
-        "repeated": seen.repeated, "suspected": seen.suspected.total(), "rerouted": seen.rerouted.total(),
-        "reasons": dict(seen.suspected + seen.rerouted), "failed": failed, "cpu_s": round(time.process_time() - begin_s, 1),
-    }  # fmt: skip
+        "steps": len(seen.ends_s),
+        "played_s": round(played_s, 1),
+        "ends_s": [round(s, 2) for s in seen.ends_s],
+        "repeated": seen.repeated,
+        "suspected": seen.suspected.total(),
+        "rerouted": seen.rerouted.total(),
+        "reasons": dict(seen.suspected + seen.rerouted),
+        "failed": failed,
+        "cpu_s": round(time.process_time() - begin_s, 1),
+    }
 
 
 def _played(scene: Setting, config: RunConfig, seen: Seen, horizon_s: float, until_s: float) -> tuple[str, float]:
-    """Returns what went wrong (empty: nothing) and the virtual duration [s]. The play ends at ``until_s`` of this process' CPU time."""
+    """Returns what went wrong (empty: nothing) and the virtual duration [s]. The play ends at ``until_s`` of this
+    process' CPU time."""
 
     def goes_on(now_s: float, steps: float) -> bool:
         return not seen.whole and time.process_time() < until_s
@@ -152,7 +163,7 @@ def _described(scene: Setting, config: RunConfig, fleet: str) -> dict[str, str]:
         + (", delayed" if config.optimizer.delayed else ""),
         "links": f"up {of('up_mbps')}, down {of('down_mbps')} Mb/s; {'/'.join(dict.fromkeys([of('local_rtt_ms'), of('rtt_ms')]))} ms; "
         f"{of('queue_s') or 0} s",
-    }  # fmt: skip
+    }
 
 
 def off(row: dict[str, Any], against: str) -> float:
@@ -165,19 +176,23 @@ def summed_up(rows: list[dict[str, Any]]) -> dict[str, Any]:
         return not (row["repeated"] or row["rerouted"] or row["suspected"] or row["failed"])
 
     return {
-        "fleets": len(rows), "came to the end of all steps": sum(not row["failed"] for row in rows),
+        "fleets": len(rows),
+        "came to the end of all steps": sum(not row["failed"] for row in rows),
         **{
             f"within 15 % of {name}": sum(not row["failed"] and abs(off(row, name)) <= NEAR for row in rows)
             for name in ("rates", "plan")
         },
-        **{f"farthest from {name}": round(max((off(row, name) for row in rows), key=abs), 3) for name in ("rates", "plan")},
+        **{
+            f"farthest from {name}": round(max((off(row, name) for row in rows), key=abs), 3)
+            for name in ("rates", "plan")
+        },
         "microbatches repeated": sum(row["repeated"] for row in rows),
         "microbatches sent again": sum(row["rerouted"] for row in rows),
         "peers suspected": sum(row["suspected"] for row in rows),
         "fleets with none of this": sum(map(clean, rows)),
         "CPU minutes": round(sum(row["cpu_s"] for row in rows) / 60, 1),
         "longest play, CPU seconds": max(row["cpu_s"] for row in rows),
-    }  # fmt: skip
+    }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -247,8 +262,10 @@ def main() -> None:
             row = done.result()
             files[row["seed"]].write_text(json.dumps(row, indent=1) + "\n")
             shown.update(bar, advance=1)
-            shown.print(f"{row['seed']}: {off(row, 'rates'):+.1%} of rates, {off(row, 'plan'):+.1%} of plan, {row['repeated']} repeated, "
-                        f"{row['suspected']} suspected, {row['cpu_s']} s of CPU {row['failed']}")  # fmt: skip
+            shown.print(
+                f"{row['seed']}: {off(row, 'rates'):+.1%} of rates, {off(row, 'plan'):+.1%} of plan, {row['repeated']} repeated, "
+                f"{row['suspected']} suspected, {row['cpu_s']} s of CPU {row['failed']}"
+            )
     rows = [json.loads(files[seed].read_text()) for seed in seeds]
     print(table(rows), json.dumps(summed_up(rows), indent=1), sep="\n\n")
     out = args.out or (HERE / TABLES[args.seeds] if args.seeds in TABLES else None)

@@ -1,6 +1,7 @@
 """How large a fleet can be simulated, and how fast? See README.md.
 
-``python run.py [--quick]`` plays ever larger fleets at both fidelities, each in a process of its own, and writes results.json."""
+``python run.py [--quick]`` plays ever larger fleets at both fidelities, each in a process of its own, and writes
+results.json."""
 
 from __future__ import annotations
 
@@ -35,8 +36,13 @@ HERE = Path(__file__).parent
 FLEET = '[[machines]]\nname = "a"\ncount = {}\nforward_ms = 300\nbackward_ms = 700\n'
 CHURN = "reliable = false\n[churn]\nleave_per_hour = 0.05\naway_min = 30\n"
 MODEL = (
-    "model.width=256", "model.heads=4", "model.context=512", "model.vocab=512", "train.microbatch=1", "checkpoint.every=0",
-)  # fmt: skip
+    "model.width=256",
+    "model.heads=4",
+    "model.context=512",
+    "model.vocab=512",
+    "train.microbatch=1",
+    "checkpoint.every=0",
+)
 FLOW = (1_000, 10_000, 30_000)
 FLOW_STAGES, FLOW_HOURS, FLOW_BATCH = 100, 32.0, 65_536
 PROTOCOL = (32, 128, 512)
@@ -89,8 +95,12 @@ def flow(peers: int) -> dict[str, Any]:
     outcome, cpu_s = played(FLEET.format(peers) + CHURN, "flow", FLOW_HOURS * 3600, *stages)
     events = sum(outcome.events.values())
     return {
-        "peers": peers, "cpu_s": round(cpu_s, 1), "events": events, "ms_per_event": round(1e3 * cpu_s / events, 3), "mb": peak_mb(),
-    }  # fmt: skip
+        "peers": peers,
+        "cpu_s": round(cpu_s, 1),
+        "events": events,
+        "ms_per_event": round(1e3 * cpu_s / events, 3),
+        "mb": peak_mb(),
+    }
 
 
 def protocol(peers: int) -> dict[str, Any]:
@@ -101,11 +111,18 @@ def protocol(peers: int) -> dict[str, Any]:
     growth = GOAL_PEERS / peers
     goal_messages = ((messages - entries) * growth + entries * growth**2) * GOAL_S / PROTOCOL_S
     return {
-        "peers": peers, "cpu_s": round(cpu_s, 1), "messages": messages, "ms_per_message": round(1e3 * cpu_s / messages, 3),
-        "messages_per_s": round(messages / cpu_s), "hops_per_s": round(hops / cpu_s), "steps": round(outcome.steps, 2),
-        "entries": round(entries / messages, 2), "goal_s": round(cpu_s * goal_messages / messages), "mb": peak_mb(),
+        "peers": peers,
+        "cpu_s": round(cpu_s, 1),
+        "messages": messages,
+        "ms_per_message": round(1e3 * cpu_s / messages, 3),
+        "messages_per_s": round(messages / cpu_s),
+        "hops_per_s": round(hops / cpu_s),
+        "steps": round(outcome.steps, 2),
+        "entries": round(entries / messages, 2),
+        "goal_s": round(cpu_s * goal_messages / messages),
+        "mb": peak_mb(),
         "kinds": dict(counts.most_common()),
-    }  # fmt: skip
+    }
 
 
 def peak_mb() -> int:

@@ -44,22 +44,39 @@ MICROBATCHES = 32
 HOURS = 300 / 3600
 """Simulated: more than the steps take."""
 KILL_STEP, KILL_S = 5, 1.0
-"""In which step, and how long after it began: the first step of real fleets takes longer than simulated ones, by as much as it likes."""
+"""In which step, and how long after it began: the first step of real fleets takes longer than simulated ones, by as
+much as it likes."""
 SETTINGS = [
-    "model.width=128", "model.heads=4", "model.layers=6", "model.context=64", "model.vocab=512", "train.microbatch=1",
-    f"train.batch={MICROBATCHES}", f"train.steps={STEPS}", "compute.precision=fp32", "compute.threads=1", "checkpoint.every=0",
-    "fleet.trainers=2", "fleet.rebalance=off", "fleet.trace=true", "optimizer.lr=1e-5",
-]  # fmt: skip
-"""So small a step that no gradient stands out from those of its replicas, or that would be computed again (benchmarks/outliers)."""
+    "model.width=128",
+    "model.heads=4",
+    "model.layers=6",
+    "model.context=64",
+    "model.vocab=512",
+    "train.microbatch=1",
+    f"train.batch={MICROBATCHES}",
+    f"train.steps={STEPS}",
+    "compute.precision=fp32",
+    "compute.threads=1",
+    "checkpoint.every=0",
+    "fleet.trainers=2",
+    "fleet.rebalance=off",
+    "fleet.trace=true",
+    "optimizer.lr=1e-5",
+]
+"""So small a step that no gradient stands out from those of its replicas, or that would be computed again
+(benchmarks/outliers)."""
 PACING = "[pacing]\nforward_ms = 120\nbackward_ms = 240\n"
 KIND = '[[machines]]\nname = "{}"\ncount = {}\n'
 SLOW_LINKS = "up_mbps = 50\ndown_mbps = 50\n[defaults]\nlocal_rtt_ms = 100\n"
 UNEQUAL_LINKS = (
-    KIND.format("lab", 2) + KIND.format("home", 1) + 'region = "town"\nup_mbps = 20\ndown_mbps = 50\n'
-    + KIND.format("far", 1) + 'region = "hills"\nup_mbps = 10\ndown_mbps = 20\n'
+    KIND.format("lab", 2)
+    + KIND.format("home", 1)
+    + 'region = "town"\nup_mbps = 20\ndown_mbps = 50\n'
+    + KIND.format("far", 1)
+    + 'region = "hills"\nup_mbps = 10\ndown_mbps = 20\n'
     '[[links]]\nbetween = ["here", "town"]\nrtt_ms = 40\n[[links]]\nbetween = ["here", "hills"]\nrtt_ms = 200\n'
     '[[links]]\nbetween = ["town", "hills"]\nrtt_ms = 220\n'
-)  # fmt: skip
+)
 SPOT = KIND.format("lab", 1) + KIND.format("spot", 1) + "reliable = false\n" + KIND.format("home", 4)
 
 
@@ -77,10 +94,12 @@ CASES = {
     "plain": Case("2 x 2 peers, links as they are", KIND.format("home", 4)),
     "slow-links": Case("50 Mb/s and 100 ms", KIND.format("home", 4) + SLOW_LINKS),
     "unequal-links": Case("10 to 50 Mb/s, 0 to 220 ms", UNEQUAL_LINKS),
-    "slow-peer": Case("one of four at a third of the speed", KIND.format("home", 3) + KIND.format("slow", 1) + f"speed = {1 / 3}\n"),
+    "slow-peer": Case(
+        "one of four at a third of the speed", KIND.format("home", 3) + KIND.format("slow", 1) + f"speed = {1 / 3}\n"
+    ),
     "kill": Case("2 x 3 peers, one is killed", SPOT, killed="spot"),
     "three-stages": Case("3 x 2 peers", KIND.format("home", 6), stages=3),
-}  # fmt: skip
+}
 CALIBRATED = ("plain", "slow-links")
 
 

@@ -1,4 +1,5 @@
-"""What do 50 Mb/s and 100 ms cost, and from which batch on does averaging not matter? See README.md. ``python run.py [--runs 3]``."""
+"""What do 50 Mb/s and 100 ms cost, and from which batch on does averaging not matter? See README.md. ``python run.py
+[--runs 3]``."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ SWEEP = (2, 4, 8, 16, 32)
 WIDTHS = (128, 256, 512, 1024)
 SQUARE_CUBE = {"context": 32, "microbatches": 32}
 DEVICE_FLOPS = 1e10
-"""Effective FLOP/s of the emulated devices of the square-cube table: low, so that two cores can really compute width 1024 meanwhile."""
+"""Effective FLOP/s of the emulated devices of the square-cube table: low, so that two cores can really compute width
+1024 meanwhile."""
 SHAPED = "up_mbps = 50.0\ndown_mbps = 50.0\n[defaults]\nlocal_rtt_ms = 100.0\nrtt_ms = 100.0\n"
 BYTES_PER_S = 50e6 / 8
 
@@ -45,15 +47,25 @@ def configured(width: int, context: int, microbatches: int) -> RunConfig:
     return load_config(
         None,
         [
-            f"model.width={width}", f"model.heads={width // 32}", "model.layers=2", f"model.context={context}",
-            "model.vocab=512", "model.dropout=0.0", "train.microbatch=1", f"train.batch={microbatches}",
-            f"train.steps={STEPS}", "compute.checkpointing=never", "compute.precision=fp32", "wire.gradients=fp16",
+            f"model.width={width}",
+            f"model.heads={width // 32}",
+            "model.layers=2",
+            f"model.context={context}",
+            "model.vocab=512",
+            "model.dropout=0.0",
+            "train.microbatch=1",
+            f"train.batch={microbatches}",
+            f"train.steps={STEPS}",
+            "compute.checkpointing=never",
+            "compute.precision=fp32",
+            "wire.gradients=fp16",
         ],
-    )  # fmt: skip
+    )
 
 
 def measure(config: RunConfig, forward_ms: float, *, shaped: bool) -> dict[str, float]:
-    """Medians over the steps after the first [s]; ``idle``: share of the time outside averaging that no declared work fills."""
+    """Medians over the steps after the first [s]; ``idle``: share of the time outside averaging that no declared work
+    fills."""
     with tempfile.TemporaryDirectory() as folder:
         profile = Path(folder) / "fleet.toml"
         pacing = f"[pacing]\nforward_ms = {forward_ms}\nbackward_ms = {2 * forward_ms}\n"
@@ -67,9 +79,12 @@ def measure(config: RunConfig, forward_ms: float, *, shaped: bool) -> dict[str, 
     apply_s = statistics.median(e.apply_s for e in applied)
     work_s = config.microbatches / PEERS_PER_STAGE * 3 * forward_ms / 1000
     return {
-        "step_s": step_s, "averaging_s": averaging_s, "apply_s": apply_s, "work_s": work_s,
+        "step_s": step_s,
+        "averaging_s": averaging_s,
+        "apply_s": apply_s,
+        "work_s": work_s,
         "idle": 1 - work_s / (step_s - averaging_s - apply_s),
-    }  # fmt: skip
+    }
 
 
 def named_pairs(runs: int) -> list[dict[str, dict[str, float]]]:
@@ -125,17 +140,23 @@ def plot(results: dict[str, Any], path: Path) -> None:
     left.plot(counts, [100 * r["averaging_s"] / r["step_s"] for r in results["sweep"]], marker="o")
     left.axhline(50, color="grey", linestyle="--", linewidth=1)
     left.set(
-        xscale="log", ylim=(0, 100), xlabel="microbatches a step", ylabel="share of the step [%]",
+        xscale="log",
+        ylim=(0, 100),
+        xlabel="microbatches a step",
+        ylabel="share of the step [%]",
         title=f"Averaging, width {NAMED['width']}",
-    )  # fmt: skip
+    )
     left.set_xticks(counts, [str(n) for n in counts])
     left.minorticks_off()
     widths = [r["width"] for r in results["square_cube"]]
     right.plot(widths, [100 * r["idle"] for r in results["square_cube"]], marker="o", color="tab:orange")
     right.set(
-        xscale="log", ylim=(0, 100), xlabel="width", ylabel="idle outside averaging [%]",
+        xscale="log",
+        ylim=(0, 100),
+        xlabel="width",
+        ylabel="idle outside averaging [%]",
         title=f"Square-cube law, devices of {DEVICE_FLOPS / 1e9:.0f} GFLOP/s",
-    )  # fmt: skip
+    )
     right.set_xticks(widths, [str(w) for w in widths])
     right.minorticks_off()
     figure.suptitle("2 stages x 2 peers, 50 Mb/s and 100 ms round trip between all")

@@ -1,6 +1,7 @@
 """Does a fleet under churn stay flat: memory, open files, sockets, threads? See README.md.
 
-``python run.py [--minutes 60] [--seed 0] [--every 10]`` runs ``muletrain run --chaos PLAN`` and looks at its processes from outside."""
+``python run.py [--minutes 60] [--seed 0] [--every 10]`` runs ``muletrain run --chaos PLAN`` and looks at its processes
+from outside."""
 
 from __future__ import annotations
 
@@ -29,10 +30,22 @@ HERE = Path(__file__).parent
 STAGES, PEERS = 3, 6
 PACING = "[pacing]\nforward_ms = 60.0\nbackward_ms = 120.0\n"
 SETTINGS = [
-    "model.width=32", "model.heads=2", "model.layers=3", "model.context=16", "model.vocab=512", "train.microbatch=1", "train.batch=8",
-    f"fleet.stages={STAGES}", f"fleet.peers={PEERS}", "fleet.trainers=2", "fleet.rebalance_period=20", "train.steps=1000000",
-    "compute.precision=fp32", "compute.threads=1", "checkpoint.every=20",
-]  # fmt: skip
+    "model.width=32",
+    "model.heads=2",
+    "model.layers=3",
+    "model.context=16",
+    "model.vocab=512",
+    "train.microbatch=1",
+    "train.batch=8",
+    f"fleet.stages={STAGES}",
+    f"fleet.peers={PEERS}",
+    "fleet.trainers=2",
+    "fleet.rebalance_period=20",
+    "train.steps=1000000",
+    "compute.precision=fp32",
+    "compute.threads=1",
+    "checkpoint.every=20",
+]
 BETWEEN_S = {"join": 45.0, "freeze": 40.0, "move": 75.0, "corrupt": 120.0, "partition": 300.0}
 """Mean times between faults of a kind; every newcomer is killed, too, some time after it came."""
 WARM = 0.25
@@ -141,10 +154,15 @@ def look(t_s: float, pid: int, role_: str) -> Sample:
             continue  # closed meanwhile
     times = (proc / "stat").read_text().rsplit(")", 1)[1].split()[11:13]
     return Sample(
-        t_s=round(t_s, 1), role=role_, pid=pid, rss_mib=round(int(status["VmRSS"].split()[0]) / 1024, 2), files=len(links),
-        sockets=sum(link.startswith("socket:") for link in links), threads=int(status["Threads"]),
+        t_s=round(t_s, 1),
+        role=role_,
+        pid=pid,
+        rss_mib=round(int(status["VmRSS"].split()[0]) / 1024, 2),
+        files=len(links),
+        sockets=sum(link.startswith("socket:") for link in links),
+        threads=int(status["Threads"]),
         cpu_s=sum(map(int, times)) / os.sysconf("SC_CLK_TCK"),
-    )  # fmt: skip
+    )
 
 
 def look_at_all(t_s: float, root: int) -> list[Sample]:
@@ -304,9 +322,14 @@ def main() -> int:
     facts = counted(folder)
     flat = all(v["flat"] for of in verdicts.values() for v in of.values())
     result = {
-        "minutes": given.minutes, "seed": given.seed, "exit_code": code, "flat": flat, **facts,
-        "limits": {k: asdict(v) for k, v in LIMITS.items()}, "processes": verdicts,
-    }  # fmt: skip
+        "minutes": given.minutes,
+        "seed": given.seed,
+        "exit_code": code,
+        "flat": flat,
+        **facts,
+        "limits": {k: asdict(v) for k, v in LIMITS.items()},
+        "processes": verdicts,
+    }
     (folder / "results.json").write_text(json.dumps(result, indent=1))
     draw(samples, folder / "soak.png")
     show(verdicts)

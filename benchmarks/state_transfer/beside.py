@@ -1,4 +1,5 @@
-"""What does a transfer cost those who train? See README.md. ``python beside.py``: donors' narrow uplinks, in virtual time."""
+"""What does a transfer cost those who train? See README.md. ``python beside.py``: donors' narrow uplinks, in virtual
+time."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ from muletrain.sim.world.verdict import Outcome
 HERE = Path(__file__).parent
 CASES = [(1e3, rate, 0.15) for rate in (30e6, 40e6, 60e6, 80e6, 100e6)]
 CASES += [(4.5e3, 6.25e6, compute_s) for compute_s in (0.15, 6.0)]
-"""For how many bytes a byte counts, bytes/s that each donor's links carry, and what a microbatch computes [s]. The state is 110 kB, a
-gradient 9 kB: so 110 MB and 9 MB, and at last 500 MB and 41 MB over 50 Mb/s, where averaging takes most of a step, or a third."""
+"""For how many bytes a byte counts, bytes/s that each donor's links carry, and what a microbatch computes [s]. The
+state is 110 kB, a gradient 9 kB: so 110 MB and 9 MB, and at last 500 MB and 41 MB over 50 Mb/s, where averaging takes
+most of a step, or a third."""
 NEWCOMER, COMES_STEPS = "peer-0j0", 4
 SETTINGS = ("wire.gradients=int8", "optimizer.eps=0.1", "model.vocab=300", "model.dropout=0.0")
 

@@ -1,7 +1,8 @@
-"""A donor or the taker of a stage's state, as a process: ``python member.py RANK DONORS FOLDER``; rank 0 takes, and prints the seconds.
+"""A donor or the taker of a stage's state, as a process: ``python member.py RANK DONORS FOLDER``; rank 0 takes, and
+prints the seconds.
 
-The network, the frames, ``Snapshots`` and ``Receiver`` are the production code; the stage is random tensors, for a transfer needs no
-model.
+The network, the frames, ``Snapshots`` and ``Receiver`` are the production code; the stage is random tensors, for a
+transfer needs no model.
 """
 
 from __future__ import annotations

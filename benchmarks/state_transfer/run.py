@@ -25,11 +25,13 @@ def transfer(donors: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             subprocess.Popen(
-                [sys.executable, str(HERE / "member.py"), str(rank), str(donors), folder], stdout=subprocess.PIPE, env=env,
+                [sys.executable, str(HERE / "member.py"), str(rank), str(donors), folder],
+                stdout=subprocess.PIPE,
+                env=env,
                 start_new_session=True,
             )
             for rank in range(donors + 1)
-        ]  # fmt: skip
+        ]
         try:
             report: dict[str, Any] = json.loads(processes[0].communicate(timeout=LIMIT_S)[0].splitlines()[-1])
             for process in processes[1:]:

@@ -30,7 +30,8 @@ class Clock(Protocol):
         ...
 
     async def deadline(self, awaitable: Awaitable[T], seconds: float, what: str) -> T:
-        """Await with a deadline. Raises ``DeadlineExceeded`` naming ``what`` after ``seconds``; cancels the awaitable."""
+        """Await with a deadline. Raises ``DeadlineExceeded`` naming ``what`` after ``seconds``; cancels the
+        awaitable."""
         ...
 
 

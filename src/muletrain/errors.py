@@ -46,7 +46,8 @@ class ProtocolError(NetworkError):
 
 
 class Malformed(ProtocolError):
-    """What no correct peer of this version sends, whatever state it is in: whoever keeps doing it is banned for a while."""
+    """What no correct peer of this version sends, whatever state it is in: whoever keeps doing it is banned for a
+    while."""
 
 
 class AdmissionError(MuletrainError):

@@ -271,7 +271,8 @@ class PeerLeft(Event):
 
 @dataclass(frozen=True)
 class LineageLeft(Event):
-    """A partition healed: this peer leaves the history of its side and goes on with the other one, from the state of its replicas."""
+    """A partition healed: this peer leaves the history of its side and goes on with the other one, from the state of
+    its replicas."""
 
     forked_at: int
     """The first step that the two sides did differently, from 1."""
@@ -328,7 +329,8 @@ class CheckpointFailed(Event):
 
 @dataclass(frozen=True)
 class SteppedBack(Event):
-    """Stages lost all their peers: this process begins anew at the newest complete checkpoint, as all do. Steps are lost, no numbers."""
+    """Stages lost all their peers: this process begins anew at the newest complete checkpoint, as all do. Steps are
+    lost, no numbers."""
 
     step: int
     """Steps that this process had done; 0: it was coming."""
@@ -392,9 +394,9 @@ class RunFinished(Event):
 class EventLog:
     """Appends events to a JSONL file, a line at a time, and tells subscribers. Thread safe.
 
-    A write that fails (full disk) never reaches the caller: events wait for room, the oldest of too many are dropped and counted;
-    subscribers get one Note.
-    A subscriber that raises is removed, with a Note. ``path`` None: subscribers only.
+    A write that fails (full disk) never reaches the caller: events wait for room, the oldest of too many are dropped
+    and counted; subscribers get one Note. A subscriber that raises is removed, with a Note. ``path`` None: subscribers
+    only.
     """
 
     def __init__(self, path: Path | None, peer: str, *, now: Callable[[], float] = time.time) -> None:
@@ -410,8 +412,8 @@ class EventLog:
         self._file: int | None = None if path is None else _open(path)
 
     def emit(self, event: Event, peer: str | None = None) -> None:
-        """Stamp, write, notify (subscribers are called in this thread, in order; they should be quick). ``peer``: who said it, if
-        it is passed on for another process."""
+        """Stamp, write, notify (subscribers are called in this thread, in order; they should be quick). ``peer``: who
+        said it, if it is passed on for another process."""
         with self._lock:
             stamped = dataclasses.replace(event, t=self._now(), peer=peer or self.peer)
             trouble = self._write(stamped)

@@ -1,6 +1,8 @@
-"""A run's events as a trace that https://ui.perfetto.dev and chrome://tracing show: what each slot of each peer did, and when.
+"""A run's events as a trace that https://ui.perfetto.dev and chrome://tracing show: what each slot of each peer did,
+and when.
 
-The format is Chrome's "Trace Event Format": complete events ('X', with a duration), instants ('i') and names ('M'), in microseconds.
+The format is Chrome's "Trace Event Format": complete events ('X', with a duration), instants ('i') and names ('M'), in
+microseconds.
 """
 
 from __future__ import annotations
@@ -20,9 +22,17 @@ SLOTS = ("receive", "compute", "send", "average")
 LANES = 100
 """Of one slot: what goes on in it at the same time is drawn below each other."""
 INSTANTS = (
-    ev.CheckpointWritten, ev.FaultInjected, ev.LineageLeft, ev.MicrobatchRerouted, ev.PeerExpelled, ev.PeerJoined, ev.PeerLeft,
-    ev.PeerSuspected, ev.StepApplied, ev.SteppedBack,
-)  # fmt: skip
+    ev.CheckpointWritten,
+    ev.FaultInjected,
+    ev.LineageLeft,
+    ev.MicrobatchRerouted,
+    ev.PeerExpelled,
+    ev.PeerJoined,
+    ev.PeerLeft,
+    ev.PeerSuspected,
+    ev.StepApplied,
+    ev.SteppedBack,
+)
 
 
 def chrome_trace(events: Iterable[ev.Event]) -> dict[str, Any]:

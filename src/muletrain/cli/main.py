@@ -80,10 +80,12 @@ Announce = Annotated[
 Ticketed = Annotated[
     str | None,
     typer.Argument(
-        metavar="TICKET", envvar="MULETRAIN_TICKET", callback=read_ticket,
+        metavar="TICKET",
+        envvar="MULETRAIN_TICKET",
+        callback=read_ticket,
         help="Ticket, file with one, or '-' for standard input. Default: that of the run this machine is in.",
     ),
-]  # fmt: skip
+]
 
 
 def _version(asked: bool) -> None:
@@ -113,13 +115,21 @@ def run(
     strategy: Strategy = None,
     json: Json = False,
 ) -> None:
-    """Train with a local fleet: all peers are processes on this machine, with --plan one for each machine of the plan. Ctrl-C ends it in
-    order, with a checkpoint."""
+    """Train with a local fleet: all peers are processes on this machine, with --plan one for each machine of the plan.
+    Ctrl-C ends it in order, with a checkpoint."""
     from muletrain.cli.commands.train import run_local
 
     run_local(
-        config, overrides or [], json=json, resume=resume, chaos=chaos, seed=seed, trace=trace, plan=plan, strategy=strategy
-    )  # fmt: skip
+        config,
+        overrides or [],
+        json=json,
+        resume=resume,
+        chaos=chaos,
+        seed=seed,
+        trace=trace,
+        plan=plan,
+        strategy=strategy,
+    )
 
 
 @app.command()
@@ -155,7 +165,8 @@ def start(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Begin a run on several machines: prints a ticket, waits until every stage is served, trains, collects checkpoints."""
+    """Begin a run on several machines: prints a ticket, waits until every stage is served, trains, collects
+    checkpoints."""
     from muletrain.cli.commands.machines import start_run
 
     start_run(
@@ -242,7 +253,8 @@ def join(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Add this machine to a run: one peer for every GPU, or one for the CPU. Ctrl-C leaves in order, between two steps."""
+    """Add this machine to a run: one peer for every GPU, or one for the CPU. Ctrl-C leaves in order, between two
+    steps."""
     from muletrain.cli.commands.machines import Limits, join_run
 
     join_run(
@@ -322,7 +334,8 @@ def evaluate(
     ] = None,
     json: JsonObject = False,
 ) -> None:
-    """Loss and perplexity on the held-out part of the run's data (which must be here), beside a unigram's and a bigram's."""
+    """Loss and perplexity on the held-out part of the run's data (which must be here), beside a unigram's and a
+    bigram's."""
     import dataclasses
     import time
 
@@ -378,16 +391,20 @@ def export(
 ) -> None:
     """Write a Hugging Face checkpoint (safetensors, config, tokenizer) that 'transformers' loads to the same logits.
 
-    If the run started from one (model.from), everything but the weights stays as it was there: special tokens, generation settings, chat
-    template, declared context."""
+    If the run started from one (model.from), everything but the weights stays as it was there: special tokens,
+    generation settings, chat template, declared context."""
     from muletrain.model.hf import export_hf
     from muletrain.runs.checkpoint import Checkpoint
 
     checkpoint = Checkpoint.open(where)
     export_hf(
-        checkpoint.weights(), checkpoint.spec, checkpoint.tokenizer_json, hf,
-        end_of_text=checkpoint.end_of_text, source=checkpoint.source(source),
-    )  # fmt: skip
+        checkpoint.weights(),
+        checkpoint.spec,
+        checkpoint.tokenizer_json,
+        hf,
+        end_of_text=checkpoint.end_of_text,
+        source=checkpoint.source(source),
+    )
     print(f"wrote {hf}: load it with transformers.AutoModelForCausalLM.from_pretrained('{hf}')")
 
 
@@ -416,10 +433,12 @@ def fuzz(
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; default: all cores.")] = None,
     json: Json = False,
 ) -> None:
-    """Break the protocol, or fail to: whole runs in a virtual world, with faults drawn from seeds; every promise is checked after each.
+    """Break the protocol, or fail to: whole runs in a virtual world, with faults drawn from seeds; every promise is
+    checked after each.
 
-    The code that runs is the one that trains. A seed replays its scenario exactly on this machine; with another torch or kind of
-    processor numbers may round otherwise, and of two histories of a run the other one may stay. Exits with 1 when a promise was broken."""
+    The code that runs is the one that trains. A seed replays its scenario exactly on this machine; with another torch
+    or kind of processor numbers may round otherwise, and of two histories of a run the other one may stay. Exits with 1
+    when a promise was broken."""
     from muletrain.cli.commands.fuzz import play_many, play_one
 
     if trace is not None and seed is None:
@@ -442,9 +461,11 @@ def reproduce(
     no_plot: Annotated[bool, typer.Option("--no-plot", help="Numbers only (needs no matplotlib).")] = False,
     json: JsonObject = False,
 ) -> None:
-    """The papers' tables and figures: published and ours side by side, calibration told from prediction, and what cannot be reproduced.
+    """The papers' tables and figures: published and ours side by side, calibration told from prediction, and what
+    cannot be reproduced.
 
-    Computed anew in seconds, fits included; nothing is trained. Writes a plot. Exits with 1 where it is not what it is held to."""
+    Computed anew in seconds, fits included; nothing is trained. Writes a plot. Exits with 1 where it is not what it is
+    held to."""
     from muletrain.cli.commands.reproduce import check_arguments, list_all, show_one, write_all
 
     check_arguments(name, out, every=every, no_plot=no_plot)
@@ -456,7 +477,8 @@ def reproduce(
 
 
 def _flowing(text: str) -> str:
-    """A docstring as paragraphs that the terminal breaks: where a source line ends says nothing to those who ask for help."""
+    """A docstring as paragraphs that the terminal breaks: where a source line ends says nothing to those who ask for
+    help."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 

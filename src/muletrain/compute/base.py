@@ -1,8 +1,9 @@
 """The ``Compute`` seam: one stage's weights and the arithmetic on them.
 
-Shapes: B sequences per microbatch, T tokens per sequence, D model width, P parameters of the stage (flat).
-No call blocks the event loop. ``forward``, ``backward``, ``loss_backward`` and ``apply`` take a ``Turn``: how urgent the call is, and what
-to check right before the work. The implementation decides which call computes next, and how many microbatches compute together.
+Shapes: B sequences per microbatch, T tokens per sequence, D model width, P parameters of the stage (flat). No call
+blocks the event loop. ``forward``, ``backward``, ``loss_backward`` and ``apply`` take a ``Turn``: how urgent the call
+is, and what to check right before the work. The implementation decides which call computes next, and how many
+microbatches compute together.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ R = TypeVar("R")
 
 
 class Microbatch(NamedTuple):
-    """Identity of a microbatch: a fact, from which its tokens and dropout masks follow (DESIGN "Microbatches are facts")."""
+    """Identity of a microbatch: a fact, from which its tokens and dropout masks follow (DESIGN "Microbatches are
+    facts")."""
 
     step: int
     index: int  # type: ignore[assignment]  # the field's name is the papers'; tuple.index is never used
@@ -43,12 +45,12 @@ class Update:
 
 
 class Compute(Protocol):
-    """One stage of the model, resident on some device. Under delayed updates a step computes with the weights before the
-    update by the step before it, and two steps have an accumulator at once.
+    """One stage of the model, resident on some device. Under delayed updates a step computes with the weights before
+    the update by the step before it, and two steps have an accumulator at once.
 
-    ``forward``, ``backward`` and ``loss_backward`` return as soon as the microbatch is computed. Its gradient is in the accumulator exactly
-    if the call returned: a cancelled call leaves nothing. The ``Result`` may still be on its way to the host, while the next microbatch
-    computes.
+    ``forward``, ``backward`` and ``loss_backward`` return as soon as the microbatch is computed. Its gradient is in the
+    accumulator exactly if the call returned: a cancelled call leaves nothing. The ``Result`` may still be on its way to
+    the host, while the next microbatch computes.
     """
 
     stage: int
@@ -66,14 +68,16 @@ class Compute(Protocol):
         ...
 
     async def backward(self, mb: Microbatch, grad: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool) -> Result | None:
-        """Stages before the last. ``grad``: fp32 [B, T, D], d loss / d output. Returns d loss / d inputs (None at stage 0),
-        and adds this microbatch's parameter gradient to the accumulator if ``accumulate``. Raises KeyError when ``mb`` is not held."""
+        """Stages before the last. ``grad``: fp32 [B, T, D], d loss / d output. Returns d loss / d inputs (None at stage
+        0), and adds this microbatch's parameter gradient to the accumulator if ``accumulate``. Raises KeyError when
+        ``mb`` is not held."""
         ...
 
     async def loss_backward(
         self, mb: Microbatch, inputs: Tensor, targets: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool
     ) -> tuple[float, Result | None]:
-        """Last stage: mean cross-entropy [nats/token] of ``targets`` int64 [B, T], and d loss / d inputs (None if also stage 0)."""
+        """Last stage: mean cross-entropy [nats/token] of ``targets`` int64 [B, T], and d loss / d inputs (None if also
+        stage 0)."""
         ...
 
     def discard(self, mb: Microbatch) -> None:
@@ -81,13 +85,13 @@ class Compute(Protocol):
         ...
 
     async def gradient(self, step: int) -> Tensor:
-        """The step's accumulator: flat fp32 [P] on the CPU, the *sum* of the accumulated microbatches' gradients. Read-only for the
-        caller."""
+        """The step's accumulator: flat fp32 [P] on the CPU, the *sum* of the accumulated microbatches' gradients.
+        Read-only for the caller."""
         ...
 
     async def apply(self, gradient: Tensor, update: Update, turn: Turn = AT_ONCE) -> None:
-        """Optimizer step with the reduced mean gradient (flat fp32 [P], CPU), then clear the step's accumulator. When its turn
-        begins, no microbatch is computing with the weights that it replaces."""
+        """Optimizer step with the reduced mean gradient (flat fp32 [P], CPU), then clear the step's accumulator. When
+        its turn begins, no microbatch is computing with the weights that it replaces."""
         ...
 
     def clear(self, step: int) -> None:
@@ -99,13 +103,14 @@ class Compute(Protocol):
         ...
 
     async def state(self) -> dict[str, Tensor]:
-        """A consistent copy of weights and optimizer moments: 'model/NAME', 'moment1/NAME', 'moment2/NAME', fp32, CPU; under delayed
-        updates also 'delayed/NAME', the weights before the newest, and 'step', the one that computes with them."""
+        """A consistent copy of weights and optimizer moments: 'model/NAME', 'moment1/NAME', 'moment2/NAME', fp32, CPU;
+        under delayed updates also 'delayed/NAME', the weights before the newest, and 'step', the one that computes with
+        them."""
         ...
 
     async def load_state(self, state: dict[str, Tensor]) -> None:
-        """The inverse of ``state``; raises CheckpointError on missing names or other shapes. Moments may be absent (zeros then), and so
-        may delayed weights (the newest then)."""
+        """The inverse of ``state``; raises CheckpointError on missing names or other shapes. Moments may be absent
+        (zeros then), and so may delayed weights (the newest then)."""
         ...
 
     async def offload(self, fn: Callable[..., R], *args: object) -> R:

@@ -36,8 +36,9 @@ class BlockTimes:
 
 
 def block_times(spec: ModelSpec, sequences: int, device: torch.device, precision: Precision) -> BlockTimes:
-    """Forward, then backward with the gradients of weights and inputs, as in training: dropout, residuals, norms, attention over the
-    whole context. With fewer than ``sequences`` where they would take too long. Raises CapacityError where there is no room."""
+    """Forward, then backward with the gradients of weights and inputs, as in training: dropout, residuals, norms,
+    attention over the whole context. With fewer than ``sequences`` where they would take too long. Raises CapacityError
+    where there is no room."""
     try:
         return _times(spec, sequences, device, precision)
     except RuntimeError as e:  # torch's lack of memory is one

@@ -1,5 +1,5 @@
-"""Memory of a stage, from its sizes: estimates that decide whether to stash or recompute, and which machine can serve it
-at all.
+"""Memory of a stage, from its sizes: estimates that decide whether to stash or recompute, and which machine can serve
+it at all.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ class StageMemory:
     """What one stage needs of its machine [bytes]."""
 
     weights: int
-    """fp32 masters and, with 16-bit arithmetic, the working copy; under delayed updates those of the step before, too."""
+    """fp32 masters and, with 16-bit arithmetic, the working copy; under delayed updates those of the step before,
+    too."""
     moments: int
     gradient: int
-    """The accumulator (two under delayed updates), one microbatch's gradient, the reduced gradient, and that of the step before, for peers
-    that missed it."""
+    """The accumulator (two under delayed updates), one microbatch's gradient, the reduced gradient, and that of the
+    step before, for peers that missed it."""
     activations: int
     """The graphs that must be there at once; more is stashed only where memory allows."""
     copies: int
@@ -105,13 +106,21 @@ class StageMemory:
 
 
 def stage_memory(
-    spec: ModelSpec, cut: Cut, stage: int, *, tokens: int, precision: Precision, state_on_cpu: bool = False, graphs: int = 1,
+    spec: ModelSpec,
+    cut: Cut,
+    stage: int,
+    *,
+    tokens: int,
+    precision: Precision,
+    state_on_cpu: bool = False,
+    graphs: int = 1,
     delayed: bool = False,
-) -> StageMemory:  # fmt: skip
+) -> StageMemory:
     """Memory of ``stage`` with microbatches of ``tokens`` (B * T) tokens, of which ``graphs`` are kept at once.
 
-    ``state_on_cpu``: masters and moments stay in the machine's memory, an accelerator has a working copy. ``delayed``: two steps are
-    under way at once, each with an accumulator and weights of its own; copies of the state have both weights.
+    ``state_on_cpu``: masters and moments stay in the machine's memory, an accelerator has a working copy. ``delayed``:
+    two steps are under way at once, each with an accumulator and weights of its own; copies of the state have both
+    weights.
     """
     params = spec.stage_params(cut, stage)
     size = 4 if precision is Precision.FP32 else 2
@@ -130,6 +139,12 @@ def stage_memory(
         on_device = masters + copy + moments + computing
         on_host = accumulator + reduced + kept + copies
     return StageMemory(
-        weights=masters + copy, moments=moments, gradient=accumulator + second + params * size + reduced + kept,
-        activations=activations, copies=copies, on_device=on_device, on_host=on_host, delayed=older + second + older_copies,
-    )  # fmt: skip
+        weights=masters + copy,
+        moments=moments,
+        gradient=accumulator + second + params * size + reduced + kept,
+        activations=activations,
+        copies=copies,
+        on_device=on_device,
+        on_host=on_host,
+        delayed=older + second + older_copies,
+    )

@@ -1,4 +1,5 @@
-"""What runs on the threads of a ``Compute``: seen from outside, so that an operation that never returns is found out about."""
+"""What runs on the threads of a ``Compute``: seen from outside, so that an operation that never returns is found out
+about."""
 
 from __future__ import annotations
 

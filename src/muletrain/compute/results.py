@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PIECE = 1 << 22
-"""Numbers copied at a time. It bounds the pinned memory (16 MiB), and how long a result waits for the copy of a whole gradient."""
+"""Numbers copied at a time. It bounds the pinned memory (16 MiB), and how long a result waits for the copy of a whole
+gradient."""
 
 
 class Result:
@@ -29,8 +30,8 @@ class Result:
 
 
 class Staging:
-    """A buffer in host memory through which tensors leave ``device``. On CUDA it is pinned and its copies have a stream of their own, so
-    that they run beside the kernels of the compute thread. Not thread-safe: one thread copies."""
+    """A buffer in host memory through which tensors leave ``device``. On CUDA it is pinned and its copies have a stream
+    of their own, so that they run beside the kernels of the compute thread. Not thread-safe: one thread copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -43,8 +44,8 @@ class Staging:
             self._stream.wait_stream(torch.cuda.default_stream(self._device))
 
     def copy(self, values: Tensor, out: Tensor) -> None:
-        """Returns when ``values``, at most ``PIECE`` fp32 numbers on the device, are in ``out``. The kernels that compute them have ended,
-        or ``follow`` was called after their launch."""
+        """Returns when ``values``, at most ``PIECE`` fp32 numbers on the device, are in ``out``. The kernels that
+        compute them have ended, or ``follow`` was called after their launch."""
         staged = self._buffer[: values.numel()]
         if self._stream is None:
             staged.copy_(values)

@@ -29,8 +29,8 @@ class LossScale:
         return self._values[step % len(self._values)]
 
     def state(self) -> dict[str, Tensor]:
-        """For a checkpoint: 'loss_scale', its newest value, the good steps since it changed, and the older value if one is in use;
-        nothing where it is off."""
+        """For a checkpoint: 'loss_scale', its newest value, the good steps since it changed, and the older value if one
+        is in use; nothing where it is off."""
         *older, newest = (self.of(self._next + k) for k in range(len(self._values)))
         return {"loss_scale": torch.tensor([newest, self._good, *older], dtype=torch.float64)} if self._on else {}
 

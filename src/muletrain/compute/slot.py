@@ -38,7 +38,8 @@ class Slot:
 
     @asynccontextmanager
     async def __call__(self, turn: Turn, *, brief: bool = False) -> AsyncIterator[None]:
-        """Holds the slot from ``turn`` to the end of the block; with ``brief``, only until ``turn.begins`` has returned."""
+        """Holds the slot from ``turn`` to the end of the block; with ``brief``, only until ``turn.begins`` has
+        returned."""
         await self._acquire(turn.priority)
         with ExitStack() as held:
             held.callback(self._release)

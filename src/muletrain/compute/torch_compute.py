@@ -1,7 +1,8 @@
 """``TorchCompute``: one stage resident on one device.
 
-All arithmetic runs on one compute thread, in the order of the slot. Delayed updates, ``offload`` and copies from the device to the host
-have threads of their own. Bookkeeping (what is held, how much is stashed) happens on the event loop's thread only, so it needs no lock.
+All arithmetic runs on one compute thread, in the order of the slot. Delayed updates, ``offload`` and copies from the
+device to the host have threads of their own. Bookkeeping (what is held, how much is stashed) happens on the event
+loop's thread only, so it needs no lock.
 
 Cancellation. A cancelled call that has not started never starts; one that has runs to its end, but its result is
 dropped: the gradients of a microbatch are temporaries until the caller's coroutine resumes, and only then are they sent
@@ -228,7 +229,8 @@ class TorchCompute:
     def _differentiate(
         self, mb: Microbatch, output: Tensor, leaf: Tensor, seed: Tensor, accumulate: bool
     ) -> tuple[Gradients, Tensor | None]:
-        """Gradients of the parameters (scaled; none unless ``accumulate``) and of the inputs (fp32; None at stage 0)."""
+        """Gradients of the parameters (scaled; none unless ``accumulate``) and of the inputs (fp32; None at stage
+        0)."""
         wanted = [leaf] if leaf.requires_grad else []
         wanted += self._weights.parameters(mb.step) if accumulate else []
         if not wanted:
@@ -362,8 +364,8 @@ class TorchCompute:
 
     @contextmanager
     def _timed(self, counter: str) -> Iterator[None]:
-        """Adds the seconds until this thread's kernels are done to ``counter``; a device's failure shows up here, not later. Copies of
-        earlier results, on a stream of their own, are not waited for."""
+        """Adds the seconds until this thread's kernels are done to ``counter``; a device's failure shows up here, not
+        later. Copies of earlier results, on a stream of their own, are not waited for."""
         begin = time.perf_counter()
         yield
         if self._setup.device.type == "cuda":

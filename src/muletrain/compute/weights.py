@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
 
 class StageWeights:
-    """Binds ``versions`` of the stage to views of flat working buffers and keeps everything the optimizer needs beside them.
+    """Binds ``versions`` of the stage to views of flat working buffers and keeps everything the optimizer needs beside
+    them.
 
-    Step t computes with version t mod the number of versions, into an accumulator of its own: one version, or two under delayed
-    updates, where the update by step t makes the weights of step t + 2, while t + 1 computes with those that were there before.
-    In fp32, with the state on the device, the newest working buffer is the masters. ``source`` gives each parameter's first
-    value. Raises CheckpointError when ``source`` gives another shape.
+    Step t computes with version t mod the number of versions, into an accumulator of its own: one version, or two under
+    delayed updates, where the update by step t makes the weights of step t + 2, while t + 1 computes with those that
+    were there before. In fp32, with the state on the device, the newest working buffer is the masters. ``source`` gives
+    each parameter's first value. Raises CheckpointError when ``source`` gives another shape.
     """
 
     def __init__(
@@ -77,8 +78,8 @@ class StageWeights:
         torch._foreach_add_(self._accumulator_views[self._version(step)], list(gradients), alpha=1 / loss_scale)
 
     def apply(self, gradient: Tensor, scale: float, step: int, *, skip: bool) -> None:
-        """Optimizer step with ``gradient`` (flat fp32 [P], not changed) times ``scale``, or none (``skip``). The weights that ``step``
-        computed with make room for the newest. Clears its accumulator."""
+        """Optimizer step with ``gradient`` (flat fp32 [P], not changed) times ``scale``, or none (``skip``). The
+        weights that ``step`` computed with make room for the newest. Clears its accumulator."""
         newest, accumulator = self._working[self._version(step)], self.accumulator(step)
         if self._direct and newest is not self.masters:
             newest.copy_(self.masters)
@@ -98,8 +99,8 @@ class StageWeights:
         return blake3(self.masters.cpu().numpy().data.cast("B")).digest()
 
     def state(self) -> dict[str, Tensor]:
-        """Copies: 'model/NAME', 'moment1/NAME', 'moment2/NAME'; fp32 on the CPU. With two versions also 'delayed/NAME', the older one, and
-        'step' [1], the one that computes with it."""
+        """Copies: 'model/NAME', 'moment1/NAME', 'moment2/NAME'; fp32 on the CPU. With two versions also 'delayed/NAME',
+        the older one, and 'step' [1], the one that computes with it."""
         state = {
             f"{kind}/{name}": view
             for kind, flat in self._buffers().items()
@@ -108,8 +109,8 @@ class StageWeights:
         return state if len(self._working) == 1 else {**state, "step": torch.tensor([self.next], dtype=torch.float64)}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """The inverse of ``state``; moments that are absent altogether become zero, absent older weights are the newest. Everything is
-        checked before anything changes.
+        """The inverse of ``state``; moments that are absent altogether become zero, absent older weights are the
+        newest. Everything is checked before anything changes.
 
         Raises CheckpointError on missing names or other shapes.
         """

@@ -1,4 +1,5 @@
-"""What real runs take beside what a fleet file says, as TOML: ``simulate calibrate`` writes it, ``simulate fleet --costs`` reads it."""
+"""What real runs take beside what a fleet file says, as TOML: ``simulate calibrate`` writes it, ``simulate fleet
+--costs`` reads it."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ def dump_toml(config: Section) -> str:
 
 
 def describe(kind: type[BaseModel] = RunConfig, title: str = "every value is the default") -> str:
-    """The configuration type as TOML that loads as it is: defaults (examples for what has none), a comment with
-    the unit for each field; what is off by default is commented out, with an example, and so is what gives way to others or
+    """The configuration type as TOML that loads as it is: defaults (examples for what has none), a comment with the
+    unit for each field; what is off by default is commented out, with an example, and so is what gives way to others or
     depends on them."""
     top: list[str] = [f"# {title}"]
     tables: list[str] = []

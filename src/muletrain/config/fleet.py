@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 BYTES_PER_S_PER_MBPS = 1e6 / 8
 QUEUE_S = 0.25
-"""Home routers without active queue management hold between some 0.1 s and several seconds of data (Kreibich et al. 2010: Netalyzr)."""
+"""Home routers without active queue management hold between some 0.1 s and several seconds of data (Kreibich et al.
+2010: Netalyzr)."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,20 @@ class FleetPeer:
 def limited_peer(bytes_per_s: float) -> FleetPeer:
     """A machine of which only the bandwidth is known, and that in both directions."""
     return FleetPeer(
-        index=0, name="", region="", device=None, speed=1.0, flops=None, memory_bytes=None, reliable=True,
-        up_bytes_per_s=bytes_per_s, down_bytes_per_s=bytes_per_s, forward_s=None, backward_s=None, stall=None,
-    )  # fmt: skip
+        index=0,
+        name="",
+        region="",
+        device=None,
+        speed=1.0,
+        flops=None,
+        memory_bytes=None,
+        reliable=True,
+        up_bytes_per_s=bytes_per_s,
+        down_bytes_per_s=bytes_per_s,
+        forward_s=None,
+        backward_s=None,
+        stall=None,
+    )
 
 
 class Machine(Section):
@@ -167,7 +179,8 @@ class PathDefaults(Section):
 
 
 class Matrix(Section):
-    """All paths at once: a published network by its name, or one row and one column a region. An entry of links goes before it."""
+    """All paths at once: a published network by its name, or one row and one column a region. An entry of links goes
+    before it."""
 
     preset: str = Field(
         default="", description="published network whose regions the machines are in: regional-4, worldwide-8; '': none"
@@ -249,7 +262,8 @@ class Fleet(Section):
         return self._expanded
 
     def number(self, name: str) -> int:
-        """Index into ``peers()`` of the machine of that name; of 'peer-7', that no machine has, 7, and from the beginning again."""
+        """Index into ``peers()`` of the machine of that name; of 'peer-7', that no machine has, 7, and from the
+        beginning again."""
         found = next((peer.index for peer in self._expanded if peer.name == name), None)
         if found is None:
             tail = name.rsplit("-", 1)[-1]

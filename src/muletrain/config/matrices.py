@@ -1,8 +1,9 @@
-"""Delay and bandwidth between every two devices, as JSON (``NET.json``), or by the name of a network that ships with muletrain.
+"""Delay and bandwidth between every two devices, as JSON (``NET.json``), or by the name of a network that ships with
+muletrain.
 
-``dtfm-case1`` to ``-case5`` are the five networks of DT-FM's evaluation (Yuan et al. 2022, sec. 4), as its published scheduler has them
-(github.com/DS3Lab/DT-FM, 64 devices each). In cases 1 to 3 the paper's text says something else; ``dtfm-case1-text`` to ``-case3-text``
-follow it.
+``dtfm-case1`` to ``-case5`` are the five networks of DT-FM's evaluation (Yuan et al. 2022, sec. 4), as its published
+scheduler has them (github.com/DS3Lab/DT-FM, 64 devices each). In cases 1 to 3 the paper's text says something else;
+``dtfm-case1-text`` to ``-case3-text`` follow it.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ class Matrices(NamedTuple):
 
 
 _TEXT = {
-    # The published bandwidths of cases 1 and 2 are an eighth of the text's: bytes instead of bits. (The text counts four machines of four
-    # GPUs in case 2, which would make 48 devices of the 64 it speaks of; the published eight are kept.)
+    # The published bandwidths of cases 1 and 2 are an eighth of the text's: bytes instead of bits. (The text counts
+    # four machines of four GPUs in case 2, which would make 48 devices of the 64 it speaks of; the published eight are
+    # kept.)
     "dtfm-case1-text": ("dtfm-case1", {3.125: 25.0}, {}),
     "dtfm-case2-text": ("dtfm-case2", {1.25: 10.0}, {}),
     "dtfm-case3-text": ("dtfm-case3", {5.0: 10.0}, {11.0: 10.0}),

@@ -1,7 +1,8 @@
-"""What ``muletrain plan --json`` prints: what each strategy would do on a fleet, where everything goes, and which one is recommended.
+"""What ``muletrain plan --json`` prints: what each strategy would do on a fleet, where everything goes, and which one
+is recommended.
 
-``muletrain run --plan`` takes it (``cli.commands.planned``). ``docs/plan.md`` explains it field by field (``tests/test_plan.py`` holds the
-two together). Times in seconds, sizes in bytes.
+``muletrain run --plan`` takes it (``cli.commands.planned``). ``docs/plan.md`` explains it field by field
+(``tests/test_plan.py`` holds the two together). Times in seconds, sizes in bytes.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class Traffic(Section):
 
 
 class Prediction(Section):
-    """One strategy on the fleet, with the best layout that was found for it. Nothing but ``strategy``, ``runnable`` and ``problem`` means
-    anything where there is a problem."""
+    """One strategy on the fleet, with the best layout that was found for it. Nothing but ``strategy``, ``runnable`` and
+    ``problem`` means anything where there is a problem."""
 
     strategy: Strategy
     schedule: Literal["", "gpipe", "1f1b"] = Field(default="", description="of strategy pipeline")

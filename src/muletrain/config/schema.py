@@ -51,7 +51,8 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
 
     YIELDS: ClassVar[frozenset[str]] = frozenset()
-    """Fields whose defaults give way to other fields, as sizes to a preset: a printed configuration must not set them."""
+    """Fields whose defaults give way to other fields, as sizes to a preset: a printed configuration must not set
+    them."""
 
     def stated(self) -> set[str]:
         """Fields (by attribute name) that a written copy of this section must name to mean the same."""
@@ -59,11 +60,23 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """The decoder (SWARM app. G, mapped one to one onto LlamaForCausalLM). Defaults stand behind '#': what is given overrides a preset."""
+    """The decoder (SWARM app. G, mapped one to one onto LlamaForCausalLM). Defaults stand behind '#': what is given
+    overrides a preset."""
 
     YIELDS: ClassVar[frozenset[str]] = frozenset(
-        ("layers", "width", "heads", "vocab", "context", "activation", "dropout", "rope_theta", "norm_eps", "share_layers")
-    )  # fmt: skip
+        (
+            "layers",
+            "width",
+            "heads",
+            "vocab",
+            "context",
+            "activation",
+            "dropout",
+            "rope_theta",
+            "norm_eps",
+            "share_layers",
+        )
+    )
     preset: str | None = Field(
         default=None,
         description="named size, e.g. 'gpt3-125m' or 'llama-7b'; fields given beside it override it",
@@ -160,13 +173,15 @@ class TrainConfig(Section):
 
 
 def _by_rule(adamw: T, lamb: T) -> Callable[[dict[str, Any]], T]:
-    """The default of a field that depends on ``optimizer.name``. LAMB's are SWARM's (app. G): those of You et al. 2020 for a batch of
-    16384 sequences (warm-up over a tenth, linear decay, eps 1e-6, weight decay 0.01), with learning rate 1e-3 and beta2 0.95."""
+    """The default of a field that depends on ``optimizer.name``. LAMB's are SWARM's (app. G): those of You et al. 2020
+    for a batch of 16384 sequences (warm-up over a tenth, linear decay, eps 1e-6, weight decay 0.01), with learning rate
+    1e-3 and beta2 0.95."""
     return lambda fields: lamb if fields.get("name") == "lamb" else adamw
 
 
 class OptimizerConfig(Section):
-    """AdamW, or LAMB with SWARM's settings (app. G); warm-up, decay, and clipping by the global norm over all stages."""
+    """AdamW, or LAMB with SWARM's settings (app. G); warm-up, decay, and clipping by the global norm over all
+    stages."""
 
     name: Literal["adamw", "lamb"] = Field(default="adamw", description="update rule")
     lr: float = Field(
@@ -253,7 +268,8 @@ class FleetConfig(Section):
 
 
 class PipelineConfig(Section):
-    """Strategy 'pipeline': membership as planned, which 'muletrain run --plan' fills in. Without seats: strategy 'swarm'."""
+    """Strategy 'pipeline': membership as planned, which 'muletrain run --plan' fills in. Without seats: strategy
+    'swarm'."""
 
     seats: tuple[tuple[str, ...], ...] = Field(
         default=(),
@@ -356,7 +372,8 @@ class RunConfig(Section):
         return self
 
     def local(self) -> RunConfig:
-        """With what a local fleet has where nothing is said: the peers of the plan, or two a stage, and two trainers."""
+        """With what a local fleet has where nothing is said: the peers of the plan, or two a stage, and two
+        trainers."""
         p = self.pipeline
         peers = self.fleet.peers or sum(len(set(row)) for row in p.seats) + len(p.spares) or self.fleet.local_peers
         counts = {"peers": peers, "trainers": self.fleet.trainers or min(2, peers)}

@@ -22,7 +22,8 @@ FAR_MS = 10_000.0
 
 @dataclass(frozen=True)
 class Found:
-    """One peer. ``place``: machines by number, of which one may have several peers. Seconds are those of one microbatch in one block."""
+    """One peer. ``place``: machines by number, of which one may have several peers. Seconds are those of one microbatch
+    in one block."""
 
     name: str
     place: int
@@ -49,9 +50,9 @@ Paths = dict[tuple[int, int], Path]
 
 
 def fleet_of(peers: Sequence[Found], paths: Paths) -> Fleet:
-    """Every peer is a machine by its own name; the places are its regions, '@' before the name of the first peer there (no peer has
-    such a name). A machine's up- and download are the fastest that any pair saw: no pair can tell whether a machine does several at
-    once."""
+    """Every peer is a machine by its own name; the places are its regions, '@' before the name of the first peer there
+    (no peer has such a name). A machine's up- and download are the fastest that any pair saw: no pair can tell whether
+    a machine does several at once."""
     places = range(1 + max(p.place for p in peers))
     regions = tuple("@" + next(p.name for p in peers if p.place == place) for place in places)
     single = [sum(p.place == place for p in peers) == 1 for place in places]
@@ -64,19 +65,26 @@ def fleet_of(peers: Sequence[Found], paths: Paths) -> Fleet:
     matrix = [[path(a, b) for b in places] for a in places]
     machines = tuple(
         Machine(
-            name=p.name, region=regions[p.place], device=p.device, tflops=_digits(p.flops / 1e12),
-            memory_gib=_digits(p.memory_bytes / 2**30), host_gib=None if p.host_bytes is None else _digits(p.host_bytes / 2**30),
-            up_mbps=_fastest(matrix, p.place, single, up=True), down_mbps=_fastest(matrix, p.place, single, up=False),
+            name=p.name,
+            region=regions[p.place],
+            device=p.device,
+            tflops=_digits(p.flops / 1e12),
+            memory_gib=_digits(p.memory_bytes / 2**30),
+            host_gib=None if p.host_bytes is None else _digits(p.host_bytes / 2**30),
+            up_mbps=_fastest(matrix, p.place, single, up=True),
+            down_mbps=_fastest(matrix, p.place, single, up=False),
         )
         for p in peers
-    )  # fmt: skip
+    )
     return Fleet(
-        name="measured", machines=machines,
+        name="measured",
+        machines=machines,
         matrix=Matrix(
-            regions=regions, rtt_ms=tuple(tuple(rtt for rtt, _ in row) for row in matrix),
+            regions=regions,
+            rtt_ms=tuple(tuple(rtt for rtt, _ in row) for row in matrix),
             bandwidth_mbps=tuple(tuple(mbps for _, mbps in row) for row in matrix),
         ),
-    )  # fmt: skip
+    )
 
 
 def _fastest(matrix: list[list[tuple[float, float]]], place: int, single: list[bool], *, up: bool) -> float | None:

@@ -205,8 +205,8 @@ _KINDS: dict[str, type[JsonlFile | ParquetFile]] = {".jsonl": JsonlFile, ".parqu
 
 
 class HubDataset:
-    """``hf:NAME[@REVISION][:CONFIG]``: the train split, streamed. NAME may be a local folder, known by its files; another is known by
-    its name alone: pin a revision to be sure."""
+    """``hf:NAME[@REVISION][:CONFIG]``: the train split, streamed. NAME may be a local folder, known by its files;
+    another is known by its name alone: pin a revision to be sure."""
 
     size = 0
 

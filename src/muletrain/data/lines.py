@@ -1,4 +1,5 @@
-"""Lines of a UTF-8 file, perhaps a .gz, as they stream by. What cannot be read as text is reported with file and line."""
+"""Lines of a UTF-8 file, perhaps a .gz, as they stream by. What cannot be read as text is reported with file and
+line."""
 
 from __future__ import annotations
 

@@ -56,7 +56,8 @@ class Counts:
 
 
 def spread(tokens: TokenArray, limit: int, pieces: int = 64) -> TokenArray:
-    """``tokens``, or where they are more than ``limit``, about so many (never more) in pieces from all over them: a corpus drifts."""
+    """``tokens``, or where they are more than ``limit``, about so many (never more) in pieces from all over them: a
+    corpus drifts."""
     if len(tokens) <= limit:
         return tokens
     pieces = min(pieces, limit)

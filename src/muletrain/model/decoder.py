@@ -44,7 +44,8 @@ class KeyValues:
 
 
 class Linear(nn.Linear):
-    """Its weights are given to it (``Stage.bind``): none are drawn, which on the meta device takes milliseconds each."""
+    """Its weights are given to it (``Stage.bind``): none are drawn, which on the meta device takes milliseconds
+    each."""
 
     def reset_parameters(self) -> None:
         pass

@@ -59,9 +59,16 @@ def evaluate(model: Stage, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
 
 
 def generate(
-    model: Stage, tokenizer: TextTokenizer, prompt: str, *,
-    max_tokens: int = 100, temperature: float = 0.8, top_k: int = 0, seed: int = 0, end_of_text: int | None = None,
-) -> str:  # fmt: skip
+    model: Stage,
+    tokenizer: TextTokenizer,
+    prompt: str,
+    *,
+    max_tokens: int = 100,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    seed: int = 0,
+    end_of_text: int | None = None,
+) -> str:
     """The continuation of ``prompt``, at most ``max_tokens``, ending before ``end_of_text`` (a token id) or
     where the context is full. ``temperature`` 0 takes the likeliest token; ``top_k`` 0 draws from all.
 

@@ -44,17 +44,23 @@ _TEXT_FILES = (
 
 
 def export_hf(
-    state: Mapping[str, Tensor], spec: ModelSpec, tokenizer_json: bytes | None, out_dir: str | Path,
-    *, end_of_text: str | None = None, source: Path | None = None, shard_bytes: int = SHARD_BYTES,
-) -> None:  # fmt: skip
+    state: Mapping[str, Tensor],
+    spec: ModelSpec,
+    tokenizer_json: bytes | None,
+    out_dir: str | Path,
+    *,
+    end_of_text: str | None = None,
+    source: Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
     """Write what ``transformers.AutoModelForCausalLM.from_pretrained(out_dir)`` (and AutoTokenizer) reads.
 
     ``state``: fp32 tensors of all stages by name; shared layers need only be there once, the export repeats them.
-    ``end_of_text``: the tokenizer's token that ends a document, if it has one. ``source``: the Hugging Face folder that training started
-    from (``model.from``): everything but the weights stays as it is there, the declared context included; its special tokens, generation
-    settings and chat template only beside its own tokenizer. The index, or the only weights file, is written after what it speaks of.
-    Raises CheckpointError when tensors are missing, superfluous or of other shapes, the source cannot be read, or the folder cannot be
-    written."""
+    ``end_of_text``: the tokenizer's token that ends a document, if it has one. ``source``: the Hugging Face folder that
+    training started from (``model.from``): everything but the weights stays as it is there, the declared context
+    included; its special tokens, generation settings and chat template only beside its own tokenizer. The index, or the
+    only weights file, is written after what it speaks of. Raises CheckpointError when tensors are missing, superfluous
+    or of other shapes, the source cannot be read, or the folder cannot be written."""
     out = Path(out_dir)
     tensors = _complete(state, spec)
     try:

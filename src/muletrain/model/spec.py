@@ -145,8 +145,8 @@ class ModelSpec:
         return total + self.embedding_flops * (stage == 0) + self.head_flops * (stage == len(cut) - 1)
 
     def cut(self, stages: int, sizes: Sequence[int] | None = None) -> Cut:
-        """The most even cut into ``stages`` by compute cost, or the one into stages of ``sizes`` layers. Raises ConfigError for more stages
-        than layers, and for other layers than there are."""
+        """The most even cut into ``stages`` by compute cost, or the one into stages of ``sizes`` layers. Raises
+        ConfigError for more stages than layers, and for other layers than there are."""
         if sizes is not None:
             if len(sizes) != stages or sum(sizes) != self.layers or min(sizes) < 1:
                 raise ConfigError(
@@ -167,10 +167,12 @@ class ModelSpec:
         return partition(costs, stages, first_extra=self.embedding_flops, last_extra=self.head_flops)
 
     def chain(self, sequences: int, tokens: int, *, parameter_bytes: float, token_bytes: float) -> Chain:
-        """For ``planning.partition_chain`` and the hub: one microbatch of ``sequences`` of ``tokens``, forward and backward [FLOP].
+        """For ``planning.partition_chain`` and the hub: one microbatch of ``sequences`` of ``tokens``, forward and
+        backward [FLOP].
 
-        ``parameter_bytes``: what a parameter takes with its gradient and its part of the optimizer; ``token_bytes``: what a layer keeps of
-        a token until its backward. Embedding and head belong to the first and the last layer; shared layers are held once a stage."""
+        ``parameter_bytes``: what a parameter takes with its gradient and its part of the optimizer; ``token_bytes``:
+        what a layer keeps of a token until its backward. Embedding and head belong to the first and the last layer;
+        shared layers are held once a stage."""
         work = [3.0 * sequences * tokens * self.layer_flops(tokens)] * self.layers
         work[0] += 3.0 * sequences * tokens * self.embedding_flops
         work[-1] += 3.0 * sequences * tokens * self.head_flops

@@ -8,9 +8,9 @@ from typing import Any
 
 
 def _import_in_parts(package: str) -> None:
-    """Have ``import package.part`` import that part alone: the package's own ``__init__`` waits until somebody asks for what it defines.
-    hivemind's imports its averager, optimizers and servers, and scipy for them: 0.7 s of CPU and 42 MiB of each peer, and of each
-    command that talks to one, for nothing that is used here."""
+    """Have ``import package.part`` import that part alone: the package's own ``__init__`` waits until somebody asks for
+    what it defines. hivemind's imports its averager, optimizers and servers, and scipy for them: 0.7 s of CPU and 42
+    MiB of each peer, and of each command that talks to one, for nothing that is used here."""
     spec = None if package in sys.modules else importlib.util.find_spec(package)
     if spec is None or spec.loader is None:
         return

@@ -19,8 +19,8 @@ PeerId = str
 
 
 class Channel(StrEnum):
-    """Streams that do not block each other, the most urgent first: small notices, which are not paced; activations and their gradients;
-    averaging; state and checkpoints."""
+    """Streams that do not block each other, the most urgent first: small notices, which are not paced; activations and
+    their gradients; averaging; state and checkpoints."""
 
     CONTROL = "control"
     PIPE = "pipe"
@@ -35,7 +35,8 @@ class Header(Protocol):
 
 
 class Frame:
-    """One message on a stream: a kind, a msgpack-able header (validated by the actor that handles ``kind``), tensors or raw blobs."""
+    """One message on a stream: a kind, a msgpack-able header (validated by the actor that handles ``kind``), tensors or
+    raw blobs."""
 
     __slots__ = ("_header", "kind", "message", "nbytes", "tensors")
 
@@ -74,8 +75,9 @@ class Bounds(Protocol):
         ...
 
     async def expect(self, sender: PeerId, frame: Frame) -> None:
-        """``frame`` has its header, and codecs and shapes of its tensors, but not their bytes. Raises ProtocolError where the receiver does
-        not expect it from ``sender`` now, Malformed where no correct peer sends it at any time."""
+        """``frame`` has its header, and codecs and shapes of its tensors, but not their bytes. Raises ProtocolError
+        where the receiver does not expect it from ``sender`` now, Malformed where no correct peer sends it at any
+        time."""
         ...
 
 
@@ -85,26 +87,29 @@ class Network(Protocol):
     peer_id: PeerId
 
     async def call(self, peer: PeerId, method: str, payload: bytes, *, timeout_s: float) -> bytes:
-        """Raises PeerUnreachable, DeadlineExceeded, or Refused (the handler raised a MuletrainError; its message is carried)."""
+        """Raises PeerUnreachable, DeadlineExceeded, or Refused (the handler raised a MuletrainError; its message is
+        carried)."""
         ...
 
     def serve(self, method: str, handler: CallHandler, *, free: bool = False) -> None:
-        """Answer calls to ``method``. A MuletrainError raised by the handler reaches the caller as Refused. Of answers each member has so
-        many bytes a second (``network.quota``), unless they are ``free``, for the handler bounds what each member has."""
+        """Answer calls to ``method``. A MuletrainError raised by the handler reaches the caller as Refused. Of answers
+        each member has so many bytes a second (``network.quota``), unless they are ``free``, for the handler bounds
+        what each member has."""
         ...
 
     async def send(
         self, peer: PeerId, frame: Frame, *, channel: Channel = Channel.PIPE, timeout_s: float = 60.0
     ) -> int:
-        """Send in order on the stream to ``peer``; returns bytes put on the stream (0 when ``peer`` is ourselves: then the
-        handler runs without a wire). Returns once all of it was handed over: what is paced waits for its turn, and for room on the
-        link (``network.pacing``). Raises PeerUnreachable, and DeadlineExceeded when ``peer`` takes nothing for ``timeout_s``."""
+        """Send in order on the stream to ``peer``; returns bytes put on the stream (0 when ``peer`` is ourselves: then
+        the handler runs without a wire). Returns once all of it was handed over: what is paced waits for its turn, and
+        for room on the link (``network.pacing``). Raises PeerUnreachable, and DeadlineExceeded when ``peer`` takes
+        nothing for ``timeout_s``."""
         ...
 
     def receive(self, handler: FrameHandler, kinds: Collection[str] = (), bounds: Bounds | None = None) -> None:
-        """Every frame of every stream goes to ``handler``, or those of ``kinds`` only; awaiting it holds that stream back (back-pressure).
-        Without a handler for their kind, nor one for all, frames wait. What ``bounds`` refuses is not read, and its stream is closed;
-        None: whatever a frame may carry is taken."""
+        """Every frame of every stream goes to ``handler``, or those of ``kinds`` only; awaiting it holds that stream
+        back (back-pressure). Without a handler for their kind, nor one for all, frames wait. What ``bounds`` refuses is
+        not read, and its stream is closed; None: whatever a frame may carry is taken."""
         ...
 
     def on_refusal(self, handler: RefusalHandler) -> None:
@@ -116,13 +121,13 @@ class Network(Protocol):
         ...
 
     def heard_s(self, peer: PeerId) -> float:
-        """When anything last came from ``peer`` (a part of a frame, a receipt, a call, an answer), by the running loop's clock; -inf:
-        nothing did."""
+        """When anything last came from ``peer`` (a part of a frame, a receipt, a call, an answer), by the running
+        loop's clock; -inf: nothing did."""
         ...
 
     def queued_s(self, peer: PeerId) -> float:
-        """How much later than on free links an answer of ``peer`` comes now [s]: what waits on the way to it and back, as far as it is
-        known here."""
+        """How much later than on free links an answer of ``peer`` comes now [s]: what waits on the way to it and back,
+        as far as it is known here."""
         ...
 
     def give_up(self, peer: PeerId) -> None:
@@ -142,7 +147,8 @@ class Network(Protocol):
         ...
 
     def carried(self) -> dict[PeerId, int]:
-        """Bytes carried for others since the last question, by receiver: members lead to those that cannot be reached directly."""
+        """Bytes carried for others since the last question, by receiver: members lead to those that cannot be reached
+        directly."""
         ...
 
     def addresses(self) -> list[str]:

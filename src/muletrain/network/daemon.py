@@ -24,10 +24,11 @@ MAX_SOCKET_PATH = {"darwin": 103}
 SOCKET = "p2pclient-12345678901.sock"
 """The longest name that hivemind gives one."""
 START_S = 90.0
-"""A tenth of a second does where the machine is idle; where fleets shared two cores, 15 s (hivemind's own limit) were not enough."""
+"""A tenth of a second does where the machine is idle; where fleets shared two cores, 15 s (hivemind's own limit) were
+not enough."""
 GARBAGE = "50"
-"""Per cent of its live memory that the daemon lets pile up as garbage (Go's GOGC; 100 is the default). It keeps a little of every peer it
-ever met: half the garbage, half the growth."""
+"""Per cent of its live memory that the daemon lets pile up as garbage (Go's GOGC; 100 is the default). It keeps a
+little of every peer it ever met: half the garbage, half the growth."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,16 @@ class Daemon:
         try:
             p2p: GatedP2P = await prefixed.create(
                 host_maddrs=[f"/{'ip6' if ':' in listen else 'ip4'}/{listen}/tcp/{port}"],
-                announce_maddrs=list(announce) or None, identity_path=str(identity), check_if_identity_free=False,
+                announce_maddrs=list(announce) or None,
+                identity_path=str(identity),
+                check_if_identity_free=False,
                 startup_timeout=START_S,
-                nat_port_map=not local, auto_nat=not local, idle_timeout=60, use_relay=False,
+                nat_port_map=not local,
+                auto_nat=not local,
+                idle_timeout=60,
+                use_relay=False,
                 force_reachability="private" if private else None,
-            )  # fmt: skip
+            )
         except Exception as e:  # the daemon's errors have no common base
             raise NetworkError(
                 f"the network daemon did not start on {listen}:{port}: {' '.join(str(e).split())[:500]}"
@@ -79,7 +85,8 @@ class Daemon:
 
 
 def check_socket_folder(folder: Path, platform: str) -> None:
-    """Raises NetworkError where the daemon's sockets would have longer paths than ``platform`` (``sys.platform``) takes."""
+    """Raises NetworkError where the daemon's sockets would have longer paths than ``platform`` (``sys.platform``)
+    takes."""
     length, limit = len(os.fsencode(folder / SOCKET)), MAX_SOCKET_PATH.get(platform, 107)
     if length > limit:
         raise NetworkError(
@@ -88,8 +95,8 @@ def check_socket_folder(folder: Path, platform: str) -> None:
 
 
 def _check_port_free(listen: str, port: int) -> int:
-    """The port, or a free one for 0. The daemon listens with SO_REUSEPORT: a second one on the same port would silently take half of the
-    first one's callers."""
+    """The port, or a free one for 0. The daemon listens with SO_REUSEPORT: a second one on the same port would silently
+    take half of the first one's callers."""
     try:
         address = ipaddress.ip_address(listen)
         with socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET) as probe:

@@ -49,7 +49,8 @@ class Door(NamedTuple):
 
 
 class Delivery:
-    """One handler for all frames but those of kinds that have their own; until there is one, frames wait (and hold their stream back)."""
+    """One handler for all frames but those of kinds that have their own; until there is one, frames wait (and hold
+    their stream back)."""
 
     def __init__(self, refusal: RefusalHandler | None = None) -> None:
         self.refused: RefusalHandler = refusal or (lambda remote, reason: None)

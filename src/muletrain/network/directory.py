@@ -1,7 +1,8 @@
 """The directory: hivemind's DHT among the members. It gives hints, never decisions.
 
-hivemind's nodes store what others bring them, and hand it on. So a record is signed by the peer it is about: the signature covers the
-run, the key, the peer, the value and the expiry, and is checked by whoever stores the record and by whoever reads it.
+hivemind's nodes store what others bring them, and hand it on. So a record is signed by the peer it is about: the
+signature covers the run, the key, the peer, the value and the expiry, and is checked by whoever stores the record and
+by whoever reads it.
 """
 
 from __future__ import annotations
@@ -83,12 +84,19 @@ class Directory:
 
     @classmethod
     async def join(cls, p2p: GatedP2P, records: Records, known: list[str], *, visitor: bool = False) -> Directory:
-        """Through the members at the addresses ``known``; none of them: a directory of our own. A ``visitor`` stores nothing for
-        others, and they do not remember it."""
+        """Through the members at the addresses ``known``; none of them: a directory of our own. A ``visitor`` stores
+        nothing for others, and they do not remember it."""
         node = await DHTNode.create(
-            p2p=p2p, initial_peers=known or None, ensure_bootstrap_success=False, strict=False, client_mode=visitor,
-            record_validator=records, cache_locally=False, cache_on_store=False, cache_nearest=0,
-        )  # fmt: skip
+            p2p=p2p,
+            initial_peers=known or None,
+            ensure_bootstrap_success=False,
+            strict=False,
+            client_mode=visitor,
+            record_validator=records,
+            cache_locally=False,
+            cache_on_store=False,
+            cache_nearest=0,
+        )
         node.protocol.storage.maxsize, node.protocol.cache.maxsize = (
             MAX_KEYS,
             0,

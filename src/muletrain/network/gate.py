@@ -1,12 +1,13 @@
 """The gate: nobody speaks to a member before both sides have shown that they belong to the run.
 
-libp2p encrypts, and authenticates the peer id, but lets anyone dial. Here every handler (calls, streams, the DHT's own RPCs) refuses
-a remote id that was not admitted, and every outgoing call admits the other side first. Messages, all on one protocol:
+libp2p encrypts, and authenticates the peer id, but lets anyone dial. Here every handler (calls, streams, the DHT's own
+RPCs) refuses a remote id that was not admitted, and every outgoing call admits the other side first. Messages, all on
+one protocol:
 
 - ``hello`` (version, run, nonce, epoch, certificate), between any two; answered in kind. Two members are done after it.
-- ``proof``, of a newcomer, which has no certificate: that it holds the ticket's secret; it gets a certificate. Proofs are HMACs bound to
-  version, run, both ids and both nonces; a member gives its own with the answer to ``hello``, so that a ticket's secret that was
-  replaced admits nobody and is believed by nobody.
+- ``proof``, of a newcomer, which has no certificate: that it holds the ticket's secret; it gets a certificate. Proofs
+  are HMACs bound to version, run, both ids and both nonces; a member gives its own with the answer to ``hello``, so
+  that a ticket's secret that was replaced admits nobody and is believed by nobody.
 - ``renewed``, the owner's renewal and the new secret, from anyone to a member that stays: both prove themselves.
 - ``sync``, "is there a renewal I have not heard of?": members ask each other now and then.
 
@@ -58,8 +59,8 @@ class _Out(AdmissionError):
 
 
 class Gate:
-    """Who is admitted, and the handshake that admits. ``refused`` is told (remote, reason), ``renewed``, after a renewal, the ids
-    that were admitted before it and are not any more."""
+    """Who is admitted, and the handshake that admits. ``refused`` is told (remote, reason), ``renewed``, after a
+    renewal, the ids that were admitted before it and are not any more."""
 
     def __init__(
         self,

@@ -29,7 +29,8 @@ _MAX_REASON = 300
 PATIENCE_S = 2.0
 """After so long without an answer, whatever was asked, we see whether the peer is still there."""
 NOT_DIALLED = ("failed to dial", "routing: not found", "no addresses", "no good addresses", "dial backoff")
-"""What the daemon says of a peer with which it has no connection, and gets none: nothing of the request has left this machine."""
+"""What the daemon says of a peer with which it has no connection, and gets none: nothing of the request has left this
+machine."""
 
 
 class Finder(Protocol):
@@ -58,7 +59,8 @@ class GatedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
         await self._client.add_unary_handler(ADMIT, admit)
 
     async def enter(self, peer: PeerID) -> None:
-        """The handshake with ``peer``, unless it is done already. Raises AdmissionError, and what ``exchange`` raises."""
+        """The handshake with ``peer``, unless it is done already. Raises AdmissionError, and what ``exchange``
+        raises."""
         name = peer.to_base58()
         if not self.gate.entered(name):
             await self.gate.enter(name, self._admission(peer))
@@ -106,8 +108,8 @@ class GatedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
         return await self._by_any_way(peer, lambda: self.exchange_directly(peer, name, payload))
 
     async def exchange_directly(self, peer: PeerID, name: str, payload: bytes) -> bytes:
-        """On the connection there is, or that the daemon gets. hivemind's own version loses every later answer of the process when
-        an answer arrives in the very turn of the loop in which its call is cancelled."""
+        """On the connection there is, or that the daemon gets. hivemind's own version loses every later answer of the
+        process when an answer arrives in the very turn of the loop in which its call is cancelled."""
         control, call_id = self._client.control, uuid4()
         call = p2pd_pb2.CallUnaryRequest(peer=peer.to_bytes(), proto=name, data=payload)
         answer = control._pending_calls[call_id] = _Answer()
@@ -152,8 +154,8 @@ class GatedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
     async def _request(
         self, request: p2pd_pb2.Request
     ) -> tuple[p2pd_pb2.Response, asyncio.StreamReader, asyncio.StreamWriter]:
-        """What the daemon answers, and the socket. hivemind's own requests leave that to the garbage collector when they fail, or are given
-        up: with a few dozen peers dead a process had more than a hundred open."""
+        """What the daemon answers, and the socket. hivemind's own requests leave that to the garbage collector when
+        they fail, or are given up: with a few dozen peers dead a process had more than a hundred open."""
         reader, writer = await self._client.control.daemon_connector.open_connection()
         try:
             await write_pbmsg(writer, request)
@@ -195,8 +197,8 @@ class GatedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
 
 
 class _Running(dict[Any, "asyncio.Task[None]"]):
-    """Calls being answered. hivemind forgets those that it answered, but keeps for ever those that the caller gave up, with all they
-    hold."""
+    """Calls being answered. hivemind forgets those that it answered, but keeps for ever those that the caller gave up,
+    with all they hold."""
 
     def __setitem__(self, call: Any, task: asyncio.Task[None]) -> None:
         super().__setitem__(call, task)
@@ -216,7 +218,8 @@ class _Answer(asyncio.Future[bytes]):
 
 
 async def reaching(work: Awaitable[T], timeout_s: float | None, what: str) -> T:
-    """``work`` with a deadline; whatever the daemon raises becomes PeerUnreachable, its own deadlines DeadlineExceeded."""
+    """``work`` with a deadline; whatever the daemon raises becomes PeerUnreachable, its own deadlines
+    DeadlineExceeded."""
     try:
         async with asyncio.timeout(timeout_s):
             return await work

@@ -1,4 +1,5 @@
-"""Who a peer is (an Ed25519 key), what it signs, and how it proves that it holds the run's secret (HMAC challenge and response)."""
+"""Who a peer is (an Ed25519 key), what it signs, and how it proves that it holds the run's secret (HMAC challenge and
+response)."""
 
 from __future__ import annotations
 

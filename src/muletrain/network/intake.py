@@ -18,7 +18,8 @@ AHEAD = 1 << 16
 
 
 class Intake(asyncio.BufferedProtocol):
-    """The receiving end of a stream, one reader at a time. The transport is paused while nobody takes what came (back-pressure)."""
+    """The receiving end of a stream, one reader at a time. The transport is paused while nobody takes what came
+    (back-pressure)."""
 
     def __init__(
         self, transport: asyncio.Transport, early: bytes = b"", came: Callable[[int], None] = lambda nbytes: None

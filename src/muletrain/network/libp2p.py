@@ -63,7 +63,8 @@ MAX_METHOD = 64
 """Characters of a method that are repeated to who calls it."""
 OK, FAILED, STRANGER = b"\0", b"\1", b"\2not admitted to this run"
 SYNC_S, SYNC_TIMEOUT_S = 10.0, 30.0
-"""Between questions for renewals, each to one member drawn by chance: all know of one after about log2(members) of them."""
+"""Between questions for renewals, each to one member drawn by chance: all know of one after about log2(members) of
+them."""
 ENTER_TIMEOUT_S = 12.0
 SELF_QUEUE = 1024
 """Frames to ourselves waiting for the handler."""
@@ -97,22 +98,35 @@ class Libp2pNetwork:
 
     @classmethod
     async def create(
-        cls, *, run_id: str, secret: bytes, owner: bytes | Key, protocol: str, folder: Path, listen: str = "127.0.0.1",
-        port: int = 0, announce: tuple[str, ...] = (), initial_peers: tuple[str, ...] = (),
-        max_frame_bytes: int = MAX_PAYLOAD, on_refusal: RefusalHandler | None = None,
+        cls,
+        *,
+        run_id: str,
+        secret: bytes,
+        owner: bytes | Key,
+        protocol: str,
+        folder: Path,
+        listen: str = "127.0.0.1",
+        port: int = 0,
+        announce: tuple[str, ...] = (),
+        initial_peers: tuple[str, ...] = (),
+        max_frame_bytes: int = MAX_PAYLOAD,
+        on_refusal: RefusalHandler | None = None,
         on_renewal: Callable[[frozenset[PeerId]], None] = lambda gone: None,
         on_ban: Callable[[PeerId], None] = lambda peer: None,
-        on_relay: Callable[[PeerId, PeerId], None] = lambda peer, relay: None, visitor: bool = False,
-        private: bool = False, carries: bool = True,
-    ) -> Libp2pNetwork:  # fmt: skip
+        on_relay: Callable[[PeerId, PeerId], None] = lambda peer, relay: None,
+        visitor: bool = False,
+        private: bool = False,
+        carries: bool = True,
+    ) -> Libp2pNetwork:
         """Start the daemon, be admitted by an initial peer, join the directory.
 
-        ``folder``: short path for the key ('identity', made if missing) and the daemon's sockets. ``owner``: the run owner's public
-        key, or where the owner is, the whole one. ``protocol``: version that both sides must have. A ``visitor`` comes for a
-        question: it is let in for some minutes, and keeps no part of the directory. ``on_renewal`` is told who is out by the
-        owner's word, ``on_ban`` whom this process leaves out for a while (``offences.py``), ``on_relay`` whom it reaches by way of
-        whom. ``private``: no other machine can connect to this one. ``carries``: it relays for others. Raises AdmissionError,
-        PeerUnreachable, or NetworkError when the daemon does not start.
+        ``folder``: short path for the key ('identity', made if missing) and the daemon's sockets. ``owner``: the run
+        owner's public key, or where the owner is, the whole one. ``protocol``: version that both sides must have. A
+        ``visitor`` comes for a question: it is let in for some minutes, and keeps no part of the directory.
+        ``on_renewal`` is told who is out by the owner's word, ``on_ban`` whom this process leaves out for a while
+        (``offences.py``), ``on_relay`` whom it reaches by way of whom. ``private``: no other machine can connect to
+        this one. ``carries``: it relays for others. Raises AdmissionError, PeerUnreachable, or NetworkError when the
+        daemon does not start.
         """
         logging.getLogger("hivemind").setLevel(logging.ERROR)
         daemon = await Daemon.start(folder, "127.0.0.1" if private else listen, port, announce, private=private)
@@ -407,7 +421,8 @@ class Libp2pNetwork:
         return [a for a in self._maddrs if not a.startswith(("/ip4/127.", "/ip6/::1/"))] or self._maddrs
 
     async def seen_at(self, peer: PeerId) -> str:
-        """The IP address at the other end of a connection with ``peer``; '' where there is none but by way of others."""
+        """The IP address at the other end of a connection with ``peer``; '' where there is none but by way of
+        others."""
         assert self._relay is not None
         if self._relay.indirect(peer):
             return ""

@@ -1,9 +1,10 @@
 """Networks in memory, for tests and virtual worlds: no sockets, no threads, no clock, hence deterministic.
 
-Frames are really packed and read back by ``wire.frame``. Order holds per (sender, receiver, channel); a bounded queue gives
-back-pressure. A dead peer is unreachable; a frozen one takes frames until its queue is full and answers nothing. Where members relay
-(``MemoryHub.relays``), two that are cut off from each other speak by way of a third. Where links are narrow (``MemoryHub.roads``), frames
-are sent piece by piece, as the production pacer grants them, and calls wait in the same queues.
+Frames are really packed and read back by ``wire.frame``. Order holds per (sender, receiver, channel); a bounded queue
+gives back-pressure. A dead peer is unreachable; a frozen one takes frames until its queue is full and answers nothing.
+Where members relay (``MemoryHub.relays``), two that are cut off from each other speak by way of a third. Where links
+are narrow (``MemoryHub.roads``), frames are sent piece by piece, as the production pacer grants them, and calls wait in
+the same queues.
 """
 
 from __future__ import annotations
@@ -58,13 +59,15 @@ class MemoryHub:
         self.delay_s: Callable[[PeerId, PeerId], float] = lambda sender, receiver: 0.0
         """How long the next message takes; order within a stream holds whatever it says."""
         self.stall_s: Callable[[PeerId, PeerId, Channel], float] = lambda sender, receiver, channel: 0.0
-        """How much longer the next frame of a stream takes: what follows in it waits, what goes by other streams overtakes."""
+        """How much longer the next frame of a stream takes: what follows in it waits, what goes by other streams
+        overtakes."""
         self.damage: Callable[[PeerId, PeerId, bytes], bytes] = lambda sender, receiver, packed: packed
         """What becomes of a frame on its way."""
         self.sending: Callable[[PeerId, str], None] = lambda sender, kind: None
         """Told of every frame before it is sent to another peer; it may kill the sender."""
         self.hands_over = False
-        """Frames arrive as they were sent, neither packed nor read back: for worlds that damage none, and count bytes elsewhere."""
+        """Frames arrive as they were sent, neither packed nor read back: for worlds that damage none, and count bytes
+        elsewhere."""
         self.roads = Roads()
         """Links that are narrow. Along them a connection's delay is asked for once, when it begins."""
         self.weigh: Callable[[PeerId, Frame], int] = lambda sender, frame: frame_size(frame)
@@ -154,7 +157,8 @@ class MemoryHub:
             self._ended_for(self.peers[receiver], self.peers[sender])
 
     def pass_small(self, pair: tuple[PeerId, ...], limit: int | None) -> None:
-        """Frames, questions and answers of more than ``limit`` bytes do not pass between the two, and nobody is told; None: all do."""
+        """Frames, questions and answers of more than ``limit`` bytes do not pass between the two, and nobody is told;
+        None: all do."""
         self._small.pop(frozenset(pair), None)
         if limit is not None:
             self._small[frozenset(pair)] = limit
@@ -172,7 +176,8 @@ class MemoryHub:
             raise PeerUnreachable("the directory cannot be reached")
 
     def hold_up(self, a: PeerId, b: PeerId) -> None:
-        """Nothing passes between the two until ``let_pass``, and nobody is told; then what waited arrives, as with TCP."""
+        """Nothing passes between the two until ``let_pass``, and nobody is told; then what waited arrives, as with
+        TCP."""
         self._held_up.setdefault(frozenset((a, b)), asyncio.Event())
 
     def let_pass(self, a: PeerId, b: PeerId) -> None:
@@ -186,7 +191,8 @@ class MemoryHub:
         return self.peers[receiver]
 
     def way(self, a: PeerId, b: PeerId) -> PeerId | None:
-        """DIRECT, or who carries between the two; None if they do not reach each other. With another relay their streams end."""
+        """DIRECT, or who carries between the two; None if they do not reach each other. With another relay their
+        streams end."""
         if not self._cut or (pair := frozenset((a, b))) not in self._cut:
             return DIRECT
         if not self.relays:
@@ -239,8 +245,8 @@ class MemoryHub:
 
 @dataclass(slots=True)
 class _Stream:
-    """What of one sender waits on one channel: (when it arrives, by whom it was carried, the frame). ``coming``: senders that wait for
-    room."""
+    """What of one sender waits on one channel: (when it arrives, by whom it was carried, the frame). ``coming``:
+    senders that wait for room."""
 
     frames: asyncio.Queue[tuple[float, PeerId, bytes | Frame]]
     coming: int = 0

@@ -1,8 +1,8 @@
 """Repeat offenders, and how much is said about refusals.
 
-Peers that keep sending what no correct peer sends are left out for a while.
-Only what is wrong whatever state its sender is in counts (``Malformed``): a peer that is late, early, or on another lineage is merely
-refused, since a correct one that was cut off may be all that.
+Peers that keep sending what no correct peer sends are left out for a while. Only what is wrong whatever state its
+sender is in counts (``Malformed``): a peer that is late, early, or on another lineage is merely refused, since a
+correct one that was cut off may be all that.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Streams over emulated narrow links (``roads``), as ``streams`` has them between real machines: frames go piece by piece, when the
-production ``Pacer`` grants them, and the receiver acknowledges each piece. What is small (``Channel.CONTROL``) goes at once, and waits
-behind what is in the queues already. In a virtual world (``network.memory``) both ends are known; ``network.shaped`` knows one.
+"""Streams over emulated narrow links (``roads``), as ``streams`` has them between real machines: frames go piece by
+piece, when the production ``Pacer`` grants them, and the receiver acknowledges each piece. What is small
+(``Channel.CONTROL``) goes at once, and waits behind what is in the queues already. In a virtual world
+(``network.memory``) both ends are known; ``network.shaped`` knows one.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Parcel:
-    """A frame on its way, and the bytes that it counts for. ``stall_s``: for so long it is held up where it arrives; ``left``: bytes that
-    are to be handed over yet."""
+    """A frame on its way, and the bytes that it counts for. ``stall_s``: for so long it is held up where it arrives;
+    ``left``: bytes that are to be handed over yet."""
 
     item: bytes | Frame
     nbytes: int

@@ -1,9 +1,9 @@
 """Pacing of everything that one peer sends, below what its links carry (``policy.congestion``).
 
-A transport asks the ``Pacer`` before it hands bytes over, and reports what was acknowledged. On the way to one receiver a higher channel
-goes first (``Channel``). Between receivers the channels' delay targets decide: traffic with a smaller target yields wherever two flows
-share a link. Averaging and state go to few receivers at a time, in the order of the requests, because otherwise all senders of a fleet meet
-in one downlink. Small frames (``Channel.CONTROL``) never wait.
+A transport asks the ``Pacer`` before it hands bytes over, and reports what was acknowledged. On the way to one receiver
+a higher channel goes first (``Channel``). Between receivers the channels' delay targets decide: traffic with a smaller
+target yields wherever two flows share a link. Averaging and state go to few receivers at a time, in the order of the
+requests, because otherwise all senders of a fleet meet in one downlink. Small frames (``Channel.CONTROL``) never wait.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from muletrain.network.base import PeerId
 
 TARGET_S = {Channel.PIPE: (0.06, 0.06), Channel.AVERAGE: (0.05, 0.02), Channel.BULK: (0.025, 0.005)}
-"""Queue that a channel may cause [s]: alone, and beside traffic of a higher channel, whose messages wait in that queue. The highest channel
-comes first. A call meets one queue on the way there and one on the way back."""
+"""Queue that a channel may cause [s]: alone, and beside traffic of a higher channel, whose messages wait in that queue.
+The highest channel comes first. A call meets one queue on the way there and one on the way back."""
 BESIDE_S = 1.0
 """Traffic of a higher channel counts as present for so long after its last bytes."""
 LANES = 8
@@ -36,25 +36,26 @@ LANES = 8
 STALL_S = 1.0
 """A receiver that acknowledges nothing for so long does not hold up the others."""
 QUEUED_S, MOMENT_S, QUEUED_MAX_S = 2.0, 0.5, 5.0
-"""How long a measured queue counts: on the flow that met it, and for other flows, which may share the uplink. A queue counts at most the
-third, because a frozen or lying peer acknowledges late, too."""
+"""How long a measured queue counts: on the flow that met it, and for other flows, which may share the uplink. A queue
+counts at most the third, because a frozen or lying peer acknowledges late, too."""
 DRAIN_S = 10.0
-"""After sending for so long without a pause we stop until everything has arrived, because a queue that never empties hides the base delay
-(BBR's ProbeRTT). We also stop before the first bytes to a receiver: a newcomer on a full link would take the existing queue for the base
-delay, and push the other flows aside (LEDBAT's latecomers)."""
+"""After sending for so long without a pause we stop until everything has arrived, because a queue that never empties
+hides the base delay (BBR's ProbeRTT). We also stop before the first bytes to a receiver: a newcomer on a full link
+would take the existing queue for the base delay, and push the other flows aside (LEDBAT's latecomers)."""
 
 
 @dataclass(slots=True, eq=False)
 class _Flow:
-    """State of the traffic to one receiver. ``progress_s``: time of the last acknowledgement, or of the first bytes after an idle time."""
+    """State of the traffic to one receiver. ``progress_s``: time of the last acknowledgement, or of the first bytes
+    after an idle time."""
 
     window: Window = field(default_factory=Window)
     under_way: int = 0
     progress_s: float = 0.0
     target_s: float = 0.0
     excess: float = 0.0
-    """Only in virtual worlds, whose pieces may exceed the window: by how many windows the last one did; ``resume_s``: when the next may
-    go."""
+    """Only in virtual worlds, whose pieces may exceed the window: by how many windows the last one did; ``resume_s``:
+    when the next may go."""
     resume_s: float = 0.0
     waiting: dict[Channel, asyncio.Future[None]] = field(default_factory=dict)
     """Senders that wait for room, at most one per channel."""
@@ -69,7 +70,8 @@ class _Flow:
 
 @dataclass(slots=True, eq=False)
 class _Lanes:
-    """Lanes of one channel. ``busy``: number of frames being sent to each receiver. ``waiting``: frames without a lane, in order."""
+    """Lanes of one channel. ``busy``: number of frames being sent to each receiver. ``waiting``: frames without a lane,
+    in order."""
 
     busy: dict[PeerId, int] = field(default_factory=dict)
     waiting: deque[tuple[PeerId, asyncio.Future[None]]] = field(default_factory=deque)
@@ -138,9 +140,9 @@ class Pacer:
             turn.set_result(None)
 
     async def grant(self, peer: PeerId, channel: Channel, wanted: int, coarse: int = 0) -> int:
-        """Wait for room, and return how many of ``wanted`` bytes to hand over now. They count as under way until ``acknowledged`` or
-        ``forget``. ``coarse``: in virtual worlds, the largest piece to hand over at once. There is no deadline here (see ``patient``).
-        Raises PeerUnreachable after ``give_up``."""
+        """Wait for room, and return how many of ``wanted`` bytes to hand over now. They count as under way until
+        ``acknowledged`` or ``forget``. ``coarse``: in virtual worlds, the largest piece to hand over at once. There is
+        no deadline here (see ``patient``). Raises PeerUnreachable after ``give_up``."""
         flow = self._flow(peer)
         if not flow.waiting and (nbytes := self._room(flow, channel, wanted, coarse)):
             return self._begin(flow, channel, nbytes)
@@ -166,9 +168,9 @@ class Pacer:
     async def patient(
         self, peer: PeerId, writing: asyncio.Task[None], timeout_s: float, begun: Callable[[], bool]
     ) -> None:
-        """Wait for ``writing``, which sends a frame to ``peer``. If the caller is cancelled, a frame that was ``begun`` is still sent to
-        its end, so that the stream stays whole. Raises what ``writing`` raises, and DeadlineExceeded when ``peer`` acknowledges nothing for
-        ``timeout_s``. Time in which other frames go first does not count."""
+        """Wait for ``writing``, which sends a frame to ``peer``. If the caller is cancelled, a frame that was ``begun``
+        is still sent to its end, so that the stream stays whole. Raises what ``writing`` raises, and DeadlineExceeded
+        when ``peer`` acknowledges nothing for ``timeout_s``. Time in which other frames go first does not count."""
         since_s, flow = _now_s(), self._flow(peer)
         writing.add_done_callback(_retrieve)
         try:
@@ -249,9 +251,9 @@ class Pacer:
         self._release()
 
     def queued_s(self, peer: PeerId) -> float:
-        """By how much queues delay an answer of ``peer`` now [s]: the larger of what its own flow measured lately and the median of what
-        all flows just measured, since those share our uplink. The median, because one peer that acknowledges late does not excuse the
-        others."""
+        """By how much queues delay an answer of ``peer`` now [s]: the larger of what its own flow measured lately and
+        the median of what all flows just measured, since those share our uplink. The median, because one peer that
+        acknowledges late does not excuse the others."""
         now_s = _now_s()
         late_s = [flow.window.late_s for flow in self._flows.values() if now_s - flow.window.measured_s <= MOMENT_S]
         there_s = 0.0
@@ -271,7 +273,8 @@ class Pacer:
         return self._flows[peer]
 
     def _drains(self, flow: _Flow) -> bool:
-        """Must sending wait until everything under way has arrived? Starts such a drain when the base delay has to be measured."""
+        """Must sending wait until everything under way has arrived? Starts such a drain when the base delay has to be
+        measured."""
         if self._draining is None and self._under_way:
             since_s, now_s = _now_s() - self._empty_s, _now_s()
             if since_s > DRAIN_S or (since_s > STALL_S and not flow.under_way and not flow.window.measured(now_s)):

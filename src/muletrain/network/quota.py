@@ -1,7 +1,9 @@
-"""A quota of answers for each member: small questions may have large answers, which leave unpaced, beside the traffic of the step.
+"""A quota of answers for each member: small questions may have large answers, which leave unpaced, beside the traffic
+of the step.
 
-A member gets BURST bytes of answers at once and PER_S bytes a second after that; its further answers wait. A correct peer needs far less.
-Calls that give away a gradient or a checkpoint are not counted here: their handlers count what each member takes (``free``).
+A member gets BURST bytes of answers at once and PER_S bytes a second after that; its further answers wait. A correct
+peer needs far less. Calls that give away a gradient or a checkpoint are not counted here: their handlers count what
+each member takes (``free``).
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ class Quota:
         """Bytes."""
 
     async def answer(self, sender: PeerId, handler: CallHandler, payload: bytes, *, free: bool) -> bytes:
-        """Run ``handler``, and return its answer once the quota of ``sender`` allows it. Raises what the handler raises, and MuletrainError
-        for too many calls at once."""
+        """Run ``handler``, and return its answer once the quota of ``sender`` allows it. Raises what the handler
+        raises, and MuletrainError for too many calls at once."""
         if self._answering[sender] >= AT_ONCE:
             raise MuletrainError(f"{AT_ONCE} calls of yours are being answered; wait for some of them")
         self._answering[sender] += 1

@@ -1,15 +1,17 @@
 """A way to peers that cannot be dialled: through a member that both sides reach.
 
-A machine behind a router, or one that a firewall keeps from another, opens connections and takes none. Members lend their own: the
-daemons of the two ends then speak through a pipe that the relay only carries. TLS, the peers' ids, the gate and every stream above them
-are the ends' own, so that the relay can neither read nor change anything, and nothing above the daemon knows of it.
+A machine behind a router, or one that a firewall keeps from another, opens connections and takes none. Members lend
+their own: the daemons of the two ends then speak through a pipe that the relay only carries. TLS, the peers' ids, the
+gate and every stream above them are the ends' own, so that the relay can neither read nor change anything, and nothing
+above the daemon knows of it.
 
-One stream for each pipe, admitted members only. It begins with a frame ``relay``: ``to``, of the end that asks, then ``for``, of the
-relay to the other end; the answer is one byte. Asked by many at once, whoever answers first is the fastest way now. Before the other end
-takes the pipe it tries the direct way, and says so if that works: a peer that is only slow is left alone, and one that can dial, but
-cannot be dialled, does so.
+One stream for each pipe, admitted members only. It begins with a frame ``relay``: ``to``, of the end that asks, then
+``for``, of the relay to the other end; the answer is one byte. Asked by many at once, whoever answers first is the
+fastest way now. Before the other end takes the pipe it tries the direct way, and says so if that works: a peer that is
+only slow is left alone, and one that can dial, but cannot be dialled, does so.
 
-The daemon's own circuit relay is off: it is open to strangers, uncounted, and takes a relay only if that has a public address.
+The daemon's own circuit relay is off: it is open to strangers, uncounted, and takes a relay only if that has a public
+address.
 """
 
 from __future__ import annotations
@@ -42,12 +44,13 @@ RELAY, PING = "muletrain/relay", "muletrain/ping"
 ACCEPTED, WORKS, WAIT = b"\1", b"\2", b"\3"
 """Answers: the pipe is taken; the direct way works; we are about to open one to you ourselves."""
 PING_S, DIAL_S, ASK_S = 3.0, 1.5, 8.0
-"""An answer on a connection that works, on a starved machine, too; a direct dial; a way by one member, the other end's trials included."""
+"""An answer on a connection that works, on a starved machine, too; a direct dial; a way by one member, the other end's
+trials included."""
 SURE_S = 5.0
 """A ping before a connection is given up for a pipe."""
 AGAIN_S, AGAIN_MAX_S, OFTEN = 5.0, 300.0, 3
-"""Between two questions to a member for a way to the same peer. After so many in vain it doubles, up to the longest: most of those that
-nobody reaches have gone for good, and each question has all members dial them."""
+"""Between two questions to a member for a way to the same peer. After so many in vain it doubles, up to the longest:
+most of those that nobody reaches have gone for good, and each question has all members dial them."""
 PAUSE_S = 0.5
 """For the other end, whose connection with the relay may have broken, to get another: only it can."""
 RACE = 3
@@ -104,9 +107,9 @@ class Relay:
         told: Callable[[str, str], None],
         offended: Callable[[str, str], None],
     ) -> None:
-        """``daemon``: where our own listens, for us; ``addresses``: where others may dial it. ``private``: no other machine can.
-        ``carries``: for others, too. ``told``
-        is told whom we reach by way of whom, ``offended`` who asks for what no correct peer asks for, and why."""
+        """``daemon``: where our own listens, for us; ``addresses``: where others may dial it. ``private``: no other
+        machine can. ``carries``: for others, too. ``told`` is told whom we reach by way of whom, ``offended`` who asks
+        for what no correct peer asks for, and why."""
         self._p2p, self._daemon, self._told, self._offended = p2p, daemon, told, offended
         self._addresses = addresses[:MAX_ADDRESSES]
         self._open, self._carries = not private, carries
@@ -258,7 +261,8 @@ class Relay:
         return member, *answered
 
     async def _request(self, peer: str, header: dict[str, Any]) -> tuple[Ends, bytes] | None:
-        """Begin a stream; the answer. None if it was closed instead. Raises what the daemon raises, and TimeoutError."""
+        """Begin a stream; the answer. None if it was closed instead. Raises what the daemon raises, and
+        TimeoutError."""
         async with asyncio.timeout(ASK_S):
             _, reader, writer = await self._p2p.open_stream(PeerID.from_base58(peer), RELAY)
             try:
@@ -396,14 +400,16 @@ class Relay:
         return await self._ping(origin, SURE_S)
 
     async def _keep_up(self, relay: str, pipe: _Pipe, one: Ends, other: Ends) -> None:
-        """An end's part of a pipe. When it broke because our connection with the relay did, only we may be able to connect again."""
+        """An end's part of a pipe. When it broke because our connection with the relay did, only we may be able to
+        connect again."""
         await self._carry(self._pipes, pipe, one, other)
         await self._ping(relay)
 
     # Common ---------------------------------------------------------------------------------------------------------
 
     async def _carry(self, pipes: list[_Pipe], pipe: _Pipe, one: Ends, other: Ends) -> None:
-        """Until one end closes; then both are closed. Buffers are those of the sockets: whoever does not read holds the other up."""
+        """Until one end closes; then both are closed. Buffers are those of the sockets: whoever does not read holds the
+        other up."""
         pipes.append(pipe)
         to = pipe.peers if pipes is self._carrying else ("", "")
         ways = [self._pump(other[0], one[1], to[0]), self._pump(one[0], other[1], to[-1])]

@@ -1,8 +1,8 @@
-"""The links of a virtual world, as real machines have them: everything that a machine sends shares its uplink, everything that it
-receives its downlink, and what a link does not carry at once waits in a queue in front of it.
+"""The links of a virtual world, as real machines have them: everything that a machine sends shares its uplink,
+everything that it receives its downlink, and what a link does not carry at once waits in a queue in front of it.
 
-Nothing overtakes in a queue, however small it is. A queue has a depth: when it is full, connections wait with what they have to send and
-take turns when there is room again, as TCP backs off. Nothing is lost or sent twice.
+Nothing overtakes in a queue, however small it is. A queue has a depth: when it is full, connections wait with what they
+have to send and take turns when there is room again, as TCP backs off. Nothing is lost or sent twice.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ INSTANT_S = 1e-9
 
 @dataclass(frozen=True)
 class Road:
-    """One machine's link to all others. ``queue_s``: seconds of data that wait in front of each direction, at most. ``open_s``: when it
-    carries anything that comes at a time; None: at once."""
+    """One machine's link to all others. ``queue_s``: seconds of data that wait in front of each direction, at most.
+    ``open_s``: when it carries anything that comes at a time; None: at once."""
 
     up_bytes_per_s: float = math.inf
     down_bytes_per_s: float = math.inf
@@ -38,8 +38,8 @@ class Road:
 
 
 class Piece:
-    """Bytes on their way. ``then`` is called when the last of them has arrived; without bytes (an acknowledgement) it takes no
-    bandwidth, but waits in the same queues."""
+    """Bytes on their way. ``then`` is called when the last of them has arrived; without bytes (an acknowledgement) it
+    takes no bandwidth, but waits in the same queues."""
 
     __slots__ = ("_at", "entered", "nbytes", "route", "tail_s", "then", "waits")
 
@@ -157,7 +157,8 @@ class Queue:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The way of one connection, in one direction: the queues on it, and the delay before each of them and after the last."""
+    """The way of one connection, in one direction: the queues on it, and the delay before each of them and after the
+    last."""
 
     queues: tuple[Queue, ...]
     delays: tuple[float, ...]
@@ -226,8 +227,8 @@ class Roads:
         )
 
     def route(self, stations: tuple[PeerId, ...], delay_s: Callable[[PeerId, PeerId], float]) -> Route:
-        """From the first station to the last, by what carries between them. A path has a queue of its own where it is narrower than
-        both ends."""
+        """From the first station to the last, by what carries between them. A path has a queue of its own where it is
+        narrower than both ends."""
         queues, delays, slowest = list[Queue](), [0.0], math.inf
         for a, b in pairwise(stations):
             own, other, path = self._roads.get(a, WIDE), self._roads.get(b, WIDE), self.path_bytes_per_s(a, b)

@@ -1,9 +1,10 @@
-"""Shaped links: another network's traffic with declared delay, bandwidth, stalls and partitions, to emulate a fleet on one machine.
+"""Shaped links: another network's traffic with declared delay, bandwidth, stalls and partitions, to emulate a fleet on
+one machine.
 
-Each peer shapes what it *sends* (its answers to calls, too), so a round trip is shaped once in each direction. Frames go piece by piece
-through the queues of its uplink and of the path (``roads``), when its own ``Pacer`` grants them, and are handed over when the last piece
-has arrived; calls and notices wait in the same queues. A process does not know the queue in front of another's downlink: the receiver
-holds frames back until its downlink has taken them.
+Each peer shapes what it *sends* (its answers to calls, too), so a round trip is shaped once in each direction. Frames
+go piece by piece through the queues of its uplink and of the path (``roads``), when its own ``Pacer`` grants them, and
+are handed over when the last piece has arrived; calls and notices wait in the same queues. A process does not know the
+queue in front of another's downlink: the receiver holds frames back until its downlink has taken them.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ CALL_OVERHEAD = 128
 
 
 class Stalls:
-    """Times in which nothing passes a peer's links: exponentially distributed gaps, fixed duration, drawn from ``seed``."""
+    """Times in which nothing passes a peer's links: exponentially distributed gaps, fixed duration, drawn from
+    ``seed``."""
 
     def __init__(self, stall: Stall | None, seed: int, now: float) -> None:
         self._stall, self._rng = stall, random.Random(seed)
@@ -121,7 +123,8 @@ class ShapedNetwork:
         self._cut_changed = asyncio.Event()
 
     def set_partition(self, unreachable: frozenset[PeerId]) -> None:
-        """Nothing reaches these peers, or arrives from them in frames, until the next call (the other side must be told, too)."""
+        """Nothing reaches these peers, or arrives from them in frames, until the next call (the other side must be
+        told, too)."""
         before, self._cut = self._cut, unreachable
         for peer in before - unreachable:
             self._streams.broke(peer)
@@ -160,7 +163,8 @@ class ShapedNetwork:
         self._inner.serve(method, shaped, free=free)
 
     async def _travel(self, peer: PeerId, nbytes: int) -> None:
-        """The time until the last of ``nbytes`` is with ``peer``. When it is cut off: until that changes, then PeerUnreachable."""
+        """The time until the last of ``nbytes`` is with ``peer``. When it is cut off: until that changes, then
+        PeerUnreachable."""
         if peer == self.peer_id:
             return
         await self.route(peer).carried(nbytes)
@@ -223,8 +227,8 @@ class ShapedNetwork:
         self._inner.receive(shaped, kinds, bounds)
 
     async def _take(self, sender: PeerId, nbytes: int) -> None:
-        """Until our downlink has taken what is here now. Alone it came in while the sender sent it, so that this takes no time; several
-        at once share the downlink. What fits into a packet comes between two of another's."""
+        """Until our downlink has taken what is here now. Alone it came in while the sender sent it, so that this takes
+        no time; several at once share the downlink. What fits into a packet comes between two of another's."""
         if sender == self.peer_id:
             return
         now_s, takes_s = _now_s(), nbytes / self._own.down_bytes_per_s

@@ -1,8 +1,9 @@
 """Long-lived streams of frames over libp2p: one per receiver and channel, opened when first needed.
 
-A new stream per message would start with a small flow-control window each time: at 100 ms round trip 8 MB take 741 ms that way,
-221 ms on a stream that is kept. A stream begins with a hello that the receiver acknowledges with one byte. Frames go one way; where the
-channel is paced, the receiver says from time to time how many bytes have come, and when (``network.pacing``).
+A new stream per message would start with a small flow-control window each time: at 100 ms round trip 8 MB take 741 ms
+that way, 221 ms on a stream that is kept. A stream begins with a hello that the receiver acknowledges with one byte.
+Frames go one way; where the channel is paced, the receiver says from time to time how many bytes have come, and when
+(``network.pacing``).
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class Outgoing:
         """The task that holds the lock is the first one."""
 
     async def send(self, buffers: Sequence[Any], timeout_s: float) -> None:
-        """One frame. A stream found broken is opened anew, once, unless the frame may have gone through whole. A sender that gives up
-        does not break the stream: a frame that was begun is sent to its end.
+        """One frame. A stream found broken is opened anew, once, unless the frame may have gone through whole. A sender
+        that gives up does not break the stream: a frame that was begun is sent to its end.
 
         Raises PeerUnreachable, DeadlineExceeded (nothing was taken for ``timeout_s``), AdmissionError."""
         self._p2p.check_daemon()
@@ -248,8 +249,8 @@ class _Receipts:
 
 @dataclass
 class Incoming:
-    """The streams of all senders, at most one for each sender and channel: a newer one waits until what had arrived on the
-    older one is handled, so that frames stay in order when a sender reopens."""
+    """The streams of all senders, at most one for each sender and channel: a newer one waits until what had arrived on
+    the older one is handled, so that frames stay in order when a sender reopens."""
 
     max_payload: int
     heard: Recent[float] = field(default_factory=Recent)

@@ -1,9 +1,10 @@
 """Who belongs to the run: certificates under the owner's key, and renewals, by which the owner ends them.
 
-A run has an owner: a key pair whose public half is in the ticket. A *certificate* says that a peer was let in: by the owner, or by
-a member whom the owner let in (one level: a newcomer does not depend on one machine, and nobody's guest brings guests). A
-*renewal* begins an epoch: the owner's word on who stays, and the digest of a new secret. Certificates of an older epoch count only
-for those it names: whoever is not named is out, with all it let in and every identity it kept in reserve, and its ticket is void.
+A run has an owner: a key pair whose public half is in the ticket. A *certificate* says that a peer was let in: by the
+owner, or by a member whom the owner let in (one level: a newcomer does not depend on one machine, and nobody's guest
+brings guests). A *renewal* begins an epoch: the owner's word on who stays, and the digest of a new secret. Certificates
+of an older epoch count only for those it names: whoever is not named is out, with all it let in and every identity it
+kept in reserve, and its ticket is void.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ class Trust:
     # Judging --------------------------------------------------------------------------------------------------------
 
     def genuine(self, peer: str, chain: Chain) -> bool:
-        """Was ``peer`` ever let in by somebody who might? Costs signatures; holds until the next renewal, and ``current`` says
-        what becomes of it then."""
+        """Was ``peer`` ever let in by somebody who might? Costs signatures; holds until the next renewal, and
+        ``current`` says what becomes of it then."""
         match chain:
             case _ if peer in self._kept:
                 return True
@@ -155,8 +156,8 @@ class Trust:
         return Renewal(*content, self._owner_key.sign("renewal", self._run_id, *content))
 
     def adopt(self, renewal: Renewal, secret: bytes | None) -> None:
-        """Take the owner's word, if it is news. A ``secret`` that it does not name is left out. Raises AdmissionError when it is
-        not the owner's."""
+        """Take the owner's word, if it is news. A ``secret`` that it does not name is left out. Raises AdmissionError
+        when it is not the owner's."""
         content = (renewal.epoch, renewal.kept, renewal.secret)
         if not signed(self._owner, renewal.signature, "renewal", self._run_id, *content):
             raise AdmissionError("a renewal that the run's owner did not sign")

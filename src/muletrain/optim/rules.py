@@ -59,10 +59,20 @@ class AdamW(_Moments):
             if weights[run].numel() == 0:
                 continue
             torch._fused_adamw_(
-                [weights[run]], [gradient[run]], [self.moment1[run]], [self.moment2[run]], [], [number],
-                lr=learning_rate(config, step, self._total_steps), beta1=config.betas[0], beta2=config.betas[1],
-                weight_decay=decay, eps=config.eps, amsgrad=False, maximize=False,
-            )  # fmt: skip
+                [weights[run]],
+                [gradient[run]],
+                [self.moment1[run]],
+                [self.moment2[run]],
+                [],
+                [number],
+                lr=learning_rate(config, step, self._total_steps),
+                beta1=config.betas[0],
+                beta2=config.betas[1],
+                weight_decay=decay,
+                eps=config.eps,
+                amsgrad=False,
+                maximize=False,
+            )
 
 
 class Lamb(_Moments):

@@ -1,7 +1,8 @@
 """A few numbers that stand for a gradient: sums under random signs (Johnson and Lindenstrauss 1984; Achlioptas 2003).
 
-A sketch is linear (that of a sum is the sum of the sketches), and as long as what it stands for, give or take an eighth. So replicas
-compare gradients that none of them has whole, and know what was added to an accumulator from its sketches before and after.
+A sketch is linear (that of a sum is the sum of the sketches), and as long as what it stands for, give or take an
+eighth. So replicas compare gradients that none of them has whole, and know what was added to an accumulator from its
+sketches before and after.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ Sketch = NDArray[np.float64]
 
 
 def sketch(values: Tensor, seed: bytes) -> Sketch:
-    """Of ``values``, flat fp32 [P] on the CPU. Every row of ``SIZE`` numbers has one sign, drawn from ``seed`` as numpy promises to draw
-    it for ever: peers have different versions of everything."""
+    """Of ``values``, flat fp32 [P] on the CPU. Every row of ``SIZE`` numbers has one sign, drawn from ``seed`` as numpy
+    promises to draw it for ever: peers have different versions of everything."""
     total = np.zeros(SIZE)
     whole = values.numel() // SIZE
     tail = torch.zeros(SIZE)

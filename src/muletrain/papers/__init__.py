@@ -1,8 +1,8 @@
-"""The papers' tables and figures, held against what follows from what they say: a module per subject, ``baselines`` for the systems that
-they compare with, ``report`` for Markdown and pictures.
+"""The papers' tables and figures, held against what follows from what they say: a module per subject, ``baselines`` for
+the systems that they compare with, ``report`` for Markdown and pictures.
 
-Every reproduction says which of its numbers are calibration (fitted to what they are compared with) and which prediction. Fits are
-made here, each time, by least squares; no fitted constant is written down.
+Every reproduction says which of its numbers are calibration (fitted to what they are compared with) and which
+prediction. Fits are made here, each time, by least squares; no fitted constant is written down.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 INDEX = {
     "swarm-table1": ("swarm_utilisation", "table_1", "how busy a GPU is by model and latency, at 500 Mb/s"),
     "swarm-table2": ("swarm_systems", "table_2", "SWARM, GPipe, 1F1B and ZeRO-Offload, with and without latency"),
-    "swarm-table5": ("swarm_rebalancing", "table_5", "throughput kept by rebalancing over 32 hours of preemptions; ours beside it"),
+    "swarm-table5": (
+        "swarm_rebalancing",
+        "table_5",
+        "throughput kept by rebalancing over 32 hours of preemptions; ours beside it",
+    ),
     "swarm-table6": ("swarm_utilisation", "table_6", "parameters and FLOP of four layers"),
     "swarm-fig3": ("swarm_utilisation", "figure_3", "computing and idle time of a batch; when tensor parallelism pays"),
     "swarm-fig5": ("swarm_rebalancing", "figure_5", "throughput over the 32 hours"),
@@ -27,7 +31,7 @@ INDEX = {
     "atom": ("atom", "reproduce", "how many minibatches hide swapping; up to 20 x over GPipe"),
     "dtfm": ("dtfm", "reproduce", "placements and steps on five networks, by four ways to place"),
     "hybrid-table2": ("hybrid", "table_2", "minutes a batch of four systems in four cases"),
-}  # fmt: skip
+}
 """Name -> module, function, what it shows."""
 
 

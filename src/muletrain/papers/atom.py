@@ -1,7 +1,9 @@
-"""ATOM (Wu et al. 2024): how many minibatches hide the swapping of sub-models, and what it gains over GPipe on a slow link.
+"""ATOM (Wu et al. 2024): how many minibatches hide the swapping of sub-models, and what it gains over GPipe on a slow
+link.
 
-While one layer computes C minibatches forward, the next one is loaded (sec. III-C, fig. 13). A layer of 12 d^2 parameters takes
-b 12 d^2 / W to load and 2 x 12 d^2 L (1 + L / 6d) / F for a sequence of L tokens (the second term is attention), so that
+While one layer computes C minibatches forward, the next one is loaded (sec. III-C, fig. 13). A layer of 12 d^2
+parameters takes b 12 d^2 / W to load and 2 x 12 d^2 L (1 + L / 6d) / F for a sequence of L tokens (the second term is
+attention), so that
 
     C >= b F / (2 L W (1 + L / 6d)).
 """
@@ -31,8 +33,15 @@ REACHED_BYTES_PER_S = 610e6 / 8
 STATES_BYTES = 16
 """A parameter with gradient and Adam's moments, fp32."""
 PAYLOADS_MIB = {
-    "gpt3-125m": 6, "gpt3-350m": 8, "gpt3-760m": 12, "gpt3-xl": 16, "gpt3-2.7b": 20, "gpt3-6.7b": 32, "gpt3-13b": 40, "gpt3-175b": 96,
-}  # fmt: skip
+    "gpt3-125m": 6,
+    "gpt3-350m": 8,
+    "gpt3-760m": 12,
+    "gpt3-xl": 16,
+    "gpt3-2.7b": 20,
+    "gpt3-6.7b": 32,
+    "gpt3-13b": 40,
+    "gpt3-175b": 96,
+}
 """Table II."""
 
 
@@ -52,7 +61,8 @@ def minibatch_s() -> float:
 
 
 def speed_over(schedule: str, *, shared: bool, relayed: bool = False) -> float:
-    """ATOM's GPU time a minibatch over the baseline's, on four GPUs at 400 Mb/s. ``relayed``: each transfer by way of the client."""
+    """ATOM's GPU time a minibatch over the baseline's, on four GPUs at 400 Mb/s. ``relayed``: each transfer by way of
+    the client."""
     order = {"GPipe": gpipe, "PipeDream": one_f_one_b}[schedule](GPUS, MINIBATCHES)
     stage = StageTime(minibatch_s() / GPUS / 3, minibatch_s() / GPUS * 2 / 3)
     sent = 4.0 * TOKENS * WIDTH * (2 if relayed else 1)
@@ -61,7 +71,8 @@ def speed_over(schedule: str, *, shared: bool, relayed: bool = False) -> float:
 
 
 def lockstep_over_gpipe(links_busy: int) -> float:
-    """The same if every one of GPipe's slots lasted as long as a stage and two transfers at a ``links_busy``-th of the link."""
+    """The same if every one of GPipe's slots lasted as long as a stage and two transfers at a ``links_busy``-th of the
+    link."""
     transfer_s = links_busy * 4.0 * TOKENS * WIDTH / THROTTLED_BYTES_PER_S
     slots = MINIBATCHES + GPUS - 1
     return GPUS * slots * (minibatch_s() / GPUS + 2 * transfer_s) / MINIBATCHES / minibatch_s()
@@ -69,8 +80,11 @@ def lockstep_over_gpipe(links_busy: int) -> float:
 
 def reproduce() -> Reproduction:
     """ATOM: C, "up to 20 x", and the sizes around them."""
-    cases = (("fp32", 4, FP32_FLOP_PER_S, 1), ("fp16", 2, FP16_FLOP_PER_S, 2),
-             ("fp32 weights, fp16 arithmetic", 4, FP16_FLOP_PER_S, 4))  # fmt: skip
+    cases = (
+        ("fp32", 4, FP32_FLOP_PER_S, 1),
+        ("fp16", 2, FP16_FLOP_PER_S, 2),
+        ("fp32 weights, fp16 arithmetic", 4, FP16_FLOP_PER_S, 4),
+    )
     needed = {name: accumulation(b, flop_per_s) for name, b, flop_per_s, _ in cases}
     payloads = [
         Value(
@@ -82,14 +96,23 @@ def reproduce() -> Reproduction:
     direct, apart = speed_over("GPipe", shared=True), speed_over("GPipe", shared=False)
     logits = 4.0 * TOKENS * WIDTH / REACHED_BYTES_PER_S / (4.0 * VOCAB * WIDTH / LOAD_BYTES_PER_S)
     statements = (
-        Statement("minibatches are accumulated by C = 4 (sec. V-B1)",
-                  f"{needed['fp32 weights, fp16 arithmetic']:.2f}, so 4, with fp32 weights and fp16 arithmetic", True),
-        Statement("the last layer is loaded about 6 x faster than its activations go over 10 Gb/s (sec. III-B2)",
-                  f"{logits:.1f} x", 5 <= logits <= 7),
-        Statement("PipeDream's schedule is faster than GPipe's", f"ATOM gains {apart:.1f} x over GPipe and "
-                  f"{speed_over('PipeDream', shared=False):.1f} x over PipeDream with a link for each GPU",
-                  speed_over("PipeDream", shared=False) < apart),
-    )  # fmt: skip
+        Statement(
+            "minibatches are accumulated by C = 4 (sec. V-B1)",
+            f"{needed['fp32 weights, fp16 arithmetic']:.2f}, so 4, with fp32 weights and fp16 arithmetic",
+            True,
+        ),
+        Statement(
+            "the last layer is loaded about 6 x faster than its activations go over 10 Gb/s (sec. III-B2)",
+            f"{logits:.1f} x",
+            5 <= logits <= 7,
+        ),
+        Statement(
+            "PipeDream's schedule is faster than GPipe's",
+            f"ATOM gains {apart:.1f} x over GPipe and "
+            f"{speed_over('PipeDream', shared=False):.1f} x over PipeDream with a link for each GPU",
+            speed_over("PipeDream", shared=False) < apart,
+        ),
+    )
     return Reproduction(
         name="atom",
         title="ATOM: accumulation C, and up to 20 x over pipelines at 400 Mb/s",
@@ -105,12 +128,17 @@ def reproduce() -> Reproduction:
         ),
         statements=statements,
         bars=(
-            *(Bar(f"C, {name}: minibatches beside {expected}", abs(ceil(needed[name]) - expected), 0) for name, _, _, expected in cases),
+            *(
+                Bar(f"C, {name}: minibatches beside {expected}", abs(ceil(needed[name]) - expected), 0)
+                for name, _, _, expected in cases
+            ),
             Bar("gain over GPipe, four GPUs on one throttled link", best, 21.0),
             Bar("gain over GPipe, four GPUs on one throttled link", best, 18.0, at_least=True),
         ),
         constants=(
-            Constant("loading from the host", LOAD_BYTES_PER_S / 1e9, "GB/s", "PCIe 3.0 x16 in practice; not in the paper"),
+            Constant(
+                "loading from the host", LOAD_BYTES_PER_S / 1e9, "GB/s", "PCIe 3.0 x16 in practice; not in the paper"
+            ),
             Constant("V100, fp32", FP32_FLOP_PER_S / 1e12, "TFLOP/s", "as SWARM's V100 in table 1; not in the paper"),
             Constant("V100, fp16", FP16_FLOP_PER_S / 1e12, "TFLOP/s", "40 % of its peak; not in the paper"),
         ),
@@ -123,7 +151,7 @@ def reproduce() -> Reproduction:
             "Per-model times (fig. 14, 16): pictures only.",
         ),
         draw=_draw,
-    )  # fmt: skip
+    )
 
 
 def _draw(figure: Figure) -> None:

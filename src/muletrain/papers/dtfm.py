@@ -1,4 +1,5 @@
-"""DT-FM (Yuan et al. 2022, sec. 3.4 and 4) on its five networks: the costs that its search finds, and steps on these placements."""
+"""DT-FM (Yuan et al. 2022, sec. 3.4 and 4) on its five networks: the costs that its search finds, and steps on these
+placements."""
 
 from __future__ import annotations
 
@@ -46,15 +47,19 @@ def reproduce() -> Reproduction:
         "is fitted: all are predictions.",
         values=(*values, *gains),
         statements=(
-            Statement("both searches beat random placements, and DT-FM's local search beats Kernighan-Lin (sec. 4.1)",
-                      "in no case worse", better),
+            Statement(
+                "both searches beat random placements, and DT-FM's local search beats Kernighan-Lin (sec. 4.1)",
+                "in no case worse",
+                better,
+            ),
             *ranges,
             *stated,
         ),
         bars=(
             Bar(
                 "greatest difference to the published scheduler's costs [%]",
-                max(abs(v.difference) for v in reproduced), 3.0,
+                max(abs(v.difference) for v in reproduced),
+                3.0,
             ),
             Bar("muletrain's search above the proven optimum, at most [%]", excess, 0.02),
         ),
@@ -70,7 +75,7 @@ def reproduce() -> Reproduction:
             "which is not modelled.",
         ),
         draw=_draw,
-    )  # fmt: skip
+    )
 
 
 def _apart() -> str:
@@ -102,12 +107,18 @@ def _steps() -> tuple[list[Value], list[Statement], float]:
     ]
     closing = slower[24, 1024] > slower[24, 4096] and slower[24, 1024] > slower[40, 1024]
     statements = [
-        Statement("it is faster than Megatron in all cases (sec. 4.1)", f"by {min(*world, *elsewhere):.2f} x at least",
-                  min(*world, *elsewhere) > 1),
-        Statement("the gap between case 5 and Megatron in case 1 closes with larger batches and deeper models (sec. 4.1)",
-                  f"{slower[24, 1024]:.2f} x with 24 layers and a batch of 1024, {slower[24, 4096]:.2f} x with 4096, "
-                  f"{slower[40, 1024]:.2f} x with 40 layers", closing),
-    ]  # fmt: skip
+        Statement(
+            "it is faster than Megatron in all cases (sec. 4.1)",
+            f"by {min(*world, *elsewhere):.2f} x at least",
+            min(*world, *elsewhere) > 1,
+        ),
+        Statement(
+            "the gap between case 5 and Megatron in case 1 closes with larger batches and deeper models (sec. 4.1)",
+            f"{slower[24, 1024]:.2f} x with 24 layers and a batch of 1024, {slower[24, 4096]:.2f} x with 4096, "
+            f"{slower[40, 1024]:.2f} x with 40 layers",
+            closing,
+        ),
+    ]
     return values, statements, over_kl
 
 

@@ -1,5 +1,5 @@
-"""DT-FM (Yuan et al. 2022, sec. 3.4 and 4): what its search finds on the five networks of its evaluation, beside Kernighan-Lin, random
-placements and ours."""
+"""DT-FM (Yuan et al. 2022, sec. 3.4 and 4): what its search finds on the five networks of its evaluation, beside
+Kernighan-Lin, random placements and ours."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ from muletrain.planning.placement import Assignment, Task, evaluate
 
 STAGES = PIPELINES = 8
 GRADIENT_BYTES, ACTIVATION_BYTES = 0.65e9, 471_249_223
-"""What the table of the published scheduler's costs is for: 1.3 billion parameters in fp32 over 8 stages; about 56 sequences of 2048
-tokens, 2048 wide, in fp16."""
+"""What the table of the published scheduler's costs is for: 1.3 billion parameters in fp32 over 8 stages; about 56
+sequences of 2048 tokens, 2048 wide, in fp16."""
 TIME_LIMIT_S = 6.0
 """Of our search."""
 DRAWS, SEED, PATIENCE = 200, 0, 700
 """The paper's searches end when so many trials in a row brought no better placement."""
 REPETITIONS = 3
-"""Of each of the paper's searches, seeds 0, 1...: as many as the main program of the published scheduler makes. The middle one counts."""
+"""Of each of the paper's searches, seeds 0, 1...: as many as the main program of the published scheduler makes. The
+middle one counts."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Costs [s] of the published scheduler, 4,900 trials and a population of 100; (lowest, highest) where its runs differ."""
+    """Costs [s] of the published scheduler, 4,900 trials and a population of 100; (lowest, highest) where its runs
+    differ."""
 
     name: str
     random: float
@@ -65,19 +67,23 @@ def task_of(name: str) -> Task:
 
 @cache
 def runs(case: int, search: str) -> tuple[tuple[float, Assignment], ...]:
-    """Of one of the paper's searches or ours on case 1 to 5, by cost [s], the lowest first: seconds on one core each. Every placement is
-    checked by the evaluator, which shares nothing with the searches."""
+    """Of one of the paper's searches or ours on case 1 to 5, by cost [s], the lowest first: seconds on one core each.
+    Every placement is checked by the evaluator, which shares nothing with the searches."""
     task = task_of(f"dtfm-case{case}")
     if search == "muletrain":
         found = [place(task, seed=SEED, time_limit_s=TIME_LIMIT_S).assignment]
     else:
         found = [
             evolve(
-                task, seed=SEED + repetition, time_limit_s=math.inf, watch=lambda share, best_s: None, patience=PATIENCE,
+                task,
+                seed=SEED + repetition,
+                time_limit_s=math.inf,
+                watch=lambda share, best_s: None,
+                patience=PATIENCE,
                 kernighan_lin=search == "kernighan-lin",
             ).assignment
             for repetition in range(REPETITIONS)
-        ]  # fmt: skip
+        ]
     return tuple(sorted((evaluate(task, assignment).cost_s, assignment) for assignment in found))
 
 

@@ -1,17 +1,17 @@
-"""How long a step of GPT3-XL takes on a placement, by DT-FM's runtime and by Megatron's: the end-to-end comparison of Yuan et al. 2022
-(sec. 4.1, fig. 4 and 6; app. B).
+"""How long a step of GPT3-XL takes on a placement, by DT-FM's runtime and by Megatron's: the end-to-end comparison of
+Yuan et al. 2022 (sec. 4.1, fig. 4 and 6; app. B).
 
-P pipelines take the sequences of a batch in equal parts, one sequence (a microbatch) after another; all forward passes come first, then
-all backward passes, which compute twice as long. Per pipeline, M microbatches, with c seconds of forward computing in a stage and
-links of latency a and transfer time t:
+P pipelines take the sequences of a batch in equal parts, one sequence (a microbatch) after another; all forward passes
+come first, then all backward passes, which compute twice as long. Per pipeline, M microbatches, with c seconds of
+forward computing in a stage and links of latency a and transfer time t:
 
-- DT-FM (sec. 3.5): receiving, computing and sending overlap, so that the slowest of them sets the pace. Forward: every stage's c and every
-  link's a + t once, and M - 1 times the largest c or t. Backward the same with 2c.
-- Megatron: nothing overlaps. A stage computes 3c for a microbatch and waits for the exchange with the stage before and the one after, each
-  a + t (both directions at a time); the slowest stage sets the pace.
+- DT-FM (sec. 3.5): receiving, computing and sending overlap, so that the slowest of them sets the pace. Forward: every
+  stage's c and every link's a + t once, and M - 1 times the largest c or t. Backward the same with 2c.
+- Megatron: nothing overlaps. A stage computes 3c for a microbatch and waits for the exchange with the stage before and
+  the one after, each a + t (both directions at a time); the slowest stage sets the pace.
 
-Then gradients: DT-FM by eq. 2; Megatron by a ring in the order of the pipelines, 2 (n - 1) rounds of an n-th of the gradient over
-the ring's slowest link. The pipelines of a step wait for each other, and the optimizer takes no time.
+Then gradients: DT-FM by eq. 2; Megatron by a ring in the order of the pipelines, 2 (n - 1) rounds of an n-th of the
+gradient over the ring's slowest link. The pipelines of a step wait for each other, and the optimizer takes no time.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ def random_layouts() -> list[Assignment]:
 
 
 def step_s(system: str, case: int, work: Work) -> float:
-    """One of ``SYSTEMS``; the layouts that DT-FM's search and its Kernighan-Lin baseline end with are the same for all sizes (app. B.1)."""
+    """One of ``SYSTEMS``; the layouts that DT-FM's search and its Kernighan-Lin baseline end with are the same for all
+    sizes (app. B.1)."""
     if system in ("scheduled", "kernighan-lin"):
         found = placed(case, "dtfm" if system == "scheduled" else system)
         return overlapped_s(links(case), found, work)

@@ -1,9 +1,9 @@
-"""HYBRID (anonymous, ICLR 2025 submission): table 2, minutes a batch of four systems in four cases, and what sec. 4.2 says of leaving
-devices.
+"""HYBRID (anonymous, ICLR 2025 submission): table 2, minutes a batch of four systems in four cases, and what sec. 4.2
+says of leaving devices.
 
-The paper tells neither sequence length nor effective speed, nor the allocation, nor the bandwidths that were drawn: case 1 (one
-data centre) is calibration. Case 3 follows from it: slower devices scale what is computed, and every minibatch crosses the links
-between stages there and back (its eq. 2). Case 4 takes case 3 and loses work.
+The paper tells neither sequence length nor effective speed, nor the allocation, nor the bandwidths that were drawn:
+case 1 (one data centre) is calibration. Case 3 follows from it: slower devices scale what is computed, and every
+minibatch crosses the links between stages there and back (its eq. 2). Case 4 takes case 3 and loses work.
 """
 
 from __future__ import annotations
@@ -27,11 +27,19 @@ SYSTEMS = ("hub", "PipeDream", "Dapple", "Swarm")
 """As the paper names them; its own, "Ours" there, is the hub."""
 WIDTHS = {"xxlarge": 4096, "Llama-33B": 6656}
 PUBLISHED_MIN = {
-    "xxlarge": {"hub": (56.1, 65.4, 74.8, 82.2), "PipeDream": (43.5, 66.2, 85.2, 115.7), "Dapple": (44.3, 55.9, 79.1, 114.6),
-                "Swarm": (53.7, 62.8, 77.5, 96.8)},
-    "Llama-33B": {"hub": (194.6, 216.7, 243.6, 253.6), "PipeDream": (170.2, 204.6, 294.7, 369.8),
-                  "Dapple": (168.9, 185.2, 268.5, 356.4), "Swarm": (248.4, 272.7, 256.1, 292.5)},
-}  # fmt: skip
+    "xxlarge": {
+        "hub": (56.1, 65.4, 74.8, 82.2),
+        "PipeDream": (43.5, 66.2, 85.2, 115.7),
+        "Dapple": (44.3, 55.9, 79.1, 114.6),
+        "Swarm": (53.7, 62.8, 77.5, 96.8),
+    },
+    "Llama-33B": {
+        "hub": (194.6, 216.7, 243.6, 253.6),
+        "PipeDream": (170.2, 204.6, 294.7, 369.8),
+        "Dapple": (168.9, 185.2, 268.5, 356.4),
+        "Swarm": (248.4, 272.7, 256.1, 292.5),
+    },
+}
 """Minutes a batch in cases 1 to 4."""
 BATCH, MINIBATCH = 512, 4
 MINIBATCHES = BATCH // MINIBATCH
@@ -79,10 +87,11 @@ def case_3_min(model: str, system: str) -> float:
 
 
 def slowdown(system: str, unreliable: float, drop: float) -> float:
-    """By leaving devices, which do ``unreliable`` of the work. Each is gone for the rest of the batch, half of it on average.
+    """By leaving devices, which do ``unreliable`` of the work. Each is gone for the rest of the batch, half of it on
+    average.
 
-    The hub's pool of tasks hands over what is left; SWARM also loses what the device had accumulated (sec. 4.1); a static pipeline
-    waits until the device is back.
+    The hub's pool of tasks hands over what is left; SWARM also loses what the device had accumulated (sec. 4.1); a
+    static pipeline waits until the device is back.
     """
     if system == "hub":
         return 1 / (1 - unreliable * drop / 2)
@@ -114,7 +123,8 @@ RATES = (0.2, 0.3, 0.4, 0.5, 0.6)
 
 
 def _gains(rate: float, drop: float) -> tuple[float, float]:
-    """The hub's over SWARM and over DeDLOC with 6 V100 and 10 RTX 2080, of which a share of all 16 is unreliable (Llama)."""
+    """The hub's over SWARM and over DeDLOC with 6 V100 and 10 RTX 2080, of which a share of all 16 is unreliable
+    (Llama)."""
     count = min(10, round(16 * rate))
     power = 6 + 10 / SLOWER
     share = count / SLOWER / power
@@ -129,26 +139,43 @@ def _gains(rate: float, drop: float) -> tuple[float, float]:
 
 def table_2() -> Reproduction:
     """HYBRID table 2: minutes a batch in cases 1 to 4."""
-    thirds = [Value(f"{model}, {system}, case 3", PUBLISHED_MIN[model][system][2], case_3_min(model, system), "min")
-              for model in WIDTHS for system in SYSTEMS]  # fmt: skip
+    thirds = [
+        Value(f"{model}, {system}, case 3", PUBLISHED_MIN[model][system][2], case_3_min(model, system), "min")
+        for model in WIDTHS
+        for system in SYSTEMS
+    ]
     fourths = [
-        Value(f"{model}, {system}, case 4", PUBLISHED_MIN[model][system][3], case_4_min(model, system), "min",
-              (model, system) == ("xxlarge", "hub"))
-        for model in WIDTHS for system in SYSTEMS
-    ]  # fmt: skip
+        Value(
+            f"{model}, {system}, case 4",
+            PUBLISHED_MIN[model][system][3],
+            case_4_min(model, system),
+            "min",
+            (model, system) == ("xxlarge", "hub"),
+        )
+        for model in WIDTHS
+        for system in SYSTEMS
+    ]
     observed = [PUBLISHED_MIN[m][s][1] - PUBLISHED_MIN[m][s][0] for m in WIDTHS for s in SYSTEMS]
     second = [exchange_min(model, CASE_2) + within_min(model, CASE_2) for model in WIDTHS]
     gains = [_gains(rate, drop) for rate in RATES for drop in RATES]
     high = _gains(0.6, 0.9)[0]
     ratio = {other: max(PUBLISHED_MIN[m][other][3] / PUBLISHED_MIN[m]["hub"][3] for m in WIDTHS) for other in SYSTEMS}
     statements = (
-        *(Statement(f"case 4, {model}: the hub is fastest, then SWARM, then the static pipelines",
-                    ", ".join(f"{s} {case_4_min(model, s):.0f}" for s in SYSTEMS) + " min", _ordered(model)) for model in WIDTHS),
-        Statement("the hub is faster than SWARM and DeDLOC at every ratio and rate, by up to 1.3 x over SWARM (sec. 4.2)",
-                  f"over SWARM {min(g[0] for g in gains):.2f}-{max(g[0] for g in gains):.2f} x, over DeDLOC "
-                  f"{min(g[1] for g in gains):.2f}-{max(g[1] for g in gains):.2f} x, at 20-60 %; {high:.2f} x over SWARM at 60 % and 90 %",
-                  min(min(g) for g in gains) > 1 and max(g[0] for g in gains) < 1.3 < high),
-    )  # fmt: skip
+        *(
+            Statement(
+                f"case 4, {model}: the hub is fastest, then SWARM, then the static pipelines",
+                ", ".join(f"{s} {case_4_min(model, s):.0f}" for s in SYSTEMS) + " min",
+                _ordered(model),
+            )
+            for model in WIDTHS
+        ),
+        Statement(
+            "the hub is faster than SWARM and DeDLOC at every ratio and rate, by up to 1.3 x over SWARM (sec. 4.2)",
+            f"over SWARM {min(g[0] for g in gains):.2f}-{max(g[0] for g in gains):.2f} x, over DeDLOC "
+            f"{min(g[1] for g in gains):.2f}-{max(g[1] for g in gains):.2f} x, at 20-60 %; {high:.2f} x over SWARM at 60 % and 90 %",
+            min(min(g) for g in gains) > 1 and max(g[0] for g in gains) < 1.3 < high,
+        ),
+    )
     return Reproduction(
         name="hybrid-table2",
         title="HYBRID, table 2: minutes a batch of four systems in four cases",
@@ -160,10 +187,17 @@ def table_2() -> Reproduction:
         bars=(Bar("case 3: mean error [%]", fmean(abs(v.difference) for v in thirds), 8.0),),
         constants=(
             Constant("tokens of a sequence", TOKENS, "", "not in the paper; as in SWARM's experiments"),
-            Constant("share of the work that unreliable devices do in case 4", unreliable_share(), "",
-                     "solved from the hub, xxlarge, case 4 over case 3"),
-            *(Constant(f"{model}, {s}, case 1", PUBLISHED_MIN[model][s][0], "min", "as published")
-              for model in WIDTHS for s in SYSTEMS),
+            Constant(
+                "share of the work that unreliable devices do in case 4",
+                unreliable_share(),
+                "",
+                "solved from the hub, xxlarge, case 4 over case 3",
+            ),
+            *(
+                Constant(f"{model}, {s}, case 1", PUBLISHED_MIN[model][s][0], "min", "as published")
+                for model in WIDTHS
+                for s in SYSTEMS
+            ),
         ),
         not_reproduced=(
             f"Case 2 is not reproduced. Eq. 1 and 2 with the stated bandwidths and latencies add {second[0]:.1f} and {second[1]:.1f} min "
@@ -175,7 +209,7 @@ def table_2() -> Reproduction:
             "PipeDream before or after DAPPLE in case 4: the table has 1 % between them for 'xxlarge'; in case 1 they are the other way.",
         ),
         draw=lambda figure: _draw(figure, thirds, fourths),
-    )  # fmt: skip
+    )
 
 
 def _draw(figure: Figure, thirds: Sequence[Value], fourths: Sequence[Value]) -> None:

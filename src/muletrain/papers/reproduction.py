@@ -1,4 +1,5 @@
-"""What a reproduction says: published and ours side by side, what was calibrated, which bars it meets, what stays out of reach."""
+"""What a reproduction says: published and ours side by side, what was calibrated, which bars it meets, what stays out
+of reach."""
 
 from __future__ import annotations
 
@@ -107,12 +108,19 @@ class Reproduction:
             "title": self.title,
             "method": self.method,
             "values": [
-                {"what": v.what, "published": v.published, "ours": v.ours, "unit": v.unit, "difference": v.difference,
-                 "calibrated": v.calibrated} for v in self.values
+                {
+                    "what": v.what,
+                    "published": v.published,
+                    "ours": v.ours,
+                    "unit": v.unit,
+                    "difference": v.difference,
+                    "calibrated": v.calibrated,
+                }
+                for v in self.values
             ],
             "statements": [vars(s) for s in self.statements],
             "bars": [{**vars(b), "met": b.met} for b in self.bars],
             "constants": [vars(c) for c in self.constants],
             "not_reproduced": list(self.not_reproduced),
             "met": self.met,
-        }  # fmt: skip
+        }

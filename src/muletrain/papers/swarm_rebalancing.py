@@ -1,7 +1,8 @@
-"""SWARM's adaptive rebalancing on a trace of preemptions (sec. 4.4, app. I): table 5, figures 5 and 7, and our rule beside the paper's.
+"""SWARM's adaptive rebalancing on a trace of preemptions (sec. 4.4, app. I): table 5, figures 5 and 7, and our rule
+beside the paper's.
 
-The 32 hours of the paper were never published. Trace A (``sim/traces``) was fitted to table 5, is not unique, and stands in for them:
-table 5 is calibration by way of the trace, figure 7 and our rule's rows are predictions.
+The 32 hours of the paper were never published. Trace A (``sim/traces``) was fitted to table 5, is not unique, and
+stands in for them: table 5 is calibration by way of the trace, figure 7 and our rule's rows are predictions.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ RUNS, FEW_RUNS = 100, 10
 
 @dataclass(frozen=True)
 class Method:
-    """A row of table 5. ``study``: what an earlier, independent simulation of trace A gave, overall, first and last hour [%]."""
+    """A row of table 5. ``study``: what an earlier, independent simulation of trace A gave, overall, first and last
+    hour [%]."""
 
     name: str
     rule: Rule
@@ -149,14 +151,25 @@ def figure_5(*, runs: int = FEW_RUNS) -> Reproduction:
     drift = 100 * float(np.mean((lines["T = 300 s"] - lines["none"])[late] / best[late]))
     early = 100 * float(np.mean((lines["T = 300 s"] - lines["none"])[: late.start] / best[: late.start]))
     statements = (
-        Statement("even T = 300 s significantly improves the overall throughput", f"{share['none']:.1f} % of optimal without, "
-                  f"{share['T = 300 s']:.1f} % with", share["T = 300 s"] - share["none"] > 5),
-        Statement("the improvement grows over time", f"{early:.1f} points of optimal in the first 16 hours, {drift:.1f} in the second",
-                  drift > early > 0),
-        Statement("T = 60 s instead of 300 s improves further, not drastically", f"{share['T = 60 s']:.1f} %",
-                  0 < share["T = 60 s"] - share["T = 300 s"] < 5),
-        Statement("for brief periods only, no rebalancing is ahead of T = 300 s", f"{ahead:.1f} % of the time", ahead < 10),
-    )  # fmt: skip
+        Statement(
+            "even T = 300 s significantly improves the overall throughput",
+            f"{share['none']:.1f} % of optimal without, {share['T = 300 s']:.1f} % with",
+            share["T = 300 s"] - share["none"] > 5,
+        ),
+        Statement(
+            "the improvement grows over time",
+            f"{early:.1f} points of optimal in the first 16 hours, {drift:.1f} in the second",
+            drift > early > 0,
+        ),
+        Statement(
+            "T = 60 s instead of 300 s improves further, not drastically",
+            f"{share['T = 60 s']:.1f} %",
+            0 < share["T = 60 s"] - share["T = 300 s"] < 5,
+        ),
+        Statement(
+            "for brief periods only, no rebalancing is ahead of T = 300 s", f"{ahead:.1f} % of the time", ahead < 10
+        ),
+    )
     return Reproduction(
         name="swarm-fig5",
         title="SWARM, figure 5: throughput of rebalancing methods over time",
@@ -201,10 +214,16 @@ def figure_7(*, runs: int = RUNS) -> Reproduction:
         "simulation of the same trace. 4 stages are calibration (table 5), more are prediction.",
         values=values,
         statements=(
-            Statement("both strategies drop as stages are added (app. I)", "; ".join(
-                f"{name}: " + " / ".join(f"{v:.1f}" for v in line) for name, line in found.items()) + " %", falls),
-            Statement("the rebalanced pipeline achieves higher overall throughput", f"{min(gaps):.1f} to {max(gaps):.1f} points more",
-                      min(gaps) > 0),
+            Statement(
+                "both strategies drop as stages are added (app. I)",
+                "; ".join(f"{name}: " + " / ".join(f"{v:.1f}" for v in line) for name, line in found.items()) + " %",
+                falls,
+            ),
+            Statement(
+                "the rebalanced pipeline achieves higher overall throughput",
+                f"{min(gaps):.1f} to {max(gaps):.1f} points more",
+                min(gaps) > 0,
+            ),
         ),
         bars=(
             Bar("rebalanced above not rebalanced, least [points]", min(gaps), 14.0, at_least=True),
@@ -212,7 +231,7 @@ def figure_7(*, runs: int = RUNS) -> Reproduction:
         ),
         not_reproduced=("The curves over time: a picture of an unpublished trace.",),
         draw=lambda figure: _draw_figure_7(figure, found),
-    )  # fmt: skip
+    )
 
 
 def _draw_figure_7(figure: Figure, found: Mapping[str, list[float]]) -> None:

@@ -1,7 +1,8 @@
 """SWARM's throughput by number of nodes (app. H, figure 6), with what ``muletrain simulate fleet`` simulates by.
 
-The model of sec. 4.3: three stages of 16 layers that share their weights, width 4096, gated with four times the width, sequences of
-2048, batches of 16384, on T4. The paper drew figure 6 and describes it; table 3 has one number of such a fleet, 400 T4.
+The model of sec. 4.3: three stages of 16 layers that share their weights, width 4096, gated with four times the width,
+sequences of 2048, batches of 16384, on T4. The paper drew figure 6 and describes it; table 3 has one number of such a
+fleet, 400 T4.
 """
 
 from __future__ import annotations
@@ -29,9 +30,16 @@ HOURS = 0.5
 """As in the paper."""
 TABLE_3_NODES, TABLE_3_SAMPLES_PER_S = 400, 17.6
 MODEL = (
-    "model.layers=48", "model.width=4096", "model.ffn=16384", "model.heads=32", "model.share_layers=true", "model.context=2048",
-    "fleet.stages=3", "train.batch=16384", "train.microbatch=1",
-)  # fmt: skip
+    "model.layers=48",
+    "model.width=4096",
+    "model.ffn=16384",
+    "model.heads=32",
+    "model.share_layers=true",
+    "model.context=2048",
+    "fleet.stages=3",
+    "train.batch=16384",
+    "train.microbatch=1",
+)
 
 
 @cache
@@ -64,8 +72,11 @@ def figure_6() -> Reproduction:
                 "over three stages)",
                 0.9 < exponent < 1.15,
             ),
-            Statement("T4 are saturated by moderate networks (sec. 4.3)", f"at 200 Mb/s 128 nodes keep {100 * slow[-1] / found[-1]:.1f} %",
-                      slow[-1] > 0.95 * found[-1]),
+            Statement(
+                "T4 are saturated by moderate networks (sec. 4.3)",
+                f"at 200 Mb/s 128 nodes keep {100 * slow[-1] / found[-1]:.1f} %",
+                slow[-1] > 0.95 * found[-1],
+            ),
         ),
         constants=(Constant("effective speed of a T4", t4.flops / 1e12, "TFLOP/s", "from table 3's best case"),),
         not_reproduced=(
@@ -73,7 +84,7 @@ def figure_6() -> Reproduction:
             "What preemptions cost the fleet of table 3, at rates that are not stated: ours lost nobody.",
         ),
         draw=lambda figure: _draw(figure, found, slow),
-    )  # fmt: skip
+    )
 
 
 def _draw(figure: Figure, found: Sequence[float], slow: Sequence[float]) -> None:

@@ -1,8 +1,8 @@
 """SWARM against GPipe, 1F1B and ZeRO-Offload: table 2 (sec. 4.2).
 
-16 V100 for sequences of 4 layers at 500 Mb/s. The published throughput is physically possible only if it is that of one pipeline
-of four GPUs (of one GPU for ZeRO-Offload), and GPipe's and 1F1B's for "xxlarge" only with microbatches of one sample, not of the
-four that the text states (which would give twice as much). Both are read so here.
+16 V100 for sequences of 4 layers at 500 Mb/s. The published throughput is physically possible only if it is that of one
+pipeline of four GPUs (of one GPU for ZeRO-Offload), and GPipe's and 1F1B's for "xxlarge" only with microbatches of one
+sample, not of the four that the text states (which would give twice as much). Both are read so here.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def pipeline_samples_per_s(system: str, row: Architecture, link: Link, count: in
 
 @cache
 def microbatches() -> int:
-    """In a step of GPipe and 1F1B, which the paper does not tell: least squares on their four cells without latency (relative)."""
+    """In a step of GPipe and 1F1B, which the paper does not tell: least squares on their four cells without latency
+    (relative)."""
 
     def error(count: int) -> float:
         cells = [(system, row) for system in SCHEDULES for row in (GPT3, XXLARGE)]
@@ -132,18 +133,28 @@ def layers(system: str) -> int:
 def table_2(*, runs: int = RUNS) -> Reproduction:
     """SWARM table 2: throughput and all-reduce of four systems, with and without latency."""
     throughput = [
-        Value(f"{row.name}, {system}, {CASES[k]}", PUBLISHED[system][row.name][k], _ours(system, row, k, runs), "samples/s",
-              system not in SCHEDULES or k == 0)
+        Value(
+            f"{row.name}, {system}, {CASES[k]}",
+            PUBLISHED[system][row.name][k],
+            _ours(system, row, k, runs),
+            "samples/s",
+            system not in SCHEDULES or k == 0,
+        )
         for row in (GPT3, XXLARGE)
         for system in PUBLISHED
         for k in (0, 1)
-    ]  # fmt: skip
+    ]
     reducing = [
-        Value(f"{row.name}, {system}, all-reduce without latency", ALL_REDUCE_S[system][row.name],
-              zero_offload.all_reduce_s(4 * row.params, layers(system), line_share() * BYTES_PER_S), "s", True)
+        Value(
+            f"{row.name}, {system}, all-reduce without latency",
+            ALL_REDUCE_S[system][row.name],
+            zero_offload.all_reduce_s(4 * row.params, layers(system), line_share() * BYTES_PER_S),
+            "s",
+            True,
+        )
         for row in (GPT3, XXLARGE)
         for system in ALL_REDUCE_S
-    ]  # fmt: skip
+    ]
 
     def worst(*words: str, among: Sequence[Value] = throughput) -> float:
         return max(abs(v.difference) for v in among if all(word in v.what for word in words))
@@ -159,18 +170,35 @@ def table_2(*, runs: int = RUNS) -> Reproduction:
         values=(*throughput, *reducing),
         bars=(
             Bar("GPipe and 1F1B, GPT-3: greatest error [%]", max(worst("GPT-3", s) for s in SCHEDULES), 4.0),
-            Bar("GPipe and 1F1B, xxlarge, no latency: greatest error [%]", max(worst("xxlarge", s, "no latency") for s in SCHEDULES), 4.0),
-            Bar("GPipe and 1F1B, xxlarge, latency: greatest error [%]", max(worst("xxlarge", s, ", latency") for s in SCHEDULES), 15.0),
+            Bar(
+                "GPipe and 1F1B, xxlarge, no latency: greatest error [%]",
+                max(worst("xxlarge", s, "no latency") for s in SCHEDULES),
+                4.0,
+            ),
+            Bar(
+                "GPipe and 1F1B, xxlarge, latency: greatest error [%]",
+                max(worst("xxlarge", s, ", latency") for s in SCHEDULES),
+                15.0,
+            ),
             Bar("SWARM: greatest error [%]", worst("SWARM"), 5.0),
             Bar("all-reduce without latency: greatest error [%]", worst("all-reduce", among=reducing), 10.0),
         ),
         constants=(
             Constant("GPT-3 layer and sample", layer_s(GPT3), "s", "from ZeRO-Offload's row"),
             Constant("xxlarge layer and sample", layer_s(XXLARGE), "s", "from ZeRO-Offload's row"),
-            Constant("microbatches in a step", microbatches(), "", "multiple of 4, fitted to GPipe's and 1F1B's cells without latency"),
+            Constant(
+                "microbatches in a step",
+                microbatches(),
+                "",
+                "multiple of 4, fitted to GPipe's and 1F1B's cells without latency",
+            ),
             Constant("SWARM's overhead on computing and moving", overhead, "", "fitted to SWARM's four cells"),
-            Constant("share of a 200 ms round trip that SWARM does not hide", share, "", "fitted to SWARM's four cells"),
-            Constant("share of 500 Mb/s that all-reduce reaches", line_share(), "", "fitted to the six times without latency"),
+            Constant(
+                "share of a 200 ms round trip that SWARM does not hide", share, "", "fitted to SWARM's four cells"
+            ),
+            Constant(
+                "share of 500 Mb/s that all-reduce reaches", line_share(), "", "fitted to the six times without latency"
+            ),
         ),
         not_reproduced=(
             "Microbatches of 4 for 'xxlarge' in GPipe and 1F1B: they would give about twice the published throughput.",
@@ -178,7 +206,7 @@ def table_2(*, runs: int = RUNS) -> Reproduction:
             "All-reduce with latency: between 1 % (1F1B) and 50 % (ZeRO-Offload, xxlarge) longer, without a pattern in size or members.",
         ),
         draw=lambda figure: _draw(figure, throughput, reducing),
-    )  # fmt: skip
+    )
 
 
 def _ours(system: str, row: Architecture, case: int, runs: int) -> float:

@@ -1,12 +1,14 @@
-"""SWARM's square-cube law: how busy a stage is over a slow link (sec. 4.1, app. F): tables 1 and 6, figure 3, and what sec. 3.1
-says of tensor parallelism.
+"""SWARM's square-cube law: how busy a stage is over a slow link (sec. 4.1, app. F): tables 1 and 6, figure 3, and what
+sec. 3.1 says of tensor parallelism.
 
-One batch is one sequence of 512 tokens; one synchronous trainer leads it through all stages, forward and back. Per stage that takes
+One batch is one sequence of 512 tokens; one synchronous trainer leads it through all stages, forward and back. Per
+stage that takes
 
     T = (C^p + X^p)^(1/p) + n (RTT + 4.5 ms) + h,        busy: C / T
 
-C: forward, backward and recomputation; X = 2 P / 500 Mb/s, activations one way and gradients the other (fp32; 8 bits and h > 0 in
-"Ours"): what is larger hides the other, the better the larger p. Latency is not hidden: n round trips for each stage.
+C: forward, backward and recomputation; X = 2 P / 500 Mb/s, activations one way and gradients the other (fp32; 8 bits
+and h > 0 in "Ours"): what is larger hides the other, the better the larger p. Latency is not hidden: n round trips for
+each stage.
 """
 
 from __future__ import annotations
@@ -109,7 +111,8 @@ class Costs:
 def offload_costs(
     round_trips: float = 0.0, compressed_round_trips: float = 0.0, compressing_layers: int = OURS.layers
 ) -> Costs:
-    """Speed and overhead of a layer from table 2 alone (two models, two equations). To compress takes as long as a layer's overhead."""
+    """Speed and overhead of a layer from table 2 alone (two models, two equations). To compress takes as long as a
+    layer's overhead."""
     large, small = (1 / OFFLOAD_SAMPLES_PER_S[row.name] / OFFLOAD_LAYERS for row in (GPT3, XXLARGE))
     flop_per_s = RECOMPUTED * (GPT3.flop - XXLARGE.flop) / (large - small)
     per_layer_s = large - GPT3.flop * RECOMPUTED / flop_per_s
@@ -130,7 +133,8 @@ _BETWEEN = tuple(i for i in _EVERY if i not in _ENDS)
 
 
 def _fit(make: Callable[[Sequence[float]], Costs], start: Sequence[float], columns: Sequence[int]) -> Costs:
-    """Least squares on these columns of table 1 [points]; the constants are positive, so their logarithms are fitted."""
+    """Least squares on these columns of table 1 [points]; the constants are positive, so their logarithms are
+    fitted."""
     found = least_squares(lambda x: _errors(make(np.exp(x).tolist()), columns), np.log(start))
     return make(np.exp(found.x).tolist())
 
@@ -190,9 +194,13 @@ def table_1() -> Reproduction:
         Constant(
             "with 2 constants: effective speed", two.flop_per_s / 1e12, "TFLOP/s", "from table 2, ZeRO-Offload's rows"
         ),
-        Constant("with 2 constants: overhead of a layer", 1e3 * two.per_layer_s, "ms", "the same; p is infinite, and h "
-                 "an overhead for each layer"),
-    )  # fmt: skip
+        Constant(
+            "with 2 constants: overhead of a layer",
+            1e3 * two.per_layer_s,
+            "ms",
+            "the same; p is infinite, and h an overhead for each layer",
+        ),
+    )
     return Reproduction(
         name="swarm-table1",
         title="SWARM, table 1: share of time a GPU is busy at 500 Mb/s",
@@ -224,7 +232,8 @@ def _draw_table_1(figure: Figure) -> None:
 
 
 def _layer(row: Architecture) -> ModelSpec:
-    """The production model's layer of this width: gated, three matrices of 8/3 the width instead of two of four times."""
+    """The production model's layer of this width: gated, three matrices of 8/3 the width instead of two of four
+    times."""
     config = ModelConfig(layers=1, width=row.width, heads=row.heads, kv_heads=row.heads, vocab=64, context=TOKENS)
     return ModelSpec.from_config(config)
 
@@ -264,14 +273,15 @@ def _draw_table_6(figure: Figure, values: Sequence[Value]) -> None:
         axes.set(yscale="log", ylabel=unit)
         axes.set_xticks(at, [row.name for row in ARCHITECTURES])
         axes.legend(fontsize="small")
-    figure.suptitle("SWARM table 6")  # fmt: skip
+    figure.suptitle("SWARM table 6")
 
 
 SERVERS = {BASE.name: 12, XXLARGE.name: 12, GPT3.name: 12, OURS.name: 4}
 
 
 def tensor_parallel_width(costs: Costs) -> float:
-    """The least width at which Megatron's best grid for one sequence on two GPUs at 500 Mb/s cuts layers across them."""
+    """The least width at which Megatron's best grid for one sequence on two GPUs at 500 Mb/s cuts layers across
+    them."""
     device = Device(costs.flop_per_s, BYTES_PER_S)
 
     def cut(width: float) -> bool:

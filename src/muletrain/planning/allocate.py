@@ -42,8 +42,8 @@ class Allocation:
 def allocate(
     task: HubTask, search: str = "muletrain", *, seed: int = 0, stages: int | None = None, time_limit_s: float = 30.0
 ) -> Allocation:
-    """The fastest step that ``search`` finds, with so many ``stages`` (None: as many as are best). "hybrid" is the paper's heuristic;
-    "muletrain" begins with its solution where it has one, and is never slower.
+    """The fastest step that ``search`` finds, with so many ``stages`` (None: as many as are best). "hybrid" is the
+    paper's heuristic; "muletrain" begins with its solution where it has one, and is never slower.
 
     Raises ConfigError where nothing can be allocated, CapacityError where memory is the reason."""
     check(task, stages)
@@ -64,7 +64,8 @@ def allocate(
 
 
 def check(task: HubTask, stages: int | None) -> None:
-    """Raises ConfigError for what cannot work whatever the search, CapacityError where no reliable device holds the largest layer."""
+    """Raises ConfigError for what cannot work whatever the search, CapacityError where no reliable device holds the
+    largest layer."""
     count, servers, layers = len(task.flops), [d for d, r in enumerate(task.reliable) if r], len(task.chain.work)
     _check_numbers(task)
     if not servers:

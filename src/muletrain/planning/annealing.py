@@ -1,9 +1,10 @@
-"""Our search for a placement: populations of simulated annealing on the true objective (``placement``), with the best matching at every
-move (``regrouping``).
+"""Our search for a placement: populations of simulated annealing on the true objective (``placement``), with the best
+matching at every move (``regrouping``).
 
-Which regions a stage gets is settled early, while it is hot, and seldom changes later; it is a matter of luck. So a population is annealed
-together, and before it gets colder those that did well are continued by several, in place of others (``_Population._resample``); and there
-are several populations, each from new placements, the first ones short: easy tasks are done soon.
+Which regions a stage gets is settled early, while it is hot, and seldom changes later; it is a matter of luck. So a
+population is annealed together, and before it gets colder those that did well are continued by several, in place of
+others (``_Population._resample``); and there are several populations, each from new placements, the first ones short:
+easy tasks are done soon.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ SMALLEST, LARGEST = 4, 16
 HOT, COLD = 9e-3, 2e-4
 """First and last temperature, over what the cheapest of the population costs above the lower bound."""
 FIRST_ROUND, LONGEST_ROUND = 250, 4000
-"""Moves of each of the first population, and the most, times devices; each round has twice as many as the one before. Several populations
-of some length end lower than a long one."""
+"""Moves of each of the first population, and the most, times devices; each round has twice as many as the one before.
+Several populations of some length end lower than a long one."""
 GUIDES, GUIDED = (1.0, 0.3, 0.1), 0.7
-"""The guide's first weight, by round, in turn; and the share of a round after which it is none. Where slowest links are all alike, much of
-it is needed; else little is better."""
+"""The guide's first weight, by round, in turn; and the share of a round after which it is none. Where slowest links are
+all alike, much of it is needed; else little is better."""
 AGREED = 3
 """Rounds that end at the best cost before it is taken for the optimum."""
 STEPS = 100
@@ -57,9 +58,10 @@ class Found:
 
 
 def search(task: Task, *, seed: int, time_limit_s: float, watch: Callable[[float, float], None]) -> Found:
-    """Rounds until ``AGREED`` of them ended at the same best cost, or one at the lower bound, or the work is done that the time limit
-    allows on one slow core. So the same seed and limit find the same, however many cores there are; on a slower machine yet, what is left
-    is shortened (``Found.complete`` is false). ``watch`` hears now and then which share of that work is done, and the best cost."""
+    """Rounds until ``AGREED`` of them ended at the same best cost, or one at the lower bound, or the work is done that
+    the time limit allows on one slow core. So the same seed and limit find the same, however many cores there are; on a
+    slower machine yet, what is left is shortened (``Found.complete`` is false). ``watch`` hears now and then which
+    share of that work is done, and the best cost."""
     rng = np.random.default_rng(seed)
     problem = _problem(task)
     _Member(task, problem, rng).cool(0, 1.0, 0.0)  # compiles, where that has not been done yet
@@ -153,8 +155,9 @@ class _Population:
                 self.best_s, self.best = cost_s, member.best
 
     def _resample(self, colder: float, rng: np.random.Generator) -> None:
-        """Population annealing (Hukushima and Iba 2003): before it gets colder, members are drawn from the same, each as often as the
-        colder distribution has it more often. colder: by how much one over the temperature grows [1/s]."""
+        """Population annealing (Hukushima and Iba 2003): before it gets colder, members are drawn from the same, each
+        as often as the colder distribution has it more often. colder: by how much one over the temperature grows
+        [1/s]."""
         energies = np.array([energy for _, energy in self._ends])
         shares = np.exp(-colder * (energies - energies.min())).cumsum()
         ticks = (rng.random() + np.arange(len(shares))) / len(shares)

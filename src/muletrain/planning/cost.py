@@ -27,8 +27,8 @@ class StageCost:
 
 @dataclass(frozen=True)
 class RunCost:
-    """Of a whole run. ``forward_bytes[s]``: what one microbatch sends to stage s (tokens to the first); ``backward_bytes[s]``: what
-    stage s sends back for it."""
+    """Of a whole run. ``forward_bytes[s]``: what one microbatch sends to stage s (tokens to the first);
+    ``backward_bytes[s]``: what stage s sends back for it."""
 
     stages: tuple[StageCost, ...]
     forward_bytes: tuple[int, ...]
@@ -47,9 +47,9 @@ def service_s(stage: StageCost, flops: float, *, recompute: bool) -> tuple[float
 
 
 def all_reduce_s(nbytes: float, members: int, narrowest: float, path: float) -> float:
-    """Reduce-scatter and all-gather of ``nbytes`` among members each of which reduces an equal shard and exchanges it with every other:
-    each sends and takes 2 (n-1)/n of it. ``narrowest``: of all members' up- and downlinks; ``path``: the narrowest between two of them
-    [bytes/s]. Delays not included."""
+    """Reduce-scatter and all-gather of ``nbytes`` among members each of which reduces an equal shard and exchanges it
+    with every other: each sends and takes 2 (n-1)/n of it. ``narrowest``: of all members' up- and downlinks; ``path``:
+    the narrowest between two of them [bytes/s]. Delays not included."""
     if members < 2:
         return 0.0
     return max(2 * (members - 1) / members * nbytes / narrowest, 2 * nbytes / members / path)
@@ -60,25 +60,27 @@ ALIKE = 1.5
 
 
 def averages_at(members: int, up: float, down: float, *, delayed: bool = False) -> float:
-    """The share of its bandwidth that the narrowest link carries while so many replicas average. Pacing keeps queues short, so where three
-    or more send to each other, and their uplinks are as narrow as the others' downlinks [bytes/s], a link waits now and then for those
-    that are busy elsewhere (measured: tests/test_roads.py, benchmarks/full_links). ``delayed``: the next step's activations take what is
-    left over, and make room for it elsewhere."""
+    """The share of its bandwidth that the narrowest link carries while so many replicas average. Pacing keeps queues
+    short, so where three or more send to each other, and their uplinks are as narrow as the others' downlinks
+    [bytes/s], a link waits now and then for those that are busy elsewhere (measured: tests/test_roads.py,
+    benchmarks/full_links). ``delayed``: the next step's activations take what is left over, and make room for it
+    elsewhere."""
     return 0.88 if members > 2 and 1 / ALIKE < up / down < ALIKE and not delayed else 0.97
 
 
 def makespan_s(items: int, service: Sequence[tuple[int, float]]) -> float:
-    """The time in which ``items`` pieces of work are done by machines as (how many, seconds apiece), each a whole piece at a time and given
-    out as they come: the last one is left to one machine, on average for half of what the slowest takes."""
+    """The time in which ``items`` pieces of work are done by machines as (how many, seconds apiece), each a whole piece
+    at a time and given out as they come: the last one is left to one machine, on average for half of what the slowest
+    takes."""
     present = [(n, s) for n, s in service if n]
     shared_s = items / sum(n / s for n, s in present)
     return shared_s if sum(n for n, _ in present) == 1 else shared_s + max(s for _, s in present) / 2
 
 
 def circulating(jobs: int, demands_s: Sequence[float], away_s: float) -> float:
-    """Pieces of work per second, of which so many go round and round through queues with one server each, one after the other, and are
-    ``away_s`` in none of them. Mean value analysis (Reiser and Lavenberg 1980) for service that always takes as long: who comes finds
-    those that wait, and half of what is served."""
+    """Pieces of work per second, of which so many go round and round through queues with one server each, one after the
+    other, and are ``away_s`` in none of them. Mean value analysis (Reiser and Lavenberg 1980) for service that always
+    takes as long: who comes finds those that wait, and half of what is served."""
     slowest = max(demands_s)
     waiting, busy = [0.0] * len(demands_s), [0.0] * len(demands_s)
     rate = 0.0
@@ -91,8 +93,8 @@ def circulating(jobs: int, demands_s: Sequence[float], away_s: float) -> float:
 
 
 def steady_shares(expected_s: Sequence[float], counts: Sequence[int]) -> list[float]:
-    """Of the microbatches of one sender, by kind of receiver: what ``policy.wiring`` comes to, each chosen in inverse proportion to its
-    expected time."""
+    """Of the microbatches of one sender, by kind of receiver: what ``policy.wiring`` comes to, each chosen in inverse
+    proportion to its expected time."""
     weights = [n / s if n else 0.0 for n, s in zip(counts, expected_s, strict=True)]
     total = sum(weights)
     return [w / total for w in weights] if total else weights

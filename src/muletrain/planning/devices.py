@@ -1,8 +1,8 @@
 """What training gets out of the devices of the field: sustained FLOP/s in mixed precision, and memory.
 
-Rates count every operation that is carried out, recomputed forwards included, of large matrix products in training; small models and
-short microbatches get less. What no source states is an estimate, and marked as one: 40 % of the dense peak of tensor cores, 60 % of
-fp32 where there are none.
+Rates count every operation that is carried out, recomputed forwards included, of large matrix products in training;
+small models and short microbatches get less. What no source states is an estimate, and marked as one: 40 % of the dense
+peak of tensor cores, 60 % of fp32 where there are none.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ _MEMORY = re.compile(r"(\d+)\s*(?:gib|gb|g)\b")
 
 
 def find_device(name: str) -> Device | None:
-    """'NVIDIA A100 80GB', 'a100', 'GeForce RTX 3080' -> the device, with the memory that the name states. None: not in the catalogue."""
+    """'NVIDIA A100 80GB', 'a100', 'GeForce RTX 3080' -> the device, with the memory that the name states. None: not in
+    the catalogue."""
     text = name.lower()
     stated = _MEMORY.search(text)
     key = _key(_MEMORY.sub("", text))

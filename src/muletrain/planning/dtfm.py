@@ -1,10 +1,10 @@
-"""The searches that DT-FM compares (Yuan et al. 2022, sec. 3.4): its evolutionary search with its own local search, the same with a
-circular Kernighan-Lin, and random placements.
+"""The searches that DT-FM compares (Yuan et al. 2022, sec. 3.4): its evolutionary search with its own local search, the
+same with a circular Kernighan-Lin, and random placements.
 
-Where the paper leaves something open, this follows what its published scheduler does (github.com/DS3Lab/DT-FM): five points are taken over
-from the first parent, groups that became too large give devices to the first that is too small; an offspring that costs no more than its
-first parent replaces the worse of the two; a local search makes up to one cycle of moves for each group, and what the last of them leads
-to is never taken.
+Where the paper leaves something open, this follows what its published scheduler does (github.com/DS3Lab/DT-FM): five
+points are taken over from the first parent, groups that became too large give devices to the first that is too small;
+an offspring that costs no more than its first parent replaces the worse of the two; a local search makes up to one
+cycle of moves for each group, and what the last of them leads to is never taken.
 """
 
 from __future__ import annotations
@@ -88,11 +88,18 @@ def random_search(task: Task, *, seed: int, time_limit_s: float, watch: Watch) -
 
 
 def evolve(
-    task: Task, *, seed: int, time_limit_s: float, watch: Watch, kernighan_lin: bool = False, trials: int = TRIALS,
-    population: int = POPULATION, patience: float = math.inf,
-) -> Found:  # fmt: skip
-    """The hybrid genetic search of sec. 3.4, until ``trials`` offspring were made, so many in a row (``patience``) brought no better
-    placement, or the time is over."""
+    task: Task,
+    *,
+    seed: int,
+    time_limit_s: float,
+    watch: Watch,
+    kernighan_lin: bool = False,
+    trials: int = TRIALS,
+    population: int = POPULATION,
+    patience: float = math.inf,
+) -> Found:
+    """The hybrid genetic search of sec. 3.4, until ``trials`` offspring were made, so many in a row (``patience``)
+    brought no better placement, or the time is over."""
     deadline = time.monotonic() + time_limit_s
     rng = np.random.default_rng(seed)
     groups = Groups(task, rng)
@@ -141,14 +148,15 @@ class Moves(NamedTuple):
     target: Labels
     """(K,)."""
     gain: Floats
-    """(K, K): the most there is from a group to each other; -inf to itself, and from a group that no device may leave."""
+    """(K, K): the most there is from a group to each other; -inf to itself, and from a group that no device may
+    leave."""
     free: NDArray[np.bool_]
     """(K,): a device may leave it."""
 
 
 class _Cyclic:
-    """Local search by cycles of moves: a device goes from group to group along the best gains until the first one has one again, so that
-    sizes stay (circular Kernighan-Lin, Kang and Moon 2000)."""
+    """Local search by cycles of moves: a device goes from group to group along the best gains until the first one has
+    one again, so that sizes stay (circular Kernighan-Lin, Kang and Moon 2000)."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
@@ -158,15 +166,16 @@ class _Cyclic:
         raise NotImplementedError
 
     def _sums(self, labels: Labels, weights: Floats) -> Floats:
-        """Of weights (rows, n * m), m for each device, by row and group: (rows, K + 1). They are added one by one, as the published
-        scheduler does: rounding breaks the many ties of regular networks."""
+        """Of weights (rows, n * m), m for each device, by row and group: (rows, K + 1). They are added one by one, as
+        the published scheduler does: rounding breaks the many ties of regular networks."""
         width = self._groups.k + 1
         slots = np.repeat(labels, weights.shape[1] // len(labels)) + width * np.arange(len(weights))[:, None]
         sums: Floats = np.bincount(slots.ravel(), weights.ravel(), width * len(weights)).astype(float)
         return sums.reshape(-1, width)
 
     def improve(self, labels: Labels) -> Labels:
-        """Up to one cycle a group, then back to the best of the states before them; the published scheduler never takes the last state."""
+        """Up to one cycle a group, then back to the best of the states before them; the published scheduler never takes
+        the last state."""
         k = self._groups.k
         locked, reached = np.zeros(self._groups.n, dtype=bool), set[int]()
         states, gains = [labels], [0.0]
@@ -179,7 +188,8 @@ class _Cyclic:
         return states[int(np.argmax(gains[:-1] or gains))]
 
     def _cycle(self, labels: Labels, locked: NDArray[np.bool_], reached: set[int]) -> tuple[Labels, float] | None:
-        """Labels after the best closed part of one cycle, and its gain; None where no device may move. Locks what was moved."""
+        """Labels after the best closed part of one cycle, and its gain; None where no device may move. Locks what was
+        moved."""
         best_moves, at = self._moves(labels, locked), labels.copy()
         start = group = int(best_moves.gain.max(1).argmax())
         moves: list[tuple[int, int]] = []  # device, and where it came from
@@ -206,8 +216,8 @@ class _Cyclic:
 
 
 class FastLinks(_Cyclic):
-    """DT-FM's own (sec. 3.4): of each group the device with the fastest link inside it may move; it gains the mean link to the target
-    group, which pipelines would have to use, less that fast one, which they can use then."""
+    """DT-FM's own (sec. 3.4): of each group the device with the fastest link inside it may move; it gains the mean link
+    to the target group, which pipelines would have to use, less that fast one, which they can use then."""
 
     def __init__(self, groups: Groups) -> None:
         super().__init__(groups)
@@ -225,8 +235,8 @@ class FastLinks(_Cyclic):
 
 
 class KernighanLin(_Cyclic):
-    """The baseline: a move gains by all links to the target group, less those inside its own. A link weighs what it costs a pipeline less
-    what it costs to exchange gradients over it."""
+    """The baseline: a move gains by all links to the target group, less those inside its own. A link weighs what it
+    costs a pipeline less what it costs to exchange gradients over it."""
 
     def __init__(self, groups: Groups) -> None:
         super().__init__(groups)

@@ -1,9 +1,10 @@
 """Stages of unequal size: which machines serve which of them, how many layers each has, and the pipelines through them.
 
-What the placement search (``planning.place``) takes for granted does not hold here: stages have different numbers of layers, so that a
-machine may have room for some of them only, and different numbers of machines, each of which serves as many pipelines as it is fast.
-Machines of one kind are alike, so all there is to find is how many of each kind a stage has: a local search does, from groups of
-machines that have room for about as much. The layers of each such choice are cut exactly (``planning.partition``).
+What the placement search (``planning.place``) takes for granted does not hold here: stages have different numbers of
+layers, so that a machine may have room for some of them only, and different numbers of machines, each of which serves
+as many pipelines as it is fast. Machines of one kind are alike, so all there is to find is how many of each kind a
+stage has: a local search does, from groups of machines that have room for about as much. The layers of each such choice
+are cut exactly (``planning.partition``).
 
 Arrays: S stages, K kinds, L layers.
 """
@@ -42,12 +43,14 @@ class Work:
     """What is to be shared out."""
 
     takes_s: NDArray[np.float64]
-    """Forward and backward of a microbatch, by stage, kind and number of layers, (S, K, L + 1): inf where there is no room."""
+    """Forward and backward of a microbatch, by stage, kind and number of layers, (S, K, L + 1): inf where there is no
+    room."""
     counts: tuple[int, ...]
     """Machines, by kind."""
 
     def cut(self, serving: Serving) -> tuple[float, Cut] | None:
-        """What the slowest stage takes for a microbatch, if its machines share them as they are fast; and its layers. None: no room."""
+        """What the slowest stage takes for a microbatch, if its machines share them as they are fast; and its layers.
+        None: no room."""
         here = np.array(serving, dtype=float)[:, :, None]
         rates = (here / self.takes_s).sum(1)
         held = (np.isfinite(self.takes_s) | (here == 0)).all(1) & (rates > 0)
@@ -68,8 +71,9 @@ class Choice:
 def search(
     work: Work, cost_s: Callable[[Serving, Cut, float], float], *, seed: int, time_limit_s: float
 ) -> tuple[list[Choice], bool]:
-    """The best that was found from each of a few beginnings, the best first (none where no choice has room for all layers), and whether the
-    search ended by itself, not by the time limit. ``cost_s``: of machines by stage, a cut and what the slowest stage takes."""
+    """The best that was found from each of a few beginnings, the best first (none where no choice has room for all
+    layers), and whether the search ended by itself, not by the time limit. ``cost_s``: of machines by stage, a cut and
+    what the slowest stage takes."""
     known: dict[Serving, Choice | None] = {}
 
     def choice(serving: Serving) -> Choice | None:
@@ -132,8 +136,8 @@ def _moves(serving: Serving, counts: Sequence[int]) -> Iterator[Serving]:
 
 
 def beginnings(work: Work) -> Iterator[Serving]:
-    """Every way to give so many stages to each level of room, from the first stage on and from the last. Machines of a level that has no
-    stage serve those of the next smaller one."""
+    """Every way to give so many stages to each level of room, from the first stage on and from the last. Machines of a
+    level that has no stage serve those of the next smaller one."""
     stages = len(work.takes_s)
     lengths = range(work.takes_s.shape[2])
     room = [max((n for n in lengths if np.isfinite(of[:, n]).any()), default=0) for of in work.takes_s.swapaxes(0, 1)]
@@ -153,7 +157,8 @@ def beginnings(work: Work) -> Iterator[Serving]:
 
 
 def _levels(kinds: Sequence[int], room: Sequence[int]) -> list[list[int]]:
-    """Kinds that have about as much room, the largest first: apart where the next one has least of it, in proportion."""
+    """Kinds that have about as much room, the largest first: apart where the next one has least of it, in
+    proportion."""
     order = sorted(kinds, key=lambda k: -room[k])
     gaps = sorted(range(1, len(order)), key=lambda i: room[order[i]] / room[order[i - 1]])
     apart = sorted(i for i in gaps[: LEVELS - 1] if room[order[i]] < room[order[i - 1]])
@@ -180,9 +185,9 @@ def pipelines(
 ) -> tuple[tuple[int, ...], ...]:
     """So many pipelines through groups of machines: machines by stage and pipeline.
 
-    ``takes_s``: of a machine at a stage, a microbatch; ``link_s``: how long a microbatch keeps the path between two machines busy, and
-    what it waits beside. Beginning with the largest group, each pipeline, the busiest first, goes on to the machine that has least to do
-    for all of its pipelines then, and among those to the nearest."""
+    ``takes_s``: of a machine at a stage, a microbatch; ``link_s``: how long a microbatch keeps the path between two
+    machines busy, and what it waits beside. Beginning with the largest group, each pipeline, the busiest first, goes on
+    to the machine that has least to do for all of its pipelines then, and among those to the nearest."""
     begin = max(range(len(groups)), key=lambda s: len(groups[s]))
     slots = _seats([1 / takes_s(begin, d) for d in groups[begin]], count)
     first = [d for d, n in zip(groups[begin], slots, strict=True) for _ in range(n)]
@@ -203,9 +208,12 @@ def _seats(speeds: Sequence[float], count: int) -> list[int]:
 
 
 def _joined(
-    before: Sequence[int], group: Sequence[int], weights: Sequence[float], takes_s: Callable[[int], float],
+    before: Sequence[int],
+    group: Sequence[int],
+    weights: Sequence[float],
+    takes_s: Callable[[int], float],
     link_s: Callable[[int, int], tuple[float, float]],
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     load_s, row = defaultdict[int, float](float), [-1] * len(before)
     for p in sorted(range(len(before)), key=lambda p: -weights[p]):
 
@@ -219,6 +227,7 @@ def _joined(
 
 
 def counts_of_pipelines(sizes: Sequence[int], most: int) -> list[int]:
-    """That are worth a try for stages of so many machines: as many as the largest has, twice as many, and what all sizes divide."""
+    """That are worth a try for stages of so many machines: as many as the largest has, twice as many, and what all
+    sizes divide."""
     largest = max(sizes)
     return sorted({n for n in (largest, 2 * largest, math.lcm(*sizes)) if n == largest or n <= min(most, 4 * largest)})

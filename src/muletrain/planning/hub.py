@@ -1,23 +1,27 @@
 """What a hub costs: stages served by reliable machines as parameter servers, and by unreliable ones as their clients.
 
-The latency model of HYBRID (sec. 3.1-3.3). In each stage every reliable machine is a frontal server, which takes activations from the
-stage before, or a backward server, which passes them on to the next one; a lone one is both. Clients get their part of a microbatch from
-a frontal server and give it to a backward server; servers work on parts of it too. Times are in seconds; a transfer of b bytes takes
-delay + b * 8 / bandwidth in its own direction; a bandwidth of 0 is no link.
+The latency model of HYBRID (sec. 3.1-3.3). In each stage every reliable machine is a frontal server, which takes
+activations from the stage before, or a backward server, which passes them on to the next one; a lone one is both.
+Clients get their part of a microbatch from a frontal server and give it to a backward server; servers work on parts of
+it too. Times are in seconds; a transfer of b bytes takes delay + b * 8 / bandwidth in its own direction; a bandwidth of
+0 is no link.
 
-- Inside a stage (eq. 1), each machine works on a part of the microbatch in proportion to its speed (sec. 3.3.1), so that all compute
-  equally long: work of the stage's layers / speed of all its machines. To that comes the dearest transfer. A client takes its part from
-  the frontal server and gives it to the backward server that are cheapest for it (sec. 3.3.1). Between servers no choice is named, and
-  the dearest pair counts, a frontal and a backward one, with the larger of their two parts.
-- Between stages (sec. 3.2.1) a microbatch is cut into equal segments by the sending servers, and into equal segments by the receiving
-  ones, in the order they are listed; each overlap is one transfer, all at the same time: the slowest counts. Activations go from backward
-  to frontal servers, gradients the other way.
-- A stage takes for a microbatch (eq. 2): activations from the stage before + gradients from the stage after + inside. The slowest stage
-  sets the pace: a step takes microbatches x its time (filling and draining not counted, as in the paper).
+- Inside a stage (eq. 1), each machine works on a part of the microbatch in proportion to its speed (sec. 3.3.1), so
+  that all compute equally long: work of the stage's layers / speed of all its machines. To that comes the dearest
+  transfer. A client takes its part from the frontal server and gives it to the backward server that are cheapest for it
+  (sec. 3.3.1). Between servers no choice is named, and the dearest pair counts, a frontal and a backward one, with the
+  larger of their two parts.
+- Between stages (sec. 3.2.1) a microbatch is cut into equal segments by the sending servers, and into equal segments by
+  the receiving ones, in the order they are listed; each overlap is one transfer, all at the same time: the slowest
+  counts. Activations go from backward to frontal servers, gradients the other way.
+- A stage takes for a microbatch (eq. 2): activations from the stage before + gradients from the stage after + inside.
+  The slowest stage sets the pace: a step takes microbatches x its time (filling and draining not counted, as in the
+  paper).
 
-Readings of the paper, where it leaves something open: work is that of forward and backward together, and the transfers of eq. 1 are
-counted once; averaging costs nothing, as it overlaps (sec. 3.3.1), and so one stage of everything is hard to beat where each machine
-holds the whole model. Beyond the paper: memory, layers of unequal work, and machines that are not used.
+Readings of the paper, where it leaves something open: work is that of forward and backward together, and the transfers
+of eq. 1 are counted once; averaging costs nothing, as it overlaps (sec. 3.3.1), and so one stage of everything is hard
+to beat where each machine holds the whole model. Beyond the paper: memory, layers of unequal work, and machines that
+are not used.
 """
 
 from __future__ import annotations
@@ -48,8 +52,8 @@ class HubTask:
     reliable: tuple[bool, ...]
     """By device: whether it may be a server."""
     chain: Chain
-    """The layers; ``work`` is forward and backward of one microbatch [FLOP]. Each device of a stage needs the memory for all its layers,
-    and for their activations of one whole microbatch."""
+    """The layers; ``work`` is forward and backward of one microbatch [FLOP]. Each device of a stage needs the memory
+    for all its layers, and for their activations of one whole microbatch."""
     activation_bytes: float
     """Of one microbatch, from a stage to the next; its gradient on the way back is as large."""
     microbatches: int = 1
@@ -60,7 +64,8 @@ class HubTask:
 
 @dataclass(frozen=True)
 class HubStage:
-    """Who serves a stage, and which layers it has. A lone reliable device is in ``frontal`` and in ``backward``, else each is in one."""
+    """Who serves a stage, and which layers it has. A lone reliable device is in ``frontal`` and in ``backward``, else
+    each is in one."""
 
     frontal: tuple[int, ...]
     """In the order of the segments they take."""
@@ -109,8 +114,8 @@ class HubCost:
 
 
 def evaluate(task: HubTask, stages: Sequence[HubStage]) -> HubCost:
-    """Eq. 1 and 2, from their definitions: every solution goes through here, and no search does its sums with it. Times are inf where a
-    link is missing. Raises ValueError for what is no allocation."""
+    """Eq. 1 and 2, from their definitions: every solution goes through here, and no search does its sums with it. Times
+    are inf where a link is missing. Raises ValueError for what is no allocation."""
     _check(task, stages)
     times = []
     for k, stage in enumerate(stages):

@@ -1,8 +1,10 @@
-"""A hub by simulated annealing on the true objective (eq. 2 of HYBRID, see ``hub``): groups, order, roles, clients and layers together.
+"""A hub by simulated annealing on the true objective (eq. 2 of HYBRID, see ``hub``): groups, order, roles, clients and
+layers together.
 
-A state is the stages in order, each with its frontal and backward servers and its clients; who is in none is idle. The best layers for a
-state are found at once (``Pace.of``). The slowest stage alone would not tell which of the others could take layers off it, so what it would
-take if layers could be cut anywhere is added as a guide. Chains begin with HYBRID's solution for each number of stages; the best go on.
+A state is the stages in order, each with its frontal and backward servers and its clients; who is in none is idle. The
+best layers for a state are found at once (``Pace.of``). The slowest stage alone would not tell which of the others
+could take layers off it, so what it would take if layers could be cut anywhere is added as a guide. Chains begin with
+HYBRID's solution for each number of stages; the best go on.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ ROUNDS = ((12, 50), (4, 150), (2, 500))
 LEAST = 4
 """Chains of the first round: where there are fewer beginnings, several have the same."""
 MOVE_S, PAIR_S = 1.5e-4, 2e-7
-"""What a move takes on a slow core, and what each pair of devices of a stage adds [s]: by this the moves are cut to the time limit."""
+"""What a move takes on a slow core, and what each pair of devices of a stage adds [s]: by this the moves are cut to the
+time limit."""
 PROGRESS = 50
 """Moves between two looks at the clock."""
 
@@ -48,7 +51,8 @@ class Found:
 
 
 def search(task: HubTask, *, seed: int, stages: int | None, time_limit_s: float) -> Found:
-    """Never slower by eq. 2 than ``hybrid.allocate`` with the same seed and number of stages. Raises CapacityError where no stages fit."""
+    """Never slower by eq. 2 than ``hybrid.allocate`` with the same seed and number of stages. Raises CapacityError
+    where no stages fit."""
     deadline = time.monotonic() + time_limit_s
     rng, pace = random.Random(seed), Pace(task)
     solutions = _heuristics(task, seed, stages)

@@ -1,5 +1,5 @@
-"""How fast a hub goes, for searches: the sums of ``hub.evaluate`` again, remembered by stage and by pair of neighbours, and the best
-layers for stages whose transfers are known. Times are of one microbatch [s]."""
+"""How fast a hub goes, for searches: the sums of ``hub.evaluate`` again, remembered by stage and by pair of neighbours,
+and the best layers for stages whose transfers are known. Times are of one microbatch [s]."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Group(NamedTuple):
 
 
 class Pace:
-    """Looks up what allocations of one task take. Missing links count as a hundred times the slowest there is: what has to use one is found
-    out by ``evaluate``."""
+    """Looks up what allocations of one task take. Missing links count as a hundred times the slowest there is: what has
+    to use one is found out by ``evaluate``."""
 
     def __init__(self, task: HubTask) -> None:
         gbps = np.asarray(task.bandwidth_gbps, dtype=float)
@@ -61,8 +61,9 @@ class Pace:
         self.layers = len(task.chain.work)
 
     def of(self, groups: Sequence[Group], limit_s: float = math.inf) -> tuple[float, float]:
-        """Of stages in order: the time of the slowest one with the best layers, inf where memory suffices for none, and the same as if
-        layers could be cut anywhere, which is never more: where already that is above the limit, the first is not looked for (inf)."""
+        """Of stages in order: the time of the slowest one with the best layers, inf where memory suffices for none, and
+        the same as if layers could be cut anywhere, which is never more: where already that is above the limit, the
+        first is not looked for (inf)."""
         overheads, speeds, ends = self.stages(groups)
         smooth_s = smooth(overheads, speeds, self._work[-1])
         if smooth_s > limit_s:
@@ -127,7 +128,8 @@ class Pace:
 
 
 def smooth(overheads: Sequence[float], speeds: Sequence[float], work: float) -> float:
-    """The time of the slowest stage where work can be cut anywhere, and a stage may have none: all that have some take equally long."""
+    """The time of the slowest stage where work can be cut anywhere, and a stage may have none: all that have some take
+    equally long."""
     time_s = math.inf
     speed = done = 0.0
     for overhead, own in sorted(zip(overheads, speeds, strict=True)):
@@ -140,12 +142,16 @@ def smooth(overheads: Sequence[float], speeds: Sequence[float], work: float) -> 
 
 
 def fastest(
-    overheads: Sequence[float], speeds: Sequence[float], ends: Sequence[Sequence[int]], work: Sequence[float], low: float
-) -> float:  # fmt: skip
+    overheads: Sequence[float],
+    speeds: Sequence[float],
+    ends: Sequence[Sequence[int]],
+    work: Sequence[float],
+    low: float,
+) -> float:
     """The time of the slowest stage with the best cut; exact for layers that are alike, else no faster than that.
 
-    ``work``: of all layers before, (L + 1); ``ends``: see ``Pace.stages``; no cut is faster than ``low``. Bisects the time: stages take as
-    many layers as they can in it."""
+    ``work``: of all layers before, (L + 1); ``ends``: see ``Pace.stages``; no cut is faster than ``low``. Bisects the
+    time: stages take as many layers as they can in it."""
     stages, layers = len(speeds), len(work) - 1
     high, step = math.inf, 0.0
     low = max(low, *overheads)

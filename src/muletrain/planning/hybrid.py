@@ -1,12 +1,13 @@
-"""HYBRID's allocation of a hub (sec. 3.3.3), one step after another: servers into stages by divisive clustering, stages in order by
-annealing, servers into roles, clients to the nearest stage, layers by total speed.
+"""HYBRID's allocation of a hub (sec. 3.3.3), one step after another: servers into stages by divisive clustering, stages
+in order by annealing, servers into roles, clients to the nearest stage, layers by total speed.
 
-Where the paper leaves something open: a cluster is divided between its two farthest members; the others follow, those first for which
-it matters most, to the half that is nearer on average, and if both are, to the slower one (in a data centre: halves of equal speed). The
-next one to be divided is the widest. Eq. 3 is taken as it is written, with the speed of all servers, so that each level seems faster than
-the one before until transfers cost more than that; from three stages on, equally slow transfers cost no more. The first stage has no
-stage before it, and all its servers go to the other side, but for the slowest: the one with the longest way. Beyond the paper: levels at
-which memory does not suffice are passed over, and clients that cannot hold or reach the nearest stage go to the nearest that they can.
+Where the paper leaves something open: a cluster is divided between its two farthest members; the others follow, those
+first for which it matters most, to the half that is nearer on average, and if both are, to the slower one (in a data
+centre: halves of equal speed). The next one to be divided is the widest. Eq. 3 is taken as it is written, with the
+speed of all servers, so that each level seems faster than the one before until transfers cost more than that; from
+three stages on, equally slow transfers cost no more. The first stage has no stage before it, and all its servers go to
+the other side, but for the slowest: the one with the longest way. Beyond the paper: levels at which memory does not
+suffice are passed over, and clients that cannot hold or reach the nearest stage go to the nearest that they can.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ HOT, COLD = 1.0, 1e-3
 
 
 def allocate(task: HubTask, *, seed: int, stages: int | None = None) -> list[HubStage]:
-    """The paper's solution; ``stages``: so many, instead of by the stopping rule. Raises CapacityError where no level fits into memory."""
+    """The paper's solution; ``stages``: so many, instead of by the stopping rule. Raises CapacityError where no level
+    fits into memory."""
     edges = distances(task)
     best: list[Cluster] = []
     best_s = math.inf
@@ -71,8 +73,8 @@ def orders(task: HubTask, edges: Floats, seed: int) -> Iterator[list[Cluster]]:
 
 
 def distances(task: HubTask) -> Floats:
-    """Of each two devices: what a microbatch's activations take between them, mean of both directions [s], (N, N). Where a link is missing,
-    a hundred times the largest there is."""
+    """Of each two devices: what a microbatch's activations take between them, mean of both directions [s], (N, N).
+    Where a link is missing, a hundred times the largest there is."""
     gbps = np.asarray(task.bandwidth_gbps, dtype=float)
     load = task.activation_bytes * 8e-9 / np.where(gbps > 0, gbps, np.nan)
     one_way = np.asarray(task.delay_ms, dtype=float) / 1000 + load
@@ -148,11 +150,15 @@ def pipeline_s(task: HubTask, ordered: Sequence[Cluster], edges: Floats) -> floa
 
 
 def cut_by_speed(task: HubTask, groups: Sequence[Sequence[int]], servers: Sequence[Cluster] = ()) -> Cut:
-    """Layers in proportion to the total speed of each group. ``servers``: who must hold them (default: all of the group)."""
+    """Layers in proportion to the total speed of each group. ``servers``: who must hold them (default: all of the
+    group)."""
     stages = [
-        Capacity(sum(task.flops[d] for d in group), min(task.memory_bytes[d] for d in holders) if task.memory_bytes else math.inf)
+        Capacity(
+            sum(task.flops[d] for d in group),
+            min(task.memory_bytes[d] for d in holders) if task.memory_bytes else math.inf,
+        )
         for group, holders in zip(groups, servers or groups, strict=True)
-    ]  # fmt: skip
+    ]
     return partition_chain(task.chain, stages).cut
 
 
@@ -177,7 +183,8 @@ def _reaches(task: HubTask, client: int, front: Cluster, back: Cluster) -> bool:
 
 
 def _roles(ordered: Sequence[Cluster], k: int, edges: Floats) -> tuple[Cluster, Cluster]:
-    """Frontal and backward servers of stage ``k``: each on the side that is nearer to it on average, at least one on each."""
+    """Frontal and backward servers of stage ``k``: each on the side that is nearer to it on average, at least one on
+    each."""
     stage = ordered[k]
     if len(stage) == 1:
         return stage, stage

@@ -1,5 +1,5 @@
-"""The matching of two stages' devices whose slowest link is fastest (DT-FM eq. 3); compiled by numba, as are the moves built on it
-(``regrouping``)."""
+"""The matching of two stages' devices whose slowest link is fastest (DT-FM eq. 3); compiled by numba, as are the moves
+built on it (``regrouping``)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def compiled(function: Function) -> Function:
 
 
 def part(function: Function) -> Function:
-    """Compiled as if it stood where it is called: to hand tables from function to function would take a third of the time."""
+    """Compiled as if it stood where it is called: to hand tables from function to function would take a third of the
+    time."""
     return cast("Function", njit(inline="always")(function))
 
 
@@ -50,12 +51,13 @@ def scratch(width: int) -> Scratch:
 def bottleneck(
     link: Floats, here: Ints, there: Ints, weight: float, at_most: float, match: Ints, scratch: Scratch
 ) -> tuple[float, float]:
-    """The slowest link of the best matching of devices ``here`` with those ``there``, (P,) each; inf if it and the guide, so much weighted,
-    are above ``at_most``. And the guide: the root mean square of each one's nearest on the other side.
+    """The slowest link of the best matching of devices ``here`` with those ``there``, (P,) each; inf if it and the
+    guide, so much weighted, are above ``at_most``. And the guide: the root mean square of each one's nearest on the
+    other side.
 
-    ``match`` becomes each row's column; where it is one already, what is as fast as that stays. No matching is below the dearest of all
-    rows' and columns' cheapest entries, which mostly is the answer; rows that find no column at that are added one by one, each over the
-    path whose slowest link is fastest."""
+    ``match`` becomes each row's column; where it is one already, what is as fast as that stays. No matching is below
+    the dearest of all rows' and columns' cheapest entries, which mostly is the answer; rows that find no column at that
+    are added one by one, each over the path whose slowest link is fastest."""
     owner, nearest, before, seen = scratch
     width, slowest, guide = len(here), 0.0, 0.0
     for j in range(width):
@@ -124,8 +126,8 @@ def bottleneck(
 
 @compiled
 def bottlenecks(link: Floats, groups: Ints, scratch: Scratch) -> tuple[Floats, Ints]:
-    """Of each two groups of devices, (K, P): the slowest link of their best matching, (K, K), 0 on the diagonal; and the column of each
-    row in it, (K, K, P)."""
+    """Of each two groups of devices, (K, P): the slowest link of their best matching, (K, K), 0 on the diagonal; and
+    the column of each row in it, (K, K, P)."""
     stages, width = groups.shape
     slowest, match = np.zeros((stages, stages)), np.zeros((stages, stages, width), np.int64)
     for i in range(stages):

@@ -93,9 +93,11 @@ class Capacity:
     memory_bytes: float = math.inf
     """Of the smallest of its machines: each holds the whole stage."""
     in_flight: float = 1.0
-    """Microbatches whose activations it keeps at the same time (GPipe: all of a step; 1F1B: the stages from it to the last)."""
+    """Microbatches whose activations it keeps at the same time (GPipe: all of a step; 1F1B: the stages from it to the
+    last)."""
     overhead_s: float = 0.0
-    """What it takes for a microbatch however many layers it has: its transfers, where they do not overlap with its work."""
+    """What it takes for a microbatch however many layers it has: its transfers, where they do not overlap with its
+    work."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ def partition_chain(chain: Chain, stages: Sequence[Capacity]) -> Partition:
     """The cut of ``chain`` for ``stages`` in this order whose slowest stage, overhead + work / speed, is fastest, and
     among those the one with the smallest sum of squares. Exact.
 
-    Raises ValueError unless 1 <= stages <= layers and speeds are positive; CapacityError where memory suffices for no cut.
+    Raises ValueError unless 1 <= stages <= layers and speeds are positive; CapacityError where memory suffices for no
+    cut.
     """
     layers = len(chain.work)
     if not 1 <= len(stages) <= layers:
@@ -132,24 +135,25 @@ def partition_chain(chain: Chain, stages: Sequence[Capacity]) -> Partition:
 
 
 def cheapest_cut(costs: Floats) -> tuple[float, Cut] | None:
-    """The cut whose most expensive stage costs least, and among those the most even one; and what that stage costs. ``costs``: as above,
-    inf: not possible; None: no cut is."""
+    """The cut whose most expensive stage costs least, and among those the most even one; and what that stage costs.
+    ``costs``: as above, inf: not possible; None: no cut is."""
     largest = _best(costs, np.maximum)[0]
     return (largest, _most_even(costs)) if math.isfinite(largest) else None
 
 
 def stage_times(chain: Chain, stages: Sequence[Capacity]) -> Floats:
-    """What each stage would take for the layers from ``first`` to before ``end`` [s], (K, L + 1, L + 1): inf where these do not
-    fit into its memory."""
+    """What each stage would take for the layers from ``first`` to before ``end`` [s], (K, L + 1, L + 1): inf where
+    these do not fit into its memory."""
     work = _sums(chain.work)
     needs = {n: memory_table(chain, n) for n in {s.in_flight for s in stages}}
-    return np.array([
-        np.where(needs[s.in_flight] <= s.memory_bytes, s.overhead_s + work / s.speed, np.inf) for s in stages
-    ])  # fmt: skip
+    return np.array(
+        [np.where(needs[s.in_flight] <= s.memory_bytes, s.overhead_s + work / s.speed, np.inf) for s in stages]
+    )
 
 
 def memory_table(chain: Chain, in_flight: float) -> Floats:
-    """``Chain.memory_bytes`` of the layers from ``first`` to before ``end``, (L + 1, L + 1); without meaning where end <= first."""
+    """``Chain.memory_bytes`` of the layers from ``first`` to before ``end``, (L + 1, L + 1); without meaning where end
+    <= first."""
     layers = len(chain.work)
     none = (0.0,) * layers
     table = _sums(chain.state_bytes or none) + in_flight * _sums(chain.activation_bytes or none)
@@ -169,15 +173,16 @@ def _sums(values: Sequence[float] | Floats) -> Floats:
 
 
 def _most_even(costs: Floats) -> Cut:
-    """The cut with the smallest largest cost, and among those the smallest sum of squares (a maximum alone says nothing about the
-    other stages): two dynamic programs, O(K L^2) each."""
+    """The cut with the smallest largest cost, and among those the smallest sum of squares (a maximum alone says nothing
+    about the other stages): two dynamic programs, O(K L^2) each."""
     largest, _ = _best(costs, np.maximum)
     bound = largest * (1 + 1e-9)  # sums of the same costs in another order differ in the last bits
     return _best(np.where(costs <= bound, costs * costs, np.inf), np.add)[1]
 
 
 def _best(costs: Floats, combine: np.ufunc) -> tuple[float, Cut]:
-    """The cheapest cut where the stages' costs are combined from left to right; of equal ones that with the earliest ends."""
+    """The cheapest cut where the stages' costs are combined from left to right; of equal ones that with the earliest
+    ends."""
     stages, layers = len(costs), costs.shape[1] - 1
     first, end = np.indices(costs.shape[1:])
     reached = np.full(layers + 1, np.inf)  # by layers given out so far: the cheapest way to do it

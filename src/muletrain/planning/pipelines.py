@@ -1,5 +1,5 @@
-"""The best pipelines through given groups of devices (DT-FM sec. 3.3): whom each device talks to in the next stage (eq. 3), and the order
-of the stages (eq. 4)."""
+"""The best pipelines through given groups of devices (DT-FM sec. 3.3): whom each device talks to in the next stage (eq.
+3), and the order of the stages (eq. 4)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ Group = tuple[int, ...]
 
 
 def shortest_path(weights: NDArray[np.float64]) -> tuple[float, tuple[int, ...]]:
-    """The cheapest way through all stages, each once, from any to any (eq. 4): its cost and order. weights: (K, K), symmetric."""
+    """The cheapest way through all stages, each once, from any to any (eq. 4): its cost and order. weights: (K, K),
+    symmetric."""
     stages = len(weights)
     if stages > EXACT_STAGES:
         starts = (list(range(stages)), _greedy(weights))

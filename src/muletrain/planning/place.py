@@ -54,10 +54,15 @@ class Placement:
 
 
 def place(
-    task: Task, search: str = "muletrain", *, seed: int = 0, time_limit_s: float = 30.0,
+    task: Task,
+    search: str = "muletrain",
+    *,
+    seed: int = 0,
+    time_limit_s: float = 30.0,
     watch: Callable[[float, float], None] = lambda share, best_s: None,
-) -> Placement:  # fmt: skip
-    """``watch`` hears which share of the work is done, and the best cost so far [s]. Raises ConfigError where nothing can be placed."""
+) -> Placement:
+    """``watch`` hears which share of the work is done, and the best cost so far [s]. Raises ConfigError where nothing
+    can be placed."""
     check(task)
     found = SEARCHES[search](task, seed=seed, time_limit_s=time_limit_s, watch=watch)
     cost = evaluate(task, found.assignment)

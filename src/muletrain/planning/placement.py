@@ -1,18 +1,19 @@
 """What a placement of pipeline stages and their replicas on machines costs, when the links between these differ.
 
-The cost model of DT-FM (Yuan et al. 2022, sec. 2 and 3.1-3.3). A placement gives each tasklet (stage, pipeline) a device. Times are in
-seconds, of one step:
+The cost model of DT-FM (Yuan et al. 2022, sec. 2 and 3.1-3.3). A placement gives each tasklet (stage, pipeline) a
+device. Times are in seconds, of one step:
 
-- a link takes delay + bytes * 8 / bandwidth; of two unequal directions both delay and bandwidth are averaged (sec. 2), and a pair with no
-  bandwidth in one direction has no link;
-- data-parallel (eq. 2): each device exchanges its share of the gradient, gradient bytes / replicas of its stage, with each other replica,
-  twice (reduce, then gather), one after another; the slowest device of the slowest stage counts;
-- pipeline (eq. 3 and 4): the slowest link between devices of one pipeline in neighbouring stages, summed over the neighbouring stages;
+- a link takes delay + bytes * 8 / bandwidth; of two unequal directions both delay and bandwidth are averaged (sec. 2),
+  and a pair with no bandwidth in one direction has no link;
+- data-parallel (eq. 2): each device exchanges its share of the gradient, gradient bytes / replicas of its stage, with
+  each other replica, twice (reduce, then gather), one after another; the slowest device of the slowest stage counts;
+- pipeline (eq. 3 and 4): the slowest link between devices of one pipeline in neighbouring stages, summed over the
+  neighbouring stages;
 - cost: data-parallel + 2 x pipeline (forward and backward).
 
-Beyond the paper: stages of unequal size (a device of a smaller stage serves several pipelines, each of them as many as the others or one
-more, at the same time), machines of unequal speed (the slowest device of each stage adds its time for one macro-batch), machines that
-lack the memory for a stage, and more machines than places.
+Beyond the paper: stages of unequal size (a device of a smaller stage serves several pipelines, each of them as many as
+the others or one more, at the same time), machines of unequal speed (the slowest device of each stage adds its time for
+one macro-batch), machines that lack the memory for a stage, and more machines than places.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ Assignment = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What is to be placed, and on what. N devices; delays [ms] and bandwidths [Gbit/s] from row to column, (N, N), diagonals unused."""
+    """What is to be placed, and on what. N devices; delays [ms] and bandwidths [Gbit/s] from row to column, (N, N),
+    diagonals unused."""
 
     delay_ms: NDArray[np.float64]
     bandwidth_gbps: NDArray[np.float64]
     replicas: tuple[int, ...]
-    """How many devices each stage has; which of the stages has how many is up to the search. The largest is the number of pipelines."""
+    """How many devices each stage has; which of the stages has how many is up to the search. The largest is the number
+    of pipelines."""
     activation_bytes: float
     """Of one macro-batch, from a stage to the next; its gradient on the way back is as large."""
     gradient_bytes: float
@@ -76,7 +79,8 @@ class Cost:
 
 
 def evaluate(task: Task, assignment: Assignment) -> Cost:
-    """The objective, from its definition: every solution of every search goes through here, and no search does its sums with it.
+    """The objective, from its definition: every solution of every search goes through here, and no search does its sums
+    with it.
 
     Raises ValueError for what is not a placement."""
     _check(task, assignment)
@@ -121,7 +125,8 @@ def _check(task: Task, assignment: Assignment) -> None:
 
 
 def link_times(task: Task, nbytes: float) -> NDArray[np.float64]:
-    """What ``nbytes`` take between two devices [s], (N, N): inf where there is no link, 0 on the diagonal. For searches."""
+    """What ``nbytes`` take between two devices [s], (N, N): inf where there is no link, 0 on the diagonal. For
+    searches."""
     delay_ms, gbps = (np.asarray(m, dtype=float) for m in (task.delay_ms, task.bandwidth_gbps))
     there = np.minimum(gbps, gbps.T) > 0
     mean = np.where(there, (gbps + gbps.T) / 2, 1.0)
@@ -131,7 +136,8 @@ def link_times(task: Task, nbytes: float) -> NDArray[np.float64]:
 
 
 def finite(times: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Missing links as ones a hundred times slower than the slowest there is: what has to use one is then found out by ``evaluate``."""
+    """Missing links as ones a hundred times slower than the slowest there is: what has to use one is then found out by
+    ``evaluate``."""
     known = times[np.isfinite(times)]
     return np.where(np.isfinite(times), times, 100 * (known.max(initial=0.0) or 1.0))
 
@@ -139,8 +145,8 @@ def finite(times: NDArray[np.float64]) -> NDArray[np.float64]:
 def lower_bound_s(task: Task) -> float:
     """What no placement can cost less than: each term by itself at its best, in O(N^2 log N) [s].
 
-    Each device exchanges its shares over no better links than its nearest; each hop has no better link than the nearest of any device
-    that takes part in it, and the h worst hops are all that 2 h P devices can take part in."""
+    Each device exchanges its shares over no better links than its nearest; each hop has no better link than the nearest
+    of any device that takes part in it, and the h worst hops are all that 2 h P devices can take part in."""
     usable = list(task.devices)
     used, stages = sum(task.replicas), len(task.replicas)
 

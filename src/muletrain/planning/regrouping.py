@@ -1,12 +1,12 @@
 """Simulated annealing of which devices a stage has, each hop with its best matching at every move; compiled by numba.
 
-Given the devices of neighbouring stages, who talks to whom is a bottleneck matching (DT-FM eq. 3), each hop by itself. So moves that only
-change the matching need not be tried, and a state is as good as its groups are. Three kinds of moves: two devices change places; so do two
-runs of devices, each side by side in one pipeline, which keeps the fast links inside both; the order of some neighbouring stages is
-reversed.
+Given the devices of neighbouring stages, who talks to whom is a bottleneck matching (DT-FM eq. 3), each hop by itself.
+So moves that only change the matching need not be tried, and a state is as good as its groups are. Three kinds of
+moves: two devices change places; so do two runs of devices, each side by side in one pipeline, which keeps the fast
+links inside both; the order of some neighbouring stages is reversed.
 
-Arrays: K stages, P pipelines, n devices, S sizes that stages have. Slot p of a stage of m devices is served by its device p mod m, so that
-devices of a smaller stage serve several pipelines. All times in seconds.
+Arrays: K stages, P pipelines, n devices, S sizes that stages have. Slot p of a stage of m devices is served by its
+device p mod m, so that devices of a smaller stage serve several pipelines. All times in seconds.
 """
 
 from __future__ import annotations
@@ -96,14 +96,28 @@ def working(stages: int, pipelines: int, devices: int) -> Working:
 
     return (
         Sums(
-            np.zeros(devices), np.zeros(stages), np.zeros(stages), np.zeros(stages), np.zeros(stages), ints(stages, pipelines)
+            np.zeros(devices),
+            np.zeros(stages),
+            np.zeros(stages),
+            np.zeros(stages),
+            np.zeros(stages),
+            ints(stages, pipelines),
         ),
         Proposal(
-            ints(changes), ints(changes), ints(changes), ints(changes), np.zeros((changes, pipelines)), np.zeros(changes),
-            np.zeros(changes), ints(changes + 2), np.zeros(changes + 2), np.zeros(changes + 2), ints(changes + 2, pipelines),
+            ints(changes),
+            ints(changes),
+            ints(changes),
+            ints(changes),
+            np.zeros((changes, pipelines)),
+            np.zeros(changes),
+            np.zeros(changes),
+            ints(changes + 2),
+            np.zeros(changes + 2),
+            np.zeros(changes + 2),
+            ints(changes + 2, pipelines),
         ),
         scratch(pipelines),
-    )  # fmt: skip
+    )
 
 
 @part
@@ -193,8 +207,8 @@ def _reversed(
 
 @part
 def _drawn(problem: Problem, groups: Groups, kept: Sums, new: Proposal, rng: Any) -> tuple[int, int, int, int]:
-    """Two devices or runs to change places become ``new``: the first stages of both, how long they are, and which spare the other one is,
-    -1 if none. Length 0: there is nothing to change."""
+    """Two devices or runs to change places become ``new``: the first stages of both, how long they are, and which spare
+    the other one is, -1 if none. Length 0: there is nothing to change."""
     stages, width = groups.at.shape
     longest, length, spare = min(stages, len(new.stage)) // 2, 1, -1
     if longest > 1 and rng.random() >= SINGLE:
@@ -360,9 +374,9 @@ def anneal(
     temperature: float,
     weight: float,
 ) -> tuple[float, float]:
-    """Metropolis' rule at one temperature [s], on the cost and, so much weighted, the guide, which is smoother: for the hops, see
-    ``bottleneck``; and the mean over the stages' data-parallel costs. ``groups`` becomes the last placement, ``best`` the cheapest
-    there was; the cost of that, and the first with the guide. rng: numpy's Generator."""
+    """Metropolis' rule at one temperature [s], on the cost and, so much weighted, the guide, which is smoother: for the
+    hops, see ``bottleneck``; and the mean over the stages' data-parallel costs. ``groups`` becomes the last placement,
+    ``best`` the cheapest there was; the cost of that, and the first with the guide. rng: numpy's Generator."""
     kept, new, scratch = working
     best_s = cost_s = np.inf
     moved = True

@@ -1,11 +1,12 @@
 """GPipe and 1F1B: who does what in which order, and how long that takes where stages and links are unequal.
 
-A schedule is one order of tasks a stage (GPipe: Huang et al. 2019, sec. 2.3; 1F1B: PipeDream, Narayanan et al. 2019, sec. 3.2, here with
-a flush at the end of each step): ``gpipe`` and ``one_f_one_b``, which the baselines of the papers play to the letter
-(``papers.baselines``). What trains (``runtime.microbatch.stage_server``) waits for no task that could be done now, and its last stage
-computes forward and backward of a microbatch in one go, so ``play`` does the same: GPipe does forward before backward where both wait,
-1F1B backward before forward, with no more microbatches in between than the order would have. Each stage has the three slots of DT-FM
-sec. 3.5: it receives, computes and sends at the same time.
+A schedule is one order of tasks a stage (GPipe: Huang et al. 2019, sec. 2.3; 1F1B: PipeDream, Narayanan et al. 2019,
+sec. 3.2, here with a flush at the end of each step): ``gpipe`` and ``one_f_one_b``, which the baselines of the papers
+play to the letter (``papers.baselines``). What trains (``runtime.microbatch.stage_server``) waits for no task that
+could be done now, and its last stage computes forward and backward of a microbatch in one go, so ``play`` does the
+same: GPipe does forward before backward where both wait, 1F1B backward before forward, with no more microbatches in
+between than the order would have. Each stage has the three slots of DT-FM sec. 3.5: it receives, computes and sends at
+the same time.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ Kind = Literal["forward", "backward"]
 Task = tuple[Kind, int]
 """What, and of which microbatch."""
 PLAYED = 128
-"""Microbatches that are played (four times the stages, if that is more); beyond, each takes as long as those of the second half did on
-average."""
+"""Microbatches that are played (four times the stages, if that is more); beyond, each takes as long as those of the
+second half did on average."""
 
 
 @dataclass(frozen=True)
 class Station:
-    """One stage of one pipeline [s]: what it computes for a microbatch, and what its transfers take: activations to the next stage
-    (``on``), gradients to the stage before (``back``). ``on_s``: on the path there, which carries one after the other; ``on_delay_s``
-    beyond that. ``on_up_s``: of this machine's uplink, ``on_down_s``: of the receiver's downlink, which all that they carry shares."""
+    """One stage of one pipeline [s]: what it computes for a microbatch, and what its transfers take: activations to the
+    next stage (``on``), gradients to the stage before (``back``). ``on_s``: on the path there, which carries one after
+    the other; ``on_delay_s`` beyond that. ``on_up_s``: of this machine's uplink, ``on_down_s``: of the receiver's
+    downlink, which all that they carry shares."""
 
     forward_s: float
     backward_s: float
@@ -77,7 +79,8 @@ def gpipe(stages: int, microbatches: int) -> list[list[Task]]:
 
 
 def one_f_one_b(stages: int, microbatches: int) -> list[list[Task]]:
-    """Stage s begins with as many forward passes as there are stages from it to the end, then one backward for each forward."""
+    """Stage s begins with as many forward passes as there are stages from it to the end, then one backward for each
+    forward."""
     orders = []
     for stage in range(stages):
         ahead = min(stages - stage, microbatches)
@@ -97,7 +100,8 @@ FIRST: dict[Schedule, tuple[Kind, Kind]] = {"gpipe": ("forward", "backward"), "1
 
 @lru_cache(maxsize=512)
 def pass_s(schedule: Schedule, stations: tuple[Station, ...], microbatches: int) -> float:
-    """Until the last stage is done with its last task [s]; of many microbatches (``PLAYED``) the rest is extrapolated."""
+    """Until the last stage is done with its last task [s]; of many microbatches (``PLAYED``) the rest is
+    extrapolated."""
     played = max(PLAYED, 4 * len(stations))
     if microbatches <= played:
         return play(schedule, stations, microbatches)
@@ -106,7 +110,8 @@ def pass_s(schedule: Schedule, stations: tuple[Station, ...], microbatches: int)
 
 
 def play(schedule: Schedule, stations: Sequence[Station], microbatches: int) -> float:
-    """Until the last stage is done with its last task [s]. Transfers take turns in the order in which they were computed."""
+    """Until the last stage is done with its last task [s]. Transfers take turns in the order in which they were
+    computed."""
     return _Play(schedule, stations, microbatches).run()
 
 
@@ -169,7 +174,8 @@ class _Play:
             self._send(now_s, stage, stage - 1, "backward", microbatch)
 
     def _send(self, now_s: float, stage: int, receiver: int, kind: Kind, microbatch: int) -> None:
-        """As ``network.shaped`` does: a slow path leaves the uplink to others; a downlink takes no time for what comes alone."""
+        """As ``network.shaped`` does: a slow path leaves the uplink to others; a downlink takes no time for what comes
+        alone."""
         s, on = self._stations[stage], kind == "forward"
         path_s, delay_s, up_s, down_s = (
             (s.on_s, s.on_delay_s, s.on_up_s, s.on_down_s)

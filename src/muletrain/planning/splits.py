@@ -1,10 +1,11 @@
 """What a step takes under strategies with planned membership, in pure numbers; and which strategy to recommend.
 
-``pipeline``: stages and pipelines as placed, GPipe or 1F1B (``schedules``); ``swap``: every machine computes the whole model
-(``swapping``). What strategy ``swarm`` does, and what whole steps of ``pipeline`` take, is the simulator's to say (``sim.steps.steps``).
+``pipeline``: stages and pipelines as placed, GPipe or 1F1B (``schedules``); ``swap``: every machine computes the whole
+model (``swapping``). What strategy ``swarm`` does, and what whole steps of ``pipeline`` take, is the simulator's to say
+(``sim.steps.steps``).
 
-Parts of a step are told apart by what would be gone without them: a step without links and without averaging is compute (the busiest
-machine's) and bubble; what links between stages add is pipeline; what a step's end adds is data-parallel.
+Parts of a step are told apart by what would be gone without them: a step without links and without averaging is compute
+(the busiest machine's) and bubble; what links between stages add is pipeline; what a step's end adds is data-parallel.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Member:
 
 
 def averaging_s(nbytes: float, members: Sequence[Member], bandwidth: float, delay_s: float) -> float:
-    """A stage's gradient among its replicas [s]. ``bandwidth``: of the narrowest path between two of them [bytes/s]; ``delay_s``: of the
-    longest, one way."""
+    """A stage's gradient among its replicas [s]. ``bandwidth``: of the narrowest path between two of them [bytes/s];
+    ``delay_s``: of the longest, one way."""
     if len(members) < 2:
         return 0.0
     narrowest = min(min(m.up_bytes_per_s, m.down_bytes_per_s) for m in members)
@@ -54,7 +55,8 @@ def averaging_s(nbytes: float, members: Sequence[Member], bandwidth: float, dela
 
 
 def shared_out(items: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """``items`` in proportion to ``speeds``, in whole ones; the largest remainders get one more, the first of equals."""
+    """``items`` in proportion to ``speeds``, in whole ones; the largest remainders get one more, the first of
+    equals."""
     total = sum(speeds)
     exact = [items * v / total for v in speeds]
     found = [math.floor(x) for x in exact]
@@ -66,9 +68,9 @@ def shared_out(items: int, speeds: Sequence[float]) -> tuple[int, ...]:
 def pipeline_shares(
     pipelines: Sequence[tuple[Station, ...]], microbatches: int, machines: Sequence[Sequence[int]] = ()
 ) -> tuple[int, ...]:
-    """Of a step's microbatches, by pipeline. ``machines``: by stage and pipeline, where some serve several pipelines; default: each one.
-    One after the other goes where the busiest machine has least to do then, and among those where all have; which is the least that can
-    be where each machine serves one."""
+    """Of a step's microbatches, by pipeline. ``machines``: by stage and pipeline, where some serve several pipelines;
+    default: each one. One after the other goes where the busiest machine has least to do then, and among those where
+    all have; which is the least that can be where each machine serves one."""
     if not machines:
         machines = np.arange(len(pipelines) * len(pipelines[0])).reshape(len(pipelines[0]), -1).tolist()
     at, busy_s = np.array(machines), np.array([[s.busy_s for s in stations] for stations in pipelines]).T
@@ -85,24 +87,32 @@ def pipeline_shares(
 def pipeline_split(
     pipelines: Sequence[tuple[Station, ...]], shares: Sequence[int], schedule: Schedule, ending_s: float
 ) -> Split:
-    """Of a step of GPipe or 1F1B, which ends when the slowest pipeline has flushed and all stages have averaged (``ending_s``)."""
+    """Of a step of GPipe or 1F1B, which ends when the slowest pipeline has flushed and all stages have averaged
+    (``ending_s``)."""
     given = [(p, m) for p, m in zip(pipelines, shares, strict=True) if m]
     linked_s = max(pass_s(schedule, p, m) for p, m in given)
     free_s = max(pass_s(schedule, unlinked(p), m) for p, m in given)
     compute_s = max(m * max(s.forward_s + s.backward_s for s in p) for p, m in given)
     return Split(
-        compute_s=compute_s, pipeline_s=max(0.0, linked_s - free_s), data_parallel_s=ending_s, bubble_s=max(0.0, free_s - compute_s)
-    )  # fmt: skip
+        compute_s=compute_s,
+        pipeline_s=max(0.0, linked_s - free_s),
+        data_parallel_s=ending_s,
+        bubble_s=max(0.0, free_s - compute_s),
+    )
 
 
 def parted(compute_s: float, free_s: float, linked_s: float, step_s: float) -> Split:
-    """Of a step of ``step_s``, which computes for ``linked_s``, without links for ``free_s``, and if nobody waited ``compute_s``."""
+    """Of a step of ``step_s``, which computes for ``linked_s``, without links for ``free_s``, and if nobody waited
+    ``compute_s``."""
     linked_s = min(linked_s, step_s)
     free_s = min(free_s, linked_s)
     compute_s = min(compute_s, free_s)
     return Split(
-        compute_s=compute_s, bubble_s=free_s - compute_s, pipeline_s=linked_s - free_s, data_parallel_s=step_s - linked_s
-    )  # fmt: skip
+        compute_s=compute_s,
+        bubble_s=free_s - compute_s,
+        pipeline_s=linked_s - free_s,
+        data_parallel_s=step_s - linked_s,
+    )
 
 
 def roughly_s(stations: Sequence[Station], microbatches: int) -> float:
@@ -132,8 +142,8 @@ class Swapper:
 
 
 def swap_split(swappers: Sequence[Swapper], microbatches: int, ending_s: float) -> Split:
-    """Of a step in which each machine computes minibatches until all together have so many, and then averages the whole model
-    (ATOM sec. III-E)."""
+    """Of a step in which each machine computes minibatches until all together have so many, and then averages the whole
+    model (ATOM sec. III-E)."""
     compute_s = microbatches / sum(1 / s.busy_s for s in swappers)
     usual = sum(s.accumulate for s in swappers) / len(swappers)
     rounds = max(1, round(microbatches / usual))

@@ -1,13 +1,15 @@
-"""Swapping layers between a machine's memory and its GPU: which layers are there at a time, and how many minibatches hide the loading.
+"""Swapping layers between a machine's memory and its GPU: which layers are there at a time, and how many minibatches
+hide the loading.
 
-ATOM (Wu et al. 2024) sec. III-C, III-D and the constraints of fig. 13. The model is a chain of layers, cut into consecutive sub-models.
-While one computes C minibatches, the next one is loaded, so that
+ATOM (Wu et al. 2024) sec. III-C, III-D and the constraints of fig. 13. The model is a chain of layers, cut into
+consecutive sub-models. While one computes C minibatches, the next one is loaded, so that
 
-- memory: a sub-model that computes and the one that is loaded meanwhile fit into the GPU together (fig. 13 asks it of each by itself);
+- memory: a sub-model that computes and the one that is loaded meanwhile fit into the GPU together (fig. 13 asks it of
+  each by itself);
 - time: C x what a sub-model computes for a minibatch >= what loading its successor takes, forward and backward.
 
-All cuts between blocks of a decoder send equally much, so the cut with the fewest sub-models is the cheapest (fig. 13's objective). The
-last sub-model stays for its backward, and the first one for the next forward (fig. 12).
+All cuts between blocks of a decoder send equally much, so the cut with the fewest sub-models is the cheapest (fig. 13's
+objective). The last sub-model stays for its backward, and the first one for the next forward (fig. 12).
 """
 
 from __future__ import annotations
@@ -79,8 +81,8 @@ def accumulation(layers: Sequence[Layer], runs: Cut, load_bytes_per_s: float) ->
 
 
 def round_s(layers: Sequence[Layer], runs: Cut, load_bytes_per_s: float, minibatches: int) -> float:
-    """Forward and backward of so many minibatches in a row [s]: each sub-model computes all of them, and for its neighbour's weights if
-    these take longer."""
+    """Forward and backward of so many minibatches in a row [s]: each sub-model computes all of them, and for its
+    neighbour's weights if these take longer."""
     ends = [*layers[slice(*runs[-1])]], [*layers[slice(*runs[0])]]
     alone_s = sum(layer.forward_s for layer in ends[0]) + sum(layer.backward_s for layer in ends[1])
     return minibatches * alone_s + sum(
@@ -89,7 +91,8 @@ def round_s(layers: Sequence[Layer], runs: Cut, load_bytes_per_s: float, minibat
 
 
 def _beside(layers: Sequence[Layer], runs: Cut, load_bytes_per_s: float) -> list[tuple[float, float]]:
-    """Of each sub-model beside which another is loaded, forward and then backward: what it computes for a minibatch, and that loading."""
+    """Of each sub-model beside which another is loaded, forward and then backward: what it computes for a minibatch,
+    and that loading."""
     loads = [sum(layer.load_bytes for layer in layers[first:end]) / load_bytes_per_s for first, end in runs]
     ahead = [sum(layer.forward_s for layer in layers[first:end]) for first, end in runs]
     back = [sum(layer.backward_s for layer in layers[first:end]) for first, end in runs]

@@ -1,5 +1,6 @@
-"""Who should serve which stage, as a view of the members that every rule gets, and two of the rules: where a newcomer goes, and who goes to
-stages that have lost all their peers. The third, who moves while the run goes on, is ``policy.rebalance``'s.
+"""Who should serve which stage, as a view of the members that every rule gets, and two of the rules: where a newcomer
+goes, and who goes to stages that have lost all their peers. The third, who moves while the run goes on, is
+``policy.rebalance``'s.
 
 All are pure functions of the view, so that peers that see the same decide the same.
 """
@@ -32,7 +33,8 @@ class Load:
     targets: frozenset[int] | None = None
     """Stages it could serve instead (its memory; one that is needed where it is: none); None: all."""
     alike: int = 1
-    """So many peers of which all this holds, in simulations of large fleets: a move names their first, and means one of them."""
+    """So many peers of which all this holds, in simulations of large fleets: a move names their first, and means one of
+    them."""
     name: str = ""
     """By which a plan knows it."""
     device: str | None = None
@@ -48,7 +50,8 @@ class Load:
 
 @dataclass(frozen=True)
 class View:
-    """Everything a rule may look at. ``work``: cost of a microbatch at each stage, any unit; ``state_bytes``: what a newcomer copies."""
+    """Everything a rule may look at. ``work``: cost of a microbatch at each stage, any unit; ``state_bytes``: what a
+    newcomer copies."""
 
     loads: Mapping[str, Load]
     """By id. Newcomers are placed one after the other, in this order."""
@@ -86,15 +89,16 @@ class Move:
     source: int
     target: int
     measured: bool = False
-    """It follows from measured speeds, which wander on a busy machine: what wants it must want it twice (``rebalance.Confirmed``)."""
+    """It follows from measured speeds, which wander on a busy machine: what wants it must want it twice
+    (``rebalance.Confirmed``)."""
     why: str = ""
     """What is the matter with ``target``, in words; empty: it has the highest load."""
 
 
 def placed(view: View) -> tuple[Move, ...]:
-    """Newcomers, each where it is needed most: at the most loaded one of the stages that it can serve, unserved ones first, of those the
-    ones that few can serve. Stages where only its kind of device serves come before all others. Lowest stage among equals. Who can serve
-    no stage is left out."""
+    """Newcomers, each where it is needed most: at the most loaded one of the stages that it can serve, unserved ones
+    first, of those the ones that few can serve. Stages where only its kind of device serves come before all others.
+    Lowest stage among equals. Who can serve no stage is left out."""
     served, devices = [0] * view.stages, [set[str]() for _ in view.work]
     for load in view.loads.values():
         if 0 <= load.stage < view.stages:
@@ -124,8 +128,9 @@ def _urgency(
 def filled(view: View) -> tuple[Move, ...]:
     """Who moves where so that each stage has a peer, as far as there is somebody.
 
-    Stages that much depends on come first. A peer comes from the stage that has most left of what it needs (peers per work), never the
-    last one of it; of its peers the best is one that has a part of the lost stage already, then the first by id.
+    Stages that much depends on come first. A peer comes from the stage that has most left of what it needs (peers per
+    work), never the last one of it; of its peers the best is one that has a part of the lost stage already, then the
+    first by id.
     """
     serving = view.served()
     lost = sorted((s for s, peers in enumerate(serving) if not peers), key=lambda s: (-view.work[s], s))

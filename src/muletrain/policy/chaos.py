@@ -1,4 +1,5 @@
-"""The plan of ``muletrain run --chaos``: text to faults and back, or drawn from a seed. Pure: who is hit is decided when it happens.
+"""The plan of ``muletrain run --chaos``: text to faults and back, or drawn from a seed. Pure: who is hit is decided
+when it happens.
 
 plan      = fault { ";" fault }
 fault     = ("kill" | "corrupt") target exactly | "freeze" target exactly "for" time | "join" when
@@ -44,7 +45,8 @@ HELP = (
 
 @dataclass(frozen=True)
 class Fault:
-    """``for_s``: how long a freeze or a partition lasts. Exactly one of ``step`` (done) and ``at_s`` (after training began) is set."""
+    """``for_s``: how long a freeze or a partition lasts. Exactly one of ``step`` (done) and ``at_s`` (after training
+    began) is set."""
 
     kind: Kind
     step: int | None = None
@@ -95,7 +97,8 @@ def readable(faults: Sequence[Fault]) -> str:
 
 
 def draw(seed: int, bounds: Bounds) -> tuple[Fault, ...]:
-    """Three to six faults that the run survives: of ``kill`` at most as many as there are peers beyond one per stage."""
+    """Three to six faults that the run survives: of ``kill`` at most as many as there are peers beyond one per
+    stage."""
     rng = random.Random(f"chaos/{seed}")
     spare = len(bounds.names) - bounds.stages
     kinds: list[Kind] = ["kill"] * rng.randint(min(1, spare), max(0, min(2, spare)))

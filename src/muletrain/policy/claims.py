@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 
 def claimant(step: int, index: int, trainers: Iterable[str], turn: int = 0) -> str:
-    """The live trainer that should build microbatch ``(step, index)``; in later turns, as none of those before it did, the next one. A
-    hint against double work, not a promise.
+    """The live trainer that should build microbatch ``(step, index)``; in later turns, as none of those before it did,
+    the next one. A hint against double work, not a promise.
 
     Raises ValueError when there is no trainer.
     """

@@ -1,9 +1,10 @@
 """How much may be on its way to one receiver: a congestion window that keeps the queue it causes short.
 
-Routers at home queue seconds of data. A sender that fills such a queue delays everything that shares the link: probes, seals, activations.
-So the window follows the delay, not losses, as LEDBAT (RFC 6817), FAST TCP (Wei et al. 2006) and BBR do: the one-way delay above the
-smallest one seen lately is the queue in front of the receiver. In equilibrium that queue is ``target_s`` long. Traffic with a smaller
-target yields to traffic with a larger one wherever the two share a link, at either end.
+Routers at home queue seconds of data. A sender that fills such a queue delays everything that shares the link: probes,
+seals, activations. So the window follows the delay, not losses, as LEDBAT (RFC 6817), FAST TCP (Wei et al. 2006) and
+BBR do: the one-way delay above the smallest one seen lately is the queue in front of the receiver. In equilibrium that
+queue is ``target_s`` long. Traffic with a smaller target yields to traffic with a larger one wherever the two share a
+link, at either end.
 """
 
 from __future__ import annotations
@@ -15,27 +16,30 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 SMALLEST, FIRST, LARGEST = 1 << 13, 1 << 14, 1 << 25
-"""Bytes of a window: at least, at first, and at most. ``SMALLEST`` lets the lowest class come through on a full link, too."""
+"""Bytes of a window: at least, at first, and at most. ``SMALLEST`` lets the lowest class come through on a full link,
+too."""
 PIECE_MIN, PIECE_MAX = 1 << 12, 1 << 18
 """Bytes that are handed to the transport at once."""
 PIECES = 8
 """In a window."""
 COARSE = 2
-"""A virtual world sends pieces of up to this many windows, and pauses after each one larger than a window, so that the rate is the same."""
+"""A virtual world sends pieces of up to this many windows, and pauses after each one larger than a window, so that the
+rate is the same."""
 GAIN = 0.2
 """Share of the distance to the target window that is covered in one round trip (FAST TCP's gamma)."""
 EMPTY = 0.25
 """A queue shorter than this share of the target counts as empty."""
 MEMORY_S = 60.0
-"""The base delay is the smallest of the last one to two periods of this length: routes change, and clocks drift by about 50 us/s."""
+"""The base delay is the smallest of the last one to two periods of this length: routes change, and clocks drift by
+about 50 us/s."""
 RECENT_S = 0.01
-"""We take the smallest delay of the acknowledgements within this time, because a busy process acknowledges late now and then. A longer
-time would lag behind, and the queue would oscillate."""
+"""We take the smallest delay of the acknowledgements within this time, because a busy process acknowledges late now and
+then. A longer time would lag behind, and the queue would oscillate."""
 INSTANT_S = 1e-6
 """Smallest round trip that we believe."""
 BESIDE = 3.0
-"""All flows together may have so many times as much under way as the uplink is known to need. With 2, three flows that begin at the same
-time take a fifth longer than they have to."""
+"""All flows together may have so many times as much under way as the uplink is known to need. With 2, three flows that
+begin at the same time take a fifth longer than they have to."""
 SAMPLE_S = 0.5
 """The rate of all flows is measured over this time: several pieces and receipts."""
 FADES = 0.9
@@ -64,9 +68,10 @@ class Smallest:
 class Uplink:
     """Bound of all flows of one sender together, because they share its uplink.
 
-    The window of an idle flow is that of its last message. If many flows begin at the same time, each with a window for the whole uplink,
-    they queue seconds of data. The bound is ``BESIDE`` times what the uplink is known to need: the largest window, or one round trip at the
-    highest rate of all flows together. So the bound doubles with each round trip where the receivers are the bottleneck."""
+    The window of an idle flow is that of its last message. If many flows begin at the same time, each with a window for
+    the whole uplink, they queue seconds of data. The bound is ``BESIDE`` times what the uplink is known to need: the
+    largest window, or one round trip at the highest rate of all flows together. So the bound doubles with each round
+    trip where the receivers are the bottleneck."""
 
     def __init__(self) -> None:
         self._largest = self._acknowledged = self._bytes_per_s = 0.0
@@ -90,8 +95,8 @@ class Uplink:
 class Window:
     """Congestion window of one sender to one receiver.
 
-    ``size``: the window [bytes]. ``queue_s``: the queue in front of the receiver as measured last. ``late_s``: the longest recent round
-    trip above the shortest one. ``measured_s``: time of that measurement."""
+    ``size``: the window [bytes]. ``queue_s``: the queue in front of the receiver as measured last. ``late_s``: the
+    longest recent round trip above the shortest one. ``measured_s``: time of that measurement."""
 
     def __init__(self) -> None:
         self.size = float(FIRST)
@@ -113,7 +118,8 @@ class Window:
 
     @property
     def piece(self) -> int:
-        """Bytes to hand to the transport at once: a small part of the window, so that other traffic gets between two pieces."""
+        """Bytes to hand to the transport at once: a small part of the window, so that other traffic gets between two
+        pieces."""
         return min(PIECE_MAX, max(PIECE_MIN, int(self.size) // PIECES))
 
     @property
@@ -124,8 +130,9 @@ class Window:
     def acknowledged(
         self, nbytes: int, sent_s: float, received_s: float, now_s: float, *, target_s: float, filled: bool
     ) -> None:
-        """Adapt the window: the receiver got ``nbytes``, sent at ``sent_s`` (our clock), at ``received_s`` (its clock), and we hear of it
-        at ``now_s``. The clocks need not agree, because only changes of the one-way delay count. ``filled``: the window was the limit."""
+        """Adapt the window: the receiver got ``nbytes``, sent at ``sent_s`` (our clock), at ``received_s`` (its clock),
+        and we hear of it at ``now_s``. The clocks need not agree, because only changes of the one-way delay count.
+        ``filled``: the window was the limit."""
         one_way_s = received_s - sent_s
         self._recent.append((now_s, one_way_s))
         while now_s - self._recent[0][0] > RECENT_S:

@@ -1,7 +1,7 @@
 """Which accumulators a stage keeps: disjoint sealed sets that cover as many microbatches as possible.
 
-Accumulators cannot be split: when a suspected peer turns out alive, two replicas may hold the same microbatch, and one of
-the two whole sets must go. Every member computes the same answer from the same announced sets.
+Accumulators cannot be split: when a suspected peer turns out alive, two replicas may hold the same microbatch, and one
+of the two whole sets must go. Every member computes the same answer from the same announced sets.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def resolve(sealed: Mapping[str, frozenset[int]], microbatches: int) -> Cover:
 
 
 def _exact(members: list[str], sealed: Mapping[str, frozenset[int]]) -> list[str]:
-    """Branch on taking or leaving each member; the first largest union found in this order is the answer everywhere. Branches that cannot
-    be larger than one that was found are left out: where few sets overlap, almost all."""
+    """Branch on taking or leaving each member; the first largest union found in this order is the answer everywhere.
+    Branches that cannot be larger than one that was found are left out: where few sets overlap, almost all."""
     left = [*accumulate((len(sealed[m]) for m in reversed(members)), initial=0)][::-1]
     best: tuple[int, list[str]] = (-1, [])
 

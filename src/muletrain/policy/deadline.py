@@ -1,4 +1,5 @@
-"""Deadlines from measured times, after TCP's retransmission timer (RFC 6298): mean plus four deviations, doubled on retry."""
+"""Deadlines from measured times, after TCP's retransmission timer (RFC 6298): mean plus four deviations, doubled on
+retry."""
 
 from __future__ import annotations
 
@@ -45,12 +46,13 @@ class Deadline:
 
 
 class Usual:
-    """When to wonder, where that costs little: after a multiple of the median of what was measured of late. Other than means and
-    deviations, medians forget a cold start, or a stall, as soon as most measurements are of something else."""
+    """When to wonder, where that costs little: after a multiple of the median of what was measured of late. Other than
+    means and deviations, medians forget a cold start, or a stall, as soon as most measurements are of something
+    else."""
 
     def __init__(self, unmeasured_s: float, floor_s: float, times: float, slow_times: float = 0.0) -> None:
-        """``slow_times``: not before that multiple of the slowest but one, either, where slow answers are as usual as fast ones: a link
-        that is full now and then."""
+        """``slow_times``: not before that multiple of the slowest but one, either, where slow answers are as usual as
+        fast ones: a link that is full now and then."""
         self._recent_s: deque[float] = deque(maxlen=RECENT)
         self._base_s: float | None = None
         """Of these; None: not looked for yet."""
@@ -84,12 +86,14 @@ class Pulse:
         self._last_s = now
 
     def goes_on_s(self, now: float, longest_s: float) -> float:
-        """For how long, if it does not beat again [s]; 0 or less: it does not. Pauses of more than ``longest_s`` are unusual, too."""
+        """For how long, if it does not beat again [s]; 0 or less: it does not. Pauses of more than ``longest_s`` are
+        unusual, too."""
         return self._last_s + min(self._usual.seconds(), longest_s) - now
 
 
 class RetryBudget:
-    """Work that is done twice is paid for by work that was done once: lateness must not cause more load. A token bucket."""
+    """Work that is done twice is paid for by work that was done once: lateness must not cause more load. A token
+    bucket."""
 
     def __init__(self, most: float, share: float) -> None:
         """``most``: tries that may follow each other; ``share``: of one, earned by each success."""

@@ -1,4 +1,5 @@
-"""Who keeps a stage's part of a checkpoint where not all peers share the place that it is written to (DESIGN "Checkpoints")."""
+"""Who keeps a stage's part of a checkpoint where not all peers share the place that it is written to (DESIGN
+"Checkpoints")."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ COPIES = 2
 
 
 def keepers(peers: Mapping[str, tuple[int, str]], stage: int, target: str) -> tuple[str, ...]:
-    """Of ``peers`` (id: stage, place), two of other stages on places of their own, not the ``target`` and not one place twice; nobody
-    where all share the target. The same ones for a stage as long as they live (rendezvous hashing), so that nobody fetches in vain."""
+    """Of ``peers`` (id: stage, place), two of other stages on places of their own, not the ``target`` and not one place
+    twice; nobody where all share the target. The same ones for a stage as long as they live (rendezvous hashing), so
+    that nobody fetches in vain."""
     if all(place == target for _, place in peers.values()):
         return ()
     able = sorted(

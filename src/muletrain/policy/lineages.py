@@ -1,9 +1,9 @@
 """Which of two histories of a run stays when a partition heals (DESIGN "Lineage, not consensus").
 
-Both are right: a state labelled t contains steps 1..t, each microbatch once, in either. One must go all the same, and both sides must
-come to the same answer while they train on, at different moments, peer by peer. So what is compared hardly changes any more: the
-longer one stays, where it is clearly longer; else the one whose first record of its own has the lower hash. (The hashes of the newest
-records would turn the answer round with every step.)
+Both are right: a state labelled t contains steps 1..t, each microbatch once, in either. One must go all the same, and
+both sides must come to the same answer while they train on, at different moments, peer by peer. So what is compared
+hardly changes any more: the longer one stays, where it is clearly longer; else the one whose first record of its own
+has the lower hash. (The hashes of the newest records would turn the answer round with every step.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ LEAD = 2
 
 @dataclass(frozen=True)
 class Chain:
-    """A peer's history. ``lineages`` are those of the last steps up to ``step``, at which it is; ``over``: no step follows."""
+    """A peer's history. ``lineages`` are those of the last steps up to ``step``, at which it is; ``over``: no step
+    follows."""
 
     step: int
     lineages: tuple[bytes, ...]
@@ -41,8 +42,8 @@ def forked_at(a: Chain, b: Chain) -> int | None:
 
 
 def gives_way(own: Chain, other: Chain, *, stalled: bool) -> bool:
-    """Whether who is in ``own`` should go over to ``other``. ``stalled``: ``own`` lacks a stage or a trainer, and has long since. What
-    has ended stays."""
+    """Whether who is in ``own`` should go over to ``other``. ``stalled``: ``own`` lacks a stage or a trainer, and has
+    long since. What has ended stays."""
     fork = forked_at(own, other)
     if fork is None or own.over:
         return False

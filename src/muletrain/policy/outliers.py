@@ -1,9 +1,10 @@
 """Which replicas' gradients of one step stand out, and whether a recomputation confirms them.
 
-Replicas of a stage hold gradients of different microbatches of one step, each a sum over ``count`` of them. If a microbatch's gradient
-is the common one plus noise, the length of a mean over n of them lies between that over many and sqrt(many / n) times it
-(McCandlish et al. 2018, sec. 2.2: E|mean|^2 = |G|^2 + tr(S) / n): this much is granted to whoever holds few, and ``FACTOR`` beyond it.
-That is cheap and proves nothing: what stands out is computed again by another peer, and only disagreement counts.
+Replicas of a stage hold gradients of different microbatches of one step, each a sum over ``count`` of them. If a
+microbatch's gradient is the common one plus noise, the length of a mean over n of them lies between that over many and
+sqrt(many / n) times it (McCandlish et al. 2018, sec. 2.2: E|mean|^2 = |G|^2 + tr(S) / n): this much is granted to
+whoever holds few, and ``FACTOR`` beyond it. That is cheap and proves nothing: what stands out is computed again by
+another peer, and only disagreement counts.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 FACTOR = 10.0
 """Times the length that the others' suggest. Of real training see benchmarks/outliers."""
 ALIKE = 0.25
-"""Length of the difference over length: replicas on different devices, fed by 8-bit activations, differ by a few percent; who is
-wrong is off by several times its length, or not at all."""
+"""Length of the difference over length: replicas on different devices, fed by 8-bit activations, differ by a few
+percent; who is wrong is off by several times its length, or not at all."""
 LEAST_FOR_SMALL = 3
 """Of two one of which is small, the other may as well be large."""
 
@@ -43,10 +44,11 @@ class Sum(NamedTuple):
 
 
 def outlying(sums: Mapping[str, Sum]) -> list[str]:
-    """Whose are to be computed again, by another if there is one: those that are not finite, nothing, or far from the others'. Those that
-    cost the least first.
+    """Whose are to be computed again, by another if there is one: those that are not finite, nothing, or far from the
+    others'. Those that cost the least first.
 
-    None where all of several are not finite (they confirm each other), and nothing is said of a finite one that has no others.
+    None where all of several are not finite (they confirm each other), and nothing is said of a finite one that has no
+    others.
     """
     lengths = {m: s.length for m, s in sums.items()}
     sound = {m: (lengths[m], s.count) for m, s in sums.items() if 0 < lengths[m] < math.inf}
@@ -69,7 +71,8 @@ def _stands_out(member: str, sums: Mapping[str, tuple[float, int]]) -> bool:
 
 
 def strange(length: float, before: Sequence[float]) -> bool:
-    """Does the gradient of one microbatch, of this length (infinite where it is not finite), stand out from those ``before`` it?"""
+    """Does the gradient of one microbatch, of this length (infinite where it is not finite), stand out from those
+    ``before`` it?"""
     if length == math.inf or not before:
         return length == math.inf
     usual = statistics.median(before)

@@ -1,8 +1,9 @@
 """Which peers move to another stage: the paper's rule and ours, over the same view.
 
-Both are pure functions of what peers announce, so that everyone who sees the same announcements computes the same moves, and each
-peer carries out its own. Neither takes a stage's last peer, and neither acts on a view in which a stage is missing: an empty stage
-is to be adopted, not balanced, and a stage that nobody heard of says that the view is not whole.
+Both are pure functions of what peers announce, so that everyone who sees the same announcements computes the same
+moves, and each peer carries out its own. Neither takes a stage's last peer, and neither acts on a view in which a stage
+is missing: an empty stage is to be adopted, not balanced, and a stage that nobody heard of says that the view is not
+whole.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from muletrain.policy.assignment import Load, View
 
 HYSTERESIS = 0.25
-"""A plan must raise the pipeline's throughput by this share of what its movers do, on average. Measured speeds wander by some per
-cent of one peer's speed; moving a peer where it is needed gains about its whole speed."""
+"""A plan must raise the pipeline's throughput by this share of what its movers do, on average. Measured speeds wander
+by some per cent of one peer's speed; moving a peer where it is needed gains about its whole speed."""
 EPSILON = 1e-9
 """Relative: sums of the same speeds in another order differ in the last bits, and are no gain."""
 
@@ -39,8 +40,8 @@ class Confirmed:
 
 
 def by_queue(view: View) -> tuple[Move, ...]:
-    """SWARM app. D, algorithm 2: the peer with the shortest queue of the least loaded stage moves to the most loaded one. Lowest stage
-    and lowest id first among equals; at most one move."""
+    """SWARM app. D, algorithm 2: the peer with the shortest queue of the least loaded stage moves to the most loaded
+    one. Lowest stage and lowest id first among equals; at most one move."""
     served = view.served()
     if not all(served):
         return ()
@@ -57,17 +58,18 @@ def by_queue(view: View) -> tuple[Move, ...]:
 def by_throughput(view: View, horizon_s: float, *, exchange: bool = True) -> tuple[Move, ...]:
     """The moves after which the slowest stage does most, if they gain more within ``horizon_s`` than they cost.
 
-    A stage does the sum of what its peers do, a pipeline what its slowest stage does. The plan grows move by move, each to the stage
-    that is slowest then, from wherever most is left for both; of its beginnings the one of greatest net gain is taken, so that several
-    stages that share the last place are relieved at once, and two moves can make an exchange. A gain is counted from when
-    the last mover has arrived; until then those on their way serve nobody, and all they would have done is the price. Every plan
-    raises the throughput by a part of its movers' speed (``HYSTERESIS``), so that a constant view comes to rest.
+    A stage does the sum of what its peers do, a pipeline what its slowest stage does. The plan grows move by move, each
+    to the stage that is slowest then, from wherever most is left for both; of its beginnings the one of greatest net
+    gain is taken, so that several stages that share the last place are relieved at once, and two moves can make an
+    exchange. A gain is counted from when the last mover has arrived; until then those on their way serve nobody, and
+    all they would have done is the price. Every plan raises the throughput by a part of its movers' speed
+    (``HYSTERESIS``), so that a constant view comes to rest.
 
-    Without ``exchange`` no stage both gives and gets: what a stage loses was measured there, but what it gains follows from the stages'
-    costs, and where these are wrong a swap that promises much gains nothing, and is promised again.
+    Without ``exchange`` no stage both gives and gets: what a stage loses was measured there, but what it gains follows
+    from the stages' costs, and where these are wrong a swap that promises much gains nothing, and is promised again.
 
-    The strongest peer of each stage stays, for itself in every view that it is part of: even peers that see different parts
-    of the fleet leave no stage empty.
+    The strongest peer of each stage stays, for itself in every view that it is part of: even peers that see different
+    parts of the fleet leave no stage empty.
     """
     served = view.served()
     if not all(served):
@@ -116,8 +118,8 @@ class _Plan:
         return self._powers[peer] / self._view.work[stage]
 
     def next_move(self) -> Move | None:
-        """To the slowest stage: the move that leaves most for the slower of the two stages, and more than there was; the first of equals
-        by stage and id."""
+        """To the slowest stage: the move that leaves most for the slower of the two stages, and more than there was;
+        the first of equals by stage and id."""
         after, target = self._after, self._after.index(min(self._after))
         if not self._exchange and target in self._gave:
             return None
@@ -151,7 +153,8 @@ class _Plan:
         self._after[move.target] += self._speed(move.peer, move.target)
 
     def net_gain(self, horizon_s: float) -> float:
-        """Microbatches more within the horizon than without the moves, less what the movers would have done on their way."""
+        """Microbatches more within the horizon than without the moves, less what the movers would have done on their
+        way."""
         seconds = [self._view.state_bytes[m.target] / self._view.loads[m.peer].bytes_per_s for m in self.moves]
         moving_s = min(horizon_s, max(seconds))
         before = min(self._before)
@@ -165,7 +168,8 @@ class _Plan:
 
 
 def _powers(view: View) -> dict[str, float]:
-    """Of every peer [work/s], where it was measured. One that was measured nowhere counts as the median of the others."""
+    """Of every peer [work/s], where it was measured. One that was measured nowhere counts as the median of the
+    others."""
     powers = {p: _power(load, view.work) for p, load in view.loads.items()}
     known = [power for p, power in powers.items() if power is not None for _ in range(view.loads[p].alike)]
     usual = median(known) if known else 1.0

@@ -7,7 +7,8 @@ from itertools import pairwise
 BLOCK = 4096
 """Shards and chunks start on a quantisation block, so that every sender quantises the same blocks."""
 CHUNK = 128 * BLOCK
-"""Elements in a chunk: 2 MiB of fp32. Small enough to overlap sending, summing and returning, large enough to stream."""
+"""Elements in a chunk: 2 MiB of fp32. Small enough to overlap sending, summing and returning, large enough to
+stream."""
 
 
 def shard_ranges(n_params: int, members: int) -> list[tuple[int, int]]:

@@ -1,11 +1,11 @@
 """Which replicas of a stage reduce together when not all of them reach each other.
 
-Every member announces whom it counts on (its view); a round needs members whose views are the same. Views of a first attempt are
-guesses, for a death may not have got around; from the second on they say who does not reach whom. Then everyone keeps to itself
-and those that all reach each other as far as it knows, first those that say that they count on it, in the order of ids: members that
-know the same choose the same. Who is in no such company yields to one that is larger, or as large with a lower first member: that order
-is total, so that somebody always goes on, and of two sides that both could, one does; and a member that none of the others gets
-anything from does not go on without them.
+Every member announces whom it counts on (its view); a round needs members whose views are the same. Views of a first
+attempt are guesses, for a death may not have got around; from the second on they say who does not reach whom. Then
+everyone keeps to itself and those that all reach each other as far as it knows, first those that say that they count on
+it, in the order of ids: members that know the same choose the same. Who is in no such company yields to one that is
+larger, or as large with a lower first member: that order is total, so that somebody always goes on, and of two sides
+that both could, one does; and a member that none of the others gets anything from does not go on without them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ class View(NamedTuple):
 
 
 def company(me: str, reached: Iterable[str], views: Mapping[str, View]) -> tuple[str, ...]:
-    """Whom ``me``, who reaches ``reached``, counts on next; sorted. Those that say that they count on ``me`` come first, unless that makes
-    the company smaller: one member that tells each of the others that it counts on nobody else must not part them."""
+    """Whom ``me``, who reaches ``reached``, counts on next; sorted. Those that say that they count on ``me`` come
+    first, unless that makes the company smaller: one member that tells each of the others that it counts on nobody else
+    must not part them."""
     others = sorted(set(reached) - {me})
 
     def counts_on(a: str, b: str) -> bool:

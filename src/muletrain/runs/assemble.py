@@ -85,19 +85,33 @@ class RunFacts:
     def plan(self) -> Plan:
         c, t = self.config, self.config.train
         return Plan(
-            stages=c.fleet.stages, steps=t.steps, microbatches=c.microbatches, sequences=t.microbatch,
-            width=self.spec.width, vocab=self.spec.vocab,
+            stages=c.fleet.stages,
+            steps=t.steps,
+            microbatches=c.microbatches,
+            sequences=t.microbatch,
+            width=self.spec.width,
+            vocab=self.spec.vocab,
             sequence_length=functools.partial(
                 sequence_length, context=self.spec.context, start=t.sequence_start, warmup=t.sequence_warmup
             ),
-            activations=c.wire.activations, gradients=c.wire.gradients, clip=c.optimizer.clip,
+            activations=c.wire.activations,
+            gradients=c.wire.gradients,
+            clip=c.optimizer.clip,
             lr=functools.partial(learning_rate, c.optimizer, total_steps=t.steps),
-            checkpoint_every=c.checkpoint.every, capacity=self.capacity, strategy=self.strategy, rebalance=c.fleet.rebalance,
+            checkpoint_every=c.checkpoint.every,
+            capacity=self.capacity,
+            strategy=self.strategy,
+            rebalance=c.fleet.rebalance,
             rebalance_s=c.fleet.rebalance_period,
             work=tuple(t.microbatch * self.spec.context * flops for flops in self.stage_costs()),
-            state_bytes=tuple((16 if c.optimizer.delayed else 12) * self.spec.stage_params(self.cut, s) for s in range(c.fleet.stages)),
-            trace=c.fleet.trace, adopt_after_s=c.fleet.adopt_after, from_seed=c.model.from_ is None, delayed=c.optimizer.delayed,
-        )  # fmt: skip
+            state_bytes=tuple(
+                (16 if c.optimizer.delayed else 12) * self.spec.stage_params(self.cut, s) for s in range(c.fleet.stages)
+            ),
+            trace=c.fleet.trace,
+            adopt_after_s=c.fleet.adopt_after,
+            from_seed=c.model.from_ is None,
+            delayed=c.optimizer.delayed,
+        )
 
     def source(self, cache: TokenCache) -> MicrobatchSource:
         return self.source_of(cache.train)
@@ -115,12 +129,17 @@ class RunFacts:
         precision = Precision.FP32 if c.compute.precision is Precision.AUTO else c.compute.precision
         return [
             stage_memory(
-                self.spec, self.cut, s, tokens=self.tokens, precision=precision,
-                state_on_cpu=c.optimizer.state_device == "cpu", delayed=c.optimizer.delayed,
+                self.spec,
+                self.cut,
+                s,
+                tokens=self.tokens,
+                precision=precision,
+                state_on_cpu=c.optimizer.state_device == "cpu",
+                delayed=c.optimizer.delayed,
                 graphs=min(self.capacity, c.microbatches) if c.compute.checkpointing == "never" else 1,
             )
             for s in range(c.fleet.stages)
-        ]  # fmt: skip
+        ]
 
     def stage_costs(self) -> list[float]:
         """FLOPs per token of each stage's forward."""
@@ -129,22 +148,30 @@ class RunFacts:
     def manifest(self, run_id: str) -> dict[str, object]:
         """What a checkpoint says about itself, beside its parts."""
         return {
-            "format": FORMAT, "run_id": run_id, "config": json.loads(self.config.model_dump_json(by_alias=True)),
-            "spec": json.loads(self.spec.to_json()), "cut": [list(c) for c in self.cut],
-        }  # fmt: skip
+            "format": FORMAT,
+            "run_id": run_id,
+            "config": json.loads(self.config.model_dump_json(by_alias=True)),
+            "spec": json.loads(self.spec.to_json()),
+            "cut": [list(c) for c in self.cut],
+        }
 
 
 def build_compute(
     facts: RunFacts, stage: int, machine: Machine, fleet_index: int | None, part: Path | None = None
 ) -> Compute:
-    """The stage's compute, paced if the fleet profile declares service times. ``part``: where its weights are (a checkpoint's part),
-    default: ``model.from``, or drawn from the seed. Raises CheckpointError."""
+    """The stage's compute, paced if the fleet profile declares service times. ``part``: where its weights are (a
+    checkpoint's part), default: ``model.from``, or drawn from the seed. Raises CheckpointError."""
     config = facts.config
     setup = StageSetup(
-        optimizer=config.optimizer, total_steps=config.train.steps, seed=config.train.seed,
-        sequences=config.train.microbatch, device=machine.device, precision=machine.precision,
-        checkpointing=config.compute.checkpointing, stash_budget=_stash_budget(facts, stage, machine),
-    )  # fmt: skip
+        optimizer=config.optimizer,
+        total_steps=config.train.steps,
+        seed=config.train.seed,
+        sequences=config.train.microbatch,
+        device=machine.device,
+        precision=machine.precision,
+        checkpointing=config.compute.checkpointing,
+        stash_budget=_stash_budget(facts, stage, machine),
+    )
     compute: Compute = TorchCompute(
         facts.spec, facts.cut, stage, setup, initial_weights(facts, stage) if part is None else _weights_in(part)
     )
@@ -192,9 +219,9 @@ def initial_weights(facts: RunFacts, stage: int) -> Callable[[str], Tensor] | No
 
 
 def resolve_start(config: RunConfig) -> RunConfig:
-    """With ``model.from`` the sizes are the checkpoint's, and so is the tokenizer unless another is named; otherwise ``config`` as
-    it is. Sequence length, dropout, layer sharing and everything else stay the user's. Raises CheckpointError, or ConfigError where
-    the user asks for other sizes."""
+    """With ``model.from`` the sizes are the checkpoint's, and so is the tokenizer unless another is named; otherwise
+    ``config`` as it is. Sequence length, dropout, layer sharing and everything else stay the user's. Raises
+    CheckpointError, or ConfigError where the user asks for other sizes."""
     if config.model.from_ is None:
         return config
     given = config.model.model_dump(include=config.model.model_fields_set - {"from_"}, exclude_none=True)

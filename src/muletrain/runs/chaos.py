@@ -1,8 +1,9 @@
-"""Injects the faults of a chaos plan (``policy/chaos.py``) into a local fleet: signals to its processes, lines to its workers.
+"""Injects the faults of a chaos plan (``policy/chaos.py``) into a local fleet: signals to its processes, lines to its
+workers.
 
-Every injection is a ``FaultInjected`` event in the run folder, so that what was injected can be compared with what was noticed. A fault
-at an exact point of a step is the target's own act (``Points``), two steps after it was told: by then nobody could hit that point from
-outside.
+Every injection is a ``FaultInjected`` event in the run folder, so that what was injected can be compared with what was
+noticed. A fault at an exact point of a step is the target's own act (``Points``), two steps after it was told: by then
+nobody could hit that point from outside.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class Injector:
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``names``: the fleet's peers, in the order that a partition's sides count them. ``seed`` decides who 'any' is."""
+        """``names``: the fleet's peers, in the order that a partition's sides count them. ``seed`` decides who 'any'
+        is."""
         self._waiting, self._founding = list(plan), frozenset(names)
         self._fleet, self._names, self._now = fleet, list(names), now
         self._rng = random.Random(f"targets/{seed}")
@@ -253,8 +255,8 @@ class Points:
 
 
 def spoil_next(compute: Compute) -> None:
-    """The next gradient that ``compute`` hands out for averaging is not finite, as from faulty memory. One of no microbatches, nobody
-    would miss."""
+    """The next gradient that ``compute`` hands out for averaging is not finite, as from faulty memory. One of no
+    microbatches, nobody would miss."""
     right = compute.gradient
 
     async def gradient(step: int) -> Tensor:
@@ -268,7 +270,8 @@ def spoil_next(compute: Compute) -> None:
 
 
 def damage_next(network: Libp2pNetwork) -> None:
-    """The next frame that ``network`` sends gets a flipped bit in its prefix, as where the transport's own check fails."""
+    """The next frame that ``network`` sends gets a flipped bit in its prefix, as where the transport's own check
+    fails."""
     intact = network.damage
 
     def damage(buffers: list[Buffer]) -> list[Buffer]:

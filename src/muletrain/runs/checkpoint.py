@@ -60,8 +60,8 @@ def bring_home(where: str, into: Path) -> None:
 
 
 def bring_newest_home(place: str, folder: Path) -> None:
-    """The newest complete checkpoint of ``place`` whose every part is what its manifest says, unless the run folder has it. Raises
-    ConfigError or CheckpointError."""
+    """The newest complete checkpoint of ``place`` whose every part is what its manifest says, unless the run folder has
+    it. Raises ConfigError or CheckpointError."""
     try:
         source = open_place(place, keep=1)
         complete = sorted(source.complete(), reverse=True)
@@ -94,7 +94,8 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        """The checkpoint ``path`` means (a run folder: its newest). Raises CheckpointError for a damaged or foreign one."""
+        """The checkpoint ``path`` means (a run folder: its newest). Raises CheckpointError for a damaged or foreign
+        one."""
         folder = latest_checkpoint(path)
         try:
             manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
@@ -113,7 +114,8 @@ class Checkpoint:
 
     @classmethod
     def newest_intact(cls, run: Path, say: Callable[[str], None]) -> Checkpoint | None:
-        """The newest complete checkpoint of a run folder whose every part is what its manifest says, None if there is none.
+        """The newest complete checkpoint of a run folder whose every part is what its manifest says, None if there is
+        none.
 
         ``say`` is told of those passed over. What a power cut left half written is removed.
         """
@@ -139,8 +141,8 @@ class Checkpoint:
         return checkpoint
 
     def check_same_run(self, config: RunConfig) -> None:
-        """Raises ConfigError naming the fields in which ``config`` is of another run than this checkpoint. A field that an older version
-        did not have was at its default."""
+        """Raises ConfigError naming the fields in which ``config`` is of another run than this checkpoint. A field that
+        an older version did not have was at its default."""
         before, now = (json.loads(c.model_dump_json(by_alias=True)) for c in (self.config, config))
         changed = [
             f"{section}.{name} ({before[section][name]!r} before, {value!r} now)"
@@ -155,7 +157,8 @@ class Checkpoint:
             )
 
     def same_precision(self, config: RunConfig) -> RunConfig:
-        """``config``, in which 'auto' is the precision that the run had: another measurement would be another arithmetic."""
+        """``config``, in which 'auto' is the precision that the run had: another measurement would be another
+        arithmetic."""
         if config.compute.precision is not Precision.AUTO or "precision" not in self.manifest:
             return config
         compute = config.compute.model_copy(update={"precision": Precision(self.manifest["precision"])})
@@ -172,7 +175,8 @@ class Checkpoint:
         return [bytes.fromhex(part["sha256"]) for part in self.manifest["parts"]]
 
     def verify(self, part: dict[str, str]) -> Path:
-        """One of the manifest's parts or files. Raises CheckpointError when it is missing or not what the manifest says."""
+        """One of the manifest's parts or files. Raises CheckpointError when it is missing or not what the manifest
+        says."""
         path = self.folder / part["file"]
         try:
             with path.open("rb") as file:
@@ -217,7 +221,8 @@ class Checkpoint:
         return folder
 
     def corpus(self, path: str | None = None) -> TokenCache:
-        """The run's tokens, or those of another ``data.path`` by the run's tokenizer. Raises DataError when there is no such text."""
+        """The run's tokens, or those of another ``data.path`` by the run's tokenizer. Raises DataError when there is no
+        such text."""
         data = self.config.data
         if path is not None:
             data = data.model_copy(update={"path": path, "tokenizer": str(self.folder / "tokenizer.json")})

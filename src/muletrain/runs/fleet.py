@@ -1,7 +1,7 @@
 """Peer processes on this machine: start them, listen to their events, end them all.
 
-A process hears from us by its standard input only, so that it goes when we go, however we go; it runs in a session of its own, so that
-Ctrl-C reaches us alone and we end the run in order.
+A process hears from us by its standard input only, so that it goes when we go, however we go; it runs in a session of
+its own, so that Ctrl-C reaches us alone and we end the run in order.
 """
 
 from __future__ import annotations
@@ -58,10 +58,13 @@ class LocalFleet:
         for name in names:
             with open(self.folder / f"{name}.log", "ab") as log:
                 process = subprocess.Popen(
-                    [*self._wrap(name), sys.executable, "-m", "muletrain.runs.worker"], stdin=subprocess.PIPE, stdout=log, stderr=log,
+                    [*self._wrap(name), sys.executable, "-m", "muletrain.runs.worker"],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
                     env={**_environment(self._threads), "TMPDIR": self._scratch, SCRATCH: self._scratch},
                     start_new_session=True,
-                )  # fmt: skip
+                )
             self._running[name] = process
 
     def begin(self, spec: WorkerSpec) -> None:
@@ -104,8 +107,8 @@ class LocalFleet:
             self.tell(name, "stop")
 
     def kill(self) -> None:
-        """End every process and what it started, now. None may hear first that another, or we, have gone: it would put that down as
-        the reason, or tidy up under the feet of the rest."""
+        """End every process and what it started, now. None may hear first that another, or we, have gone: it would put
+        that down as the reason, or tidy up under the feet of the rest."""
         for name in self._running:
             self.signal(name, signal.SIGKILL)
         for name, process in self._running.items():
@@ -132,12 +135,18 @@ def threads_per_peer(asked: int | None, local_peers: int) -> int:
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """Before torch is imported: how many threads, and that waiting ones must not spin on cores others need (ENGINE: a spinning
-    fleet ran at a twelfth of its speed)."""
+    """Before torch is imported: how many threads, and that waiting ones must not spin on cores others need (ENGINE: a
+    spinning fleet ran at a twelfth of its speed)."""
     return {
-        **os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive",
-        "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false",
-    }  # fmt: skip
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "passive",
+        "GOMP_SPINCOUNT": "0",
+        "KMP_BLOCKTIME": "0",
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 def failures(events: list[Event]) -> list[str]:

@@ -32,7 +32,8 @@ LEAST_ROOM = 1 << 16
 
 
 def new_run_folder(name: str, root: Path = ROOT) -> Path:
-    """Create ``runs/DATE-NAME`` (with a number behind it if that exists). Raises MuletrainError where nothing can be written."""
+    """Create ``runs/DATE-NAME`` (with a number behind it if that exists). Raises MuletrainError where nothing can be
+    written."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for number in itertools.count(1):
         folder = root / (f"{stamp}-{name}" if number == 1 else f"{stamp}-{name}-{number}")
@@ -50,8 +51,8 @@ def new_run_folder(name: str, root: Path = ROOT) -> Path:
 
 @contextmanager
 def held(folder: Path, name: str = "lock", otherwise: str = "") -> Iterator[None]:
-    """Nobody else writes into this run folder (or does what the file ``name`` stands for) meanwhile; the lock goes with the
-    process, however it ends. Raises MuletrainError, saying ``otherwise``."""
+    """Nobody else writes into this run folder (or does what the file ``name`` stands for) meanwhile; the lock goes with
+    the process, however it ends. Raises MuletrainError, saying ``otherwise``."""
     file = os.open(folder / name, os.O_RDONLY | os.O_CREAT, 0o600)
     try:
         try:
@@ -66,8 +67,8 @@ def held(folder: Path, name: str = "lock", otherwise: str = "") -> Iterator[None
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder for a command's sockets and keys, and for the temporary files of its processes. A command that is killed together with them
-    leaves it behind; the next one on this machine removes what nobody holds the lock of."""
+    """A folder for a command's sockets and keys, and for the temporary files of its processes. A command that is killed
+    together with them leaves it behind; the next one on this machine removes what nobody holds the lock of."""
     _sweep()
     with tempfile.TemporaryDirectory(prefix=TEMPORARY) as name, held(Path(name), LOCK):
         yield Path(name)
@@ -113,7 +114,8 @@ class DiskWatch:
 
 
 def latest_checkpoint(path: Path) -> Path:
-    """The checkpoint folder ``path`` means: itself, or the newest of a run folder. Raises MuletrainError if there is none."""
+    """The checkpoint folder ``path`` means: itself, or the newest of a run folder. Raises MuletrainError if there is
+    none."""
     if (path / "manifest.json").is_file():
         return path
     found = sorted((path / "checkpoints").glob("step-*/manifest.json")) or sorted(path.glob("step-*/manifest.json"))

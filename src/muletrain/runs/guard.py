@@ -1,7 +1,9 @@
-"""Ends the process of a peer whose event loop stands still: where it waits for a device that hangs, no watchdog in it can look.
+"""Ends the process of a peer whose event loop stands still: where it waits for a device that hangs, no watchdog in it
+can look.
 
-The limit counts while the process runs: one that was stopped, or whose machine slept, is not taken for one that hangs. A call that
-keeps Python's interpreter lock for ever stops this thread, too; the others still do without the peer, which answers no probe then.
+The limit counts while the process runs: one that was stopped, or whose machine slept, is not taken for one that hangs.
+A call that keeps Python's interpreter lock for ever stops this thread, too; the others still do without the peer, which
+answers no probe then.
 """
 
 from __future__ import annotations
@@ -22,14 +24,16 @@ if TYPE_CHECKING:
     from muletrain.events import EventLog
 
 LIMIT_S = 600.0
-"""Loops stand still for seconds where a machine is starved or a large tensor is copied; the process ends for nothing less than this."""
+"""Loops stand still for seconds where a machine is starved or a large tensor is copied; the process ends for nothing
+less than this."""
 LOOK_S = 1.0
 SAY_S = 10.0
 """To say why, before the process ends all the same: the disk may be what hangs."""
 
 
 class Guard:
-    """A daemon thread that ``beat`` tells that the loop runs. The process ends, too, where that is cancelled and the loop does not end."""
+    """A daemon thread that ``beat`` tells that the loop runs. The process ends, too, where that is cancelled and the
+    loop does not end."""
 
     def __init__(self, log: EventLog, at: Callable[[], str], limit_s: float = LIMIT_S) -> None:
         """``at``: what the device's threads are at, in words."""

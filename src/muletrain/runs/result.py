@@ -54,8 +54,8 @@ def report_tokens(spec: ModelSpec) -> int:
 
 
 def quality(checkpoint: Checkpoint, model: Stage, cache: TokenCache, tokens: int = HELDOUT_TOKENS) -> Quality:
-    """Mean cross-entropy [nats/token] on the corpus' held-out part (at most ``tokens`` of it, and the first is no target), and the
-    baselines'. Raises DataError when the corpus is not the run's."""
+    """Mean cross-entropy [nats/token] on the corpus' held-out part (at most ``tokens`` of it, and the first is no
+    target), and the baselines'. Raises DataError when the corpus is not the run's."""
     if cache.tokenizer_json != checkpoint.tokenizer_json:
         raise DataError(
             "data.path: this corpus has another tokenizer than the checkpoint; evaluate on the run's own data"

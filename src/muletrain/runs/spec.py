@@ -28,14 +28,18 @@ class WorkerSpec(BaseModel):
     sharing: int = 1
     """Peers that compute on this device."""
     host_memory: int | None = None
-    """This peer's share of the machine's memory, measured before any of its peers took any [bytes]; default: what is free."""
+    """This peer's share of the machine's memory, measured before any of its peers took any [bytes]; default: what is
+    free."""
     threads: int = 1
     data: Literal["config", "none"] | str = "none"
-    """Where this peer has the corpus: as the run's configuration says (the founder's machine), nowhere, or at this path."""
+    """Where this peer has the corpus: as the run's configuration says (the founder's machine), nowhere, or at this
+    path."""
     tokens_gib: float = 1.0
-    """What this peer may keep of the tokens of runs that share them, in the cache of this machine's owner; 0: nothing."""
+    """What this peer may keep of the tokens of runs that share them, in the cache of this machine's owner; 0:
+    nothing."""
     place: str | None = None
-    """The shared place for checkpoints that the owner of this machine lets this peer use; another one that the run names is not opened."""
+    """The shared place for checkpoints that the owner of this machine lets this peer use; another one that the run
+    names is not opened."""
     listen: str = "127.0.0.1"
     port: int = 0
     announce: tuple[str, ...] = ()

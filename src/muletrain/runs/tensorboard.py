@@ -1,7 +1,7 @@
 """TensorBoard files as a fold over events.
 
-Written here record by record, not by ``SummaryWriter``: that one imports torch, and a full disk ends its thread with a traceback and
-leaves half a record behind, after which readers stop.
+Written here record by record, not by ``SummaryWriter``: that one imports torch, and a full disk ends its thread with a
+traceback and leaves half a record behind, after which readers stop.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The process of one peer: ``python -m muletrain.runs.worker`` with a ``WorkerSpec`` on standard input.
 
-Afterwards the line ``stop`` on standard input asks for an orderly end (of the run; of a joiner on a machine of its own: to leave it);
-``cut NAME NAME`` drops all traffic with these peers, ``cut`` alone with none; ``corrupt`` damages the next frame and
-gradient; ``move STAGE`` asks to serve another stage; ``at STEP PHASE EVENT`` is a fault to do to itself there (``runs/chaos.py``). End
-of file means that whoever started us is gone, and the process leaves at once. Everything it has to say goes into its event log.
+Afterwards the line ``stop`` on standard input asks for an orderly end (of the run; of a joiner on a machine of its own:
+to leave it); ``cut NAME NAME`` drops all traffic with these peers, ``cut`` alone with none; ``corrupt`` damages the
+next frame and gradient; ``move STAGE`` asks to serve another stage; ``at STEP PHASE EVENT`` is a fault to do to itself
+there (``runs/chaos.py``). End of file means that whoever started us is gone, and the process leaves at once. Everything
+it has to say goes into its event log.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ if TYPE_CHECKING:
 
     from muletrain.compute.base import Compute
     from muletrain.network.base import Network, PeerId
-    from muletrain.runtime.recovery.rollback import StepBack
+    from muletrain.runtime.recovery.messages import StepBack
     from muletrain.runtime.step.record import StepRecord
 
 
@@ -112,8 +113,8 @@ class Worker:
         """The founder's, while the run waits for its beginning."""
 
     def stop(self) -> None:
-        """End in order: after the current step, or at once if training has not begun. A joiner on a machine of its own leaves: the
-        run is not its own to end."""
+        """End in order: after the current step, or at once if training has not begun. A joiner on a machine of its own
+        leaves: the run is not its own to end."""
         self._stop.set()
         if self._peer is not None:
             self._end_in_order(self._peer)
@@ -182,12 +183,22 @@ class Worker:
     async def _run(self, sockets: Path) -> None:
         spec = self._spec
         self._network = network = await Libp2pNetwork.create(
-            run_id=self._ticket.run_id, secret=self._ticket.secret, owner=self._owner or self._ticket.owner, protocol=PROTOCOL,
-            folder=sockets, listen=spec.listen, port=spec.port, announce=spec.announce,
-            initial_peers=self._ticket.addresses, on_refusal=self._refused, on_renewal=self._renewed,
-            on_ban=lambda peer: self._log.emit(PeerBanned(peer_id=peer, seconds=BAN_S)), on_relay=self._relayed,
-            private=spec.private, carries=spec.bandwidth_bytes_per_s is None,
-        )  # fmt: skip
+            run_id=self._ticket.run_id,
+            secret=self._ticket.secret,
+            owner=self._owner or self._ticket.owner,
+            protocol=PROTOCOL,
+            folder=sockets,
+            listen=spec.listen,
+            port=spec.port,
+            announce=spec.announce,
+            initial_peers=self._ticket.addresses,
+            on_refusal=self._refused,
+            on_renewal=self._renewed,
+            on_ban=lambda peer: self._log.emit(PeerBanned(peer_id=peer, seconds=BAN_S)),
+            on_relay=self._relayed,
+            private=spec.private,
+            carries=spec.bandwidth_bytes_per_s is None,
+        )
         serve_members(network, lambda: self._names(), self._stages)
         serve_sight(network, carries=spec.bandwidth_bytes_per_s is None)
         links = self._limited(network)
@@ -249,22 +260,38 @@ class Worker:
         sharing = await self._owners_sharing(facts, cache) if config.data.share else None
         machine = await self._machine(config)
         lobby = Lobby(
-            net=network, clock=self._clock, emit=self._log.emit, run_id=self._ticket.run_id,
+            net=network,
+            clock=self._clock,
+            emit=self._log.emit,
+            run_id=self._ticket.run_id,
             config_json=config.model_dump_json(by_alias=True),
-            config_digest=facts.config_digest, data_digest=bytes.fromhex(cache.digest), tokenizer=cache.tokenizer_json,
-            stages=config.fleet.stages, expected=config.fleet.peers or config.fleet.stages, trainers=config.fleet.trainers,
-            needs=facts.needs(), stage_costs=facts.stage_costs(), strategy=facts.strategy,
-            first_step=checkpoint.step if checkpoint else 0, parts=checkpoint.parts if checkpoint else [],
-            part_digests=checkpoint.digests if checkpoint else [], tokens=None if sharing is None else sharing.shared,
-        )  # fmt: skip
+            config_digest=facts.config_digest,
+            data_digest=bytes.fromhex(cache.digest),
+            tokenizer=cache.tokenizer_json,
+            stages=config.fleet.stages,
+            expected=config.fleet.peers or config.fleet.stages,
+            trainers=config.fleet.trainers,
+            needs=facts.needs(),
+            stage_costs=facts.stage_costs(),
+            strategy=facts.strategy,
+            first_step=checkpoint.step if checkpoint else 0,
+            parts=checkpoint.parts if checkpoint else [],
+            part_digests=checkpoint.digests if checkpoint else [],
+            tokens=None if sharing is None else sharing.shared,
+        )
         lobby.open()
         self._names = lobby.names
         links = self._links(facts, network)
         prober = self._prober(facts, network, links, network.peer_id, machine, lambda names: None)
         survey = Survey(
-            net=network, emit=self._log.emit, spec=facts.spec, sequences=config.train.microbatch, folder=Path(spec.folder),
-            people=lobby.prepared, clock=self._clock,
-        )  # fmt: skip
+            net=network,
+            emit=self._log.emit,
+            spec=facts.spec,
+            sequences=config.train.microbatch,
+            folder=Path(spec.folder),
+            people=lobby.prepared,
+            clock=self._clock,
+        )
         lobby.settled = survey.settled
         self._hand_out(dataclasses.replace(self._ticket, addresses=tuple(network.addresses())))
         stage = lobby.seat(network.peer_id, self._introduction(network, machine))
@@ -326,11 +353,16 @@ class Worker:
             roster = Roster(
                 genesis,
                 Member(
-                    id=network.peer_id, name=welcome.name, stage=welcome.stage, trainer=cache is not None,
-                    addresses=tuple(network.addresses()), device=machine.kind,
-                    flops=machine.flops, place=place.name,
+                    id=network.peer_id,
+                    name=welcome.name,
+                    stage=welcome.stage,
+                    trainer=cache is not None,
+                    addresses=tuple(network.addresses()),
+                    device=machine.kind,
+                    flops=machine.flops,
+                    place=place.name,
                 ),
-            )  # fmt: skip
+            )
         else:
             links, known = self._links(facts, network), dict[str, str]()
             self._names = lambda: known
@@ -362,9 +394,16 @@ class Worker:
         except OSError as e:
             raise DataError(f"data.share: {cache.folder}: {e.strerror}; build the cache again") from e
         return Sharing(
-            shared, bytes.fromhex(cache.digest), cache.tokenizer_json, facts.spec.vocab, facts.source_of, wanted=min(WANTED, wanted),
-            source=facts.source(cache), copy=copy, disk=disk,
-        )  # fmt: skip
+            shared,
+            bytes.fromhex(cache.digest),
+            cache.tokenizer_json,
+            facts.spec.vocab,
+            facts.source_of,
+            wanted=min(WANTED, wanted),
+            source=facts.source(cache),
+            copy=copy,
+            disk=disk,
+        )
 
     async def _sharing(
         self, facts: RunFacts, welcome: Welcome, tokenizer: bytes, cache: TokenCache | None
@@ -387,7 +426,8 @@ class Worker:
         return Sharing(shared, welcome.data, tokenizer, facts.spec.vocab, facts.source_of, store, wanted)
 
     def _own_data(self, facts: RunFacts, tokenizer: bytes, digest: str) -> TokenCache | None:
-        """The corpus, where this peer has it: only then can it be a trainer. Raises AdmissionError when it is another corpus."""
+        """The corpus, where this peer has it: only then can it be a trainer. Raises AdmissionError when it is another
+        corpus."""
         where = self._spec.data
         if where == "none":
             return None
@@ -411,9 +451,14 @@ class Worker:
     # Both -----------------------------------------------------------------------------------------------------------
 
     def _prober(
-        self, facts: RunFacts, network: Network, links: Network, founder: PeerId, machine: Machine,
+        self,
+        facts: RunFacts,
+        network: Network,
+        links: Network,
+        founder: PeerId,
+        machine: Machine,
         learn: Callable[[dict[PeerId, str]], None],
-    ) -> Prober:  # fmt: skip
+    ) -> Prober:
         """Measures when ``founder`` asks for it."""
         spec = self._spec
         emulated = "" if facts.config.fleet.profile is None or spec.fleet_index is None else spec.name
@@ -435,13 +480,19 @@ class Worker:
 
     def _introduction(self, network: Network, machine: Machine) -> Join:
         return Join(
-            version=muletrain.__version__, name=self._spec.name, stage=self._spec.stage, device=machine.kind, flops=machine.flops,
-            memory=machine.offer.device, host_memory=machine.offer.host, addresses=tuple(network.addresses()),
-        )  # fmt: skip
+            version=muletrain.__version__,
+            name=self._spec.name,
+            stage=self._spec.stage,
+            device=machine.kind,
+            flops=machine.flops,
+            memory=machine.offer.device,
+            host_memory=machine.offer.host,
+            addresses=tuple(network.addresses()),
+        )
 
     async def _compute(self, facts: RunFacts, stage: int, machine: Machine, part: Path | None) -> Compute:
-        """With the state in ``part``, if the run does not begin with what every peer can make. Raises CapacityError, whoever says that this
-        peer serves ``stage``."""
+        """With the state in ``part``, if the run does not begin with what every peer can make. Raises CapacityError,
+        whoever says that this peer serves ``stage``."""
         check_stage(facts, stage, machine.offer)
         compute = await asyncio.to_thread(build_compute, facts, stage, machine, self._spec.fleet_index, part)
         if part is not None:
@@ -495,15 +546,28 @@ class Worker:
                 own = await self._compute(facts.drawn(), roster.own.stage, machine, None)
             self._compute_in_use = own
             ctx = Context(
-                net=links, clock=self._clock, compute=own, roster=roster, plan=facts.plan(), emit=self._log.emit,
+                net=links,
+                clock=self._clock,
+                compute=own,
+                roster=roster,
+                plan=facts.plan(),
+                emit=self._log.emit,
                 reached=lambda phase, step: self._points.reached(phase, step + 1),
-            )  # fmt: skip
+            )
             source = facts.source(cache) if cache is not None else None if sharing is None else sharing.source
             peer = self._peer = Peer(
-                ctx, source=source, sharing=sharing, book=book, on_step=on_step, on_report=self._log.emit,
-                reports=self._spec.keeps_ticket, joining=joins, back=back, fits=lambda s: facts.needs()[s].fits(machine.offer),
+                ctx,
+                source=source,
+                sharing=sharing,
+                book=book,
+                on_step=on_step,
+                on_report=self._log.emit,
+                reports=self._spec.keeps_ticket,
+                joining=joins,
+                back=back,
+                fits=lambda s: facts.needs()[s].fits(machine.offer),
                 log_bytes=facts.needs()[roster.own.stage].spare(machine.offer),
-            )  # fmt: skip
+            )
             peer.reporting.tell(_joined(roster.own, own, machine, self._spec.threads))
             if self._stop.is_set():
                 self._end_in_order(peer)
@@ -523,8 +587,8 @@ class Worker:
             self._compute_in_use.close()
 
     def _links(self, facts: RunFacts, network: Network) -> Network:
-        """Links of the fleet profile, if there is one (peer i of the profile is the i-th name of the local fleet), or as wide as this
-        machine's owner allows."""
+        """Links of the fleet profile, if there is one (peer i of the profile is the i-th name of the local fleet), or
+        as wide as this machine's owner allows."""
         index, profile, spec = self._spec.fleet_index, facts.config.fleet.profile, self._spec
         if self._shaped is not None:
             return self._shaped
@@ -567,8 +631,9 @@ class Worker:
 
 
 def place_of(config: RunConfig, spec: WorkerSpec, note: Callable[..., None]) -> CheckpointStore:
-    """Where this peer writes checkpoints: the run's shared place only if the owner of this machine named it, too, because opening it uses
-    this machine's disk or credentials. Raises ConfigError where the owner's place is not the run's, or the founder cannot use it."""
+    """Where this peer writes checkpoints: the run's shared place only if the owner of this machine named it, too,
+    because opening it uses this machine's disk or credentials. Raises ConfigError where the owner's place is not the
+    run's, or the founder cannot use it."""
     shared, keep = config.checkpoint.place, config.checkpoint.keep
     own = Folder(Path(spec.folder) / "checkpoints", keep)
     if spec.place is not None and spec.place != shared:
@@ -589,9 +654,16 @@ def place_of(config: RunConfig, spec: WorkerSpec, note: Callable[..., None]) -> 
 
 def _joined(member: Member, compute: Compute, machine: Machine, threads: int) -> PeerJoined:
     return PeerJoined(
-        peer_id=member.id, name=member.name, stage=member.stage, device=str(machine.device), precision=machine.precision.value,
-        trainer=member.trainer, params=compute.n_params, threads=threads, chip=chip(machine.device),
-    )  # fmt: skip
+        peer_id=member.id,
+        name=member.name,
+        stage=member.stage,
+        device=str(machine.device),
+        precision=machine.precision.value,
+        trainer=member.trainer,
+        params=compute.n_params,
+        threads=threads,
+        chip=chip(machine.device),
+    )
 
 
 async def _listen_to_parent(reader: asyncio.StreamReader, worker: Worker) -> None:

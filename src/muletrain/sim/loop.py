@@ -1,5 +1,5 @@
-"""An event loop whose time is virtual: when nothing is ready, it jumps to the next timer. Nothing in it waits for the wall clock; clocks
-of virtual machines may run faster or slower than it."""
+"""An event loop whose time is virtual: when nothing is ready, it jumps to the next timer. Nothing in it waits for the
+wall clock; clocks of virtual machines may run faster or slower than it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class Hang(MuletrainError):
 
 
 class _Call:
-    """What is to be called next, as asyncio's ``Handle``: without what that keeps for debugging, for a message is some twenty of them."""
+    """What is to be called next, as asyncio's ``Handle``: without what that keeps for debugging, for a message is some
+    twenty of them."""
 
     __slots__ = ("args", "callback", "context")
 
@@ -79,8 +80,8 @@ class _Timer(float):
 
 
 class _Task(asyncio.Task[T]):
-    """Sets of tasks (a TaskGroup's) have an order that depends on which of a loop's tasks they are, not on where they are in memory: a seed
-    plays out alike whatever was played before it."""
+    """Sets of tasks (a TaskGroup's) have an order that depends on which of a loop's tasks they are, not on where they
+    are in memory: a seed plays out alike whatever was played before it."""
 
     def __init__(self, coro: Generator[Any, None, T] | Coroutine[Any, Any, T], number: int, **options: Any) -> None:
         self._number = number
@@ -91,14 +92,15 @@ class _Task(asyncio.Task[T]):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """``time()`` is the sum of the jumps [s]. There are no threads: a job for an executor is done at once, whichever it is, and whoever
-    waits for it goes on in the next pass, as if a thread had done it meanwhile.
+    """``time()`` is the sum of the jumps [s]. There are no threads: a job for an executor is done at once, whichever it
+    is, and whoever waits for it goes on in the next pass, as if a thread had done it meanwhile.
 
-    There is nothing to select, and much to call: queues and passes are asyncio's, in the same order, without all that is of no use here."""
+    There is nothing to select, and much to call: queues and passes are asyncio's, in the same order, without all that
+    is of no use here."""
 
     def __init__(self, limit_s: float, look_up: Callable[[], None] | None = None) -> None:
-        """Raises Hang out of ``run_until_complete`` after ``limit_s`` seconds of virtual time. Between two passes ``look_up`` is called,
-        every ``LOOK_UP_S`` of real time."""
+        """Raises Hang out of ``run_until_complete`` after ``limit_s`` seconds of virtual time. Between two passes
+        ``look_up`` is called, every ``LOOK_UP_S`` of real time."""
         self._look_up, self._looks_up_s = look_up, time.monotonic()
         self._virtual_s = 0.0
         self._limit_s = limit_s
@@ -242,8 +244,8 @@ def seldom_collected() -> Iterator[None]:
 def run_virtually(
     work: Coroutine[Any, Any, T], limit_s: float, problems: list[str], look_up: Callable[[], None] | None = None
 ) -> T:
-    """``work`` to its end on a loop of its own. What goes wrong in tasks that nobody awaits is added to ``problems``. ``look_up``: see
-    ``VirtualLoop``. Raises Hang."""
+    """``work`` to its end on a loop of its own. What goes wrong in tasks that nobody awaits is added to ``problems``.
+    ``look_up``: see ``VirtualLoop``. Raises Hang."""
     loop = VirtualLoop(limit_s, look_up)
     loop.set_exception_handler(lambda _, context: problems.append(_described(context)))
     try:

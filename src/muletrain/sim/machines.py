@@ -1,7 +1,8 @@
-"""The machines of a fleet file as the simulator needs them: what each kind takes for each stage of a model, and which it can hold.
+"""The machines of a fleet file as the simulator needs them: what each kind takes for each stage of a model, and which
+it can hold.
 
-What cannot work is refused with the line it stands in: a kind of machine of which nobody knows the speed, a model larger than all
-memory, a stage that no machine can hold.
+What cannot work is refused with the line it stands in: a kind of machine of which nobody knows the speed, a model
+larger than all memory, a stage that no machine can hold.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ AMPLE = 1 << 62
 
 @dataclass(frozen=True)
 class Kind:
-    """Machines that are alike: one entry of the file. By stage: ``forward_s`` and ``backward_s`` of a microbatch; ``quarters`` of its
-    memory that the stage takes."""
+    """Machines that are alike: one entry of the file. By stage: ``forward_s`` and ``backward_s`` of a microbatch;
+    ``quarters`` of its memory that the stage takes."""
 
     name: str
     region: str
@@ -83,7 +84,8 @@ class Setting:
 
 
 UPDATE_S = 5e-9
-"""Of each parameter, where the CPU updates the weights (AdamW in fp32 on two vCPUs of an EPYC); what a GPU takes for it is not counted."""
+"""Of each parameter, where the CPU updates the weights (AdamW in fp32 on two vCPUs of an EPYC); what a GPU takes for it
+is not counted."""
 STATE_BYTES_PER_S = 240e6
 """At which a newcomer checks and loads what comes over the fastest link (benchmarks/state_transfer)."""
 
@@ -91,8 +93,8 @@ STATE_BYTES_PER_S = 240e6
 def seat(
     setting: Setting, kinds: Iterable[int], serving: Sequence[Sequence[int]], promised: Sequence[int] = ()
 ) -> list[int]:
-    """The stages that newcomers of these ``kinds`` are told to serve, one after the other (``runs.join.seating``). ``serving``: peers by
-    stage and kind; ``promised``: by stage, newcomers on their way."""
+    """The stages that newcomers of these ``kinds`` are told to serve, one after the other (``runs.join.seating``).
+    ``serving``: peers by stage and kind; ``promised``: by stage, newcomers on their way."""
     there = {
         f"{s}/{k}": Load(s, alike=n, device=setting.kinds[k].device)
         for s, counts in enumerate(serving)
@@ -140,7 +142,8 @@ def mixed(setting: Setting, serving: Sequence[Sequence[int]]) -> list[str]:
 
 
 def once_mixed(setting: Setting, config: RunConfig, serving: Sequence[Sequence[int]]) -> RunConfig:
-    """Whose weights are updated on the CPU, where a stage is on several devices and the run doesn't say that they stay there."""
+    """Whose weights are updated on the CPU, where a stage is on several devices and the run doesn't say that they stay
+    there."""
     if "state_device" in config.optimizer.model_fields_set or not mixed(setting, serving):
         return config
     return config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"state_device": "cpu"})})
@@ -168,8 +171,10 @@ def run_cost(config: RunConfig, spec: ModelSpec, cut: Cut) -> RunCost:
         stages=tuple(costs),
         forward_bytes=(2 * ids, *(boundary + ids for _ in range(stages - 1))),
         backward_bytes=(0, *(boundary for _ in range(stages - 1))),
-        microbatches=config.microbatches, sequences=sequences, tokens=sequences * tokens,
-    )  # fmt: skip
+        microbatches=config.microbatches,
+        sequences=sequences,
+        tokens=sequences * tokens,
+    )
 
 
 def _flat_size(codec: Codec, elements: int) -> int:
@@ -178,8 +183,8 @@ def _flat_size(codec: Codec, elements: int) -> int:
 
 
 def stages_for(fleet: Fleet, config: RunConfig, spec: ModelSpec) -> int:
-    """The fewest stages of which every kind of machine can hold each; where there is no such number, of which each fits some machine.
-    Raises CapacityError."""
+    """The fewest stages of which every kind of machine can hold each; where there is no such number, of which each fits
+    some machine. Raises CapacityError."""
     peers = first_of_each(fleet)
     possible = range(1, min(spec.layers, len(fleet.peers())) + 1)
     for enough in (all, any):
@@ -191,8 +196,8 @@ def stages_for(fleet: Fleet, config: RunConfig, spec: ModelSpec) -> int:
 
 
 def setting(fleet: Fleet, config: RunConfig, spec: ModelSpec, cut: Cut | None = None) -> Setting:
-    """``cut``: if it is known already. Raises ConfigError and CapacityError, whose messages begin with the field of the fleet file that
-    they are about."""
+    """``cut``: if it is known already. Raises ConfigError and CapacityError, whose messages begin with the field of the
+    fleet file that they are about."""
     cut = cut or spec.cut(config.fleet.stages, config.fleet.layers)
     needs, cost = stage_needs(config, spec, cut), run_cost(config, spec, cut)
     machines = first_of_each(fleet)
@@ -225,12 +230,17 @@ def stage_needs(config: RunConfig, spec: ModelSpec, cut: Cut, graphs: int = 1) -
     precision = Precision.BF16 if config.compute.precision is Precision.AUTO else config.compute.precision
     return [
         stage_memory(
-            spec, cut, s, tokens=config.train.microbatch * spec.context, precision=precision, delayed=config.optimizer.delayed,
+            spec,
+            cut,
+            s,
+            tokens=config.train.microbatch * spec.context,
+            precision=precision,
+            delayed=config.optimizer.delayed,
             state_on_cpu=config.optimizer.state_device == "cpu",
             graphs=min(capacity(len(cut)), config.microbatches) if config.compute.checkpointing == "never" else graphs,
         )
         for s in range(len(cut))
-    ]  # fmt: skip
+    ]
 
 
 def offer_of(peer: FleetPeer) -> Offer:
@@ -251,19 +261,27 @@ def _kind(
         _service_s(n, peer, config, len(needs), need, stage) for stage, need in zip(cost.stages, needs, strict=True)
     ]
     return Kind(
-        name=machine.name, region=peer.region, device=peer.device or machine.name, count=machine.count, reliable=peer.reliable,
-        forward_s=tuple(f for f, _ in services), backward_s=tuple(b for _, b in services),
+        name=machine.name,
+        region=peer.region,
+        device=peer.device or machine.name,
+        count=machine.count,
+        reliable=peer.reliable,
+        forward_s=tuple(f for f, _ in services),
+        backward_s=tuple(b for _, b in services),
         fits=frozenset(s for s, need in enumerate(needs) if need.fits(offer)),
         quarters=tuple(4 * need.of_device(offer) // max(1, offer.device) for need in needs),
-        up_bytes_per_s=peer.up_bytes_per_s, down_bytes_per_s=peer.down_bytes_per_s, assumed=assumed,
-        declared=peer.forward_s is not None, queue_s=peer.queue_s,
-    )  # fmt: skip
+        up_bytes_per_s=peer.up_bytes_per_s,
+        down_bytes_per_s=peer.down_bytes_per_s,
+        assumed=assumed,
+        declared=peer.forward_s is not None,
+        queue_s=peer.queue_s,
+    )
 
 
 def takes_s(fleet: Fleet, config: RunConfig, spec: ModelSpec, stages: int) -> NDArray[np.float64]:
-    """What a machine takes for a microbatch, forward and backward, by stage, entry of the file, and how many layers the stage has,
-    (S, K, L + 1): inf where there is no room for so many. Layers cost the same, so all that counts beside their number is whether the
-    embedding or the head belongs to them."""
+    """What a machine takes for a microbatch, forward and backward, by stage, entry of the file, and how many layers the
+    stage has, (S, K, L + 1): inf where there is no room for so many. Layers cost the same, so all that counts beside
+    their number is whether the embedding or the head belongs to them."""
     machines, longest = first_of_each(fleet), spec.layers - stages + 1
     offers = [offer_of(peer) for peer in machines]
     found = np.full((stages, len(machines), spec.layers + 1), np.inf)

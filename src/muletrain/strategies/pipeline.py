@@ -1,11 +1,11 @@
-"""Strategy ``pipeline`` (DT-FM sec. 3): planned membership. Which pipeline a microbatch belongs to, who serves it at each stage, and who
-stands in where a device is lost.
+"""Strategy ``pipeline`` (DT-FM sec. 3): planned membership. Which pipeline a microbatch belongs to, who serves it at
+each stage, and who stands in where a device is lost.
 
-A seat is one stage of one pipeline, and has the name of one peer, which may have several seats of its stage: so stages can have unequal
-numbers of peers. Which pipeline a microbatch of a step belongs to follows from its index
-alone, so that all peers agree without a word. Members of a stage whose names have no seat there are spares: they average along, and get
-microbatches once a seat of their stage is empty. Where there is no spare, all peers of the stage share what the empty seat would get, as
-under strategy ``swarm``.
+A seat is one stage of one pipeline, and has the name of one peer, which may have several seats of its stage: so stages
+can have unequal numbers of peers. Which pipeline a microbatch of a step belongs to follows from its index alone, so
+that all peers agree without a word. Members of a stage whose names have no seat there are spares: they average along,
+and get microbatches once a seat of their stage is empty. Where there is no spare, all peers of the stage share what the
+empty seat would get, as under strategy ``swarm``.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Pipeline:
         return cls(p.seats, p.microbatches or evenly, p.schedule)
 
     def assign(self, view: View) -> tuple[Move, ...]:
-        """Newcomers have their seats, whether they fit there or not; those without one are placed, and lost stages filled, as everywhere.
-        While the run goes on only spares move, to where a peer was lost."""
+        """Newcomers have their seats, whether they fit there or not; those without one are placed, and lost stages
+        filled, as everywhere. While the run goes on only spares move, to where a peer was lost."""
         if view.newcomers:
             seated = {p: s for p in view.newcomers if (s := self._stages.get(view.loads[p].name)) is not None}
             loads = {p: replace(own, stage=seated.get(p, own.stage)) for p, own in view.loads.items()}
@@ -62,8 +62,8 @@ class Pipeline:
         return filled(view) if view.stopped else self._spares_move(view)
 
     def _spares_move(self, view: View) -> tuple[Move, ...]:
-        """One to each stage that has lost a peer and has no spare, of those whose own stage has more than it has lost peers and that have
-        room; in the order of stages and names."""
+        """One to each stage that has lost a peer and has no spare, of those whose own stage has more than it has lost
+        peers and that have room; in the order of stages and names."""
         ids = {load.name: peer for peer, load in view.loads.items()}
         serving = [{n for n, p in ids.items() if view.loads[p].stage == s} for s in range(len(self.names))]
         lost = [len(set(row) - there) for row, there in zip(self.names, serving, strict=True)]
@@ -87,7 +87,8 @@ class Pipeline:
         return self._turns[index]
 
     def window(self, capacity: int, serving: Sequence[int], trainers: int) -> int:
-        """What a peer admits for one of its seats, shared among the trainers; of GPipe all, for a step's forward passes come first."""
+        """What a peer admits for one of its seats, shared among the trainers; of GPipe all, for a step's forward passes
+        come first."""
         each = max(2, capacity // self._most_seats)
         return each if self.schedule == "gpipe" else max(2, each // trainers)
 
@@ -103,8 +104,9 @@ class Pipeline:
         return Order(most_between=None if stage == len(self.names) - 1 else self.most_in_flight(stage, name))
 
     def most_in_flight(self, stage: int, name: str = "") -> int:
-        """Microbatches that are between their forward and their backward at ``stage``, at most: at the peer of that name, of all pipelines
-        in which it has the seat; of any other name where there are most, for a spare may have to stand in there."""
+        """Microbatches that are between their forward and their backward at ``stage``, at most: at the peer of that
+        name, of all pipelines in which it has the seat; of any other name where there are most, for a spare may have to
+        stand in there."""
         owed = Counter[str]()
         for holder, n in zip(self.names[stage], self.microbatches, strict=True):
             owed[holder] += in_flight(self.schedule, len(self.names), stage, n)
@@ -130,7 +132,8 @@ class Pipeline:
 
     @cached_property
     def _turns(self) -> tuple[int, ...]:
-        """Evenly in turn, so that all pipelines fill at the same time and a slow one gets its few over the whole step."""
+        """Evenly in turn, so that all pipelines fill at the same time and a slow one gets its few over the whole
+        step."""
         turns = [((k + 0.5) / n, p) for p, n in enumerate(self.microbatches) for k in range(n)]
         return tuple(p for _, p in sorted(turns))
 

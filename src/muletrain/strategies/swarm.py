@@ -1,4 +1,5 @@
-"""Strategy ``swarm`` (SWARM, Ryabinin et al. 2023): any peer of a stage serves any microbatch, and peers move to where they are needed."""
+"""Strategy ``swarm`` (SWARM, Ryabinin et al. 2023): any peer of a stage serves any microbatch, and peers move to where
+they are needed."""
 
 from __future__ import annotations
 

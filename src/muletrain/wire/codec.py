@@ -1,7 +1,8 @@
 """Tensor codecs: fp32, fp16, bf16, block-wise 8-bit (SWARM app. J.1, "quantized activations"), token ids, raw bytes.
 
-A tensor travels as its codec's name, its shape and one or two buffers. Decoding checks sizes against shapes before it allocates.
-Both directions return memory of their own: an encoded tensor may wait in a queue, or be sent again, while the original changes.
+A tensor travels as its codec's name, its shape and one or two buffers. Decoding checks sizes against shapes before it
+allocates. Both directions return memory of their own: an encoded tensor may wait in a queue, or be sent again, while
+the original changes.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def encoded_size(codec: str, shape: tuple[int, ...]) -> int:
 
 
 def encode(tensor: Tensor, codec: Codec) -> Encoded:
-    """A float tensor for the wire. Non-finite values arrive as non-finite values, so that the receiver can refuse them."""
+    """A float tensor for the wire. Non-finite values arrive as non-finite values, so that the receiver can refuse
+    them."""
     values = tensor.detach()
     if codec is Codec.INT8:
         return Encoded(codec.value, tuple(tensor.shape), _quantise(values.float().reshape(-1)))
@@ -85,8 +87,8 @@ def encode_raw(data: Buffer) -> Encoded:
 
 
 def decode(encoded: Encoded, *, copy: bool = True) -> Tensor:
-    """fp32 from the float codecs, int64 from token ids; without ``copy`` perhaps on the encoded tensor's own memory, to be read
-    at once. Raises ProtocolError when sizes do not fit."""
+    """fp32 from the float codecs, int64 from token ids; without ``copy`` perhaps on the encoded tensor's own memory, to
+    be read at once. Raises ProtocolError when sizes do not fit."""
     parts = _checked(encoded)
     if encoded.codec == RAW:
         raise ProtocolError("raw bytes where a tensor was expected")
@@ -126,7 +128,8 @@ def _scale_bytes(elements: int) -> int:
 
 
 def _quantise(values: Tensor) -> list[Buffer]:
-    """[n] -> fp32 scale per block, int8 values: value = scale * q, scale = absmax / 127 (a non-finite block has scale NaN)."""
+    """[n] -> fp32 scale per block, int8 values: value = scale * q, scale = absmax / 127 (a non-finite block has scale
+    NaN)."""
     whole = values.numel() // BLOCK * BLOCK
     blocks, rest = values[:whole].view(-1, BLOCK), values[whole:]
     absmax = [_absmax(blocks)] if whole else []

@@ -1,5 +1,6 @@
-"""Framing: a fixed prefix, a msgpack header, then the tensors' buffers. Everything is bounded before it is read: the receiver is asked
-about the kind before the rest of the header, and about codecs and shapes before the first byte of a tensor (``Door``).
+"""Framing: a fixed prefix, a msgpack header, then the tensors' buffers. Everything is bounded before it is read: the
+receiver is asked about the kind before the rest of the header, and about codecs and shapes before the first byte of a
+tensor (``Door``).
 
 Prefix (16 bytes, big endian): magic 'MT', version, reserved, header length (u32), payload length (u64).
 """
@@ -34,7 +35,8 @@ MAX_DEPTH = 8
 
 
 def pack(frame: Frame) -> list[Buffer]:
-    """Prefix and header in one buffer, then the tensors' own buffers, not copied. Raises ProtocolError for more than may travel."""
+    """Prefix and header in one buffer, then the tensors' own buffers, not copied. Raises ProtocolError for more than
+    may travel."""
     tensors = [[t.codec, list(t.shape)] for t in frame.tensors]
     header: bytes = msgpack.packb([frame.kind, frame.header, tensors])
     buffers = [b for t in frame.tensors for b in t.buffers if len(b)]
@@ -78,8 +80,8 @@ class Door(Protocol):
 async def read_frame(
     reader: Reader, max_payload: int = MAX_PAYLOAD, door: Door | None = None, *, max_header: int = MAX_HEADER
 ) -> Frame:
-    """The next frame, as far as ``door`` takes it (None: any). Raises Malformed for what is no frame, IncompleteReadError where the
-    stream ends, and what ``door`` raises.
+    """The next frame, as far as ``door`` takes it (None: any). Raises Malformed for what is no frame,
+    IncompleteReadError where the stream ends, and what ``door`` raises.
 
     Memory grows with what arrives, never with what a header claims."""
     header_size, payload_size = parse_prefix(await reader.readexactly(PREFIX.size), max_payload, max_header)
@@ -107,7 +109,8 @@ def parse_prefix(prefix: Buffer, max_payload: int, max_header: int = MAX_HEADER)
 
 
 def _parse_kind(start: bytes) -> str:
-    """Of the first bytes of a header, which is a list of three whose first is the kind: the rest may be large. Raises Malformed."""
+    """Of the first bytes of a header, which is a list of three whose first is the kind: the rest may be large. Raises
+    Malformed."""
     match list(start[:3]):
         case [0x93, size, *_] if 0xA0 <= size < 0xC0:
             begin, length = 2, size - 0xA0

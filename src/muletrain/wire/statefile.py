@@ -1,5 +1,5 @@
-"""A state as the bytes of a safetensors file, without a copy of it: ``safetensors.torch.save`` doubles the memory and holds the
-interpreter's lock all the while (400 MB: 1.3 s in which no event loop of the process turns).
+"""A state as the bytes of a safetensors file, without a copy of it: ``safetensors.torch.save`` doubles the memory and
+holds the interpreter's lock all the while (400 MB: 1.3 s in which no event loop of the process turns).
 
 Layout: header length (u64, little endian), a JSON header of names, types, shapes and offsets, then the tensors' bytes.
 """
@@ -18,8 +18,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.uint8: "U8"
-}  # fmt: skip
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.uint8: "U8",
+}
 """Of all types that a copy may have (``runtime.transfer.blocks.DTYPES``)."""
 
 

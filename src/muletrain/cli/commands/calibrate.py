@@ -27,7 +27,8 @@ CONSTANTS = {
 
 
 def calibrate(folders: Sequence[Path], out: Path, *, json: bool) -> None:
-    """Raises MuletrainError for a folder that has nothing to measure, and ConfigError where ``out`` cannot be written."""
+    """Raises MuletrainError for a folder that has nothing to measure, and ConfigError where ``out`` cannot be
+    written."""
     samples = [observe(folder) for folder in folders]
     found = fit(samples)
     try:
@@ -37,11 +38,14 @@ def calibrate(folders: Sequence[Path], out: Path, *, json: bool) -> None:
     if json:
         runs = [
             {
-                "run": str(s.folder), "steps": s.steps, "measured": s.throughput, "without": s.predicted(Costs()),
+                "run": str(s.folder),
+                "steps": s.steps,
+                "measured": s.throughput,
+                "without": s.predicted(Costs()),
                 "with": s.predicted(found.costs),
             }
             for s in samples
-        ]  # fmt: skip
+        ]
         print(jsonlib.dumps({"costs": found.costs.model_dump(), "counts": found.counts, "runs": runs, "out": str(out)}))
         return
     console = make_console()
@@ -73,7 +77,11 @@ def _runs(samples: Sequence[Sample], costs: Costs) -> Table:
     for s in samples:
         predicted = s.predicted(costs)
         table.add_row(
-            escape(s.folder.name), f"{s.steps[0]} to {s.steps[1]}", f"{s.throughput:.3g}", f"{s.predicted(Costs()):.3g}",
-            f"{predicted:.3g}", f"{100 * (predicted / s.throughput - 1):+.1f} %",
-        )  # fmt: skip
+            escape(s.folder.name),
+            f"{s.steps[0]} to {s.steps[1]}",
+            f"{s.throughput:.3g}",
+            f"{s.predicted(Costs()):.3g}",
+            f"{predicted:.3g}",
+            f"{100 * (predicted / s.throughput - 1):+.1f} %",
+        )
     return table

@@ -81,12 +81,14 @@ def doctor(
 ) -> None:
     """Check whether this machine can train: Python, torch, GPUs, memory, disk, clock, and how others reach it.
 
-    Says what to do about each thing that is wrong. Exits with 1 where something is missing that training needs; a warning is none.
+    Says what to do about each thing that is wrong. Exits with 1 where something is missing that training needs; a
+    warning is none.
 
-    With --peers: every machine computes a block of the run's model, forward and backward; round trips and bandwidth are measured between
-    all of them, both ways, on the connections that training uses (some seconds for each machine there is; what a link carries meanwhile
-    is bounded). Writes fleet.toml into the run folder, for 'muletrain plan' and 'muletrain simulate fleet'. 'muletrain start --probe'
-    does the same when all are there, and then trains. A run that has begun is not measured: it would be held up, and so would the figures.
+    With --peers: every machine computes a block of the run's model, forward and backward; round trips and bandwidth are
+    measured between all of them, both ways, on the connections that training uses (some seconds for each machine there
+    is; what a link carries meanwhile is bounded). Writes fleet.toml into the run folder, for 'muletrain plan' and
+    'muletrain simulate fleet'. 'muletrain start --probe' does the same when all are there, and then trains. A run that
+    has begun is not measured: it would be held up, and so would the figures.
     """
     if peers:
         from muletrain.cli.show.peers import probe_peers
@@ -103,18 +105,27 @@ def doctor(
 
 
 def _examined(
-    config: Path | None, overrides: Sequence[str], ticket: str | None, listen: str, port: int | None, announce: Sequence[str],
-    *, json: bool,
-) -> list[Check]:  # fmt: skip
+    config: Path | None,
+    overrides: Sequence[str],
+    ticket: str | None,
+    listen: str,
+    port: int | None,
+    announce: Sequence[str],
+    *,
+    json: bool,
+) -> list[Check]:
     from muletrain.cli.show.console import make_console
     from muletrain.config.load import load_config
     from muletrain.runs.doctor.checks import Question, examine
 
     run = load_config(config, overrides)
     question = Question(
-        config=run.model_dump_json(by_alias=True), ticket=ticket, listen=listen, port=run.network.port if port is None else port,
+        config=run.model_dump_json(by_alias=True),
+        ticket=ticket,
+        listen=listen,
+        port=run.network.port if port is None else port,
         announce=tuple(announce) or run.network.announce,
-    )  # fmt: skip
+    )
     with make_console(sys.stderr).status("looking at this machine") as status:
         checks = list(examine(question, lambda part: status.update(f"looking at the {part}")))
     counts = {verdict: sum(c.verdict == verdict for c in checks) for verdict in ("missing", "warning")}
@@ -130,7 +141,8 @@ def _examined(
 
 
 def table(checks: Sequence[Check]) -> Table:
-    """What to do stands under what was found, so that both have room in 80 columns; what is said of several checks is said once."""
+    """What to do stands under what was found, so that both have room in 80 columns; what is said of several checks is
+    said once."""
     from rich.table import Table
     from rich.text import Text
 

@@ -28,7 +28,8 @@ SHOWN_FAILURES = 3
 
 
 def play_one(seed: int, *, json: bool, trace: Path | None = None) -> int:
-    """Print the scenario's timeline. ``trace``: where to write all that the peers did. Returns the number of broken promises."""
+    """Print the scenario's timeline. ``trace``: where to write all that the peers did. Returns the number of broken
+    promises."""
     if trace is not None:
         check_trace(trace)
     with _processes(1) as pool:
@@ -71,7 +72,8 @@ def play_many(seeds: range, jobs: int | None, *, json: bool) -> int:
 
 @contextmanager
 def _processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
-    """Fresh interpreters with a fixed hash seed (the order of sets is part of what a seed must replay) and one thread each."""
+    """Fresh interpreters with a fixed hash seed (the order of sets is part of what a seed must replay) and one thread
+    each."""
     fixed = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
     before = {name: os.environ.get(name) for name in fixed}
     os.environ.update(fixed)

@@ -59,15 +59,23 @@ def start_run(
     probe: bool = False,
     share_data: bool = False,
 ) -> None:
-    """Found a run (or go on with one) and serve one of its peers; the report comes when it ends. ``plan``, ``strategy``: see ``run_local``;
-    ``share_data``: sets ``data.share``. Raises MuletrainError before anything starts."""
+    """Found a run (or go on with one) and serve one of its peers; the report comes when it ends. ``plan``,
+    ``strategy``: see ``run_local``; ``share_data``: sets ``data.share``. Raises MuletrainError before anything
+    starts."""
     _check_name(name)
     overrides = (*overrides, "data.share=true") if share_data else overrides
     with opened(path, overrides, "start", resume, plan, strategy) as (folder, config):
         _start(
-            folder, config, listen=listen, port=port, announce=announce, json=json, resumed=resume is not None, name=name or _host(),
+            folder,
+            config,
+            listen=listen,
+            port=port,
+            announce=announce,
+            json=json,
+            resumed=resume is not None,
+            name=name or _host(),
             probe=probe,
-        )  # fmt: skip
+        )
 
 
 def _start(
@@ -167,7 +175,8 @@ def join_run(
     private: bool = False,
     limits: Limits | None = None,
 ) -> None:
-    """Serve until the run ends, or as long as ``limits`` allow. Raises MuletrainError with the reason when the run does not take us."""
+    """Serve until the run ends, or as long as ``limits`` allow. Raises MuletrainError with the reason when the run does
+    not take us."""
     from muletrain.runs.measure.machine import free_memory_of_machine, own_devices
 
     Ticket.parse(ticket)
@@ -318,8 +327,8 @@ class JoinSession(Session):
 
 
 def show_status(ticket: str | None, *, json: bool) -> None:
-    """Print what the members announced in the directory; of a run that has not begun, what it waits for. Raises MuletrainError when
-    no member answers."""
+    """Print what the members announced in the directory; of a run that has not begun, what it waits for. Raises
+    MuletrainError when no member answers."""
     from muletrain.runs.join.lobby import ask_missing
     from muletrain.runtime.peer.peer import HOLDS_S
 
@@ -429,8 +438,8 @@ def _ticket(text: str | None) -> Ticket:
 async def _as_member(
     ticket: Ticket, work: Callable[[Libp2pNetwork, str], Awaitable[Any]], owner: Key | None = None
 ) -> Any:
-    """Enter the run's network for one question. ``owner``: the run's key, where it is. Raises PeerUnreachable when no member answers,
-    and AdmissionError."""
+    """Enter the run's network for one question. ``owner``: the run's key, where it is. Raises PeerUnreachable when no
+    member answers, and AdmissionError."""
     from muletrain.network.libp2p import Libp2pNetwork
     from muletrain.runs.worker import PROTOCOL
 
@@ -481,7 +490,8 @@ def _port(port: int, peer: int) -> int:
 
 
 def _announced(addresses: Sequence[str], peer: int) -> tuple[str, ...]:
-    """What peer number ``peer`` of a machine says: its port is as much higher as the one it listens on. Raises ConfigError."""
+    """What peer number ``peer`` of a machine says: its port is as much higher as the one it listens on. Raises
+    ConfigError."""
     shifted = []
     for address in addresses:
         match = re.fullmatch(r"(/(?:ip4|ip6|dns|dns4|dns6)/[^/]+/tcp/)(\d{1,5})", address)

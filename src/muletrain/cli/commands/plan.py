@@ -1,4 +1,5 @@
-"""``muletrain plan``: which strategy is best on a fleet (``plan_fleet``); where to place stages and replicas on a network."""
+"""``muletrain plan``: which strategy is best on a fleet (``plan_fleet``); where to place stages and replicas on a
+network."""
 
 from __future__ import annotations
 
@@ -157,25 +158,31 @@ def plan(
 ) -> None:
     """Which strategy is best on these machines, and where everything goes.
 
-    With FLEET.toml: for each strategy the predicted throughput, where the time of a step goes, memory by machine, traffic by link, the
-    price of a billion tokens (where the file has prices), and the strategy that is recommended: the fastest of those that 'muletrain run'
-    has today. Stages and microbatch are those with which a strategy does most. Strategy swarm is predicted by steps that are played without
-    messages, on the places where machines settle; pipeline by its schedules (GPipe, 1F1B), played on the placement that is found (its
-    stages may have unequal numbers of layers and machines, and a machine may serve several pipelines); swap by ATOM's constraints; hub by
-    HYBRID's latency model. --json prints the whole plan (docs/plan.md explains it), which 'muletrain run --plan' and 'start --plan' take.
+    With FLEET.toml: for each strategy the predicted throughput, where the time of a step goes, memory by machine,
+    traffic by link, the price of a billion tokens (where the file has prices), and the strategy that is recommended:
+    the fastest of those that 'muletrain run' has today. Stages and microbatch are those with which a strategy does
+    most. Strategy swarm is predicted by steps that are played without messages, on the places where machines settle;
+    pipeline by its schedules (GPipe, 1F1B), played on the placement that is found (its stages may have unequal numbers
+    of layers and machines, and a machine may serve several pipelines); swap by ATOM's constraints; hub by HYBRID's
+    latency model. --json prints the whole plan (docs/plan.md explains it), which 'muletrain run --plan' and 'start
+    --plan' take.
 
-    With --network: where to place pipeline stages and their replicas on machines with unequal links, so that a step spends the least time
-    in communication; --stages, --pipelines, --activation-bytes and --gradient-bytes are needed then. The cost model is DT-FM's (Yuan et al.
-    2022, sec. 3). A link takes delay + bytes x 8 / bandwidth; delays and bandwidths of two unequal directions are averaged. Data-parallel:
-    the largest, over stages and their devices, of the sum over the stage's other devices of 2 x link(gradient bytes / group size).
-    Pipeline: the sum over neighbouring stages of the slowest link(activation bytes) between matched devices. Cost = data-parallel + 2 x
-    pipeline (forward and backward). --json prints cost_s, data_parallel_s, pipeline_s (one way), matching (pairs of devices for each two
-    neighbouring stages), assignment (stages in pipeline order, each a list of device indices, position = pipeline), spares, a
-    lower_bound_s for the best cost there can be, and whether the search is complete, or was ended by the time limit."""
+    With --network: where to place pipeline stages and their replicas on machines with unequal links, so that a step
+    spends the least time in communication; --stages, --pipelines, --activation-bytes and --gradient-bytes are needed
+    then. The cost model is DT-FM's (Yuan et al. 2022, sec. 3). A link takes delay + bytes x 8 / bandwidth; delays and
+    bandwidths of two unequal directions are averaged. Data-parallel: the largest, over stages and their devices, of the
+    sum over the stage's other devices of 2 x link(gradient bytes / group size). Pipeline: the sum over neighbouring
+    stages of the slowest link(activation bytes) between matched devices. Cost = data-parallel + 2 x pipeline (forward
+    and backward). --json prints cost_s, data_parallel_s, pipeline_s (one way), matching (pairs of devices for each two
+    neighbouring stages), assignment (stages in pipeline order, each a list of device indices, position = pipeline),
+    spares, a lower_bound_s for the best cost there can be, and whether the search is complete, or was ended by the time
+    limit."""
     limit_s = _seconds(time_limit)
     for_network = {
-        "--pipelines": pipelines, "--activation-bytes": activation_bytes, "--gradient-bytes": gradient_bytes,
-    }  # fmt: skip
+        "--pipelines": pipelines,
+        "--activation-bytes": activation_bytes,
+        "--gradient-bytes": gradient_bytes,
+    }
     if network is None:
         given = [name for name, value in for_network.items() if value is not None]
         given += ["--spares"] * spares + ["--search"] * (search is not Search.MULETRAIN)
@@ -184,29 +191,64 @@ def plan(
         from muletrain.cli.commands.plan_fleet import plan_fleet
 
         plan_fleet(
-            file, config, model, batch, microbatch, stages, overrides or [], seed=seed, time_limit_s=limit_s, plot=plot, json=json,
-            costs=costs, confirm=confirm,
-        )  # fmt: skip
+            file,
+            config,
+            model,
+            batch,
+            microbatch,
+            stages,
+            overrides or [],
+            seed=seed,
+            time_limit_s=limit_s,
+            plot=plot,
+            json=json,
+            costs=costs,
+            confirm=confirm,
+        )
         return
     for_fleets = {
-        "FLEET.toml": file, "--model": model, "--batch": batch, "--microbatch": microbatch, "--config": config, "--set": overrides,
-        "--costs": costs, "--plot": plot, "--confirm": confirm,
-    }  # fmt: skip
+        "FLEET.toml": file,
+        "--model": model,
+        "--batch": batch,
+        "--microbatch": microbatch,
+        "--config": config,
+        "--set": overrides,
+        "--costs": costs,
+        "--plot": plot,
+        "--confirm": confirm,
+    }
     if given := [name for name, value in for_fleets.items() if value]:
         raise ConfigError(f"{given[0]} stands beside --network, which has links only; give a fleet file or a network")
     if stages is None or pipelines is None or activation_bytes is None or gradient_bytes is None:
         missing = [name for name, value in {"--stages": stages, **for_network}.items() if value is None]
         raise ConfigError(f"--network needs {', '.join(missing)} too; a fleet file with a model needs none of these")
     _plan_network(
-        network, stages, pipelines, _bytes("activation", activation_bytes), _bytes("gradient", gradient_bytes), search, seed,
-        limit_s, spares=spares, json=json,
-    )  # fmt: skip
+        network,
+        stages,
+        pipelines,
+        _bytes("activation", activation_bytes),
+        _bytes("gradient", gradient_bytes),
+        search,
+        seed,
+        limit_s,
+        spares=spares,
+        json=json,
+    )
 
 
 def _plan_network(
-    network: str, stages: int, pipelines: int, activation_bytes: int, gradient_bytes: int, search: Search, seed: int, limit_s: float,
-    *, spares: bool, json: bool,
-) -> None:  # fmt: skip
+    network: str,
+    stages: int,
+    pipelines: int,
+    activation_bytes: int,
+    gradient_bytes: int,
+    search: Search,
+    seed: int,
+    limit_s: float,
+    *,
+    spares: bool,
+    json: bool,
+) -> None:
     from rich.progress import Progress
 
     from muletrain.cli.show.console import make_console, say
@@ -285,10 +327,17 @@ def _seconds(text: str) -> float:
 
 def _as_json(p: Placement) -> dict[str, Any]:
     return {
-        "cost_s": p.cost.cost_s, "data_parallel_s": p.cost.data_parallel_s, "pipeline_s": p.cost.pipeline_s,
-        "matching": p.matching, "assignment": p.assignment, "spares": p.spares,
-        "lower_bound_s": p.lower_bound_s, "gap": p.gap, "complete": p.complete, "tried": p.tried,
-    }  # fmt: skip
+        "cost_s": p.cost.cost_s,
+        "data_parallel_s": p.cost.data_parallel_s,
+        "pipeline_s": p.cost.pipeline_s,
+        "matching": p.matching,
+        "assignment": p.assignment,
+        "spares": p.spares,
+        "lower_bound_s": p.lower_bound_s,
+        "gap": p.gap,
+        "complete": p.complete,
+        "tried": p.tried,
+    }
 
 
 def _table(placement: Placement, task: Task, matrices: Matrices) -> Table:

@@ -1,4 +1,5 @@
-"""``muletrain plan FLEET.toml``: what each strategy would do on a fleet, and which one to take, told in a table and drawn."""
+"""``muletrain plan FLEET.toml``: what each strategy would do on a fleet, and which one to take, told in a table and
+drawn."""
 
 from __future__ import annotations
 
@@ -40,10 +41,21 @@ LINKS = 6
 
 
 def plan_fleet(
-    path: Path | None, config: Path | None, model: str | None, batch: int | None, microbatch: int | None, stages: int | None,
-    overrides: Sequence[str], *, seed: int, time_limit_s: float, plot: Path | None, json: bool, costs: Path | None = None,
+    path: Path | None,
+    config: Path | None,
+    model: str | None,
+    batch: int | None,
+    microbatch: int | None,
+    stages: int | None,
+    overrides: Sequence[str],
+    *,
+    seed: int,
+    time_limit_s: float,
+    plot: Path | None,
+    json: bool,
+    costs: Path | None = None,
     confirm: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """``costs``: what 'simulate calibrate' wrote. Raises ConfigError and CapacityError, which say where to look."""
     if plot is not None:
         need_matplotlib()
@@ -79,9 +91,15 @@ def plan_fleet(
 
 
 def _question(
-    fleet: Fleet, config: Path | None, model: str | None, batch: int | None, microbatch: int | None, stages: int | None,
-    overrides: Sequence[str], measured: Costs,
-) -> Question:  # fmt: skip
+    fleet: Fleet,
+    config: Path | None,
+    model: str | None,
+    batch: int | None,
+    microbatch: int | None,
+    stages: int | None,
+    overrides: Sequence[str],
+    measured: Costs,
+) -> Question:
     given = [*overrides, *([f"model.preset={model}"] if model else []), *([f"train.batch={batch}"] if batch else [])]
     if microbatch:
         given.append(f"train.microbatch={microbatch}")
@@ -181,8 +199,11 @@ def _table(plan: Plan) -> Table:
     row("tokens/s", lambda p: format_count(p.tokens_per_s))
     row("time", lambda p: format_duration(p.step_s))
     for label, part in (
-        (" compute", "compute_s"), (" pipeline links", "pipeline_s"), (" data-parallel", "data_parallel_s"), (" bubble", "bubble_s")
-    ):  # fmt: skip
+        (" compute", "compute_s"),
+        (" pipeline links", "pipeline_s"),
+        (" data-parallel", "data_parallel_s"),
+        (" bubble", "bubble_s"),
+    ):
         row(label, lambda p, part=part: _part(getattr(p.split, part), p.step_s), end=part == "bubble_s")  # type: ignore[misc]
     if any(p.price_per_billion_tokens is not None for p in able):
         row("price of 10^9 tokens", lambda p: _price(p.price_per_billion_tokens), end=True)

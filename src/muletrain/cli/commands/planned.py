@@ -24,9 +24,9 @@ PROCESSES_PER_CORE = 16
 
 
 def planned(config: RunConfig, path: Path, choice: str | None = None, *, spares: bool = True) -> RunConfig:
-    """``config`` with the strategy, the stages and the machines of the plan: of the strategy that is recommended, or of the ``choice``
-    ('swarm', 'gpipe', '1f1b'). ``spares``: the run begins with them, too. Raises ConfigError, also where plan and ``config`` are about
-    different things."""
+    """``config`` with the strategy, the stages and the machines of the plan: of the strategy that is recommended, or of
+    the ``choice`` ('swarm', 'gpipe', '1f1b'). ``spares``: the run begins with them, too. Raises ConfigError, also where
+    plan and ``config`` are about different things."""
     plan = read_plan(path)
     chosen = _chosen(plan, path, choice)
     model = config.model
@@ -34,8 +34,9 @@ def planned(config: RunConfig, path: Path, choice: str | None = None, *, spares:
         model = ModelConfig(preset=plan.model)
     _check_model(config.model_copy(update={"model": model}), plan, path)
     for name, own, there in (
-        ("batch", config.train.batch, plan.batch), ("microbatch", config.train.microbatch, chosen.microbatch)
-    ):  # fmt: skip
+        ("batch", config.train.batch, plan.batch),
+        ("microbatch", config.train.microbatch, chosen.microbatch),
+    ):
         if name in config.train.model_fields_set and own != there:
             raise ConfigError(
                 f"train.{name}: {own}, and {path} is for {there}; leave it out, or plan again (muletrain plan --{name})"
@@ -56,12 +57,13 @@ def planned(config: RunConfig, path: Path, choice: str | None = None, *, spares:
         "train": config.train.model_copy(update={"batch": plan.batch, "microbatch": chosen.microbatch}),
         "fleet": config.fleet.model_copy(
             update={
-                "stages": len(chosen.stages), "layers": tuple(end - first for first, end in (s.layers for s in chosen.stages)),
+                "stages": len(chosen.stages),
+                "layers": tuple(end - first for first, end in (s.layers for s in chosen.stages)),
                 "peers": peers,
             }
         ),
         "pipeline": _pipeline(chosen),
-    }  # fmt: skip
+    }
     try:
         return RunConfig.model_validate(sections)
     except ValidationError as e:
@@ -130,9 +132,11 @@ def _pipeline(chosen: Prediction) -> PipelineConfig:
     if not chosen.schedule:
         return PipelineConfig()
     return PipelineConfig(
-        seats=tuple(stage.machines for stage in chosen.stages), schedule=chosen.schedule,
-        microbatches=chosen.microbatches, spares=chosen.spares,
-    )  # fmt: skip
+        seats=tuple(stage.machines for stage in chosen.stages),
+        schedule=chosen.schedule,
+        microbatches=chosen.microbatches,
+        spares=chosen.spares,
+    )
 
 
 def machines_of(config: RunConfig) -> list[str]:
@@ -147,7 +151,8 @@ def names_of(config: RunConfig) -> list[str]:
 
 
 def indices_of(config: RunConfig) -> list[int]:
-    """Which machine of ``fleet.profile`` each of a local fleet's peers is. Raises ConfigError for a planned one that it does not have."""
+    """Which machine of ``fleet.profile`` each of a local fleet's peers is. Raises ConfigError for a planned one that it
+    does not have."""
     names = names_of(config)
     if config.fleet.profile is None:
         return list(range(len(names)))

@@ -117,8 +117,9 @@ class Session:
         return self._interrupts > 0
 
     def watch(self, *, whole: bool = False) -> None:
-        """Until every process has ended. A failed one is survived as long as others go on; all failing raises MuletrainError, and so
-        does one that fails before a run begins that needs the ``whole`` fleet: the others would wait for it for ever."""
+        """Until every process has ended. A failed one is survived as long as others go on; all failing raises
+        MuletrainError, and so does one that fails before a run begins that needs the ``whole`` fleet: the others would
+        wait for it for ever."""
         while self.fleet.alive():
             self.poll()
             self._tell_of_ended()
@@ -163,8 +164,8 @@ class Session:
             raise MuletrainError("; ".join(self.errors) or str(e)) from e
 
     def report(self) -> None:
-        """Evaluate the last checkpoint and print the final report (or its events). Raises CheckpointError, after that, where the
-        end of the run is in no checkpoint."""
+        """Evaluate the last checkpoint and print the final report (or its events). Raises CheckpointError, after that,
+        where the end of the run is in no checkpoint."""
         self._report()
         if EXIT_NO_CHECKPOINT in self.fleet.exit_codes().values():
             newest = f"the newest is {self.checkpoint}" if self.checkpoint is not None else "there is none"
@@ -205,7 +206,8 @@ class Session:
             console.print(f"muletrain export {self.folder} --hf my-model   # take it home", soft_wrap=True)
 
     def _evaluate(self) -> tuple[Quality | None, list[str]]:
-        """Quality and a few texts of the last checkpoint; what cannot be had is said, and is no reason to lose the rest."""
+        """Quality and a few texts of the last checkpoint; what cannot be had is said, and is no reason to lose the
+        rest."""
         try:
             with EventLog(self.folder / "result.jsonl", "result") as log:
                 log.subscribe(self.show)

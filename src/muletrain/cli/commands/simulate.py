@@ -69,7 +69,8 @@ def rebalance(
 ) -> None:
     """How much of the best possible throughput is kept over 32 hours while peers come and go.
 
-    Throughput is that of the smallest stage; the optimum is all peers spread evenly. Figures are means over the runs."""
+    Throughput is that of the smallest stage; the optimum is all peers spread evenly. Figures are means over the
+    runs."""
     from rich.progress import track
     from rich.table import Table
 
@@ -152,21 +153,33 @@ def fleet(
     seed: Annotated[int, typer.Option(help="Draws who leaves and when; the same seed gives the same figures.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """What would happen: throughput, idle time by cause, bytes by link, and recovery of a run on these machines, while they come and go.
+    """What would happen: throughput, idle time by cause, bytes by link, and recovery of a run on these machines, while
+    they come and go.
 
-    The simulator runs the production policies. The optimum assumes that every machine that is present is always busy. The report shows
-    where the time goes and up to three changes of the run that would make it faster, with the predicted gain of each.
+    The simulator runs the production policies. The optimum assumes that every machine that is present is always busy.
+    The report shows where the time goes and up to three changes of the run that would make it faster, with the
+    predicted gain of each.
 
-    Ctrl-C shows what was played so far (exit code 130); once more ends at once. Exits with 1 where peers gave up: such a run fails."""
+    Ctrl-C shows what was played so far (exit code 130); once more ends at once. Exits with 1 where peers gave up: such
+    a run fails."""
     from muletrain.cli.show.console import make_console
 
     with nullcontext() if json else make_console(sys.stderr).status("loading"):
         from muletrain.cli.commands.whatif import what_if  # torch takes seconds
 
     code = what_if(
-        file, config, model, overrides or [], hours=hours, seed=seed, plot=plot, json=json, fidelity=fidelity.value,
-        costs=costs, trace=trace,
-    )  # fmt: skip
+        file,
+        config,
+        model,
+        overrides or [],
+        hours=hours,
+        seed=seed,
+        plot=plot,
+        json=json,
+        fidelity=fidelity.value,
+        costs=costs,
+        trace=trace,
+    )
     raise typer.Exit(code)
 
 
@@ -180,7 +193,8 @@ def calibrate(
 ) -> None:
     """What real runs take beside what a fleet file says, measured from their events, for 'simulate fleet --costs'.
 
-    Needs three steps or more; 'muletrain run --trace out.json' (or --set fleet.trace=true) makes runs that tell about messages, too."""
+    Needs three steps or more; 'muletrain run --trace out.json' (or --set fleet.trace=true) makes runs that tell about
+    messages, too."""
     from muletrain.cli.commands.calibrate import calibrate
 
     calibrate(runs, out, json=json)

@@ -48,9 +48,9 @@ def run_local(
     plan: Path | None = None,
     strategy: str | None = None,
 ) -> None:
-    """``plan``: a file with strategy, stages and machines, of which ``strategy`` is taken (default: the recommended one).
-    ``chaos``: faults to inject (``policy/chaos.py``). ``trace``: where to write a timeline. Raises MuletrainError for what cannot run,
-    before anything is started."""
+    """``plan``: a file with strategy, stages and machines, of which ``strategy`` is taken (default: the recommended
+    one). ``chaos``: faults to inject (``policy/chaos.py``). ``trace``: where to write a timeline. Raises MuletrainError
+    for what cannot run, before anything is started."""
     if trace is not None:
         check_trace(trace)
         overrides = [*overrides, "fleet.trace=true"]
@@ -107,8 +107,8 @@ def opened(
     plan: Path | None = None,
     choice: str | None = None,
 ) -> Iterator[tuple[Path, RunConfig]]:
-    """The run folder, ours until the end, and the configuration: of a new run (as ``plan`` says, if there is one), or of the one to go on
-    with. Raises MuletrainError."""
+    """The run folder, ours until the end, and the configuration: of a new run (as ``plan`` says, if there is one), or
+    of the one to go on with. Raises MuletrainError."""
     if resume is not None and plan is not None:
         raise ConfigError(f"--plan {plan}: a run goes on with the plan that it has; begin another one, or leave it out")
     if choice is not None and plan is None:
@@ -172,7 +172,8 @@ def save_config(folder: Path, config: RunConfig) -> None:
 
 
 def newest_checkpoint(folder: Path, config: RunConfig) -> Path | None:
-    """Where the run goes on from; None: from the beginning. Raises MuletrainError if it is over or ``config`` is another run's."""
+    """Where the run goes on from; None: from the beginning. Raises MuletrainError if it is over or ``config`` is
+    another run's."""
     from muletrain.runs.checkpoint import Checkpoint, bring_newest_home
 
     console = make_console(sys.stderr)
@@ -194,8 +195,8 @@ def newest_checkpoint(folder: Path, config: RunConfig) -> Path | None:
 
 
 def prepare(config: RunConfig, *, quiet: bool) -> RunConfig:
-    """Check that the model can be built and cut, its device and profile are there, and tokenise the corpus. The configuration with
-    nothing left to look up."""
+    """Check that the model can be built and cut, its device and profile are there, and tokenise the corpus. The
+    configuration with nothing left to look up."""
     from muletrain.compute.probe import pick_device
     from muletrain.data.tokens import TokenCache
     from muletrain.runs.assemble import RunFacts, resolve_start

@@ -55,12 +55,21 @@ FAILS = (
 
 
 def what_if(
-    path: Path | None, config: Path | None, model: str | None, overrides: Sequence[str], *,
-    hours: float, seed: int, plot: Path | None, json: bool, fidelity: Fidelity = "flow", costs: Path | None = None,
+    path: Path | None,
+    config: Path | None,
+    model: str | None,
+    overrides: Sequence[str],
+    *,
+    hours: float,
+    seed: int,
+    plot: Path | None,
+    json: bool,
+    fidelity: Fidelity = "flow",
+    costs: Path | None = None,
     trace: Path | None = None,
-) -> int:  # fmt: skip
-    """The exit code: 1 where peers gave up, 128 + its number after a signal. ``costs``: what 'simulate calibrate' wrote. Raises
-    ConfigError, CapacityError and DataError, which say where to look."""
+) -> int:
+    """The exit code: 1 where peers gave up, 128 + its number after a signal. ``costs``: what 'simulate calibrate'
+    wrote. Raises ConfigError, CapacityError and DataError, which say where to look."""
     if plot is not None:
         need_matplotlib()
     if trace is not None:
@@ -79,9 +88,15 @@ def what_if(
         seen: list[Event] = []
         with Playing(WHAT[fidelity], 3600 * hours, quiet=json) as playing:
             outcome = simulate_fleet(
-                scene, run, churn, hours=hours, seed=seed, fidelity=fidelity, watch=seen.append if trace is not None else None,
+                scene,
+                run,
+                churn,
+                hours=hours,
+                seed=seed,
+                fidelity=fidelity,
+                watch=seen.append if trace is not None else None,
                 goes_on=playing,
-            )  # fmt: skip
+            )
     if trace is not None:
         write_trace(trace, seen)
     if plot is not None:
@@ -122,7 +137,8 @@ def what_if(
 
 
 def _run(fleet: Fleet, config: Path | None, given: list[str]) -> tuple[RunConfig, ModelSpec]:
-    """Where nobody says into how many stages: as few as memory allows. Where stages mix devices, the CPU updates the weights."""
+    """Where nobody says into how many stages: as few as memory allows. Where stages mix devices, the CPU updates the
+    weights."""
     named = any(text.startswith(("model.", "model =")) for text in given)
     base = [] if config is not None else [*USUAL, *([] if named else ["model.preset=gpt3-xl"])]
     run = load_config(config, [*base, *given])
@@ -140,16 +156,27 @@ def _as_json(outcome: Outcome, scene: Setting, found: Sequence[Suggestion], hour
     tokens_per_s = outcome.throughput * scene.cost.tokens
     advice = [
         {
-            "set": s.change.text, "gain": s.gain, "tokens_per_s": (1 + s.gain) * tokens_per_s, "stages": s.stages,
+            "set": s.change.text,
+            "gain": s.gain,
+            "tokens_per_s": (1 + s.gain) * tokens_per_s,
+            "stages": s.stages,
             "training": s.change.training,
-        } for s in found
-    ]  # fmt: skip
+        }
+        for s in found
+    ]
     return {
-        "stages": len(scene.cut), "machines": sum(k.count for k in scene.kinds),
-        "tokens_per_s": tokens_per_s, "recovery_median_s": median_s, "recovery_longest_s": longest_s,
-        "hours_asked": hours, **fields, "bytes": links, "advice": advice,
-        "left_out": scene.left_out, "estimates": sorted({k.assumed for k in scene.kinds if k.assumed}),
-    }  # fmt: skip
+        "stages": len(scene.cut),
+        "machines": sum(k.count for k in scene.kinds),
+        "tokens_per_s": tokens_per_s,
+        "recovery_median_s": median_s,
+        "recovery_longest_s": longest_s,
+        "hours_asked": hours,
+        **fields,
+        "bytes": links,
+        "advice": advice,
+        "left_out": scene.left_out,
+        "estimates": sorted({k.assumed for k in scene.kinds if k.assumed}),
+    }
 
 
 def _tell(
@@ -189,9 +216,11 @@ def _tell_of_changes(console: Console, scene: Setting, outcome: Outcome, found: 
         others = "" if s.stages == len(scene.cut) or s.change.field == "fleet.stages" else f"{s.stages} stages"
         tokens_per_s = (1 + s.gain) * outcome.throughput * scene.cost.tokens
         table.add_row(
-            f"--set {s.change.text}", format_count(tokens_per_s), f"{100 * s.gain:.0f} %",
+            f"--set {s.change.text}",
+            format_count(tokens_per_s),
+            f"{100 * s.gain:.0f} %",
             "; ".join(filter(None, (s.change.training, others))) or "is the same",
-        )  # fmt: skip
+        )
     console.print(table)
 
 
@@ -229,7 +258,7 @@ def _results(scene: Setting, outcome: Outcome) -> Table:
         ("computed again", f"{outcome.repeated_microbatches:.0f} microbatches, each at one stage"),
         ("lost", f"{outcome.lost_microbatches:.0f} microbatches of steps taken back"),
         ("time to recover", recovery),
-    ):  # fmt: skip
+    ):
         table.add_row(label, value)
     return table
 

@@ -1,4 +1,5 @@
-"""``muletrain doctor --peers``: have the members of a run that waits measured, from where ``muletrain start`` was called."""
+"""``muletrain doctor --peers``: have the members of a run that waits measured, from where ``muletrain start`` was
+called."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ LABELLED = 24
 
 
 def draw(plan: Plan, fleet: Fleet, path: Path) -> None:
-    """Stages from left to right, regions from top to bottom; links by width of what they carry, by colour of what they could.
+    """Stages from left to right, regions from top to bottom; links by width of what they carry, by colour of what they
+    could.
 
     Raises OSError."""
     from matplotlib import colormaps
@@ -84,8 +85,15 @@ def _draw_one(axes: Axes, p: Prediction, fleet: Fleet, regions: list[str], scale
             speed = (
                 "" if mbps == float("inf") else f"{mbps / 1000:.3g} Gb/s\n" if mbps >= 1000 else f"{mbps:.3g} Mb/s\n"
             )
-            axes.annotate(f"{speed}{1000 * delay_s:.3g} ms", at, fontsize=6, ha="center", va="center", zorder=2,
-                          bbox={"boxstyle": "round,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.75})  # fmt: skip
+            axes.annotate(
+                f"{speed}{1000 * delay_s:.3g} ms",
+                at,
+                fontsize=6,
+                ha="center",
+                va="center",
+                zorder=2,
+                bbox={"boxstyle": "round,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.75},
+            )
     most = max(max(found.values()) for found in here)
     for stage, found in enumerate(here):
         for region, n in found.items():
@@ -96,17 +104,22 @@ def _draw_one(axes: Axes, p: Prediction, fleet: Fleet, regions: list[str], scale
             axes.annotate(what, at, (0, -19), textcoords="offset points", ha="center", va="top", fontsize=6, zorder=4)
     count = len(p.stages)
     axes.set(
-        xlim=(-0.6, count - 0.4), ylim=(len(regions) - 0.4, -0.6), xticks=range(count), yticks=range(len(regions)), yticklabels=regions,
+        xlim=(-0.6, count - 0.4),
+        ylim=(len(regions) - 0.4, -0.6),
+        xticks=range(count),
+        yticks=range(len(regions)),
+        yticklabels=regions,
         xlabel="all layers" if p.accumulate else "stage",
-    )  # fmt: skip
+    )
     for side in ("top", "right", "left", "bottom"):
         axes.spines[side].set_visible(False)
     axes.tick_params(length=0)
 
 
 def _links(p: Prediction, fleet: Fleet) -> dict[tuple[int, str, str], tuple[float, float, float]]:
-    """By stage and regions, to the next stage (of one stage: between its regions): the share of its pairs, the narrowest
-    bandwidth [bytes/s] and the longest delay [s]. A pipeline's pairs are fixed; elsewhere everyone may send to everyone."""
+    """By stage and regions, to the next stage (of one stage: between its regions): the share of its pairs, the
+    narrowest bandwidth [bytes/s] and the longest delay [s]. A pipeline's pairs are fixed; elsewhere everyone may send
+    to everyone."""
     peers = {peer.name: peer for peer in fleet.peers()}
     found: dict[tuple[int, str, str], list[tuple[float, float]]] = {}
     totals = Counter[int]()

@@ -22,16 +22,19 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Playing:
-    """Shows on standard error how much of ``horizon_s`` was played: as a bar, or where there is no terminal as a line now and then
-    (``quiet``: neither). The first Ctrl-C (or SIGTERM) ends the play in order, a second one the program. Use it in a ``with``, and call it
-    as a play asks whether it goes on (``sim.fleet.ledger.GoesOn``)."""
+    """Shows on standard error how much of ``horizon_s`` was played: as a bar, or where there is no terminal as a line
+    now and then (``quiet``: neither). The first Ctrl-C (or SIGTERM) ends the play in order, a second one the program.
+    Use it in a ``with``, and call it as a play asks whether it goes on (``sim.fleet.ledger.GoesOn``)."""
 
     def __init__(self, what: str, horizon_s: float, *, quiet: bool) -> None:
         self._what, self._horizon_s, self._quiet = what, horizon_s, quiet
         self._console = make_console(sys.stderr)
         columns = (
-            TextColumn(what), BarColumn(bar_width=20), TextColumn("{task.description}"), TimeRemainingColumn(compact=True)
-        )  # fmt: skip
+            TextColumn(what),
+            BarColumn(bar_width=20),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(compact=True),
+        )
         self._bar = Progress(
             *columns, console=self._console, transient=True, disable=quiet or not self._console.is_terminal
         )

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 FRESH_S = 15.0
-"""Older announcements are out of date: members announce themselves every 10 s (``runtime.peer.peer.ANNOUNCE_S``), and clocks differ by some
-seconds."""
+"""Older announcements are out of date: members announce themselves every 10 s (``runtime.peer.peer.ANNOUNCE_S``), and
+clocks differ by some seconds."""
 
 
 def furthest(peers: Sequence[Announced]) -> Announced:

@@ -71,8 +71,8 @@ class RunView:
         self.evaluated: ev.Evaluated | None = None
         self.checkpoint: ev.CheckpointWritten | None = None
         self.peers: dict[str, PeerView] = {}
-        """By who tells of them (``Event.peer``): the name that a peer began with, in its own log also where the run calls it otherwise. One
-        whose name was taken over: by id."""
+        """By who tells of them (``Event.peer``): the name that a peer began with, in its own log also where the run
+        calls it otherwise. One whose name was taken over: by id."""
         self.missing: list[str] = []
         self.probing: ev.ProbeProgress | None = None
         """While machines and links are measured."""
@@ -125,8 +125,8 @@ class RunView:
         return max(0, self.steps - self.step) * sum(e.duration_s for e in self._recent) / len(self._recent)
 
     def stages(self, *, present: bool = False) -> dict[int, list[PeerView]]:
-        """Peers by stage, both in order; stages without a peer are there, empty, if we hear of the whole run. ``present``: those only
-        that have not gone, for in a long run most of those that ever came have."""
+        """Peers by stage, both in order; stages without a peer are there, empty, if we hear of the whole run.
+        ``present``: those only that have not gone, for in a long run most of those that ever came have."""
         count = self.started.stages if self.started and self.whole else 0
         found: dict[int, list[PeerView]] = {s: [] for s in range(count)}
         for peer in sorted(self.peers.values(), key=lambda p: (p.stage, p.name)):
@@ -274,9 +274,15 @@ def printable(text: str) -> str:
 def is_warning(event: ev.Event) -> bool:
     """Does the event tell of something wrong?"""
     kinds = (
-        ev.JoinRefused, ev.FrameRefused, ev.PeerSuspected, ev.PeerBanned, ev.PeerExpelled, ev.CheckpointFailed, ev.SteppedBack,
+        ev.JoinRefused,
+        ev.FrameRefused,
+        ev.PeerSuspected,
+        ev.PeerBanned,
+        ev.PeerExpelled,
+        ev.CheckpointFailed,
+        ev.SteppedBack,
         ev.ProbeFailed,
-    )  # fmt: skip
+    )
     return isinstance(event, kinds) or (isinstance(event, ev.Note) and event.level != "info")
 
 
@@ -291,7 +297,8 @@ def _stepped_back(event: ev.SteppedBack, view: RunView) -> str:
 
 
 def essence(reason: str) -> str:
-    """Without the ways that the network's daemon tried one after the other, each with its addresses: the events have them."""
+    """Without the ways that the network's daemon tried one after the other, each with its addresses: the events have
+    them."""
     return re.sub(r": (?:Connect failed\. msg=)?failed to dial.*: ([^:]+)$", r": \1", reason, flags=re.DOTALL)
 
 

@@ -1,4 +1,5 @@
-"""DAPPLE: a synchronous pipeline with early backward passes (1F1B) whose stages may be replicated (Fan et al. 2021, sec. 3)."""
+"""DAPPLE: a synchronous pipeline with early backward passes (1F1B) whose stages may be replicated (Fan et al. 2021,
+sec. 3)."""
 
 from __future__ import annotations
 

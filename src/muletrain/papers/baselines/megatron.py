@@ -1,5 +1,5 @@
-"""Megatron's grid: GPUs cut layers (tensor), runs of layers (pipeline) and batches (data) at once, and the best cut is searched for
-(Narayanan et al. 2021, sec. 2-3)."""
+"""Megatron's grid: GPUs cut layers (tensor), runs of layers (pipeline) and batches (data) at once, and the best cut is
+searched for (Narayanan et al. 2021, sec. 2-3)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Grid:
 
 
 def best_grid(gpus: int, device: Device, *, width: float, layers: int, tokens: int, microbatches: int) -> Grid:
-    """The fastest of all cuts of ``gpus``. ``microbatches`` of one sequence of ``tokens`` each in a step, shared by the pipelines."""
+    """The fastest of all cuts of ``gpus``. ``microbatches`` of one sequence of ``tokens`` each in a step, shared by the
+    pipelines."""
     grids = [
         Grid(t, p, gpus // (t * p))
         for t in range(1, gpus + 1)
@@ -35,18 +36,23 @@ def best_grid(gpus: int, device: Device, *, width: float, layers: int, tokens: i
         if gpus // t % p == 0 and layers % p == 0 and microbatches % (gpus // (t * p)) == 0
     ]
     timed = [
-        Grid(g.tensor, g.pipeline, g.data,
-             grid_s(g, device, width=width, layers=layers, tokens=tokens, microbatches=microbatches)) for g in grids
-    ]  # fmt: skip
+        Grid(
+            g.tensor,
+            g.pipeline,
+            g.data,
+            grid_s(g, device, width=width, layers=layers, tokens=tokens, microbatches=microbatches),
+        )
+        for g in grids
+    ]
     return min(timed, key=lambda g: g.step_s)
 
 
 def grid_s(grid: Grid, device: Device, *, width: float, layers: int, tokens: int, microbatches: int) -> float:
     """Time of a step [s]; fp32, with activation checkpointing.
 
-    A layer has 12 width^2 parameters (8 FLOP each and token: forward twice, backward) and all-reduces its activations two times a pass
-    among ``tensor`` GPUs (sec. 2.3), so six times; neighbours in the pipeline exchange them twice; bubbles as in GPipe (sec. 2.2.1);
-    gradients are all-reduced among ``data``.
+    A layer has 12 width^2 parameters (8 FLOP each and token: forward twice, backward) and all-reduces its activations
+    two times a pass among ``tensor`` GPUs (sec. 2.3), so six times; neighbours in the pipeline exchange them twice;
+    bubbles as in GPipe (sec. 2.2.1); gradients are all-reduced among ``data``.
     """
     activations = 4.0 * tokens * width
     params = 12.0 * width**2

@@ -1,7 +1,7 @@
 """GPipe and 1F1B: who does what in which order, and how long that takes over given links.
 
-``step_s`` plays a schedule (``planning.schedules``). Sends block: a stage goes on once what it sent is acknowledged, which is what
-the throughputs published over slow links amount to (``swarm-table2``).
+``step_s`` plays a schedule (``planning.schedules``). Sends block: a stage goes on once what it sent is acknowledged,
+which is what the throughputs published over slow links amount to (``swarm-table2``).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class StageTime:
 
 @dataclass(frozen=True)
 class Link:
-    """Between neighbours. ``ack_s``: from the arrival until the sender goes on, uniform between the two; ``shared``: all transfers queue
-    for one link."""
+    """Between neighbours. ``ack_s``: from the arrival until the sender goes on, uniform between the two; ``shared``:
+    all transfers queue for one link."""
 
     bytes_per_s: float
     latency_s: float = 0.0
@@ -42,7 +42,8 @@ class Link:
 def step_s(
     orders: Sequence[Sequence[Task]], times: Sequence[StageTime], sent_bytes: float, link: Link, *, seed: int = 0
 ) -> float:
-    """Until the last stage is done with its last task [s]. ``sent_bytes``: activations of a microbatch; its gradients are as large."""
+    """Until the last stage is done with its last task [s]. ``sent_bytes``: activations of a microbatch; its gradients
+    are as large."""
     draw = random.Random(seed)
     stages, transfer_s = len(orders), sent_bytes / link.bytes_per_s
     done = [0] * stages
@@ -74,6 +75,7 @@ def step_s(
 
 
 def steady_s(times: Sequence[StageTime], sent_bytes: float, link: Link, microbatches: int) -> float:
-    """PipeDream without flush: nobody waits for a step's end, so the slowest stage's time for so many microbatches [s]."""
+    """PipeDream without flush: nobody waits for a step's end, so the slowest stage's time for so many microbatches
+    [s]."""
     sending_s = 2 * (sent_bytes / link.bytes_per_s + link.latency_s + sum(link.ack_s) / 2)
     return microbatches * (max(t.forward_s + t.backward_s for t in times) + sending_s)

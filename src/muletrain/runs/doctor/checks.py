@@ -1,7 +1,7 @@
 """Is this machine fit to train? What ``muletrain doctor`` looks at, and what to do about what it finds.
 
-torch, drivers and networks can crash a process, or hang. They are looked at in processes of their own (``runs.doctor.process``), which have
-so much time. What such a process does not come to is a finding, too.
+torch, drivers and networks can crash a process, or hang. They are looked at in processes of their own
+(``runs.doctor.process``), which have so much time. What such a process does not come to is a finding, too.
 """
 
 from __future__ import annotations
@@ -128,9 +128,15 @@ def ask(part: Part, question: Question, command: list[str]) -> Iterator[Check]:
     """What the process says, and a finding for the check that it did not come to."""
     with temporary_folder() as scratch:  # ours to remove if it is killed
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
-            start_new_session=True, env={**os.environ, "TMPDIR": str(scratch)},
-        )  # fmt: skip
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            env={**os.environ, "TMPDIR": str(scratch)},
+        )
         late = False
         try:
             out, err = process.communicate(question.model_dump_json(), part.limit_s)

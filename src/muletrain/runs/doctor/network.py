@@ -1,4 +1,5 @@
-"""What ``muletrain doctor`` looks at beyond this machine: does it listen, and, with a ticket, how does it look from the run's members."""
+"""What ``muletrain doctor`` looks at beyond this machine: does it listen, and, with a ticket, how does it look from the
+run's members."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ ASKED = 5
 """Members."""
 LISTEN_S, ENTER_S = 40.0, 60.0
 ALIKE_S = 1.0
-"""Clocks that differ by less are as good as one; the directory refuses records of others that differ by 3 s (hivemind)."""
+"""Clocks that differ by less are as good as one; the directory refuses records of others that differ by 3 s
+(hivemind)."""
 REFUSED_S = 3.0
 OF_THE_RUN = ("clock", "from outside", "hole punching", "relay")
 CLOCK = "have it set by the network: timedatectl set-ntp true (systemd), or chronyd"
@@ -97,9 +99,15 @@ async def _in_the_run(question: Question) -> AsyncIterator[Check]:
                 raise MuletrainError("the ticket names no member of its run; ask for one of 'muletrain start'")
             async with asyncio.timeout(ENTER_S):
                 network = await Libp2pNetwork.create(
-                    run_id=ticket.run_id, secret=ticket.secret, owner=ticket.owner, protocol=PROTOCOL, folder=Path(folder),
-                    listen=question.listen, initial_peers=ticket.addresses, visitor=True,
-                )  # fmt: skip
+                    run_id=ticket.run_id,
+                    secret=ticket.secret,
+                    owner=ticket.owner,
+                    protocol=PROTOCOL,
+                    folder=Path(folder),
+                    listen=question.listen,
+                    initial_peers=ticket.addresses,
+                    visitor=True,
+                )
         except (MuletrainError, TimeoutError) as e:
             yield advised("run", str(e) or f"no way into it within {ENTER_S:.0f} s", NETWORK.fixes["run"])
             for name in OF_THE_RUN:

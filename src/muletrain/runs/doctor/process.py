@@ -1,5 +1,5 @@
-"""A process that makes the checks of one part: ``python -m muletrain.runs.doctor.process PART`` with a ``Question`` on standard input (it
-may hold a ticket) prints a line of JSON for each ``Check``."""
+"""A process that makes the checks of one part: ``python -m muletrain.runs.doctor.process PART`` with a ``Question`` on
+standard input (it may hold a ticket) prints a line of JSON for each ``Check``."""
 
 from __future__ import annotations
 

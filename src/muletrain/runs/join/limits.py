@@ -1,5 +1,5 @@
-"""What a joiner lets a run have of its machine. The joiner checks it itself, from the configuration alone, before it takes anything: what
-a founder or another member says of sizes is only compared with it.
+"""What a joiner lets a run have of its machine. The joiner checks it itself, from the configuration alone, before it
+takes anything: what a founder or another member says of sizes is only compared with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from muletrain.runs.join.lobby import Welcome
 
 TOKENIZER_BYTES, TOKENIZER_BYTES_PER_TOKEN = 4 << 20, 1 << 10
-"""A tokenizer.json has at most so many, and for each token of the vocabulary (those of published models have 70 to 140)."""
+"""A tokenizer.json has at most so many, and for each token of the vocabulary (those of published models have 70 to
+140)."""
 
 
 def told_config(text: str) -> RunConfig:

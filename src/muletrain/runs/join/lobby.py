@@ -1,8 +1,8 @@
 """The lobby: before step 0, peers gather at the founder, get a stage and the tokenizer, and agree on the genesis.
 
-Calls, newcomer to any member: ``founder`` (whom to ask). Newcomer to founder: ``join`` (who I am; answer: the run), ``tokenizer`` and
-``part`` (of the checkpoint that the run goes on from; both in pieces), ``ready`` (my stage is built). Founder to every member:
-``begin`` (the genesis).
+Calls, newcomer to any member: ``founder`` (whom to ask). Newcomer to founder: ``join`` (who I am; answer: the run),
+``tokenizer`` and ``part`` (of the checkpoint that the run goes on from; both in pieces), ``ready`` (my stage is built).
+Founder to every member: ``begin`` (the genesis).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ POLL_S = 2.0
 
 
 class Join(Message):
-    """``stage``: the one wanted, if any. ``device``: its kind, and ``flops`` (``Machine``). ``memory``: bytes of it this peer may use, and
-    ``host_memory`` beside it (``Offer``)."""
+    """``stage``: the one wanted, if any. ``device``: its kind, and ``flops`` (``Machine``). ``memory``: bytes of it
+    this peer may use, and ``host_memory`` beside it (``Offer``)."""
 
     KIND: ClassVar[str] = "lobby.join"
     version: Text
@@ -93,7 +93,8 @@ class AskPart(Message):
 
 
 class Ready(Message):
-    """The stage is built. ``trainer``: this peer has the data (its digest fits). ``place``: where it can write checkpoints."""
+    """The stage is built. ``trainer``: this peer has the data (its digest fits). ``place``: where it can write
+    checkpoints."""
 
     KIND: ClassVar[str] = "lobby.ready"
     trainer: bool
@@ -108,7 +109,8 @@ class Declined(Message):
 
 
 class Missing(Message):
-    """What the run still waits for, in words (nothing: it has begun). Answers an empty question, and every ``Ready``."""
+    """What the run still waits for, in words (nothing: it has begun). Answers an empty question, and every
+    ``Ready``."""
 
     KIND: ClassVar[str] = "lobby.missing"
     missing: Annotated[tuple[Text, ...], Field(max_length=4096)]
@@ -310,9 +312,14 @@ class Lobby:
             for p in ranked
         )
         return Genesis(
-            run_id=self.run_id, config=self.config_digest, data=self.data_digest, stages=self.stages, members=members,
-            collector=self.net.peer_id, first_step=self.first_step,
-        )  # fmt: skip
+            run_id=self.run_id,
+            config=self.config_digest,
+            data=self.data_digest,
+            stages=self.stages,
+            members=members,
+            collector=self.net.peer_id,
+            first_step=self.first_step,
+        )
 
     def _unique_name(self, peer: PeerId) -> str:
         name = self._guests[peer].join.name
@@ -394,7 +401,8 @@ async def find_founder(net: Network, addresses: tuple[str, ...]) -> PeerId:
 
 
 async def ask_missing(net: Network, addresses: tuple[str, ...]) -> tuple[str, ...]:
-    """What a run that has not begun waits for; nothing once it has. Raises AdmissionError when no member can be asked."""
+    """What a run that has not begun waits for; nothing once it has. Raises AdmissionError when no member can be
+    asked."""
     founder = await find_founder(net, addresses)
     try:
         return Missing.unpack(await net.call(founder, Missing.KIND, b"", timeout_s=CALL_TIMEOUT_S)).missing
@@ -447,7 +455,8 @@ class Visitor:
             await self.net.call(self.founder, Declined.KIND, declined, timeout_s=CALL_TIMEOUT_S)
 
     async def part(self, welcome: Welcome, into: Path) -> None:
-        """Write our stage's part of the checkpoint to the file ``into``. Raises ProtocolError for other content than was promised."""
+        """Write our stage's part of the checkpoint to the file ``into``. Raises ProtocolError for other content than
+        was promised."""
         digest, size = hashlib.sha256(), welcome.part_size
 
         async def piece(offset: int) -> bytes:

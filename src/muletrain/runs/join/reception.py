@@ -1,7 +1,8 @@
 """After the start any member takes newcomers in: it tells them of the run, and which stage they are needed at.
 
-Calls, newcomer to any member: ``founder`` (whom to ask; answer: the member itself), ``join``, ``tokenizer`` (as in the lobby),
-``genesis``. The state comes from the stage's replicas, and the newcomer introduces itself to everyone (``runtime.members.membership``).
+Calls, newcomer to any member: ``founder`` (whom to ask; answer: the member itself), ``join``, ``tokenizer`` (as in the
+lobby), ``genesis``. The state comes from the stage's replicas, and the newcomer introduces itself to everyone
+(``runtime.members.membership``).
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Papers:
-    """What a newcomer is told of the run. ``config``: the configuration as JSON; ``data``: the corpus' digest; ``tokenizer``: its JSON;
-    ``tokens``: see ``Welcome``."""
+    """What a newcomer is told of the run. ``config``: the configuration as JSON; ``data``: the corpus' digest;
+    ``tokenizer``: its JSON; ``tokens``: see ``Welcome``."""
 
     config: str
     data: bytes
@@ -83,9 +84,14 @@ class Reception:
             self.emit(Note(level="warning", message=mixing(stage, mixed, join.device)))
         self.emit(Admitted(peer_id=sender))
         return Welcome(
-            config=self.papers.config, stage=stage, data=self.papers.data, tokenizer_size=len(self.papers.tokenizer), running=True,
-            name=self._unique(join.name), tokens=self.papers.tokens,
-        ).pack()  # fmt: skip
+            config=self.papers.config,
+            stage=stage,
+            data=self.papers.data,
+            tokenizer_size=len(self.papers.tokenizer),
+            running=True,
+            name=self._unique(join.name),
+            tokens=self.papers.tokens,
+        ).pack()
 
     def _unique(self, name: str) -> str:
         again = self.strategy.has_place(name)

@@ -1,7 +1,8 @@
 """Removing a member: ``muletrain kick``, where the run's owner is.
 
-The owner's word names who stays (``network/trust.py``), so the list comes first: any member that stays says who is in the run, with
-the certificates it has seen; those are checked here again. Whoever cannot be shown to be in the run is out after it.
+The owner's word names who stays (``network/trust.py``), so the list comes first: any member that stays says who is in
+the run, with the certificates it has seen; those are checked here again. Whoever cannot be shown to be in the run is
+out after it.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ SHORTEST_ID = 6
 
 
 class Listed(Message):
-    """One member. ``certificate``: empty where the answering peer has not seen it. ``stage``: what it serves; None where the answering peer
-    believes it dead, and before the run begins."""
+    """One member. ``certificate``: empty where the answering peer has not seen it. ``stage``: what it serves; None
+    where the answering peer believes it dead, and before the run begins."""
 
     id: Id
     name: Name
@@ -81,8 +82,8 @@ class Removal:
 async def remove(
     net: Libp2pNetwork, addresses: tuple[str, ...], who: str, before: frozenset[PeerId] = frozenset()
 ) -> Removal:
-    """``who``: a name, an id or its end. ``net`` holds the owner's key; ``addresses`` are the ticket's. ``before``: who is out already;
-    members believe them dead, and name them still. Raises MuletrainError when nobody is removed."""
+    """``who``: a name, an id or its end. ``net`` holds the owner's key; ``addresses`` are the ticket's. ``before``: who
+    is out already; members believe them dead, and name them still. Raises MuletrainError when nobody is removed."""
     founder = await find_founder(net, addresses)
     answers = await _ask_around(net, [founder, *(a.rsplit("/p2p/", 1)[-1] for a in addresses)], before)
     called = {m.id: m.name for listed in answers.values() for m in listed}
@@ -109,10 +110,15 @@ async def remove(
     stage = next((m.stage for p, listed in answers.items() if p != target for m in listed if m.id == target), None)
     served = {m.stage for m in said if m.id in kept}
     return Removal(
-        called[target], target, secret, len(kept), sum(r is None for r in results),
-        unproven=tuple(sorted(names[p] for p in unproven)), out=frozenset({target, *unproven}),
+        called[target],
+        target,
+        secret,
+        len(kept),
+        sum(r is None for r in results),
+        unproven=tuple(sorted(names[p] for p in unproven)),
+        out=frozenset({target, *unproven}),
         emptied=None if stage in served else stage,
-    )  # fmt: skip
+    )
 
 
 def find(names: dict[PeerId, str], who: str) -> PeerId:
@@ -138,8 +144,8 @@ def _counts(net: Libp2pNetwork, m: Listed) -> bool:
 async def _ask_around(
     net: Libp2pNetwork, ask: list[PeerId], out: frozenset[PeerId]
 ) -> dict[PeerId, tuple[Listed, ...]]:
-    """Ask members until we have seen the certificate of everyone whom they name. Returns the answers by member, without peers that are
-    ``out``."""
+    """Ask members until we have seen the certificate of everyone whom they name. Returns the answers by member, without
+    peers that are ``out``."""
     answers: dict[PeerId, tuple[Listed, ...]] = {}
     asked: set[PeerId] = set()
     problems = []

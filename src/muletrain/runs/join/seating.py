@@ -28,8 +28,9 @@ class Newcomer(Protocol):
 def choose_stage(
     join: Newcomer, strategy: Strategy, needs: list[StageMemory], costs: list[float], kinds: list[list[str]]
 ) -> int:
-    """The stage that the newcomer asks for, or that ``strategy`` assigns to it. ``needs``, ``costs``: memory and compute cost of each
-    stage; ``kinds``: the device kinds of those who serve it. Raises AdmissionError or CapacityError."""
+    """The stage that the newcomer asks for, or that ``strategy`` assigns to it. ``needs``, ``costs``: memory and
+    compute cost of each stage; ``kinds``: the device kinds of those who serve it. Raises AdmissionError or
+    CapacityError."""
     stage, offer = join.stage, join.offer
     if stage is not None and stage >= len(needs):
         raise AdmissionError(f"stage {stage} was asked for, but the run has stages 0..{len(needs) - 1}")

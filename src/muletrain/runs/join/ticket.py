@@ -24,8 +24,8 @@ _MAX_CHARACTERS = 8192
 
 @dataclass(frozen=True)
 class Ticket:
-    """Addresses of members (any; together they need not name the founder), the run's identity, the secret that admits a peer,
-    and the public key of the run's owner, by which the newcomer knows members."""
+    """Addresses of members (any; together they need not name the founder), the run's identity, the secret that admits a
+    peer, and the public key of the run's owner, by which the newcomer knows members."""
 
     run_id: str
     secret: bytes
@@ -34,13 +34,15 @@ class Ticket:
 
     @staticmethod
     def new_run(folder: Path) -> Ticket:
-        """A fresh identity and secret, and nobody to dial yet. The owner's key is in ``folder``, where the founder finds it."""
+        """A fresh identity and secret, and nobody to dial yet. The owner's key is in ``folder``, where the founder
+        finds it."""
         from muletrain.network.identity import Key  # hivemind takes its time
 
         return Ticket(secrets.token_hex(8), secrets.token_bytes(32), Key.at(folder / OWNER_FILE).public, ())
 
     def passed_on(self, founder: str, own: list[str]) -> Ticket:
-        """The ticket a member gives to others: the founder's addresses and its own, half of the room each if they need it."""
+        """The ticket a member gives to others: the founder's addresses and its own, half of the room each if they need
+        it."""
         known = [a for a in self.addresses if a.endswith(f"/p2p/{founder}")]
         room = max(MAX_ADDRESSES // 2, MAX_ADDRESSES - len(own))
         addresses = dict.fromkeys((*known[:room], *own, *self.addresses))
@@ -77,10 +79,14 @@ class Ticket:
                 raise ValueError
             run_id, secret, owner, addresses = msgpack.unpackb(body, max_ext_len=0)
             well_formed = (
-                isinstance(run_id, str) and isinstance(secret, bytes) and len(secret) == 32
-                and isinstance(owner, bytes) and len(owner) == 32
-                and isinstance(addresses, list) and all(isinstance(a, str) for a in addresses)
-            )  # fmt: skip
+                isinstance(run_id, str)
+                and isinstance(secret, bytes)
+                and len(secret) == 32
+                and isinstance(owner, bytes)
+                and len(owner) == 32
+                and isinstance(addresses, list)
+                and all(isinstance(a, str) for a in addresses)
+            )
             if not well_formed:
                 raise ValueError
         except (ValueError, binascii.Error, msgpack.UnpackException):
@@ -95,8 +101,8 @@ def _check(body: bytes) -> bytes:
 
 
 def read_ticket(given: str | None) -> str | None:
-    """The ticket that an argument is, or names: a file, or '-' for standard input. Other users of a machine see the arguments of its
-    processes. Raises AdmissionError."""
+    """The ticket that an argument is, or names: a file, or '-' for standard input. Other users of a machine see the
+    arguments of its processes. Raises AdmissionError."""
     if given is None or given.startswith(PREFIX):
         return given
     if given == "-":

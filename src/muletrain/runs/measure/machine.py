@@ -43,7 +43,8 @@ def own_devices(asked: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Machine:
-    """What one peer process may use. ``flops``: what the catalogue says of the device [FLOP/s], 0 if it is not there."""
+    """What one peer process may use. ``flops``: what the catalogue says of the device [FLOP/s], 0 if it is not
+    there."""
 
     device: torch.device
     precision: Precision
@@ -54,8 +55,9 @@ class Machine:
     def probe(
         cls, device: str, precision: Precision, memory_gib: float | None, sharing: int = 1, host: int | None = None
     ) -> Machine:
-        """Measures for at most a second. ``sharing`` peers use the device; ``host``: this peer's share of the machine's memory [bytes]
-        (measured before the first of them took any), default: all that is free. Raises ConfigError for a device that is not there.
+        """Measures for at most a second. ``sharing`` peers use the device; ``host``: this peer's share of the machine's
+        memory [bytes] (measured before the first of them took any), default: all that is free. Raises ConfigError for a
+        device that is not there.
         """
         chosen = pick_device(device)
         measured = choose_precision(chosen) if precision is Precision.AUTO else precision
@@ -72,7 +74,8 @@ class Machine:
 
 
 def memory_of(device: torch.device, memory_gib: float | None, sharing: int, host: int | None) -> Offer:
-    """One peer's share of what is there, without opening a GPU: an accelerator's memory counts as free, the machine's is measured."""
+    """One peer's share of what is there, without opening a GPU: an accelerator's memory counts as free, the machine's
+    is measured."""
     beside = free_memory_of_machine(sharing) if host is None else host
     if device.type == "cpu":
         return Offer(beside if memory_gib is None else int(memory_gib * 2**30))
@@ -88,7 +91,8 @@ def free_memory_of_machine(peers: int) -> int:
 
 
 def check_local(needs: Sequence[StageMemory], dealt: Sequence[str], memory_gib: float | None, host: int) -> None:
-    """Nobody but the peers of this machine can serve the stages. Raises CapacityError with the numbers where they cannot."""
+    """Nobody but the peers of this machine can serve the stages. Raises CapacityError with the numbers where they
+    cannot."""
     offers = [memory_of(pick_device(d), memory_gib, dealt.count(d), host) for d in dealt]
     for stage, need in enumerate(needs):
         if any(need.fits(o) for o in offers):

@@ -1,13 +1,13 @@
 """Measuring a machine and its links, before the run begins: a member's part. The founder's is ``survey.py``.
 
-Calls, founder to member: ``probe.block`` (how fast are you?), ``probe.link`` (how far is that member from you?). Nobody else is obeyed,
-and nobody after the run has begun; each call sends a bounded number of bytes for a bounded time.
+Calls, founder to member: ``probe.block`` (how fast are you?), ``probe.link`` (how far is that member from you?). Nobody
+else is obeyed, and nobody after the run has begun; each call sends a bounded number of bytes for a bounded time.
 
-A link is measured on the run's own stream of pipeline traffic, encryption, routers and relays included: frames go there (``probe.echo``),
-small ones come back (``probe.echoed``), and one clock sees them go and come. So nobody has to believe the other's clock, and nobody sends
-more than it is sent. Round trips are those of single bytes. For bandwidth, pieces are sent one after the other: how fast their echoes
-come back is how fast they arrived. The first half of them does not count: TCP begins slowly. Ever more are sent until that takes long
-enough, on far links longer.
+A link is measured on the run's own stream of pipeline traffic, encryption, routers and relays included: frames go there
+(``probe.echo``), small ones come back (``probe.echoed``), and one clock sees them go and come. So nobody has to believe
+the other's clock, and nobody sends more than it is sent. Round trips are those of single bytes. For bandwidth, pieces
+are sent one after the other: how fast their echoes come back is how fast they arrived. The first half of them does not
+count: TCP begins slowly. Ever more are sent until that takes long enough, on far links longer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ TRIPS = 9
 """Round trips, of which the first opens the stream and does not count."""
 PIECES = 16
 FIRST, MOST = 1 << 15, 1 << 25
-"""Bytes of the first and of the largest of all volleys of so many pieces: what a link costs is less than twice the largest."""
+"""Bytes of the first and of the largest of all volleys of so many pieces: what a link costs is less than twice the
+largest."""
 FAR = 6
 """Round trips that a volley must take, at least: in each TCP about doubles what is under way."""
 ENOUGH = 0.6
@@ -67,8 +68,8 @@ class AskBlock(Message):
 
 
 class BlockFound(Message):
-    """Seconds of one microbatch of so many sequences in one block. ``machine``: the same for all peers of a machine. ``disk``: free
-    bytes in the run folder."""
+    """Seconds of one microbatch of so many sequences in one block. ``machine``: the same for all peers of a machine.
+    ``disk``: free bytes in the run folder."""
 
     forward_s: Annotated[Positive, Field(lt=1e4)]
     backward_s: Annotated[Positive, Field(lt=1e4)]
@@ -118,8 +119,8 @@ class Prober:
         learn: Callable[[dict[PeerId, str]], None],
         block: Callable[[], BlockFound],
     ) -> None:
-        """``net``: for calls; ``links``: what training will send its frames on. ``learn`` is told names; ``block`` measures, for seconds,
-        in a thread."""
+        """``net``: for calls; ``links``: what training will send its frames on. ``learn`` is told names; ``block``
+        measures, for seconds, in a thread."""
         self._net, self._links, self._founder, self._clock = net, links, founder, clock
         self._learn, self._block = learn, block
         self._busy, self._begun = asyncio.Lock(), False
@@ -182,8 +183,8 @@ class Prober:
             size = min(MOST, max(2 * size, min(8 * size, int(rate * wanted_s))))
 
     async def _volley(self, to: PeerId, pieces: int, size: int, end: float) -> list[tuple[float, int]]:
-        """When each echo was there, from the beginning on [s], and how many bytes were sent for it. Raises NetworkError; DeadlineExceeded
-        after ``end``."""
+        """When each echo was there, from the beginning on [s], and how many bytes were sent for it. Raises
+        NetworkError; DeadlineExceeded after ``end``."""
         waits: list[asyncio.Future[float]] = []
         numbers = [secrets.randbits(47) for _ in range(pieces)]  # nobody answers what it has not got
         for number in numbers:
@@ -193,7 +194,8 @@ class Prober:
         async def there_and_back() -> list[tuple[float, int]]:
             piece = encode_raw(memoryview(self._noise)[:size])
             frames = (Echo(number=number).frame([piece]) for number in numbers)
-            # all at once, and not paced: a window that grows, and a sender that is woken late, would leave the link idle
+            # all at once, and not paced: a window that grows, and a sender that is woken late, would leave the link
+            # idle
             sends = (self._links.send(to, f, channel=Channel.CONTROL, timeout_s=LIMIT_S) for f in frames)
             sent = await asyncio.gather(*sends)
             return [(await wait - begin, nbytes) for wait, nbytes in zip(waits, sent, strict=True)]
@@ -220,9 +222,10 @@ class Prober:
 def seconds_per_byte(volley: list[tuple[float, int]]) -> float:
     """Of (time, bytes) as they came, the first of which counts as a beginning only.
 
-    A busy machine sees some late, and then several at once; nothing is seen early. So the line that is nowhere above the times, and as near
-    to them all as can be, is the one of the link (as Moon et al. 1999 take clock skew from delays): the edge of the lower convex hull
-    over the mean, which is the pair around it that is lowest there; not of neighbours, which may have been seen at once."""
+    A busy machine sees some late, and then several at once; nothing is seen early. So the line that is nowhere above
+    the times, and as near to them all as can be, is the one of the link (as Moon et al. 1999 take clock skew from
+    delays): the edge of the lower convex hull over the mean, which is the pair around it that is lowest there; not of
+    neighbours, which may have been seen at once."""
     times = [seen for seen, _ in volley]
     total = list(itertools.accumulate(nbytes for _, nbytes in volley))
     middle = sum(total) / len(total)
@@ -240,14 +243,18 @@ def block_of(spec: ModelSpec, sequences: int, machine: Machine, folder: Path, id
     """This machine's. Raises CapacityError."""
     times = block_times(spec, sequences, machine.device, machine.precision)
     return BlockFound(
-        forward_s=times.forward_s, backward_s=times.backward_s, sequences=times.sequences, chip=chip(machine.device), machine=identity,
+        forward_s=times.forward_s,
+        backward_s=times.backward_s,
+        sequences=times.sequences,
+        chip=chip(machine.device),
+        machine=identity,
         disk=shutil.disk_usage(folder).free,
-    )  # fmt: skip
+    )
 
 
 def identity_of(run_id: str, emulated: str = "") -> bytes:
-    """The same for the processes of one machine and one network namespace, and no word about it to others. ``emulated``: a name, where
-    each process stands for a machine of its own."""
+    """The same for the processes of one machine and one network namespace, and no word about it to others.
+    ``emulated``: a name, where each process stands for a machine of its own."""
     try:
         system = [Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"), os.readlink("/proc/self/ns/net")]
     except OSError:  # macOS

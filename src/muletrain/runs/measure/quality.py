@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Quality:
-    """Mean cross-entropy on the held-out text [nats/token], of the model and of two models that only count tokens (None: the training
-    text is too short to count)."""
+    """Mean cross-entropy on the held-out text [nats/token], of the model and of two models that only count tokens
+    (None: the training text is too short to count)."""
 
     loss: float
     unigram: float | None

@@ -1,8 +1,8 @@
 """Measuring the fleet of a run that has not begun: the founder's part. Members' is ``probing.py``.
 
-First every peer computes a block, all at once, for so they will: the peers of one machine share it. Then links, machine to machine, in
-the rounds of a tournament (``policy/tournament.py``): no machine is in two pairs at a time. What comes back is checked, and written as a
-fleet file into the run folder.
+First every peer computes a block, all at once, for so they will: the peers of one machine share it. Then links, machine
+to machine, in the rounds of a tournament (``policy/tournament.py``): no machine is in two pairs at a time. What comes
+back is checked, and written as a fleet file into the run folder.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class Survey:
         self._wanted = True
 
     async def settled(self) -> bool:
-        """Done with what is to be measured before the run begins. True if that took time, in which others may have come and gone."""
+        """Done with what is to be measured before the run begins. True if that took time, in which others may have come
+        and gone."""
         if not self._wanted and not self._at_work.locked():
             return False
         wanted, self._wanted = self._wanted, False
@@ -135,9 +136,16 @@ class Survey:
 
     def _found(self, name: str, place: int, block: BlockFound, offer: Offer) -> Found:
         return Found(
-            name=name, place=place, device=block.chip, forward_s=block.forward_s, backward_s=block.backward_s,
-            flops=self._flops(block), memory_bytes=offer.device, host_bytes=offer.host, disk_bytes=block.disk,
-        )  # fmt: skip
+            name=name,
+            place=place,
+            device=block.chip,
+            forward_s=block.forward_s,
+            backward_s=block.backward_s,
+            flops=self._flops(block),
+            memory_bytes=offer.device,
+            host_bytes=offer.host,
+            disk_bytes=block.disk,
+        )
 
     async def _paths(self, groups: list[list[PeerId]], names: dict[PeerId, str]) -> tuple[Paths, list[str]]:
         """Between the first peers of each machine, and between two of one; and where there was none."""

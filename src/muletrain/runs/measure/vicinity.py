@@ -1,8 +1,8 @@
-"""How a peer looks from another member: what ``muletrain doctor --ticket`` asks, so that a clock or a closed port is found before it
-costs anything.
+"""How a peer looks from another member: what ``muletrain doctor --ticket`` asks, so that a clock or a closed port is
+found before it costs anything.
 
-One call, anyone in the run to any member: ``run.seen``. A member connects back to nobody but the caller: to the address that it sees it
-at, a few times a second at most.
+One call, anyone in the run to any member: ``run.seen``. A member connects back to nobody but the caller: to the address
+that it sees it at, a few times a second at most.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class AskSeen(Message):
 
 
 class Seen(Message):
-    """``time``: the member's wall clock [s]. ``host``: the address that the caller is seen at; '': it comes by way of others.
-    ``reached``: could its port be connected to; None: not tried. ``carries``: the member leads others to whom they cannot reach."""
+    """``time``: the member's wall clock [s]. ``host``: the address that the caller is seen at; '': it comes by way of
+    others. ``reached``: could its port be connected to; None: not tried. ``carries``: the member leads others to whom
+    they cannot reach."""
 
     time: Annotated[float, Field(ge=0, lt=1e11, allow_inf_nan=False)]
     host: Annotated[str, Field(max_length=64, pattern=r"^[0-9a-fA-F.:]*$")]
@@ -93,7 +94,8 @@ async def seen_by(net: Network, member: PeerId, port: int = 0) -> tuple[Seen, fl
 
 
 async def sights(net: Network, members: list[PeerId], port: int) -> dict[PeerId, tuple[Seen, float, float]]:
-    """By those that answer: the clock by a first call, on a connection that is there, the port by another, which takes longer."""
+    """By those that answer: the clock by a first call, on a connection that is there, the port by another, which takes
+    longer."""
 
     async def both(member: PeerId) -> tuple[Seen, float, float]:
         await seen_by(net, member)

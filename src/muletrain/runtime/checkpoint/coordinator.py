@@ -1,4 +1,5 @@
-"""Sees each checkpoint through to its end: the coordinator gathers the parts and publishes them, and every peer is ready to take over."""
+"""Sees each checkpoint through to its end: the coordinator gathers the parts and publishes them, and every peer is
+ready to take over."""
 
 from __future__ import annotations
 
@@ -26,11 +27,13 @@ LOOK_S, LOOK_MAX_S = 1.0, 10.0
 LIMIT_S = 600.0
 """Seconds without news, of its coordinator or else of its parts, after which a checkpoint has failed."""
 SLOWEST_BYTES_PER_S = 125e3
-"""Bytes/s: after ``LIMIT_S`` and the time that all parts take at this rate a checkpoint has failed, whatever is heard."""
+"""Bytes/s: after ``LIMIT_S`` and the time that all parts take at this rate a checkpoint has failed, whatever is
+heard."""
 
 
 class Coordinator:
-    """Owns the course of each checkpoint from the first word of it to its end, on this peer, which need not be the coordinator now."""
+    """Owns the course of each checkpoint from the first word of it to its end, on this peer, which need not be the
+    coordinator now."""
 
     def __init__(
         self, ctx: Context, roles: Roles, replicas: PartReplicas, checkpoints: Checkpoints, exchange: PartExchange
@@ -102,8 +105,8 @@ class Coordinator:
         return largest_part(self._ctx.plan.state_bytes[stage] if self._ctx.plan.state_bytes else 0)
 
     async def on_end(self, sender: PeerId, end: CheckpointEnd) -> None:
-        """That it is complete, its coordinator says, and nobody else; that it failed, whoever has the disk on which it did. Raises
-        ProtocolError for a checkpoint that cannot be."""
+        """That it is complete, its coordinator says, and nobody else; that it failed, whoever has the disk on which it
+        did. Raises ProtocolError for a checkpoint that cannot be."""
         roles, key = self._roles, end.key
         if not 0 < end.step <= self._ctx.plan.steps:
             raise ProtocolError(f"the end of checkpoint {end.step}, which cannot be")
@@ -123,7 +126,8 @@ class Coordinator:
     # Seeing it through ------------------------------------------------------------------------------------------------
 
     async def _see_through(self, opened: OpenCheckpoint) -> None:
-        """Until it has ended: do what falls to us, and look after the coordinator, since its work may fall to us next."""
+        """Until it has ended: do what falls to us, and look after the coordinator, since its work may fall to us
+        next."""
         ctx, key, pause_s = self._ctx, opened.key, LOOK_S
         while not opened.ended:
             opened.changed.clear()
@@ -177,7 +181,8 @@ class Coordinator:
         return await self._ctx.detector.probe(coordinator, key.lineage, key.step) is not None
 
     async def _do_ours(self, opened: OpenCheckpoint) -> None:
-        """Fetch what we are to have; as the coordinator, publish what is whole. Raises NetworkError, ProtocolError or CheckpointError."""
+        """Fetch what we are to have; as the coordinator, publish what is whole. Raises NetworkError, ProtocolError or
+        CheckpointError."""
         coordinates, me = self._roles.coordinates(), self._ctx.net.peer_id
         for stage in sorted(opened.parts.keys() - opened.here):
             if (coordinates and opened.ended is None) or me in self._roles.keepers(stage, me):

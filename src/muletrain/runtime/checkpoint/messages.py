@@ -15,8 +15,8 @@ MAX_PART = 1 << 42
 
 
 class PartReady(Message):
-    """The sender has stage ``stage``'s part of the checkpoint of ``step`` steps. ``digest``: SHA-256 of the file; ``place``: where it
-    wrote it, if it did."""
+    """The sender has stage ``stage``'s part of the checkpoint of ``step`` steps. ``digest``: SHA-256 of the file;
+    ``place``: where it wrote it, if it did."""
 
     KIND: ClassVar[str] = "part_ready"
     CHANNEL: ClassVar[Channel] = Channel.BULK
@@ -37,8 +37,8 @@ class PartReady(Message):
 
 
 class CheckpointEnd(Message):
-    """The checkpoint is complete or, for a ``reason``, never will be. ``left_out``: the sender does not write its stage's part; what comes
-    of that its coordinator says."""
+    """The checkpoint is complete or, for a ``reason``, never will be. ``left_out``: the sender does not write its
+    stage's part; what comes of that its coordinator says."""
 
     KIND: ClassVar[str] = "checkpoint_end"
     CHANNEL: ClassVar[Channel] = Channel.BULK
@@ -66,6 +66,6 @@ class AskPart(Message):
 
 
 def largest_part(state_bytes: int) -> int:
-    """Bytes that a stage's part may have as a file: its tensors, and their names, of which layers as small as those of tests have a
-    tenth as many. ``state_bytes``: 0 if not known."""
+    """Bytes that a stage's part may have as a file: its tensors, and their names, of which layers as small as those of
+    tests have a tenth as many. ``state_bytes``: 0 if not known."""
     return state_bytes + state_bytes // 4 + (1 << 20) if state_bytes else MAX_PART

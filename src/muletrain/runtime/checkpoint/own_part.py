@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class OwnPart:
     """Says whether our stage's part is for us to write, and writes it. Owns which one is being written.
 
-    A writer keeps one copy of its stage's state: it leaves out a checkpoint that comes due while its part of an earlier one is not safe
-    yet. Only the run's last checkpoint waits for its turn."""
+    A writer keeps one copy of its stage's state: it leaves out a checkpoint that comes due while its part of an earlier
+    one is not safe yet. Only the run's last checkpoint waits for its turn."""
 
     def __init__(
         self, ctx: Context, roles: Roles, replicas: PartReplicas, checkpoints: Checkpoints, coordinator: Coordinator
@@ -39,8 +39,8 @@ class OwnPart:
         return sum(opened.own is not None for opened in self._checkpoints)
 
     def begins(self, key: Key, *, last: bool) -> bool:
-        """We applied its step. Is our stage's part of it for us to write, now? While another copy of the state is in use we leave it out
-        and say so; the ``last`` waits (``wants``)."""
+        """We applied its step. Is our stage's part of it for us to write, now? While another copy of the state is in
+        use we leave it out and say so; the ``last`` waits (``wants``)."""
         self._coordinator.due(key, last=last)
         if not self._roles.is_writer() or self._checkpoints.ended(key) is not None or self._roles.coordinator is None:
             return False
@@ -50,8 +50,8 @@ class OwnPart:
         return reason is None
 
     def wants(self, key: Key) -> bool:
-        """Is our stage's part of the last checkpoint still to be offered? One that shares the place leaves that to the writer: it would
-        only write the same once more."""
+        """Is our stage's part of the last checkpoint still to be offered? One that shares the place leaves that to the
+        writer: it would only write the same once more."""
         if self._checkpoints.ended(key) is not None or self._busy() is not None:
             return False
         if self._roles.shares_target() and not self._roles.is_writer():

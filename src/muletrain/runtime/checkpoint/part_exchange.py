@@ -48,8 +48,8 @@ class PartExchange:
         ctx.net.serve(AskPart.KIND, self._on_ask)
 
     async def base(self, key: Key, digest: bytes) -> dict[str, Tensor]:
-        """Our stage's part of a checkpoint: from our place, else from whoever has it. Raises CheckpointError, NetworkError or
-        ProtocolError."""
+        """Our stage's part of a checkpoint: from our place, else from whoever has it. Raises CheckpointError,
+        NetworkError or ProtocolError."""
         ctx, stage = self._ctx, self._ctx.roster.own.stage
         try:
             state = await self._replicas.read(key, stage)
@@ -81,8 +81,8 @@ class PartExchange:
         return self._snapshots.grant(offer, sender)
 
     async def _may_have(self, peer: PeerId, stage: int) -> bool:
-        """By our own roster: ``peer`` coordinates, or keeps that part, or serves the stage, also because a step back that we know of moved
-        it there. Raises ProtocolError for one that is no member, and has none of them."""
+        """By our own roster: ``peer`` coordinates, or keeps that part, or serves the stage, also because a step back
+        that we know of moved it there. Raises ProtocolError for one that is no member, and has none of them."""
         if peer == self._roles.coordinator:
             return True
         return peer in self._roles.keepers(stage, peer) or await self._membership.serves(peer, stage)

@@ -87,7 +87,8 @@ class PartReplicas:
         return {key: {**parts.get(key, {}), **complete.get(key, {})} for key in {*parts, *complete}}
 
     async def publish(self, opened: OpenCheckpoint) -> str:
-        """Make it complete: all its parts are here. Where it is. Raises PartsGone, or CheckpointError that says why it fails."""
+        """Make it complete: all its parts are here. Where it is. Raises PartsGone, or CheckpointError that says why it
+        fails."""
         book, key = self._book, opened.key
         try:
             where = await self._place.disk.call(self._place.publish, key, book.about, dict(opened.parts), book.files)
@@ -112,7 +113,8 @@ class PartReplicas:
         with suppress(OSError):
             if reason:
                 parts.pop(key, None)
-                # before anything is said, so that there is room to tell of it; in a shared place the coordinator may gather them still
+                # before anything is said, so that there is room to tell of it; in a shared place the coordinator may
+                # gather them still
                 if not shared or coordinates:
                     await place.disk.call(place.abandon, key)
             else:  # where the place is shared, its publisher removes what is older
@@ -122,8 +124,8 @@ class PartReplicas:
                     await place.disk.call(place.drop, key.step)
 
     async def tidy(self, *, over: bool) -> None:
-        """This peer goes, or the run is ``over`` and its last checkpoint complete: no part is needed here any more. In a shared place
-        others may still need theirs."""
+        """This peer goes, or the run is ``over`` and its last checkpoint complete: no part is needed here any more. In
+        a shared place others may still need theirs."""
         self._tidied = True
         if over or not self._roles.shares_target():
             self._book.parts.clear()

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Book:
-    """Where this peer writes checkpoints and what makes them self-contained: the manifest's own fields, and other files. It stays the same
-    when the peer moves or begins anew."""
+    """Where this peer writes checkpoints and what makes them self-contained: the manifest's own fields, and other
+    files. It stays the same when the peer moves or begins anew."""
 
     place: CheckpointStore
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -30,7 +30,8 @@ class Book:
 
 
 class Roles:
-    """Follow from the roster at every moment, so that the next peer takes over where the last one stopped. Owns nothing."""
+    """Follow from the roster at every moment, so that the next peer takes over where the last one stopped. Owns
+    nothing."""
 
     def __init__(self, roster: Roster, book: Book) -> None:
         self._roster, self._book = roster, book

@@ -1,10 +1,11 @@
 """Where checkpoints are: a folder, or any place that fsspec can write to (s3://, gcs://, sftp://, memory:// ...).
 
-Parts first, the manifest that names them by content last: a checkpoint that has a manifest is complete. In a folder it gets its name
-only then, and everything is on the disk before; object stores show a file only when it is whole. Peers whose members name the same
-place share it: what one of them wrote there, all of them have.
+Parts first, the manifest that names them by content last: a checkpoint that has a manifest is complete. In a folder it
+gets its name only then, and everything is on the disk before; object stores show a file only when it is whole. Peers
+whose members name the same place share it: what one of them wrote there, all of them have.
 
-Nothing here waits for anyone but the disk (or the store): call it by ``CheckpointStore.disk``. Everything raises OSError.
+Nothing here waits for anyone but the disk (or the store): call it by ``CheckpointStore.disk``. Everything raises
+OSError.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 MARKER = ".place"
-"""Names a folder: peers that read the same random text there share it. Host names and paths may be equal on two machines."""
+"""Names a folder: peers that read the same random text there share it. Host names and paths may be equal on two
+machines."""
 PIECE = 64 << 20
 """Bytes that are written, or read, between two signs that the disk works."""
 _NAME = re.compile(r"\.?step-(\d{8,15})(?:-([0-9a-f]{12}))?(\.partial)?$")
@@ -102,8 +104,8 @@ class CheckpointStore(ABC):
     def publish(
         self, key: Key, about: Mapping[str, Any], parts: Mapping[int, PartFacts], files: Mapping[str, bytes]
     ) -> str:
-        """All ``parts`` are here: make the checkpoint complete, and remove what is older than the newest ``keep``. Returns where it
-        is. Two peers may do so at once. Raises PartsGone."""
+        """All ``parts`` are here: make the checkpoint complete, and remove what is older than the newest ``keep``.
+        Returns where it is. Two peers may do so at once. Raises PartsGone."""
         if key not in self.complete():
             folder = self._open(key)
             gone = {s for s, f in parts.items() if self._size(f"{folder}/{_file(s)}") != f.size}
@@ -211,7 +213,8 @@ class CheckpointStore(ABC):
 
 
 class Folder(CheckpointStore):
-    """On a disk of this machine, or one that several share. Survives power cuts: a name that says 'complete' comes last."""
+    """On a disk of this machine, or one that several share. Survives power cuts: a name that says 'complete' comes
+    last."""
 
     def __init__(self, root: Path, keep: int, name: str | None = None) -> None:
         """``name``: what makes two of them the same place; default: its marker."""
@@ -353,11 +356,13 @@ class Store(CheckpointStore):
 
 
 PROTOCOLS = ("file", "local", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "sftp", "ssh", "memory")
-"""Of URLs. Others of fsspec chain, cache or rewrite (``reference::`` ran code before fsspec 2026.5), and are no place for checkpoints."""
+"""Of URLs. Others of fsspec chain, cache or rewrite (``reference::`` ran code before fsspec 2026.5), and are no place
+for checkpoints."""
 
 
 def open_place(url: str, keep: int) -> CheckpointStore:
-    """The place that ``checkpoint.place`` names, the same for all peers. Raises ConfigError where this machine cannot use it."""
+    """The place that ``checkpoint.place`` names, the same for all peers. Raises ConfigError where this machine cannot
+    use it."""
     protocol, is_url, _ = url.partition("://")
     if "::" in url or (is_url and protocol not in PROTOCOLS):
         raise ConfigError(f"checkpoint.place: {url}: give a folder, or a URL of {', '.join(PROTOCOLS)} without '::'")
@@ -373,7 +378,8 @@ def _file(stage: int) -> str:
 
 
 def _link(file: Path, name: Path) -> None:
-    """Give ``file`` a second ``name``: of several processes one does, and nobody sees half of it. Raises FileExistsError."""
+    """Give ``file`` a second ``name``: of several processes one does, and nobody sees half of it. Raises
+    FileExistsError."""
     try:
         os.link(file, name)
     except FileExistsError:

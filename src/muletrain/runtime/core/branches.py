@@ -1,7 +1,8 @@
 """Branches of the run's history: one begins whenever the run steps back to a checkpoint (DESIGN "Checkpoints").
 
-A lineage begins with its branch: a count of the steps back, then some of the hash of the one that began it. Branches are ordered, so
-that whoever meets a later one gives up its own, and frames of abandoned steps are told from those that count.
+A lineage begins with its branch: a count of the steps back, then some of the hash of the one that began it. Branches
+are ordered, so that whoever meets a later one gives up its own, and frames of abandoned steps are told from those that
+count.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ LOOK_S = 1.0
 SPARE_BYTES = 1 << 30
 """Of a disk, which no other machine's word fills."""
 STILL_S = 300.0
-"""Seconds after which a call that does nothing hangs. Counted in looks, so that time in which the whole process is stopped counts little."""
+"""Seconds after which a call that does nothing hangs. Counted in looks, so that time in which the whole process is
+stopped counts little."""
 
 
 class OneThread(Executor):
@@ -89,8 +90,8 @@ class Disk:
         self._moved += 1
 
     async def call(self, fn: Callable[..., R], *args: Any) -> R:
-        """What ``fn(*args)`` returns. Raises what it raises, and TimeoutError, an OSError, when it does nothing for ``STILL_S``, or one
-        before it hangs: then ``fn`` may still run, or never does."""
+        """What ``fn(*args)`` returns. Raises what it raises, and TimeoutError, an OSError, when it does nothing for
+        ``STILL_S``, or one before it hangs: then ``fn`` may still run, or never does."""
         async with self._turn:
             if self.hangs:
                 raise self._given_up()

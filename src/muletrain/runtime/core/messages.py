@@ -1,7 +1,8 @@
 """Every message of the step protocol, as strict models: what does not validate is refused before anything looks at it.
 
 Messages on streams are *frames* (a header of one of these models, perhaps tensors); questions with answers are *calls*.
-``lineage`` is hash(R_{t-1}) of the step record chain (DESIGN "Lineage, not consensus"); under delayed updates hash(R_{t-2}).
+``lineage`` is hash(R_{t-1}) of the step record chain (DESIGN "Lineage, not consensus"); under delayed updates
+hash(R_{t-2}).
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ M = TypeVar("M", bound="Message")
 
 
 class Message(BaseModel):
-    """Base of all headers. ``KIND`` names the frame; ``CHANNEL`` the stream it takes; ``TENSORS`` how many it carries."""
+    """Base of all headers. ``KIND`` names the frame; ``CHANNEL`` the stream it takes; ``TENSORS`` how many it
+    carries."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
     KIND: ClassVar[str]
@@ -53,8 +55,8 @@ class Message(BaseModel):
 
     @classmethod
     def most(cls, microbatches: int = MAX_MICROBATCHES) -> int:
-        """Most bytes that a packed message has, in a run whose steps have so many ``microbatches``. Raises TypeError for a field without a
-        bound."""
+        """Most bytes that a packed message has, in a run whose steps have so many ``microbatches``. Raises TypeError
+        for a field without a bound."""
         return packed_size(cls, MAX_MICROBATCHES, microbatches)
 
     @classmethod
@@ -84,7 +86,8 @@ class Message(BaseModel):
 
     @classmethod
     def unpack(cls: type[M], payload: bytes) -> M:
-        """Raises ProtocolError for anything but a message that validates, before anything is made of one that is too large."""
+        """Raises ProtocolError for anything but a message that validates, before anything is made of one that is too
+        large."""
         if len(payload) > cls.most():
             raise Malformed(f"{cls.__name__}: {len(payload)} bytes; at most {cls.most()} are accepted")
         try:
@@ -95,8 +98,8 @@ class Message(BaseModel):
 
 
 class Member(Message):
-    """One peer of the run. ``device``: its kind. ``flops``: what it is expected to compute [FLOP/s], 0 if unknown. ``since``: counts up
-    with every stage it serves; a later one replaces an earlier."""
+    """One peer of the run. ``device``: its kind. ``flops``: what it is expected to compute [FLOP/s], 0 if unknown.
+    ``since``: counts up with every stage it serves; a later one replaces an earlier."""
 
     KIND: ClassVar[str] = "member"
     id: Id
@@ -127,14 +130,19 @@ class Request(Message):
     def identity(self) -> dict[str, Any]:
         """The fields every message about this try repeats."""
         return {
-            "lineage": self.lineage, "step": self.step, "index": self.index, "attempt": self.attempt, "trainer": self.trainer,
-        }  # fmt: skip
+            "lineage": self.lineage,
+            "step": self.step,
+            "index": self.index,
+            "attempt": self.attempt,
+            "trainer": self.trainer,
+        }
 
 
 class Forward(Request):
-    """Inputs and targets for one stage. ``accumulate``: the stages that should add this microbatch to their gradient. ``gradient``: the
-    sender needs d loss / d inputs; where a microbatch is run again for a later stage alone, nobody does. ``unfinite``: a peer found
-    already that it does not stay finite, so that inputs may not be, and outputs are passed on if they are not."""
+    """Inputs and targets for one stage. ``accumulate``: the stages that should add this microbatch to their gradient.
+    ``gradient``: the sender needs d loss / d inputs; where a microbatch is run again for a later stage alone, nobody
+    does. ``unfinite``: a peer found already that it does not stay finite, so that inputs may not be, and outputs are
+    passed on if they are not."""
 
     KIND: ClassVar[str] = "forward"
     CHANNEL: ClassVar[Channel] = Channel.PIPE
@@ -147,9 +155,9 @@ class Forward(Request):
 
 
 class Backward(Request):
-    """The gradient of a forward's output, back to its sender. ``busy_s``: the answering peer's own service time (decoding, forward,
-    backward); ``away_s``: all the rest of the time it held the request (its queue, the later stages). What is left of the time until
-    the answer came is the way there and back."""
+    """The gradient of a forward's output, back to its sender. ``busy_s``: the answering peer's own service time
+    (decoding, forward, backward); ``away_s``: all the rest of the time it held the request (its queue, the later
+    stages). What is left of the time until the answer came is the way there and back."""
 
     KIND: ClassVar[str] = "backward"
     CHANNEL: ClassVar[Channel] = Channel.PIPE
@@ -161,8 +169,8 @@ class Backward(Request):
 
 
 class Done(Request):
-    """The microbatch went through this stage and all behind it, and back to where a gradient was needed: the answer to whoever needs
-    none, as a trainer does."""
+    """The microbatch went through this stage and all behind it, and back to where a gradient was needed: the answer to
+    whoever needs none, as a trainer does."""
 
     KIND: ClassVar[str] = "done"
     stage: Natural
@@ -179,8 +187,8 @@ class Busy(Request):
 
 
 class Lost(Request):
-    """The sender of a forward learns that its receiver could not finish it (computation failed, next stage unreachable). ``unfinite``:
-    because what it got, or made of it, is not finite."""
+    """The sender of a forward learns that its receiver could not finish it (computation failed, next stage
+    unreachable). ``unfinite``: because what it got, or made of it, is not finite."""
 
     KIND: ClassVar[str] = "lost"
     stage: Natural
@@ -200,9 +208,9 @@ class TrainerDone(Message):
 
 class Gap(Message):
     """A stage found these microbatches in none of its accumulators: trainers inject them again, for that stage alone.
-    Every replica says so; ``attempt`` tells a repetition from a second loss. ``early``: a replica died in the middle of the step, and took
-    these with it, or they did not come so far yet. ``turn``: times that it was said in vain, so that another trainer is to do it.
-    ``without``: replicas that its sender does not count on, whatever they hold."""
+    Every replica says so; ``attempt`` tells a repetition from a second loss. ``early``: a replica died in the middle of
+    the step, and took these with it, or they did not come so far yet. ``turn``: times that it was said in vain, so that
+    another trainer is to do it. ``without``: replicas that its sender does not count on, whatever they hold."""
 
     KIND: ClassVar[str] = "gap"
     lineage: Digest
@@ -216,8 +224,8 @@ class Gap(Message):
 
 
 class GivenUp(BaseModel):
-    """What a member had sealed and gave up, for others to compute it again. ``excused``: what others gave it stood out, too, and nobody
-    else could be asked."""
+    """What a member had sealed and gave up, for others to compute it again. ``excused``: what others gave it stood out,
+    too, and nobody else could be asked."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     indices: Indices
@@ -234,9 +242,10 @@ class Finding(BaseModel):
 
 
 class Seal(Message):
-    """A member announces what its accumulator holds, a sketch of it (``optim.sketch``, seeded by the lineage), and the digest of the
-    weights it was computed with. ``members``: the replicas it counts on, itself included. ``stop``: it asks for an orderly end after
-    this step; ``leaves``: for its own. ``gave_up`` and ``findings``: see ``runtime.step.audit``."""
+    """A member announces what its accumulator holds, a sketch of it (``optim.sketch``, seeded by the lineage), and the
+    digest of the weights it was computed with. ``members``: the replicas it counts on, itself included. ``stop``: it
+    asks for an orderly end after this step; ``leaves``: for its own. ``gave_up`` and ``findings``: see
+    ``runtime.step.audit``."""
 
     KIND: ClassVar[str] = "seal"
     lineage: Digest
@@ -265,7 +274,8 @@ class Shard(Message):
 
 
 class Reduced(Message):
-    """A chunk of the mean gradient, from the member that reduced it, with its squared norm as that member computed it."""
+    """A chunk of the mean gradient, from the member that reduced it, with its squared norm as that member computed
+    it."""
 
     KIND: ClassVar[str] = "reduced"
     CHANNEL: ClassVar[Channel] = Channel.AVERAGE
@@ -278,8 +288,8 @@ class Reduced(Message):
 
 
 class ShardFacts(BaseModel):
-    """What the record needs to know of one reduced shard: the hash of its values (fp32, decoded), their squared norm (0 where they are
-    not finite)."""
+    """What the record needs to know of one reduced shard: the hash of its values (fp32, decoded), their squared norm (0
+    where they are not finite)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     content: Digest
@@ -289,8 +299,9 @@ class ShardFacts(BaseModel):
 
 
 class RoundEntry(Message):
-    """``holder`` attests that it holds the whole mean gradient of this round. ``members`` are sorted, ``shards`` in their order.
-    ``without``: members that the holder believes dead; everything but these two is the same from every holder."""
+    """``holder`` attests that it holds the whole mean gradient of this round. ``members`` are sorted, ``shards`` in
+    their order. ``without``: members that the holder believes dead; everything but these two is the same from every
+    holder."""
 
     KIND: ClassVar[str] = "round_entry"
     lineage: Digest
@@ -309,8 +320,8 @@ class RoundEntry(Message):
 
 
 class Abstain(Message):
-    """The sender leaves this step to the other replicas of its stage: it takes what they agree on, and is not waited for. What it announced
-    in attempts before ``attempt`` is void."""
+    """The sender leaves this step to the other replicas of its stage: it takes what they agree on, and is not waited
+    for. What it announced in attempts before ``attempt`` is void."""
 
     KIND: ClassVar[str] = "abstain"
     lineage: Digest
@@ -333,9 +344,9 @@ class AskEntries(Message):
 
 
 class Entries(Message):
-    """The answerer is at ``step``. ``own``: what it holds itself; ``abstains``: see ``Abstain``. ``applied``: the rounds of
-    the record that it applied, one of each stage; empty if it did not apply that step, or does not know any more. Nobody is believed about
-    others' entries."""
+    """The answerer is at ``step``. ``own``: what it holds itself; ``abstains``: see ``Abstain``. ``applied``: the
+    rounds of the record that it applied, one of each stage; empty if it did not apply that step, or does not know any
+    more. Nobody is believed about others' entries."""
 
     KIND: ClassVar[str] = "entries"
     step: Natural
@@ -347,8 +358,8 @@ class Entries(Message):
 
 
 class AskGradient(Message):
-    """Call: the mean gradient of this round as it travels, from element ``offset``, as much as fits into an answer. Of the current step, or
-    of one that is kept."""
+    """Call: the mean gradient of this round as it travels, from element ``offset``, as much as fits into an answer. Of
+    the current step, or of one that is kept."""
 
     KIND: ClassVar[str] = "ask_gradient"
     round: Digest
@@ -356,8 +367,8 @@ class AskGradient(Message):
 
 
 class AskHeld(Message):
-    """Call: which of this step's microbatches are in your accumulator, or on their way into it? ``brief``: only whether you are there, and
-    where; the answer names no microbatches."""
+    """Call: which of this step's microbatches are in your accumulator, or on their way into it? ``brief``: only whether
+    you are there, and where; the answer names no microbatches."""
 
     KIND: ClassVar[str] = "ask_held"
     lineage: Digest
@@ -366,11 +377,12 @@ class AskHeld(Message):
 
 
 class Held(Message):
-    """``current``: the answerer is at that lineage and step, or computes it ahead. It is at ``step``, to which ``lineage`` led it, and
-    ``rival``: it did the step asked about in another lineage. ``running``: requests it still works on; ``answering``: of which the answer
-    is on its way; ``through``: microbatches it knows to be through, with their ``losses`` [nats/token]; ``held_losses``: of those in
-    ``held``, nan where not known. ``round``: what it averages now, or holds. ``moved``: bytes of tensors that it sent and received in its
-    life, so that two answers tell whether it comes on."""
+    """``current``: the answerer is at that lineage and step, or computes it ahead. It is at ``step``, to which
+    ``lineage`` led it, and ``rival``: it did the step asked about in another lineage. ``running``: requests it still
+    works on; ``answering``: of which the answer is on its way; ``through``: microbatches it knows to be through, with
+    their ``losses`` [nats/token]; ``held_losses``: of those in ``held``, nan where not known. ``round``: what it
+    averages now, or holds. ``moved``: bytes of tensors that it sent and received in its life, so that two answers tell
+    whether it comes on."""
 
     KIND: ClassVar[str] = "held"
     current: bool
@@ -419,7 +431,8 @@ class MemberView(BaseModel):
 
 
 class AskViews(Message):
-    """Call to a peer of another stage, where replicas that do not reach each other meet: here is my view of my stage, whose do you know?"""
+    """Call to a peer of another stage, where replicas that do not reach each other meet: here is my view of my stage,
+    whose do you know?"""
 
     KIND: ClassVar[str] = "ask_views"
     lineage: Digest
@@ -441,7 +454,8 @@ class Back(Message):
 
 
 class Doubted(Message):
-    """``peer`` does not answer its sender: whoever gets this asks it, too, before they need it. Nobody is believed dead on hearsay."""
+    """``peer`` does not answer its sender: whoever gets this asks it, too, before they need it. Nobody is believed dead
+    on hearsay."""
 
     KIND: ClassVar[str] = "doubted"
     lineage: Digest
@@ -450,8 +464,8 @@ class Doubted(Message):
 
 
 class AskSnapshot(Message):
-    """Call to a peer of ``stage``: make a copy of the stage's state as it is before the current step, or offer one that is on its way to
-    others, if it is not of a step before ``after``."""
+    """Call to a peer of ``stage``: make a copy of the stage's state as it is before the current step, or offer one that
+    is on its way to others, if it is not of a step before ``after``."""
 
     KIND: ClassVar[str] = "ask_snapshot"
     stage: Natural
@@ -459,8 +473,8 @@ class AskSnapshot(Message):
 
 
 class Snapshot(Message):
-    """Weights and moments before ``step``. ``digest``: BLAKE3 of the copy's manifest. ``over``: no step follows. ``past``: lineages of
-    the steps before, as many as are remembered."""
+    """Weights and moments before ``step``. ``digest``: BLAKE3 of the copy's manifest. ``over``: no step follows.
+    ``past``: lineages of the steps before, as many as are remembered."""
 
     KIND: ClassVar[str] = "snapshot"
     lineage: Digest
@@ -492,7 +506,8 @@ class History(Message):
 
 
 class AskStay(Message):
-    """Call: are you of the history with that lineage at that step, and, if it is to be a ``promise``, will you stay in it for now?"""
+    """Call: are you of the history with that lineage at that step, and, if it is to be a ``promise``, will you stay in
+    it for now?"""
 
     KIND: ClassVar[str] = "ask_stay"
     lineage: Digest
@@ -508,7 +523,8 @@ class Stay(Message):
 
 
 class AskPast(Message):
-    """Call: the manifest of the gradient of a round that lies some steps back, to be taken as a copy is. Empty where it is not kept so."""
+    """Call: the manifest of the gradient of a round that lies some steps back, to be taken as a copy is. Empty where it
+    is not kept so."""
 
     KIND: ClassVar[str] = "ask_past"
     round: Digest
@@ -540,7 +556,8 @@ class Block(Message):
 
 
 class Report(Message):
-    """What a peer on another machine counted, to the coordinator: an event as JSON, so that the run folder of 'start' has it."""
+    """What a peer on another machine counted, to the coordinator: an event as JSON, so that the run folder of 'start'
+    has it."""
 
     KIND: ClassVar[str] = "report"
     event: Annotated[str, Field(max_length=1 << 16)]

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from muletrain.events import TrafficClass
 
 PULSE = 16.0
-"""Of its own microbatches, in times that it usually takes from one to the next: a peer that does one more within that is not held up."""
+"""Of its own microbatches, in times that it usually takes from one to the next: a peer that does one more within that
+is not held up."""
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """How large a message can be: what follows from the bounds of its fields.
 
-So whoever receives one can refuse what is larger before it looks at it, and a field without a bound is found before anyone sends it."""
+So whoever receives one can refuse what is larger before it looks at it, and a field without a bound is found before
+anyone sends it."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ _PER_CHARACTER = 4
 
 @functools.cache
 def packed_size(model: type[BaseModel], standard: int, length: int) -> int:
-    """Most bytes of a ``model`` as msgpack. Lists that may have ``standard`` items have ``length``. Raises TypeError for a field that has
-    no bound, or is of a type that is not known here."""
+    """Most bytes of a ``model`` as msgpack. Lists that may have ``standard`` items have ``length``. Raises TypeError
+    for a field that has no bound, or is of a type that is not known here."""
     schema: Any = model.__pydantic_core_schema__
     definitions = {d["ref"]: d for d in schema.get("definitions", ())}
 

@@ -17,8 +17,8 @@ class Tasks:
     """Ends with the peer's time at its stage."""
 
     def __init__(self, background: Executor | None = None) -> None:
-        """``background``: for work that may take seconds (hashing, the disk), so that neither the event loop nor ``Compute.offload`` waits
-        for it; by default a thread."""
+        """``background``: for work that may take seconds (hashing, the disk), so that neither the event loop nor
+        ``Compute.offload`` waits for it; by default a thread."""
         self._background = background or ThreadPoolExecutor(1, thread_name_prefix="background")
         self._tasks: dict[asyncio.Task[Any], None] = {}
         """In the order in which they began: a set would have one that depends on addresses."""

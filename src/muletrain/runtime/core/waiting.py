@@ -21,7 +21,8 @@ MAX_SILENCE = 6
 PATIENCE_S = 300.0
 """Seconds that must have passed since the others last came on, before a wait is hopeless."""
 LOOKS = 4
-"""Times that we ask again within the patience, however long the doubled deadlines are: else nobody could say that it comes on."""
+"""Times that we ask again within the patience, however long the doubled deadlines are: else nobody could say that it
+comes on."""
 ENDLESS = 12
 """Times the patience, after which a wait is hopeless whatever they say of themselves."""
 
@@ -69,9 +70,9 @@ class Waits:
         ask: Callable[[], Coroutine[Any, Any, None]] = _nothing,
         goes_on_s: Callable[[float, float], float] = lambda now, longest_s: 0.0,
     ) -> None:
-        """Wait for ``condition``; on each missed deadline, and when somebody dies, ask those we wait for, and wait on meanwhile. A deadline
-        is not missed while what we wait for is seen to go on (``Pulse.goes_on_s``, with pauses of at most half the deadline). Raises
-        MuletrainError after MAX_SILENCE, and what ``ask`` raises."""
+        """Wait for ``condition``; on each missed deadline, and when somebody dies, ask those we wait for, and wait on
+        meanwhile. A deadline is not missed while what we wait for is seen to go on (``Pulse.goes_on_s``, with pauses of
+        at most half the deadline). Raises MuletrainError after MAX_SILENCE, and what ``ask`` raises."""
         begin = self._clock.now()
         attempt, due = 0, begin + deadline.seconds()
         self._signals.hurried = False

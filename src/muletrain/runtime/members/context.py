@@ -65,7 +65,8 @@ class Context:
     async def send(
         self, peer: PeerId, message: Message, tensors: list[Any] | None = None, *, frame: Frame | None = None
     ) -> None:
-        """Send a frame and count it. ``frame``: the message's, where it is made already. Raises PeerUnreachable or DeadlineExceeded."""
+        """Send a frame and count it. ``frame``: the message's, where it is made already. Raises PeerUnreachable or
+        DeadlineExceeded."""
         if not self.meter.works.is_set():  # until then nobody counts on us, or the watchdog ends us
             await self.meter.works.wait()
         begin = self.clock.now()
@@ -82,7 +83,8 @@ class Context:
             self.emit(SlotWorked(slot=slot, what=what, step=step, index=index, seconds=self.clock.now() - begin))
 
     async def tell(self, peers: tuple[PeerId, ...], message: Message) -> None:
-        """Send a notice to several peers at once. A peer that cannot be reached is marked down; the others get the notice all the same."""
+        """Send a notice to several peers at once. A peer that cannot be reached is marked down; the others get the
+        notice all the same."""
         peers = self.detector.worth_a_try(peers)
         frame = message.frame()
         results = await asyncio.gather(*(self.send(p, message, frame=frame) for p in peers), return_exceptions=True)

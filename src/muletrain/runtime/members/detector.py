@@ -1,9 +1,9 @@
-"""The failure detector of one peer: who is *suspected* (routed around, which may be wrong), who is *down* (not counted on until it is
-*back*), by questions whose deadlines are measured.
+"""The failure detector of one peer: who is *suspected* (routed around, which may be wrong), who is *down* (not counted
+on until it is *back*), by questions whose deadlines are measured.
 
-Suspicion changes routing alone. A peer is marked down when it cannot be reached, or misses a question's own, patient deadline while nothing
-else comes from it either (Das et al. 2002, SWIM, has the same two levels). ``runtime.members.silence`` says when a peer that owes answers
-is asked.
+Suspicion changes routing alone. A peer is marked down when it cannot be reached, or misses a question's own, patient
+deadline while nothing else comes from it either (Das et al. 2002, SWIM, has the same two levels).
+``runtime.members.silence`` says when a peer that owes answers is asked.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ LATE_S, LATE_MAX_S = 1.0, 10.0
 MAX_ALARMS = 3
 """After which the time that an answer has does not double any more."""
 HEARD_S, MAX_AGAIN = 0.25, 4
-"""Seconds within which something came from a peer that is not silent: a question that it did not answer is asked again, so many times."""
+"""Seconds within which something came from a peer that is not silent: a question that it did not answer is asked again,
+so many times."""
 QUEUES = 2.0
-"""Times the measured queues that are added before a peer is suspected: queues change by as much as they are long, and what a suspicion has
-computed again is more load."""
+"""Times the measured queues that are added before a peer is suspected: queues change by as much as they are long, and
+what a suspicion has computed again is more load."""
 
 
 class Services(Protocol):
@@ -67,8 +68,8 @@ class FailureDetector:
     def __init__(self, peer: Services) -> None:
         self._peer = peer
         self.deadline = Deadline(unmeasured_s=10.0, floor_s=1.5)
-        """Of answers to questions. On a starved machine a living peer's event loop stalls for a second at times (imports, garbage
-        collection)."""
+        """Of answers to questions. On a starved machine a living peer's event loop stalls for a second at times
+        (imports, garbage collection)."""
         self.suspected: set[PeerId] = set()
         self.on_suspicion: list[Callable[[PeerId], None]] = []
         """Told of those that are suspected from now on."""
@@ -84,8 +85,9 @@ class FailureDetector:
         self._tried: dict[PeerId, tuple[float, float]] = {}
         """Of those that are down: when they were tried first, and last."""
         self._alarms: Counter[PeerId] = Counter()
-        """Questions that peers that are not down did not answer in time, since they last did. Only answers are measured, so that where
-        everyone is slow (cores that fleets share) each question would come to the same wrong end as the one before (RFC 6298, 5.5)."""
+        """Questions that peers that are not down did not answer in time, since they last did. Only answers are
+        measured, so that where everyone is slow (cores that fleets share) each question would come to the same wrong
+        end as the one before (RFC 6298, 5.5)."""
 
     async def probe(
         self,
@@ -97,9 +99,9 @@ class FailureDetector:
         hearsay: bool = False,
         brief: bool = False,
     ) -> Held | None:
-        """Ask a silent peer what it holds (``brief``: whether it is there). It is suspected when the answer takes longer than such answers
-        do. None, and it is marked down, if it does not answer in time; while something still comes from it, it is asked again, a few
-        times. ``hearsay``: others suspect it; they know."""
+        """Ask a silent peer what it holds (``brief``: whether it is there). It is suspected when the answer takes
+        longer than such answers do. None, and it is marked down, if it does not answer in time; while something still
+        comes from it, it is asked again, a few times. ``hearsay``: others suspect it; they know."""
         with self._suspecting(peer, attempt, partial(self._suspect, peer, lineage, step, hearsay)):
             for again in range(MAX_AGAIN + 1):
                 try:
@@ -144,16 +146,16 @@ class FailureDetector:
                 self.suspected.discard(peer)
 
     def suspicion_s(self, peer: PeerId, attempt: int = 0) -> float:
-        """After how long without an answer ``peer`` is suspected, which costs little: a multiple of what its own answers take, for it may
-        be far, where others are next door, and more than what waits on the links between. One that never answered is not suspected before
-        it is marked down."""
+        """After how long without an answer ``peer`` is suspected, which costs little: a multiple of what its own
+        answers take, for it may be far, where others are next door, and more than what waits on the links between. One
+        that never answered is not suspected before it is marked down."""
         usual = self._usual.get(peer)
         own_s = self.deadline.seconds(attempt) if usual is None else usual.seconds(attempt)
         return own_s + QUEUES * self._peer.net.queued_s(peer)
 
     def _suspect(self, peer: PeerId, lineage: bytes, step: int, hearsay: bool) -> None:
-        """Route around ``peer`` until it is heard of, and let the others ask, too, so that all know at the same time whether it lives.
-        Only routes change, so suspicions may be wrong."""
+        """Route around ``peer`` until it is heard of, and let the others ask, too, so that all know at the same time
+        whether it lives. Only routes change, so suspicions may be wrong."""
         if not self._peer.roster.is_alive(peer) or peer in self.suspected:
             return
         self.suspected.add(peer)
@@ -191,7 +193,8 @@ class FailureDetector:
         return False
 
     async def measure(self, peer: PeerId, lineage: bytes, step: int) -> None:
-        """How long the answer to a probe takes, before one is missed. Whoever does not answer yet is not marked down for it."""
+        """How long the answer to a probe takes, before one is missed. Whoever does not answer yet is not marked down
+        for it."""
         with suppress(NetworkError):
             await self._ask_held(peer, lineage, step, attempt=0, brief=True)
 
@@ -221,8 +224,9 @@ class FailureDetector:
         return held
 
     def worth_a_try(self, peers: Iterable[PeerId]) -> tuple[PeerId, ...]:
-        """The living; and those that are down and were not tried for a quarter of the time since they are (``RARELY_S`` at most): they
-        may be back, but a try costs connections, and in a long run many have gone for good. Whoever comes back by itself says so."""
+        """The living; and those that are down and were not tried for a quarter of the time since they are (``RARELY_S``
+        at most): they may be back, but a try costs connections, and in a long run many have gone for good. Whoever
+        comes back by itself says so."""
         now, worth, long_dead = self._peer.clock.now(), [], 0
         for peer in peers:
             if self._peer.roster.is_alive(peer):
@@ -242,7 +246,8 @@ class FailureDetector:
         return tuple(worth)
 
     def mark_down(self, peer: PeerId, reason: str, *, declines: bool = False) -> None:
-        """Believe ``peer`` dead until it is heard of again. Changes routing and rounds only. ``declines``: see ``Roster.dead``."""
+        """Believe ``peer`` dead until it is heard of again. Changes routing and rounds only. ``declines``: see
+        ``Roster.dead``."""
         self.clear(peer)
         if self._peer.roster.dead(peer, declines=declines):
             self._peer.emit(PeerSuspected(peer_id=peer, reason=reason))
@@ -251,7 +256,8 @@ class FailureDetector:
             self._peer.news.hurry()
 
     def stand_aside(self, peer: PeerId) -> None:
-        """``peer`` says that nobody is to count on it for now. It can be reached, so that what is on its way to it goes on."""
+        """``peer`` says that nobody is to count on it for now. It can be reached, so that what is on its way to it goes
+        on."""
         if self._peer.roster.dead(peer, declines=True):
             self.give_up(peer, "it takes a state")
             self._peer.news.hurry()
@@ -286,8 +292,8 @@ class FailureDetector:
         return asyncio.get_running_loop().time() - self._peer.net.heard_s(peer)
 
     async def ask_all(self, peers: tuple[PeerId, ...], lineage: bytes, step: int) -> dict[PeerId, Held]:
-        """What those of ``peers`` that answer hold. Those that are down are asked, too, for they may be back; but nobody waits for
-        them while others live."""
+        """What those of ``peers`` that answer hold. Those that are down are asked, too, for they may be back; but
+        nobody waits for them while others live."""
         asked = {p: asyncio.create_task(self.probe(p, lineage, step)) for p in self.worth_a_try(peers)}
         living = [task for p, task in asked.items() if self._peer.roster.is_alive(p)]
         try:

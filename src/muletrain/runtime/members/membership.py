@@ -1,5 +1,5 @@
-"""Getting to know each other after the run has begun: a newcomer introduces itself to everyone; whoever missed that asks when it is
-spoken to. Who may speak at all is the network's gate's business; here only the roster grows."""
+"""Getting to know each other after the run has begun: a newcomer introduces itself to everyone; whoever missed that
+asks when it is spoken to. Who may speak at all is the network's gate's business; here only the roster grows."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Membership:
         ctx.net.serve(WhoAreYou.KIND, self._on_question)
 
     async def introduce(self) -> None:
-        """Tell everyone who we are, those that we hear of on the way included: of two newcomers, one at least hears of the other.
-        Whoever cannot be reached asks when it hears from us; those that answer long after the others are not waited for. Where some
-        believe that we serve another stage, everyone hears again."""
+        """Tell everyone who we are, those that we hear of on the way included: of two newcomers, one at least hears of
+        the other. Whoever cannot be reached asks when it hears from us; those that answer long after the others are not
+        waited for. Where some believe that we serve another stage, everyone hears again."""
         roster = self._ctx.roster
         for _ in range(2):
             own = roster.own
@@ -93,8 +93,8 @@ class Membership:
         return False
 
     async def acquaint(self, peer: PeerId, stage: int | None = None) -> None:
-        """``peer`` speaks to us, and we do not know it, or not as serving ``stage``: it came, or moved, while we were away. Raises
-        ProtocolError when it does not say who it is, or was expelled."""
+        """``peer`` speaks to us, and we do not know it, or not as serving ``stage``: it came, or moved, while we were
+        away. Raises ProtocolError when it does not say who it is, or was expelled."""
         roster, now = self._ctx.roster, self._ctx.clock.now()
         if roster.expelled(peer):
             raise ProtocolError("this peer was expelled: it computed false gradients")

@@ -1,8 +1,8 @@
-"""Peers move to where they are needed most (SWARM sec. 3.2 "Adaptive swarm rebalancing", app. D): every period each announces its load,
-computes the moves that follow from everyone's (``Strategy.assign``), and carries out its own.
+"""Peers move to where they are needed most (SWARM sec. 3.2 "Adaptive swarm rebalancing", app. D): every period each
+announces its load, computes the moves that follow from everyone's (``Strategy.assign``), and carries out its own.
 
-Announcements are hints: a view that misses one costs a move too many or too few, never a number, for leaving and joining keep
-their own promises.
+Announcements are hints: a view that misses one costs a move too many or too few, never a number, for leaving and
+joining keep their own promises.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 SAMPLES = 20
 """Of the queue, in a period."""
 KEPT_PERIODS, KEPT_MAX_S = 5.0, 110.0
-"""Seconds, at most, for which an announcement holds: a peer says nothing while it gets ready for a new stage. The directory keeps nothing for more than
-two minutes, and of two announcements the one that holds longer: so all hold equally long."""
+"""Seconds, at most, for which an announcement holds: a peer says nothing while it gets ready for a new stage. The
+directory keeps nothing for more than two minutes, and of two announcements the one that holds longer: so all hold
+equally long."""
 MEASURED_PERIODS, MAX_SERVICES = 2.0, 4096
 HORIZON_PERIODS = 10
 """A move must have paid for itself after so many: by then the fleet will have changed."""
@@ -40,7 +41,8 @@ Positive = Annotated[float, Field(ge=0, lt=1e12, allow_inf_nan=False)]
 
 
 class Announcement(BaseModel):
-    """A peer's load, as JSON in the directory. ``coming``: it is on its way to ``stage``. ``targets``: ``Load.targets``."""
+    """A peer's load, as JSON in the directory. ``coming``: it is on its way to ``stage``. ``targets``:
+    ``Load.targets``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     stage: Annotated[int, Field(ge=0, lt=4096)]
@@ -51,7 +53,8 @@ class Announcement(BaseModel):
 
 
 class Rebalancer:
-    """One peer's. ``queue``: requests it holds now; ``fits``: the stages its memory has room for; ``move`` starts a move."""
+    """One peer's. ``queue``: requests it holds now; ``fits``: the stages its memory has room for; ``move`` starts a
+    move."""
 
     def __init__(
         self, ctx: Context, queue: Callable[[], int], fits: Callable[[int], bool], move: Callable[[int | None], None]
@@ -68,7 +71,8 @@ class Rebalancer:
 
     @property
     def _speed(self) -> float | None:
-        """Microbatches/s, by the median of the last periods: one that a busy machine held up says nothing of the next."""
+        """Microbatches/s, by the median of the last periods: one that a busy machine held up says nothing of the
+        next."""
         since = self._ctx.clock.now() - MEASURED_PERIODS * self._ctx.plan.rebalance_s
         known = [seconds for at, seconds in self._services if at >= since] or [s for _, s in self._services]
         return 1 / max(1e-9, median(known)) if known else None
@@ -95,9 +99,12 @@ class Rebalancer:
         ctx = self._ctx
         own = self._own(queue)
         value = Announcement(
-            stage=stage, queue=queue, speed=self._speed, coming=not self.settled or stage != ctx.roster.own.stage,
+            stage=stage,
+            queue=queue,
+            speed=self._speed,
+            coming=not self.settled or stage != ctx.roster.own.stage,
             targets=own.targets,
-        )  # fmt: skip
+        )
         kept_s = min(KEPT_MAX_S, KEPT_PERIODS * ctx.plan.rebalance_s)
         try:
             await ctx.net.announce(self._key, value.model_dump_json().encode(), kept_s)

@@ -1,8 +1,8 @@
 """Who is in the run, which stage each serves, and who is believed to be alive.
 
-The members that begin together agree on the genesis; its digest is the first lineage, so that peers that began differently refuse each
-other's frames. Later ones introduce themselves to everyone. Who is known and who is believed alive is each peer's own view: it
-changes routing and rounds, never numbers.
+The members that begin together agree on the genesis; its digest is the first lineage, so that peers that began
+differently refuse each other's frames. Later ones introduce themselves to everyone. Who is known and who is believed
+alive is each peer's own view: it changes routing and rounds, never numbers.
 """
 
 from __future__ import annotations
@@ -54,21 +54,25 @@ class Genesis(Message):
 
 MAX_MEMBERS = 4096
 MAX_SINCE = 1 << 32
-"""``Member.since`` of ours that we believe others to have heard of: a lie must not use up all that can be said later."""
+"""``Member.since`` of ours that we believe others to have heard of: a lie must not use up all that can be said
+later."""
 MAX_GONE = 64
-"""Members believed dead, or gone in order, of which a peer knows still; or four times the living, if those are more. They may be alive
-beyond a partition, and are asked now and then; but in a long run machines come and go without end."""
+"""Members believed dead, or gone in order, of which a peer knows still; or four times the living, if those are more.
+They may be alive beyond a partition, and are asked now and then; but in a long run machines come and go without end."""
 
 
 class Roster:
-    """The members, and this peer's belief about who is alive. Questions come with every frame, news seldom: answers are kept until then."""
+    """The members, and this peer's belief about who is alive. Questions come with every frame, news seldom: answers are
+    kept until then."""
 
     def __init__(self, genesis: Genesis, own: str | Member) -> None:
-        """``own``: the id of one that begins, or a newcomer. Raises ProtocolError for an id that is not in the genesis."""
+        """``own``: the id of one that begins, or a newcomer. Raises ProtocolError for an id that is not in the
+        genesis."""
         self.genesis = genesis
         self._members = {m.id: m for m in genesis.members}
         self._dead: dict[str, bool] = {}
-        """Peers believed dead, the first one first, and whether they themselves said that nobody is to count on them."""
+        """Peers believed dead, the first one first, and whether they themselves said that nobody is to count on
+        them."""
         self._left: dict[str, None] = {}
         """Peers that left in order, the first one first."""
         self._hearsay: set[str] = set()
@@ -100,10 +104,10 @@ class Roster:
         return self._members[self._own_id]
 
     def hear_of(self, member: Member) -> None:
-        """Others say that ``member`` is there; where it serves, its own word will tell. What they believe of ourselves is no news,
-        however late; but where they have it wrong, what we say next is later still. One that left is back where they heard of it
-        since: who leaves a stage at the same step as we do does not introduce itself to us, nor we to it. Raises ProtocolError as
-        ``admit``."""
+        """Others say that ``member`` is there; where it serves, its own word will tell. What they believe of ourselves
+        is no news, however late; but where they have it wrong, what we say next is later still. One that left is back
+        where they heard of it since: who leaves a stage at the same step as we do does not introduce itself to us, nor
+        we to it. Raises ProtocolError as ``admit``."""
         own, known = self.own, self._members.get(member.id)
         if member.id == own.id:
             if own.since <= member.since < MAX_SINCE and member.stage != own.stage:
@@ -119,9 +123,9 @@ class Roster:
             self._changed()
 
     def admit(self, member: Member) -> bool:
-        """Count ``member`` in, as it says itself: a newcomer, or one that serves another stage since a later step, which are believed dead
-        until they are heard of; or one that trains from now on. True if that is news. Raises ProtocolError for a stage that the run does
-        not have, or when it is full, and for one that was expelled."""
+        """Count ``member`` in, as it says itself: a newcomer, or one that serves another stage since a later step,
+        which are believed dead until they are heard of; or one that trains from now on. True if that is news. Raises
+        ProtocolError for a stage that the run does not have, or when it is full, and for one that was expelled."""
         if member.id in self._expelled:
             raise ProtocolError(f"{member.name} was expelled: it computed false gradients")
         known = self._members.get(member.id)
@@ -141,7 +145,8 @@ class Roster:
         return True
 
     def _forget(self) -> None:
-        """Those that are gone for longest. Were they alive, they would introduce themselves again to whoever does not know them."""
+        """Those that are gone for longest. Were they alive, they would introduce themselves again to whoever does not
+        know them."""
         for gone in (self._dead, self._left):
             limit = max(MAX_GONE, 4 * (len(self._members) - len(self._dead) - len(self._left)))
             for peer in [p for p in gone if p != self.genesis.collector][: max(0, len(gone) - limit)]:
@@ -166,8 +171,8 @@ class Roster:
             self._changed()
 
     def coordinator(self) -> Member | None:
-        """Who collects checkpoints and reports, into the place that it names: the genesis' coordinator, after it who shares its place,
-        then whoever has one; of the live ones, by id. None: nobody has a place."""
+        """Who collects checkpoints and reports, into the place that it names: the genesis' coordinator, after it who
+        shares its place, then whoever has one; of the live ones, by id. None: nobody has a place."""
 
         def found() -> Member | None:
             first = self._members[self.genesis.collector]
@@ -197,7 +202,8 @@ class Roster:
         return peer in self._members and peer not in self._dead and peer not in self._left
 
     def dead(self, peer: str, *, declines: bool = False) -> bool:
-        """Believe ``peer`` dead; True when that is news. ``declines``: it answers, and says that nobody is to count on it."""
+        """Believe ``peer`` dead; True when that is news. ``declines``: it answers, and says that nobody is to count on
+        it."""
         if peer in self._dead:
             self._dead[peer] |= declines
         if peer == self._own_id or peer in self._dead or peer not in self._members:
@@ -273,8 +279,8 @@ class Roster:
         return self._kept("everyone", lambda: tuple(m.id for m in self.members() if m.id != self._own_id))
 
     def spread(self, count: int, turn: int = 0) -> tuple[str, ...]:
-        """So many of the live others, evenly spread, from the one after us on: everyone is in as many of such choices as others are. Each
-        ``turn`` others, until all had theirs."""
+        """So many of the live others, evenly spread, from the one after us on: everyone is in as many of such choices
+        as others are. Each ``turn`` others, until all had theirs."""
         others = self.others()
         after = bisect.bisect(others, self._own_id)
         chosen = min(count, len(others))

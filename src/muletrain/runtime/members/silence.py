@@ -1,12 +1,15 @@
-"""Silence of peers that owe answers: first a question, then doubt, and only much later the belief that the peer is dead.
+"""Silence of peers that owe answers: first a question, then doubt, and only much later the belief that the peer is
+dead.
 
-Three deadlines, each from measured times. A peer that owes answers gives one every so often; when it is silent for longer, it is
-asked whether it is there (that costs nothing). When the answer takes longer than such answers do, the peer is *doubted*: what it owes
-is computed by another one, too, and nothing new goes to it. That changes routing alone, so it may be wrong. To be believed dead it must
-miss the question's own, patient deadline (``FailureDetector.probe``), since then what it accumulated is run again.
+Three deadlines, each from measured times. A peer that owes answers gives one every so often; when it is silent for
+longer, it is asked whether it is there (that costs nothing). When the answer takes longer than such answers do, the
+peer is *doubted*: what it owes is computed by another one, too, and nothing new goes to it. That changes routing alone,
+so it may be wrong. To be believed dead it must miss the question's own, patient deadline (``FailureDetector.probe``),
+since then what it accumulated is run again.
 
-A peer whose event loop answers may have a device that hangs. It says so itself, in its answers (``runtime.members.watchdog``): it is
-doubted then, too, and believed dead when it refuses to answer. A long queue or a slow link is neither.
+A peer whose event loop answers may have a device that hangs. It says so itself, in its answers
+(``runtime.members.watchdog``): it is doubted then, too, and believed dead when it refuses to answer. A long queue or a
+slow link is neither.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ class _Debtor:
 
 
 class Silence:
-    """Listens to the peers of one stage that owe us answers. One task does for all: there are many answers, and hardly ever a silence."""
+    """Listens to the peers of one stage that owe us answers. One task does for all: there are many answers, and hardly
+    ever a silence."""
 
     def __init__(self, ctx: Context, stage: int, owed: Callable[[PeerId], Request | None]) -> None:
         """``owed``: one of the requests that a peer has not answered."""
@@ -67,8 +71,8 @@ class Silence:
         self._ctx.detector.clear(peer)
 
     async def _listen(self) -> None:
-        """While anybody owes us something. The deadline of a request, which may wait in a queue, would find out much later that a peer
-        froze."""
+        """While anybody owes us something. The deadline of a request, which may wait in a queue, would find out much
+        later that a peer froze."""
         try:
             while self._debtors:
                 await self._ctx.clock.sleep(self._ask_the_late())

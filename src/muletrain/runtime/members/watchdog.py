@@ -1,16 +1,19 @@
-"""A device that hangs while the event loop answers: the peer itself sees it, for it alone knows what its device is at, and since when.
+"""A device that hangs while the event loop answers: the peer itself sees it, for it alone knows what its device is at,
+and since when.
 
-A slow link or a long queue is no hang: what counts is for how long one operation has been running, in times that it usually takes
-(``compute.jobs``). Three limits, each from measured times:
+A slow link or a long queue is no hang: what counts is for how long one operation has been running, in times that it
+usually takes (``compute.jobs``). Three limits, each from measured times:
 
-- *late*, after about four usual times (2 s at least, 75 s before the operation has ended once): answers to probes say so. Others doubt
-  this peer, which changes routing alone: copies of what it owes, within their budgets, and nothing new.
-- *out*, after four times as long (8 s at least; 300 s the first time): it is not to be counted on. It refuses probes and sends nothing, so
-  for the others it is a frozen peer: they run again what it had accumulated. When the operation ends after all, it comes back as a
-  frozen peer does. The last peer of a stage is never out: nobody could do its work.
+- *late*, after about four usual times (2 s at least, 75 s before the operation has ended once): answers to probes say
+  so. Others doubt this peer, which changes routing alone: copies of what it owes, within their budgets, and nothing
+  new.
+- *out*, after four times as long (8 s at least; 300 s the first time): it is not to be counted on. It refuses probes
+  and sends nothing, so for the others it is a frozen peer: they run again what it had accumulated. When the operation
+  ends after all, it comes back as a frozen peer does. The last peer of a stage is never out: nobody could do its work.
 - *hung*, after thirty times as long as late, 5 to 60 minutes: the peer ends with an error.
 
-Time is counted while this process ran: between two looks no more than twice the usual pause, however long it was stopped or suspended.
+Time is counted while this process ran: between two looks no more than twice the usual pause, however long it was
+stopped or suspended.
 """
 
 from __future__ import annotations

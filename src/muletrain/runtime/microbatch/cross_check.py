@@ -1,11 +1,12 @@
-"""Gradients that come back from the next stage and stand out are asked for again, from another peer of it (DESIGN, invariant 5).
+"""Gradients that come back from the next stage and stand out are asked for again, from another peer of it (DESIGN,
+invariant 5).
 
-Without this, whoever gets a false gradient would be taken for the one that computes falsely. Its activations are still there, so
-another peer computes the same microbatch from the same inputs, and accumulates nothing.
+Without this, whoever gets a false gradient would be taken for the one that computes falsely. Its activations are still
+there, so another peer computes the same microbatch from the same inputs, and accumulates nothing.
 
-The first answers have nothing to be compared with but each other. So the first one waits for that of another peer, which is mostly
-under way: to have each stage's first microbatch computed twice, one stage after the other, took a pipeline of S stages S^2 / 2 of its
-service times before anything else moved.
+The first answers have nothing to be compared with but each other. So the first one waits for that of another peer,
+which is mostly under way: to have each stage's first microbatch computed twice, one stage after the other, took a
+pipeline of S stages S^2 / 2 of its service times before anything else moved.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class GradientCrossCheck:
     async def gradient(
         self, request: Request, forward: Forward, sent: list[Encoded], answer: Answer
     ) -> tuple[Tensor, bool]:
-        """The gradient to go on with, and whether it is to be trusted: not if it stands out and nobody else could be asked."""
+        """The gradient to go on with, and whether it is to be trusted: not if it stands out and nobody else could be
+        asked."""
         first = await self._read(answer)
         if not forward.accumulate or answer.unfinite:
             return first.values, True
@@ -124,8 +126,9 @@ class GradientCrossCheck:
     def _blame(self, peers: set[PeerId], request: Request) -> None:
         for peer in sorted(peers):
             self._ctx.refused(
-                peer, f"backward: its gradient of microbatch {request.step}/{request.index} is not what others of its stage compute"
-            )  # fmt: skip
+                peer,
+                f"backward: its gradient of microbatch {request.step}/{request.index} is not what others of its stage compute",
+            )
 
 
 def _decoded(gradient: Encoded) -> _Gradient:

@@ -1,7 +1,7 @@
 """Sending a microbatch onwards: choose a peer of a stage, push the tensors, and see the answer through.
 
-Used by trainers (towards stage 0) and by peers (towards the next stage) alike: activations travel peer to peer, and each
-sender chooses by its own measurements (SWARM sec. 3.2, app. C).
+Used by trainers (towards stage 0) and by peers (towards the next stage) alike: activations travel peer to peer, and
+each sender chooses by its own measurements (SWARM sec. 3.2, app. C).
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 BUSY_PAUSE_S, BUSY_PAUSE_MAX_S = 0.005, 0.5
 """Seconds before a request is tried again when every peer of a stage is full, the first time and at most; doubles."""
 COPIES, COPIES_SHARE = 2.0, 0.1
-"""Microbatches computed twice for peers that are doubted: so many times what one peer holds at once, then a tenth of those answered."""
+"""Microbatches computed twice for peers that are doubted: so many times what one peer holds at once, then a tenth of
+those answered."""
 
 
 class _Gone(MuletrainError):
@@ -63,8 +64,8 @@ class StageLost(MuletrainError):
 
 @dataclass
 class Answer:
-    """What came back for a request: the loss [nats/token] and, where it was asked for, d loss / d output as sent. ``unfinite``: another
-    peer had found that the microbatch does not stay finite."""
+    """What came back for a request: the loss [nats/token] and, where it was asked for, d loss / d output as sent.
+    ``unfinite``: another peer had found that the microbatch does not stay finite."""
 
     peer: PeerId
     loss: float
@@ -78,8 +79,8 @@ _Reply = tuple["Backward | Done | Busy | Lost", "list[Encoded]"]
 
 @dataclass
 class _Pending:
-    """One peer's answer to one request. ``shape``: of the gradient that is to come, that of what was sent; None if none is. ``elsewhere``
-    gets it from another peer, which accumulates nothing."""
+    """One peer's answer to one request. ``shape``: of the gradient that is to come, that of what was sent; None if none
+    is. ``elsewhere`` gets it from another peer, which accumulates nothing."""
 
     peer: PeerId
     shape: tuple[int, ...] | None
@@ -114,7 +115,8 @@ class Dispatcher:
         self._current: set[tuple[int, bytes]] | None = None
 
     def begin(self, under_way: Iterable[InFlightStep]) -> None:
-        """Requests of other steps are given up from now on: nobody answers them any more, and nobody is to be banned for that."""
+        """Requests of other steps are given up from now on: nobody answers them any more, and nobody is to be banned
+        for that."""
         self._current = {(work.step, work.lineage) for work in under_way}
         self.refresh()
         for pending in [p for owed in self._pending.values() for p in owed.values()]:
@@ -138,15 +140,17 @@ class Dispatcher:
         return 3 * work[self._stage] / flops if work and flops else 0.0
 
     def expects(self, sender: PeerId, reply: Backward, tensors: list[Encoded]) -> None:
-        """A gradient of what is sent to this stage, before it is read. It may be late. Raises Malformed for any other."""
+        """A gradient of what is sent to this stage, before it is read. It may be late. Raises Malformed for any
+        other."""
         plan, (gradient,) = self._ctx.plan, tensors
         shape = plan.sequences, plan.sequence_length(reply.step), plan.width
         if (gradient.shape, gradient.codec) != (shape, plan.activations):
             raise Malformed(f"a gradient of {gradient.codec} {gradient.shape} that is not {plan.activations} {shape}")
 
     def on_reply(self, sender: PeerId, reply: Backward | Done | Busy | Lost, tensors: list[Encoded]) -> None:
-        """Match an answer with its request; late answers to requests that were given up, or sent elsewhere since, are dropped.
-        Raises ProtocolError for a gradient of another shape or codec than was sent, or where none was to come, or the reverse."""
+        """Match an answer with its request; late answers to requests that were given up, or sent elsewhere since, are
+        dropped. Raises ProtocolError for a gradient of another shape or codec than was sent, or where none was to come,
+        or the reverse."""
         pending = self._pending.get(sender, {}).get(reply.key)
         if pending is None or pending.reply.done():
             return
@@ -167,10 +171,11 @@ class Dispatcher:
         gradient: bool,
         unfinite: bool = False,
     ) -> Answer:
-        """Get one microbatch through the stage, without those that were ``tried``, and all behind it. ``gradient``: that of the loss to
-        what is sent is to come back. ``unfinite``: see ``Forward``. Where the first that tries it finds that it does not stay finite,
-        another one decides, or it does so itself if there is no other. Raises StageLost when every live peer failed it or its step is
-        over, and Unfinite when what we send is not finite, and should be."""
+        """Get one microbatch through the stage, without those that were ``tried``, and all behind it. ``gradient``:
+        that of the loss to what is sent is to come back. ``unfinite``: see ``Forward``. Where the first that tries it
+        finds that it does not stay finite, another one decides, or it does so itself if there is no other. Raises
+        StageLost when every live peer failed it or its step is over, and Unfinite when what we send is not finite, and
+        should be."""
         begun_s = self._ctx.clock.now()
         failed: set[PeerId] = set(tried)
         full: set[PeerId] = set()
@@ -215,8 +220,8 @@ class Dispatcher:
         raise AssertionError  # itertools.count does not end
 
     def _choose(self, request: Request, failed: set[PeerId], full: set[PeerId], waited_s: float) -> PeerId | None:
-        """The fastest of those that the strategy chooses; somebody else than a peer that is doubted, while there is one, be it that we have
-        to wait for room."""
+        """The fastest of those that the strategy chooses; somebody else than a peer that is doubted, while there is
+        one, be it that we have to wait for room."""
         known = set(self._wiring.peers())
         usable = {p for p in known if self._ctx.roster.is_alive(p)} - failed
         trusted = (usable - self._ctx.detector.suspected) or usable
@@ -238,9 +243,10 @@ class Dispatcher:
         *,
         unfinite: bool,
     ) -> Answer:
-        """The answer of ``peer``. When it is doubted, another works on the microbatch, too, but accumulates nothing, here and in the
-        stages behind: if the peer lives, the microbatch is in its accumulator; if not, that is lost whatever we do, and the stage
-        runs what it held again. So a false alarm costs this one computation, and no microbatch is ever in two accumulators."""
+        """The answer of ``peer``. When it is doubted, another works on the microbatch, too, but accumulates nothing,
+        here and in the stages behind: if the peer lives, the microbatch is in its accumulator; if not, that is lost
+        whatever we do, and the stage runs what it held again. So a false alarm costs this one computation, and no
+        microbatch is ever in two accumulators."""
         elsewhere = partial(self.request, request, (), tensors, {*tried, peer}, gradient=gradient, unfinite=unfinite)
         pending = self._begin(peer, request, tuple(tensors[0].shape) if gradient else None, elsewhere)
         try:
@@ -274,8 +280,8 @@ class Dispatcher:
             self._ctx.spawn(self._have_copied(peer), f"copies for {peer[-6:]}")
 
     async def _have_copied(self, peer: PeerId) -> None:
-        """What ``peer`` owes is computed by others, too, oldest first, and as fast as they can: most that are doubted are heard of again
-        before long, and what was given to others by then is computed twice."""
+        """What ``peer`` owes is computed by others, too, oldest first, and as fast as they can: most that are doubted
+        are heard of again before long, and what was given to others by then is computed twice."""
         while peer in self._ctx.detector.suspected:
             others = set(self._wiring.peers()) - self._ctx.detector.suspected
             owed = (p for p in self._pending.get(peer, {}).values() if p.copy is None and not p.reply.done())
@@ -287,21 +293,27 @@ class Dispatcher:
             await self._ctx.clock.sleep(1 / sum(1 / self._wiring.expected_s(p) for p in others))
 
     async def _missing(self, request: Request, accumulate: tuple[int, ...]) -> tuple[int, ...]:
-        """What failed here may have gone through there: stages from ours on that hold it already do not accumulate it again."""
+        """What failed here may have gone through there: stages from ours on that hold it already do not accumulate it
+        again."""
         ours = tuple(s for s in accumulate if s >= self._stage)
         still, _ = await self._survey.still_missing(request.lineage, request.step, request.index, ours)
         return tuple(s for s in accumulate if s < self._stage or s in still)
 
     async def _recount(self, request: Request) -> None:
-        """Nobody is left to try: who of the stage answers, believed dead or banned before, counts again from the next request on."""
+        """Nobody is left to try: who of the stage answers, believed dead or banned before, counts again from the next
+        request on."""
         ctx = self._ctx
         members = [p for p in ctx.roster.everyone() if ctx.roster.member(p).stage == self._stage]
         await asyncio.gather(*(ctx.detector.probe(p, request.lineage, request.step) for p in members))
         self.refresh()
 
     def _begin(
-        self, peer: PeerId, request: Request, shape: tuple[int, ...] | None, elsewhere: Callable[[], Coroutine[Any, Any, Answer]]
-    ) -> _Pending:  # fmt: skip
+        self,
+        peer: PeerId,
+        request: Request,
+        shape: tuple[int, ...] | None,
+        elsewhere: Callable[[], Coroutine[Any, Any, Answer]],
+    ) -> _Pending:
         if request.key in self._pending.get(peer, {}):
             raise ProtocolError(
                 f"microbatch {request.step}/{request.index} attempt {request.attempt} is already under way"
@@ -314,12 +326,17 @@ class Dispatcher:
     async def _try(
         self, pending: _Pending, accumulate: tuple[int, ...], tensors: list[Encoded], *, unfinite: bool
     ) -> Answer:
-        """One receiver: send, then wait while it is seen to be working on it. Raises _Full, _Gone, PeerUnreachable, DeadlineExceeded."""
+        """One receiver: send, then wait while it is seen to be working on it. Raises _Full, _Gone, PeerUnreachable,
+        DeadlineExceeded."""
         clock, peer, request = self._ctx.clock, pending.peer, pending.request
         message = Forward(
-            **request.identity(), stage=self._stage, accumulate=accumulate, gradient=pending.shape is not None,
-            deadline_s=self._deadline.seconds(), unfinite=unfinite,
-        )  # fmt: skip
+            **request.identity(),
+            stage=self._stage,
+            accumulate=accumulate,
+            gradient=pending.shape is not None,
+            deadline_s=self._deadline.seconds(),
+            unfinite=unfinite,
+        )
         begin = clock.now()
         with self._ctx.detector.awaiting(peer, pending.reply):
             # a frozen receiver takes only what its buffers hold

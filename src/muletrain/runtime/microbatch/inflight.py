@@ -1,23 +1,25 @@
 """A step while its microbatches are computed, and delayed parameter updates (DPU; SWARM sec. 3.2, Ren et al. 2021).
 
-A step is computed, then agreed on: sealed, averaged, recorded, applied. Agreement goes step by step, always. Without DPU step t + 1
-is computed once R_t was applied. With it, a peer begins to compute t + 1 as soon as all microbatches of t are through, so that t is
-averaged and applied meanwhile. At most these two are alive, for t + 1 computes with what R_{t-1} made:
+A step is computed, then agreed on: sealed, averaged, recorded, applied. Agreement goes step by step, always. Without
+DPU step t + 1 is computed once R_t was applied. With it, a peer begins to compute t + 1 as soon as all microbatches of
+t are through, so that t is averaged and applied meanwhile. At most these two are alive, for t + 1 computes with what
+R_{t-1} made:
 
-- **Weights.** W(k) has R_0..R_{k-1} in it. Step t computes with W(t - 1) (steps 0 and 1 with W(0)), its reruns included, whenever they
-  come; R_t makes W(t + 1) out of W(t). So two versions are kept: while t is agreed on and t + 1 computes, those are W(t - 1) and
-  W(t), and R_t puts W(t + 1) in the place of W(t - 1), which nobody needs any more: with the whole record nothing of t runs again.
-  A step that is not finite changes no weights, but they move on all the same. The reference: a single process that applies the
-  gradient of a step after it has computed the next one.
-- **What a step has of its own**: the accumulator (in ``Compute``), and the ledger, the losses and the counts here; the trainer. All the
-  rest (seals, rounds, entries, the gradient held) is the agreement's, and there is one.
-- **Lineage.** Frames of step t + 1 are sent before R_t is known, so they carry hash(R_{t-1}), the record of the weights they were
-  computed with; frames of another are refused, as ever. The first two steps have the genesis'. The records are one chain none the
-  less: R_t contains hash(R_{t-1}), which is known when t is agreed on.
-- **Frames.** Those for computing t + 1 are taken while t is agreed on; those for agreeing on t + 1 (and all of t + 2) wait until R_t
-  was applied, for their sender has applied it.
-- **Behind.** Who missed R_t takes it from a holder and keeps what it computed of t + 1: the weights were right. Who takes a replica's
-  state drops both steps. That state (also a checkpoint's) is before R_k: W(k), the moments, and W(k - 1), with which k is computed.
+- **Weights.** W(k) has R_0..R_{k-1} in it. Step t computes with W(t - 1) (steps 0 and 1 with W(0)), its reruns
+  included, whenever they come; R_t makes W(t + 1) out of W(t). So two versions are kept: while t is agreed on and t + 1
+  computes, those are W(t - 1) and W(t), and R_t puts W(t + 1) in the place of W(t - 1), which nobody needs any more:
+  with the whole record nothing of t runs again. A step that is not finite changes no weights, but they move on all the
+  same. The reference: a single process that applies the gradient of a step after it has computed the next one.
+- **What a step has of its own**: the accumulator (in ``Compute``), and the ledger, the losses and the counts here; the
+  trainer. All the rest (seals, rounds, entries, the gradient held) is the agreement's, and there is one.
+- **Lineage.** Frames of step t + 1 are sent before R_t is known, so they carry hash(R_{t-1}), the record of the weights
+  they were computed with; frames of another are refused, as ever. The first two steps have the genesis'. The records
+  are one chain none the less: R_t contains hash(R_{t-1}), which is known when t is agreed on.
+- **Frames.** Those for computing t + 1 are taken while t is agreed on; those for agreeing on t + 1 (and all of t + 2)
+  wait until R_t was applied, for their sender has applied it.
+- **Behind.** Who missed R_t takes it from a holder and keeps what it computed of t + 1: the weights were right. Who
+  takes a replica's state drops both steps. That state (also a checkpoint's) is before R_k: W(k), the moments, and W(k -
+  1), with which k is computed.
 - **Leaving.** Who asks in its seal of t to go takes no microbatch of t + 1 until R_t says that it stays.
 - **The end.** No step is computed beyond the last; when R_t ends the run, what was computed of t + 1 is dropped.
 """
@@ -87,8 +89,8 @@ class InFlightStep:
 
     @property
     def covered(self) -> frozenset[int]:
-        """Microbatches that are not to be accumulated again: ours; all of them once we hold the stage's mean gradient, unless it will not
-        count."""
+        """Microbatches that are not to be accumulated again: ours; all of them once we hold the stage's mean gradient,
+        unless it will not count."""
         if not self.reduced:
             return self.ledger.held
         return frozenset() if self.gave_way else frozenset(range(self.microbatches))

@@ -1,7 +1,7 @@
 """The ledger: which microbatches are inside this peer's accumulator (DESIGN "The ledger").
 
-A pure state machine. A peer accumulates ``(lineage, step, index)`` at most once, whatever the attempt; announcing the set
-seals it: what arrives later is recomputed without accumulating until the step's record says otherwise.
+A pure state machine. A peer accumulates ``(lineage, step, index)`` at most once, whatever the attempt; announcing the
+set seals it: what arrives later is recomputed without accumulating until the step's record says otherwise.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Ledger:
         return True
 
     def takes(self, index: int) -> bool:
-        """False when ``index`` is not in the accumulator and cannot come in now: another replica may still be open for it."""
+        """False when ``index`` is not in the accumulator and cannot come in now: another replica may still be open for
+        it."""
         return self._open_for(index) or index in self._held
 
     def _open_for(self, index: int) -> bool:
@@ -53,7 +54,8 @@ class Ledger:
         self._running.discard(index)
 
     def excuse(self, index: int) -> None:
-        """What comes of ``index`` need not be this peer's fault: what others gave it stood out, and nobody else could be asked."""
+        """What comes of ``index`` need not be this peer's fault: what others gave it stood out, and nobody else could
+        be asked."""
         self._excused.add(index)
 
     @property
@@ -69,7 +71,8 @@ class Ledger:
         return frozenset(self._held)
 
     def reopen(self, *, keep: bool, only: frozenset[int] | None = None) -> None:
-        """The round failed or had gaps: accept more indices (``only`` these); with ``keep`` false the accumulator was emptied."""
+        """The round failed or had gaps: accept more indices (``only`` these); with ``keep`` false the accumulator was
+        emptied."""
         self._sealed, self._only = False, only
         if not keep:
             self._held.clear()

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 class Microbatches:
-    """The stage server of one peer, its dispatchers to the next stage and to the first, and a trainer for each step that is under way."""
+    """The stage server of one peer, its dispatchers to the next stage and to the first, and a trainer for each step
+    that is under way."""
 
     def __init__(self, ctx: Context, position: Position, source: Source | None) -> None:
         """``source``: of microbatches; None: this peer does not train (yet)."""
@@ -55,7 +56,8 @@ class Microbatches:
                 self.begin(work, retry=True)
 
     def take_over_orphans(self, work: InFlightStep, *, late: bool) -> None:
-        """Microbatches of ``work`` are not through: after a death, or (``late``) although nothing came for as long as a step takes."""
+        """Microbatches of ``work`` are not through: after a death, or (``late``) although nothing came for as long as a
+        step takes."""
         trainer = self._trainers.get(work.step)
         if trainer is not None and not work.all_through:
             trainer.spawn(trainer.adopt(late=late), "adopt")

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class Behind(MuletrainError):
-    """The others have gone on without us. ``weights_hold``: ours are still those before this step, so that applying what the others
-    agreed on is enough; else the state must come from a replica."""
+    """The others have gone on without us. ``weights_hold``: ours are still those before this step, so that applying
+    what the others agreed on is enough; else the state must come from a replica."""
 
     def __init__(self, message: str, *, weights_hold: bool = True) -> None:
         super().__init__(message)
@@ -27,11 +27,12 @@ class Behind(MuletrainError):
 
 
 class Position:
-    """The step that a peer agrees on next, the one that it computes ahead of that (``inflight``), and how it came here. The runner of
-    steps writes it, everyone reads it."""
+    """The step that a peer agrees on next, the one that it computes ahead of that (``inflight``), and how it came here.
+    The runner of steps writes it, everyone reads it."""
 
     def __init__(self, ctx: Context, step: int, lineage: bytes, life: Lifecycle | None = None) -> None:
-        """The weights are those before ``step``; while ``life`` says that there is no state yet, one must be loaded first."""
+        """The weights are those before ``step``; while ``life`` says that there is no state yet, one must be loaded
+        first."""
         self._ctx, self.life = ctx, life or Lifecycle()
         self._chain, self.begun = Chain(step, (lineage,)), ctx.clock.now()
         self.work = InFlightStep(step, lineage, ctx.plan.microbatches)

@@ -1,7 +1,7 @@
 """A peer's part of the pipeline: receive, compute and send slots that overlap (DT-FM sec. 3.5).
 
-Each admitted request is one coroutine that holds its place until its backward is through: a forward is admitted only with
-room reserved for its backward, so gradients never wait for space and bounded queues cannot deadlock.
+Each admitted request is one coroutine that holds its place until its backward is through: a forward is admitted only
+with room reserved for its backward, so gradients never wait for space and bounded queues cannot deadlock.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ if TYPE_CHECKING:
 BACKWARD, FORWARD = 0, 1
 """Priorities on the compute slot, unless the strategy has them the other way round."""
 PATIENCE = 64
-"""A request is abandoned after this many of its sender's deadlines, or of the times that one takes here, so that no place in the queue is
-held for ever: beside GPUs that answer within a second, a CPU may need a minute for each of what it holds."""
+"""A request is abandoned after this many of its sender's deadlines, or of the times that one takes here, so that no
+place in the queue is held for ever: beside GPUs that answer within a second, a CPU may need a minute for each of what
+it holds."""
 
 
 @dataclass
 class _Held:
-    """An admitted request. ``busy_s`` is this peer's own work on it, ``computed_s`` its forward. ``excused``: what others
-    gave it stood out, and nobody else could be asked."""
+    """An admitted request. ``busy_s`` is this peer's own work on it, ``computed_s`` its forward. ``excused``: what
+    others gave it stood out, and nobody else could be asked."""
 
     sender: PeerId
     message: Forward
@@ -85,8 +86,8 @@ class StageServer:
         order = self.ctx.plan.strategy.order(self.ctx.roster.own.stage, self.ctx.roster.own.name)
         self._forward, self._backward = (FORWARD, BACKWARD) if order.backward_first else (BACKWARD, FORWARD)
         self._between: asyncio.Semaphore | nullcontext[None] = nullcontext()
-        """Held by a microbatch from before its forward until its backward is through, or it failed. Who waits for it waits for later
-        stages only, and the last one waits for nobody."""
+        """Held by a microbatch from before its forward until its backward is through, or it failed. Who waits for it
+        waits for later stages only, and the last one waits for nobody."""
         if order.most_between is not None:
             self._between = asyncio.Semaphore(order.most_between)
 
@@ -95,8 +96,8 @@ class StageServer:
         return len(self._held)
 
     async def on_forward(self, sender: PeerId, message: Forward, frame: Frame) -> None:
-        """Admit, or say that the queue is full, or that another replica must accumulate it. A microbatch that this peer works on
-        already is not begun twice."""
+        """Admit, or say that the queue is full, or that another replica must accumulate it. A microbatch that this peer
+        works on already is not begun twice."""
         self.expects(sender, message, frame.tensors)
         work = self.position.computing(message.step)
         if work is None:
@@ -145,8 +146,11 @@ class StageServer:
             if isinstance(e, ProtocolError):
                 self.ctx.refused(held.sender, f"{held.message.KIND}: {e}")
             lost = Lost(
-                **held.message.identity(), stage=held.message.stage, reason=str(e)[:1000], unfinite=isinstance(e, Unfinite)
-            )  # fmt: skip
+                **held.message.identity(),
+                stage=held.message.stage,
+                reason=str(e)[:1000],
+                unfinite=isinstance(e, Unfinite),
+            )
             await self._reply(held.sender, lost, [])
             return
         finally:

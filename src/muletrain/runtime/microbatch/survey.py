@@ -22,8 +22,8 @@ PAUSE_S, PAUSE_MAX_S = 0.05, 0.5
 
 
 class Survey:
-    """One peer's questions to all. Calls during a question share the next one: a lost peer or a lying member asks about many
-    microbatches at once."""
+    """One peer's questions to all. Calls during a question share the next one: a lost peer or a lying member asks about
+    many microbatches at once."""
 
     def __init__(self, ctx: Context, position: Position) -> None:
         self._ctx, self._position = ctx, position
@@ -39,9 +39,9 @@ class Survey:
         stages: tuple[int, ...],
         counts: Callable[[PeerId], bool] = lambda peer: True,
     ) -> tuple[tuple[int, ...], float | None]:
-        """Before a retry: those of ``stages`` in which nobody that ``counts``, ourselves included, has the microbatch in its accumulator
-        (those that have, recompute without accumulating), and its loss [nats/token], where one that has it knows. While someone still works
-        on it, wait: what is about to be accumulated must not be twice."""
+        """Before a retry: those of ``stages`` in which nobody that ``counts``, ourselves included, has the microbatch
+        in its accumulator (those that have, recompute without accumulating), and its loss [nats/token], where one that
+        has it knows. While someone still works on it, wait: what is about to be accumulated must not be twice."""
         if not stages:
             return (), None
         for pause in range(MAX_PAUSES):

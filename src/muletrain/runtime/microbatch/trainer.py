@@ -1,4 +1,5 @@
-"""The trainer role: builds microbatches and sees them through the stages. It holds no weights; losing one loses nothing."""
+"""The trainer role: builds microbatches and sees them through the stages. It holds no weights; losing one loses
+nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from muletrain.runtime.microbatch.survey import Survey
 
 MAX_TRIES = 60
-"""Injections of one microbatch before the trainer gives up with an error instead of trying for ever: 20 minutes of pauses."""
+"""Injections of one microbatch before the trainer gives up with an error instead of trying for ever: 20 minutes of
+pauses."""
 PAUSE_S, PAUSE_MAX_S = 0.1, 20.0
 """Seconds before a microbatch that failed is injected again, the first time and at most; doubles."""
 
@@ -51,7 +53,8 @@ class Trainer:
     def __init__(
         self, ctx: Context, source: Source, dispatcher: Dispatcher, survey: Survey, window: int, work: InFlightStep
     ) -> None:
-        """``dispatcher``: towards stage 0. ``window``: microbatches of each lane (``Strategy.lane``) to have under way."""
+        """``dispatcher``: towards stage 0. ``window``: microbatches of each lane (``Strategy.lane``) to have under
+        way."""
         self._ctx = ctx
         self._source = source
         self._dispatcher, self._survey = dispatcher, survey
@@ -90,8 +93,8 @@ class Trainer:
         await self._run(range(self._ctx.plan.microbatches), retry=retry)
 
     async def adopt(self, *, late: bool = False) -> None:
-        """Of the microbatches that are not through, those that fell to us when their trainer died. ``late``: they should be through by now;
-        while nobody works on any, those of trainers that live pass on, too."""
+        """Of the microbatches that are not through, those that fell to us when their trainer died. ``late``: they
+        should be through by now; while nobody works on any, those of trainers that live pass on, too."""
         await self._run(self._work.missing(), retry=True)
         if not late or not all(self._begun.values()):  # ours show that the stages are slow, not the trainers
             return
@@ -110,8 +113,8 @@ class Trainer:
             await self._run(theirs, retry=True, turn=turn)
 
     async def on_gap(self, sender: PeerId, gap: Gap) -> None:
-        """A stage misses microbatches: the trainer they fall to runs them again for that stage alone; while others are under way still,
-        each as soon as it is through."""
+        """A stage misses microbatches: the trainer they fall to runs them again for that stage alone; while others are
+        under way still, each as soon as it is through."""
         if self._ctx.roster.member(sender).stage == gap.stage:
             self._without[gap.stage][sender] = gap.without
         mine = [i for i in gap.indices if (gap.stage, i) not in self._refilling and self._is_mine(i, gap.turn)]
@@ -184,7 +187,8 @@ class Trainer:
         return loss
 
     async def _through(self, index: int, accumulate: tuple[int, ...], *, retry: bool = False) -> float:
-        """One microbatch, tried until it is through. Returns its loss [nats/token]. ``retry``: someone may have it already."""
+        """One microbatch, tried until it is through. Returns its loss [nats/token]. ``retry``: someone may have it
+        already."""
         loss: float | None = None
         async with self._windows[self._ctx.plan.strategy.lane(index)]:
             self._begun.setdefault(index, False)
@@ -217,7 +221,8 @@ class Trainer:
         return await self._survey.still_missing(self._lineage, self._step, index, stages, self._counts)
 
     def _counts(self, peer: PeerId) -> bool:
-        """Not where most of the other replicas of its stage go on without ``peer``: what it holds, or says that it holds, is of no use."""
+        """Not where most of the other replicas of its stage go on without ``peer``: what it holds, or says that it
+        holds, is of no use."""
         roster = self._ctx.roster
         if not roster.knows(peer):
             return False

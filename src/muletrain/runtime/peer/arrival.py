@@ -1,4 +1,5 @@
-"""How a peer comes to where the run is: as a newcomer, from a checkpoint, after it fell behind, or from another history of the run."""
+"""How a peer comes to where the run is: as a newcomer, from a checkpoint, after it fell behind, or from another history
+of the run."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.peer.early_frames import EarlyFrames
     from muletrain.runtime.peer.parts import PartWriter
     from muletrain.runtime.recovery.forks import Forks
-    from muletrain.runtime.recovery.rollback import StepBack
+    from muletrain.runtime.recovery.messages import StepBack
     from muletrain.runtime.step.runner import StepRunner
     from muletrain.runtime.transfer.donor import Receiver
 
@@ -66,8 +67,8 @@ class Arrival:
         await self._take_state(lambda offer: True)
 
     async def begin_anew(self, back: StepBack) -> None:
-        """At the run's checkpoint, or, where our part of it is not to be had any more, at what replicas made of it since. Raises
-        MuletrainError."""
+        """At the run's checkpoint, or, where our part of it is not to be had any more, at what replicas made of it
+        since. Raises MuletrainError."""
         ctx, branch = self._ctx, branch_of(back.lineage)
         ctx.spawn(self._membership.introduce(), "introduce")
 
@@ -92,8 +93,8 @@ class Arrival:
             await self._parts.write(Key(back.step, back.lineage), last=True)
 
     async def catch_up(self, why: Behind) -> None:
-        """Take the state of a replica that has gone on, or, where our weights are not right, of one at our step. Raises MuletrainError when
-        there is none to take it from."""
+        """Take the state of a replica that has gone on, or, where our weights are not right, of one at our step. Raises
+        MuletrainError when there is none to take it from."""
         self._ctx.emit(Note(level="warning", message=f"{why}: this peer takes a replica's state"))
         self._life.to(State.RECOVERING)
         await self._let_go()
@@ -105,7 +106,8 @@ class Arrival:
             await self._take_state(lambda offer: offer.step >= own.step, own.step)
 
     async def go_over(self, renamed: Chain | None) -> None:
-        """Take the state of the lineage that stays, or (``renamed``) its name alone, or go on in ours where that cannot be had."""
+        """Take the state of the lineage that stays, or (``renamed``) its name alone, or go on in ours where that cannot
+        be had."""
         await self._let_go()
         if renamed is not None:  # our weights are those of the other lineage, at our own step
             own = self._position.chain

@@ -1,4 +1,5 @@
-"""What arrives at a peer goes to its actor: frames of members alone, of known kinds, within their bounds (``members.expected``)."""
+"""What arrives at a peer goes to its actor: frames of members alone, of known kinds, within their bounds
+(``members.expected``)."""
 
 from __future__ import annotations
 

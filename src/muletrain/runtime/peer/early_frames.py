@@ -1,4 +1,5 @@
-"""Frames of steps that this peer has not come to: others are ahead of it by a moment, and their frames are not sent twice."""
+"""Frames of steps that this peer has not come to: others are ahead of it by a moment, and their frames are not sent
+twice."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ LIMIT = 4096
 BYTES = 1 << 30
 """Frames that are kept, and the bytes of their tensors: with more than that we are far behind, and find that out."""
 NOTICES = 256
-"""Of one sender: frames without tensors. Of frames with tensors it has as many as this peer holds requests: more would find it full."""
+"""Of one sender: frames without tensors. Of frames with tensors it has as many as this peer holds requests: more would
+find it full."""
 
 
 class EarlyFrames:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 WEIGH_S = 0.1
 """Seconds between two looks whether word of the end can be believed; doubles."""
 OFFER_S = 20.0
-"""Seconds after the end, until a stage whose part of the last checkpoint did not come from its writer offers it from every replica; and
-until it does so again."""
+"""Seconds after the end, until a stage whose part of the last checkpoint did not come from its writer offers it from
+every replica; and until it does so again."""
 
 
 class Ending:
@@ -83,8 +83,9 @@ class Ending:
         return b""
 
     async def _weigh(self, sender: PeerId, written: bool) -> None:
-        """Whether the last checkpoint was written the coordinator says; of others it is believed once this peer is at the end, too, and
-        the coordinator that it could ask has gone, or everyone, if that is itself (another may have been before it)."""
+        """Whether the last checkpoint was written the coordinator says; of others it is believed once this peer is at
+        the end, too, and the coordinator that it could ask has gone, or everyone, if that is itself (another may have
+        been before it)."""
         roster, me = self._ctx.roster, self._ctx.net.peer_id
         first = roster.coordinator()
         for tries in itertools.count():

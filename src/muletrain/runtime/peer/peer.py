@@ -28,7 +28,7 @@ from muletrain.runtime.peer.ending import Ending
 from muletrain.runtime.peer.parts import PartWriter
 from muletrain.runtime.peer.reporting import Reporting
 from muletrain.runtime.recovery.forks import Forks, GivesWay
-from muletrain.runtime.recovery.rollback import Rollback, StepBack
+from muletrain.runtime.recovery.rollback import Rollback
 from muletrain.runtime.step.audit import expelled
 from muletrain.runtime.step.exchange import Answers
 from muletrain.runtime.step.gradient_log import GradientLog
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.inflight import InFlightStep
     from muletrain.runtime.microbatch.trainer import Source
+    from muletrain.runtime.recovery.messages import StepBack
     from muletrain.runtime.step.record import StepRecord
     from muletrain.runtime.transfer.tokens import Sharing
 
@@ -56,8 +57,8 @@ FAREWELL_S = 5.0
 
 
 class Memory(NamedTuple):
-    """Copies of states and of checkpoints' parts that a peer offers; states of its own parts of checkpoints; bytes of earlier steps'
-    gradients."""
+    """Copies of states and of checkpoints' parts that a peer offers; states of its own parts of checkpoints; bytes of
+    earlier steps' gradients."""
 
     copies: int
     parts: int
@@ -82,11 +83,12 @@ class Peer:
         sharing: Sharing | None = None,
         log_bytes: int = 1 << 28,
     ) -> None:
-        """``source``: where a trainer gets its microbatches. ``book``: where it writes checkpoints. ``on_step`` is told of every
-        applied step; True asks to stop. ``reports``: this peer's log is not beside the coordinator's, so what it counts goes there, to
-        ``on_report``. ``joining``: the run goes on already; take its state from a replica first, or, with ``back``, from that
-        checkpoint. ``fits``: the stages this machine's memory has room for. ``sharing``: of the run's tokens, if its founder shares
-        them. ``log_bytes``: of past gradients that this peer keeps for peers that catch up (``step.gradient_log``)."""
+        """``source``: where a trainer gets its microbatches. ``book``: where it writes checkpoints. ``on_step`` is told
+        of every applied step; True asks to stop. ``reports``: this peer's log is not beside the coordinator's, so what
+        it counts goes there, to ``on_report``. ``joining``: the run goes on already; take its state from a replica
+        first, or, with ``back``, from that checkpoint. ``fits``: the stages this machine's memory has room for.
+        ``sharing``: of the run's tokens, if its founder shares them. ``log_bytes``: of past gradients that this peer
+        keeps for peers that catch up (``step.gradient_log``)."""
         self._ctx, self._on_step, self._back, self._fits, self._sharing = ctx, on_step, back, fits, sharing
         self.roster, self.emit = ctx.roster, ctx.emit
         genesis = ctx.roster.genesis
@@ -140,7 +142,8 @@ class Peer:
         ctx.net.serve(StopRun.KIND, self._answer_stop)
 
     async def run(self) -> bool:
-        """Train to the end (or until a member asks to stop), with a last checkpoint. False if that could not be written.
+        """Train to the end (or until a member asks to stop), with a last checkpoint. False if that could not be
+        written.
 
         Raises what any actor could not recover from.
         """
@@ -211,7 +214,8 @@ class Peer:
         ctx.meter.stats.started = ctx.clock.now()
 
     async def _steps(self, *, returned: bool) -> None:
-        """One after the other, until the run has ended or this peer leaves it. ``returned``: others may have begun the first."""
+        """One after the other, until the run has ended or this peer leaves it. ``returned``: others may have begun the
+        first."""
         at, sure, followed = self.position, False, 0
         while not self._life.done:
             step = at.step
@@ -239,7 +243,8 @@ class Peer:
                 self._arrival.say_back()
 
     async def _recover(self, why: Behind) -> StepRecord | None:
-        """Apply the step that the others agreed on without us, or (None) take a state in its place. Raises MuletrainError."""
+        """Apply the step that the others agreed on without us, or (None) take a state in its place. Raises
+        MuletrainError."""
         if isinstance(why, GivesWay):
             await self._arrival.go_over(why.renamed)
             return None
@@ -272,8 +277,8 @@ class Peer:
             await self._leave()
 
     def _without(self, record: StepRecord) -> tuple[PeerId, ...]:
-        """Nobody counts on those that leave after ``record``, or are expelled by it, any more. The ids of those that leave. Raises
-        MuletrainError where we are expelled, and missed that."""
+        """Nobody counts on those that leave after ``record``, or are expelled by it, any more. The ids of those that
+        leave. Raises MuletrainError where we are expelled, and missed that."""
         ctx, me = self._ctx, self._ctx.net.peer_id
         for stage, entry in enumerate(record.stages):
             for peer in entry.expelled if self.runner.state.builder.sentenced(stage) else ():

@@ -1,5 +1,5 @@
-"""What a peer says of the steps it applied: into its own log, into the coordinator's on another machine, and to whoever asks for the
-run's status."""
+"""What a peer says of the steps it applied: into its own log, into the coordinator's on another machine, and to whoever
+asks for the run's status."""
 
 from __future__ import annotations
 
@@ -52,18 +52,30 @@ class Reporting:
         busy += 0 if ctx.plan.delayed else stats.averaging_s + stats.apply_s
         self.tell(
             StepApplied(
-                step=record.step + 1, stage=ctx.roster.own.stage, lineage=record.hash.hex(), skipped=record.skip,
-                microbatches=work.accumulated, recomputed=work.recomputed,
-                forward_s=stats.forward_s, backward_s=stats.backward_s, averaging_s=stats.averaging_s, apply_s=stats.apply_s,
-                wait_s=max(0.0, took - busy), sent={p: dict(c) for p, c in stats.sent.items()},
+                step=record.step + 1,
+                stage=ctx.roster.own.stage,
+                lineage=record.hash.hex(),
+                skipped=record.skip,
+                microbatches=work.accumulated,
+                recomputed=work.recomputed,
+                forward_s=stats.forward_s,
+                backward_s=stats.backward_s,
+                averaging_s=stats.averaging_s,
+                apply_s=stats.apply_s,
+                wait_s=max(0.0, took - busy),
+                sent={p: dict(c) for p, c in stats.sent.items()},
             )
-        )  # fmt: skip
+        )
         losses = work.losses.values()
         self._last = StepDone(
-            step=record.step + 1, loss=sum(losses) / len(losses) if losses else math.nan, grad_norm=record.gradient_norm,
-            lr=ctx.plan.lr(record.step), tokens=ctx.plan.microbatches * ctx.plan.sequences * ctx.plan.sequence_length(record.step),
-            duration_s=took, lineage=record.hash.hex(),
-        )  # fmt: skip
+            step=record.step + 1,
+            loss=sum(losses) / len(losses) if losses else math.nan,
+            grad_norm=record.gradient_norm,
+            lr=ctx.plan.lr(record.step),
+            tokens=ctx.plan.microbatches * ctx.plan.sequences * ctx.plan.sequence_length(record.step),
+            duration_s=took,
+            lineage=record.hash.hex(),
+        )
         if self.speaks() or self._apart:  # once on each machine
             ctx.emit(self._last)
             if record.skip:

@@ -1,7 +1,7 @@
 """A peer's whole time in a run: the stages it serves, one after the other (DESIGN "Joining, moving, leaving").
 
-Accumulators never move: a peer leaves its stage in order, between two steps, and comes to the next one as any newcomer. A peer that
-steps back with the run begins anew, too: nothing of the steps that are given up can get into what follows.
+Accumulators never move: a peer leaves its stage in order, between two steps, and comes to the next one as any newcomer.
+A peer that steps back with the run begins anew, too: nothing of the steps that are given up can get into what follows.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from muletrain.runtime.peer.peer import Peer
-    from muletrain.runtime.recovery.rollback import StepBack
+    from muletrain.runtime.recovery.messages import StepBack
 
 
 class Service:
-    """``make`` builds the peer for the stage that the roster names; its arguments: whether it joins a running run, and the step back
-    that it begins with, if it does."""
+    """``make`` builds the peer for the stage that the roster names; its arguments: whether it joins a running run, and
+    the step back that it begins with, if it does."""
 
     def __init__(self, make: Callable[[bool, StepBack | None], Awaitable[Peer]], *, joining: bool) -> None:
         self._make = make
@@ -27,7 +27,8 @@ class Service:
         self.peer: Peer | None = None
 
     async def run(self) -> bool:
-        """To the end of the run, or until this peer leaves it. False: its last checkpoint could not be written. Raises as ``Peer.run``."""
+        """To the end of the run, or until this peer leaves it. False: its last checkpoint could not be written. Raises
+        as ``Peer.run``."""
         joining, back = self._joining, None
         while True:
             before, peer = self.peer, await self._make(joining, back)

@@ -1,14 +1,17 @@
 """Sides of a partition meet again, and end in one lineage (DESIGN "Lineage, not consensus").
 
-A side that covers every stage and has a trainer goes on alone, so that after a partition there may be two histories of the run. Whoever
-hears of another lineage tells its sender how it came here, and both judge by the same rule (``policy.lineages``). Peers of the side that
-gives way drop their accumulators and take the state of the other's replicas, one by one, as newcomers do.
+A side that covers every stage and has a trainer goes on alone, so that after a partition there may be two histories of
+the run. Whoever hears of another lineage tells its sender how it came here, and both judge by the same rule
+(``policy.lineages``). Peers of the side that gives way drop their accumulators and take the state of the other's
+replicas, one by one, as newcomers do.
 
-No stage may be lost on the way, were the rule's answer to turn round in between: a peer goes over only while every stage of the
-other side has a peer that promises to stay for the moment. Where neither side covers every stage, they have parted at the step in which
-both stand still. What each has for its stages is right in either history: those that give way take the name of the other's.
+No stage may be lost on the way, were the rule's answer to turn round in between: a peer goes over only while every
+stage of the other side has a peer that promises to stay for the moment. Where neither side covers every stage, they
+have parted at the step in which both stand still. What each has for its stages is right in either history: those that
+give way take the name of the other's.
 
-A side that lacks a stage for long may step back (``rollback``). It is the longer history that stays then, too, and not the later branch.
+A side that lacks a stage for long may step back (``rollback``). It is the longer history that stays then, too, and not
+the later branch.
 """
 
 from __future__ import annotations
@@ -71,7 +74,8 @@ class Forks:
         ctx.net.serve(AskStay.KIND, self._on_ask)
 
     def heard(self, peer: PeerId, step: int, lineage: bytes) -> bool:
-        """``peer`` says ``lineage`` of ``step``. True if that is not our history: then both sides get to know each other's."""
+        """``peer`` says ``lineage`` of ``step``. True if that is not our history: then both sides get to know each
+        other's."""
         known = self._position.chain.at(step - self._ctx.plan.delayed)  # frames are sent before the record is known
         if known is None or known == lineage:
             return False
@@ -102,8 +106,8 @@ class Forks:
         return History.of(self._position.chain).pack()
 
     async def _judge(self, peer: PeerId, other: Chain) -> None:
-        """If theirs stays, and every stage of it is there, this step ends here (GivesWay); or if neither side has all, and theirs lacks
-        our stage."""
+        """If theirs stays, and every stage of it is there, this step ends here (GivesWay); or if neither side has all,
+        and theirs lacks our stage."""
         position, own = self._position, self._position.chain
         fork = forked_at(own, other)
         if fork is None or position.away:
@@ -134,8 +138,8 @@ class Forks:
         return not covered and self._ctx.clock.now() - position.begun > STALLED_S
 
     async def goes_on(self, peer: PeerId) -> bool:
-        """``peer`` is on a later branch, since its side stepped back. If every stage of our side has a peer (else False), both sides get to
-        know each other's history, and the longer one stays."""
+        """``peer`` is on a later branch, since its side stepped back. If every stage of our side has a peer (else
+        False), both sides get to know each other's history, and the longer one stays."""
         own, every = self._position.chain, self._all
         if not all(map(self._ctx.roster.stage, every)):
             return False
@@ -147,8 +151,8 @@ class Forks:
         return True
 
     async def _side(self, step: int, chain: Chain, *, promise: bool) -> tuple[set[int], bool]:
-        """Stages for which ``chain``, as it was at ``step``, has a peer that stays, and whether one of them trains, or we do. Promises
-        bind: they are asked for last."""
+        """Stages for which ``chain``, as it was at ``step``, has a peer that stays, and whether one of them trains, or
+        we do. Promises bind: they are asked for last."""
         ctx, lineage = self._ctx, chain.at(step)
         assert lineage is not None  # whoever asks has looked
         ask = AskStay(step=step, lineage=lineage, promise=promise).pack()
@@ -177,8 +181,8 @@ class Forks:
         return Stay(stays=stays, stage=own.stage, trainer=own.trainer).pack()
 
     async def go_over(self) -> Snapshot | None:
-        """Load the state of a replica of the other lineage. None, with our own state as it was, if that cannot be had, or something speaks
-        against it by now. To be called when nothing runs."""
+        """Load the state of a replica of the other lineage. None, with our own state as it was, if that cannot be had,
+        or something speaks against it by now. To be called when nothing runs."""
         ctx, own = self._ctx, self._position.chain
         stalled = self._stalled()
 

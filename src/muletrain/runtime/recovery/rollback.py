@@ -1,9 +1,9 @@
 """A stage that lost all its peers: who adopts it, and where the run goes on from (DESIGN "Checkpoints").
 
-Whoever is first of those that live asks everyone where they stand, and orders a step back: to the newest checkpoint of which each
-stage's part can be had, on a new branch of the lineage, with peers moved to the stages that have none. Everyone obeys that order, or
-hears of it later from the first peer of the new branch that it meets; but not a side of a partition that still has all stages: there the
-longer history stays (``forks``). Steps are lost by it, never numbers.
+Whoever is first of those that live asks everyone where they stand, and orders a step back: to the newest checkpoint of
+which each stage's part can be had, on a new branch of the lineage, with peers moved to the stages that have none.
+Everyone obeys that order, or hears of it later from the first peer of the new branch that it meets; but not a side of a
+partition that still has all stages: there the longer history stays (``forks``). Steps are lost by it, never numbers.
 
 A run that lost all its trainers waits for one, too. Nothing is lost then but time; still, what there is is written.
 """
@@ -12,20 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol
-
-import msgpack
-from pydantic import Field
+from typing import TYPE_CHECKING, Protocol
 
 from muletrain.errors import NetworkError, ProtocolError
 from muletrain.events import Note
-from muletrain.policy.assignment import Load, View
+from muletrain.policy.assignment import View
 from muletrain.policy.complete_checkpoint import newest_complete
 from muletrain.policy.recent import Recent
 from muletrain.runtime.checkpoint.store import Key
-from muletrain.runtime.core.branches import BRANCH, branch_of, branched, count_of
-from muletrain.runtime.core.lifecycle import Lifecycle, State
-from muletrain.runtime.core.messages import Digest, Id, Message, Natural
+from muletrain.runtime.core.branches import branch_of, count_of
+from muletrain.runtime.core.lifecycle import State
+from muletrain.runtime.recovery.messages import MAX_PARTS, AskStanding, AskStepBack, HeldPart, StandsAt, StepBack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -37,108 +34,30 @@ if TYPE_CHECKING:
     from muletrain.runtime.recovery.forks import Forks
 
 LOOK_S = 1.0
-"""Seconds between two looks whether a stage is without peers, and between two orders of one peer that are considered."""
+"""Seconds between two looks whether a stage is without peers, and between two orders of one peer that are
+considered."""
 AGAIN_S = 5.0
 """Seconds between two hints to one peer that its branch was given up, and between two questions about a branch that
 ours does not follow."""
 REACHED_S = 300.0
-"""Seconds, at most, for which the word of others that they reach a stage puts its adoption off: they may be wrong, or lie."""
+"""Seconds, at most, for which the word of others that they reach a stage puts its adoption off: they may be wrong, or
+lie."""
 JOIN_S = 900.0
 """Seconds for which a run waits for a machine to join a stage that nobody can adopt."""
-MAX_PARTS = 1 << 12
-
-
-class StepBack(Message):
-    """Call: go on from the checkpoint ``base`` of ``step`` steps (whose ``parts`` have these digests; none: from the beginning), with
-    ``moves`` of peers to stages. ``lineage``: what the step after it begins with, a hash of all this."""
-
-    KIND: ClassVar[str] = "step_back"
-    lineage: Digest
-    step: Natural
-    base: Digest
-    parts: Annotated[tuple[Digest, ...], Field(max_length=4096)]
-    moves: Annotated[tuple[tuple[Id, Natural], ...], Field(max_length=4096)]
-    lost: Annotated[tuple[Natural, ...], Field(max_length=4096)]
-
-    @classmethod
-    def of(
-        cls, count: int, base: Key, parts: tuple[bytes, ...], moves: dict[str, int], lost: tuple[int, ...]
-    ) -> StepBack:
-        listed = tuple(sorted(moves.items()))
-        content = msgpack.packb(["step back", count, base.step, base.lineage, list(parts), list(listed), list(lost)])
-        lineage = branched(count, content)
-        return cls(lineage=lineage, step=base.step, base=base.lineage, parts=parts, moves=listed, lost=lost)
-
-    @property
-    def key(self) -> Key:
-        return Key(self.step, self.base)
-
-    def check(self, stages: int, steps: int) -> None:
-        """Raises ProtocolError for an order that nobody of ours would give."""
-        moves = dict(self.moves)
-        made = StepBack.of(count_of(self.lineage), self.key, self.parts, moves, self.lost)
-        if made != self or len(self.parts) not in (0, stages) or self.step > steps:
-            raise ProtocolError("a step back that is not what its lineage says")
-        if not {*moves.values(), *self.lost} <= set(range(stages)):
-            raise ProtocolError("a step back with stages that the run does not have")
-
-
-class AskStepBack(Message):
-    """Call: what did your branch begin with? The answer is a StepBack, or empty."""
-
-    KIND: ClassVar[str] = "ask_step_back"
-
-
-class AskStanding(Message):
-    """Call: where do you stand?"""
-
-    KIND: ClassVar[str] = "ask_standing"
-
-
-class HeldPart(Message):
-    """A part that the sender can read."""
-
-    KIND: ClassVar[str] = "held_part"
-    step: Natural
-    lineage: Digest
-    stage: Natural
-    digest: Digest
-
-
-class StandsAt(Message):
-    """``targets``: other stages that this peer has room for; ``reaches``: stages of which it reaches a peer."""
-
-    KIND: ClassVar[str] = "stands_at"
-    branch: Annotated[bytes, Field(min_length=BRANCH, max_length=BRANCH)]
-    step: Natural
-    stage: Natural
-    state: State
-    targets: Annotated[tuple[Natural, ...], Field(max_length=4096)]
-    reaches: Annotated[tuple[Natural, ...], Field(max_length=4096)] = ()
-    parts: Annotated[tuple[HeldPart, ...], Field(max_length=MAX_PARTS)]
-
-    @property
-    def has_state(self) -> bool:
-        return Lifecycle(self.state).has_state
-
-    def load(self) -> Load:
-        return Load(self.stage, targets=frozenset(self.targets), parts=frozenset(p.stage for p in self.parts))
-
-    def readable(self) -> dict[tuple[tuple[int, bytes], int], bytes]:
-        """The digest of each part, by checkpoint and stage."""
-        return {((p.step, p.lineage), p.stage): p.digest for p in self.parts}
 
 
 class Writer(Protocol):
     """Who writes this peer's part of checkpoints (``peer``)."""
 
     async def write_what_there_is(self) -> None:
-        """Of the weights before this step, which may never be done; called again and again while there is no trainer."""
+        """Of the weights before this step, which may never be done; called again and again while there is no
+        trainer."""
         ...
 
 
 class Rollback:
-    """One peer's. ``ordered`` is done when it has to begin anew: on the branch of a StepBack or, with None, with what replicas give."""
+    """One peer's. ``ordered`` is done when it has to begin anew: on the branch of a StepBack or, with None, with what
+    replicas give."""
 
     def __init__(
         self,
@@ -174,7 +93,8 @@ class Rollback:
         return Key(self._position.step, self._position.applied)
 
     async def watch(self) -> None:
-        """Until cancelled: a stage that is without a peer for long is to be adopted, and a trainer is to be waited for."""
+        """Until cancelled: a stage that is without a peer for long is to be adopted, and a trainer is to be waited
+        for."""
         ctx, since, since_trainer, trainers = self._ctx, dict[int, float](), math.inf, 0
         while True:
             await ctx.clock.sleep(LOOK_S)
@@ -219,8 +139,8 @@ class Rollback:
         return min((*self._ctx.roster.others(), me)) == me
 
     async def _adopt(self, lacking_s: Mapping[int, float]) -> None:
-        """Ask everyone where they stand, peers believed dead, too: one of them may have the lost stage's state. ``lacking_s``: stages
-        without a peer, and for how long."""
+        """Ask everyone where they stand, peers believed dead, too: one of them may have the lost stage's state.
+        ``lacking_s``: stages without a peer, and for how long."""
         ctx, me, at = self._ctx, self._ctx.net.peer_id, self._where()
         peers = ctx.roster.everyone()  # a leaver whose stage is lost has come back by now (``Departure.taken_over``)
         said = dict(zip(peers, await asyncio.gather(*map(self._ask, peers)), strict=True))
@@ -256,7 +176,8 @@ class Rollback:
             self.ordered.set_result(order)
 
     def _fed(self, stage: int, here: Mapping[PeerId, StandsAt]) -> bool:
-        """Does a peer that sends to ``stage`` reach one of it? Trainers send to stage 0; one that serves it reaches it if anyone does."""
+        """Does a peer that sends to ``stage`` reach one of it? Trainers send to stage 0; one that serves it reaches it
+        if anyone does."""
         reach = {p: s.stage for p, s in here.items() if stage in s.reaches}
         if stage:
             return stage - 1 in reach.values()
@@ -336,8 +257,8 @@ class Rollback:
             ctx.spawn(self._learn(peer, order), "learn of a step back")
 
     async def _learn(self, peer: PeerId, order: StepBack | None) -> None:
-        """From ``peer`` or whoever knows. From nobody: what replicas there have is as good, if there are any; else a frame that is damaged
-        or made up would have us give up our work."""
+        """From ``peer`` or whoever knows. From nobody: what replicas there have is as good, if there are any; else a
+        frame that is damaged or made up would have us give up our work."""
         ctx = self._ctx
         try:
             if self._position.life.has_state and await self._forks.goes_on(peer):
@@ -377,7 +298,8 @@ class Rollback:
             self.ordered.set_result(order)
 
     def _check(self, order: StepBack) -> None:
-        """Raises ProtocolError for an order that nobody of ours would give: peers say which stages they have room for."""
+        """Raises ProtocolError for an order that nobody of ours would give: peers say which stages they have room
+        for."""
         order.check(self._ctx.plan.stages, self._ctx.plan.steps)
         own = self._ctx.roster.own
         stage = dict(order.moves).get(own.id, own.stage)

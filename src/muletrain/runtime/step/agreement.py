@@ -1,5 +1,5 @@
-"""Which replicas of a stage reduce what: they seal their accumulators and announce them until all that count on each other say so,
-and their sets cover the step (DESIGN "How a step goes", 5)."""
+"""Which replicas of a stage reduce what: they seal their accumulators and announce them until all that count on each
+other say so, and their sets cover the step (DESIGN "How a step goes", 5)."""
 
 from __future__ import annotations
 
@@ -50,14 +50,16 @@ class RoundAgreement:
         self._ledger = state.work.ledger
 
     def next_attempt(self) -> int:
-        """After ours, but not before what others try already. Whom we average nothing with is to know it from the first view on."""
+        """After ours, but not before what others try already. Whom we average nothing with is to know it from the first
+        view on."""
         roster, announced = self._ctx.roster, self._state.announced
         first = int(any(map(self._company.is_apart, roster.stage(roster.own.stage))))
         return max(first if announced is None else announced.attempt + 1, self._state.latest_attempt())
 
     async def agree(self, attempt: int, weights: bytes) -> Round | None:
-        """Announce what we hold (computed with ``weights``) and hear what the others hold. None when another attempt must follow: gaps had
-        to be run again first, or members do not count on the same ones yet. Raises LeftOut, Behind, and MuletrainError on who has to go."""
+        """Announce what we hold (computed with ``weights``) and hear what the others hold. None when another attempt
+        must follow: gaps had to be run again first, or members do not count on the same ones yet. Raises LeftOut,
+        Behind, and MuletrainError on who has to go."""
         seals = await self._announce(attempt, weights)
         if seals is None:
             self._ledger.reopen(keep=True)
@@ -123,7 +125,8 @@ class RoundAgreement:
             return state.latest_attempt(seal.members) > attempt
 
         def passed_over() -> bool:
-            """Others have tried once more since, and still go on without us: who is missing may have left the step to them already."""
+            """Others have tried once more since, and still go on without us: who is missing may have left the step to
+            them already."""
             return self._company.yields(seal.members, after=attempt)
 
         await self._waits.until(

@@ -1,12 +1,15 @@
-"""Gradients that stand out are computed again by another replica, and only disagreement has consequences (DESIGN, invariant 5).
+"""Gradients that stand out are computed again by another replica, and only disagreement has consequences (DESIGN,
+invariant 5).
 
-Seals carry sketches of the accumulators. Whoever's stands out (``policy.outliers``) gives up its accumulator, keeping to what it had
-announced; a *judge*, another replica if there is one, runs its microbatches again into its own, and says what came of them: its sketch
-after, less its sketch before. Alike: nothing was wrong, and what was computed again counts. Not alike: a third replica computes
-again what the judge has by now, so that whoever is alone with its result is the liar, and is expelled. Where there is no third,
-what does not stand out is taken for this step, and nobody is judged.
+Seals carry sketches of the accumulators. Whoever's stands out (``policy.outliers``) gives up its accumulator, keeping
+to what it had announced; a *judge*, another replica if there is one, runs its microbatches again into its own, and says
+what came of them: its sketch after, less its sketch before. Alike: nothing was wrong, and what was computed again
+counts. Not alike: a third replica computes again what the judge has by now, so that whoever is alone with its result is
+the liar, and is expelled. Where there is no third, what does not stand out is taken for this step, and nobody is
+judged.
 
-What is due is a pure function of the seals of one attempt: all members that know the same decide the same. ``Audit`` does this peer's part.
+What is due is a pure function of the seals of one attempt: all members that know the same decide the same. ``Audit``
+does this peer's part.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ if TYPE_CHECKING:
 MAX_TRIALS = 6
 """In one step: each takes an attempt at averaging, and these are bounded."""
 HEARD_S = 0.5
-"""Seconds that a peer which finds itself expelled waits before it goes: others judge by its seal, too, and word of its end must not
-overtake that."""
+"""Seconds that a peer which finds itself expelled waits before it goes: others judge by its seal, too, and word of its
+end must not overtake that."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,8 @@ class Trial:
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Of two replicas about what ``member`` had given up; ``judge`` computed it again. ``liar``: who is alone with its result, if a third
-    decided."""
+    """Of two replicas about what ``member`` had given up; ``judge`` computed it again. ``liar``: who is alone with its
+    result, if a third decided."""
 
     member: PeerId
     judge: PeerId
@@ -86,7 +89,8 @@ class Audit:
         return packed(await compute.offload(sketch, await compute.gradient(self._state.step), self._state.lineage))
 
     async def reconsider(self) -> None:
-        """What is not finite here, since others gave us what is not, is worth another try: they may have had a bad moment."""
+        """What is not finite here, since others gave us what is not, is worth another try: they may have had a bad
+        moment."""
         if self._reconsidered or self._state.findings or not self._ledger.excused:  # a judge's finding stands
             return
         if not np.isfinite(unpacked(await self.sketch())).all():
@@ -111,9 +115,9 @@ class Audit:
             self._ledger.reopen(keep=True, only=trial.indices)
 
         async def computed() -> None:
-            """The judge waits for its own ledger, until another replica holds some of it: the member may have lost the judge and computed
-            it itself, or a replica came back that had it all along. Members of this attempt announced what they hold. The others wait
-            for the judge."""
+            """The judge waits for its own ledger, until another replica holds some of it: the member may have lost the
+            judge and computed it itself, or a replica came back that had it all along. Members of this attempt
+            announced what they hold. The others wait for the judge."""
             assert self._state.announced is not None  # of which this is a trial
             sealed = {*self._state.announced.members} - {trial.member}
             for pause in itertools.count():
@@ -173,8 +177,8 @@ class Audit:
         self._ledger.seal()
 
     async def sentence(self, disagreements: list[Disagreement]) -> tuple[PeerId, ...]:
-        """Who is expelled with this step; says what is known of the rest. Raises MuletrainError on who is expelled, or computed
-        otherwise than its replicas step after step."""
+        """Who is expelled with this step; says what is known of the rest. Raises MuletrainError on who is expelled, or
+        computed otherwise than its replicas step after step."""
         ctx, me, step, standing = self._ctx, self._ctx.net.peer_id, self._state.step, self._standing
         liars = set()
         for d in disagreements:
@@ -249,7 +253,8 @@ def _appeal(seals: Mapping[PeerId, Seal]) -> Trial | None:
 
 
 def _judge(seals: Mapping[PeerId, Seal], involved: list[PeerId]) -> PeerId | None:
-    """Who has the least to do of those that are not ``involved``; what is added to what is not finite cannot be told."""
+    """Who has the least to do of those that are not ``involved``; what is added to what is not finite cannot be
+    told."""
     able = [m for m in seals if m not in involved and _stands(m, seals) and _finite(unpacked(seals[m].sketch))]
     return min(able, key=lambda m: (len(seals[m].indices), m), default=None)
 
@@ -271,7 +276,8 @@ def _judged(member: PeerId, judge: PeerId, seals: Mapping[PeerId, Seal]) -> Disa
 
 
 def _findings(seals: Mapping[PeerId, Seal]) -> Iterator[tuple[PeerId, PeerId, bool]]:
-    """(member, judge, whether they agree); what a third says of a judge decides the judge's disagreement, and is none of its own."""
+    """(member, judge, whether they agree); what a third says of a judge decides the judge's disagreement, and is none
+    of its own."""
     for judge, seal in sorted(seals.items()):
         for finding in seal.findings:
             claim = seals[finding.member].gave_up if finding.member in seals else None
@@ -281,7 +287,8 @@ def _findings(seals: Mapping[PeerId, Seal]) -> Iterator[tuple[PeerId, PeerId, bo
 
 
 def _stands(member: PeerId, seals: Mapping[PeerId, Seal]) -> bool:
-    """Does its accumulator count? Not if another computed it again, and holds it; if it did so itself, for want of others, it does."""
+    """Does its accumulator count? Not if another computed it again, and holds it; if it did so itself, for want of
+    others, it does."""
     if any(f.member == member for f in seals[member].findings):
         return True
     own = set(seals[member].indices)

@@ -1,9 +1,10 @@
 """All-reduce of one stage's gradient among its replicas: reduce-scatter and all-gather in streaming chunks.
 
-Groups are deterministic: every member derives the same ``Round`` from the same announced sets, so there is no matchmaking.
-Everything is reduced into scratch; nothing touches weights before the step's record is whole. All members, the reducing one
-included, use the shard *as it was sent*, so that replicas stay identical under fp16 and 8-bit averaging too; its content is the
-hash of the decoded values, so that whoever holds them all can prove and serve them, whatever the codec was.
+Groups are deterministic: every member derives the same ``Round`` from the same announced sets, so there is no
+matchmaking. Everything is reduced into scratch; nothing touches weights before the step's record is whole. All members,
+the reducing one included, use the shard *as it was sent*, so that replicas stay identical under fp16 and 8-bit
+averaging too; its content is the hash of the decoded values, so that whoever holds them all can prove and serve them,
+whatever the codec was.
 """
 
 from __future__ import annotations
@@ -64,14 +65,16 @@ class _Limits:
 
     @classmethod
     def of(cls, n_params: int, chunk: int) -> _Limits:
-        """Of two members each sends the other the half that it reduces, and its part of the other's half; of more, less."""
+        """Of two members each sends the other the half that it reduces, and its part of the other's half; of more,
+        less."""
         chunks = n_params // chunk + 4
         return cls(ATTEMPTS_WAIT * (4 * n_params + chunks * KEPT_BYTES), ATTEMPTS_SENT * chunks)
 
 
 @dataclass
 class _Inbox:
-    """Chunks that arrived, perhaps before we knew the round. Each sender has its own room: what one sends takes none from others."""
+    """Chunks that arrived, perhaps before we knew the round. Each sender has its own room: what one sends takes none
+    from others."""
 
     arrived: dict[_Key, _Chunk] = field(default_factory=dict)
     waiting: dict[_Key, asyncio.Future[_Chunk]] = field(default_factory=dict)
@@ -103,7 +106,8 @@ class _Inbox:
         self.sizes[key[2]] += chunk[1].nbytes + KEPT_BYTES
 
     def owing(self) -> dict[PeerId, int]:
-        """Those of whom a chunk is waited for: 2 for one of their own, 1 for one that they may owe since another owes them."""
+        """Those of whom a chunk is waited for: 2 for one of their own, 1 for one that they may owe since another owes
+        them."""
         found: dict[PeerId, int] = {}
         for (_, kind, sender, _), waiter in self.waiting.items():
             if not waiter.done():
@@ -126,7 +130,8 @@ class Averager:
     """Reduces the rounds of one step, one at a time, and answers for the shard that this peer owns."""
 
     def __init__(self, ctx: Context, held_elsewhere: Callable[[], bool] = lambda: False) -> None:
-        """``held_elsewhere``: a replica holds a round of this step; what does not arrive in time is better taken from it."""
+        """``held_elsewhere``: a replica holds a round of this step; what does not arrive in time is better taken from
+        it."""
         self._ctx = ctx
         self._held_elsewhere = held_elsewhere
         self._inbox = _Inbox()
@@ -168,7 +173,8 @@ class Averager:
         return () if self._attendance is None else self._attendance.absent
 
     def broken(self, member: PeerId) -> None:
-        """A stream from ``member`` ended: it may live, but what it had sent and we did not get is lost, and it does not know."""
+        """A stream from ``member`` ended: it may live, but what it had sent and we did not get is lost, and it does not
+        know."""
         self._broken.add(member)
         for (_, _, sender, _), waiter in self._inbox.waiting.items():
             if sender == member and not waiter.done():
@@ -318,7 +324,8 @@ def _reduce_chunk(
 
 
 def _store_chunk(message: Reduced, chunk: Encoded, out: Tensor) -> ShardFacts:
-    """Into ``out``. Its norm is the one that its owner states, if it is near ours: all must mean the same number to the last bit."""
+    """Into ``out``. Its norm is the one that its owner states, if it is near ours: all must mean the same number to the
+    last bit."""
     out.copy_(_decoded(chunk, out.numel()))
     ours = _of_chunk(out)
     apart = abs(ours.square_norm - message.square_norm)
@@ -348,13 +355,14 @@ def _of_shard(chunks: list[ShardFacts]) -> ShardFacts:
     finite = all(c.finite for c in chunks)
     return ShardFacts(
         content=blake3(b"".join(c.content for c in chunks)).digest(),
-        square_norm=math.fsum(c.square_norm for c in chunks) if finite else 0.0, finite=finite,
-    )  # fmt: skip
+        square_norm=math.fsum(c.square_norm for c in chunks) if finite else 0.0,
+        finite=finite,
+    )
 
 
 def contents(gradient: Tensor, members: int, chunk: int) -> tuple[bytes, ...]:
-    """The content of each of the ``members`` shards of a whole mean gradient, flat fp32 [P], that was averaged in chunks of so many
-    elements."""
+    """The content of each of the ``members`` shards of a whole mean gradient, flat fp32 [P], that was averaged in
+    chunks of so many elements."""
     return tuple(
         _of_shard([_of_chunk(gradient[i:j]) for i, j in chunk_ranges(a, b, chunk)]).content
         for a, b in shard_ranges(gradient.numel(), members)

@@ -22,14 +22,17 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.state import StepState
 
 MEETING_POINTS = 2
-"""Peers of other stages that are asked about replicas we do not reach; the first ones, so that those replicas ask the same."""
+"""Peers of other stages that are asked about replicas we do not reach; the first ones, so that those replicas ask the
+same."""
 SPEAKS_S = 3.0
-"""Seconds within which something must have come from a replica that we do not reach, if it is to count as one that goes on."""
+"""Seconds within which something must have come from a replica that we do not reach, if it is to count as one that goes
+on."""
 MAX_UNTRUE = 2
-"""Times that what a replica says is untrue, before it is left out of the step: that it holds microbatches, which it may have lost
-meanwhile, or that it is at the step of the round that it sealed."""
+"""Times that what a replica says is untrue, before it is left out of the step: that it holds microbatches, which it may
+have lost meanwhile, or that it is at the step of the round that it sealed."""
 MAX_LOST = 2
-"""Times that a replica is lost while it is counted on, before it is left out of the step: some links carry messages one way only."""
+"""Times that a replica is lost while it is counted on, before it is left out of the step: some links carry messages one
+way only."""
 APART, APART_MAX = 16, 1024
 """Steps for which a replica of which no chunk comes is left out, the first time and at most; doubles."""
 MAX_WITHOUT = 64
@@ -76,7 +79,8 @@ class Company:
         return company(self._ctx.net.peer_id, filter(counts, roster.stage(roster.own.stage)), self.views())
 
     def without(self) -> tuple[PeerId, ...]:
-        """Replicas whose accumulators would not be in a round of ours: the living first, as messages have room for few."""
+        """Replicas whose accumulators would not be in a round of ours: the living first, as messages have room for
+        few."""
         with_us, roster = self.members(), self._ctx.roster
         others = [p for p in roster.replicas() if p not in with_us]
         return tuple(sorted(others, key=lambda p: not roster.is_alive(p))[:MAX_WITHOUT])
@@ -92,7 +96,8 @@ class Company:
         return peer in self._differing
 
     def views(self) -> dict[PeerId, View]:
-        """Whom replicas count on: those that we hear say it themselves, even if they do not hear us; of the others we are told."""
+        """Whom replicas count on: those that we hear say it themselves, even if they do not hear us; of the others we
+        are told."""
         roster, detector, aside = self._ctx.roster, self._ctx.detector, self._state.stands_aside
 
         def heard(member: PeerId) -> bool:
@@ -105,7 +110,8 @@ class Company:
         return {m: v for m, v in {**told, **known}.items() if m not in self._differing}
 
     def yields(self, own: tuple[PeerId, ...], *, after: int = -1) -> bool:
-        """Does this peer, in company ``own``, leave the step to others that go on without it? ``after``: by views of later attempts."""
+        """Does this peer, in company ``own``, leave the step to others that go on without it? ``after``: by views of
+        later attempts."""
         views = {m: v for m, v in self.views().items() if v.attempt > after}
         return yields(self._ctx.net.peer_id, own, views)
 
@@ -116,7 +122,8 @@ class Company:
             raise LeftOut
 
     async def meet(self) -> None:
-        """Replicas that we do not reach may be alive: peers of other stages tell us what they told them. Raises LeftOut."""
+        """Replicas that we do not reach may be alive: peers of other stages tell us what they told them. Raises
+        LeftOut."""
         ctx, roster, announced = self._ctx, self._ctx.roster, self._state.announced
         if announced is None or all(roster.is_alive(p) for p in roster.replicas()):
             return
@@ -146,8 +153,9 @@ class Company:
         self._untrue.update(members)
 
     def silent(self, owing: Mapping[PeerId, int]) -> None:
-        """A round failed. Replicas that live, but sent us nothing of it, are soon not counted on, in later steps neither: what they owe us
-        may not pass their link, however well questions do. Those that may lack what another owes them have twice the rounds."""
+        """A round failed. Replicas that live, but sent us nothing of it, are soon not counted on, in later steps
+        neither: what they owe us may not pass their link, however well questions do. Those that may lack what another
+        owes them have twice the rounds."""
         for peer, owes in owing.items():
             self._silent[peer] += owes
             if self._silent[peer] >= 2 * MAX_LOST and self.averages(peer):
@@ -159,8 +167,9 @@ class Company:
                 self._ctx.emit(Note(level="warning", message=message))
 
     def compare(self, seals: dict[PeerId, Seal]) -> None:
-        """Replicas begin a step with the same weights; devices that differ in the last bit, or a donor that lied, break that (DESIGN
-        "Replicas"). Then the weights that most have count, of as many the lowest id's; what the others accumulated does not.
+        """Replicas begin a step with the same weights; devices that differ in the last bit, or a donor that lied, break
+        that (DESIGN "Replicas"). Then the weights that most have count, of as many the lowest id's; what the others
+        accumulated does not.
 
         Raises Behind on those, and MuletrainError on who was among them at the step before, too."""
         ctx, step, me, votes = (

@@ -1,4 +1,5 @@
-"""What the peers of a run tell each other of one step: what arrives, what is asked for when a notice may be lost, and what is answered."""
+"""What the peers of a run tell each other of one step: what arrives, what is asked for when a notice may be lost, and
+what is answered."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ class Exchange:
         self._work = state.work
         self._overtaken = False
         self._questioned: set[tuple[PeerId, int]] = set()
-        """Replicas that were asked for the seal of what they attest to, and the attempt of the last one that we knew."""
+        """Replicas that were asked for the seal of what they attest to, and the attempt of the last one that we
+        knew."""
         self._late: dict[PeerId, float] = {}
         """When we first heard that a peer was at an earlier step still."""
 
@@ -120,7 +122,8 @@ class Exchange:
         self._ctx.news.touched()
 
     def on_later(self, sender: PeerId, *, applied: bool) -> None:
-        """A frame came from ``sender`` that is sent after all microbatches of this step are through, or after it was ``applied``."""
+        """A frame came from ``sender`` that is sent after all microbatches of this step are through, or after it was
+        ``applied``."""
         self._overtaken_by(sender, self._recorded if applied else self._all_through)
 
     def abstain(self) -> None:
@@ -137,7 +140,8 @@ class Exchange:
         return self._state.builder.record() is not None
 
     def _overtaken_by(self, sender: PeerId, done: Callable[[], bool]) -> None:
-        """``sender`` is done with what we still wait for. Usually we soon are, too; if not, a notice was lost, or we were."""
+        """``sender`` is done with what we still wait for. Usually we soon are, too; if not, a notice was lost, or we
+        were."""
         if not (self._overtaken or self._position.away or done()):
             self._overtaken = True
             self._ctx.spawn(self._find_out_later(sender, done), "overtaken")
@@ -159,8 +163,8 @@ class Exchange:
             self._ctx.spawn(self._ask_why(holder, round_), "ask for a seal")
 
     async def _ask_why(self, holder: PeerId, round_: Attested) -> None:
-        """Its seal may have been lost on its way to us. It answers with what it announced last, and whoever holds a round announces no
-        more; only one that took the round from another may have tried one since."""
+        """Its seal may have been lost on its way to us. It answers with what it announced last, and whoever holds a
+        round announces no more; only one that took the round from another may have tried one since."""
         state = self._state
         if await self.learn_seal(holder) and state.current and holder in state.seals:
             if state.unsealed(round_) and round_.holders.keys() == {holder}:
@@ -181,14 +185,15 @@ class Exchange:
         self._ctx.news.touched()
 
     async def ask(self, peer: PeerId) -> Held | None:
-        """Learn what ``peer`` knows of this step (and return it); leave it out when it stays at an earlier one. Raises Behind if it is at a
-        later one."""
+        """Learn what ``peer`` knows of this step (and return it); leave it out when it stays at an earlier one. Raises
+        Behind if it is at a later one."""
         ctx, state = self._ctx, self._state
         held = await ctx.detector.probe(peer, state.lineage, state.step)
         if held is None:
             return None
         moved, round_ = self._observed.moved.get(peer, (0, b""))
-        # a stage with slow links may average for long, or try again; and a peer whose device is late soon leaves the step to the others
+        # a stage with slow links may average for long, or try again; and a peer whose device is late soon leaves the
+        # step to the others
         if held.moved > moved or held.round != round_ or held.late:
             self._waits.came_on()
         self._observed.moved[peer] = held.moved, held.round
@@ -218,8 +223,8 @@ class Exchange:
             self._ctx.detector.mark_down(peer, f"it is still at step {held.step}")
 
     async def ask_everyone(self) -> None:
-        """In a large fleet some, and others the next time: all ask. Those that are down, too, for a link that healed says nothing by
-        itself; but nobody waits for them."""
+        """In a large fleet some, and others the next time: all ask. Those that are down, too, for a link that healed
+        says nothing by itself; but nobody waits for them."""
         roster, observed = self._ctx.roster, self._observed
         observed.asked_round += 1
         for peer in self._ctx.detector.worth_a_try(p for p in roster.everyone() if not roster.is_alive(p)):
@@ -255,7 +260,8 @@ class Exchange:
         return True
 
     async def ask_holders(self) -> list[Held]:
-        """A notice that a replica holds this step's gradient, or is beyond it, may have been lost. What those that answer hold."""
+        """A notice that a replica holds this step's gradient, or is beyond it, may have been lost. What those that
+        answer hold."""
 
         async def ask(peer: PeerId) -> Held | None:
             held = await self.ask(peer)
@@ -301,8 +307,8 @@ class Exchange:
         return None
 
     async def went_on(self, first: PeerId) -> bool:
-        """``first`` says that it is beyond this step. True if others say so, too, and more than say that they are here, or if the record
-        of this step is known now: one member alone cannot lure us away."""
+        """``first`` says that it is beyond this step. True if others say so, too, and more than say that they are here,
+        or if the record of this step is known now: one member alone cannot lure us away."""
         here = gone = 0
         for peer in dict.fromkeys((first, *self._ctx.roster.spread(MAX_ASKED))):
             answer = await self.entries_from(peer)

@@ -1,10 +1,11 @@
-"""The mean gradients of the last steps, kept by the stage's replicas for those that miss them (DESIGN "How a step goes", 6, and
-"Joining, moving, leaving").
+"""The mean gradients of the last steps, kept by the stage's replicas for those that miss them (DESIGN "How a step
+goes", 6, and "Joining, moving, leaving").
 
-A gradient travels in the codec of the averaging: what several members reduced are decoded values, and to encode those again gives the
-same bits. A newcomer copies the state before one step, and that may take as long as many steps: what was agreed on meanwhile it takes from
-here, and applies it in order. The step applied last is always kept; those before it as long as a replica that may need them is heard of.
-They travel as state does, from all replicas and in the gaps of the step under way; the last one, which others may wait for, at once.
+A gradient travels in the codec of the averaging: what several members reduced are decoded values, and to encode those
+again gives the same bits. A newcomer copies the state before one step, and that may take as long as many steps: what
+was agreed on meanwhile it takes from here, and applies it in order. The step applied last is always kept; those before
+it as long as a replica that may need them is heard of. They travel as state does, from all replicas and in the gaps of
+the step under way; the last one, which others may wait for, at once.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def travels_as(entry: RoundEntry, codec: Codec) -> Codec:
 
 @dataclass
 class _Past:
-    """A step that was applied. ``packed``: its gradient as it travels, in tensors of a piece each, once it lies here for longer."""
+    """A step that was applied. ``packed``: its gradient as it travels, in tensors of a piece each, once it lies here
+    for longer."""
 
     builder: RecordBuilder
     agreed: tuple[RoundEntry, ...]
@@ -187,8 +189,8 @@ class GradientLog:
 
 
 async def fetch_gradient(ctx: Context, holder: PeerId, entry: RoundEntry) -> MeanGradient:
-    """The gradient of ``entry``'s round from ``holder``, checked against the contents of its shards. Raises NetworkError,
-    soon when the holder is gone, however slow the link to it may be."""
+    """The gradient of ``entry``'s round from ``holder``, checked against the contents of its shards. Raises
+    NetworkError, soon when the holder is gone, however slow the link to it may be."""
     gradient = torch.empty(ctx.compute.n_params)
 
     async def piece(offset: int) -> None:
@@ -219,7 +221,8 @@ async def verified(ctx: Context, entry: RoundEntry, gradient: Tensor) -> MeanGra
 
 
 async def _while_there(ctx: Context, holder: PeerId, entry: RoundEntry, work: asyncio.Future[Any]) -> None:
-    """Wait for ``work``, and ask ``holder``, who is to do it, now and then whether it is there. Raises PeerUnreachable if not."""
+    """Wait for ``work``, and ask ``holder``, who is to do it, now and then whether it is there. Raises PeerUnreachable
+    if not."""
     try:
         for attempt in itertools.count():
             await asyncio.wait({work}, timeout=ctx.detector.suspicion_s(holder, attempt))
@@ -237,8 +240,8 @@ async def _while_there(ctx: Context, holder: PeerId, entry: RoundEntry, work: as
 
 
 async def take_past(ctx: Context, taker: Downloader, entry: RoundEntry) -> MeanGradient | None:
-    """The gradient of ``entry``'s round, of a step that lies back, from all replicas that are believed alive and keep it; None where none
-    does. Raises NetworkError."""
+    """The gradient of ``entry``'s round, of a step that lies back, from all replicas that are believed alive and keep
+    it; None where none does. Raises NetworkError."""
     ask = AskPast(round=entry.round).pack()
 
     async def manifest(peer: PeerId) -> bytes:

@@ -1,8 +1,8 @@
 """The step record: the unit of agreement of the whole run (DESIGN "The step record").
 
-``R_t`` holds, for each stage, the entry of the round that reduced its gradient, and hash(R_{t-1}). A peer applies step t
-only with the whole record; the clip scale and the skipping of a non-finite step are pure functions of it, so that every peer
-takes the same decision without asking anyone.
+``R_t`` holds, for each stage, the entry of the round that reduced its gradient, and hash(R_{t-1}). A peer applies step
+t only with the whole record; the clip scale and the skipping of a non-finite step are pure functions of it, so that
+every peer takes the same decision without asking anyone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def round_id(
     leaves: tuple[str, ...] = (),
     expelled: tuple[str, ...] = (),
 ) -> bytes:
-    """Identity of one attempt at reducing one stage: members that disagree on anything have different rounds, and fail loudly."""
+    """Identity of one attempt at reducing one stage: members that disagree on anything have different rounds, and fail
+    loudly."""
     sets = [(m, sorted(sealed[m])) for m in sorted(sealed)]
     return hashlib.sha256(
         msgpack.packb(["round", lineage, stage, step, attempt, sets, list(chosen), stop, list(leaves), list(expelled)])
@@ -48,8 +49,8 @@ def round_id(
 
 @dataclass(frozen=True)
 class StageEntry:
-    """One stage's part of the record: its complete round. ``stop``: some member of it asked for an orderly end. ``leaves``: those that
-    want to go after this step. ``expelled``: those that nobody counts on any more."""
+    """One stage's part of the record: its complete round. ``stop``: some member of it asked for an orderly end.
+    ``leaves``: those that want to go after this step. ``expelled``: those that nobody counts on any more."""
 
     round: bytes
     shards: tuple[ShardFacts, ...]
@@ -105,8 +106,8 @@ class StepRecord:
         return any(e.stop for e in self.stages)
 
     def leavers(self, trains: Callable[[str], bool]) -> tuple[str, ...]:
-        """Who goes after this step, the same for everyone: of the members of a stage's round at most one, and only if another stays; of
-        the trainers (``trains``) at most one. The others that asked stay, and ask again."""
+        """Who goes after this step, the same for everyone: of the members of a stage's round at most one, and only if
+        another stays; of the trainers (``trains``) at most one. The others that asked stay, and ask again."""
         chosen: list[str] = []
         for entry in self.stages:
             free = [p for p in entry.leaves if not (trains(p) and any(map(trains, chosen)))]
@@ -139,8 +140,8 @@ class Attested:
         return True
 
     def complete(self, live: Collection[str], attesting: Collection[str]) -> bool:
-        """Every member holds the gradient, or is given up by one that does, or is believed dead here, or attests to another round: an
-        applied gradient can be had from somebody."""
+        """Every member holds the gradient, or is given up by one that does, or is believed dead here, or attests to
+        another round: an applied gradient can be had from somebody."""
         lacking = set(self.facts.members) - self.holders.keys() - self.given_up
         return not any(m in live and m not in attesting for m in lacking)
 
@@ -160,13 +161,15 @@ class _Claim(NamedTuple):
 class RecordBuilder:
     """Collects what replicas attest to of one step, until a round of each stage counts.
 
-    Nothing is signed, so that a peer's word is believed of itself alone: the one that sends an entry is its holder. A round counts
-    where it is complete, and more than half of the stage's replicas attest to it: of those that are believed alive here and do not abstain,
-    and those that attest to it. Where all of these have attested for a while, and no round has so many, the one with the most counts, of as
-    many that of the lowest holder: replicas that lost sight of each other may hold different ones. Peers that believe the same alive
-    choose the same; others may choose otherwise, and then lineages part and meet again (``runtime.recovery.forks``).
+    Nothing is signed, so that a peer's word is believed of itself alone: the one that sends an entry is its holder. A
+    round counts where it is complete, and more than half of the stage's replicas attest to it: of those that are
+    believed alive here and do not abstain, and those that attest to it. Where all of these have attested for a while,
+    and no round has so many, the one with the most counts, of as many that of the lowest holder: replicas that lost
+    sight of each other may hold different ones. Peers that believe the same alive choose the same; others may choose
+    otherwise, and then lineages part and meet again (``runtime.recovery.forks``).
 
-    A peer that comes late cannot ask everyone: it believes what most of those say that applied the step, if they are two or more."""
+    A peer that comes late cannot ask everyone: it believes what most of those say that applied the step, if they are
+    two or more."""
 
     step: int
     lineage: bytes
@@ -195,7 +198,8 @@ class RecordBuilder:
     """One peer that applied the step is enough: of those that were asked none is at it still."""
 
     MAX_ROUNDS = 4
-    """That one holder attests to: it tries no other round of a step, unless it loses its state. More is an attack on memory."""
+    """That one holder attests to: it tries no other round of a step, unless it loses its state. More is an attack on
+    memory."""
 
     def add(self, entry: RoundEntry) -> None:
         """What ``entry.holder`` itself said. Raises ProtocolError for an entry that contradicts the step or itself."""
@@ -224,8 +228,8 @@ class RecordBuilder:
             self.known[stage] += 1
 
     def claim(self, peer: str, entries: tuple[RoundEntry, ...], hash_: bytes) -> bool:
-        """``peer`` says that it applied the record of these. False if its hash shows another history before it. Raises ProtocolError for
-        what is no record of this step."""
+        """``peer`` says that it applied the record of these. False if its hash shows another history before it. Raises
+        ProtocolError for what is no record of this step."""
         for entry in entries:
             self._check(entry)
             self._check_facts(entry)
@@ -296,7 +300,8 @@ class RecordBuilder:
         return tuple(e if e.holder else e.model_copy(update={"holder": e.members[0]}) for e in self._agreed)
 
     def sentenced(self, stage: int) -> bool:
-        """Two peers at least attest to whom the record's round of ``stage`` expels (DESIGN "Invariants", 5: a third decides)."""
+        """Two peers at least attest to whom the record's round of ``stage`` expels (DESIGN "Invariants", 5: a third
+        decides)."""
         chosen, record = self._choice(stage), self.record()
         attesting = len(chosen.holders) if chosen is not None else 0
         return attesting > 1 or sum(c.record == record for c in self._claims.values()) > 1
@@ -322,7 +327,8 @@ class RecordBuilder:
         return min(most, key=lambda k: (-len(k.holders), min(k.holders), k.facts.round), default=None)
 
     def _claimed(self) -> tuple[RoundEntry, ...]:
-        """What most of those applied that did, if they are enough; where fewer others live, or can be asked, all of them are."""
+        """What most of those applied that did, if they are enough; where fewer others live, or can be asked, all of
+        them are."""
         if not self._claims:
             return ()
         others = sum(len(self.live(stage)) for stage in range(self.stages)) - 1

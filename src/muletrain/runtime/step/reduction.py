@@ -1,5 +1,5 @@
-"""How a peer comes to hold the whole mean gradient of its stage: it reduces it with the other replicas, or takes it from one that holds it
-(DESIGN "How a step goes", 6). Whoever holds it says so, and keeps it for those that don't."""
+"""How a peer comes to hold the whole mean gradient of its stage: it reduces it with the other replicas, or takes it
+from one that holds it (DESIGN "How a step goes", 6). Whoever holds it says so, and keeps it for those that don't."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class Trainers(Protocol):
     """Who gives out the microbatches of this peer (``peer``)."""
 
     def take_over_orphans(self, work: InFlightStep, *, late: bool) -> None:
-        """Microbatches of ``work`` are not through: after a death, or (``late``) although nothing came for as long as a step takes."""
+        """Microbatches of ``work`` are not through: after a death, or (``late``) although nothing came for as long as a
+        step takes."""
         ...
 
     async def begin_ahead(self, work: InFlightStep) -> None:
@@ -94,8 +95,9 @@ class Reduction:
         """The round that we attested to, and what was known then."""
 
     async def hold(self, weights: bytes) -> MeanGradient:
-        """This stage's mean gradient: reduced with the other replicas (from ``weights``, by their digest), or taken from one that holds
-        it, or what we held of this step before our weights were loaded. Raises Behind and MuletrainError."""
+        """This stage's mean gradient: reduced with the other replicas (from ``weights``, by their digest), or taken
+        from one that holds it, or what we held of this step before our weights were loaded. Raises Behind and
+        MuletrainError."""
         if self._state.gradient is not None:
             await self._begin_ahead()
             return self._state.gradient
@@ -122,7 +124,8 @@ class Reduction:
         return gradient
 
     async def take(self, entry: RoundEntry, taker: Downloader) -> bool:
-        """Hold the gradient of the round that was agreed on, from whoever has it. False where nobody does (any more)."""
+        """Hold the gradient of the round that was agreed on, from whoever has it. False where nobody does (any
+        more)."""
         if self._state.gradient is None or not alike(self._state.gradient.entry, entry):
             gradient = await self._take_past(entry, taker) or await self._take_agreed(entry)
             if gradient is None:
@@ -133,9 +136,9 @@ class Reduction:
     # While we wait ----------------------------------------------------------------------------------------------------
 
     def look_around(self) -> None:
-        """During every wait. Whoever holds a round never tries another: it says so, and whom it goes on without. Whoever holds none takes
-        it from one that does. Raises _HeldElsewhere; RoundFailed when a member of the round being reduced tries another; Behind when
-        the run agreed on what we do not hold."""
+        """During every wait. Whoever holds a round never tries another: it says so, and whom it goes on without.
+        Whoever holds none takes it from one that does. Raises _HeldElsewhere; RoundFailed when a member of the round
+        being reduced tries another; Behind when the run agreed on what we do not hold."""
         state, roster = self._state, self._ctx.roster
         if self._position.away:
             return
@@ -157,9 +160,9 @@ class Reduction:
                 raise _HeldElsewhere
 
     def _attest(self, entry: RoundEntry) -> None:
-        """Tell everyone that we hold the round; again when another of its members is marked down, or when we hear of another round of
-        our stage: whoever knew only one of them would have another record. A member that is alive all the same applies what we hold, as
-        soon as it hears of the record."""
+        """Tell everyone that we hold the round; again when another of its members is marked down, or when we hear of
+        another round of our stage: whoever knew only one of them would have another record. A member that is alive all
+        the same applies what we hold, as soon as it hears of the record."""
         ctx, state, builder = self._ctx, self._state, self._state.builder
         seen = entry.round, builder.known[entry.stage], ctx.roster.version
         if self._attested_at == seen:
@@ -183,8 +186,8 @@ class Reduction:
         self._give_way()
 
     def _give_way(self) -> None:
-        """If we hold a round, and most of our replicas try another without us: have them run again what we accumulated. We go on
-        attesting to what we hold: should it count after all, they take it."""
+        """If we hold a round, and most of our replicas try another without us: have them run again what we accumulated.
+        We go on attesting to what we hold: should it count after all, they take it."""
         ctx, state, work = self._ctx, self._state, self._work
         if state.gradient is None or work.gave_way or work.ledger.running or state.builder.record() is not None:
             return
@@ -202,7 +205,8 @@ class Reduction:
         await asyncio.gather(self._ask_what_is_through(), self._reruns.mourn())
 
     async def _ask_what_is_through(self) -> None:
-        """A dead trainer's microbatches fall to the others; when the step is late, those of one that gives out nothing, too."""
+        """A dead trainer's microbatches fall to the others; when the step is late, those of one that gives out nothing,
+        too."""
         await self._exchange.ask_everyone()
         now, due_s = self._ctx.clock.now(), self._deadlines.step.seconds()
         late = now - self._position.begun >= due_s and self._ctx.meter.pulse.goes_on_s(now, due_s / 2) <= 0

@@ -1,4 +1,5 @@
-"""Microbatches that are in no accumulator of the stage, or in two, are run again for this stage alone (DESIGN "The ledger")."""
+"""Microbatches that are in no accumulator of the stage, or in two, are run again for this stage alone (DESIGN "The
+ledger")."""
 
 from __future__ import annotations
 
@@ -28,10 +29,11 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.state import StepState
 
 AGAIN_S = 30.0
-"""Seconds, at most, before trainers are told of missing microbatches once more: what they believed of who holds them may have changed."""
+"""Seconds, at most, before trainers are told of missing microbatches once more: what they believed of who holds them
+may have changed."""
 PAUSE_S, FILLED_MAX_S = 0.05, 0.2
-"""Seconds between two questions to the replicas whether the gaps are filled, the first time and at most: all of them wait for that, and
-for nothing else."""
+"""Seconds between two questions to the replicas whether the gaps are filled, the first time and at most: all of them
+wait for that, and for nothing else."""
 
 
 @dataclass
@@ -66,8 +68,9 @@ class Reruns:
         await self._waits.until(lambda: not ledger.running, self._deadlines.seal, "running microbatches")
 
     async def mourn(self) -> None:
-        """What died with a replica is run again while the rest of the step goes on, not after it. Only for those that are gone for sure:
-        one that is silent may come back with what it accumulated, and then a whole accumulator would have to go."""
+        """What died with a replica is run again while the rest of the step goes on, not after it. Only for those that
+        are gone for sure: one that is silent may come back with what it accumulated, and then a whole accumulator would
+        have to go."""
         ctx, state, down = self._ctx, self._state, self._down()
         new, self._mourned = down - self._mourned, down
         if not any(await asyncio.gather(*(ctx.detector.is_gone(p, state.lineage, state.step) for p in sorted(new)))):
@@ -78,7 +81,8 @@ class Reruns:
         await self._tell_trainers(frozenset(range(ctx.plan.microbatches)) - known, attempt=0, early=True)
 
     def believe_less(self, seals: dict[PeerId, Seal]) -> None:
-        """A replica that claims missing microbatches, and then seals without them, would have the stage look for them for ever."""
+        """A replica that claims missing microbatches, and then seals without them, would have the stage look for them
+        for ever."""
         self._company.untrue(m for m, claimed in self._claims.items() if m in seals and claimed - {*seals[m].indices})
         self._claims = {}
 
@@ -101,8 +105,8 @@ class Reruns:
         ctx.emit(Note(level="warning", message=message))
 
         async def refilled() -> None:
-            """Gaps are filled when no replica misses them; its own ledger is each one's truth. A replica that tries once more found them
-            filled, or its company has changed: then we try again, too."""
+            """Gaps are filled when no replica misses them; its own ledger is each one's truth. A replica that tries
+            once more found them filled, or its company has changed: then we try again, too."""
             assert state.announced is not None  # of which these are the gaps
             for pause in itertools.count():
                 union, with_us = set(self._ledger.held), self._company.members()
@@ -126,15 +130,15 @@ class Reruns:
                 raise Behind(f"step {self._state.step}: {self._ctx.roster.name(peer)} is at step {held.step}")
 
     async def pause(self, times: int) -> None:
-        """Before we look once more whether microbatches were run again. Raises LeftOut: they may be in the hands of those that go on
-        without us."""
+        """Before we look once more whether microbatches were run again. Raises LeftOut: they may be in the hands of
+        those that go on without us."""
         await self._company.meet()
         self._company.check()
         await self._ctx.clock.sleep(backoff_s(times, PAUSE_S, FILLED_MAX_S))
 
     async def run(self, gaps: frozenset[int], attempt: int, done: Callable[[], Coroutine[None, None, None]]) -> None:
-        """Have the trainers run ``gaps`` for this stage alone, until ``done`` returns. Raises MuletrainError when they never do, and what
-        ``done`` raises."""
+        """Have the trainers run ``gaps`` for this stage alone, until ``done`` returns. Raises MuletrainError when they
+        never do, and what ``done`` raises."""
         ctx, begin = self._ctx, self._ctx.clock.now()
         for turn in itertools.count():
             await self._tell_trainers(gaps - self._ledger.held, attempt, turn=turn, without=self._company.without())

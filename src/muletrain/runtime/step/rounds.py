@@ -1,7 +1,7 @@
 """Rounds of averaging: what is reduced by whom, in which chunks, and who takes part.
 
-How long a chunk takes says nothing of the member that sends it: links may be slow, and members send to few others at a time. So a member is
-judged by what comes from it at all, and by what it says of itself when it is asked.
+How long a chunk takes says nothing of the member that sends it: links may be slow, and members send to few others at a
+time. So a member is judged by what comes from it at all, and by what it says of itself when it is asked.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 LOOK_S, AT_ONCE = 0.5, 8
 """Seconds between two looks at the members of a round, and how many of them are asked at once."""
 SILENT_S, ASK_S = 1.0, 5.0
-"""Seconds without anything from a member, after which it is asked whether it is there; and without a chunk, after which it is asked how it
-comes on."""
+"""Seconds without anything from a member, after which it is asked whether it is there; and without a chunk, after which
+it is asked how it comes on."""
 ELSEWHERE_S, STUCK_S, LONGEST_S = 5.0, 60.0, 3600.0
-"""Seconds after which a round has failed: when a member that owes a chunk is in no such round; when it moves nothing; and when it says that
-it does, but no chunk comes here (large ones on slow links take many minutes)."""
+"""Seconds after which a round has failed: when a member that owes a chunk is in no such round; when it moves nothing;
+and when it says that it does, but no chunk comes here (large ones on slow links take many minutes)."""
 
 
 class RoundFailed(MuletrainError):
@@ -62,7 +62,8 @@ class Round:
         return (*self.members[k + 1 :], *self.members[:k])
 
     def chunks(self, owner: PeerId) -> list[tuple[int, tuple[int, int]]]:
-        """(chunk number, element range) of the shard that member ``owner`` reduces, if any; numbers are unique within the round."""
+        """(chunk number, element range) of the shard that member ``owner`` reduces, if any; numbers are unique within
+        the round."""
         if owner not in self.owners:
             return []
         shards = [chunk_ranges(a, b, self.chunk) for a, b in shard_ranges(self.n_params, len(self.owners))]

@@ -1,7 +1,8 @@
-"""Takes the run from one lineage to the next: a step from its first microbatch to the applied update (DESIGN "How a step goes").
+"""Takes the run from one lineage to the next: a step from its first microbatch to the applied update (DESIGN "How a
+step goes").
 
-Whoever holds the whole mean gradient of its stage says so and keeps it; whoever does not takes it from one that does. A peer applies
-the step with the record that follows from what the holders of all stages say.
+Whoever holds the whole mean gradient of its stage says so and keeps it; whoever does not takes it from one that does. A
+peer applies the step with the record that follows from what the holders of all stages say.
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ class StepRunner:
         self._weights = await self._ctx.compute.digest()
 
     async def meet(self, *, sure: bool) -> None:
-        """We were away: learn what replicas hold of this step. Raises Behind where they have gone on, or, unless we are ``sure`` of our
-        lineage, where most came here another way: who told us of the steps before lied then."""
+        """We were away: learn what replicas hold of this step. Raises Behind where they have gone on, or, unless we are
+        ``sure`` of our lineage, where most came here another way: who told us of the steps before lied then."""
         held, step, applied = await self.exchange.ask_holders(), self._position.step, self._position.applied
         if sure:
             return
@@ -107,7 +108,8 @@ class StepRunner:
             raise Behind(f"step {step}: the replicas have another history", weights_hold=False)
 
     async def run(self) -> StepRecord:
-        """From the first microbatch to the applied update. Raises Behind, and MuletrainError when the step cannot be completed."""
+        """From the first microbatch to the applied update. Raises Behind, and MuletrainError when the step cannot be
+        completed."""
         gradient = await self._reduction.hold(self._weights)
         builder, begin = self.state.builder, self._ctx.clock.now()
         await self._waits.until(
@@ -123,7 +125,8 @@ class StepRunner:
         return record
 
     async def replay(self) -> StepRecord | None:
-        """The others finished this step without us, but keep what it takes: apply it. None where nobody has it (any more)."""
+        """The others finished this step without us, but keep what it takes: apply it. None where nobody has it (any
+        more)."""
         await self._quiesce(self._position.work)
         state, roster = self.state, self._ctx.roster
         replicas = roster.replicas()  # they keep it for longest
@@ -172,7 +175,8 @@ class StepRunner:
         self._position.settled = False
 
     async def _quiesce(self, work: InFlightStep) -> None:
-        """What we accumulated is of no use any more, and nothing that still runs may end in an accumulator of another step."""
+        """What we accumulated is of no use any more, and nothing that still runs may end in an accumulator of another
+        step."""
         self._position.away = True
         work.end()
         await self._reruns.drained(work)

@@ -1,4 +1,5 @@
-"""What a peer knows of one step: what replicas sealed, who takes part in no other round, and what all stages attest to."""
+"""What a peer knows of one step: what replicas sealed, who takes part in no other round, and what all stages attest
+to."""
 
 from __future__ import annotations
 
@@ -67,8 +68,9 @@ class StepState:
         """What was known when these were the ones."""
 
     def load(self, before: StepState | None) -> None:
-        """We come to this step with weights that were loaded. ``before``: what we knew of the same step until then. What was said of it
-        still holds, by us, too: a round that we attested to must not come to have another mean, nor an attempt other sums."""
+        """We come to this step with weights that were loaded. ``before``: what we knew of the same step until then.
+        What was said of it still holds, by us, too: a round that we attested to must not come to have another mean, nor
+        an attempt other sums."""
         self._loaded = True
         if before is None:
             return
@@ -125,7 +127,8 @@ class StepState:
         return ours
 
     def hear_applied(self, sender: PeerId, entry: RoundEntry) -> None:
-        """``sender`` is beyond the step, and does not know any more what it sealed; the record that it applied has ``entry``."""
+        """``sender`` is beyond the step, and does not know any more what it sealed; the record that it applied has
+        ``entry``."""
         self._views[sender].add(frozenset({*entry.members, *entry.expelled}))
         self._heard += 1
 
@@ -134,7 +137,8 @@ class StepState:
         self._aside[sender] = max(attempt, self._aside.get(sender, 0))
 
     def abstain(self) -> int | None:
-        """Others of our stage go on without us: what they hold counts without our word. The first attempt after that, if it is news."""
+        """Others of our stage go on without us: what they hold counts without our word. The first attempt after that,
+        if it is news."""
         me, attempt = self._ctx.net.peer_id, 0 if self.announced is None else self.announced.attempt + 1
         if attempt <= self._aside.get(me, -1):
             return None
@@ -142,8 +146,8 @@ class StepState:
         return attempt
 
     def meet(self, sender: PeerId, ask: AskViews) -> Views:
-        """Members of another stage that do not reach each other learn of each other here: views of those that we reach. Raises
-        ProtocolError."""
+        """Members of another stage that do not reach each other learn of each other here: views of those that we reach.
+        Raises ProtocolError."""
         if (ask.step, ask.lineage) != (self.step, self.lineage) or ask.view.member != sender:
             raise ProtocolError("view of another step or lineage, or of another peer")
         self._met[sender] = ask.view
@@ -174,8 +178,8 @@ class StepState:
         return bool(self.holders())
 
     def is_committed(self, peer: PeerId) -> bool:
-        """``peer`` attests to a round that it sealed, so that it takes part in no other. Where that is believed, we take it, and else go on
-        without ``peer``."""
+        """``peer`` attests to a round that it sealed, so that it takes part in no other. Where that is believed, we
+        take it, and else go on without ``peer``."""
         self._look_at_rounds()
         return peer in self._committed
 
@@ -208,8 +212,8 @@ class StepState:
         self._looked = known
 
     def _believed(self, round_: Attested) -> bool:
-        """A round of ours is known by the shards that came out of it. Of one without us it counts how many of the other replicas attest to
-        it; if there is but one, its word is enough, and nobody knows which of us is wrong."""
+        """A round of ours is known by the shards that came out of it. Of one without us it counts how many of the other
+        replicas attest to it; if there is but one, its word is enough, and nobody knows which of us is wrong."""
         if self.takes_part(round_.facts):
             return self._contradiction(round_.facts) is None
         stage, me, holders = self._ctx.roster.own.stage, self._ctx.net.peer_id, round_.holders.keys()
@@ -217,8 +221,9 @@ class StepState:
         return 2 * len(holders) > len(others | holders) and not self.unsealed(round_)
 
     def _contradiction(self, entry: RoundEntry) -> str | None:
-        """Why a round that names us cannot be what its holder says. Nobody holds it before we reduced our shard, and it has our shard as we
-        reduced it, and its holder's as that was sent to us; of those of others we do not know who is wrong."""
+        """Why a round that names us cannot be what its holder says. Nobody holds it before we reduced our shard, and it
+        has our shard as we reduced it, and its holder's as that was sent to us; of those of others we do not know who
+        is wrong."""
         known, me = self.averager.shards.get(entry.round, {}), self._ctx.net.peer_id
         if me not in known:
             return "its members are not what this peer sealed, or it cannot be whole: this peer reduced no shard of it"

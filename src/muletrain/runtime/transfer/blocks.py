@@ -1,8 +1,9 @@
-"""Moving a stage's state: an immutable copy, cut into blocks that a manifest names by their hashes (DESIGN "Joining, moving, leaving").
+"""Moving a stage's state: an immutable copy, cut into blocks that a manifest names by their hashes (DESIGN "Joining,
+moving, leaving").
 
-A taker asks several donors for different blocks at once, checks each against the manifest as it comes, drops a donor whose block is
-wrong or does not come, and asks the others for it. What it has is kept, so that a break costs only what was under way. Blocks travel
-as ``Channel.BULK``, which yields to the traffic of the step.
+A taker asks several donors for different blocks at once, checks each against the manifest as it comes, drops a donor
+whose block is wrong or does not come, and asks the others for it. What it has is kept, so that a break costs only what
+was under way. Blocks travel as ``Channel.BULK``, which yields to the traffic of the step.
 """
 
 from __future__ import annotations
@@ -229,7 +230,8 @@ class Downloader:
     """When the last block did."""
 
     def expects(self, sender: PeerId, message: Block, tensors: list[Encoded]) -> None:
-        """A block that was asked for, or one that comes late: it is at most as large as any that was. Raises ProtocolError."""
+        """A block that was asked for, or one that comes late: it is at most as large as any that was. Raises
+        ProtocolError."""
         expected, (block,) = self._waiting.get((sender, message.digest, message.block)), tensors
         if block.codec != RAW or len(block.shape) != 1:
             raise Malformed(f"a block of {block.codec} {block.shape}")
@@ -250,7 +252,8 @@ class Downloader:
         expected.whole.set_result(None)
 
     async def fetch(self, partial: PartialDownload, donors: list[PeerId]) -> None:
-        """Until nothing of ``partial`` is missing. Raises PeerUnreachable when every donor failed; what came stays in it."""
+        """Until nothing of ``partial`` is missing. Raises PeerUnreachable when every donor failed; what came stays in
+        it."""
         queue = deque(sorted(partial.missing))
         good = list(donors)
         most = max(1, RUN * BLOCK // partial.manifest.block)  # large blocks come one by one

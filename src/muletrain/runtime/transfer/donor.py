@@ -1,7 +1,8 @@
-"""A stage's state from its replicas: for a newcomer, and for a peer that fell behind (DESIGN "Joining, moving, leaving").
+"""A stage's state from its replicas: for a newcomer, and for a peer that fell behind (DESIGN "Joining, moving,
+leaving").
 
-Donors copy their state between two steps and serve the copy while they train on. Replicas of a lineage are identical, so are their
-copies: a donor whose copy has another digest than the others' is left out.
+Donors copy their state between two steps and serve the copy while they train on. Replicas of a lineage are identical,
+so are their copies: a donor whose copy has another digest than the others' is left out.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ TIMES = 4
 MAX_DRAWN = 4096
 """Takers and copies of which that is remembered; then those of copies that are gone are forgotten."""
 COPYING, COPYING_S = 0.1, 20.0
-"""Share of the time that goes into copies for one taker, and seconds of it at once: it may ask for a new one at every step."""
+"""Share of the time that goes into copies for one taker, and seconds of it at once: it may ask for a new one at every
+step."""
 CALL_S = 60.0
 """Seconds: a bound for a dead donor, not for a large state."""
 SETTLE_S, SETTLE_TRIES = 0.02, 500
@@ -132,7 +134,8 @@ class Snapshots:
             return self.grant(offer, sender)
 
     async def _make_for(self, taker: PeerId) -> Snapshot:
-        """A new copy. Raises MuletrainError where that would keep one more in memory than may be, or ``taker`` asks for them too often."""
+        """A new copy. Raises MuletrainError where that would keep one more in memory than may be, or ``taker`` asks for
+        them too often."""
         begin = self._ctx.clock.now()
         if any(digest and digest not in self._kept for _, digest in self._runs):
             raise MuletrainError("a copy that was replaced is still on its way to somebody; ask again")
@@ -143,8 +146,8 @@ class Snapshots:
         return offer
 
     def _on_its_way(self, after: int) -> Snapshot | None:
-        """Where all copies that we may keep are being taken, the newest of them: another would break one off. The steps since then are
-        to be had, too."""
+        """Where all copies that we may keep are being taken, the newest of them: another would break one off. The steps
+        since then are to be had, too."""
         if not self.crowded():
             return None
         offers = [k.offer for k in self._kept.values() if not k.part and k.offer.step >= after]
@@ -287,8 +290,9 @@ class Receiver:
         rounds: int = ROUNDS,
         confirm: Callable[[Snapshot], Awaitable[None]] | None = None,
     ) -> Snapshot:
-        """Load a replica's state that is ``acceptable``, of a step not before ``after`` if possible. ``confirm`` is asked just
-        before our own is given up. Raises MuletrainError when there is none to be had, and what ``confirm`` raises."""
+        """Load a replica's state that is ``acceptable``, of a step not before ``after`` if possible. ``confirm`` is
+        asked just before our own is given up. Raises MuletrainError when there is none to be had, and what ``confirm``
+        raises."""
         ctx, stage = self._ctx, self._ctx.roster.own.stage
         for round_ in range(rounds):
             replicas, living = ctx.roster.replicas(), [d for d in ctx.roster.replicas() if ctx.roster.is_alive(d)]
@@ -331,7 +335,8 @@ class Receiver:
     async def take_part(
         self, ask: Message, step: int, lineage: bytes, holders: list[PeerId], size: int
     ) -> dict[str, Tensor]:
-        """What ``holders`` offer when they are asked for it, of at most about ``size`` bytes. Raises NetworkError or ProtocolError."""
+        """What ``holders`` offer when they are asked for it, of at most about ``size`` bytes. Raises NetworkError or
+        ProtocolError."""
         offers = await asyncio.gather(*(self._offered(h, ask) for h in holders))
         snapshot, good = _best([o for o in offers if o is not None and (o[1].step, o[1].lineage) == (step, lineage)])
         if snapshot is None:
@@ -357,7 +362,8 @@ class Receiver:
         await ctx.compute.load_state(self._partial.state())
 
     async def _manifest(self, snapshot: Snapshot, donors: list[PeerId], limit: int) -> Manifest:
-        """From the first donor that gives it; its digest is what they all offered. ``limit``: bytes that the copy may have."""
+        """From the first donor that gives it; its digest is what they all offered. ``limit``: bytes that the copy may
+        have."""
         ctx, ask = self._ctx, AskManifest(digest=snapshot.digest).pack()
         for donor in donors:
             try:
@@ -376,7 +382,8 @@ class Receiver:
 
 
 def _best(offers: list[tuple[PeerId, Snapshot]]) -> tuple[Snapshot | None, list[PeerId]]:
-    """Of the latest branch, the copy that most donors have, and who they are; among equals the newest, then the lowest donor's."""
+    """Of the latest branch, the copy that most donors have, and who they are; among equals the newest, then the lowest
+    donor's."""
     by_copy: dict[tuple[int, bytes, bytes], list[tuple[PeerId, Snapshot]]] = defaultdict(list)
     for donor, snapshot in sorted(offers, key=lambda o: o[0]):
         by_copy[snapshot.step, snapshot.lineage, snapshot.digest].append((donor, snapshot))

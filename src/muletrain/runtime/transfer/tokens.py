@@ -1,8 +1,10 @@
-"""The run's tokens, for peers without the data, where its founder shares them (``data.share``): so that a run outlives its only data owner.
+"""The run's tokens, for peers without the data, where its founder shares them (``data.share``): so that a run outlives
+its only data owner.
 
-They travel as states do: a copy, blocks, a manifest that the welcome names (``blocks``), after everything else that waits for the link.
-A few peers are enough. While fewer than ``WANTED`` can build microbatches, those that may take the tokens do so, two at a time; each
-counts as a trainer once its copy is whole, and gives it to others. A joiner keeps the tokens in its own cache, within its own bound.
+They travel as states do: a copy, blocks, a manifest that the welcome names (``blocks``), after everything else that
+waits for the link. A few peers are enough. While fewer than ``WANTED`` can build microbatches, those that may take the
+tokens do so, two at a time; each counts as a trainer once its copy is whole, and gives it to others. A joiner keeps the
+tokens in its own cache, within its own bound.
 """
 
 from __future__ import annotations
@@ -54,8 +56,9 @@ PIECE = 64 << 20
 
 
 class Shared(Message):
-    """What the welcome of such a run says. ``digest``: BLAKE3 of the manifest; ``size``: of the tokens [bytes]; ``width``: bytes of one.
-    ``heldout``: SHA-256 of the held-out side, which is not shared: with it ``Genesis.data`` follows from the tokens."""
+    """What the welcome of such a run says. ``digest``: BLAKE3 of the manifest; ``size``: of the tokens [bytes];
+    ``width``: bytes of one. ``heldout``: SHA-256 of the held-out side, which is not shared: with it ``Genesis.data``
+    follows from the tokens."""
 
     KIND: ClassVar[str] = "shared"
     digest: Digest
@@ -125,8 +128,8 @@ class Store:
     limit: int
 
     def open(self, shared: Shared) -> int | None:
-        """The file of its tokens, ours alone until it is closed: with all that came of them before. None while another process has it.
-        Raises OSError; CapacityError where there is no room."""
+        """The file of its tokens, ours alone until it is closed: with all that came of them before. None while another
+        process has it. Raises OSError; CapacityError where there is no room."""
         if shared.size > self.limit:
             raise CapacityError(
                 f"they are {format_memory(shared.size)}, and {format_memory(self.limit)} may be (join --tokens GIB)"
@@ -168,9 +171,9 @@ class Store:
 class Sharing:
     """One process' part in it: it outlives the peers that the process is, one after the other.
 
-    ``data``: ``Genesis.data``; ``tokenizer``: its JSON; ``vocab``: of the model. ``source_of``: makes the source of microbatches of
-    tokens. ``store``: where they go; None: we do not take them. ``wanted``: trainers at which no more are needed. ``source``, ``copy``:
-    of one that has the data."""
+    ``data``: ``Genesis.data``; ``tokenizer``: its JSON; ``vocab``: of the model. ``source_of``: makes the source of
+    microbatches of tokens. ``store``: where they go; None: we do not take them. ``wanted``: trainers at which no more
+    are needed. ``source``, ``copy``: of one that has the data."""
 
     shared: Shared
     data: bytes
@@ -214,8 +217,8 @@ class Sharing:
         serves: Callable[[], bool],
         train: Callable[[Source], None],
     ) -> None:
-        """Until cancelled: where more peers should be able to build microbatches, get the tokens, and be one (``train``). But first of all
-        the state of its stage, so that it ``serves``."""
+        """Until cancelled: where more peers should be able to build microbatches, get the tokens, and be one
+        (``train``). But first of all the state of its stage, so that it ``serves``."""
         tries, untold = 0, set[str]()
         while self.source is not None or self.store is not None:
             await ctx.clock.sleep(backoff_s(tries, LOOK_S, LOOK_MAX_S))
@@ -315,8 +318,8 @@ class Sharing:
 
 
 def share(path: Path, width: int, heldout: Path, disk: Disk) -> tuple[Shared, StateImage]:
-    """What a peer that has the data gives of it: the file ``path`` of tokens of ``width`` bytes. Reads both files; for a thread of its
-    own. Raises OSError."""
+    """What a peer that has the data gives of it: the file ``path`` of tokens of ``width`` bytes. Reads both files; for
+    a thread of its own. Raises OSError."""
     copy = FileCopy(path, disk)
     copy.named(copy.hashes())
     with heldout.open("rb") as file:

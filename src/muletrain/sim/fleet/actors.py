@@ -1,8 +1,8 @@
 """Protocol fidelity: the peers that train in production, every message of theirs, on a virtual clock.
 
-Only two things are not real: what is computed (nothing; it takes the time that the cost model says) and how large tensors are (tiny;
-links take the time that those of the run would take). Wiring, admission, windows, sealing, averaging, records, joining and moving are
-the production code.
+Only two things are not real: what is computed (nothing; it takes the time that the cost model says) and how large
+tensors are (tiny; links take the time that those of the run would take). Wiring, admission, windows, sealing,
+averaging, records, joining and moving are the production code.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from muletrain.events import Event
     from muletrain.network.base import Frame
     from muletrain.network.memory import MemoryNetwork
-    from muletrain.runtime.recovery.rollback import StepBack
+    from muletrain.runtime.recovery.messages import StepBack
     from muletrain.sim.fleet.flow import Weather
     from muletrain.sim.fleet.ledger import GoesOn, Outcome
     from muletrain.sim.machines import Setting
@@ -118,9 +118,14 @@ class Actors:
         self._training = set(sorted(stage_of, key=rank)[:trainers])
         members = tuple(self._member(name, stage) for name, stage in stage_of.items())
         self._genesis = Genesis(
-            run_id="fleet", config=bytes(32), data=bytes(32), stages=len(setting.cut), members=members,
-            collector=min(stage_of, key=rank), first_step=0,
-        )  # fmt: skip
+            run_id="fleet",
+            config=bytes(32),
+            data=bytes(32),
+            stages=len(setting.cut),
+            members=members,
+            collector=min(stage_of, key=rank),
+            first_step=0,
+        )
 
     def _name(self, kind: int) -> str:
         name = f"{self._setting.kinds[kind].name}-{len(self._kind_of)}"
@@ -137,9 +142,14 @@ class Actors:
         trains = name in self._training or not any(kind.reliable for kind in self._setting.kinds)
         device = find_device(self._setting.kinds[self._kind_of[name]].device)
         return Member(
-            id=name, name=name, stage=stage, trainer=trains, addresses=(), flops=int(device.flops) if device else 0,
+            id=name,
+            name=name,
+            stage=stage,
+            trainer=trains,
+            addresses=(),
+            flops=int(device.flops) if device else 0,
             place=Folder(Path(), keep=1, name=PLACE).name,
-        )  # fmt: skip
+        )
 
     def play(self, goes_on: GoesOn = always) -> Outcome:
         """Raises MuletrainError where something broke that should not."""
@@ -291,8 +301,14 @@ class Actors:
             hollow = HollowCompute(stage, self._plan.stages, self._clock, ending_s, delayed=self._plan.delayed)
             compute = PacedCompute(hollow, self._clock, kind.forward_s[stage], kind.backward_s[stage])
             ctx = Context(
-                network, self._clock, compute, roster, self._plan, lambda e: self._note(name, e), tasks=Tasks(InlineExecutor())
-            )  # fmt: skip
+                network,
+                self._clock,
+                compute,
+                roster,
+                self._plan,
+                lambda e: self._note(name, e),
+                tasks=Tasks(InlineExecutor()),
+            )
             fits = kind.fits.__contains__
             return Peer(ctx, source=HollowTokens(), book=Book(place), joining=joins, back=back, fits=fits)
 
@@ -313,14 +329,30 @@ class Actors:
     def _plan(self) -> Plan:
         config, cost = self._config, self._setting.cost
         return Plan(
-            stages=len(cost.stages), steps=STEPS, microbatches=cost.microbatches, sequences=1, width=WIDTH, vocab=VOCAB,
-            sequence_length=lambda step: TOKENS, activations=Codec.FP32, gradients=Codec.FP32, clip=None, lr=lambda step: 0.0,
-            checkpoint_every=config.checkpoint.every, capacity=self._strategy.capacity(len(cost.stages)), strategy=self._strategy,
-            adopt_after_s=config.fleet.adopt_after, from_seed=True,
-            rebalance=config.fleet.rebalance, rebalance_s=config.fleet.rebalance_period,
-            work=tuple(s.forward_flops for s in cost.stages), state_bytes=tuple(s.state_bytes for s in cost.stages),
-            delayed=config.optimizer.delayed, trace=self._watch is not None, chunk=CHUNK * BLOCK,
-        )  # fmt: skip
+            stages=len(cost.stages),
+            steps=STEPS,
+            microbatches=cost.microbatches,
+            sequences=1,
+            width=WIDTH,
+            vocab=VOCAB,
+            sequence_length=lambda step: TOKENS,
+            activations=Codec.FP32,
+            gradients=Codec.FP32,
+            clip=None,
+            lr=lambda step: 0.0,
+            checkpoint_every=config.checkpoint.every,
+            capacity=self._strategy.capacity(len(cost.stages)),
+            strategy=self._strategy,
+            adopt_after_s=config.fleet.adopt_after,
+            from_seed=True,
+            rebalance=config.fleet.rebalance,
+            rebalance_s=config.fleet.rebalance_period,
+            work=tuple(s.forward_flops for s in cost.stages),
+            state_bytes=tuple(s.state_bytes for s in cost.stages),
+            delayed=config.optimizer.delayed,
+            trace=self._watch is not None,
+            chunk=CHUNK * BLOCK,
+        )
 
     def _note(self, name: str, event: Event) -> None:
         now, kind = self._clock.now(), self._kind_of[name]

@@ -1,4 +1,5 @@
-"""What would make a run faster: single changes of its configuration, each played by rates while machines come and go as the file says."""
+"""What would make a run faster: single changes of its configuration, each played by rates while machines come and go as
+the file says."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ HOURS, MACHINE_HOURS = 8.0, 1000.0
 SEEDS, MANY = 3, 100
 """Of who leaves and when, for a mean; of more machines than ``MANY`` one play has enough that leave."""
 COUNTLESS = 1000
-"""Of more machines nobody leaves here: it would take minutes, and each stage has so many that it does not lose its last one."""
+"""Of more machines nobody leaves here: it would take minutes, and each stage has so many that it does not lose its last
+one."""
 BITS = {Codec.FP32: 32, Codec.FP16: 16, Codec.BF16: 16, Codec.INT8: 8}
 
 
@@ -52,8 +54,8 @@ class Suggestion:
 
 
 def suggestions(changed: Callable[[Change | None], tuple[Setting, RunConfig]], weather: Weather) -> list[Suggestion]:
-    """The best ones, at most one for each field. ``changed``: the run with a change, or (None) as it is; raises MuletrainError for a change
-    that cannot work, as more stages than there are machines."""
+    """The best ones, at most one for each field. ``changed``: the run with a change, or (None) as it is; raises
+    MuletrainError for a change that cannot work, as more stages than there are machines."""
     setting, run = changed(None)
     before, best = _tokens_per_s(setting, run, weather), dict[str, Suggestion]()
     for change in changes(run, paced=any(kind.declared for kind in setting.kinds)):
@@ -68,8 +70,8 @@ def suggestions(changed: Callable[[Change | None], tuple[Setting, RunConfig]], w
 
 
 def changes(run: RunConfig, *, paced: bool) -> Iterator[Change]:
-    """What a run may be changed to; not all of it fits. ``paced``: the fleet file says what a stage takes, however large it is, so that
-    nothing is known of stages and microbatches of other sizes."""
+    """What a run may be changed to; not all of it fits. ``paced``: the fleet file says what a stage takes, however
+    large it is, so that nothing is known of stages and microbatches of other sizes."""
     batch, microbatch, stages = run.train.batch, run.train.microbatch, run.fleet.stages
     yield Change("train.batch", str(2 * batch), f"each step has {2 * batch} sequences instead of {batch}")
     if not run.optimizer.delayed:

@@ -1,15 +1,16 @@
 """What real runs take beside what a fleet file says, from their events: the few constants of ``config.costs.Costs``.
 
-Each is a median of what was measured by itself (of calls, which add up, the mean), and goes into the model where it belongs; none is
-chosen so that a run's throughput comes out right. So the throughput of the very runs they were measured in is a first check
-(``Sample.predicted``).
+Each is a median of what was measured by itself (of calls, which add up, the mean), and goes into the model where it
+belongs; none is chosen so that a run's throughput comes out right. So the throughput of the very runs they were
+measured in is a first check (``Sample.predicted``).
 
 - ``call``: what a forward or a backward took beyond the declared time (paced fleets).
 - ``devices``: the operations of the microbatches that a peer did, over the time that it was busy with them.
-- ``hop``: from the end of a forward until the next stage had it decoded, but for delay and bytes of the link. Both ends' clocks must be
-  one, so it is taken from the traces of peers that wrote into one folder.
-- ``ending``: from the last gradient of a step to the first forward of the next one, but for what the model has of it: messages one after
-  the other, and the averaged bytes. Without traces: what averaging and applying took, but for the same.
+- ``hop``: from the end of a forward until the next stage had it decoded, but for delay and bytes of the link. Both
+  ends' clocks must be one, so it is taken from the traces of peers that wrote into one folder.
+- ``ending``: from the last gradient of a step to the first forward of the next one, but for what the model has of it:
+  messages one after the other, and the averaged bytes. Without traces: what averaging and applying took, but for the
+  same.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ AMPLE_GIB = 1e6
 
 @dataclass(frozen=True)
 class Sample:
-    """What the events of one run say, of the longest stretch of steps in which the same peers served the same stages."""
+    """What the events of one run say, of the longest stretch of steps in which the same peers served the same
+    stages."""
 
     folder: Path
     config: RunConfig
@@ -99,10 +101,13 @@ def fit(samples: Sequence[Sample]) -> Fit:
         for device, flops in sample.flops.items():
             speeds[device].append(flops)
     costs = Costs(
-        runs=tuple(str(s.folder) for s in samples), call_ms=_ms([[fmean(c)] for c in calls if c]),
-        hop_ms=messages.hop_ms, ending_ms=_ms(endings), stage_params=max(s.params for s in samples),
+        runs=tuple(str(s.folder) for s in samples),
+        call_ms=_ms([[fmean(c)] for c in calls if c]),
+        hop_ms=messages.hop_ms,
+        ending_ms=_ms(endings),
+        stage_params=max(s.params for s in samples),
         devices=tuple(DeviceSpeed(device=d, tflops=_typical(found) / 1e12) for d, found in sorted(speeds.items())),
-    )  # fmt: skip
+    )
     counts = {"call_ms": calls, "hop_ms": hops, "ending_ms": endings, **speeds}
     return Fit(costs, {name: sum(map(len, found)) for name, found in counts.items()})
 
@@ -122,7 +127,8 @@ def _ms(runs: Iterable[Sequence[float]]) -> float:
 
 
 def calibrated(setting: Setting, costs: Costs) -> Setting:
-    """With what was measured: calls in the kinds' times, messages in the links' delays, the end of a step in every stage's."""
+    """With what was measured: calls in the kinds' times, messages in the links' delays, the end of a step in every
+    stage's."""
     call_s, hop_s, ending_s = costs.call_ms / 1000, costs.hop_ms / 1000, costs.ending_ms / 1000
     halves = [call_s] * (len(setting.cut) - 1) + [call_s / 2]  # the last stage does both in one call
     kinds = tuple(
@@ -184,17 +190,24 @@ def observe(folder: Path) -> Sample:
     scene = setting(_of_machines(fleet, able), config, spec)
     traced = [e for e in events if isinstance(e, ev.SlotWorked) and first <= e.step + 1 <= last]
     return Sample(
-        folder=folder, config=config, setting=scene, serving=_serving(applied, kind_of, scene), steps=(first, last),
-        throughput=cost.microbatches * (last - first + 1) / seconds, params=max(e.params for e in joined),
-        calls_s=_calls(applied, kind_of, scene), hops_s=_hops(traced, applied, kind_of, scene),
+        folder=folder,
+        config=config,
+        setting=scene,
+        serving=_serving(applied, kind_of, scene),
+        steps=(first, last),
+        throughput=cost.microbatches * (last - first + 1) / seconds,
+        params=max(e.params for e in joined),
+        calls_s=_calls(applied, kind_of, scene),
+        hops_s=_hops(traced, applied, kind_of, scene),
         pauses_s=[] if config.optimizer.delayed else _pauses(traced),
         averaging_s=[] if config.optimizer.delayed else [e.averaging_s + e.apply_s for e in applied],
         flops={fleet.machines[k].device or fleet.machines[k].name: flops for k, flops in speeds.items()},
-    )  # fmt: skip
+    )
 
 
 def _steady(folder: Path, events: Sequence[ev.Event]) -> tuple[int, int, float]:
-    """First and last step of the longest stretch in which nobody came, left or moved, but for the run's first; and its time [s]."""
+    """First and last step of the longest stretch in which nobody came, left or moved, but for the run's first; and its
+    time [s]."""
     took_s = {e.step: e.duration_s for e in events if isinstance(e, ev.StepDone)}
     who: dict[int, set[tuple[str, int]]] = defaultdict(set)
     for e in events:

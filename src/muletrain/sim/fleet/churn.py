@@ -1,9 +1,10 @@
-"""Rebalancing on a trace of peers that come and go: the production rules (``policy.rebalance``) on rates instead of messages.
+"""Rebalancing on a trace of peers that come and go: the production rules (``policy.rebalance``) on rates instead of
+messages.
 
-Peers are equal, a stage does what its peers do, the pipeline what its smallest stage does, and the best that could be is all peers
-spread evenly (SWARM 4.4, app. D, I). A departure takes a peer of a stage drawn at random; an arrival goes to a stage drawn at random
-where nothing rebalances, else to the smallest. A stage that lost all its peers is adopted, as in every run (``policy.assignment``); the
-steps that the run then goes back by are not counted.
+Peers are equal, a stage does what its peers do, the pipeline what its smallest stage does, and the best that could be
+is all peers spread evenly (SWARM 4.4, app. D, I). A departure takes a peer of a stage drawn at random; an arrival goes
+to a stage drawn at random where nothing rebalances, else to the smallest. A stage that lost all its peers is adopted,
+as in every run (``policy.assignment``); the steps that the run then goes back by are not counted.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Change:
 
 @dataclass(frozen=True)
 class Throughput:
-    """What the pipeline did, in % of all its peers spread evenly over the stages; moves of peers an hour. Means over runs."""
+    """What the pipeline did, in % of all its peers spread evenly over the stages; moves of peers an hour. Means over
+    runs."""
 
     overall: float
     first_hour: float
@@ -62,7 +64,8 @@ class Throughput:
 
 
 def read_trace(path: Path) -> tuple[Change, ...]:
-    """A CSV file with the columns ``time_s`` [s since the start] and ``change`` [peers]; sorted by time. Raises DataError with the line."""
+    """A CSV file with the columns ``time_s`` [s since the start] and ``change`` [peers]; sorted by time. Raises
+    DataError with the line."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = csv.DictReader(file)
@@ -90,8 +93,8 @@ def _change(row: dict[str, str | None], where: str) -> Change:
 
 @dataclass(frozen=True)
 class Course:
-    """One run over time: from ``begin_s`` of a step until that of the next, the smallest stage served ``slowest`` microbatches at a time,
-    and all peers spread evenly would have served ``best``."""
+    """One run over time: from ``begin_s`` of a step until that of the next, the smallest stage served ``slowest``
+    microbatches at a time, and all peers spread evenly would have served ``best``."""
 
     begin_s: NDArray[np.float64]
     slowest: NDArray[np.float64]
@@ -121,7 +124,8 @@ def simulate(
     runs: int = 100,
     seed: int = 0,
 ) -> Throughput:
-    """Mean over ``runs`` that draw other stages for those that come and go. ``downtime_s``: a peer that moves serves nobody for so long.
+    """Mean over ``runs`` that draw other stages for those that come and go. ``downtime_s``: a peer that moves serves
+    nobody for so long.
 
     Raises DataError where the trace takes more peers than there are.
     """
@@ -150,7 +154,8 @@ def courses(
     runs: int = 100,
     seed: int = 0,
 ) -> Iterator[Course]:
-    """The runs that ``simulate`` takes the mean of, one by one. Raises DataError where the trace takes more peers than there are."""
+    """The runs that ``simulate`` takes the mean of, one by one. Raises DataError where the trace takes more peers than
+    there are."""
     present = peers
     for change in trace:
         present += change.peers
@@ -165,7 +170,8 @@ def courses(
 
 
 def _rule(rule: Rule, stages: int, period_s: float, downtime_s: float) -> _Decision:
-    """The production rule over a view of equal peers; what it says depends on the counts alone, and most of them come again."""
+    """The production rule over a view of equal peers; what it says depends on the counts alone, and most of them come
+    again."""
     work, state = (1.0,) * stages, (downtime_s,) * stages
 
     @cache

@@ -1,8 +1,8 @@
 """Flow fidelity: a run under churn on rates instead of messages, so that days with thousands of machines take seconds.
 
-Machines of a kind are alike, and between two events (one leaves, comes, moves) everything flows at a constant rate (``rates``). What
-is decided is decided by the policies that decide in production: where newcomers go (``machines.seat``), who moves
-and who fills a stage that lost all its peers (``strategies.swarm``).
+Machines of a kind are alike, and between two events (one leaves, comes, moves) everything flows at a constant rate
+(``rates``). What is decided is decided by the policies that decide in production: where newcomers go
+(``machines.seat``), who moves and who fills a stage that lost all its peers (``strategies.swarm``).
 """
 
 from __future__ import annotations
@@ -344,7 +344,8 @@ class Flow:
         return loads
 
     def _adopt(self, stage: int) -> None:
-        """The run steps back to its newest checkpoint; if nobody came meanwhile, a peer of the stage that has most left serves it."""
+        """The run steps back to its newest checkpoint; if nobody came meanwhile, a peer of the stage that has most left
+        serves it."""
         if stage not in self._lost:
             return
         if not sum(self._serving[stage]) and not any(m.target == stage for m in self._moving):

@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 
 WIDTH, TOKENS, VOCAB = 2, 1, 256
 BLOCKS, CHUNK = 512, 8
-"""Of the hollow gradient: in all, and in a chunk. Shards are nearly equal, as those of a large stage are, and have several chunks."""
+"""Of the hollow gradient: in all, and in a chunk. Shards are nearly equal, as those of a large stage are, and have
+several chunks."""
 PARAMS = BLOCKS * BLOCK
 
 
 class HollowCompute:
-    """Computes nothing, at once, so that no call waits for its turn; see ``Compute``. Every microbatch has the same gradient.
-    ``ending_s``: see ``StageCost``."""
+    """Computes nothing, at once, so that no call waits for its turn; see ``Compute``. Every microbatch has the same
+    gradient. ``ending_s``: see ``StageCost``."""
 
     def __init__(self, stage: int, stages: int, clock: Clock, ending_s: float, *, delayed: bool) -> None:
         self.stage, self.stages, self.n_params, self.delayed = stage, stages, PARAMS, delayed

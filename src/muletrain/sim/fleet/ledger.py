@@ -1,4 +1,5 @@
-"""What a simulated run did, counted where it happens: work, idle time by cause, bytes by region, recoveries, and curves to draw."""
+"""What a simulated run did, counted where it happens: work, idle time by cause, bytes by region, recoveries, and curves
+to draw."""
 
 from __future__ import annotations
 
@@ -23,11 +24,18 @@ SAMPLES = 50
 RECOVERED = 0.95
 """Of the share of the optimum before a machine left."""
 GoesOn = Callable[[float, float], bool]
-"""Asked now and then while a fleet is played, with the virtual time played [s] and the steps done: False ends the play there."""
+"""Asked now and then while a fleet is played, with the virtual time played [s] and the steps done: False ends the play
+there."""
 CAUSES = (
-    "uneven stages", "links", "few microbatches under way", "ends of steps", "fetching state", "run again",
-    "a stage without peers", "steps taken back",
-)  # fmt: skip
+    "uneven stages",
+    "links",
+    "few microbatches under way",
+    "ends of steps",
+    "fetching state",
+    "run again",
+    "a stage without peers",
+    "steps taken back",
+)
 
 
 def always(now_s: float, steps: float) -> bool:
@@ -56,8 +64,8 @@ class GaveUp:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Throughput in microbatches/s. ``idle``: by cause, shares of what all machines there could have done; with ``share_of_optimum`` they
-    sum to 1. ``bytes``: by (from, to) region and class."""
+    """Throughput in microbatches/s. ``idle``: by cause, shares of what all machines there could have done; with
+    ``share_of_optimum`` they sum to 1. ``bytes``: by (from, to) region and class."""
 
     hours: float
     steps: float
@@ -245,9 +253,17 @@ class Ledger:
     def outcome(self) -> Outcome:
         possible, played_s = self._possible or 1.0, self._now if self._partial else self._horizon_s
         return Outcome(
-            hours=played_s / 3600, steps=self.steps, throughput=self._done / (played_s or 1.0), partial=self._partial,
-            share_of_optimum=self._done / possible, idle={cause: lost / possible for cause, lost in self._idle.items()},
-            bytes={link: dict(sent) for link, sent in sorted(self._bytes.items())}, lost_microbatches=self._lost,
-            repeated_microbatches=self.repeated, events=dict(sorted(self._events.items())),
-            recoveries_s=tuple(self._recoveries_s), not_recovered=self._outage is not None, curve=tuple(self._curve),
-        )  # fmt: skip
+            hours=played_s / 3600,
+            steps=self.steps,
+            throughput=self._done / (played_s or 1.0),
+            partial=self._partial,
+            share_of_optimum=self._done / possible,
+            idle={cause: lost / possible for cause, lost in self._idle.items()},
+            bytes={link: dict(sent) for link, sent in sorted(self._bytes.items())},
+            lost_microbatches=self._lost,
+            repeated_microbatches=self.repeated,
+            events=dict(sorted(self._events.items())),
+            recoveries_s=tuple(self._recoveries_s),
+            not_recovered=self._outage is not None,
+            curve=tuple(self._curve),
+        )

@@ -1,9 +1,11 @@
-"""How fast a fleet goes: rates (``rates``), put right by steps that are played (``steps``). ``plan`` and ``simulate`` predict with it.
+"""How fast a fleet goes: rates (``rates``), put right by steps that are played (``steps``). ``plan`` and ``simulate``
+predict with it.
 
-Rates take a stage for one queue from which each of its peers takes work. In fact each sender chooses by what it has under way itself, so
-that requests meet at one peer while another has none: on 40 T4 and four A100 in three stages a step takes 13 to 60 % longer than by
-rates, and as long as played (both held against the production code: tests/test_fidelities.py). Under churn memberships change too often
-to play each. A membership is as much slower than its rates as the nearest one that was played.
+Rates take a stage for one queue from which each of its peers takes work. In fact each sender chooses by what it has
+under way itself, so that requests meet at one peer while another has none: on 40 T4 and four A100 in three stages a
+step takes 13 to 60 % longer than by rates, and as long as played (both held against the production code:
+tests/test_fidelities.py). Under churn memberships change too often to play each. A membership is as much slower than
+its rates as the nearest one that was played.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ if TYPE_CHECKING:
 PLAYABLE_S, BUDGET_S = 15.0, 5.0
 """Of a core: the longest play; all plays of one run after the first, and as much again for memberships that last."""
 MICROBATCH_S, RECEIVER_S, SHARD_S = 7e-5, 1e-6, 1e-4
-"""Of a core, of a play: a microbatch at a stage, each receiver that its sender looks at, and what one replica sends another."""
+"""Of a core, of a play: a microbatch at a stage, each receiver that its sender looks at, and what one replica sends
+another."""
 NEAR = 0.05
-"""Share of what all machines could compute that two memberships may have elsewhere, for one to be as much slower than its rates as the
-other."""
+"""Share of what all machines could compute that two memberships may have elsewhere, for one to be as much slower than
+its rates as the other."""
 
 
 class Slower(NamedTuple):
@@ -97,7 +100,8 @@ class Pace(Rates):
         return self._found.setdefault(serving, left)
 
     def _apart(self, one: Sequence[Counts], other: Sequence[Counts]) -> float:
-        """Microbatches/s that machines could do which are at a stage in one of them and not in the other; a move counts once."""
+        """Microbatches/s that machines could do which are at a stage in one of them and not in the other; a move counts
+        once."""
         more = less = 0.0
         for here, there in zip(one, other, strict=True):
             for a, b, each in zip(here, there, self.whole_per_s, strict=True):

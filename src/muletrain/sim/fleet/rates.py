@@ -1,13 +1,15 @@
 """How fast a pipeline of stages goes, from who serves them: the flow fidelity's model of a step.
 
-A stage does what its peers do, each as fast as its compute and its links allow; the pipeline what its slowest stage does, and no more
-than the trainers' window lets under way (Little's law). A step is the longest of: what lies before a stage, there and back, and that
-stage's share of all microbatches, in whole ones; and at its end gradients are averaged and the record is agreed on. Where few
-microbatches are under way, some of them wait elsewhere while the slowest stage has none (``circulating``). Nothing in it is fitted; what
-real runs take beside that comes with the setting (``calibrate``).
+A stage does what its peers do, each as fast as its compute and its links allow; the pipeline what its slowest stage
+does, and no more than the trainers' window lets under way (Little's law). A step is the longest of: what lies before a
+stage, there and back, and that stage's share of all microbatches, in whole ones; and at its end gradients are averaged
+and the record is agreed on. Where few microbatches are under way, some of them wait elsewhere while the slowest stage
+has none (``circulating``). Nothing in it is fitted; what real runs take beside that comes with the setting
+(``calibrate``).
 
-A stage's peers are one queue here, and links are not shared with averaging: on 44 machines of unequal speed that is 13 to 60 % too
-fast. What ``simulate`` says is put right by steps that are played (``pace``); rates alone seat machines, and choose what is played.
+A stage's peers are one queue here, and links are not shared with averaging: on 44 machines of unequal speed that is 13
+to 60 % too fast. What ``simulate`` says is put right by steps that are played (``pace``); rates alone seat machines,
+and choose what is played.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ AGREEMENT_HOPS = 2
 
 
 class Rate(NamedTuple):
-    """Microbatches/s. What is lost from one to the next: to uneven stages, to links, to the bound on what is under way, to the ends of
-    steps."""
+    """Microbatches/s. What is lost from one to the next: to uneven stages, to links, to the bound on what is under way,
+    to the ends of steps."""
 
     even: float
     """If what serves were spread evenly."""
@@ -46,8 +48,8 @@ class Rate(NamedTuple):
 
 
 class Rates:
-    """Of one setting. ``delayed``: a step is averaged while the next one is computed. Remembers the fleet it was asked about last, for in a
-    large one little changes from one moment to the next."""
+    """Of one setting. ``delayed``: a step is averaged while the next one is computed. Remembers the fleet it was asked
+    about last, for in a large one little changes from one moment to the next."""
 
     def __init__(self, setting: Setting, *, trainers: int = TRAINERS, delayed: bool = False) -> None:
         self.setting = setting
@@ -119,11 +121,14 @@ class Rates:
         computes, carries = (sum(n / s for n, s in zip(here, each, strict=True)) for each in (taken_s, carried_s))
         items, peers = self._cost.microbatches, sum(here)
         return _Stage(
-            peers=peers, computes=computes, carries=carries,
+            peers=peers,
+            computes=computes,
+            carries=carries,
             path_s=self._unless_known("path", self._path_s, stage, before or here, here),
-            service_s=peers / computes, ending_s=self._unless_known("ending", self._ending_s, stage, here),
+            service_s=peers / computes,
+            ending_s=self._unless_known("ending", self._ending_s, stage, here),
             makespan_s=makespan_s(items, list(zip(here, carried_s, strict=True))),
-        )  # fmt: skip
+        )
 
     def _unless_known(self, what: str, find: Callable[..., float], stage: int, *peers: Counts) -> float:
         """What changes next to a stage changes less than half of what is asked about it."""
@@ -133,12 +138,14 @@ class Rates:
         return known[1]
 
     def _carried_s(self, stage: int, k: int, before: Counts | None, behind: Counts | None) -> float:
-        """What the links of a peer of kind ``k`` take for a microbatch [s]: its own, and all paths to a neighbouring stage together."""
+        """What the links of a peer of kind ``k`` take for a microbatch [s]: its own, and all paths to a neighbouring
+        stage together."""
         cost, own = self._cost, self._kinds[k]
         on, back = (cost.forward_bytes[stage + 1], cost.backward_bytes[stage + 1]) if behind else (0, 0)
         longest_s = max(
-            (on + cost.backward_bytes[stage]) / own.up_bytes_per_s, (cost.forward_bytes[stage] + back) / own.down_bytes_per_s
-        )  # fmt: skip
+            (on + cost.backward_bytes[stage]) / own.up_bytes_per_s,
+            (cost.forward_bytes[stage] + back) / own.down_bytes_per_s,
+        )
         for others, sent in ((behind, on), (before, cost.backward_bytes[stage])):
             if others:
                 paths = sum([n * bandwidth for n, bandwidth in zip(others, self._bandwidths[k], strict=True) if n])
@@ -150,8 +157,8 @@ class Rates:
         return [[link.bandwidth_bytes_per_s for link in row] for row in self._links]
 
     def _path_s(self, stage: int, senders: Counts, receivers: Counts) -> float:
-        """From the stage before and back, as often as each pair is on the way. To the first from trainers, who are of it themselves, and
-        prefer what goes nowhere."""
+        """From the stage before and back, as often as each pair is on the way. To the first from trainers, who are of
+        it themselves, and prefer what goes nowhere."""
         ways = self._ways_s[stage]
         path_s = sum(
             share * way_s
@@ -176,8 +183,9 @@ class Rates:
         return there.delay_s + back.delay_s + sent_s + self._cost.backward_bytes[stage] / back.bandwidth_bytes_per_s
 
     def shares(self, stage: int, senders: Counts, receivers: Counts) -> list[list[float]]:
-        """Of the microbatches that go from ``stage - 1`` to ``stage``: how many from each place to each place; sums to 1. Each sender
-        prefers receivers that answer soon, but none gets more than its part of what the stage computes."""
+        """Of the microbatches that go from ``stage - 1`` to ``stage``: how many from each place to each place; sums to
+        1. Each sender prefers receivers that answer soon, but none gets more than its part of what the stage
+        computes."""
         if len(self.places) == 1:
             return [[1.0]]
         there, takes = self._by_place(receivers, self.service_s[stage])
@@ -209,8 +217,9 @@ class Rates:
         return peers, [sum(counts[k] / service_s[k] for k in place) for place in self.places]
 
     def _ending_s(self, stage: int, here: Counts) -> float:
-        """Averaging, what is said beside it (the stage's longest delay counts), and what was measured of the rest. A peer sends its shards,
-        and the mean of its own once the others' shards have come: those of fast links are there before a slow one has sent its own."""
+        """Averaging, what is said beside it (the stage's longest delay counts), and what was measured of the rest. A
+        peer sends its shards, and the mean of its own once the others' shards have come: those of fast links are there
+        before a slow one has sent its own."""
         kinds, links, cost = self._kinds, self._links, self._cost.stages[stage]
         there, peers = [k for k, n in enumerate(here) if n], sum(here)
         if peers < 2:
@@ -241,8 +250,9 @@ class Rates:
 
 
 class _Stage(NamedTuple):
-    """Of one stage in its place. ``computes``, ``carries``: microbatches/s; ``path_s``: to it from the stage before, and back;
-    ``service_s``: a microbatch in it; ``makespan_s``: all of a step's; ``ending_s``: its part of a step's end."""
+    """Of one stage in its place. ``computes``, ``carries``: microbatches/s; ``path_s``: to it from the stage before,
+    and back; ``service_s``: a microbatch in it; ``makespan_s``: all of a step's; ``ending_s``: its part of a step's
+    end."""
 
     peers: int
     computes: float

@@ -1,4 +1,5 @@
-"""What would happen: a fleet file and a run's configuration, played at either fidelity: as rates, or with every message."""
+"""What would happen: a fleet file and a run's configuration, played at either fidelity: as rates, or with every
+message."""
 
 from __future__ import annotations
 
@@ -29,9 +30,12 @@ def weather(churn: Churn, folder: Path) -> Weather:
     """``folder``: where the fleet file is, from which its trace is named. Raises DataError with the trace's line."""
     trace = () if churn.trace is None else read_trace(TRACE_A if churn.trace == "a" else folder / churn.trace)
     return Weather(
-        trace=trace, leave_per_s=churn.leave_per_hour / HOUR_S, bursts_per_s=churn.bursts_per_hour / HOUR_S,
-        burst_share=churn.burst_share, away_s=60 * churn.away_min,
-    )  # fmt: skip
+        trace=trace,
+        leave_per_s=churn.leave_per_hour / HOUR_S,
+        bursts_per_s=churn.bursts_per_hour / HOUR_S,
+        burst_share=churn.burst_share,
+        away_s=60 * churn.away_min,
+    )
 
 
 def simulate_fleet(
@@ -46,9 +50,10 @@ def simulate_fleet(
     planned: Planned | None = None,
     goes_on: GoesOn = always,
 ) -> Outcome:
-    """Strategy ``swarm`` for so many hours; with ``planned`` membership ``pipeline`` (fidelity 'protocol'). The same seed gives the same
-    outcome. ``watch`` is told of every event of the peers, what their slots do among them (fidelity 'protocol'). ``goes_on`` hears how far
-    it is, every tenth of a real second or more often, and may end it. Raises CapacityError where a stage gets no machine."""
+    """Strategy ``swarm`` for so many hours; with ``planned`` membership ``pipeline`` (fidelity 'protocol'). The same
+    seed gives the same outcome. ``watch`` is told of every event of the peers, what their slots do among them (fidelity
+    'protocol'). ``goes_on`` hears how far it is, every tenth of a real second or more often, and may end it. Raises
+    CapacityError where a stage gets no machine."""
     horizon_s, trainers = HOUR_S * hours, config.fleet.trainers or TRAINERS
     if fidelity == "protocol":
         from muletrain.sim.fleet.actors import Actors
@@ -60,7 +65,8 @@ def simulate_fleet(
 
 
 def by_rates(setting: Setting, config: RunConfig, weather: Weather, *, hours: float, seed: int = 0) -> Outcome:
-    """As fidelity 'flow', but no step is played to put rates right: milliseconds instead of seconds, to compare many runs."""
+    """As fidelity 'flow', but no step is played to put rates right: milliseconds instead of seconds, to compare many
+    runs."""
     rates = Rates(setting, trainers=config.fleet.trainers or TRAINERS, delayed=config.optimizer.delayed)
     return Flow(rates, weather, _rules(config), HOUR_S * hours, seed).play().outcome()
 

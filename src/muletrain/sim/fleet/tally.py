@@ -21,8 +21,8 @@ USUAL_STEPS = 5
 
 
 class Tally:
-    """Told of the events of all peers, and of who is there. ``idle`` has what a peer's own clock tells apart: averaging with all that is
-    agreed on, and waiting for something to compute."""
+    """Told of the events of all peers, and of who is there. ``idle`` has what a peer's own clock tells apart: averaging
+    with all that is agreed on, and waiting for something to compute."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
@@ -84,8 +84,8 @@ class Tally:
         self._before = self._possible
 
     def _look(self, share: float, begin_s: float) -> None:
-        """A step that began at ``begin_s`` made so much of the optimum. A fleet recovers from when a machine left until the last step
-        that was slower for it has ended."""
+        """A step that began at ``begin_s`` made so much of the optimum. A fleet recovers from when a machine left until
+        the last step that was slower for it has ended."""
         if (
             self._outage is None
             and self._left_s is not None
@@ -119,8 +119,8 @@ class Tally:
                 self._bytes[kinds[kind].region, kinds[receiver].region][CLASSES.get(name, "control")] += nbytes
 
     def outcome(self, end_s: float, *, partial: bool) -> Outcome:
-        """After ``end_s``. Of the step under way as much counts as has passed of the time that the one before took; nothing where there
-        was none, or where peers gave up."""
+        """After ``end_s``. Of the step under way as much counts as has passed of the time that the one before took;
+        nothing where there was none, or where peers gave up."""
         steps = float(self.steps)
         if len(self._ends) > 1 and not self._gave_up:
             steps += min(0.99, (end_s - self._ends[-1]) / (self._ends[-1] - self._ends[-2]))
@@ -128,9 +128,18 @@ class Tally:
         share, averaging, lost = done / possible, self._averaging / possible, self._lost / possible
         idle = {"averaging": averaging, "steps taken back": lost, "waiting for work": 1 - share - averaging - lost}
         return Outcome(
-            hours=end_s / 3600, steps=steps, throughput=done / (end_s or 1.0), share_of_optimum=share, idle=idle,
-            bytes={link: dict(classes) for link, classes in sorted(self._bytes.items())}, lost_microbatches=self._lost,
-            repeated_microbatches=self._repeated, events=dict(sorted(self._events.items())),
-            recoveries_s=tuple(self._recoveries_s), not_recovered=self._outage is not None, curve=tuple(self._curve),
-            partial=partial, gave_up=tuple(self._gave_up),
-        )  # fmt: skip
+            hours=end_s / 3600,
+            steps=steps,
+            throughput=done / (end_s or 1.0),
+            share_of_optimum=share,
+            idle=idle,
+            bytes={link: dict(classes) for link, classes in sorted(self._bytes.items())},
+            lost_microbatches=self._lost,
+            repeated_microbatches=self._repeated,
+            events=dict(sorted(self._events.items())),
+            recoveries_s=tuple(self._recoveries_s),
+            not_recovered=self._outage is not None,
+            curve=tuple(self._curve),
+            partial=partial,
+            gave_up=tuple(self._gave_up),
+        )

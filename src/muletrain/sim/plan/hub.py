@@ -1,5 +1,5 @@
-"""Strategy ``hub`` on a fleet (HYBRID): reliable machines serve stages as parameter servers, unreliable ones are their clients; allocated
-by ``planning.allocate``, timed by the paper's eq. 1 and 2 (``planning.hub``).
+"""Strategy ``hub`` on a fleet (HYBRID): reliable machines serve stages as parameter servers, unreliable ones are their
+clients; allocated by ``planning.allocate``, timed by the paper's eq. 1 and 2 (``planning.hub``).
 
 Averaging runs beside the next step (delayed updates, sec. 3.3.1), so it counts where it takes longer than that.
 """
@@ -83,9 +83,11 @@ class Allocated:
         microbatches = self.task.microbatches
         step_s = microbatches * slowest.total_s
         return Split(
-            compute_s=microbatches * slowest.compute_s, pipeline_s=microbatches * (slowest.total_s - slowest.compute_s),
-            data_parallel_s=max(0.0, self.averaging_s() - step_s), bubble_s=0.0,
-        )  # fmt: skip
+            compute_s=microbatches * slowest.compute_s,
+            pipeline_s=microbatches * (slowest.total_s - slowest.compute_s),
+            data_parallel_s=max(0.0, self.averaging_s() - step_s),
+            bubble_s=0.0,
+        )
 
 
 def predict(
@@ -135,9 +137,15 @@ def _task(question: Question, run: RunConfig) -> HubTask:
     memory = [_room(offer.device, offer.host is None, whole) for offer in map(offer_of, question.firsts)]
     sequences, tokens = run.train.microbatch, spec.context
     return HubTask(
-        delay_ms, gbps, tuple(flops[n] for n in entries), tuple(peer.reliable for peer in peers), _chain(question, run, whole),
-        encoded_size(run.wire.activations, (sequences, tokens, spec.width)), run.microbatches, tuple(memory[n] for n in entries),
-    )  # fmt: skip
+        delay_ms,
+        gbps,
+        tuple(flops[n] for n in entries),
+        tuple(peer.reliable for peer in peers),
+        _chain(question, run, whole),
+        encoded_size(run.wire.activations, (sequences, tokens, spec.width)),
+        run.microbatches,
+        tuple(memory[n] for n in entries),
+    )
 
 
 def _room(device: int, alone: bool, whole: StageMemory) -> float:
@@ -159,9 +167,11 @@ def _chain(question: Question, run: RunConfig, whole: StageMemory) -> Chain:
     of_head = stash_bytes(spec, ((0, 1), (1, 1)), 1, tokens, precision)
     params = spec.stage_params(spec.cut(1), 0)
     chain = spec.chain(
-        run.train.microbatch, spec.context, parameter_bytes=(whole.on_device - whole.activations) / params,
+        run.train.microbatch,
+        spec.context,
+        parameter_bytes=(whole.on_device - whole.activations) / params,
         token_bytes=of_layer / tokens,
-    )  # fmt: skip
+    )
     *before, last = chain.activation_bytes
     return replace(chain, activation_bytes=(*before, last + of_head))
 
@@ -180,12 +190,20 @@ def _told(a: Allocated) -> Prediction:
     firsts = question.firsts
     links = [[question.fleet.between_kinds(x.index, y.index) for y in firsts] for x in firsts]
     return Prediction(
-        strategy="hub", runnable=find("hub").runs, microbatch=a.run.train.microbatch, microbatches=(a.task.microbatches,), stages=stages,
-        spares=question.unused(used), step_s=split.step_s,
-        tokens_per_s=a.run.train.batch * question.spec.context / split.step_s, split=split, memory=memory,
+        strategy="hub",
+        runnable=find("hub").runs,
+        microbatch=a.run.train.microbatch,
+        microbatches=(a.task.microbatches,),
+        stages=stages,
+        spares=question.unused(used),
+        step_s=split.step_s,
+        tokens_per_s=a.run.train.batch * question.spec.context / split.step_s,
+        split=split,
+        memory=memory,
         traffic=traffic([p.region for p in firsts], links, _sent(a)),
-        price_per_billion_tokens=question.price(used, split.step_s), notes=NOTES,
-    )  # fmt: skip
+        price_per_billion_tokens=question.price(used, split.step_s),
+        notes=NOTES,
+    )
 
 
 def _memory(a: Allocated) -> tuple[Memory, ...]:

@@ -1,9 +1,10 @@
 """Strategy ``pipeline`` on a fleet: membership as planned (DT-FM), the schedules GPipe and 1F1B.
 
-For each number of stages the placement search finds where stages and pipelines go (``planning.place``), where stages are alike, on machines
-that hold any of them; another search makes them unequal (``unequal``): in layers, machines, and how many pipelines a machine serves. Each
-looks once; schedules are tried on what they found with every microbatch that fits, and the best is kept, one of each schedule. Of the best
-few of each schedule whole steps are played (``steps``), with averaging and trainers; these times are what is predicted.
+For each number of stages the placement search finds where stages and pipelines go (``planning.place``), where stages
+are alike, on machines that hold any of them; another search makes them unequal (``unequal``): in layers, machines, and
+how many pipelines a machine serves. Each looks once; schedules are tried on what they found with every microbatch that
+fits, and the best is kept, one of each schedule. Of the best few of each schedule whole steps are played (``steps``),
+with averaging and trainers; these times are what is predicted.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ def _step_s(found: tuple[Prediction, Placed]) -> float:
 
 
 def tried_on(question: Question, swarm: Prediction, pipelines: Sequence[Prediction]) -> list[Prediction]:
-    """Each of ``pipelines``, or what its schedule does with the machines and layers of ``swarm``'s stages, if that is faster."""
+    """Each of ``pipelines``, or what its schedule does with the machines and layers of ``swarm``'s stages, if that is
+    faster."""
     if swarm.problem:
         return list(pipelines)
     placed = laid_out(question, swarm)
@@ -122,8 +124,8 @@ def _alike(question: Question, stages: int, microbatch: int, seed: int, time_lim
 def _fastest(
     question: Question, first: Placed, microbatches: Iterable[int]
 ) -> dict[Schedule, tuple[float, Placed] | str]:
-    """By schedule: an estimate of a step, and where everything goes, with the fastest of the ``microbatches``; or which machine lacks
-    room. Where stages of ``first`` mix devices, the CPU updates the weights."""
+    """By schedule: an estimate of a step, and where everything goes, with the fastest of the ``microbatches``; or which
+    machine lacks room. Where stages of ``first`` mix devices, the CPU updates the weights."""
     best: dict[Schedule, tuple[float, Placed] | str] = {}
     cut, asked = first.scene.setting.cut, question.once_mixed(first.scene.setting, first.serving)
     for microbatch in microbatches:
@@ -147,8 +149,8 @@ def _fastest(
 
 
 def scheduled(question: Question, scene: Scene, schedule: Schedule, pipelines: int) -> Scene:
-    """GPipe keeps the activations of a whole step: machines that have no room for them compute forward again before each backward (but in
-    the last stage, which does both at once)."""
+    """GPipe keeps the activations of a whole step: machines that have no room for them compute forward again before
+    each backward (but in the last stage, which does both at once)."""
     if schedule != "gpipe" or question.run.compute.checkpointing != "auto":
         return scene
     needs, setting = question.needs(scene), scene.setting
@@ -189,9 +191,13 @@ def found(question: Question, scene: Scene, seed: int, time_limit_s: float) -> P
     each = setting.cost.microbatches / pipelines
     times_s = [each * max(map(setting.kinds[k].service_s, range(stages))) for k in kinds]
     task = Task(
-        delay_ms, gbps, (pipelines,) * stages, each * max(setting.cost.backward_bytes), max(s.averaged_bytes for s in setting.cost.stages),
+        delay_ms,
+        gbps,
+        (pipelines,) * stages,
+        each * max(setting.cost.backward_bytes),
+        max(s.averaged_bytes for s in setting.cost.stages),
         compute_s=tuple(times_s),
-    )  # fmt: skip
+    )
     placement = place(task, seed=seed, time_limit_s=time_limit_s)
     placed = {names[d] for stage in placement.assignment for d in stage}
     spares = [
@@ -238,14 +244,22 @@ def told(question: Question, placed: Placed, schedule: Schedule) -> Prediction:
     used = {name for stage in stages for name in stage.machines}
     tokens = question.run.train.batch * question.spec.context
     return Prediction(
-        strategy="pipeline", schedule=schedule, runnable=find("pipeline").runs,
-        microbatch=setting.cost.sequences, microbatches=shares, stages=stages,
-        spares=question.unused(used), state_device=placed.scene.run.optimizer.state_device, step_s=split.step_s,
-        tokens_per_s=tokens / split.step_s, split=split, memory=_memory(question, placed, schedule),
+        strategy="pipeline",
+        schedule=schedule,
+        runnable=find("pipeline").runs,
+        microbatch=setting.cost.sequences,
+        microbatches=shares,
+        stages=stages,
+        spares=question.unused(used),
+        state_device=placed.scene.run.optimizer.state_device,
+        step_s=split.step_s,
+        tokens_per_s=tokens / split.step_s,
+        split=split,
+        memory=_memory(question, placed, schedule),
         traffic=traffic([k.region for k in setting.kinds], setting.links, _sent(placed, shares)),
         price_per_billion_tokens=question.price(used, split.step_s),
         notes=(STAND_IN, *mixing(placed.scene, placed.serving)),
-    )  # fmt: skip
+    )
 
 
 def _split(placed: Placed, schedule: Schedule) -> Split:

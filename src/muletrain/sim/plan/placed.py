@@ -41,7 +41,8 @@ class Placed:
 
     @cached_property
     def everyone(self) -> tuple[tuple[int, int], ...]:
-        """(stage, kind), in the order of stages and pipelines; then spares where a live run seats them: they average along."""
+        """(stage, kind), in the order of stages and pipelines; then spares where a live run seats them: they average
+        along."""
         peers = [(s, self.kinds[d]) for s, devices in enumerate(self.assignment) for d in dict.fromkeys(devices)]
         serving = [[0] * len(self.scene.setting.kinds) for _ in self.assignment]
         for s, k in peers:
@@ -72,7 +73,8 @@ class Placed:
         return self.scene.setting.links[self.kinds[a]][self.kinds[b]]
 
     def on(self, scene: Scene) -> Placed | None:
-        """Everyone in the same place with another microbatch, or state on another device; None: somebody lacks room for that."""
+        """Everyone in the same place with another microbatch, or state on another device; None: somebody lacks room for
+        that."""
         index = {kind.name: k for k, kind in enumerate(scene.setting.kinds)}
         own = [index.get(kind.name) for kind in self.scene.setting.kinds]
         kinds = [own[k] for k in self.kinds]
@@ -89,8 +91,8 @@ class Placed:
 
     @cached_property
     def given(self) -> list[tuple[tuple[Station, ...], int]]:
-        """Of the pipelines that get microbatches: stations and share. To one of its pipelines a machine of several seems to be as much
-        slower as the others keep it busy."""
+        """Of the pipelines that get microbatches: stations and share. To one of its pipelines a machine of several
+        seems to be as much slower as the others keep it busy."""
         served = [Counter[int]() for _ in self.assignment]  # microbatches, by stage and machine
         for devices, every in zip(self.assignment, served, strict=True):
             for d, share in zip(devices, self.shares, strict=True):
@@ -123,16 +125,22 @@ class Placed:
             link, there = self.link(own, self.assignment[s + 1][p]), self.scene.setting.kinds[self.kind(s + 1, p)]
             nbytes = cost.forward_bytes[s + 1]
             found = replace(
-                found, on_s=nbytes / link.bandwidth_bytes_per_s, on_delay_s=link.delay_s, on_up_s=nbytes / kind.up_bytes_per_s,
+                found,
+                on_s=nbytes / link.bandwidth_bytes_per_s,
+                on_delay_s=link.delay_s,
+                on_up_s=nbytes / kind.up_bytes_per_s,
                 on_down_s=nbytes / there.down_bytes_per_s,
-            )  # fmt: skip
+            )
         if s:
             link, there = self.link(own, self.assignment[s - 1][p]), self.scene.setting.kinds[self.kind(s - 1, p)]
             nbytes = cost.backward_bytes[s]
             found = replace(
-                found, back_s=nbytes / link.bandwidth_bytes_per_s, back_delay_s=link.delay_s, back_up_s=nbytes / kind.up_bytes_per_s,
+                found,
+                back_s=nbytes / link.bandwidth_bytes_per_s,
+                back_delay_s=link.delay_s,
+                back_up_s=nbytes / kind.up_bytes_per_s,
                 back_down_s=nbytes / there.down_bytes_per_s,
-            )  # fmt: skip
+            )
         return found
 
     def ending_s(self) -> float:

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 
 def confirmed(question: Question, plan: Plan) -> Plan:
-    """With what the recommended layout takes when every message of the production code is played: of strategy swarm from where machines are
-    seated, of pipeline as planned. Where hardly any step comes to its end then, its notes say so."""
+    """With what the recommended layout takes when every message of the production code is played: of strategy swarm
+    from where machines are seated, of pipeline as planned. Where hardly any step comes to its end then, its notes say
+    so."""
     if plan.recommended is None:
         return plan
     chosen = plan.strategies[plan.recommended]
@@ -41,10 +42,14 @@ def confirmed(question: Question, plan: Plan) -> Plan:
 
 
 def plan(
-    question: Question, *, seed: int = 0, time_limit_s: float = 30.0,
+    question: Question,
+    *,
+    seed: int = 0,
+    time_limit_s: float = 30.0,
     watch: Callable[[str, float], None] = lambda what, share: None,
-) -> Plan:  # fmt: skip
-    """``time_limit_s``: of searches for placements and allocations. ``watch`` hears what is looked for, and which share of it is done.
+) -> Plan:
+    """``time_limit_s``: of searches for placements and allocations. ``watch`` hears what is looked for, and which share
+    of it is done.
 
     Raises ConfigError, and CapacityError where no strategy is possible."""
     pipelines = plan_pipeline.predict(question, seed, time_limit_s / 2, lambda share: watch("pipeline", share))
@@ -62,6 +67,13 @@ def plan(
     best, why = recommend(found)
     run, spec = question.run, question.spec
     return Plan(
-        fleet=question.fleet.name, model=run.model.preset or "model", params=spec.params, batch=run.train.batch, context=spec.context,
-        strategies=tuple(found), recommended=best, why=why, assumed=question.assumed(),
-    )  # fmt: skip
+        fleet=question.fleet.name,
+        model=run.model.preset or "model",
+        params=spec.params,
+        batch=run.train.batch,
+        context=spec.context,
+        strategies=tuple(found),
+        recommended=best,
+        why=why,
+        assumed=question.assumed(),
+    )

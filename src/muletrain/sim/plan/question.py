@@ -1,4 +1,5 @@
-"""What ``muletrain plan`` is asked, and what every answer is made of: settings by stages and microbatch, memory, traffic, price."""
+"""What ``muletrain plan`` is asked, and what every answer is made of: settings by stages and microbatch, memory,
+traffic, price."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ class Question:
         return {m.name: [next(peers).name for _ in range(m.count)] for m in self.fleet.machines}
 
     def stage_counts(self) -> list[int]:
-        """Those worth a look: the fewest stages with so many layers in the largest. With paced machines there is nothing to choose."""
+        """Those worth a look: the fewest stages with so many layers in the largest. With paced machines there is
+        nothing to choose."""
         if self.stages is not None:
             return [self.stages]
         if self.paced:
@@ -138,11 +140,18 @@ class Question:
         """``inputs``: of microbatches whose backward is owed, beyond the estimate."""
         offer, kept = self.offer(entry), int(inputs)
         return Memory(
-            machine=entry, stage=stage, weights=need.weights, optimizer=need.moments, gradients=need.gradient,
-            activations=need.activations + kept, buffers=need.copies,
-            device_needs=need.of_device(offer) + kept, device_has=stated(offer.device),
-            host_needs=0 if offer.host is None else need.on_host, host_has=None if offer.host is None else stated(offer.host),
-        )  # fmt: skip
+            machine=entry,
+            stage=stage,
+            weights=need.weights,
+            optimizer=need.moments,
+            gradients=need.gradient,
+            activations=need.activations + kept,
+            buffers=need.copies,
+            device_needs=need.of_device(offer) + kept,
+            device_has=stated(offer.device),
+            host_needs=0 if offer.host is None else need.on_host,
+            host_has=None if offer.host is None else stated(offer.host),
+        )
 
     def price(self, used: Iterable[str], step_s: float) -> float | None:
         """Of a billion tokens, with these machines; None: one of them has no price."""
@@ -177,7 +186,8 @@ def with_haste(found: Prediction, *, hurried: bool) -> Prediction:
 
 
 def matrices(links: Sequence[Sequence[Link]], kinds: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Delay [ms] and bandwidth [Gbit/s] between every two machines, (N, N). ``kinds``: of the machines, by which ``links`` are."""
+    """Delay [ms] and bandwidth [Gbit/s] between every two machines, (N, N). ``kinds``: of the machines, by which
+    ``links`` are."""
     delay_ms = np.array([[1000 * link.delay_s for link in row] for row in links])
     gbps = np.array([[min(UNLIMITED_GBPS, 8e-9 * link.bandwidth_bytes_per_s) for link in row] for row in links])
     pairs = np.ix_(kinds, kinds)
@@ -222,11 +232,17 @@ def traffic(regions: Sequence[str], links: Sequence[Sequence[Link]], sent: Bytes
     for (sender, receiver), counted in classes.items():
         between = ways[sender, receiver]
         narrowest = min(way.bandwidth_bytes_per_s for way in between)
-        rows.append(Traffic(
-            sender=sender, receiver=receiver, activations=counted["activations"], gradients=counted["gradients"],
-            averaging=counted["averaging"],
-            bandwidth_bytes_per_s=None if math.isinf(narrowest) else narrowest, delay_s=max(way.delay_s for way in between),
-        ))  # fmt: skip
+        rows.append(
+            Traffic(
+                sender=sender,
+                receiver=receiver,
+                activations=counted["activations"],
+                gradients=counted["gradients"],
+                averaging=counted["averaging"],
+                bandwidth_bytes_per_s=None if math.isinf(narrowest) else narrowest,
+                delay_s=max(way.delay_s for way in between),
+            )
+        )
     return tuple(sorted(rows, key=lambda row: (-row.total, row.sender, row.receiver)))
 
 

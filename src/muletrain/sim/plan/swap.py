@@ -1,4 +1,5 @@
-"""Strategy ``swap`` on a fleet (ATOM): every machine that has room computes the whole model, whose layers go through its GPU."""
+"""Strategy ``swap`` on a fleet (ATOM): every machine that has room computes the whole model, whose layers go through
+its GPU."""
 
 from __future__ import annotations
 
@@ -111,7 +112,8 @@ def _whole(n: int, peer: FleetPeer, name: str, run: RunConfig, spec: ModelSpec) 
 
 
 def _layers(spec: ModelSpec, tokens: int, precision: Precision, flops: float) -> tuple[Layer, ...]:
-    """Blocks, the first one with the embedding (ATOM sec. III-C), and the head; activations are computed again before a backward."""
+    """Blocks, the first one with the embedding (ATOM sec. III-C), and the head; activations are computed again before a
+    backward."""
     size = 4 if precision is Precision.FP32 else 2
     graph = stash_bytes(spec, ((0, 1), (1, 2)), 0, tokens, precision)
     heads_graph = stash_bytes(spec, ((0, 1), (1, 1)), 1, tokens, precision)
@@ -131,13 +133,28 @@ def _kept(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
 
 
 def _row(
-    name: str, need: StageMemory, on_device: int, loaded: int, graphs: int | None, device: int, on_host: int, host: int | None = None
-) -> Memory:  # fmt: skip
+    name: str,
+    need: StageMemory,
+    on_device: int,
+    loaded: int,
+    graphs: int | None,
+    device: int,
+    on_host: int,
+    host: int | None = None,
+) -> Memory:
     return Memory(
-        machine=name, stage=0, weights=need.weights, optimizer=need.moments, gradients=need.gradient,
-        activations=need.activations if graphs is None else graphs, buffers=need.copies + loaded,
-        device_needs=on_device, device_has=stated(device), host_needs=on_host, host_has=None if host is None else stated(host),
-    )  # fmt: skip
+        machine=name,
+        stage=0,
+        weights=need.weights,
+        optimizer=need.moments,
+        gradients=need.gradient,
+        activations=need.activations if graphs is None else graphs,
+        buffers=need.copies + loaded,
+        device_needs=on_device,
+        device_has=stated(device),
+        host_needs=on_host,
+        host_has=None if host is None else stated(host),
+    )
 
 
 def _told(question: Question, run: RunConfig, able: list[Whole]) -> Prediction:
@@ -149,19 +166,30 @@ def _told(question: Question, run: RunConfig, able: list[Whole]) -> Prediction:
     members = [Member(p.up_bytes_per_s, p.down_bytes_per_s) for w in able for p in [question.firsts[w.n]] * counts[w.n]]
     nbytes = run_cost(run, spec, spec.cut(1)).stages[0].averaged_bytes
     ending_s = averaging_s(
-        nbytes, members, min((p.bandwidth_bytes_per_s for p in paths), default=math.inf), max((p.delay_s for p in paths), default=0.0)
-    )  # fmt: skip
+        nbytes,
+        members,
+        min((p.bandwidth_bytes_per_s for p in paths), default=math.inf),
+        max((p.delay_s for p in paths), default=0.0),
+    )
     split = swap_split(swappers, run.microbatches, ending_s)
     sent = Bytes()
     sent.averaging([counts.get(n, 0) for n in range(len(fleet.machines))], nbytes)
     used = [name for w in able for name in question.names[fleet.machines[w.n].name]]
     most = max(able, key=lambda w: len(w.swapper.runs))
     return Prediction(
-        strategy="swap", runnable=find("swap").runs, microbatch=run.train.microbatch,
+        strategy="swap",
+        runnable=find("swap").runs,
+        microbatch=run.train.microbatch,
         microbatches=shared_out(run.microbatches, [s.accumulate / s.round_s for s in swappers]),
-        accumulate=max(s.accumulate for s in swappers), stages=(Stage(layers=(0, spec.layers), machines=tuple(used)),),
-        swapped=() if len(most.swapper.runs) == 1 else most.swapper.runs, spares=question.unused(used), step_s=split.step_s,
-        tokens_per_s=run.train.batch * spec.context / split.step_s, split=split, memory=tuple(w.memory for w in able),
+        accumulate=max(s.accumulate for s in swappers),
+        stages=(Stage(layers=(0, spec.layers), machines=tuple(used)),),
+        swapped=() if len(most.swapper.runs) == 1 else most.swapper.runs,
+        spares=question.unused(used),
+        step_s=split.step_s,
+        tokens_per_s=run.train.batch * spec.context / split.step_s,
+        split=split,
+        memory=tuple(w.memory for w in able),
         traffic=traffic([p.region for p in question.firsts], links, sent),
-        price_per_billion_tokens=question.price(used, split.step_s), notes=NOTES,
-    )  # fmt: skip
+        price_per_billion_tokens=question.price(used, split.step_s),
+        notes=NOTES,
+    )

@@ -1,8 +1,8 @@
 """Strategy ``swarm`` on a fleet: the stages and the microbatch with which it does most.
 
-Where machines settle is found by the simulator's rates (``flow``, ``rates``), for every number of stages and every microbatch; beside even
-cuts, where machines are unequal, with those that pipelines do best with. Of those that
-do most by rates, steps are played (``steps``); these times are what is predicted.
+Where machines settle is found by the simulator's rates (``flow``, ``rates``), for every number of stages and every
+microbatch; beside even cuts, where machines are unequal, with those that pipelines do best with. Of those that do most
+by rates, steps are played (``steps``); these times are what is predicted.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ PLAYED, ENOUGH = 10, 4
 MOVING_PERIODS = (3, 9)
 """Of rebalancing, that are played beside them: by the end of the first ones hardly anybody moves any more."""
 SHORTLIST, NEARLY, LEADING = 8, 0.8, 0.6
-"""Of which steps are played: at most so many, which do so much of the best by rates; and so much if there is no better one of the same
-cut, for between different cuts rates err most."""
+"""Of which steps are played: at most so many, which do so much of the best by rates; and so much if there is no better
+one of the same cut, for between different cuts rates err most."""
 ALIKE = 0.01
 """Of two layouts that differ by less, the one with fewer stages, and then the one with larger microbatches."""
 
@@ -78,7 +78,8 @@ class Settled:
 def predict(
     question: Question, watch: Callable[[float], None] = lambda share: None, cuts: Iterable[Cut] = ()
 ) -> Prediction:
-    """The best that was found; or why there is none. ``cuts``: to look at beside the most even one of each number of stages."""
+    """The best that was found; or why there is none. ``cuts``: to look at beside the most even one of each number of
+    stages."""
     found, problems = [], []
     ways = [(stages, None) for stages in question.stage_counts()] + [(len(cut), cut) for cut in cuts]
     for n, (stages, cut) in enumerate(ways):
@@ -135,9 +136,9 @@ def settled(scene: Scene) -> Settled:
 
 
 def played_step_s(scene: Scene, expected_s: float, steps: int = PLAYED, planned: Planned | None = None) -> float:
-    """Of one step, by every message of the production code [s]: the mean of the second half of so many, and of what fits into a few periods
-    of rebalancing beside them, so that peers have measured each other. Where somebody moved late, it is played for longer. Of ``planned``
-    membership, where nobody moves, of so many alone. Raises NoSteps."""
+    """Of one step, by every message of the production code [s]: the mean of the second half of so many, and of what
+    fits into a few periods of rebalancing beside them, so that peers have measured each other. Where somebody moved
+    late, it is played for longer. Of ``planned`` membership, where nobody moves, of so many alone. Raises NoSteps."""
     horizon_s, ends_s = 0.0, list[float]()
     for periods in MOVING_PERIODS if planned is None else (0,):
         horizon_s = steps * expected_s + periods * scene.run.fleet.rebalance_period
@@ -187,12 +188,21 @@ def told(question: Question, found: Settled) -> Prediction:
     stages = _stages(question, found)
     used = [name for stage in stages for name in stage.machines]
     return Prediction(
-        strategy="swarm", runnable=find("swarm").runs,
-        microbatch=setting.cost.sequences, microbatches=(setting.cost.microbatches,), stages=stages,
-        spares=question.unused(used), state_device=scene.run.optimizer.state_device, step_s=found.step_s, tokens_per_s=found.tokens_per_s,
-        split=split(found), memory=_memory(question, scene, found.serving), traffic=sent(found),
-        price_per_billion_tokens=question.price(used, found.step_s), notes=mixing(scene, found.serving),
-    )  # fmt: skip
+        strategy="swarm",
+        runnable=find("swarm").runs,
+        microbatch=setting.cost.sequences,
+        microbatches=(setting.cost.microbatches,),
+        stages=stages,
+        spares=question.unused(used),
+        state_device=scene.run.optimizer.state_device,
+        step_s=found.step_s,
+        tokens_per_s=found.tokens_per_s,
+        split=split(found),
+        memory=_memory(question, scene, found.serving),
+        traffic=sent(found),
+        price_per_billion_tokens=question.price(used, found.step_s),
+        notes=mixing(scene, found.serving),
+    )
 
 
 def _stages(question: Question, found: Settled) -> tuple[Stage, ...]:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 def unequal(question: Question, stages: int, microbatch: int, seed: int, time_limit_s: float) -> list[Placed]:
-    """A few that may be the fastest; none where there is no room, nor where a stage takes what the file says, whatever layers it has."""
+    """A few that may be the fastest; none where there is no room, nor where a stage takes what the file says, whatever
+    layers it has."""
     if question.paced or not 1 < stages <= min(question.spec.layers, len(question.fleet.peers())):
         return []
     fleet = _Fleet(question, stages, microbatch)
@@ -82,10 +83,14 @@ class _Fleet:
             pairs /= pairs.sum()
             most = max(here[s - 1].sum(), here[s].sum())
             busiest_s = max(
-                busiest_s, there * (pairs * self._per_byte_s).sum() / most, back * (pairs * self._per_byte_s.T).sum() / most,
-                there / (here[s - 1] @ self._up), there / (here[s] @ self._down),
-                back / (here[s] @ self._up), back / (here[s - 1] @ self._down),
-            )  # fmt: skip
+                busiest_s,
+                there * (pairs * self._per_byte_s).sum() / most,
+                back * (pairs * self._per_byte_s.T).sum() / most,
+                there / (here[s - 1] @ self._up),
+                there / (here[s] @ self._down),
+                back / (here[s] @ self._up),
+                back / (here[s - 1] @ self._down),
+            )
             way_s += float((pairs * (self._delay_s + self._delay_s.T)).sum())
         takes = self.work.takes_s
         once_s = sum(

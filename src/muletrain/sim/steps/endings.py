@@ -1,5 +1,5 @@
-"""How steps end in a play without messages (``steps``), as ``runtime.step`` ends them: word that all is through, seals, shards, means, word
-of who holds them; then a peer applies the step."""
+"""How steps end in a play without messages (``steps``), as ``runtime.step`` ends them: word that all is through, seals,
+shards, means, word of who holds them; then a peer applies the step."""
 
 from __future__ import annotations
 
@@ -29,15 +29,23 @@ class End:
         self.agreed, self.applied = set[int](), set[int]()
         self.begun_s = math.inf
         self.through_s = self.over_s = 0.0
-        """When the first trainer began it, when the last one had all answers, and when the last peer had applied the step."""
+        """When the first trainer began it, when the last one had all answers, and when the last peer had applied the
+        step."""
 
 
 class Endings:
     """Of all steps. ``stages``: the peers', in whose order they reduce shards."""
 
     def __init__(
-        self, wires: Wires, cost: RunCost, stages: Sequence[int], trainers: int, opened: Callable[[int, int], None], *, delayed: bool
-    ) -> None:  # fmt: skip
+        self,
+        wires: Wires,
+        cost: RunCost,
+        stages: Sequence[int],
+        trainers: int,
+        opened: Callable[[int, int], None],
+        *,
+        delayed: bool,
+    ) -> None:
         """``opened``: called with a peer and the step that it computes from now on."""
         self._wires, self._cost, self._stages, self._trainers = wires, cost, stages, trainers
         self._opened, self._delayed = opened, delayed
@@ -77,7 +85,8 @@ class Endings:
             self._to_all(p, partial(self._sum, step=step))
 
     def _to_all(self, p: int, then: Callable[[int], None]) -> None:
-        """A shard to each replica, ``p`` itself included, in the order in which it sends to them (``runtime.step.averaging``)."""
+        """A shard to each replica, ``p`` itself included, in the order in which it sends to them
+        (``runtime.step.averaging``)."""
         here = self._replicas(p)
         k = here.index(p)
         shard = self._cost.stages[self._stages[p]].averaged_bytes / len(here)

@@ -1,8 +1,9 @@
-"""What steps of a settled fleet take, played microbatch by microbatch, but without messages: what ``muletrain plan`` predicts with.
+"""What steps of a settled fleet take, played microbatch by microbatch, but without messages: what ``muletrain plan``
+predicts with.
 
-Who gets a microbatch is decided by the policies that decide in production (``policy.claims``, ``policy.wiring``, ``strategies``), links
-are shared as they share them (``wires``), and steps end as they end (``endings``). Nobody fails, comes, goes or moves, so all that
-deadlines, probes and records are for is left out: a step takes milliseconds.
+Who gets a microbatch is decided by the policies that decide in production (``policy.claims``, ``policy.wiring``,
+``strategies``), links are shared as they share them (``wires``), and steps end as they end (``endings``). Nobody fails,
+comes, goes or moves, so all that deadlines, probes and records are for is left out: a step takes milliseconds.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 ENOUGH, DRAWN = 240, 960
 """Microbatches that are played, in whole steps: who builds how many of a step is drawn anew for each. ``DRAWN``: where
-who gets one more is a draw, too, and a step waits for a slow machine that did (fleet 104 of benchmarks/plan: steps of 13 to 18 s)."""
+who gets one more is a draw, too, and a step waits for a slow machine that did (fleet 104 of benchmarks/plan: steps of
+13 to 18 s)."""
 RETRY_S = 0.05
 """Until a sender whose receivers are all full looks again (``runtime.microbatch.dispatcher``)."""
 NOBODY = -1
@@ -47,8 +49,8 @@ class Cast:
 
 
 def cast(setting: Setting, serving: Sequence[Sequence[int]], trainers: int) -> Cast:
-    """Of strategy swarm. ``serving``: by stage and kind. Trainers are machines that stay, of as many kinds as possible; in the first stage,
-    where there is one of their kind."""
+    """Of strategy swarm. ``serving``: by stage and kind. Trainers are machines that stay, of as many kinds as possible;
+    in the first stage, where there is one of their kind."""
     peers = tuple((s, k) for s, counts in enumerate(serving) for k, n in enumerate(counts) for _ in range(n))
     turns = defaultdict[int, int](int)
     ranked = []
@@ -59,7 +61,8 @@ def cast(setting: Setting, serving: Sequence[Sequence[int]], trainers: int) -> C
 
 
 class Took(NamedTuple):
-    """Means of a few steps [s]. ``computing_s``: until the last microbatch is through; what comes then is the end of the step."""
+    """Means of a few steps [s]. ``computing_s``: until the last microbatch is through; what comes then is the end of
+    the step."""
 
     step_s: float
     computing_s: float
@@ -71,8 +74,8 @@ def steps_of(setting: Setting, strategy: Strategy) -> int:
 
 
 def play(setting: Setting, who: Cast, *, delayed: bool = False) -> Took:
-    """Steps in which senders have measured all receivers. ``delayed``: each is averaged while the next one is computed, and the first one
-    has nothing beside it."""
+    """Steps in which senders have measured all receivers. ``delayed``: each is averaged while the next one is computed,
+    and the first one has nothing beside it."""
     steps, first = steps_of(setting, who.strategy), 1 + delayed
     played = _Play(setting, who, delayed=delayed).run(first + steps)
     ends = played[first:]

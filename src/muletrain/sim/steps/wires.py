@@ -20,20 +20,21 @@ if TYPE_CHECKING:
 
 FREE = Link(0.0, math.inf)
 BULK_SHARE = 0.35
-"""Share of a link full of activations that averaging gets beside them. Fitted to fleets 0 to 39 of benchmarks/sim_grid: with 0.2 averaging
-starved (fleet 23 was predicted 42 % too slow), with nothing the two took turns, and steps of one fleet took 331 to 1,266 s."""
+"""Share of a link full of activations that averaging gets beside them. Fitted to fleets 0 to 39 of benchmarks/sim_grid:
+with 0.2 averaging starved (fleet 23 was predicted 42 % too slow), with nothing the two took turns, and steps of one
+fleet took 331 to 1,266 s."""
 MOMENT_S = 1e-9
 """Rounding."""
 
 
 class Wires:
-    """Between machines, each of one of the ``setting``'s kinds. Uplinks, downlinks and paths are shared as production shares them: a slow
-    path leaves the uplink to others; a downlink takes no time for what comes alone; bulk data (gradients that are averaged) gets a small
-    share of each end beside activations and their gradients."""
+    """Between machines, each of one of the ``setting``'s kinds. Uplinks, downlinks and paths are shared as production
+    shares them: a slow path leaves the uplink to others; a downlink takes no time for what comes alone; bulk data
+    (gradients that are averaged) gets a small share of each end beside activations and their gradients."""
 
     def __init__(self, setting: Setting, kinds: Sequence[int], *, coupled: bool = False) -> None:
-        """``coupled``: where uplinks and downlinks are alike, nothing is sent that the receiver's downlink does not take at once, for
-        queues are short."""
+        """``coupled``: where uplinks and downlinks are alike, nothing is sent that the receiver's downlink does not
+        take at once, for queues are short."""
         self.now_s = 0.0
         self._setting, self.kinds, self._coupled = setting, kinds, coupled
         self._order = itertools.count()
@@ -140,7 +141,8 @@ class Wires:
 
 
 class _Lane:
-    """One thing after another. Bulk data has a clock of its own, which is slow while anything else is carried (``BULK_SHARE``)."""
+    """One thing after another. Bulk data has a clock of its own, which is slow while anything else is carried
+    (``BULK_SHARE``)."""
 
     def __init__(self) -> None:
         self.free_s = self._bulk_free_s = -math.inf

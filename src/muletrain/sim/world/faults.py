@@ -115,7 +115,8 @@ class Faults:
                 disk.hang() if broken else disk.recover()
 
     def _damaged(self, sender: str, receiver: str, packed: bytes) -> bytes:
-        """Where libp2p's encryption would notice: a frame of a damaging peer comes with a flipped bit in its prefix, once."""
+        """Where libp2p's encryption would notice: a frame of a damaging peer comes with a flipped bit in its prefix,
+        once."""
         if sender not in self._damaging:
             return packed
         self._damaging.discard(sender)

@@ -25,7 +25,8 @@ ACTIVATIONS = "activations"
 
 
 class FaultyCompute:
-    """``inner``, where ``how`` says what comes out wrong; empty: nothing. From ``hang`` to ``recover`` no operation ends."""
+    """``inner``, where ``how`` says what comes out wrong; empty: nothing. From ``hang`` to ``recover`` no operation
+    ends."""
 
     def __init__(self, inner: TorchCompute) -> None:
         self._inner = inner

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from muletrain.runtime.core.messages import Message
 
 LIES = ("entries", "expels", "records", "views", "held", "claims", "gaps", "copies", "parts")
-"""What it lies about: rounds that it attests to, whom they expel, the record that it applied, the replicas that it counts on, the step that
-it is at, the microbatches that it holds, those that its stage misses, the state that it gives to newcomers, and parts of checkpoints."""
+"""What it lies about: rounds that it attests to, whom they expel, the record that it applied, the replicas that it
+counts on, the step that it is at, the microbatches that it holds, those that its stage misses, the state that it gives
+to newcomers, and parts of checkpoints."""
 
 
 class Liar:
@@ -51,9 +52,13 @@ class Liar:
 
     def serve(self, method: str, handler: CallHandler, **how: Any) -> None:
         lies: dict[str, Callable[[bytes, bytes], bytes]] = {
-            AskEntries.KIND: self._entries, AskHeld.KIND: self._held, AskSeal.KIND: self._seal,
-            AskSnapshot.KIND: self._snapshot, AskManifest.KIND: self._block, AskBlocks.KIND: self._block,
-        }  # fmt: skip
+            AskEntries.KIND: self._entries,
+            AskHeld.KIND: self._held,
+            AskSeal.KIND: self._seal,
+            AskSnapshot.KIND: self._snapshot,
+            AskManifest.KIND: self._block,
+            AskBlocks.KIND: self._block,
+        }
 
         async def answer(sender: PeerId, payload: bytes) -> bytes:
             told = await handler(sender, payload)
@@ -73,10 +78,15 @@ class Liar:
             others = tuple(m for m in message.members if m != self._network.peer_id)
             return [
                 Gap(
-                    lineage=message.lineage, step=message.step, stage=message.stage, attempt=self._rng.randrange(9),
-                    turn=self._rng.randrange(5), indices=tuple(range(4)), without=others[:64],
+                    lineage=message.lineage,
+                    step=message.step,
+                    stage=message.stage,
+                    attempt=self._rng.randrange(9),
+                    turn=self._rng.randrange(5),
+                    indices=tuple(range(4)),
+                    without=others[:64],
                 )
-            ]  # fmt: skip
+            ]
         return []
 
     def _instead(self, frame: Frame) -> Frame:
@@ -101,9 +111,17 @@ class Liar:
         chosen = (me,) if self.how == "expels" or self._rng.random() < 0.5 else members
         shard = ShardFacts(content=self._rng.randbytes(32), square_norm=1e12, finite=True)
         return RoundEntry(
-            lineage=facts.lineage, step=facts.step, stage=stage, round=bytes(32), members=chosen, shards=(shard,) * len(chosen), stop=False,
-            holder=me, without=tuple(m for m in chosen if m != me), expelled=others[:64] if self.how == "expels" else (),
-        )  # fmt: skip
+            lineage=facts.lineage,
+            step=facts.step,
+            stage=stage,
+            round=bytes(32),
+            members=chosen,
+            shards=(shard,) * len(chosen),
+            stop=False,
+            holder=me,
+            without=tuple(m for m in chosen if m != me),
+            expelled=others[:64] if self.how == "expels" else (),
+        )
 
     # Answers ----------------------------------------------------------------------------------------------------------
 

@@ -82,8 +82,14 @@ class Corpus(Tokens):
         super().__init__(facts)
         train = facts.config.train
         self._source = MicrobatchSource(
-            tokens, train.seed, train.batch, train.microbatch, facts.spec.context, train.sequence_start, train.sequence_warmup
-        )  # fmt: skip
+            tokens,
+            train.seed,
+            train.batch,
+            train.microbatch,
+            facts.spec.context,
+            train.sequence_start,
+            train.sequence_warmup,
+        )
 
     def microbatch(self, step: int, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         return self._source.microbatch(step, index)
@@ -98,30 +104,59 @@ def facts_of(scenario: Scenario) -> Facts:
     """A tiny decoder, a layer a stage, and the plan for it."""
     config = load_config(
         None,
-            [
-                "model.width=16", "model.heads=2", f"model.layers={len(scenario.stages)}", "model.context=4", "model.vocab=640",
-                "model.dropout=0.1", "train.microbatch=1", f"train.batch={scenario.microbatches}", f"train.steps={scenario.steps}",
-                f"train.seed={scenario.seed}", f"fleet.stages={len(scenario.stages)}", f"fleet.peers={sum(scenario.stages)}",
-                "optimizer.warmup=1", "optimizer.eps=1e-5", "optimizer.clip=0.5",
-                "wire.activations=fp32", "wire.gradients=fp32", "compute.precision=fp32", "checkpoint.every=0",
-                *scenario.overrides,
-            ],
-    )  # fmt: skip
+        [
+            "model.width=16",
+            "model.heads=2",
+            f"model.layers={len(scenario.stages)}",
+            "model.context=4",
+            "model.vocab=640",
+            "model.dropout=0.1",
+            "train.microbatch=1",
+            f"train.batch={scenario.microbatches}",
+            f"train.steps={scenario.steps}",
+            f"train.seed={scenario.seed}",
+            f"fleet.stages={len(scenario.stages)}",
+            f"fleet.peers={sum(scenario.stages)}",
+            "optimizer.warmup=1",
+            "optimizer.eps=1e-5",
+            "optimizer.clip=0.5",
+            "wire.activations=fp32",
+            "wire.gradients=fp32",
+            "compute.precision=fp32",
+            "checkpoint.every=0",
+            *scenario.overrides,
+        ],
+    )
     spec = ModelSpec.from_config(config.model)
     plan = Plan(
-        stages=len(scenario.stages), steps=scenario.steps, microbatches=scenario.microbatches, sequences=1, width=spec.width,
+        stages=len(scenario.stages),
+        steps=scenario.steps,
+        microbatches=scenario.microbatches,
+        sequences=1,
+        width=spec.width,
         vocab=spec.vocab,
         sequence_length=functools.partial(
-            sequence_length, context=spec.context, start=config.train.sequence_start, warmup=config.train.sequence_warmup
+            sequence_length,
+            context=spec.context,
+            start=config.train.sequence_start,
+            warmup=config.train.sequence_warmup,
         ),
         activations=config.wire.activations,
-        gradients=config.wire.gradients, clip=config.optimizer.clip,
+        gradients=config.wire.gradients,
+        clip=config.optimizer.clip,
         lr=lambda step: learning_rate(config.optimizer, step, scenario.steps),
-        checkpoint_every=scenario.checkpoint_every, adopt_after_s=scenario.adopt_after_s, from_seed=not scenario.given_weights,
+        checkpoint_every=scenario.checkpoint_every,
+        adopt_after_s=scenario.adopt_after_s,
+        from_seed=not scenario.given_weights,
         capacity=scenario.capacity,
-        rebalance=scenario.rebalance, rebalance_s=scenario.rebalance_s, trace=scenario.trace, work=(1.0,) * len(scenario.stages),
-        state_bytes=(0,) * len(scenario.stages), delayed=config.optimizer.delayed, strategy=strategy_of(config),
-    )  # fmt: skip
+        rebalance=scenario.rebalance,
+        rebalance_s=scenario.rebalance_s,
+        trace=scenario.trace,
+        work=(1.0,) * len(scenario.stages),
+        state_bytes=(0,) * len(scenario.stages),
+        delayed=config.optimizer.delayed,
+        strategy=strategy_of(config),
+    )
     facts = Facts(config, spec, spec.cut(len(scenario.stages)), plan)
     return replace(facts, given=_given(facts)) if scenario.given_weights else facts
 
@@ -161,7 +196,8 @@ class VirtualCompute(TorchCompute):
 
 
 class SingleProcess(VirtualCompute):
-    """The whole model, whose layers are shared, if they are, as in the run's stages. It takes the microbatches of a step together."""
+    """The whole model, whose layers are shared, if they are, as in the run's stages. It takes the microbatches of a
+    step together."""
 
     def __init__(self, facts: Facts, setup: StageSetup) -> None:
         self._runs = facts.cut
@@ -171,7 +207,8 @@ class SingleProcess(VirtualCompute):
         return Stage(self._spec, None, self._runs)
 
     def mean_gradient(self, step: int, inputs: Tensor, targets: Tensor) -> tuple[Tensor, float]:
-        """Of the microbatches, flat fp32 [P], and their mean loss [nats/token]; ``inputs`` and ``targets``: tokens [microbatches, T]."""
+        """Of the microbatches, flat fp32 [P], and their mean loss [nats/token]; ``inputs`` and ``targets``: tokens
+        [microbatches, T]."""
         if self._setup.precision is not Precision.FP16:
             gradient, loss = self._sums(step, inputs, targets, _MasksOfAll(self._setup.seed, step, len(inputs)))
         else:  # a sum of fp16 numbers overflows where each of them does not
@@ -208,9 +245,13 @@ def _given(facts: Facts) -> Callable[[str], Tensor]:
 def _setup(facts: Facts, optimizer: OptimizerConfig) -> StageSetup:
     config = facts.config
     return StageSetup(
-        optimizer=optimizer, total_steps=config.train.steps, seed=config.train.seed,
-        sequences=config.train.microbatch, precision=config.compute.precision, inline=True,
-    )  # fmt: skip
+        optimizer=optimizer,
+        total_steps=config.train.steps,
+        seed=config.train.seed,
+        sequences=config.train.microbatch,
+        precision=config.compute.precision,
+        inline=True,
+    )
 
 
 class History(list[dict[str, "Tensor"]]):
@@ -225,8 +266,8 @@ class History(list[dict[str, "Tensor"]]):
 
 
 def history(scenario: Scenario) -> History:
-    """The weights of a single process after each step: the whole model, no network, no protocol, no faults. Delayed updates are those of
-    a plain optimizer, each made once the step after it was computed."""
+    """The weights of a single process after each step: the whole model, no network, no protocol, no faults. Delayed
+    updates are those of a plain optimizer, each made once the step after it was computed."""
     facts = facts_of(scenario)
     at_once = facts.config.optimizer.model_copy(update={"delayed": False})
     tokens, compute = tokens_of(scenario, facts), SingleProcess(facts, _setup(facts, at_once))

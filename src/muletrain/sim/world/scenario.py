@@ -20,15 +20,17 @@ SIDES = ("partition", "blackhole")
 
 @dataclass(frozen=True)
 class Fault:
-    """At ``at_s``: 'kill', 'freeze', 'cut' (one from everyone else, or two from each other), 'slow' or 'damage' (the next frame of)
-    ``who``, for ``for_s``; a 'partition' between ``who`` and all others, or a 'blackhole', of which nobody is told; 'join': a newcomer,
-    whose name says its stage; or ``who`` wants to 'leave' in order, or to 'move' to the next stage (or to stage ``to``). A kill or
-    damage with ``on`` waits, from ``at_s`` on, for the ``nth`` frame of that kind that ``who`` would send: it dies instead, or that
-    frame is damaged. 'corrupt': ``who`` computes wrongly (``how``: see ``sim.world.faulty``). 'hang': no operation of its device ends,
-    while its event loop answers. 'one way': the first of ``who`` does not reach the second, which reaches it. 'small': between the two
-    only frames of up to ``limit`` bytes pass. 'lie': ``who`` lies to the others (``how``: see ``sim.world.lying``). 'kick': all others
-    refuse ``who`` from now on. 'stop': it asks for the run's orderly end. 'disk': the disk that ``who`` writes checkpoints to is 'slow',
-    'hangs', or is 'full' (``how``). 'directory': it answers nobody. A 'join' may come under the name ``how`` of another."""
+    """At ``at_s``: 'kill', 'freeze', 'cut' (one from everyone else, or two from each other), 'slow' or 'damage' (the
+    next frame of) ``who``, for ``for_s``; a 'partition' between ``who`` and all others, or a 'blackhole', of which
+    nobody is told; 'join': a newcomer, whose name says its stage; or ``who`` wants to 'leave' in order, or to 'move' to
+    the next stage (or to stage ``to``). A kill or damage with ``on`` waits, from ``at_s`` on, for the ``nth`` frame of
+    that kind that ``who`` would send: it dies instead, or that frame is damaged. 'corrupt': ``who`` computes wrongly
+    (``how``: see ``sim.world.faulty``). 'hang': no operation of its device ends, while its event loop answers. 'one
+    way': the first of ``who`` does not reach the second, which reaches it. 'small': between the two only frames of up
+    to ``limit`` bytes pass. 'lie': ``who`` lies to the others (``how``: see ``sim.world.lying``). 'kick': all others
+    refuse ``who`` from now on. 'stop': it asks for the run's orderly end. 'disk': the disk that ``who`` writes
+    checkpoints to is 'slow', 'hangs', or is 'full' (``how``). 'directory': it answers nobody. A 'join' may come under
+    the name ``how`` of another."""
 
     at_s: float
     kind: str
@@ -49,7 +51,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run to be: ``stages[k]`` replicas of stage k, the first ``trainers`` peers train, ``delay_s`` the longest one-way delay."""
+    """A run to be: ``stages[k]`` replicas of stage k, the first ``trainers`` peers train, ``delay_s`` the longest
+    one-way delay."""
 
     seed: int
     stages: tuple[int, ...]
@@ -143,8 +146,8 @@ class Scenario:
 
 
 def planned(stages: tuple[int, ...], schedule: str | None, *, shared: bool = False) -> tuple[str, ...]:
-    """Settings of a run with so many replicas: as many pipelines as the smallest stage has, the rest are spares; or (``shared``) as the
-    largest has, and those of the others serve several. None: nothing is planned."""
+    """Settings of a run with so many replicas: as many pipelines as the smallest stage has, the rest are spares; or
+    (``shared``) as the largest has, and those of the others serve several. None: nothing is planned."""
     if schedule is None:
         return ()
     pipelines = max(stages) if shared else min(stages)

@@ -25,7 +25,8 @@ def sorts(violations: Iterable[str]) -> set[str]:
 
 
 def shrunk(scenario: Scenario, fails: Callable[[Scenario], bool], plays: int = PLAYS) -> Scenario:
-    """``scenario`` ``fails``; so does what is returned, and nothing that is a step smaller does, if ``plays`` were enough."""
+    """``scenario`` ``fails``; so does what is returned, and nothing that is a step smaller does, if ``plays`` were
+    enough."""
     known = {scenario}
     smaller = True
     while smaller:

@@ -22,7 +22,8 @@ LEFT = "left in order"
 
 @dataclass
 class Outcome:
-    """``violations``: broken promises, empty if all held. ``ends``: how each peer ended. ``timeline``: (virtual s, what)."""
+    """``violations``: broken promises, empty if all held. ``ends``: how each peer ended. ``timeline``: (virtual s,
+    what)."""
 
     scenario: Scenario
     violations: list[str] = field(default_factory=list)
@@ -31,7 +32,8 @@ class Outcome:
     events: list[Event] = field(default_factory=list)
     """All, with ``Scenario.trace``."""
     left_behind: list[str] = field(default_factory=list)
-    """Peers that came back when the others had finished and were gone: no number is lost by that, but a machine's work was."""
+    """Peers that came back when the others had finished and were gone: no number is lost by that, but a machine's work
+    was."""
     lineages: dict[str, bytes] = field(default_factory=dict)
     """In which history of the run each peer was in the end."""
     steps: dict[str, int] = field(default_factory=dict)
@@ -44,8 +46,8 @@ class Outcome:
 
 
 def judge(outcome: Outcome, states: dict[str, dict[str, Tensor]], history: list[dict[str, Tensor]]) -> None:
-    """Compare the ``states`` of those that came to the end with a single process's (``history``: after each step), and see who did not come
-    so far."""
+    """Compare the ``states`` of those that came to the end with a single process's (``history``: after each step), and
+    see who did not come so far."""
     scenario = outcome.scenario
     early = scenario.time_limit_s is not None or any(f.kind == "stop" for f in scenario.faults)
     for name, state in states.items():

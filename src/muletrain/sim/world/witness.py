@@ -1,4 +1,5 @@
-"""Sees what every peer holds after every step, while a virtual world runs: promises that hold at the end must hold on the way, too."""
+"""Sees what every peer holds after every step, while a virtual world runs: promises that hold at the end must hold on
+the way, too."""
 
 from __future__ import annotations
 
@@ -35,16 +36,19 @@ DISTURBING = {"kill", "freeze", "hang", "cut", "partition", "blackhole", "damage
 MERGED_S = 10.0
 """After the last fault all peers are in one lineage."""
 LARGE_S = 90.0
-"""With large tensors they need so much more: a peer whose donors came to the end of the run waits a minute for a first block."""
+"""With large tensors they need so much more: a peer whose donors came to the end of the run waits a minute for a first
+block."""
 HELD_UP = 4.0
-"""A step in which a device hangs, and nothing else happens, takes at most so many times as long as the shortest of the run, and"""
+"""A step in which a device hangs, and nothing else happens, takes at most so many times as long as the shortest of the
+run, and"""
 HELD_UP_S, AT_FIRST_S = 16.0, 310.0
-"""so much more: a peer refuses to be counted on after 8 s, and the others ask it again by then. In the first step nobody knows yet how long
-the operations of a device take, and that comes after 300 s (``runtime.members.watchdog``)."""
+"""so much more: a peer refuses to be counted on after 8 s, and the others ask it again by then. In the first step
+nobody knows yet how long the operations of a device take, and that comes after 300 s (``runtime.members.watchdog``)."""
 
 MOST_TIMES, MOST_S, HANGING_S, GONE_S = 20.0, 200.0, 700.0, 1100.0
-"""A step takes at most this many undisturbed ones, the time that the faults last, and MOST_S; HANGING_S more if a device hangs, GONE_S
-more if a stage loses all peers or the run all trainers (the others wait 15 minutes for a newcomer)."""
+"""A step takes at most this many undisturbed ones, the time that the faults last, and MOST_S; HANGING_S more if a
+device hangs, GONE_S more if a stage loses all peers or the run all trainers (the others wait 15 minutes for a
+newcomer)."""
 
 
 def difference(state: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -53,7 +57,8 @@ def difference(state: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def faults_of(checkpoint: Path, expected: dict[str, Tensor], tolerance: float) -> Iterator[str]:
-    """What is wrong in a complete ``checkpoint``: parts that are not what its manifest says, weights that are not a single process's."""
+    """What is wrong in a complete ``checkpoint``: parts that are not what its manifest says, weights that are not a
+    single process's."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     weights: dict[str, Tensor] = {}
     for part in manifest["parts"]:
@@ -86,8 +91,8 @@ class Witness:
         """When each step was first applied somewhere."""
 
     def applied(self, peer: str, record: StepRecord, compute: VirtualCompute, now: float) -> None:
-        """``peer`` has applied ``record``: its weights are a single process's after as many steps, and the same bits as its replicas'.
-        Sides of a partition have met again by then."""
+        """``peer`` has applied ``record``: its weights are a single process's after as many steps, and the same bits as
+        its replicas'. Sides of a partition have met again by then."""
         if (
             now > self._together_s
             and self._records.setdefault((record.step, branch_of(record.hash)), record.hash) != record.hash
@@ -116,8 +121,9 @@ class Witness:
             self._broken(f"{peer} holds {requests} requests, and has room for {self._scenario.capacity}")
 
     def stepped_back(self, peer: str, lineage: str, served: set[int]) -> None:
-        """Nobody does while each stage has a live peer that can be reached; nor does a side of a partition that has every stage.
-        ``served``: the stages of those that are still there; the others may have come to the end, and gone."""
+        """Nobody does while each stage has a live peer that can be reached; nor does a side of a partition that has
+        every stage. ``served``: the stages of those that are still there; the others may have come to the end, and
+        gone."""
         scenario, kinds = self._scenario, {f.kind for f in self._scenario.faults}
         parted = bool(kinds & {"partition", "blackhole"})
         gone = {p for f in scenario.faults if f.kind in {"kill", "leave", "move"} for p in f.who}
@@ -131,7 +137,8 @@ class Witness:
             self._broken(f"{peer} stepped back, though every stage had a peer")
 
     def written(self, peer: str, step: int, folder: Path) -> None:
-        """Whoever completed a checkpoint of ``step`` steps: all that is in it is right, and no more are there than are kept."""
+        """Whoever completed a checkpoint of ``step`` steps: all that is in it is right, and no more are there than are
+        kept."""
         found = [f for f in folder.glob(f"step-{step:08d}*") if not f.name.endswith(".partial")]
         for checkpoint in found:
             for fault in faults_of(checkpoint, self._history[step - 1], self._scenario.tolerance):
@@ -165,8 +172,8 @@ class Witness:
                 )
 
     def ended(self) -> float:
-        """Each microbatch was counted once for each stage, and none waited for a device that hangs. The longest step, in times that the
-        median step took."""
+        """Each microbatch was counted once for each stage, and none waited for a device that hangs. The longest step,
+        in times that the median step took."""
         self._counted_once()
         self._in_time()
         ends = self._applied_s

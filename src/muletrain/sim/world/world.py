@@ -1,9 +1,10 @@
-"""A whole run in one process: production peers on an in-memory network and a virtual clock, with faults drawn from a seed.
+"""A whole run in one process: production peers on an in-memory network and a virtual clock, with faults drawn from a
+seed.
 
-Everything from ``runtime`` down is what trains in production; tensors are real and tiny. What happens depends on the seed (and the hash
-seed of the interpreter) alone, whatever was played before, so a failing seed is replayed exactly: to the bit where arithmetic rounds
-alike, that is, with the same torch on the same kind of processor. Lineages are hashes of gradients, and which of two histories stays
-may depend on them.
+Everything from ``runtime`` down is what trains in production; tensors are real and tiny. What happens depends on the
+seed (and the hash seed of the interpreter) alone, whatever was played before, so a failing seed is replayed exactly: to
+the bit where arithmetic rounds alike, that is, with the same torch on the same kind of processor. Lineages are hashes
+of gradients, and which of two histories stays may depend on them.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ if TYPE_CHECKING:
     from muletrain.network.base import Frame
     from muletrain.network.memory import MemoryNetwork
     from muletrain.runtime.checkpoint.store import Key
-    from muletrain.runtime.recovery.rollback import StepBack
+    from muletrain.runtime.recovery.messages import StepBack
     from muletrain.runtime.step.record import StepRecord
     from muletrain.sim.world.scenario import Fault, Scenario
     from muletrain.sim.world.witness import Witness
@@ -77,9 +78,17 @@ if TYPE_CHECKING:
 PASSES = 20
 """Of the event loop, for cancelled tasks to end."""
 SHOWN = (
-    Note, LineageLeft, PeerExpelled, PeerLeft, PeerSuspected, MicrobatchRerouted, FrameRefused, StepApplied, SteppedBack,
+    Note,
+    LineageLeft,
+    PeerExpelled,
+    PeerLeft,
+    PeerSuspected,
+    MicrobatchRerouted,
+    FrameRefused,
+    StepApplied,
+    SteppedBack,
     CheckpointWritten,
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -203,13 +212,18 @@ class World:
             for k, (name, stage) in enumerate(self.scenario.members)
         )
         return Genesis(
-            run_id="fuzz", config=bytes(32), data=bytes(32), stages=len(self.scenario.stages), members=members,
-            collector=members[0].id, first_step=0 if self._start is None else self._start.step,
-        )  # fmt: skip
+            run_id="fuzz",
+            config=bytes(32),
+            data=bytes(32),
+            stages=len(self.scenario.stages),
+            members=members,
+            collector=members[0].id,
+            first_step=0 if self._start is None else self._start.step,
+        )
 
     def _place(self, name: str) -> Folder:
-        """One for all, as in a fleet on one machine, or each its own. What members call it is in the first lineage, so it must not come
-        from the folder that this world happens to have."""
+        """One for all, as in a fleet on one machine, or each its own. What members call it is in the first lineage, so
+        it must not come from the folder that this world happens to have."""
         own, keep = self._at(name), self.scenario.keep
         if self.scenario.disk_s:
             return VirtualFolder(
@@ -272,7 +286,8 @@ class World:
         return self.liars.setdefault(name, Liar(network, random.Random(f"lies/{self.scenario.seed}/{name}")))
 
     async def _peer(self, name: str, *, joins_as: str = "") -> dict[str, Tensor] | None:
-        """A peer's life. Its state at the end of the run, if it came so far. ``joins_as``: what it calls itself, if it joins."""
+        """A peer's life. Its state at the end of the run, if it came so far. ``joins_as``: what it calls itself, if it
+        joins."""
         network, clock, place, joining = self._network(name), self._own_clock(name), self._place(name), bool(joins_as)
         sharing, begin = self._sharing(name), clock.now()
         trains = self._owns_data(name) and name not in self.scenario.without_data
@@ -332,8 +347,8 @@ class World:
         return None if left else state
 
     def _served(self) -> set[int]:
-        """Stages whose state a peer that is still there has. Once some came to the end and are gone, nobody may have what a peer that fell
-        behind asks for."""
+        """Stages whose state a peer that is still there has. Once some came to the end and are gone, nobody may have
+        what a peer that fell behind asks for."""
         over = any(steps == self.scenario.steps for steps in self._outcome.steps.values())
         there = (peer for p, peer in self.peers.items() if not self.tasks[p].done())
         return {peer.roster.own.stage for peer in there if not (over and peer.position.away)}

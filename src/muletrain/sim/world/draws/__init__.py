@@ -1,4 +1,5 @@
-"""What a seed stands for: a base, as ever, and in most worlds one to three kinds of rarer things, so that each world stays small.
+"""What a seed stands for: a base, as ever, and in most worlds one to three kinds of rarer things, so that each world
+stays small.
 
 Each kind has dice of its own: older seeds change little when a kind is added.
 """

@@ -23,13 +23,15 @@ PLANNED = 0.2
 SHARED = 0.5
 """Of those the share in which peers of smaller stages serve several pipelines."""
 LARGE = 0.25
-"""Share of the scenarios with large tensors: links are narrow for them, and averaging takes ``AVERAGING_S``, if all links are alike."""
+"""Share of the scenarios with large tensors: links are narrow for them, and averaging takes ``AVERAGING_S``, if all
+links are alike."""
 AVERAGING_S = (2.0, 40.0)
 GRADIENT = 54_000
 """Bytes of the largest stage's."""
 
 HANGING, ALONE = 0.3, 0.4
-"""Share of worlds with a device that hangs, if that can be survived; and of those the share in which nothing else happens."""
+"""Share of worlds with a device that hangs, if that can be survived; and of those the share in which nothing else
+happens."""
 LOSES_A_STAGE = 0.4
 """Share of worlds in which, if that can be survived, a stage loses all its peers."""
 
@@ -49,8 +51,8 @@ def draw(seed: int, size: Size | None = None) -> Scenario:
 
 
 def _draw(seed: int, size: Size) -> Scenario:
-    """Two or three stages of one to three replicas; up to four faults, of which none kills a stage off, nor leaves it to a replica
-    that may be behind; and in some worlds a stage that loses all its peers at once."""
+    """Two or three stages of one to three replicas; up to four faults, of which none kills a stage off, nor leaves it
+    to a replica that may be behind; and in some worlds a stage that loses all its peers at once."""
     overrides = ("optimizer.delayed=true",) if random.Random(f"delayed/{seed}").random() < DELAYED else ()
     plans = random.Random(f"planned/{seed}")
     schedule = plans.choice(["gpipe", "1f1b"]) if plans.random() < PLANNED else None
@@ -158,9 +160,14 @@ def _with_large_tensors(drawn: Scenario) -> Scenario:
         for f in drawn.faults
     )
     return replace(
-        drawn, steps=steps, faults=faults, longer=longer, narrow=tuple(sorted(narrow.items())), weight=averaging_s * rate / (2 * GRADIENT),
+        drawn,
+        steps=steps,
+        faults=faults,
+        longer=longer,
+        narrow=tuple(sorted(narrow.items())),
+        weight=averaging_s * rate / (2 * GRADIENT),
         queue_s=rng.choice([0.0, 0.05, QUEUE_S, 1.0, 2.0]),
-    )  # fmt: skip
+    )
 
 
 def _moving_along(rng: random.Random, faults: list[Fault], mortal: dict[int, list[str]]) -> list[Fault]:
@@ -187,8 +194,8 @@ def _lost_stage(base: Scenario, faults: list[Fault], rng: random.Random, span: f
 
 
 def _miscomputation(rng: random.Random, span: float, victims: list[str], *, alone: bool) -> list[Fault]:
-    """In every third world somebody computes wrongly for a while, and may be expelled for it. What is finite stands out only where a
-    replica has a gradient of the same step, which no other fault must prevent (``alone``)."""
+    """In every third world somebody computes wrongly for a while, and may be expelled for it. What is finite stands out
+    only where a replica has a gradient of the same step, which no other fault must prevent (``alone``)."""
     if not victims or rng.random() > 1 / 3:
         return []
     how = rng.choice(["nan", "activations", "huge"] if alone else ["nan", "activations"])
@@ -196,8 +203,8 @@ def _miscomputation(rng: random.Random, span: float, victims: list[str], *, alon
 
 
 def _partitioned(seed: int, rng: random.Random) -> Scenario:
-    """A fleet of which both sides of a partition can go on, in most cases, and up to three other faults. Nobody dies: the newest state
-    of a stage may be on one side only."""
+    """A fleet of which both sides of a partition can go on, in most cases, and up to three other faults. Nobody dies:
+    the newest state of a stage may be on one side only."""
     stages = tuple(rng.randint(2, 3) for _ in range(rng.randint(2, 3)))
     base = Scenario(seed, stages, 2, rng.randint(4, 9), rng.randint(4, 7), rng.choice([0.0, 0.01, 0.1]), ())
     span = base.steps * base.microbatches * (FORWARD_S + BACKWARD_S) / 2

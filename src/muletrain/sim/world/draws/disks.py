@@ -35,6 +35,9 @@ def _directory(s: Scenario, rng: random.Random) -> Scenario | None:
 
 
 KINDS: dict[str, Kind] = {
-    "disk time": _time, "slow store": _disk("slow", 5.0, 60.0), "hung store": _disk("hangs", 5.0, 200.0),
-    "full store": _disk("full", 1.0, 20.0), "directory": _directory,
-}  # fmt: skip
+    "disk time": _time,
+    "slow store": _disk("slow", 5.0, 60.0),
+    "hung store": _disk("hangs", 5.0, 200.0),
+    "full store": _disk("full", 1.0, 20.0),
+    "directory": _directory,
+}

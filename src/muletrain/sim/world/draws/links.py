@@ -72,5 +72,9 @@ def _three_sides(s: Scenario, rng: random.Random) -> Scenario | None:
 
 
 KINDS: dict[str, Kind] = {
-    "one way": _one_way, "small frames": _small_frames, "long cut": _long_cut, "slow links": _slow_links, "three sides": _three_sides,
-}  # fmt: skip
+    "one way": _one_way,
+    "small frames": _small_frames,
+    "long cut": _long_cut,
+    "slow links": _slow_links,
+    "three sides": _three_sides,
+}

@@ -76,7 +76,8 @@ def _resume(s: Scenario, rng: random.Random) -> Scenario | None:
 
 
 def _lie(s: Scenario, rng: random.Random) -> Scenario | None:
-    """One of three replicas: one of two may decide alone, and peers that share a folder trust each other (docs/trust.md)."""
+    """One of three replicas: one of two may decide alone, and peers that share a folder trust each other
+    (docs/trust.md)."""
     stages = [stage for stage, count in enumerate(s.stages) if count > 2]
     if not stages:
         return None
@@ -96,7 +97,14 @@ def _keep(s: Scenario, rng: random.Random) -> Scenario | None:
 
 
 KINDS: dict[str, Kind] = {
-    "last trainer": _last_trainer, "without data": _without_data, "stop": _stop, "time limit": _time_limit, "kick": _kick,
-    "restart": _restart, "resume": _resume, "keep": _keep, "lie": _lie,
+    "last trainer": _last_trainer,
+    "without data": _without_data,
+    "stop": _stop,
+    "time limit": _time_limit,
+    "kick": _kick,
+    "restart": _restart,
+    "resume": _resume,
+    "keep": _keep,
+    "lie": _lie,
     "shared data": _shared_data,
-}  # fmt: skip
+}

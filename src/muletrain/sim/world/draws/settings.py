@@ -60,7 +60,12 @@ def _rebalancing(s: Scenario, rng: random.Random) -> Scenario | None:
 
 
 KINDS: dict[str, Kind] = {
-    "codecs": _codecs, "lamb": _with("optimizer.name=lamb", "optimizer.lr=1e-3"), "no clipping": _with("optimizer.clip=none"),
-    "fp16": _with("compute.precision=fp16", "optimizer.eps=0.1", tolerance=FINE), "growing": _growing, "given weights": _given_weights,
-    "rebalancing": _rebalancing, "shared layers": _shared_layers,
-}  # fmt: skip
+    "codecs": _codecs,
+    "lamb": _with("optimizer.name=lamb", "optimizer.lr=1e-3"),
+    "no clipping": _with("optimizer.clip=none"),
+    "fp16": _with("compute.precision=fp16", "optimizer.eps=0.1", tolerance=FINE),
+    "growing": _growing,
+    "given weights": _given_weights,
+    "rebalancing": _rebalancing,
+    "shared layers": _shared_layers,
+}

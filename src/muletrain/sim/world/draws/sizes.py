@@ -47,8 +47,8 @@ def draw(seed: int) -> tuple[str, Size] | None:
 
 
 def finished(s: Scenario) -> Scenario:
-    """In a long run peers remember little; faults come late enough for that, and last for many steps. The first newcomer's links are so
-    narrow that it follows for more steps than are kept."""
+    """In a long run peers remember little; faults come late enough for that, and last for many steps. The first
+    newcomer's links are so narrow that it follows for more steps than are kept."""
     if "long" not in s.kinds:
         return s
     every = random.Random(f"often/{s.seed}").choice([3, 10])

@@ -1,0 +1,99 @@
+"""Messages of a run that steps back."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+import msgpack
+from pydantic import Field
+
+from muletrain.errors import ProtocolError
+from muletrain.policy.assignment import Load
+from muletrain.runtime.checkpoint.store import Key
+from muletrain.runtime.core.branches import BRANCH, branched, count_of
+from muletrain.runtime.core.lifecycle import Lifecycle, State
+from muletrain.runtime.core.messages import Digest, Id, Message, Natural
+
+MAX_PARTS = 1 << 12
+
+
+class StepBack(Message):
+    """Call: go on from the checkpoint ``base`` of ``step`` steps (whose ``parts`` have these digests; none: from the
+    beginning), with ``moves`` of peers to stages. ``lineage``: what the step after it begins with, a hash of all
+    this."""
+
+    KIND: ClassVar[str] = "step_back"
+    lineage: Digest
+    step: Natural
+    base: Digest
+    parts: Annotated[tuple[Digest, ...], Field(max_length=4096)]
+    moves: Annotated[tuple[tuple[Id, Natural], ...], Field(max_length=4096)]
+    lost: Annotated[tuple[Natural, ...], Field(max_length=4096)]
+
+    @classmethod
+    def of(
+        cls, count: int, base: Key, parts: tuple[bytes, ...], moves: dict[str, int], lost: tuple[int, ...]
+    ) -> StepBack:
+        listed = tuple(sorted(moves.items()))
+        content = msgpack.packb(["step back", count, base.step, base.lineage, list(parts), list(listed), list(lost)])
+        lineage = branched(count, content)
+        return cls(lineage=lineage, step=base.step, base=base.lineage, parts=parts, moves=listed, lost=lost)
+
+    @property
+    def key(self) -> Key:
+        return Key(self.step, self.base)
+
+    def check(self, stages: int, steps: int) -> None:
+        """Raises ProtocolError for an order that nobody of ours would give."""
+        moves = dict(self.moves)
+        made = StepBack.of(count_of(self.lineage), self.key, self.parts, moves, self.lost)
+        if made != self or len(self.parts) not in (0, stages) or self.step > steps:
+            raise ProtocolError("a step back that is not what its lineage says")
+        if not {*moves.values(), *self.lost} <= set(range(stages)):
+            raise ProtocolError("a step back with stages that the run does not have")
+
+
+class AskStepBack(Message):
+    """Call: what did your branch begin with? The answer is a StepBack, or empty."""
+
+    KIND: ClassVar[str] = "ask_step_back"
+
+
+class AskStanding(Message):
+    """Call: where do you stand?"""
+
+    KIND: ClassVar[str] = "ask_standing"
+
+
+class HeldPart(Message):
+    """A part that the sender can read."""
+
+    KIND: ClassVar[str] = "held_part"
+    step: Natural
+    lineage: Digest
+    stage: Natural
+    digest: Digest
+
+
+class StandsAt(Message):
+    """``targets``: other stages that this peer has room for; ``reaches``: stages of which it reaches a peer."""
+
+    KIND: ClassVar[str] = "stands_at"
+    branch: Annotated[bytes, Field(min_length=BRANCH, max_length=BRANCH)]
+    step: Natural
+    stage: Natural
+    state: State
+    targets: Annotated[tuple[Natural, ...], Field(max_length=4096)]
+    reaches: Annotated[tuple[Natural, ...], Field(max_length=4096)] = ()
+    parts: Annotated[tuple[HeldPart, ...], Field(max_length=MAX_PARTS)]
+
+    @property
+    def has_state(self) -> bool:
+        return Lifecycle(self.state).has_state
+
+    def load(self) -> Load:
+        return Load(self.stage, targets=frozenset(self.targets), parts=frozenset(p.stage for p in self.parts))
+
+    def readable(self) -> dict[tuple[tuple[int, bytes], int], bytes]:
+        """The digest of each part, by checkpoint and stage."""
+        return {((p.step, p.lineage), p.stage): p.digest for p in self.parts}
