@@ -246,6 +246,7 @@ def test_what_is_abandoned_before_it_begins_gives_its_place_back() -> None:
     async def scenario() -> None:
         work = InFlightStep(0, bytes(32), 4)
         ctx: Any = SimpleNamespace(
+            roster=SimpleNamespace(own=SimpleNamespace(stage=0, name="a")),
             plan=SimpleNamespace(capacity=8, trace=False, strategy=SWARM),
             clock=LoopClock(),
             spawn=lambda serving, name: asyncio.create_task(serving),

@@ -406,8 +406,8 @@ def test_copies_are_dropped_when_nobody_asks(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(snapshot, "KEPT_S", 0.1)
         stage = Stage("a")
         await stage.receiver.fetch(lambda offer: True)
-        assert any(t.get_name() == "copies" for t in stage.contexts["a"]._tasks)
+        assert any(t.get_name() == "copies" for t in stage.contexts["a"].tasks._tasks)
         await asyncio.sleep(0.4)
-        assert not stage.contexts["a"]._tasks, "the copy went, and whoever looked after it"
+        assert not stage.contexts["a"].tasks._tasks, "the copy went, and whoever looked after it"
 
     run(scenario)
