@@ -121,13 +121,13 @@ def accumulator_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def gaps_ignored(patch: pytest.MonkeyPatch) -> None:
-    right = agreement.resolve
+    right = audit.resolve
 
     def resolve(sealed: Any, microbatches: int) -> Any:
         cover = right(sealed, microbatches)
         return type(cover)(cover.chosen, cover.dropped, ())
 
-    patch.setattr(agreement, "resolve", resolve)
+    patch.setattr(audit, "resolve", resolve)
 
 
 def one_holder_is_enough(patch: pytest.MonkeyPatch) -> None:
@@ -152,12 +152,12 @@ def attests_before_it_holds(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Averager, "_collect", collect)
 
 
-def no_trials(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(audit, "due", lambda seals: None)
+def nothing_stands_out(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(audit, "standing_out", lambda seals, again: [])
 
 
-def what_is_doubted_counts_all_the_same(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(audit, "counted", lambda seals: {m: frozenset(s.indices) for m, s in seals.items()})
+def what_is_left_out_is_kept(patch: pytest.MonkeyPatch) -> None:
+    """Whoever stands out counts with what it had, after others computed it again."""
     patch.setattr(Reruns, "drop", lambda self: None)
 
 
@@ -409,8 +409,8 @@ PROMISES: dict[str, dict[Callable[[pytest.MonkeyPatch], None], str]] = {
         a_replica_rounds: "replicas of one stage",
     },
     "false gradients and lies change no number": {
-        no_trials: "other weights",
-        what_is_doubted_counts_all_the_same: "other weights",
+        nothing_stands_out: "other weights",
+        what_is_left_out_is_kept: "other weights",
         no_second_opinion: "other weights",
         anyone_speaks_for_anyone: "",
     },

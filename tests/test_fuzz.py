@@ -278,7 +278,7 @@ def test_room_for_one_request_at_a_time_slows_the_run_and_changes_no_number(
 
 
 @pytest.mark.parametrize("how", ["nan", "hundredfold"])
-def test_the_judge_dies_before_its_word_and_nobody_else_serves_the_stage(how: str) -> None:
+def test_who_computes_again_dies_and_nobody_else_serves_the_stage(how: str) -> None:
     """What was given up is computed again by who gave it up, and counts."""
     faults = (
         Fault(0.0, "corrupt", ("peer-1a",), 0.8, how=how),
@@ -290,8 +290,8 @@ def test_the_judge_dies_before_its_word_and_nobody_else_serves_the_stage(how: st
     assert outcome.virtual_s < 10.0
 
 
-def test_the_judge_freezes_while_it_computes_and_the_member_goes_on_without_it() -> None:
-    """It comes back to a trial that nobody waits for any more, and holds nobody up."""
+def test_who_computes_again_freezes_and_the_member_goes_on_without_it() -> None:
+    """It comes back with a second result that nobody waits for any more, and holds nobody up."""
     faults = (Fault(0.0, "corrupt", ("peer-1a",), 0.8, how="nan"), Fault(1.6, "freeze", ("peer-1b",), 6.0))
     outcome = play(Scenario(1, (1, 2), 1, 3, 8, 0.01, faults))
     assert outcome.violations == [], "\n".join(readable(outcome))
@@ -448,7 +448,7 @@ def test_a_planted_bug_is_caught_where_it_shows(
 
 
 @pytest.mark.parametrize(
-    "plant", [planted.no_trials, planted.what_is_doubted_counts_all_the_same, planted.no_second_opinion]
+    "plant", [planted.nothing_stands_out, planted.what_is_left_out_is_kept, planted.no_second_opinion]
 )
 def test_a_planted_bug_lets_false_gradients_in(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch

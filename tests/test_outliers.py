@@ -17,10 +17,9 @@ from muletrain.errors import ProtocolError
 from muletrain.optim.sketch import SIZE, packed, sketch, unpacked
 from muletrain.policy.outliers import Sum, alike, outlying, strange
 from muletrain.runs.chaos import spoil_next
-from muletrain.runtime.core.messages import Finding, GivenUp, Member, Seal
+from muletrain.runtime.core.messages import Member, Seal
 from muletrain.runtime.members.roster import Genesis, Roster
-from muletrain.runtime.step import audit
-from muletrain.runtime.step.audit import Disagreement, Trial
+from muletrain.runtime.step.audit import Audit, most_accuse, standing_out
 from muletrain.sim.world.play import play
 from muletrain.sim.world.reference import SingleProcess, facts_of, stage_compute
 from muletrain.sim.world.scenario import Fault, Scenario
@@ -115,23 +114,13 @@ def test_what_is_strange() -> None:
     assert not strange(0.0, [0.0])
 
 
-# Who is right ---------------------------------------------------------------------------------------------------------
+# Who is left out ------------------------------------------------------------------------------------------------------
 
 ONE = np.linspace(1, 2, SIZE)
 
 
-def seal(
-    *indices: int,
-    total: Any = None,
-    gave_up: tuple[tuple[int, ...], Any] | None = None,
-    excused: bool = False,
-    **found: Any,
-) -> Seal:
-    """``total`` and the others: sketches, in multiples of one that a microbatch has."""
-
-    def values(x: Any) -> bytes:
-        return packed(x * ONE)
-
+def seal(*indices: int, total: float | None = None, gave_up: tuple[int, ...] = (), accused: str = "") -> Seal:
+    """``total``: the sketch, in multiples of one that a microbatch has."""
     return Seal(
         lineage=bytes(32),
         step=0,
@@ -142,80 +131,36 @@ def seal(
         weights=bytes(32),
         stop=False,
         leaves=False,
-        sketch=values(len(indices) if total is None else total),
-        gave_up=None if gave_up is None else GivenUp(indices=gave_up[0], sketch=values(gave_up[1]), excused=excused),
-        findings=tuple(Finding(member=m, sketch=values(s)) for m, s in found.items()),
+        sketch=packed((len(indices) if total is None else total) * ONE),
+        gave_up=gave_up,
+        accused=tuple(accused),
     )
 
 
-def test_who_stands_out_is_computed_again_by_who_has_the_least_to_do() -> None:
+def test_who_stands_out_is_left_out_unless_it_is_the_second_result() -> None:
     seals = {"a": seal(0, 1, 2), "b": seal(3, 4, total=math.nan), "c": seal(5)}
-    assert audit.due(seals) == Trial("b", "c", frozenset({3, 4}))
-    assert audit.due({**seals, "d": seal()}) == Trial("b", "d", frozenset({3, 4}))
-    assert audit.due({"a": seal(0, 1, 2), "b": seal(3), "c": seal(5)}) is None
-    assert audit.due({"b": seal(3, 4, total=math.nan)}) == Trial("b", "b", frozenset({3, 4})), "alone"
-    assert audit.due({"b": seal(3, 4, total=200)}) is None
-
-
-def test_agreement_counts_what_was_computed_again_and_nobody_is_judged() -> None:
-    for length in (500, math.nan):
-        seals = {"a": seal(0, 1), "b": seal(gave_up=((2, 3), length)), "c": seal(2, 3, 4, total=length + 1, b=length)}
-        assert audit.due(seals) is None
-        assert audit.disagreements(seals) == []
-        assert audit.counted(seals) == {"a": {0, 1}, "b": set(), "c": {2, 3, 4}}
-
-
-def test_once_two_found_that_the_step_is_not_finite_nothing_else_is_computed_again() -> None:
-    confirmed = {"a": seal(gave_up=((0, 1), math.nan)), "b": seal(0, 1, 2, total=math.nan, a=math.nan)}
-    assert audit.due({**confirmed, "c": seal(3, 4, total=math.nan), "d": seal(5)}) is None
-
-
-def test_who_keeps_what_another_computed_again_does_not_count() -> None:
-    seals = {"a": seal(0, 1, 2, 3, b=2.0), "b": seal(2, 3)}
-    assert audit.counted(seals) == {"a": {0, 1, 2, 3}, "b": set()}
-
-
-def test_findings_on_what_nobody_gave_up_take_nothing_away_and_protect_nobody() -> None:
-    """Else a liar's seal would leave gaps that its replicas run again for ever, or its own gradient would never be
-    looked at."""
-    made_up: dict[str, Any] = dict.fromkeys("bcdefgh", 2.0)
-    seals = {"a": seal(0, 1, total=math.nan, **made_up), "b": seal(2, 3), "c": seal(4, 5)}
-    assert audit.counted(seals) == {"a": {0, 1}, "b": {2, 3}, "c": {4, 5}}
-    assert audit.due(seals) == Trial("a", "b", frozenset({0, 1}))
-
-
-def test_two_that_differ_decide_nothing_and_what_does_not_stand_out_is_taken() -> None:
-    seals = {"a": seal(0, 1, 2, 3, b=2), "b": seal(gave_up=((2, 3), 200))}
-    assert audit.due(seals) is None
-    assert audit.disagreements(seals) == [Disagreement("b", "a", decided=False, liar=None)]
-    assert audit.counted(seals) == {"a": {0, 1, 2, 3}, "b": set()}
+    assert standing_out(seals, again=()) == ["b"]
+    assert standing_out({"a": seal(0, 1, 2), "b": seal(3), "c": seal(5)}, again=()) == []
+    assert standing_out({"b": seal(3, 4, total=math.nan)}, again=()) == ["b"], "alone"
+    assert standing_out({"b": seal(3, 4, total=200)}, again=()) == [], "nothing to compare it with"
+    assert standing_out({"a": seal(0, 1), "c": seal(2, 3, 4, total=501)}, again=(2, 3)) == []
+    assert standing_out({"a": seal(0, 1), "c": seal(2, 3, 4, total=501)}, again=(7,)) == ["c"]
 
 
 @pytest.mark.parametrize(
-    ("claimed", "found", "third", "liar"),
+    ("accused", "expelled"),
     [
-        (200, 2, 4, "b"),
-        (math.nan, 2, 4, "b"),
-        (200, 2, 202, "a"),  # the one that stood out was right
-        (math.nan, 2, math.nan, "a"),
-        (200, 2, 50, None),  # three results
+        ({"a": "", "b": "a", "c": ""}, ()),  # one accuser is not enough
+        ({"a": "", "b": "a", "c": "a"}, ("a",)),
+        ({"a": "a", "b": "a"}, ()),
+        ({"a": "", "b": "a", "c": "a", "d": "", "e": ""}, ()),  # nor are two of four
+        ({"a": "", "b": "a", "c": "a", "d": "a", "e": ""}, ("a",)),
+        ({"a": "", "b": "c", "c": "b", "d": ""}, ()),
+        ({"c": "", "a": "c", "b": "c"}, ()),  # the checkpoint coordinator of these tests
     ],
 )
-def test_a_third_decides(claimed: float, found: float, third: float, liar: str | None) -> None:
-    """b claimed, a found otherwise (and holds two of its own), c computes all four again."""
-    seals = {"a": seal(0, 1, 2, 3, total=2 + found, b=found), "b": seal(gave_up=((2, 3), claimed)), "c": seal(4)}
-    assert audit.due(seals) == Trial("a", "c", frozenset({0, 1, 2, 3}), appeal=True)
-    seals["a"] = seal(gave_up=((0, 1, 2, 3), 2 + found), b=found)
-    seals["c"] = seal(0, 1, 2, 3, 4, total=1 + third, a=third)
-    assert audit.due(seals) is None
-    assert audit.disagreements(seals) == [Disagreement("b", "a", decided=True, liar=liar)]
-    assert audit.counted(seals) == {"a": set(), "b": set(), "c": {0, 1, 2, 3, 4}}
-
-
-def test_who_was_given_what_stood_out_is_not_judged() -> None:
-    seals = {"a": seal(0, 1, 2, 3, b=2), "b": seal(gave_up=((2, 3), math.nan), excused=True), "c": seal(4)}
-    assert audit.due(seals) is None
-    assert audit.disagreements(seals) == [Disagreement("b", "a", decided=False, liar=None)]
+def test_who_is_expelled(accused: dict[str, str], expelled: tuple[str, ...]) -> None:
+    assert most_accuse({m: seal(accused=who) for m, who in accused.items()}, spared="c") == expelled
 
 
 def test_the_expelled_are_not_counted_in_again() -> None:
@@ -266,23 +211,36 @@ def corrupt(who: str, how: str, for_s: float = 0.8) -> Fault:
     return Fault(0.0, "corrupt", (who,), for_s, how=how)
 
 
+@pytest.fixture
+def liars_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer never finds itself faulty."""
+    right = Audit.is_faulty
+
+    def others_are(self: Audit, member: str) -> bool:
+        return right(self, member) and member != self.me
+
+    monkeypatch.setattr(Audit, "is_faulty", others_are)
+
+
+@pytest.mark.usefixtures("liars_stay")
 @pytest.mark.parametrize("how", ["nan", "hundredfold", "zero"])
 def test_of_three_the_liar_is_expelled_and_no_number_changes(how: str) -> None:
-    outcome = played((2, 3), corrupt("peer-1a", how))
+    outcome = played((2, 3), corrupt("peer-1a", how, 60.0), steps=5)
     assert [p for p, end in outcome.ends.items() if EXPELLED in end] == ["peer-1a"]
     assert len(said(outcome, "peer_expelled peer_id=peer-1a")) == 4, "all others take note of it"
-    assert said(outcome, "a third peer computed what")
     assert not said(outcome, "skipped=True")
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("liars_stay")
 def test_who_missed_that_it_is_expelled_hears_of_it_from_the_record_or_those_with_its_state() -> None:
     """It would go on otherwise, among those that do not listen to it any more, and its owner would never know."""
     told = {EXPELLED, "was expelled: it computed false gradients"}
     heard = set[str]()
     # in one of these moments it has what the others judge it by, in another not
     for seed, before_s in itertools.product((8, 22, 3, 5, 7, 9, 11), (0.001, 0.01, 0.02)):
-        end = frozen_before_its_sentence(seed, before_s, for_s=0.9).ends["peer-1a"]
+        liar = corrupt("peer-1a", "hundredfold", 60.0)
+        end = frozen_before("peer_expelled", seed, before_s, for_s=0.9, liar=liar).ends["peer-1a"]
         assert any(text in end for text in told), end
         heard |= {text for text in told if text in end}
         if heard == told:
@@ -292,26 +250,25 @@ def test_who_missed_that_it_is_expelled_hears_of_it_from_the_record_or_those_wit
 
 @pytest.mark.parametrize("seed", [22, 24])
 def test_where_all_that_are_left_gave_up_they_stand_for_what_they_compute_again(seed: int) -> None:
-    """The liar freezes while it is judged; when it is back, the judge looks on, and two that gave up go on without
-    it."""
-    for before_s in (0.005, 0.03, 0.3):
-        frozen_before_its_sentence(seed, before_s, for_s=2.5)
+    """The liar freezes while others compute its microbatches again; when it is back, they may have lost another."""
+    for before_s in (-0.3, -0.03, 0.005, 0.03, 0.3):
+        frozen_before("stands out", seed, before_s, for_s=2.5, liar=corrupt("peer-1a", "hundredfold"))
 
 
-def frozen_before_its_sentence(seed: int, before_s: float, for_s: float) -> Outcome:
-    liar = corrupt("peer-1a", "hundredfold")
+def frozen_before(text: str, seed: int, before_s: float, for_s: float, liar: Fault) -> Outcome:
+    """The liar freezes so long before somebody says ``text`` for the first time."""
     scenario = Scenario(seed, (2, 3), 2, 9, 8, 0.01, (liar,))
-    expelled_s = min(t for t, text in play(scenario).timeline if "peer_expelled" in text)
-    frozen = Fault(expelled_s - before_s, "freeze", ("peer-1a",), for_s)
+    at_s = min(t for t, line in play(scenario).timeline if text in line)
+    frozen = Fault(at_s - before_s, "freeze", ("peer-1a",), for_s)
     outcome = play(replace(scenario, faults=(liar, frozen)))
     assert outcome.violations == [], "\n".join(readable(outcome))
     return outcome
 
 
-def test_of_two_the_one_that_stands_out_is_left_out_of_the_step_and_no_number_changes() -> None:
+def test_one_bad_moment_leaves_a_replica_out_of_the_step_and_no_number_changes() -> None:
     outcome = played((2, 2), corrupt("peer-1b", "hundredfold"))
     assert set(outcome.ends.values()) == {"finished"}
-    assert said(outcome, "no third peer serves the stage")
+    assert said(outcome, "another result came of the microbatches of peer-1b")
     assert said(outcome, "peer-1b step_applied step=1 stage=1 skipped=False microbatches=0")
 
 
@@ -386,7 +343,7 @@ def test_a_step_that_is_not_finite_is_skipped_by_everyone_as_by_a_single_process
     assert set(outcome.ends.values()) == {"finished"}, "nobody lied"
     assert len(said(outcome, "step_applied step=2 ")) == len(said(outcome, "skipped=True")) == sum(stages)
     assert said(outcome, "everyone skips the step")
-    assert not said(outcome, "different")
+    assert not said(outcome, "another result")
 
 
 @pytest.mark.parametrize("stages", [(2, 2), (3, 3)])
@@ -397,5 +354,5 @@ def test_an_honest_outlier_is_computed_again_and_counts(
     outcome = played(stages)
     assert set(outcome.ends.values()) == {"finished"}
     assert said(outcome, "stands out")
-    assert not said(outcome, "different")
+    assert not said(outcome, "another result")
     assert not said(outcome, "frame_refused")

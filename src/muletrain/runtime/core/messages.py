@@ -223,29 +223,12 @@ class Gap(Message):
     without: Annotated[tuple[Id, ...], Field(max_length=64), FailFast()] = ()
 
 
-class GivenUp(BaseModel):
-    """What a member had sealed and gave up, for others to compute it again. ``excused``: what others gave it stood out,
-    too, and nobody else could be asked."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    indices: Indices
-    sketch: SketchBytes
-    excused: bool
-
-
-class Finding(BaseModel):
-    """What came of the microbatches that ``member`` gave up, where they were computed again."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    member: Id
-    sketch: SketchBytes
-
-
 class Seal(Message):
     """A member announces what its accumulator holds, a sketch of it (``optim.sketch``, seeded by the lineage), and the
     digest of the weights it was computed with. ``members``: the replicas it counts on, itself included. ``stop``: it
-    asks for an orderly end after this step; ``leaves``: for its own. ``gave_up`` and ``findings``: see
-    ``runtime.step.audit``."""
+    asks for an orderly end after this step; ``leaves``: for its own. ``gave_up``: microbatches that it had sealed, whose
+    gradient stood out; others compute them again. ``excused``: what others gave it stood out, too, and nobody else could
+    be asked. ``accused``: replicas that it found to compute falsely (``runtime.step.audit``)."""
 
     KIND: ClassVar[str] = "seal"
     lineage: Digest
@@ -258,8 +241,9 @@ class Seal(Message):
     stop: bool
     leaves: bool
     sketch: SketchBytes
-    gave_up: GivenUp | None = None
-    findings: Annotated[tuple[Finding, ...], Field(max_length=64), FailFast()] = ()
+    gave_up: Indices = ()
+    excused: bool = False
+    accused: Annotated[tuple[Id, ...], Field(max_length=64), FailFast()] = ()
 
 
 class Shard(Message):

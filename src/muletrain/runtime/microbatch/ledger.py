@@ -20,7 +20,6 @@ class Ledger:
         self._running: set[int] = set()
         self._excused: set[int] = set()
         self._sealed = False
-        self._only: frozenset[int] | None = None
         self.barred = False
         """Nothing comes in, whatever is opened: others compute what this peer should have."""
 
@@ -31,7 +30,7 @@ class Ledger:
         """
         if not 0 <= index < self._microbatches:
             raise ProtocolError(f"microbatch {index} of step {self.step}: the step has 0..{self._microbatches - 1}")
-        if not self._open_for(index) or index in self._held or index in self._running:
+        if not self._open or index in self._held or index in self._running:
             return False
         self._running.add(index)
         return True
@@ -39,10 +38,7 @@ class Ledger:
     def takes(self, index: int) -> bool:
         """False when ``index`` is not in the accumulator and cannot come in now: another replica may still be open for
         it."""
-        return self._open_for(index) or index in self._held
-
-    def _open_for(self, index: int) -> bool:
-        return not (self._sealed or self.barred) and (self._only is None or index in self._only)
+        return self._open or index in self._held
 
     def commit(self, index: int, loss: float) -> None:
         """The gradient of ``index``, whose ``loss`` [nats/token] is known by then, is now in the accumulator."""
@@ -59,6 +55,10 @@ class Ledger:
         self._excused.add(index)
 
     @property
+    def _open(self) -> bool:
+        return not (self._sealed or self.barred)
+
+    @property
     def excused(self) -> bool:
         """Is there something of that kind in the accumulator?"""
         return bool(self._excused & self._held.keys())
@@ -70,10 +70,9 @@ class Ledger:
         self._sealed = True
         return frozenset(self._held)
 
-    def reopen(self, *, keep: bool, only: frozenset[int] | None = None) -> None:
-        """The round failed or had gaps: accept more indices (``only`` these); with ``keep`` false the accumulator was
-        emptied."""
-        self._sealed, self._only = False, only
+    def reopen(self, *, keep: bool) -> None:
+        """The round failed or had gaps: accept more indices; with ``keep`` false the accumulator was emptied."""
+        self._sealed = False
         if not keep:
             self._held.clear()
             self._excused.clear()

@@ -29,7 +29,7 @@ from muletrain.runtime.peer.parts import PartWriter
 from muletrain.runtime.peer.reporting import Reporting
 from muletrain.runtime.recovery.forks import Forks, GivesWay
 from muletrain.runtime.recovery.rollback import Rollback
-from muletrain.runtime.step.audit import expelled
+from muletrain.runtime.step.audit import computes_falsely
 from muletrain.runtime.step.exchange import Answers
 from muletrain.runtime.step.gradient_log import GradientLog
 from muletrain.runtime.step.runner import StepRunner
@@ -286,7 +286,7 @@ class Peer:
                     ctx.emit(PeerExpelled(peer_id=peer, name=ctx.roster.name(peer), step=record.step + 1))
                     ctx.roster.expel(peer)
         if ctx.roster.expelled(me):
-            raise expelled(record.step)
+            raise computes_falsely(record.step)
         known = {m.id: m for m in ctx.roster.members()}
         leavers = record.leavers(lambda peer: peer in known and known[peer].trainer)
         for peer in leavers:

@@ -7,7 +7,6 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from muletrain.events import Note
-from muletrain.policy.cover import resolve
 from muletrain.policy.deadline import Deadline
 from muletrain.runtime.core.messages import Seal
 from muletrain.runtime.step import audit
@@ -65,18 +64,13 @@ class RoundAgreement:
             self._ledger.reopen(keep=True)
             return None
         self._reruns.believe_less(seals)
-        sealed = audit.counted(seals)
-        cover = resolve(sealed, self._ctx.plan.microbatches)
+        sealed, cover = self._audit.cover(seals)
         if cover.gaps or cover.dropped:
-            if all(seal.gave_up is not None for seal in seals.values()):
-                self._audit.stand_for_it()
-            await self._reruns.refill(cover, attempt)
+            left_out = tuple(m for m in sealed if seals[m].indices and not sealed[m])
+            await self._reruns.refill(cover, attempt, left_out)
             return None
-        if (trial := audit.due(seals)) is not None:
-            await self._audit.hold(trial, attempt)
-            return None
-        expelled = await self._audit.sentence(audit.disagreements(seals))
-        expelled = expelled if len(sealed) - len(expelled) > 1 else ()  # whom one alone would expel nobody else does
+        expelled = self._audit.expelled(seals)
+        await self._audit.leave_if_faulty(expelled)
         sealed = {m: s for m, s in sealed.items() if m not in expelled}
         return self._round(attempt, seals, sealed, cover.chosen, expelled)
 
@@ -168,7 +162,8 @@ class RoundAgreement:
             leaves=self._leaves(),
             sketch=await self._audit.sketch(),
             gave_up=state.gave_up,
-            findings=state.findings,
+            excused=state.excused,
+            accused=self._audit.accused(),
         )
         ctx.reached("sealing", state.step)
         ctx.spawn(ctx.tell(replicas, seal), "seal")  # those we do not count on hear of it, too

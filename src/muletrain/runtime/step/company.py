@@ -14,7 +14,7 @@ from muletrain.runtime.core.messages import AskViews, MemberView, Views
 from muletrain.runtime.microbatch.position import Behind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.core.messages import Seal
@@ -51,8 +51,8 @@ class Standing:
     """Replicas that we average nothing with, since nothing comes from them: until which step, and for how many."""
     differed: int | None = None
     """The last step at which our weights were not the others'."""
-    refuted: int | None = None
-    """The last step at which another computed otherwise what we had."""
+    offences: Recent[tuple[int, ...]] = field(default_factory=Recent)
+    """The last steps in which others computed otherwise what a member, or this peer, had (``audit``)."""
 
 
 class Company:
@@ -78,10 +78,10 @@ class Company:
 
         return company(self._ctx.net.peer_id, filter(counts, roster.stage(roster.own.stage)), self.views())
 
-    def without(self) -> tuple[PeerId, ...]:
-        """Replicas whose accumulators would not be in a round of ours: the living first, as messages have room for
-        few."""
-        with_us, roster = self.members(), self._ctx.roster
+    def without(self, left_out: Collection[PeerId] = ()) -> tuple[PeerId, ...]:
+        """Replicas whose accumulators would not be in a round of ours, and those ``left_out`` of it: the living first,
+        as messages have room for few."""
+        with_us, roster = {*self.members()} - {*left_out}, self._ctx.roster
         others = [p for p in roster.replicas() if p not in with_us]
         return tuple(sorted(others, key=lambda p: not roster.is_alive(p))[:MAX_WITHOUT])
 

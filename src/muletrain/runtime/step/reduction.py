@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SWIFT_TRIES = 4
-"""Attempts at a round that follow each other at once: gaps are run again, a trial is held, a member dies."""
+"""Attempts at a round that follow each other at once: gaps are run again, a member dies."""
 PAUSE_S, PAUSE_MAX_S = 0.05, 2.0
 """Seconds between the attempts after these, and between two tries to take a gradient that others hold; doubles."""
 FAILED_S, FAILED_MAX_S = 0.2, 10.0

@@ -90,11 +90,11 @@ class Reruns:
         """What we accumulated counts as done twice."""
         self._ctx.compute.clear(self._state.step)
         self._work.uncount()
-        self._state.findings = ()  # what they speak of is gone with the rest
         self._ledger.reopen(keep=False)
 
-    async def refill(self, cover: Cover, attempt: int) -> None:
-        """Keep the accumulators that were chosen, and have the gaps run again."""
+    async def refill(self, cover: Cover, attempt: int, left_out: tuple[PeerId, ...]) -> None:
+        """Keep the accumulators that were chosen, and have the gaps run again. What members that are
+        ``left_out`` hold does not count."""
         ctx, state = self._ctx, self._state
         if ctx.net.peer_id in cover.chosen:
             self._ledger.reopen(keep=True)
@@ -109,39 +109,48 @@ class Reruns:
             once more found them filled, or its company has changed: then we try again, too."""
             assert state.announced is not None  # of which these are the gaps
             for pause in itertools.count():
-                union, with_us = set(self._ledger.held), self._company.members()
+                union, with_us = set(self._ledger.held), {*self._company.members()} - {*left_out}
                 claims: dict[PeerId, frozenset[int]] = {}
                 answers = await self._ask_replicas()
-                await self.follow(answers)
+                await self._follow(answers)
                 for peer, held in answers.items():
                     claims[peer] = gaps & set(held.held) if held.current and peer in with_us else frozenset()
                     union |= claims[peer]
-                if gaps <= union or state.latest_attempt(state.announced.members) > attempt:
+                alone = self._ledger.barred and not all(map(ctx.roster.is_alive, state.announced.members))
+                if alone or gaps <= union or state.latest_attempt(state.announced.members) > attempt:
                     self._claims = claims
                     return
-                await self.pause(pause)
+                await self._pause(pause)
 
-        await self.run(gaps, attempt, refilled)
+        await self._run(gaps, attempt, refilled, left_out)
 
-    async def follow(self, answers: dict[PeerId, Held]) -> None:
+    async def _follow(self, answers: dict[PeerId, Held]) -> None:
         """Raises Behind where a replica has gone on."""
         for peer, held in answers.items():
             if held.beyond(self._state.step) and await self._exchange.went_on(peer):
                 raise Behind(f"step {self._state.step}: {self._ctx.roster.name(peer)} is at step {held.step}")
 
-    async def pause(self, times: int) -> None:
+    async def _pause(self, times: int) -> None:
         """Before we look once more whether microbatches were run again. Raises LeftOut: they may be in the hands of
         those that go on without us."""
         await self._company.meet()
         self._company.check()
         await self._ctx.clock.sleep(backoff_s(times, PAUSE_S, FILLED_MAX_S))
 
-    async def run(self, gaps: frozenset[int], attempt: int, done: Callable[[], Coroutine[None, None, None]]) -> None:
+    async def _run(
+        self,
+        gaps: frozenset[int],
+        attempt: int,
+        done: Callable[[], Coroutine[None, None, None]],
+        left_out: tuple[PeerId, ...],
+    ) -> None:
         """Have the trainers run ``gaps`` for this stage alone, until ``done`` returns. Raises MuletrainError when they
         never do, and what ``done`` raises."""
         ctx, begin = self._ctx, self._ctx.clock.now()
         for turn in itertools.count():
-            await self._tell_trainers(gaps - self._ledger.held, attempt, turn=turn, without=self._company.without())
+            await self._tell_trainers(
+                gaps - self._ledger.held, attempt, turn=turn, without=self._company.without(left_out)
+            )
             limit_s = min(self._deadlines.step.seconds(turn), AGAIN_S)
             try:
                 return await ctx.clock.deadline(self._waits.watched(done()), limit_s, "missing microbatches")

@@ -68,7 +68,7 @@ class StepRunner:
         self.exchange = exchange = Exchange(ctx, position, state, self._log, waits, self._rivals, self._observed)
         company = Company(ctx, state, self._standing)
         self._reruns = reruns = Reruns(ctx, state, company, exchange, waits, deadlines)
-        audit = Audit(ctx, state, company, reruns, self._standing)
+        audit = Audit(ctx, state, reruns, self._standing)
         agreement = RoundAgreement(
             ctx, position, self._departure, state, company, exchange, reruns, audit, waits, deadlines
         )

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from muletrain.network.base import PeerId
-    from muletrain.runtime.core.messages import Finding, GivenUp, RoundEntry
+    from muletrain.runtime.core.messages import RoundEntry
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.step.gradient_log import MeanGradient
@@ -48,9 +48,9 @@ class StepState:
         """The last of each replica."""
         self.announced: Seal | None = None
         """Our own last one."""
-        self.gave_up: GivenUp | None = None
-        self.findings: tuple[Finding, ...] = ()
-        """What our next seal says (``audit``)."""
+        self.gave_up: tuple[int, ...] = ()
+        self.excused = False
+        """What our next seal says of microbatches that others compute again (``audit``)."""
         self._loaded = False
         """What we did in this step before our weights were loaded, we may not know."""
         self._views: defaultdict[PeerId, set[frozenset[PeerId]]] = defaultdict(set)
@@ -103,7 +103,7 @@ class StepState:
         if (
             sender not in seal.members
             or any(i >= microbatches for i in seal.indices)
-            or (seal.gave_up and any(i >= microbatches for i in seal.gave_up.indices))
+            or any(i >= microbatches for i in seal.gave_up)
             or seal.attempt >= self.latest_attempt() + MAX_NUMBER
         ):
             raise ProtocolError("seal with indices outside the step, or of an attempt that nobody makes")
