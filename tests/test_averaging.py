@@ -13,11 +13,21 @@ import torch
 
 from muletrain.clock import LoopClock
 from muletrain.config.schema import Codec
-from muletrain.errors import PeerUnreachable, ProtocolError
 from muletrain.network.memory import MemoryHub
 from muletrain.policy.lineages import Chain
 from muletrain.policy.shards import CHUNK
-from muletrain.runtime.core.messages import AskGradient, AskHeld, Held, Member, Reduced, RoundEntry, Shard, ShardFacts
+from muletrain.runtime.core.messages import (
+    AskBlocks,
+    AskGradient,
+    AskHeld,
+    Block,
+    Held,
+    Member,
+    Reduced,
+    RoundEntry,
+    Shard,
+    ShardFacts,
+)
 from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.roster import Genesis, Roster
@@ -25,6 +35,7 @@ from muletrain.runtime.step import averaging
 from muletrain.runtime.step.averaging import Averager, contents
 from muletrain.runtime.step.gradient_log import MeanGradient, fetch_gradient
 from muletrain.runtime.step.rounds import LONGEST_S, Attendance, Round, RoundFailed
+from muletrain.runtime.transfer.blocks import Downloader
 from muletrain.sim.loop import run_virtually
 from muletrain.strategies.swarm import SWARM
 from tests.runners import runner_of
@@ -64,6 +75,32 @@ def members(hub: MemoryHub, codec: Codec) -> dict[str, tuple[Context, Averager]]
     return found
 
 
+def gives(ctx: Context, gradient: MeanGradient, after_s: float = 0.0) -> None:
+    """The peer of ``ctx`` holds ``gradient``, and each run of its blocks comes ``after_s`` seconds after the question."""
+
+    async def manifest(sender: str, payload: bytes) -> bytes:
+        assert AskGradient.unpack(payload).round == gradient.entry.round
+        return (await gradient.image(ctx)).manifest
+
+    async def blocks(sender: str, payload: bytes) -> bytes:
+        await asyncio.sleep(after_s)
+        ctx.spawn((await gradient.image(ctx)).send(ctx, sender, AskBlocks.unpack(payload).blocks), "blocks")
+        return b""
+
+    ctx.net.serve(AskGradient.KIND, manifest)
+    ctx.net.serve(AskBlocks.KIND, blocks)
+
+
+def downloader(ctx: Context) -> Downloader:
+    found = Downloader(ctx)
+
+    async def on_block(sender: str, frame: Any) -> None:
+        found.on_block(sender, Block.parse(frame), frame.tensors[0])
+
+    ctx.net.receive(on_block, kinds=(Block.KIND,))
+    return found
+
+
 def gradients() -> dict[str, torch.Tensor]:
     return {p: torch.randn(SIZE, generator=torch.Generator().manual_seed(k)) for k, p in enumerate(IDS)}
 
@@ -95,17 +132,17 @@ def test_every_member_states_the_same_and_serves_what_it_states(codec: Codec) ->
             stop=False,
             holder="a",
         )
-        holding = MeanGradient(entry, gradient)
-
-        async def serve(sender: str, payload: bytes) -> bytes:
-            return holding.piece(AskGradient.unpack(payload).offset, codec)
-
-        group["a"][0].net.serve(AskGradient.KIND, serve)
-        taken = await fetch_gradient(group["b"][0], "a", entry)
+        (giver, _), (taker, _) = group["a"], group["b"]
+        gives(giver, MeanGradient(entry, gradient))
+        blocks = downloader(taker)
+        taken = await fetch_gradient(taker, blocks, entry, ["a"])
+        assert taken is not None
         assert torch.equal(taken.values, gradient)
+        assert taker.roster.is_alive("a")
         gradient[5] += 1.0
-        with pytest.raises(ProtocolError, match="not what its holders attest"):
-            await fetch_gradient(group["b"][0], "a", entry)
+        gives(giver, MeanGradient(entry, gradient))
+        assert await fetch_gradient(taker, blocks, entry, ["a"]) is None, "it is not what its holders attest"
+        assert not taker.roster.is_alive("a")
 
     virtually(scenario())
 
@@ -115,7 +152,7 @@ def test_a_holder_that_is_frozen_is_given_up_soon_and_a_slow_one_is_not(frozen: 
     async def scenario() -> None:
         hub = MemoryHub()
         group = members(hub, Codec.FP32)
-        ctx, holder = group["b"][0], group["a"][0].net
+        ctx, giver = group["b"][0], group["a"][0]
         gradient = torch.zeros(SIZE)
         facts = ShardFacts(content=contents(gradient, 1, CHUNK)[0], square_norm=0.0, finite=True)
         entry = RoundEntry(
@@ -129,24 +166,22 @@ def test_a_holder_that_is_frozen_is_given_up_soon_and_a_slow_one_is_not(frozen: 
             holder="a",
         )
 
-        async def piece(sender: str, payload: bytes) -> bytes:
-            await asyncio.sleep(40.0)
-            return MeanGradient(entry, gradient).piece(AskGradient.unpack(payload).offset, Codec.FP32)
-
         async def held(sender: str, payload: bytes) -> bytes:
             return Held(current=False, step=1, stage=0).pack()
 
-        holder.serve(AskGradient.KIND, piece)
-        holder.serve(AskHeld.KIND, held)
+        gives(giver, MeanGradient(entry, gradient), after_s=25.0)
+        giver.net.serve(AskHeld.KIND, held)
+        blocks = downloader(ctx)
         await ctx.detector.measure("a", bytes(32), 0)
         if frozen:
             hub.freeze("a")
-            with pytest.raises(PeerUnreachable):
-                await fetch_gradient(ctx, "a", entry)
+            assert await fetch_gradient(ctx, blocks, entry, ["a"]) is None
             assert ctx.clock.now() < 5.0
             assert not ctx.roster.is_alive("a")
         else:
-            assert torch.equal((await fetch_gradient(ctx, "a", entry)).values, gradient)
+            taken = await fetch_gradient(ctx, blocks, entry, ["a"])
+            assert taken is not None
+            assert torch.equal(taken.values, gradient)
             assert ctx.roster.is_alive("a")
 
     virtually(scenario())

@@ -22,7 +22,7 @@ import torch
 import muletrain.runs
 import muletrain.runtime
 from muletrain.config.schema import Codec
-from muletrain.errors import Malformed, MuletrainError, ProtocolError, Refused
+from muletrain.errors import Malformed, MuletrainError, ProtocolError
 from muletrain.network import quota
 from muletrain.network.memory import MemoryHub
 from muletrain.network.quota import Quota
@@ -49,7 +49,6 @@ from muletrain.runtime.members.rebalancing import Rebalancer
 from muletrain.runtime.peer.dispatch import OTHER_KINDS, STEP_KINDS
 from muletrain.runtime.recovery.forks import AskStay, History
 from muletrain.runtime.recovery.messages import AskStanding, StepBack
-from muletrain.runtime.step.exchange import GRADIENT_TIMES
 from muletrain.runtime.transfer import donor as snapshot
 from muletrain.wire.codec import encode, encode_raw, encoded_size
 from muletrain.wire.frame import MAX_HEADER, MAX_PAYLOAD, PREFIX, read_frame
@@ -505,24 +504,6 @@ def test_one_taker_has_copies_made_for_a_share_of_the_time(monkeypatch: pytest.M
         donor.now += 120.0
         await donor.offer("liar")
         await donor.ctx.tasks.close()
-
-    run(scenario)
-
-
-def test_a_replica_draws_a_gradient_a_few_times_a_step(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        target = Target(1, tmp_path)
-        await until(lambda: target.net._delivery._receiver is not None)
-        peer, whole = target.peer, 4 * target.compute.n_params
-        peer._log.piece = lambda *_: bytes(whole // 2)  # type: ignore[method-assign]
-        from muletrain.runtime.core.messages import AskGradient
-
-        ask = AskGradient(round=bytes(32), offset=0).pack()
-        last = target.others["last"]
-        with pytest.raises(Refused, match=f"{GRADIENT_TIMES} times"):
-            await repeat(3 * GRADIENT_TIMES, lambda: last.call(target.name, AskGradient.KIND, ask, timeout_s=9))
-        assert sum(peer._answers._drawn.values()) <= (GRADIENT_TIMES + 1) * whole
-        await ended(target)
 
     run(scenario)
 

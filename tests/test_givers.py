@@ -18,7 +18,6 @@ from muletrain.runtime.core.messages import (
     AskBlocks,
     AskGradient,
     AskManifest,
-    AskPast,
     AskSnapshot,
     Member,
     Message,
@@ -110,10 +109,9 @@ def test_the_state_and_gradients_of_a_stage_are_for_its_replicas(tmp_path: Path)
             await refused(thief, target.name, AskManifest(digest=offer.digest), "not kept for you")
             await refused(thief, target.name, AskBlocks(digest=offer.digest, blocks=(0,)), "not kept for you")
         for thief, said in ((target.others["first"], "for replicas of its stage"), (stranger, "not a member")):
-            await refused(thief, target.name, AskPast(round=bytes(32)), said)
-            await refused(thief, target.name, AskGradient(round=bytes(32), offset=0), said)
+            await refused(thief, target.name, AskGradient(round=bytes(32)), said)
         assert await asked(target.others["last"], target.name, AskManifest(digest=offer.digest))
-        assert await asked(target.others["last"], target.name, AskPast(round=bytes(32))) == b""
+        assert await asked(target.others["last"], target.name, AskGradient(round=bytes(32))) == b""
         target.running.cancel()
         await asyncio.gather(target.running, return_exceptions=True)
 

@@ -14,7 +14,7 @@ import torch
 
 from muletrain.clock import LoopClock
 from muletrain.config.schema import Codec
-from muletrain.errors import ProtocolError
+from muletrain.network.base import Channel
 from muletrain.network.memory import MemoryHub
 from muletrain.runtime.core.messages import Member, RoundEntry, ShardFacts
 from muletrain.runtime.core.plan import Plan
@@ -22,11 +22,12 @@ from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.detector import AT_ONCE, RARELY_S
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.peer import arrival
-from muletrain.runtime.step import gradient_log, reduction
-from muletrain.runtime.step.gradient_log import PIECE, GradientLog, MeanGradient
+from muletrain.runtime.step import gradient_log
+from muletrain.runtime.step.gradient_log import PIECE, GradientLog, MeanGradient, encoded_piece
 from muletrain.runtime.step.record import RecordBuilder
 from muletrain.runtime.step.runner import StepRunner
 from muletrain.runtime.transfer import blocks as transfer
+from muletrain.runtime.transfer.blocks import Manifest, StateImage
 from muletrain.sim.loop import run_virtually
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
@@ -71,19 +72,19 @@ def test_over_a_slow_link_one_state_and_the_later_gradients_lead_to_serving_and_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(transfer, "BLOCK", 4096)
-    right, past = gradient_log.take_past, list[Any]()
+    right, past = StateImage.send, list[Channel]()
 
-    async def take_past(*args: Any) -> MeanGradient | None:
-        past.append(await right(*args))
-        return past[-1]
+    async def send(self: StateImage, *args: Any) -> None:
+        past.append(self.channel)
+        await right(self, *args)
 
-    monkeypatch.setattr(reduction, "take_past", take_past)
+    monkeypatch.setattr(StateImage, "send", send)
     outcome = play(slow_link(26e3, 26))
     assert outcome.violations == [], "\n".join(readable(outcome))
     others, own = applied(outcome, "peer-1a"), applied(outcome, NEWCOMER)
     assert [n for _, n, _ in own] == list(range(own[0][1], 27)), "one state, and every step from there on"
     serves = next(t for t, _, microbatches in own if microbatches)
-    assert sum(holding is not None for holding in past) >= 5, "what lies back came in the gaps"
+    assert past.count(Channel.BULK) >= 5, "what lies back came in the gaps"
     assert sum(1.0 < t < serves for t, _, _ in others) >= 10, "it was on its way for as many steps"
     took = [b[0] - a[0] for a, b in pairwise(t for t in others if t[0] < serves - 4.2)]  # then it averages, too
     assert max(took[1:]) < 1.1 * min(took[1:]), "the others take their time as before"
@@ -240,15 +241,15 @@ def test_what_is_kept_is_as_small_as_it_travels_and_bounded(codec: Codec, size: 
         for step in range(4):
             own.add(*step_of(step))
             await asyncio.sleep(1)
-        for offset in range(0, Vector.n_params, PIECE):
-            assert own.piece("n", bytes(32), offset) == before.piece(offset, codec)
+        oldest = Manifest.unpack(await own.manifest("n", bytes(32), None))
+        assert oldest.size == size * Vector.n_params
+        assert oldest.pack() == (await before.image(context(codec))).manifest
         for step in range(4, 12):
             own.add(*step_of(step))
             await asyncio.sleep(1)
         assert len(kept(own)) <= 6
         assert kept(own)[-1] == 11
-        with pytest.raises(ProtocolError, match="not held here"):
-            own.piece("n", bytes(32), 0)
+        assert await own.manifest("n", before.entry.round, None) == b"", "it is gone"
 
     virtually(scenario())
 
@@ -256,7 +257,7 @@ def test_what_is_kept_is_as_small_as_it_travels_and_bounded(codec: Codec, size: 
 def test_what_one_member_computed_alone_is_not_rounded() -> None:
     _, holding = step_of(1)
     alone = MeanGradient(holding.entry.model_copy(update={"members": ("a",)}), holding.values + 1e-6)
-    assert alone.piece(0, Codec.INT8) == bytes(alone.values[:PIECE].numpy().data.cast("B"))
+    assert encoded_piece(alone, 0, Codec.INT8) == bytes(alone.values[:PIECE].numpy().data.cast("B"))
 
 
 def test_who_was_told_another_history_takes_its_replicas_state(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,12 +20,12 @@ from muletrain.events import Event, FrameRefused, Note
 from muletrain.network.memory import MemoryHub, MemoryNetwork
 from muletrain.policy.lineages import Chain
 from muletrain.runtime.core.lifecycle import Lifecycle
-from muletrain.runtime.core.messages import AskBlocks, AskPast, AskSnapshot, Block, Member, Snapshot
+from muletrain.runtime.core.messages import AskBlocks, AskGradient, AskSnapshot, Block, Member, Snapshot
 from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.membership import Membership
 from muletrain.runtime.members.roster import Genesis, Roster
-from muletrain.runtime.step.gradient_log import GradientLog, take_past
+from muletrain.runtime.step.gradient_log import GradientLog, fetch_gradient
 from muletrain.runtime.transfer import blocks as transfer
 from muletrain.runtime.transfer import donor as snapshot
 from muletrain.runtime.transfer.blocks import Manifest, StateImage
@@ -364,9 +364,9 @@ def test_each_of_many_takers_gets_its_turn(monkeypatch: pytest.MonkeyPatch) -> N
     run(scenario)
 
 
-def test_a_past_gradient_in_other_pieces_than_it_has_is_refused() -> None:
+def test_a_gradient_in_other_pieces_than_it_has_is_refused() -> None:
     async def scenario() -> None:
-        stage, entry = Stage("a"), cast("Any", SimpleNamespace(round=bytes(32)))
+        stage, entry = Stage("a"), cast("Any", SimpleNamespace(round=bytes(32), step=0, lineage=bytes(32)))
         zero = f"{0:016}"
         for tensors in ((("x", "uint8", (100,)),), ((zero, "float64", (10,)),), ((zero, "uint8", (10, 10)),)):
             manifest = Manifest(tensors=tensors, block=100, digests=bytes(32))
@@ -374,9 +374,10 @@ def test_a_past_gradient_in_other_pieces_than_it_has_is_refused() -> None:
             async def past(sender: str, payload: bytes, packed: bytes = manifest.pack()) -> bytes:
                 return packed
 
-            stage.networks["a"].serve(AskPast.KIND, past)
-            with pytest.raises(ProtocolError, match="no stage has"):
-                await take_past(stage.contexts["t"], stage.receiver.taker, entry)
+            stage.networks["a"].serve(AskGradient.KIND, past)
+            assert await fetch_gradient(stage.contexts["t"], stage.receiver.taker, entry, ["a"]) is None
+            assert not stage.contexts["t"].roster.is_alive("a")
+            stage.contexts["t"].roster.alive("a")
 
     run(scenario)
 

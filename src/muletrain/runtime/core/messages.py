@@ -342,12 +342,11 @@ class Entries(Message):
 
 
 class AskGradient(Message):
-    """Call: the mean gradient of this round as it travels, from element ``offset``, as much as fits into an answer. Of
-    the current step, or of one that is kept."""
+    """Call: the manifest of this round's mean gradient as it travels, to be taken as a copy of a state is. Of the
+    current step, or of one that is kept; empty for any other."""
 
     KIND: ClassVar[str] = "ask_gradient"
     round: Digest
-    offset: Natural
 
 
 class AskHeld(Message):
@@ -504,14 +503,6 @@ class Stay(Message):
     stays: bool
     stage: Natural
     trainer: bool
-
-
-class AskPast(Message):
-    """Call: the manifest of the gradient of a round that lies some steps back, to be taken as a copy is. Empty where it
-    is not kept so."""
-
-    KIND: ClassVar[str] = "ask_past"
-    round: Digest
 
 
 class AskManifest(Message):

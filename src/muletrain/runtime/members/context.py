@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from muletrain.clock import Clock
     from muletrain.compute.base import Compute
     from muletrain.events import Event, TrafficClass
-    from muletrain.network.base import Frame, Network, PeerId
+    from muletrain.network.base import Channel, Frame, Network, PeerId
     from muletrain.policy.chaos import Phase
     from muletrain.runtime.core.messages import Message
     from muletrain.runtime.core.plan import Plan
@@ -63,15 +63,21 @@ class Context:
         return self.tasks.spawn(work, name)
 
     async def send(
-        self, peer: PeerId, message: Message, tensors: list[Any] | None = None, *, frame: Frame | None = None
+        self,
+        peer: PeerId,
+        message: Message,
+        tensors: list[Any] | None = None,
+        *,
+        frame: Frame | None = None,
+        channel: Channel | None = None,
     ) -> None:
-        """Send a frame and count it. ``frame``: the message's, where it is made already. Raises PeerUnreachable or
-        DeadlineExceeded."""
+        """Send a frame and count it. ``frame``: the message's, where it is made already; ``channel``: if not the
+        message's own. Raises PeerUnreachable or DeadlineExceeded."""
         if not self.meter.works.is_set():  # until then nobody counts on us, or the watchdog ends us
             await self.meter.works.wait()
         begin = self.clock.now()
         frame = frame or message.frame(tensors)
-        sent = await self.net.send(peer, frame, channel=message.CHANNEL, timeout_s=SEND_TIMEOUT_S)
+        sent = await self.net.send(peer, frame, channel=channel or message.CHANNEL, timeout_s=SEND_TIMEOUT_S)
         if sent:
             self.meter.stats.sent[peer][TRAFFIC.get(message.KIND, "control")] += sent
         if tensors and (step := getattr(message, "step", None)) is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,10 @@ if TYPE_CHECKING:
 
 WEIGH_S = 0.1
 """Seconds between two looks whether word of the end can be believed; doubles."""
+LATE = b"late"
+"""The answer to ``Finished`` of a peer that has not applied the last step."""
+LATE_S, LATE_MAX_S = 60.0, 2.0
+"""Seconds for which a peer waits at the end for a replica that is late, and between two questions to it, at most."""
 OFFER_S = 20.0
 """Seconds after the end, until a stage whose part of the last checkpoint did not come from its writer offers it from
 every replica; and until it does so again."""
@@ -52,8 +55,21 @@ class Ending:
         written = await asyncio.shield(self._finished)
         await self._checkpointing.replicas.tidy(over=written)
         # everyone passes it on: whoever wrote it may not reach them all, and has no time to try again
-        await asyncio.gather(*(self._dismiss(peer, written) for peer in ctx.roster.everyone()))
+        everyone, replicas = ctx.roster.everyone(), ctx.roster.replicas()
+        late = await asyncio.gather(*(self._dismiss(peer, written) for peer in everyone))
+        waits = (
+            self._wait_for(p, written) for p, is_late in zip(everyone, late, strict=True) if is_late and p in replicas
+        )
+        await asyncio.gather(*waits)
         return written
+
+    async def _wait_for(self, replica: PeerId, written: bool) -> None:
+        """A replica that missed the last step takes its gradient, or the state, from us."""
+        until = self._ctx.clock.now() + LATE_S
+        for tries in itertools.count():
+            if self._ctx.clock.now() > until or not await self._dismiss(replica, written):
+                return
+            await self._ctx.clock.sleep(backoff_s(tries, WEIGH_S, LATE_MAX_S))
 
     async def _hear_of_end(self, key: Key) -> None:
         written = await self._checkpointing.coordinator.ended(key)
@@ -67,11 +83,15 @@ class Ending:
             if self._checkpointing.own_part.wants(key):
                 await self._checkpointing.own_part.write(key, await self._ctx.compute.state())
 
-    async def _dismiss(self, peer: PeerId, written: bool) -> None:
-        """Tell ``peer`` that it may go: as a call, since we go next and a frame could still be on its way."""
-        with contextlib.suppress(NetworkError):  # it is gone, or others tell it
-            timeout_s = self._ctx.detector.deadline.seconds(1)
-            await self._ctx.net.call(peer, Finished.KIND, Finished(written=written).pack(), timeout_s=timeout_s)
+    async def _dismiss(self, peer: PeerId, written: bool) -> bool:
+        """Tell ``peer`` that it may go: as a call, since we go next and a frame could still be on its way. True where
+        it has not applied the last step."""
+        timeout_s = self._ctx.detector.deadline.seconds(1)
+        try:
+            finished = Finished(written=written).pack()
+            return await self._ctx.net.call(peer, Finished.KIND, finished, timeout_s=timeout_s) == LATE
+        except NetworkError:  # it is gone, or others tell it
+            return False
 
     async def _answer_finished(self, sender: PeerId, payload: bytes) -> bytes:
         finished = Finished.unpack(payload)
@@ -80,7 +100,7 @@ class Ending:
         if sender not in self._claims:
             self._claims.add(sender)
             self._ctx.spawn(self._weigh(sender, finished.written), "word of the end")
-        return b""
+        return b"" if self._position.life.done else LATE
 
     async def _weigh(self, sender: PeerId, written: bool) -> None:
         """Whether the last checkpoint was written the coordinator says; of others it is believed once this peer is at

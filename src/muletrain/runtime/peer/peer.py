@@ -105,7 +105,7 @@ class Peer:
         self.departure = Departure(ctx, parts.own_part.unsafe)
         self._forks = Forks(ctx, at, receiver)
         self.runner = StepRunner(ctx, at, self._log, self.departure, self, self._forks, receiver.taker)
-        self._answers = Answers(ctx, self.runner, self._log, self._membership)
+        Answers(ctx, self.runner, self._log, self._membership)
         self._rollback = Rollback(ctx, parts.replicas, at, fits, back, self._forks, self._parts)
         self._ending = Ending(ctx, at, parts, self.runner)
         self.reporting, self._hot_spares = Reporting(ctx, on_report, apart=reports), HotSpares(ctx)
@@ -260,7 +260,6 @@ class Peer:
         self.rebalancer.count(ctx.meter.stats)
         self.reporting.applied(record, self.position.work)
         self._hot_spares.look(speaks=self.reporting.speaks())
-        self._answers.next_step()
         if self._on_step(record):
             self.stop()
         last = record.stop or step + 1 == plan.steps

@@ -5,18 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from muletrain.errors import MuletrainError, NetworkError, ProtocolError
+from muletrain.errors import NetworkError, ProtocolError
 from muletrain.policy.deadline import Deadline
 from muletrain.policy.recent import Recent
 from muletrain.runtime.core.messages import (
     Abstain,
     AskEntries,
     AskGradient,
-    AskPast,
     AskSeal,
     AskViews,
     Entries,
@@ -47,8 +45,6 @@ MAX_ASKED = 8
 """Peers that are asked whether they are beyond this step, too; and for its record, after the first that knew it."""
 LATE_S = 3.0
 """Seconds, at least, that a peer may be at an earlier step from when we first ask it, before it is left out."""
-GRADIENT_TIMES = 4
-"""Times that one replica may have a step's gradient: links break, and what came may be lost."""
 
 
 class Rivals(Protocol):
@@ -344,17 +340,10 @@ class Answers:
 
     def __init__(self, ctx: Context, current: Current, log: GradientLog, membership: Membership) -> None:
         self._ctx, self._current, self._log, self._membership = ctx, current, log, membership
-        self._drawn: Counter[tuple[PeerId, bytes]] = Counter()
-        """Bytes of gradients that replicas asked for, by round; since the last step."""
         ctx.net.serve(AskEntries.KIND, self._entries)
-        ctx.net.serve(AskGradient.KIND, self._gradient, free=True)
-        ctx.net.serve(AskPast.KIND, self._past)
+        ctx.net.serve(AskGradient.KIND, self._gradient)
         ctx.net.serve(AskSeal.KIND, self._seal)
         ctx.net.serve(AskViews.KIND, self._views)
-
-    def next_step(self) -> None:
-        """What was given of the last one counts no more."""
-        self._drawn.clear()
 
     async def _entries(self, sender: PeerId, payload: bytes) -> bytes:
         """Of this step or an earlier one that is kept; none for any other."""
@@ -366,28 +355,10 @@ class Answers:
         return Entries(step=state.step, applied=applied, record=self._log.record(ask.step) if applied else b"").pack()
 
     async def _gradient(self, sender: PeerId, payload: bytes) -> bytes:
-        """Raises ProtocolError for a peer of another stage, and for a round that is not held here."""
-        ask, drawn = AskGradient.unpack(payload), self._drawn
-        await self._only_a_replica(sender)
-        held = self._current.state.gradient
-        if held is not None and held.entry.round == ask.round:
-            piece = held.piece(ask.offset, self._ctx.plan.gradients)
-        else:
-            piece = self._log.piece(sender, ask.round, ask.offset)
-        if drawn[sender, ask.round] > GRADIENT_TIMES * 4 * self._ctx.compute.n_params:
-            raise MuletrainError(f"this peer was given that gradient {GRADIENT_TIMES} times")
-        drawn[sender, ask.round] += len(piece)
-        return piece
-
-    async def _past(self, sender: PeerId, payload: bytes) -> bytes:
         """Raises ProtocolError for a peer of another stage."""
-        await self._only_a_replica(sender)
-        return self._log.manifest(sender, AskPast.unpack(payload).round)
-
-    async def _only_a_replica(self, sender: PeerId) -> None:
-        """Raises ProtocolError for anybody else."""
         if not await self._membership.serves(sender, self._ctx.roster.own.stage):
             raise ProtocolError("a gradient is for replicas of its stage")
+        return await self._log.manifest(sender, AskGradient.unpack(payload).round, self._current.state.gradient)
 
     async def _seal(self, sender: PeerId, payload: bytes) -> bytes:
         ask, seal = AskSeal.unpack(payload), self._current.state.announced

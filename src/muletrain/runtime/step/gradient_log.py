@@ -2,46 +2,51 @@
 goes", 6, and "Joining, moving, leaving").
 
 A gradient travels in the codec of the averaging: what several members reduced are decoded values, and to encode those
-again gives the same bits. A newcomer copies the state before one step, and that may take as long as many steps: what
-was agreed on meanwhile it takes from here, and applies it in order. The step applied last is always kept; those before
-it as long as a replica that may need them is heard of. They travel as state does, from all replicas and in the gaps of
-the step under way; the last one, which others may wait for, at once.
+again gives the same bits. It is taken as a state is, block by block from all replicas that keep it. A newcomer copies
+the state before one step, and that may take as long as many steps: what was agreed on meanwhile it takes from here, and
+applies it in order. The step applied last is always kept; those before it as long as a replica that may need them is
+heard of, and these travel in the gaps of the step under way.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import Counter, deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from blake3 import blake3
 from torch import Tensor
 
 from muletrain.config.schema import Codec
-from muletrain.errors import NetworkError, PeerUnreachable, ProtocolError
+from muletrain.errors import NetworkError, PeerUnreachable, ProtocolError, Refused
+from muletrain.events import Note
+from muletrain.network.base import Channel
 from muletrain.policy.shards import BLOCK
-from muletrain.runtime.core.messages import AskGradient, AskPast
+from muletrain.runtime.core.messages import AskGradient
 from muletrain.runtime.core.waiting import unless_done
 from muletrain.runtime.step.averaging import contents
 from muletrain.runtime.transfer.blocks import Manifest, PartialDownload, StateImage
 from muletrain.wire.codec import Encoded, decode, encode
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from muletrain.network.base import PeerId
     from muletrain.runtime.core.messages import RoundEntry
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.step.record import RecordBuilder
     from muletrain.runtime.transfer.blocks import Downloader
 
+T = TypeVar("T")
 PIECE = 32 * BLOCK
-"""Elements in one answer: calls carry at most 1 MiB. Whole quantisation blocks."""
-AHEAD = 1
-"""Pieces asked for at once: answers to calls are not paced, and more would hold up everything else on a narrow link."""
+"""Elements encoded at once: whole quantisation blocks."""
 CALL_S = 60.0
-"""Seconds for one piece: a bound for a slow link. A holder that is gone is found out about long before."""
+"""Seconds for a manifest: a gradient is encoded and hashed before. A holder that is gone is found out about long before."""
+DONORS = 4
+"""Peers that are asked for a gradient at once."""
 KEPT_S = 60.0
 """Seconds for which gradients are kept for a replica that catches up, after it was last heard of."""
 MAX_STEPS = 512
@@ -49,16 +54,36 @@ HEADERS = 1 << 16
 """Bytes beside the numbers' own."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class MeanGradient:
-    """A stage's whole mean gradient, flat fp32 [P], and what its holders say of it. It is never changed."""
+    """A stage's whole mean gradient, flat fp32 [P], and what its holders say of it. Neither changes."""
 
     entry: RoundEntry
     values: Tensor
+    packed: StateImage | None = None
+    """The gradient as it travels, in tensors of a piece each, once somebody has asked for it."""
+    _packing: asyncio.Task[StateImage] | None = None
 
-    def piece(self, offset: int, codec: Codec) -> bytes:
-        """From element ``offset`` on; ``codec``: the run's, for averaging."""
-        return b"".join(encode(self.values[offset : offset + PIECE], travels_as(self.entry, codec)).buffers)
+    async def image(self, ctx: Context) -> StateImage:
+        """``packed``, made if need be."""
+        if self._packing is None:
+            self._packing = ctx.spawn(self._pack(ctx), "pack")
+        return await asyncio.shield(self._packing)
+
+    async def _pack(self, ctx: Context) -> StateImage:
+        pieces = dict[str, Tensor]()
+        for begin in range(0, len(self.values), PIECE):
+            piece = await ctx.compute.offload(encoded_piece, self, begin, ctx.plan.gradients)
+            pieces[_name(begin)] = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
+        image = StateImage(pieces, Channel.AVERAGE)
+        await image.name(ctx)
+        self.packed = image
+        return image
+
+
+def encoded_piece(gradient: MeanGradient, begin: int, codec: Codec) -> bytes:
+    """``PIECE`` elements of ``gradient``; ``codec``: the run's, for averaging."""
+    return b"".join(encode(gradient.values[begin : begin + PIECE], travels_as(gradient.entry, codec)).buffers)
 
 
 def travels_as(entry: RoundEntry, codec: Codec) -> Codec:
@@ -68,21 +93,24 @@ def travels_as(entry: RoundEntry, codec: Codec) -> Codec:
 
 @dataclass
 class _Past:
-    """A step that was applied. ``packed``: its gradient as it travels, in tensors of a piece each, once it lies here
-    for longer."""
+    """A step that was applied. ``image``: its gradient as it travels, once it lies back."""
 
     builder: RecordBuilder
     agreed: tuple[RoundEntry, ...]
     """The rounds of its record."""
     entry: RoundEntry
     gradient: MeanGradient | None
-    packed: StateImage | None = None
+    image: StateImage | None = None
+
+    @property
+    def packed(self) -> StateImage | None:
+        return self.image if self.gradient is None else self.gradient.packed
 
     @property
     def nbytes(self) -> int:
         if self.gradient is not None:
             return self.gradient.values.nbytes
-        return self.packed.size if self.packed is not None else 0
+        return self.image.size if self.image is not None else 0
 
 
 class GradientLog:
@@ -91,6 +119,8 @@ class GradientLog:
     def __init__(self, ctx: Context, limit: int) -> None:
         self._ctx, self._limit = ctx, limit
         self._past: deque[_Past] = deque()
+        self._current: StateImage | None = None
+        """The gradient of the step under way, if somebody asked for it."""
         self._followers: dict[PeerId, tuple[int, float]] = {}
         """What they need is from that step on; when they were heard of."""
 
@@ -108,6 +138,7 @@ class GradientLog:
         if past and past[-1].builder.step + 1 != builder.step:  # a gap: what lies before it leads nowhere
             past.clear()
         past.append(_Past(builder, builder.agreed(), gradient.entry, gradient))
+        self._current = None
         now = self._ctx.clock.now()
         self._followers = {p: f for p, f in self._followers.items() if now - f[1] < KEPT_S}
         needed = min((step for step, _ in self._followers.values()), default=builder.step)
@@ -129,15 +160,10 @@ class GradientLog:
         return self.nbytes > self._limit
 
     async def _pack(self, past: _Past) -> None:
-        """A half or a quarter of the memory, and a copy that can be taken as a state is."""
-        if (gradient := past.gradient) is not None:
-            ctx, pieces = self._ctx, dict[str, Tensor]()
-            for begin in range(0, len(gradient.values), PIECE):
-                piece = await ctx.compute.offload(gradient.piece, begin, ctx.plan.gradients)
-                pieces[_name(begin)] = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
-            packed = StateImage(pieces)
-            await packed.name(ctx)
-            past.packed, past.gradient = packed, None
+        """To a half or a quarter of the memory."""
+        if past.gradient is not None:
+            past.image = await past.gradient.image(self._ctx)
+            past.image.channel, past.gradient = Channel.BULK, None  # nobody waits for it any more
 
     def entries(self, peer: PeerId, step: int, lineage: bytes) -> tuple[RoundEntry, ...]:
         """The rounds that made the record of a step that is kept; none for any other."""
@@ -152,29 +178,26 @@ class GradientLog:
         found = (r for past in self._past if past.builder.step == step and (r := past.builder.record()) is not None)
         return next((r.hash for r in found), b"")
 
-    def piece(self, peer: PeerId, round_: bytes, offset: int) -> bytes:
-        """Raises ProtocolError for a round that is not kept."""
+    async def manifest(self, peer: PeerId, round_: bytes, current: MeanGradient | None) -> bytes:
+        """The manifest of the gradient of a round that is kept, or is that of ``current``; empty for any other."""
+        if current is not None and current.entry.round == round_:
+            self._current = await current.image(self._ctx)
+            return self._current.manifest
         for past in self._past:
             if past.entry.round == round_:
                 self._heard(peer, past.builder.step)
-                if past.gradient is not None:
-                    return past.gradient.piece(offset, self._ctx.plan.gradients)
-                if past.packed is not None and offset % PIECE == 0 and offset < self._ctx.compute.n_params:
-                    return bytes(past.packed.tensor(offset // PIECE))
-        raise ProtocolError("the gradient of this round is not held here (not yet, or not any more)")
-
-    def manifest(self, peer: PeerId, round_: bytes) -> bytes:
-        """Of the gradient of a step before the last; empty for any other."""
-        for past in self._past:
-            if past.entry.round == round_ and past.packed is not None:
-                self._heard(peer, past.builder.step)
-                return past.packed.manifest
+                image = past.image if past.gradient is None else await past.gradient.image(self._ctx)
+                return b"" if image is None else image.manifest
         return b""
 
     def copy(self, peer: PeerId, digest: bytes) -> StateImage | None:
-        """That of which ``peer``, a replica, got the manifest."""
+        """The gradient of which ``peer``, a replica, got the manifest."""
+        if not self._is_replica(peer):
+            return None
+        if self._current is not None and self._current.digest == digest:
+            return self._current
         for past in self._past:
-            if past.packed is not None and past.packed.digest == digest and self._is_replica(peer):
+            if past.packed is not None and past.packed.digest == digest:
                 self._heard(peer, past.builder.step)
                 return past.packed
         return None
@@ -188,27 +211,61 @@ class GradientLog:
             self.follow(peer, step)
 
 
-async def fetch_gradient(ctx: Context, holder: PeerId, entry: RoundEntry) -> MeanGradient:
-    """The gradient of ``entry``'s round from ``holder``, checked against the contents of its shards. Raises
-    NetworkError, soon when the holder is gone, however slow the link to it may be."""
-    gradient = torch.empty(ctx.compute.n_params)
+async def fetch_gradient(
+    ctx: Context, downloader: Downloader, entry: RoundEntry, holders: list[PeerId]
+) -> MeanGradient | None:
+    """The gradient of ``entry``'s round from those of ``holders`` that keep it, the living first, and some at a time: they
+    encode and hash it. None where it does not come, soon where they are gone, however slow the links to them may be."""
+    alive = ctx.roster.is_alive
+    for asked in (*_groups([p for p in holders if alive(p)]), *_groups([p for p in holders if not alive(p)])):
+        answers = await asyncio.gather(*(_manifest(ctx, p, entry) for p in asked))
+        donors: defaultdict[bytes, list[PeerId]] = defaultdict(list)
+        for peer, manifest in zip(asked, answers, strict=True):
+            if manifest:
+                donors[manifest].append(peer)
+        for manifest, givers in sorted(donors.items(), key=lambda item: -len(item[1])):
+            try:
+                return await _while_there(ctx, givers, entry, _take(ctx, downloader, entry, manifest, givers))
+            except ProtocolError as e:
+                for peer in givers:
+                    ctx.detector.mark_down(peer, f"gave no gradient of step {entry.step}: {e}")
+            except NetworkError as e:
+                ctx.emit(Note(level="info", message=f"the gradient of step {entry.step} did not come: {e}"))
+    return None
 
-    async def piece(offset: int) -> None:
-        ask = AskGradient(round=entry.round, offset=offset).pack()
-        answer = await ctx.net.call(holder, AskGradient.KIND, ask, timeout_s=CALL_S)
-        decode_piece(ctx, entry, gradient, offset, answer)
 
-    for begin in range(0, len(gradient), AHEAD * PIECE):
-        pieces = asyncio.gather(*map(piece, range(begin, min(len(gradient), begin + AHEAD * PIECE), PIECE)))
-        await _while_there(ctx, holder, entry, pieces)
+def _groups(peers: list[PeerId]) -> list[list[PeerId]]:
+    return [peers[k : k + DONORS] for k in range(0, len(peers), DONORS)]
+
+
+async def _manifest(ctx: Context, holder: PeerId, entry: RoundEntry) -> bytes:
+    """Empty where ``holder`` has none, or is gone."""
+    ask = AskGradient(round=entry.round).pack()
+    try:
+        return await _while_there(ctx, [holder], entry, ctx.net.call(holder, AskGradient.KIND, ask, timeout_s=CALL_S))
+    except Refused:  # it is at another step, and well
+        return b""
+    except NetworkError as e:
+        ctx.detector.mark_down(holder, f"gave no gradient of step {entry.step}: {e}")
+        return b""
+
+
+async def _take(
+    ctx: Context, downloader: Downloader, entry: RoundEntry, packed: bytes, donors: list[PeerId]
+) -> MeanGradient:
+    """Raises ProtocolError for another gradient than ``entry``'s, and NetworkError where it does not come."""
+    manifest, n_params = Manifest.unpack(packed), ctx.compute.n_params
+    manifest.check(5 * n_params + HEADERS)
+    pieces = {(_name(begin), "uint8", 1) for begin in range(0, n_params, PIECE)}
+    if {(name, dtype, len(shape)) for name, dtype, shape in manifest.tensors} != pieces:
+        raise ProtocolError("the pieces of a gradient that no stage has")
+    partial = PartialDownload.of(blake3(packed).digest(), manifest)
+    await downloader.fetch(partial, donors)
+    gradient, codec = torch.empty(n_params), travels_as(entry, ctx.plan.gradients)
+    for name, piece in partial.state().items():
+        into = gradient[int(name) : int(name) + PIECE]
+        into.copy_(decode(Encoded(codec.value, tuple(into.shape), [piece.numpy().data]), copy=False))
     return await verified(ctx, entry, gradient)
-
-
-def decode_piece(ctx: Context, entry: RoundEntry, gradient: Tensor, offset: int, piece: bytes | memoryview) -> None:
-    """What ``MeanGradient.piece`` gave, into ``gradient``. Raises ProtocolError when it does not fit."""
-    into = gradient[offset : offset + PIECE]
-    codec = travels_as(entry, ctx.plan.gradients)
-    into.copy_(decode(Encoded(codec.value, tuple(into.shape), [piece]), copy=False))
 
 
 async def verified(ctx: Context, entry: RoundEntry, gradient: Tensor) -> MeanGradient:
@@ -220,54 +277,28 @@ async def verified(ctx: Context, entry: RoundEntry, gradient: Tensor) -> MeanGra
     return MeanGradient(entry, gradient)
 
 
-async def _while_there(ctx: Context, holder: PeerId, entry: RoundEntry, work: asyncio.Future[Any]) -> None:
-    """Wait for ``work``, and ask ``holder``, who is to do it, now and then whether it is there. Raises PeerUnreachable
-    if not."""
+async def _while_there(ctx: Context, holders: list[PeerId], entry: RoundEntry, work: Coroutine[Any, Any, T]) -> T:
+    """Wait for ``work``, and ask ``holders``, who are to do it, now and then whether they are there. Raises
+    PeerUnreachable once none of them is."""
+    task, there = asyncio.ensure_future(work), list(holders)
+
+    async def that_answer() -> list[PeerId]:
+        answers = await asyncio.gather(*(ctx.detector.probe(p, entry.lineage, entry.step, brief=True) for p in there))
+        return [p for p, answer in zip(there, answers, strict=True) if answer is not None]
+
     try:
-        for attempt in itertools.count():
-            await asyncio.wait({work}, timeout=ctx.detector.suspicion_s(holder, attempt))
-            if work.done():
-                work.result()
-                return
-            if (
-                await unless_done(work, ctx.detector.probe(holder, entry.lineage, entry.step, brief=True)) is None
-                and not work.done()
-            ):
-                raise PeerUnreachable(f"{holder[-6:]} answers no probe")
+        attempts = itertools.count()
+        while there and not task.done():
+            attempt = next(attempts)
+            await asyncio.wait({task}, timeout=max(ctx.detector.suspicion_s(p, attempt) for p in there))
+            answered = None if task.done() else await unless_done(task, that_answer())
+            there = there if answered is None else answered
+        if not task.done():
+            raise PeerUnreachable(f"{', '.join(p[-6:] for p in holders)}: no answer to a probe")
+        return task.result()
     finally:
-        work.cancel()
-        await asyncio.gather(work, return_exceptions=True)
-
-
-async def take_past(ctx: Context, taker: Downloader, entry: RoundEntry) -> MeanGradient | None:
-    """The gradient of ``entry``'s round, of a step that lies back, from all replicas that are believed alive and keep
-    it; None where none does. Raises NetworkError."""
-    ask = AskPast(round=entry.round).pack()
-
-    async def manifest(peer: PeerId) -> bytes:
-        try:
-            return await ctx.net.call(peer, AskPast.KIND, ask, timeout_s=ctx.detector.deadline.seconds(1))
-        except NetworkError:
-            return b""
-
-    replicas = [p for p in ctx.roster.replicas() if ctx.roster.is_alive(p)]
-    answers = dict(zip(replicas, await asyncio.gather(*map(manifest, replicas)), strict=True))
-    kept = Counter(answer for answer in answers.values() if answer)
-    if not kept:
-        return None
-    packed = kept.most_common(1)[0][0]
-    named = Manifest.unpack(packed)
-    n_params = ctx.compute.n_params
-    named.check(5 * n_params + HEADERS)
-    pieces = {(_name(begin), "uint8", 1) for begin in range(0, n_params, PIECE)}
-    if {(name, dtype, len(shape)) for name, dtype, shape in named.tensors} != pieces:
-        raise ProtocolError("the pieces of a gradient that no stage has")
-    partial = PartialDownload.of(blake3(packed).digest(), named)
-    await taker.fetch(partial, [p for p, answer in answers.items() if answer == packed])
-    gradient = torch.empty(n_params)
-    for name, piece in partial.state().items():
-        decode_piece(ctx, entry, gradient, int(name), piece.numpy().data)
-    return await verified(ctx, entry, gradient)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def _name(begin: int) -> str:

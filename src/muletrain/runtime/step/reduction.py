@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from muletrain.errors import MuletrainError, NetworkError, Refused
+from muletrain.errors import MuletrainError
 from muletrain.events import Note
 from muletrain.policy.deadline import backoff_s
 from muletrain.runtime.core.messages import RoundEntry
 from muletrain.runtime.microbatch.position import Behind
 from muletrain.runtime.step.company import LeftOut
-from muletrain.runtime.step.gradient_log import MeanGradient, fetch_gradient, take_past
+from muletrain.runtime.step.gradient_log import MeanGradient, fetch_gradient
 from muletrain.runtime.step.record import alike
 from muletrain.runtime.step.rounds import Round, RoundFailed
 from muletrain.runtime.step.state import MAX_ATTEMPTS
@@ -79,10 +80,12 @@ class Reduction:
         agreement: RoundAgreement,
         waits: Waits,
         deadlines: Deadlines,
+        downloader: Downloader,
     ) -> None:
         self._ctx, self._position, self._departure, self._trainers = ctx, position, departure, trainers
         self._state, self._company, self._exchange = state, company, exchange
         self._reruns, self._agreement, self._waits, self._deadlines = reruns, agreement, waits, deadlines
+        self._downloader = downloader
         self._work = state.work
         self._gathering = False
         """A gradient is on its way to us."""
@@ -123,11 +126,13 @@ class Reduction:
         self._state.hold(gradient)
         return gradient
 
-    async def take(self, entry: RoundEntry, taker: Downloader) -> bool:
+    async def take(self, entry: RoundEntry) -> bool:
         """Hold the gradient of the round that was agreed on, from whoever has it. False where nobody does (any
         more)."""
         if self._state.gradient is None or not alike(self._state.gradient.entry, entry):
-            gradient = await self._take_past(entry, taker) or await self._take_agreed(entry)
+            holders = self._state.builder.holders(entry)
+            replicas = sorted(self._ctx.roster.replicas(), key=lambda p: p not in holders)
+            gradient = await self._fetch(entry, replicas)
             if gradient is None:
                 return False
             self._state.hold(gradient)
@@ -226,45 +231,25 @@ class Reduction:
     # Taking it from others --------------------------------------------------------------------------------------------
 
     async def _take_any(self) -> MeanGradient | None:
-        """Of any round that a live replica holds."""
-        holders = sorted(self._state.holders(), key=lambda e: not self._company.averages(e.holder))
-        return await self._fetch([(e.holder, e) for e in holders])
-
-    async def _take_agreed(self, entry: RoundEntry) -> MeanGradient | None:
-        alive, holders = self._ctx.roster.is_alive, self._state.builder.holders(entry)
-        averages = self._company.averages
-        peers = sorted(self._ctx.roster.replicas(), key=lambda p: (not alive(p), p not in holders, not averages(p)))
-        return await self._fetch([(p, entry) for p in peers])
-
-    async def _fetch(self, known: list[tuple[PeerId, RoundEntry]]) -> MeanGradient | None:
-        """From the first of ``known`` that gives it."""
-        for peer, entry in known:
-            try:
-                gradient = await fetch_gradient(self._ctx, peer, entry)
-            except Refused:  # it has none, and is well
-                continue
-            except NetworkError as e:
-                self._ctx.detector.mark_down(peer, f"gave no gradient of step {self._state.step}: {e}")
-                continue
-            return self._taken(gradient)
+        """Of any round that a live replica holds: first of those that most of the replicas that we average with hold."""
+        rounds = defaultdict[bytes, list[RoundEntry]](list)
+        for entry in self._state.holders():
+            rounds[entry.round].append(entry)
+        for held in sorted(rounds.values(), key=lambda r: -sum(self._company.averages(e.holder) for e in r)):
+            if (gradient := await self._fetch(held[0], [e.holder for e in held])) is not None:
+                return gradient
         return None
 
-    async def _take_past(self, entry: RoundEntry, taker: Downloader) -> MeanGradient | None:
-        """If the others are beyond the next step: nobody waits for us, and they are to lose no time by it."""
-        if self._position.others_at <= self._state.step + 1:
-            return None
-        try:
-            gradient = await take_past(self._ctx, taker, entry)
-        except NetworkError as e:
-            message = f"the gradient of step {self._state.step} did not come as state does: {e}"
-            self._ctx.emit(Note(level="info", message=message))
-            return None
-        return None if gradient is None else self._taken(gradient)
-
-    def _taken(self, gradient: MeanGradient) -> MeanGradient:
-        if self._ctx.net.peer_id not in gradient.entry.members:  # what we accumulated is not in it
-            self._work.uncount()
-        return gradient
+    async def _fetch(self, entry: RoundEntry, holders: list[PeerId]) -> MeanGradient | None:
+        """Nothing may come from those that we average nothing with: they are asked last."""
+        with_us = [p for p in holders if self._company.averages(p)]
+        for asked in (with_us, [p for p in holders if p not in with_us]):
+            gradient = await fetch_gradient(self._ctx, self._downloader, entry, asked)
+            if gradient is not None:
+                if self._ctx.net.peer_id not in entry.members:  # what we accumulated is not in it
+                    self._work.uncount()
+                return gradient
+        return None
 
     # Reducing it ------------------------------------------------------------------------------------------------------
 

@@ -50,11 +50,11 @@ class StepRunner:
         departure: Departure,
         trainers: Trainers,
         rivals: Rivals,
-        taker: Downloader,
+        downloader: Downloader,
     ) -> None:
-        """``taker``: of gradients that lie back."""
+        """``downloader``: of gradients that this peer missed."""
         self._ctx, self._position, self._log, self._departure = ctx, position, log, departure
-        self._trainers, self._rivals, self._taker = trainers, rivals, taker
+        self._trainers, self._rivals, self._downloader = trainers, rivals, downloader
         self._waits = Waits(ctx.clock, ctx.news, self._look_around, ctx.who_is_there)
         self._deadlines, self._observed, self._standing = Deadlines(), Observed(), Standing()
         self._weights = bytes(32)
@@ -84,6 +84,7 @@ class StepRunner:
             agreement,
             waits,
             deadlines,
+            self._downloader,
         )
 
     def _look_around(self) -> None:
@@ -134,7 +135,7 @@ class StepRunner:
             sorted(roster.everyone(), key=lambda p: (not roster.is_alive(p), p not in replicas))
         )
         record = state.builder.record()
-        if record is None or not await self._reduction.take(state.builder.agreed()[roster.own.stage], self._taker):
+        if record is None or not await self._reduction.take(state.builder.agreed()[roster.own.stage]):
             return None
         assert state.gradient is not None  # taken
         await self._apply(record, state.gradient.values)

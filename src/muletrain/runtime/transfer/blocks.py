@@ -3,7 +3,7 @@ moving, leaving").
 
 A taker asks several donors for different blocks at once, checks each against the manifest as it comes, drops a donor
 whose block is wrong or does not come, and asks the others for it. What it has is kept, so that a break costs only what
-was under way. Blocks travel as ``Channel.BULK``, which yields to the traffic of the step.
+was under way. Blocks of states travel as ``Channel.BULK``, which yields to the traffic of the step.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import math
 from bisect import bisect_right
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -22,8 +23,10 @@ from blake3 import blake3
 from pydantic import Field
 
 from muletrain.errors import DeadlineExceeded, Malformed, NetworkError, PeerUnreachable, ProtocolError
+from muletrain.network.base import Channel
 from muletrain.policy.deadline import Deadline
 from muletrain.runtime.core.messages import MAX_RUN, AskBlocks, Block, Message, Natural, Text
+from muletrain.runtime.core.waiting import unless_done
 from muletrain.wire.codec import MAX_DIMENSIONS, RAW, Encoded, decode_raw
 
 if TYPE_CHECKING:
@@ -94,8 +97,9 @@ class Manifest(Message):
 class StateImage:
     """The donor's side of one copy. ``digest`` names it: the hash of its manifest."""
 
-    def __init__(self, state: dict[str, Tensor]) -> None:
-        """``state``: copies that nobody changes any more."""
+    def __init__(self, state: dict[str, Tensor], channel: Channel = Channel.BULK) -> None:
+        """``state``: copies that nobody changes any more. ``channel``: how urgent its blocks are."""
+        self.channel = channel
         self._names = sorted(state)
         self._tensors = [state[n] for n in self._names]
         self._views = [t.contiguous().reshape(-1).view(torch.uint8).numpy().data for t in self._tensors]
@@ -163,7 +167,7 @@ class StateImage:
             for k in blocks:
                 begin, end = self._span(k)
                 raw = Encoded(RAW, (end - begin,), await self.content(ctx, begin, end))
-                await ctx.send(taker, Block(digest=self.digest, block=k), [raw])
+                await ctx.send(taker, Block(digest=self.digest, block=k), [raw], channel=self.channel)
                 sent()
         except NetworkError:
             return
@@ -290,13 +294,17 @@ class Downloader:
         expected = {k: _Expected(partial.room(k)) for k in run}
         self._waiting |= {(donor, partial.digest, k): e for k, e in expected.items()}
         try:
-            ask = AskBlocks(digest=partial.digest, blocks=tuple(run))
-            await ctx.net.call(donor, AskBlocks.KIND, ask.pack(), timeout_s=CALL_S)
-            for k, block in expected.items():
-                await self._block(donor, block.whole, f"block {k} from {donor[-6:]}")
-                if await ctx.compute.offload(_digest, block.into) != partial.manifest.digest(k):
-                    raise ProtocolError(f"block {k} is not what the manifest says")
-                await partial.keep(ctx, k, block.into)
+            with ExitStack() as stack:
+                for block in expected.values():
+                    stack.enter_context(ctx.detector.awaiting(donor, block.whole))
+                ask = AskBlocks(digest=partial.digest, blocks=tuple(run))
+                call = ctx.net.call(donor, AskBlocks.KIND, ask.pack(), timeout_s=CALL_S)
+                await unless_done(expected[run[0]].whole, call)
+                for k, block in expected.items():
+                    await self._block(donor, block.whole, f"block {k} from {donor[-6:]}")
+                    if await ctx.compute.offload(_digest, block.into) != partial.manifest.digest(k):
+                        raise ProtocolError(f"block {k} is not what the manifest says")
+                    await partial.keep(ctx, k, block.into)
         finally:
             for k in run:
                 self._waiting.pop((donor, partial.digest, k), None)
