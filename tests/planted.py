@@ -15,7 +15,6 @@ from muletrain.errors import NetworkError
 from muletrain.runtime.checkpoint.own_part import OwnPart
 from muletrain.runtime.checkpoint.part_exchange import PartExchange
 from muletrain.runtime.checkpoint.store import CheckpointStore
-from muletrain.runtime.core.messages import ShardFacts
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.core.waiting import Waits
 from muletrain.runtime.members.watchdog import Watchdog
@@ -30,6 +29,7 @@ from muletrain.runtime.step import agreement, audit
 from muletrain.runtime.step.averaging import Averager
 from muletrain.runtime.step.exchange import Exchange
 from muletrain.runtime.step.gradient_log import GradientLog
+from muletrain.runtime.step.messages import ShardFacts
 from muletrain.runtime.step.record import Attested, RecordBuilder, StepRecord
 from muletrain.runtime.step.reruns import Reruns
 from muletrain.runtime.step.rounds import RoundFailed

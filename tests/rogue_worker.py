@@ -16,8 +16,10 @@ from muletrain.network.base import Frame
 from muletrain.network.streams import FRAMES, HELLO
 from muletrain.runs import worker
 from muletrain.runtime.checkpoint.messages import PartReady
-from muletrain.runtime.core.messages import AskHeld, Forward, Report
+from muletrain.runtime.members.messages import AskHeld
+from muletrain.runtime.microbatch.messages import Forward
 from muletrain.runtime.microbatch.microbatches import Microbatches
+from muletrain.runtime.peer.messages import Report
 from muletrain.wire.codec import encode, encode_ids
 from muletrain.wire.frame import PREFIX, pack
 

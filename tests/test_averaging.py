@@ -16,26 +16,17 @@ from muletrain.config.schema import Codec
 from muletrain.network.memory import MemoryHub
 from muletrain.policy.lineages import Chain
 from muletrain.policy.shards import CHUNK
-from muletrain.runtime.core.messages import (
-    AskBlocks,
-    AskGradient,
-    AskHeld,
-    Block,
-    Held,
-    Member,
-    Reduced,
-    RoundEntry,
-    Shard,
-    ShardFacts,
-)
 from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.members.context import Context
+from muletrain.runtime.members.messages import AskHeld, Held, Member
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.step import averaging
 from muletrain.runtime.step.averaging import Averager, contents
 from muletrain.runtime.step.gradient_log import MeanGradient, fetch_gradient
+from muletrain.runtime.step.messages import AskGradient, Reduced, RoundEntry, Shard, ShardFacts
 from muletrain.runtime.step.rounds import LONGEST_S, Attendance, Round, RoundFailed
 from muletrain.runtime.transfer.blocks import Downloader
+from muletrain.runtime.transfer.messages import AskBlocks, Block
 from muletrain.sim.loop import run_virtually
 from muletrain.strategies.swarm import SWARM
 from tests.runners import runner_of

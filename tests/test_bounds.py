@@ -33,23 +33,17 @@ from muletrain.policy.recent import MOST, Recent
 from muletrain.runs.measure.probing import MOST as MOST_ECHOED
 from muletrain.runs.measure.probing import PIECES, Echo, Prober
 from muletrain.runtime.core.lifecycle import Lifecycle
-from muletrain.runtime.core.messages import (
-    MAX_RUN,
-    AskBlocks,
-    AskHeld,
-    AskSnapshot,
-    Gap,
-    Held,
-    Message,
-    Shard,
-    TrainerDone,
-)
+from muletrain.runtime.core.messages import Message
 from muletrain.runtime.members.context import Context
+from muletrain.runtime.members.messages import AskHeld, Held
 from muletrain.runtime.members.rebalancing import Rebalancer
+from muletrain.runtime.microbatch.messages import Gap, TrainerDone
 from muletrain.runtime.peer.dispatch import OTHER_KINDS, STEP_KINDS
 from muletrain.runtime.recovery.forks import AskStay, History
 from muletrain.runtime.recovery.messages import AskStanding, StepBack
+from muletrain.runtime.step.messages import Shard
 from muletrain.runtime.transfer import donor as snapshot
+from muletrain.runtime.transfer.messages import MAX_RUN, AskBlocks, AskSnapshot
 from muletrain.wire.codec import encode, encode_raw, encoded_size
 from muletrain.wire.frame import MAX_HEADER, MAX_PAYLOAD, PREFIX, read_frame
 

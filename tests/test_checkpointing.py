@@ -42,12 +42,13 @@ from muletrain.runtime.checkpoint.progress import MAX_OPEN
 from muletrain.runtime.checkpoint.roles import Book
 from muletrain.runtime.checkpoint.store import MARKER, CheckpointStore, Folder, Key, PartFacts, PartsGone, open_place
 from muletrain.runtime.core.lifecycle import Lifecycle, State
-from muletrain.runtime.core.messages import AskHeld, Block, Held
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.membership import Membership
+from muletrain.runtime.members.messages import AskHeld, Held
 from muletrain.runtime.members.roster import Genesis, Member, Roster
 from muletrain.runtime.peer.ending import Ending
 from muletrain.runtime.transfer.donor import Receiver, Snapshots
+from muletrain.runtime.transfer.messages import Block
 from muletrain.wire.statefile import cut, state_buffers
 
 pytestmark = pytest.mark.timeout(360)

@@ -20,7 +20,7 @@ import torch
 from muletrain.cli.commands.fuzz import _play, _processes
 from muletrain.compute import scaling
 from muletrain.compute.torch_compute import TorchCompute
-from muletrain.runtime.core.messages import Busy
+from muletrain.runtime.microbatch.messages import Busy
 from muletrain.runtime.microbatch.stage_server import StageServer
 from muletrain.runtime.step.record import StepRecord
 from muletrain.runtime.step.runner import StepRunner

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from muletrain.errors import MuletrainError
-from muletrain.runtime.core.messages import Gap
+from muletrain.runtime.microbatch.messages import Gap
 from muletrain.runtime.microbatch.trainer import Trainer
 from muletrain.sim.loop import run_virtually
 from muletrain.sim.world.play import play

@@ -14,17 +14,12 @@ from muletrain.network.memory import MemoryHub
 from muletrain.runs.join import lobby
 from muletrain.runtime.checkpoint.messages import AskPart
 from muletrain.runtime.checkpoint.store import Key
-from muletrain.runtime.core.messages import (
-    AskBlocks,
-    AskGradient,
-    AskManifest,
-    AskSnapshot,
-    Member,
-    Message,
-    Snapshot,
-)
+from muletrain.runtime.core.messages import Message
+from muletrain.runtime.members.messages import Member
 from muletrain.runtime.recovery.messages import StepBack
 from muletrain.runtime.step.gradient_log import GradientLog
+from muletrain.runtime.step.messages import AskGradient
+from muletrain.runtime.transfer.messages import AskBlocks, AskManifest, AskSnapshot, Snapshot
 
 from .test_checkpointing import LINEAGE, Stages, play
 from .test_hostile import Target, warm_up

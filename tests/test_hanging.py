@@ -21,9 +21,9 @@ from muletrain.compute.torch_compute import StageSetup, TorchCompute
 from muletrain.events import Note
 from muletrain.network.memory import MemoryHub
 from muletrain.runs.worker_files import EXIT_ERROR
-from muletrain.runtime.core.messages import Member
 from muletrain.runtime.members import watchdog
 from muletrain.runtime.members.context import Context
+from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.members.watchdog import LOOK_S, DeviceHung, Watchdog, hung_s
 from muletrain.sim.world import reference

@@ -34,34 +34,17 @@ from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady
 from muletrain.runtime.checkpoint.roles import Book
 from muletrain.runtime.checkpoint.store import Folder
 from muletrain.runtime.core.lifecycle import State
-from muletrain.runtime.core.messages import (
-    Abstain,
-    AskHeld,
-    Away,
-    Back,
-    Backward,
-    Block,
-    Busy,
-    Done,
-    Doubted,
-    Forward,
-    Gap,
-    Held,
-    Lost,
-    Message,
-    Reduced,
-    Report,
-    RoundEntry,
-    Seal,
-    Shard,
-    ShardFacts,
-    TrainerDone,
-)
+from muletrain.runtime.core.messages import Message
 from muletrain.runtime.members.context import Context
+from muletrain.runtime.members.messages import AskHeld, Doubted, Held
 from muletrain.runtime.members.roster import Genesis, Member, Roster
+from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, TrainerDone
 from muletrain.runtime.peer.dispatch import OTHER_KINDS, STEP_KINDS
+from muletrain.runtime.peer.messages import Away, Back, Report
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.recovery.messages import AskStanding, HeldPart, StandsAt
+from muletrain.runtime.step.messages import Abstain, Reduced, RoundEntry, Seal, Shard, ShardFacts
+from muletrain.runtime.transfer.messages import Block
 from muletrain.wire.codec import RAW, decode, encode, encode_ids, encode_raw, encoded_size
 from muletrain.wire.frame import pack, read_frame
 

@@ -16,14 +16,15 @@ from muletrain.clock import LoopClock
 from muletrain.config.schema import Codec
 from muletrain.network.base import Channel
 from muletrain.network.memory import MemoryHub
-from muletrain.runtime.core.messages import Member, RoundEntry, ShardFacts
 from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.detector import AT_ONCE, RARELY_S
+from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.peer import arrival
 from muletrain.runtime.step import gradient_log
 from muletrain.runtime.step.gradient_log import PIECE, GradientLog, MeanGradient, encoded_piece
+from muletrain.runtime.step.messages import RoundEntry, ShardFacts
 from muletrain.runtime.step.record import RecordBuilder
 from muletrain.runtime.step.runner import StepRunner
 from muletrain.runtime.transfer import blocks as transfer

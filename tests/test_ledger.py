@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from muletrain.errors import ProtocolError
-from muletrain.runtime.core.messages import Entries, RoundEntry
 from muletrain.runtime.microbatch.ledger import Ledger
+from muletrain.runtime.step.messages import Entries, RoundEntry
 from muletrain.runtime.step.record import UNDECIDED_S, RecordBuilder, StepRecord, round_id
 
 LINEAGE = b"L" * 32

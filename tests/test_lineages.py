@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muletrain.policy.lineages import LEAD, Chain, forked_at, gives_way
-from muletrain.runtime.core.messages import RoundEntry
 from muletrain.runtime.recovery.forks import Forks, GivesWay
+from muletrain.runtime.step.messages import RoundEntry
 from muletrain.runtime.step.reduction import Reduction
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario

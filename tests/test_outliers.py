@@ -17,9 +17,10 @@ from muletrain.errors import ProtocolError
 from muletrain.optim.sketch import SIZE, packed, sketch, unpacked
 from muletrain.policy.outliers import Sum, alike, outlying, strange
 from muletrain.runs.chaos import spoil_next
-from muletrain.runtime.core.messages import Member, Seal
+from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.step.audit import Audit, most_accuse, standing_out
+from muletrain.runtime.step.messages import Seal
 from muletrain.sim.world.play import play
 from muletrain.sim.world.reference import SingleProcess, facts_of, stage_compute
 from muletrain.sim.world.scenario import Fault, Scenario

@@ -20,7 +20,7 @@ from muletrain.network.memory import MemoryHub
 from muletrain.runs.join.lobby import Join
 from muletrain.runs.join.reception import Papers, Reception
 from muletrain.runs.join.seating import choose_stage
-from muletrain.runtime.core.messages import Member
+from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.strategies.pipeline import Pipeline
 from muletrain.strategies.swarm import Swarm

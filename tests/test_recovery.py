@@ -13,8 +13,8 @@ import pytest
 from muletrain.clock import LoopClock
 from muletrain.compute.paced import PacedCompute
 from muletrain.network.memory import MemoryHub
-from muletrain.runtime.core.messages import AskHeld, Held, Member
 from muletrain.runtime.members.context import Context
+from muletrain.runtime.members.messages import AskHeld, Held, Member
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.microbatch.position import Position
 from muletrain.runtime.microbatch.survey import Survey

@@ -15,8 +15,8 @@ from muletrain.clock import LoopClock
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.network.base import Frame
 from muletrain.policy.views import View, company, yields
-from muletrain.runtime.core.messages import Forward
 from muletrain.runtime.microbatch.inflight import InFlightStep
+from muletrain.runtime.microbatch.messages import Forward
 from muletrain.runtime.microbatch.stage_server import StageServer
 from muletrain.runtime.peer import early_frames as early
 from muletrain.runtime.peer.ending import Ending

@@ -15,9 +15,9 @@ from muletrain.config.fleet import load_fleet
 from muletrain.config.load import load_config
 from muletrain.model.spec import ModelSpec
 from muletrain.network.memory import MemoryHub, MemoryNetwork
-from muletrain.runtime.core.messages import AskHeld, Held, Member
 from muletrain.runtime.core.waiting import MAX_SILENCE
 from muletrain.runtime.members.context import Context
+from muletrain.runtime.members.messages import AskHeld, Held, Member
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.microbatch.position import Position
 from muletrain.sim.fleet.simulation import simulate_fleet, weather

@@ -26,12 +26,13 @@ from muletrain.network.memory import MemoryNetwork
 from muletrain.policy.deadline import Deadline
 from muletrain.runs.fleet import LocalFleet
 from muletrain.runtime.core.disk import SPARE_BYTES, Disk
-from muletrain.runtime.core.messages import AskBlocks, AskManifest, Block, Member
 from muletrain.runtime.members.membership import Membership
+from muletrain.runtime.members.messages import Member
 from muletrain.runtime.transfer import blocks as transfer
 from muletrain.runtime.transfer import tokens as sharing
 from muletrain.runtime.transfer.blocks import Downloader
 from muletrain.runtime.transfer.donor import Snapshots
+from muletrain.runtime.transfer.messages import AskBlocks, AskManifest, Block
 from muletrain.runtime.transfer.tokens import FileCopy, Shared, Sharing, Store, share
 from muletrain.sim.loop import run_virtually
 from muletrain.sim.world.play import play

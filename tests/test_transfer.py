@@ -20,16 +20,18 @@ from muletrain.events import Event, FrameRefused, Note
 from muletrain.network.memory import MemoryHub, MemoryNetwork
 from muletrain.policy.lineages import Chain
 from muletrain.runtime.core.lifecycle import Lifecycle
-from muletrain.runtime.core.messages import AskBlocks, AskGradient, AskSnapshot, Block, Member, Snapshot
 from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.membership import Membership
+from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.step.gradient_log import GradientLog, fetch_gradient
+from muletrain.runtime.step.messages import AskGradient
 from muletrain.runtime.transfer import blocks as transfer
 from muletrain.runtime.transfer import donor as snapshot
 from muletrain.runtime.transfer.blocks import Manifest, StateImage
 from muletrain.runtime.transfer.donor import Receiver, Snapshots
+from muletrain.runtime.transfer.messages import AskBlocks, AskSnapshot, Block, Snapshot
 from muletrain.strategies.swarm import SWARM
 from muletrain.wire.codec import encode_raw
 

@@ -25,11 +25,12 @@ from muletrain.config.schema import Codec
 from muletrain.network.identity import Key
 from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.network.shaped import ShapedNetwork
-from muletrain.runtime.core.messages import Member, Reduced, RoundEntry, Shard
 from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.members.context import Context
+from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.step.averaging import Averager
+from muletrain.runtime.step.messages import Reduced, RoundEntry, Shard
 from muletrain.runtime.step.rounds import Round
 from muletrain.strategies.swarm import SWARM
 

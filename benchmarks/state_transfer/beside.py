@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from muletrain.network.base import Channel
-from muletrain.runtime.core.messages import Block
 from muletrain.runtime.transfer import blocks as transfer
+from muletrain.runtime.transfer.messages import Block
 from muletrain.sim.world import world
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario

@@ -26,14 +26,15 @@ from muletrain.network.identity import Key
 from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.policy.lineages import Chain
 from muletrain.runtime.core.lifecycle import Lifecycle
-from muletrain.runtime.core.messages import Block, Member
 from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.membership import Membership
+from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.step.gradient_log import GradientLog
 from muletrain.runtime.transfer import donor
 from muletrain.runtime.transfer.donor import Receiver, Snapshots
+from muletrain.runtime.transfer.messages import Block
 from muletrain.strategies.swarm import SWARM
 
 PARAMS = 25_000_000

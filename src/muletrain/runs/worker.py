@@ -63,8 +63,8 @@ from muletrain.runs.worker_files import EXIT_ERROR, EXIT_NO_CHECKPOINT, OWNER_FI
 from muletrain.runtime.checkpoint.roles import Book
 from muletrain.runtime.checkpoint.store import CheckpointStore, Folder, open_place
 from muletrain.runtime.core.disk import Disk
-from muletrain.runtime.core.messages import Member
 from muletrain.runtime.members.context import Context
+from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Roster
 from muletrain.runtime.members.watchdog import DeviceHung
 from muletrain.runtime.peer.peer import Peer

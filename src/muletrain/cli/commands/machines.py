@@ -356,7 +356,7 @@ def show_status(ticket: str | None, *, json: bool) -> None:
 
 def stop_run(ticket: str | None) -> None:
     """Ask any member; the request travels in the next step record, so that everyone stops after the same step."""
-    from muletrain.runtime.core.messages import StopRun
+    from muletrain.runtime.peer.messages import StopRun
 
     async def ask(network: Network, run_id: str) -> str:
         problems = []

@@ -20,7 +20,8 @@ from muletrain.compute.estimate import Offer
 from muletrain.errors import AdmissionError, CapacityError, NetworkError, ProtocolError
 from muletrain.events import Admitted, JoinRefused, Note, Waiting
 from muletrain.runs.join.seating import choose_stage, mixing
-from muletrain.runtime.core.messages import Address, Digest, Id, Member, Message, Name, Natural, Rate, Text
+from muletrain.runtime.core.messages import Address, Digest, Id, Message, Name, Natural, Rate, Text
+from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis
 from muletrain.runtime.transfer.tokens import Shared  # noqa: TC001  (a field of Welcome)
 

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from muletrain.runtime.checkpoint.progress import Checkpoints
     from muletrain.runtime.checkpoint.roles import Roles
     from muletrain.runtime.checkpoint.store import Key
-    from muletrain.runtime.core.messages import Snapshot
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.membership import Membership
     from muletrain.runtime.transfer.donor import Receiver, Snapshots
+    from muletrain.runtime.transfer.messages import Snapshot
 
 TURN_S = 30.0
 """Seconds, at most, that a request for a part waits for its turn."""

@@ -20,7 +20,7 @@ from muletrain.errors import DeadlineExceeded, NetworkError, PeerUnreachable
 from muletrain.events import PeerSuspected
 from muletrain.policy.deadline import Deadline, Usual, backoff_s
 from muletrain.runtime.core.branches import branch_of
-from muletrain.runtime.core.messages import AskHeld, Doubted, Held
+from muletrain.runtime.members.messages import AskHeld, Doubted, Held
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Iterator

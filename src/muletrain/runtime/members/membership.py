@@ -11,7 +11,7 @@ from muletrain.errors import DeadlineExceeded, NetworkError, ProtocolError
 from muletrain.events import MemberAdmitted, Note
 from muletrain.policy.deadline import Deadline
 from muletrain.policy.recent import Recent
-from muletrain.runtime.core.messages import Acquaintances, Introduce, Member, WhoAreYou
+from muletrain.runtime.members.messages import Acquaintances, Introduce, Member, WhoAreYou
 
 if TYPE_CHECKING:
     from collections.abc import Collection

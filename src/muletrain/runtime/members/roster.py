@@ -16,7 +16,8 @@ from pydantic import Field, model_validator
 
 from muletrain.errors import ProtocolError
 from muletrain.runtime.core.branches import BRANCH, hashed
-from muletrain.runtime.core.messages import Digest, Id, Member, Message, Natural
+from muletrain.runtime.core.messages import Digest, Id, Message, Natural
+from muletrain.runtime.members.messages import Member
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from muletrain.network.base import PeerId
-    from muletrain.runtime.core.messages import Forward, Request
+    from muletrain.runtime.core.messages import Request
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.dispatcher import Answer, Dispatcher
+    from muletrain.runtime.microbatch.messages import Forward
     from muletrain.wire.codec import Encoded
 
 REMEMBERED = 64

@@ -17,15 +17,16 @@ from muletrain.errors import DeadlineExceeded, Malformed, MuletrainError, PeerUn
 from muletrain.events import MicrobatchRerouted
 from muletrain.policy.deadline import Deadline, RetryBudget, backoff_s
 from muletrain.policy.wiring import Wiring
-from muletrain.runtime.core.messages import Backward, Busy, Done, Forward, Lost, Request
 from muletrain.runtime.core.waiting import unless_done
 from muletrain.runtime.members.silence import Silence
+from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Lost
 from muletrain.wire.codec import decode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Coroutine, Iterable
 
     from muletrain.network.base import PeerId
+    from muletrain.runtime.core.messages import Request
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.inflight import InFlightStep
     from muletrain.runtime.microbatch.survey import Survey

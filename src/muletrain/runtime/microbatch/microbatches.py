@@ -12,9 +12,9 @@ from muletrain.runtime.microbatch.trainer import Trainer
 
 if TYPE_CHECKING:
     from muletrain.network.base import Frame, PeerId
-    from muletrain.runtime.core.messages import Backward, Busy, Done, Gap, Lost, TrainerDone
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.inflight import InFlightStep
+    from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Gap, Lost, TrainerDone
     from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.microbatch.trainer import Source
     from muletrain.wire.codec import Encoded

@@ -10,7 +10,7 @@ from muletrain.errors import MuletrainError
 from muletrain.policy.lineages import Chain
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.lifecycle import Lifecycle
-from muletrain.runtime.core.messages import Held
+from muletrain.runtime.members.messages import Held
 from muletrain.runtime.microbatch.inflight import InFlightStep
 
 if TYPE_CHECKING:

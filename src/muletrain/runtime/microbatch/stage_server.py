@@ -19,9 +19,9 @@ from muletrain.compute.slot import Turn
 from muletrain.errors import Malformed, MuletrainError, NetworkError, ProtocolError
 from muletrain.events import MicrobatchServed, MicrobatchTaken
 from muletrain.policy.deadline import UNMEASURED_S, Usual
-from muletrain.runtime.core.messages import Backward, Busy, Done, Forward, Lost, Request
 from muletrain.runtime.microbatch.cross_check import GradientCrossCheck
 from muletrain.runtime.microbatch.dispatcher import Unfinite
+from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Lost
 from muletrain.wire.codec import IDS, decode, encode
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from muletrain.compute.results import Result
     from muletrain.network.base import Frame, PeerId
     from muletrain.policy.chaos import Phase
+    from muletrain.runtime.core.messages import Request
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.dispatcher import Answer, Dispatcher
     from muletrain.runtime.microbatch.inflight import InFlightStep

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from muletrain.network.base import PeerId
-    from muletrain.runtime.core.messages import Held
     from muletrain.runtime.members.context import Context
+    from muletrain.runtime.members.messages import Held
     from muletrain.runtime.microbatch.position import Position
 
 MAX_PAUSES = 30

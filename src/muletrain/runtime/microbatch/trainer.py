@@ -14,8 +14,9 @@ from muletrain.errors import MuletrainError
 from muletrain.events import Note
 from muletrain.policy.claims import claimant
 from muletrain.policy.deadline import backoff_s
-from muletrain.runtime.core.messages import Gap, Request, TrainerDone
+from muletrain.runtime.core.messages import Request
 from muletrain.runtime.microbatch.dispatcher import StageLost
+from muletrain.runtime.microbatch.messages import Gap, TrainerDone
 from muletrain.wire.codec import encode_ids
 
 if TYPE_CHECKING:

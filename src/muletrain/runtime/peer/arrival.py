@@ -12,13 +12,12 @@ from muletrain.policy.lineages import Chain, forked_at, gives_way
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.lifecycle import State
-from muletrain.runtime.core.messages import Away, Back
+from muletrain.runtime.peer.messages import Away, Back
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from muletrain.runtime.checkpoint.part_exchange import PartExchange
-    from muletrain.runtime.core.messages import Snapshot
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.membership import Membership
     from muletrain.runtime.microbatch.microbatches import Microbatches
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.recovery.messages import StepBack
     from muletrain.runtime.step.runner import StepRunner
     from muletrain.runtime.transfer.donor import Receiver
+    from muletrain.runtime.transfer.messages import Snapshot
 
 TRIES, PAUSE_S, PAUSE_MAX_S = 12, 0.2, 10.0
 """Times that a checkpoint's part is asked for before a peer gives up; the pause between doubles [s]."""

@@ -9,28 +9,12 @@ from muletrain.errors import MuletrainError, ProtocolError
 from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.lifecycle import State
-from muletrain.runtime.core.messages import (
-    Abstain,
-    AskHeld,
-    Away,
-    Back,
-    Backward,
-    Block,
-    Busy,
-    Done,
-    Doubted,
-    Forward,
-    Gap,
-    Held,
-    Lost,
-    Reduced,
-    Report,
-    RoundEntry,
-    Seal,
-    Shard,
-    TrainerDone,
-)
 from muletrain.runtime.members.expected import Expected
+from muletrain.runtime.members.messages import AskHeld, Doubted, Held
+from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, TrainerDone
+from muletrain.runtime.peer.messages import Away, Back, Report
+from muletrain.runtime.step.messages import Abstain, Reduced, RoundEntry, Seal, Shard
+from muletrain.runtime.transfer.messages import Block
 
 if TYPE_CHECKING:
     from muletrain.network.base import Frame, PeerId

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from muletrain.errors import NetworkError
 from muletrain.policy.deadline import backoff_s
 from muletrain.runtime.checkpoint.store import Key
-from muletrain.runtime.core.messages import Finished
+from muletrain.runtime.peer.messages import Finished
 
 if TYPE_CHECKING:
     from muletrain.network.base import PeerId

@@ -13,7 +13,6 @@ from muletrain.policy.deadline import RECENT
 from muletrain.runtime.checkpoint.actors import Checkpointing
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.lifecycle import Lifecycle, State
-from muletrain.runtime.core.messages import Back, StopRun
 from muletrain.runtime.members.hot_spares import HotSpares
 from muletrain.runtime.members.leaving import Departure
 from muletrain.runtime.members.membership import Membership
@@ -25,6 +24,7 @@ from muletrain.runtime.peer.arrival import Arrival
 from muletrain.runtime.peer.dispatch import Dispatch
 from muletrain.runtime.peer.early_frames import EarlyFrames
 from muletrain.runtime.peer.ending import Ending
+from muletrain.runtime.peer.messages import Back, StopRun
 from muletrain.runtime.peer.parts import PartWriter
 from muletrain.runtime.peer.reporting import Reporting
 from muletrain.runtime.recovery.forks import Forks, GivesWay

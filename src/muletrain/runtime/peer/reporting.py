@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import Malformed, NetworkError, ProtocolError
 from muletrain.events import Event, EventError, Note, PeerJoined, StepApplied, StepDone
-from muletrain.runtime.core.messages import Report
+from muletrain.runtime.peer.messages import Report
 
 REPORTS, REPORTS_A_STEP = 256, 4
 """That one peer sends at most: it may be ahead of us, and steps that the run steps back are done again."""

@@ -23,16 +23,16 @@ from muletrain.errors import MuletrainError, NetworkError, ProtocolError
 from muletrain.events import LineageLeft, Note
 from muletrain.policy.lineages import forked_at, gives_way
 from muletrain.policy.recent import Recent
-from muletrain.runtime.core.messages import AskStay, History, Stay
 from muletrain.runtime.microbatch.position import Behind
+from muletrain.runtime.recovery.messages import AskStay, History, Stay
 
 if TYPE_CHECKING:
     from muletrain.network.base import PeerId
     from muletrain.policy.lineages import Chain
-    from muletrain.runtime.core.messages import Snapshot
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.transfer.donor import Receiver
+    from muletrain.runtime.transfer.messages import Snapshot
 
 AGAIN_S = 5.0
 """Seconds between questions to one peer that does not come on."""

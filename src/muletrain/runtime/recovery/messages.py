@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Annotated, ClassVar
 
 import msgpack
-from pydantic import Field
+from pydantic import FailFast, Field
 
 from muletrain.errors import ProtocolError
 from muletrain.policy.assignment import Load
+from muletrain.policy.lineages import MEMORY, Chain
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.branches import BRANCH, branched, count_of
 from muletrain.runtime.core.lifecycle import Lifecycle, State
@@ -97,3 +98,37 @@ class StandsAt(Message):
     def readable(self) -> dict[tuple[tuple[int, bytes], int], bytes]:
         """The digest of each part, by checkpoint and stage."""
         return {((p.step, p.lineage), p.stage): p.digest for p in self.parts}
+
+
+class History(Message):
+    """Call to a peer of another lineage, and its answer: how we came here. ``lineages`` end with that of ``step``."""
+
+    KIND: ClassVar[str] = "history"
+    step: Natural
+    lineages: Annotated[tuple[Digest, ...], Field(min_length=1, max_length=MEMORY), FailFast()]
+    over: bool
+
+    @classmethod
+    def of(cls, chain: Chain) -> History:
+        return cls(step=chain.step, lineages=chain.lineages, over=chain.over)
+
+    @property
+    def chain(self) -> Chain:
+        return Chain(self.step, self.lineages, self.over)
+
+
+class AskStay(Message):
+    """Call: are you of the history with that lineage at that step, and, if it is to be a ``promise``, will you stay in
+    it for now?"""
+
+    KIND: ClassVar[str] = "ask_stay"
+    lineage: Digest
+    step: Natural
+    promise: bool
+
+
+class Stay(Message):
+    KIND: ClassVar[str] = "stay"
+    stays: bool
+    stage: Natural
+    trainer: bool

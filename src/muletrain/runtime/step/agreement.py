@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from muletrain.events import Note
 from muletrain.policy.deadline import Deadline
-from muletrain.runtime.core.messages import Seal
 from muletrain.runtime.step import audit
 from muletrain.runtime.step.company import LeftOut
+from muletrain.runtime.step.messages import Seal
 from muletrain.runtime.step.record import round_id
 from muletrain.runtime.step.rounds import Round
 

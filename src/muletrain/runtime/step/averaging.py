@@ -23,7 +23,7 @@ from muletrain.config.schema import Codec
 from muletrain.errors import Malformed, NetworkError, PeerUnreachable, ProtocolError
 from muletrain.optim.norms import square_norm
 from muletrain.policy.shards import chunk_ranges, shard_ranges
-from muletrain.runtime.core.messages import Reduced, Shard, ShardFacts
+from muletrain.runtime.step.messages import Reduced, Shard, ShardFacts
 from muletrain.runtime.step.rounds import Attendance, Round, RoundFailed
 from muletrain.wire.codec import decode, encode, encoded_size
 

@@ -10,15 +10,15 @@ from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError, Pee
 from muletrain.events import Note
 from muletrain.policy.recent import Recent
 from muletrain.policy.views import View, company, yields
-from muletrain.runtime.core.messages import AskViews, MemberView, Views
 from muletrain.runtime.microbatch.position import Behind
+from muletrain.runtime.step.messages import AskViews, MemberView, Views
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from muletrain.network.base import PeerId
-    from muletrain.runtime.core.messages import Seal
     from muletrain.runtime.members.context import Context
+    from muletrain.runtime.step.messages import Seal
     from muletrain.runtime.step.state import StepState
 
 MEETING_POINTS = 2

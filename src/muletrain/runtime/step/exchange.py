@@ -11,29 +11,21 @@ from typing import TYPE_CHECKING, Protocol
 from muletrain.errors import NetworkError, ProtocolError
 from muletrain.policy.deadline import Deadline
 from muletrain.policy.recent import Recent
-from muletrain.runtime.core.messages import (
-    Abstain,
-    AskEntries,
-    AskGradient,
-    AskSeal,
-    AskViews,
-    Entries,
-    Held,
-    Seal,
-)
 from muletrain.runtime.core.waiting import MAX_SILENCE
 from muletrain.runtime.microbatch.position import Behind
+from muletrain.runtime.step.messages import Abstain, AskEntries, AskGradient, AskSeal, AskViews, Entries, Seal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from muletrain.network.base import PeerId
-    from muletrain.runtime.core.messages import RoundEntry
     from muletrain.runtime.core.waiting import Waits
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.membership import Membership
+    from muletrain.runtime.members.messages import Held
     from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.step.gradient_log import GradientLog
+    from muletrain.runtime.step.messages import RoundEntry
     from muletrain.runtime.step.record import Attested
     from muletrain.runtime.step.state import StepState
 

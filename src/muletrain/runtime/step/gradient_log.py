@@ -25,9 +25,9 @@ from muletrain.errors import NetworkError, PeerUnreachable, ProtocolError, Refus
 from muletrain.events import Note
 from muletrain.network.base import Channel
 from muletrain.policy.shards import BLOCK
-from muletrain.runtime.core.messages import AskGradient
 from muletrain.runtime.core.waiting import unless_done
 from muletrain.runtime.step.averaging import contents
+from muletrain.runtime.step.messages import AskGradient
 from muletrain.runtime.transfer.blocks import Manifest, PartialDownload, StateImage
 from muletrain.wire.codec import Encoded, decode, encode
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from muletrain.network.base import PeerId
-    from muletrain.runtime.core.messages import RoundEntry
     from muletrain.runtime.members.context import Context
+    from muletrain.runtime.step.messages import RoundEntry
     from muletrain.runtime.step.record import RecordBuilder
     from muletrain.runtime.transfer.blocks import Downloader
 

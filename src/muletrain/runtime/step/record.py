@@ -17,12 +17,12 @@ import msgpack
 
 from muletrain.errors import ProtocolError
 from muletrain.runtime.core.branches import branch_of, hashed
-from muletrain.runtime.core.messages import RoundEntry
+from muletrain.runtime.step.messages import RoundEntry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from muletrain.runtime.core.messages import ShardFacts
+    from muletrain.runtime.step.messages import ShardFacts
 
 _FACTS = tuple(name for name in RoundEntry.model_fields if name not in ("holder", "without", "shards"))
 """What every holder of a round says alike, beside the shards."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from muletrain.errors import DeadlineExceeded, MuletrainError
 from muletrain.events import Note
 from muletrain.policy.deadline import Deadline, backoff_s
-from muletrain.runtime.core.messages import Gap
 from muletrain.runtime.core.waiting import MAX_SILENCE
+from muletrain.runtime.microbatch.messages import Gap
 from muletrain.runtime.microbatch.position import Behind
 
 if TYPE_CHECKING:
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
     from muletrain.network.base import PeerId
     from muletrain.policy.cover import Cover
-    from muletrain.runtime.core.messages import Held, Seal
     from muletrain.runtime.core.waiting import Waits
     from muletrain.runtime.members.context import Context
+    from muletrain.runtime.members.messages import Held
     from muletrain.runtime.microbatch.inflight import InFlightStep
     from muletrain.runtime.step.company import Company
     from muletrain.runtime.step.exchange import Exchange
+    from muletrain.runtime.step.messages import Seal
     from muletrain.runtime.step.state import StepState
 
 AGAIN_S = 30.0

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from muletrain.network.base import PeerId
-    from muletrain.runtime.core.messages import Held
     from muletrain.runtime.members.context import Context
+    from muletrain.runtime.members.messages import Held
 
 LOOK_S, AT_ONCE = 0.5, 8
 """Seconds between two looks at the members of a round, and how many of them are asked at once."""

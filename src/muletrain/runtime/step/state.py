@@ -7,18 +7,18 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from muletrain.errors import ProtocolError
-from muletrain.runtime.core.messages import AskViews, MemberView, Seal, Views
 from muletrain.runtime.step.averaging import Averager
+from muletrain.runtime.step.messages import AskViews, MemberView, Seal, Views
 from muletrain.runtime.step.record import RecordBuilder
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from muletrain.network.base import PeerId
-    from muletrain.runtime.core.messages import RoundEntry
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.step.gradient_log import MeanGradient
+    from muletrain.runtime.step.messages import RoundEntry
     from muletrain.runtime.step.record import Attested
 
 MAX_ATTEMPTS = 20

@@ -25,8 +25,9 @@ from pydantic import Field
 from muletrain.errors import DeadlineExceeded, Malformed, NetworkError, PeerUnreachable, ProtocolError
 from muletrain.network.base import Channel
 from muletrain.policy.deadline import Deadline
-from muletrain.runtime.core.messages import MAX_RUN, AskBlocks, Block, Message, Natural, Text
+from muletrain.runtime.core.messages import Message, Natural, Text
 from muletrain.runtime.core.waiting import unless_done
+from muletrain.runtime.transfer.messages import MAX_RUN, AskBlocks, Block
 from muletrain.wire.codec import MAX_DIMENSIONS, RAW, Encoded, decode_raw
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from muletrain.events import Note
 from muletrain.policy.deadline import backoff_s
 from muletrain.policy.debts import Debts
 from muletrain.runtime.core.branches import branch_of
-from muletrain.runtime.core.messages import MAX_RUN, AskBlocks, AskManifest, AskSnapshot, Snapshot
 from muletrain.runtime.transfer.blocks import LANES, Downloader, Manifest, PartialDownload, StateImage
+from muletrain.runtime.transfer.messages import MAX_RUN, AskBlocks, AskManifest, AskSnapshot, Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

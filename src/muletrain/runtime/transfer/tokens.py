@@ -25,8 +25,9 @@ from muletrain.errors import CapacityError, DataError, MuletrainError, NetworkEr
 from muletrain.events import Note
 from muletrain.policy.deadline import backoff_s
 from muletrain.runtime.core.disk import Disk, check_room
-from muletrain.runtime.core.messages import AskManifest, Digest, Message
+from muletrain.runtime.core.messages import Digest, Message
 from muletrain.runtime.transfer.blocks import Manifest, PartialDownload, StateImage, block_size
+from muletrain.runtime.transfer.messages import AskManifest
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:

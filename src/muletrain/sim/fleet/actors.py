@@ -29,13 +29,15 @@ from muletrain.policy.shards import BLOCK
 from muletrain.runtime.checkpoint.roles import Book
 from muletrain.runtime.checkpoint.store import Folder
 from muletrain.runtime.core.disk import Disk
-from muletrain.runtime.core.messages import Backward, Forward, Member, Reduced, Shard
 from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.members.context import Context
+from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
+from muletrain.runtime.microbatch.messages import Backward, Forward
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.peer.service import Service
+from muletrain.runtime.step.messages import Reduced, Shard
 from muletrain.sim.fleet.hollow import CHUNK, PARAMS, TOKENS, VOCAB, WIDTH, HollowCompute, HollowTokens
 from muletrain.sim.fleet.ledger import always
 from muletrain.sim.fleet.tally import Tally

@@ -5,21 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from muletrain.runtime.checkpoint.messages import PartReady
-from muletrain.runtime.core.messages import (
-    AskBlocks,
-    AskEntries,
-    AskHeld,
-    AskManifest,
-    AskSeal,
-    AskSnapshot,
-    Entries,
-    Gap,
-    Held,
-    RoundEntry,
-    Seal,
-    ShardFacts,
-    Snapshot,
-)
+from muletrain.runtime.members.messages import AskHeld, Held
+from muletrain.runtime.microbatch.messages import Gap
+from muletrain.runtime.step.messages import AskEntries, AskSeal, Entries, RoundEntry, Seal, ShardFacts
+from muletrain.runtime.transfer.messages import AskBlocks, AskManifest, AskSnapshot, Snapshot
 
 if TYPE_CHECKING:
     import random

@@ -42,9 +42,9 @@ from muletrain.network.roads import Road
 from muletrain.runtime.checkpoint.roles import Book
 from muletrain.runtime.checkpoint.store import Folder
 from muletrain.runtime.core.disk import Disk
-from muletrain.runtime.core.messages import Member
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.members.context import Context
+from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.peer.service import Service

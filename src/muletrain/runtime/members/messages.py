@@ -1,0 +1,116 @@
+"""Messages of those that know who takes part: introductions, questions whether a peer is there and how far it is."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, ClassVar
+
+from pydantic import FailFast, Field
+
+from muletrain.runtime.core.branches import BRANCH
+from muletrain.runtime.core.messages import (
+    MAX_MICROBATCHES,
+    Address,
+    Digest,
+    Id,
+    Indices,
+    Message,
+    Name,
+    Natural,
+    Rate,
+    Text,
+)
+
+
+class Member(Message):
+    """One peer of the run. ``device``: its kind. ``flops``: what it is expected to compute [FLOP/s], 0 if unknown.
+    ``since``: counts up with every stage it serves; a later one replaces an earlier."""
+
+    KIND: ClassVar[str] = "member"
+    id: Id
+    name: Name
+    stage: Natural
+    trainer: bool
+    addresses: Annotated[tuple[Address, ...], Field(max_length=64), FailFast()]
+    device: Text = "cpu"
+    flops: Rate = 0
+    since: Natural = 0
+    place: Annotated[str, Field(max_length=64)] = ""
+    """Where it can write checkpoints (``CheckpointStore.name``); members with the same share it."""
+
+
+class AskHeld(Message):
+    """Call: which of this step's microbatches are in your accumulator, or on their way into it? ``brief``: only whether
+    you are there, and where; the answer names no microbatches."""
+
+    KIND: ClassVar[str] = "ask_held"
+    lineage: Digest
+    step: Natural
+    brief: bool = False
+
+
+class Held(Message):
+    """``current``: the answerer is at that lineage and step, or computes it ahead. It is at ``step``, to which
+    ``lineage`` led it, and ``rival``: it did the step asked about in another lineage. ``running``: requests it still
+    works on; ``answering``: of which the answer is on its way; ``through``: microbatches it knows to be through, with
+    their ``losses`` [nats/token]; ``held_losses``: of those in ``held``, nan where not known. ``round``: what it
+    averages now, or holds. ``moved``: bytes of tensors that it sent and received in its life, so that two answers tell
+    whether it comes on."""
+
+    KIND: ClassVar[str] = "held"
+    current: bool
+    step: Natural
+    stage: Natural
+    lineage: Annotated[bytes, Field(max_length=32)] = b""
+    branch: Annotated[bytes, Field(min_length=BRANCH, max_length=BRANCH)] = bytes(BRANCH)
+    """Of its lineage: steps of different branches have nothing to do with each other."""
+    held: Indices = ()
+    held_losses: Annotated[tuple[float, ...], Field(max_length=MAX_MICROBATCHES), FailFast()] = ()
+    running: Indices = ()
+    answering: Indices = ()
+    through: Indices = ()
+    losses: Annotated[tuple[float, ...], Field(max_length=MAX_MICROBATCHES), FailFast()] = ()
+    rival: bool = False
+    round: Annotated[bytes, Field(max_length=32)] = b""
+    moved: Natural = 0
+    late: bool = False
+    """Its device is at something for unusually long."""
+
+    def beyond(self, step: int) -> bool:
+        """It has done ``step``, in our lineage."""
+        return self.step > step and not self.rival
+
+    def loss(self, index: int) -> float | None:
+        """Of microbatch ``index`` [nats/token]; None if the answerer does not hold it, or does not know its loss."""
+        known = [loss for i, loss in zip(self.held, self.held_losses, strict=False) if i == index]
+        return known[0] if known and not math.isnan(known[0]) else None
+
+
+class Doubted(Message):
+    """``peer`` does not answer its sender: whoever gets this asks it, too, before they need it. Nobody is believed dead
+    on hearsay."""
+
+    KIND: ClassVar[str] = "doubted"
+    lineage: Digest
+    step: Natural
+    peer: Id
+
+
+class Introduce(Message):
+    """Call from a peer that serves ``member``'s stage from now on, to everyone it knows: count it among the members."""
+
+    KIND: ClassVar[str] = "introduce"
+    member: Member
+
+
+class Acquaintances(Message):
+    """The answer: everyone the answerer knows, itself included."""
+
+    KIND: ClassVar[str] = "acquaintances"
+    members: Annotated[tuple[Member, ...], Field(max_length=4096), FailFast()]
+
+
+class WhoAreYou(Message):
+    """Call to a peer that speaks to us and that we do not know; the answer is a Member."""
+
+    KIND: ClassVar[str] = "who_are_you"

@@ -1,0 +1,105 @@
+"""Messages about single microbatches: requests to a stage, their answers, and what trainers are told."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import FailFast, Field
+
+from muletrain.network.base import Channel
+from muletrain.runtime.core.messages import (
+    MAX_MICROBATCHES,
+    Digest,
+    Id,
+    Indices,
+    Message,
+    Natural,
+    Request,
+    Seconds,
+    Text,
+)
+
+
+class Forward(Request):
+    """Inputs and targets for one stage. ``accumulate``: the stages that should add this microbatch to their gradient.
+    ``gradient``: the sender needs d loss / d inputs; where a microbatch is run again for a later stage alone, nobody
+    does. ``unfinite``: a peer found already that it does not stay finite, so that inputs may not be, and outputs are
+    passed on if they are not."""
+
+    KIND: ClassVar[str] = "forward"
+    CHANNEL: ClassVar[Channel] = Channel.PIPE
+    TENSORS: ClassVar[int] = 2
+    stage: Natural
+    accumulate: Annotated[tuple[Natural, ...], Field(max_length=4096), FailFast()]
+    gradient: bool
+    deadline_s: Seconds
+    unfinite: bool = False
+
+
+class Backward(Request):
+    """The gradient of a forward's output, back to its sender. ``busy_s``: the answering peer's own service time
+    (decoding, forward, backward); ``away_s``: all the rest of the time it held the request (its queue, the later
+    stages). What is left of the time until the answer came is the way there and back."""
+
+    KIND: ClassVar[str] = "backward"
+    CHANNEL: ClassVar[Channel] = Channel.PIPE
+    TENSORS: ClassVar[int] = 1
+    stage: Natural
+    loss: float
+    busy_s: Seconds
+    away_s: Seconds
+
+
+class Done(Request):
+    """The microbatch went through this stage and all behind it, and back to where a gradient was needed: the answer to
+    whoever needs none, as a trainer does."""
+
+    KIND: ClassVar[str] = "done"
+    stage: Natural
+    loss: float
+    busy_s: Seconds
+    away_s: Seconds
+
+
+class Busy(Request):
+    """A forward was not admitted (queue full): the sender keeps it and tries elsewhere, or later."""
+
+    KIND: ClassVar[str] = "busy"
+    stage: Natural
+
+
+class Lost(Request):
+    """The sender of a forward learns that its receiver could not finish it (computation failed, next stage
+    unreachable). ``unfinite``: because what it got, or made of it, is not finite."""
+
+    KIND: ClassVar[str] = "lost"
+    stage: Natural
+    reason: Text
+    unfinite: bool = False
+
+
+class TrainerDone(Message):
+    """A trainer's hint to all peers: these microbatches of the step are through, with these losses [nats/token]."""
+
+    KIND: ClassVar[str] = "trainer_done"
+    lineage: Digest
+    step: Natural
+    indices: Indices
+    losses: Annotated[tuple[float, ...], Field(max_length=MAX_MICROBATCHES), FailFast()]
+
+
+class Gap(Message):
+    """A stage found these microbatches in none of its accumulators: trainers inject them again, for that stage alone.
+    Every replica says so; ``attempt`` tells a repetition from a second loss. ``early``: a replica died in the middle of
+    the step, and took these with it, or they did not come so far yet. ``turn``: times that it was said in vain, so that
+    another trainer is to do it. ``without``: replicas that its sender does not count on, whatever they hold."""
+
+    KIND: ClassVar[str] = "gap"
+    lineage: Digest
+    step: Natural
+    stage: Natural
+    attempt: Natural
+    indices: Indices
+    early: bool = False
+    turn: Natural = 0
+    without: Annotated[tuple[Id, ...], Field(max_length=64), FailFast()] = ()
