@@ -51,7 +51,7 @@ def retry_accumulates_again(patch: pytest.MonkeyPatch) -> None:
         return stages, None
 
     def begin(self: Ledger, index: int) -> bool:
-        self._running.add(index)
+        self._in_flight.add(index)
         return True
 
     patch.setattr(Trainer, "_still_missing", all_stages)
@@ -75,10 +75,10 @@ def stale_weights(patch: pytest.MonkeyPatch) -> None:
 
 
 def lost_trainer(patch: pytest.MonkeyPatch) -> None:
-    async def adopt(self: Trainer, *, late: bool = False) -> None:
+    async def take_over_orphans(self: Trainer, *, late: bool = False) -> None:
         return None
 
-    patch.setattr(Trainer, "adopt", adopt)
+    patch.setattr(Trainer, "take_over_orphans", take_over_orphans)
 
 
 def reused_round(patch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A stage that lost all its peers, and a collector that died: who takes over, from where, with the same numbers."""
+"""A stage that lost all its peers, and a coordinator that died: who takes over, from where, with the same numbers."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 @pytest.mark.parametrize(
     ("plan", "survivors"),
     [("kill stage1@step8; kill stage1@step9", 2), ("kill peer-0@step8", 3)],
-    ids=["stage", "collector"],
+    ids=["stage", "coordinator"],
 )
 def test_whoever_dies_the_run_ends_with_the_numbers_of_one_process(plan: str, survivors: int, tmp_path: Path) -> None:
     settings = [*EXACT, f"data.cache={tmp_path / 'cache'}", "checkpoint.every=3", "fleet.adopt_after=5"]

@@ -14,11 +14,11 @@ import torch
 from muletrain.clock import LoopClock
 from muletrain.config.schema import Codec
 from muletrain.network.memory import MemoryHub
-from muletrain.policy.lineages import Chain
+from muletrain.policy.fork_choice import Chain
 from muletrain.policy.shards import CHUNK
 from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.members.context import Context
-from muletrain.runtime.members.messages import AskHeld, Held, Member
+from muletrain.runtime.members.messages import GetProgress, Member, Progress
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.step import averaging
 from muletrain.runtime.step.averaging import Averager, contents
@@ -48,7 +48,7 @@ class Vector:
 def members(hub: MemoryHub, codec: Codec) -> dict[str, tuple[Context, Averager]]:
     founders = tuple(Member(id=p, name=p, stage=0, trainer=True, addresses=()) for p in IDS)
     genesis = Genesis(
-        run_id="r", config=bytes(32), data=bytes(32), stages=1, members=founders, collector="a", first_step=0
+        run_id="r", config=bytes(32), data=bytes(32), stages=1, members=founders, coordinator="a", first_step=0
     )
     plan = Plan(1, 1, 3, 1, 1, 2, lambda s: 1, Codec.INT8, codec, None, lambda s: 0.0, 0, 8, SWARM)
     found = {}
@@ -158,10 +158,10 @@ def test_a_holder_that_is_frozen_is_given_up_soon_and_a_slow_one_is_not(frozen: 
         )
 
         async def held(sender: str, payload: bytes) -> bytes:
-            return Held(current=False, step=1, stage=0).pack()
+            return Progress(current=False, step=1, stage=0).pack()
 
         gives(giver, MeanGradient(entry, gradient), after_s=25.0)
-        giver.net.serve(AskHeld.KIND, held)
+        giver.net.serve(GetProgress.KIND, held)
         blocks = downloader(ctx)
         await ctx.detector.measure("a", bytes(32), 0)
         if frozen:
@@ -187,7 +187,7 @@ def test_who_applies_a_step_for_long_is_waited_for_as_long_as_that_takes() -> No
         runner = runner_of(ctx)
 
         async def held(sender: str, payload: bytes) -> bytes:
-            return Held(current=False, step=0, stage=0).pack()
+            return Progress(current=False, step=0, stage=0).pack()
 
         async def apply(gradient: Any, update: Any, turn: Any) -> None:
             await asyncio.sleep(10.0)
@@ -197,7 +197,7 @@ def test_who_applies_a_step_for_long_is_waited_for_as_long_as_that_takes() -> No
 
         ctx.compute.apply, ctx.compute.digest = apply, digest  # type: ignore[method-assign]
         ctx.compute.clear = lambda step: None  # type: ignore[method-assign]
-        other.serve(AskHeld.KIND, held)
+        other.serve(GetProgress.KIND, held)
         await runner._apply(SimpleNamespace(clip_scale=lambda clip: 1.0, skip=False), torch.zeros(SIZE))  # type: ignore[arg-type]
         await runner.rejoin(Chain(1, (bytes(32),)))
         await runner.exchange.ask("b")
@@ -276,8 +276,8 @@ def test_a_member_that_says_it_comes_on_but_sends_nothing_fails_the_round() -> N
     async def scenario() -> None:
         clock, moved = LoopClock(), itertools.count()
 
-        async def probe(*_: Any, brief: bool) -> Held:
-            return Held(current=True, step=0, stage=0, round=ROUND.id, moved=next(moved))
+        async def probe(*_: Any, brief: bool) -> Progress:
+            return Progress(current=True, step=0, stage=0, round=ROUND.id, moved=next(moved))
 
         ctx: Any = SimpleNamespace(clock=clock, detector=SimpleNamespace(probe=probe, silent_s=lambda member: 0.0))
         watching = Attendance(ctx, ROUND, lambda: {"b": 2}, set, lambda: False).watch()

@@ -35,7 +35,7 @@ from muletrain.runs.measure.probing import PIECES, Echo, Prober
 from muletrain.runtime.core.lifecycle import Lifecycle
 from muletrain.runtime.core.messages import Message
 from muletrain.runtime.members.context import Context
-from muletrain.runtime.members.messages import AskHeld, Held
+from muletrain.runtime.members.messages import GetProgress, Progress
 from muletrain.runtime.members.rebalancing import Rebalancer
 from muletrain.runtime.microbatch.messages import Gap, TrainerDone
 from muletrain.runtime.peer.dispatch import OTHER_KINDS, STEP_KINDS
@@ -248,7 +248,7 @@ def test_tensors_that_no_correct_peer_sends_are_refused_before_they_are_read(sta
     run(scenario)
 
 
-@pytest.mark.parametrize("kind", ["nonsense", "k" * 64, "ask_held", *STEP_KINDS, *OTHER_KINDS])
+@pytest.mark.parametrize("kind", ["nonsense", "k" * 64, "get_progress", *STEP_KINDS, *OTHER_KINDS])
 def test_a_header_larger_than_its_kind_needs_is_not_read(kind: str, tmp_path: Path) -> None:
     async def scenario() -> None:
         target = Target(1, tmp_path)
@@ -537,12 +537,12 @@ def test_looking_for_many_microbatches_asks_each_peer_twice_at_most(tmp_path: Pa
 
         async def held(sender: str, payload: bytes) -> bytes:
             nonlocal asked
-            asked += not AskHeld.unpack(payload).brief
+            asked += not GetProgress.unpack(payload).brief
             await asyncio.sleep(0.05)
-            return Held(current=True, step=0, stage=1, held=(1, 2), held_losses=(5.0, float("nan"))).pack()
+            return Progress(current=True, step=0, stage=1, accumulated=(1, 2), accumulated_losses=(5.0, float("nan"))).pack()
 
         for net in target.others.values():
-            net.serve(AskHeld.KIND, held)
+            net.serve(GetProgress.KIND, held)
         work = [survey.still_missing(GENESIS.lineage, 0, index, (0, 1)) for index in range(4)]
         answers = await asyncio.gather(*work)
         assert asked <= 2 * len(target.others)

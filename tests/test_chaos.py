@@ -368,7 +368,7 @@ def test_a_move_leaves_no_stage_alone_and_a_newcomer_has_to_take_a_step_first(tm
     world = World(tmp_path, *moves, Fault("kill", step=4, target="newcomer"))
     world.begins()
     (first, second) = world.step(1)
-    assert first == ("peer-2", "move 1"), "not the collector"
+    assert first == ("peer-2", "move 1"), "not the coordinator"
     assert second in [("peer-1", "move 0"), ("peer-3", "move 0")]
     assert world.step(2) == [], "the other one of stage 1 is all that it can count on"
     world.joins("peer-2", stage=1)

@@ -44,7 +44,7 @@ from muletrain.runtime.checkpoint.store import MARKER, CheckpointStore, Folder, 
 from muletrain.runtime.core.lifecycle import Lifecycle, State
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.membership import Membership
-from muletrain.runtime.members.messages import AskHeld, Held
+from muletrain.runtime.members.messages import GetProgress, Progress
 from muletrain.runtime.members.roster import Genesis, Member, Roster
 from muletrain.runtime.peer.ending import Ending
 from muletrain.runtime.transfer.donor import Receiver, Snapshots
@@ -77,7 +77,7 @@ class Stages:
     first's."""
 
     def __init__(self, folder: Path, keep: int = 2, stages: dict[str, int] | None = None, sharing: str = "") -> None:
-        self.stages = stages or {"collector": 0, "one": 1, "other": 1}
+        self.stages = stages or {"coordinator": 0, "one": 1, "other": 1}
         self.hub, self.clock = MemoryHub(), LoopClock()
         first = next(iter(self.stages))
         self.folders = {
@@ -89,7 +89,7 @@ class Stages:
             config=bytes(32),
             data=bytes(32),
             stages=1 + max(self.stages.values()),
-            collector=first,
+            coordinator=first,
             first_step=0,
             members=tuple(
                 Member(id=n, name=n, stage=s, trainer=True, addresses=(), place=self.places[n].name)
@@ -123,9 +123,9 @@ class Stages:
                     receiver.taker.on_block(sender, Block.parse(frame), frame.tensors[0])
 
         async def alive(sender: str, payload: bytes) -> bytes:
-            return Held(current=True, step=0, stage=self.stages[name]).pack()
+            return Progress(current=True, step=0, stage=self.stages[name]).pack()
 
-        net.serve(AskHeld.KIND, alive)
+        net.serve(GetProgress.KIND, alive)
         net.on_refusal(lambda who, why: self.refused.append(why))
         net.receive(on_frame)
         return own
@@ -136,7 +136,7 @@ class Stages:
             *(self.checkpoints[w].own_part.write(Key(step, LINEAGE), states[self.stages[w]]) for w in writers)
         )
 
-    async def checkpoint(self, step: int, by: str = "collector") -> bool:
+    async def checkpoint(self, step: int, by: str = "coordinator") -> bool:
         await self.write(step, *(n for n, c in self.checkpoints.items() if c.roles.is_writer()))
         return await asyncio.wait_for(self.checkpoints[by].coordinator.ended(Key(step, LINEAGE)), 20.0)
 
@@ -283,9 +283,9 @@ def test_when_the_collector_dies_another_collects(
     monkeypatch.setattr(checkpointing, "LOOK_S", 0.1)
 
     async def scenario() -> None:
-        stages = Stages(tmp_path / "run", stages={"collector": 0, "second": 0, "one": 1, "two": 2}, sharing=sharing)
+        stages = Stages(tmp_path / "run", stages={"coordinator": 0, "second": 0, "one": 1, "two": 2}, sharing=sharing)
         await stages.write(4, "second", "two")
-        stages.kill("collector")
+        stages.kill("coordinator")
         await stages.write(4, "one")
         assert await asyncio.wait_for(stages.checkpoints["second"].coordinator.ended(Key(4, LINEAGE)), 20)
         (written,) = stages.of(CheckpointWritten)
@@ -300,7 +300,7 @@ def test_when_the_collector_dies_another_collects(
 
 def test_where_the_place_is_not_shared_two_peers_of_other_stages_keep_each_part_of_the_newest(tmp_path: Path) -> None:
     async def scenario() -> None:
-        peers = {"collector": 0, "a": 0, "b": 1, "c": 1, "d": 2, "e": 2}
+        peers = {"coordinator": 0, "a": 0, "b": 1, "c": 1, "d": 2, "e": 2}
         stages = Stages(tmp_path / "run", stages=peers)
         for step in (4, 8):
             assert await stages.checkpoint(step)
@@ -311,7 +311,7 @@ def test_where_the_place_is_not_shared_two_peers_of_other_stages_keep_each_part_
             return [
                 n
                 for n, c in stages.checkpoints.items()
-                if n != "collector" and Key(4, LINEAGE) in stages.books[n].parts
+                if n != "coordinator" and Key(4, LINEAGE) in stages.books[n].parts
             ]
 
         while (old() or any(len(k) < 2 for k in kept.values())) and time.monotonic() < deadline:
@@ -320,7 +320,7 @@ def test_where_the_place_is_not_shared_two_peers_of_other_stages_keep_each_part_
                 s: [
                     n
                     for n, c in stages.checkpoints.items()
-                    if n != "collector" and s in stages.books[n].parts.get(Key(8, LINEAGE), {})
+                    if n != "coordinator" and s in stages.books[n].parts.get(Key(8, LINEAGE), {})
                 ]
                 for s in kept
             }
@@ -349,7 +349,7 @@ def test_a_part_that_changes_on_its_way_is_not_taken(tmp_path: Path, monkeypatch
         part = state(1)
         facts = opened.parts[1] = PartFacts(sum(map(len, state_buffers(part))), bytes(32))
         opened.own = part, facts
-        await stages.write(4, "collector")
+        await stages.write(4, "coordinator")
         await liar.coordinator.announce(opened, 1, facts)
         await asyncio.sleep(1.0)
         assert names(tmp_path / "run")[0].startswith(".step-00000004")
@@ -389,16 +389,16 @@ def test_of_the_end_of_a_checkpoint_its_collector_is_believed(tmp_path: Path, mo
     async def scenario() -> None:
         stages = Stages(tmp_path / "run")
         key = Key(4, LINEAGE)
-        for name in ("collector", "other"):
+        for name in ("coordinator", "other"):
             own = stages.checkpoints[name]
             await own.coordinator.on_end("one", CheckpointEnd(step=4, lineage=LINEAGE))
             await own.coordinator.on_end("one", CheckpointEnd(step=4, lineage=LINEAGE, reason="so it says"))
             with pytest.raises(ProtocolError, match="cannot be"):
-                await own.coordinator.on_end("collector", CheckpointEnd(step=1001, lineage=LINEAGE))
+                await own.coordinator.on_end("coordinator", CheckpointEnd(step=1001, lineage=LINEAGE))
             assert own.checkpoints.ended(key) is None
         assert await stages.checkpoint(4)
         await stages.checkpoints["one"].coordinator.on_end(
-            "collector", CheckpointEnd(step=8, lineage=LINEAGE, reason="no room")
+            "coordinator", CheckpointEnd(step=8, lineage=LINEAGE, reason="no room")
         )
         assert stages.checkpoints["one"].checkpoints.ended(Key(8, LINEAGE)) == "no room"
         await stages.close()
@@ -423,17 +423,17 @@ def test_that_the_run_has_ended_well_is_believed_of_the_collector_and_of_others_
             await asyncio.sleep(0.3)
             return task
 
-        collector, early, one = peer("collector", over=True), peer("other", over=False), peer("other", over=True)
-        tasks = [await told(collector, "one"), await told(early, "collector"), await told(one, "one")]
-        assert not any(p._finished.done() for p in (collector, early, one))
+        coordinator, early, one = peer("coordinator", over=True), peer("other", over=False), peer("other", over=True)
+        tasks = [await told(coordinator, "one"), await told(early, "coordinator"), await told(one, "one")]
+        assert not any(p._finished.done() for p in (coordinator, early, one))
         known = peer("one", over=True)
-        tasks.append(await told(known, "collector"))
+        tasks.append(await told(known, "coordinator"))
         assert known._finished.result()
         early._position.life.to(State.FINISHED)
-        stages.kill("collector")
+        stages.kill("coordinator")
         for left in (early, one):  # nobody is there who could know better
             assert await asyncio.wait_for(left._finished, 10)
-        assert not collector._finished.done()
+        assert not coordinator._finished.done()
         for task in tasks:
             task.cancel()
         await stages.close()
@@ -477,8 +477,8 @@ def test_who_gives_up_on_a_checkpoint_leaves_it_to_the_collector_that_shares_its
         key = Key(4, LINEAGE)
         await stages.write(4, "other")
         stages.checkpoints["other"].coordinator.end(key, "its parts did not come whole")
-        await stages.write(4, "collector")
-        assert await asyncio.wait_for(stages.checkpoints["collector"].coordinator.ended(key), 20)
+        await stages.write(4, "coordinator")
+        assert await asyncio.wait_for(stages.checkpoints["coordinator"].coordinator.ended(key), 20)
         Checkpoint.intact(tmp_path / "run" / "step-00000004")
         await stages.close()
 
@@ -542,7 +542,7 @@ def test_a_checkpoint_never_goes_before_the_next_is_in_place(tmp_path: Path, mon
 def test_a_part_that_cannot_be_is_refused(tmp_path: Path) -> None:
     async def scenario() -> None:
         stages = Stages(tmp_path / "run")
-        own = stages.checkpoints["collector"]
+        own = stages.checkpoints["coordinator"]
 
         def ready(sender: str = "one", **changes: Any) -> None:
             fields = {"step": 4, "lineage": LINEAGE, "stage": 1, "size": 8, "digest": bytes(32)} | changes
@@ -552,14 +552,14 @@ def test_a_part_that_cannot_be_is_refused(tmp_path: Path) -> None:
             with pytest.raises(ProtocolError, match="cannot be"):
                 ready(**wrong)
         plan, known = stages.plan, 1000
-        stages.contexts["collector"].plan = dataclasses.replace(plan, state_bytes=(known, known))
+        stages.contexts["coordinator"].plan = dataclasses.replace(plan, state_bytes=(known, known))
         with pytest.raises(ProtocolError, match="cannot be"):  # whoever fetches it makes room for as much
             ready(size=2 * known + (1 << 20) + 1)
-        stages.contexts["collector"].plan = plan
-        ready("collector")
+        stages.contexts["coordinator"].plan = plan
+        ready("coordinator")
         assert not list(own.checkpoints), "a stage's own peers say first what its part is"
         ready()
-        for sender in ("one", "other", "collector"):
+        for sender in ("one", "other", "coordinator"):
             ready(sender, digest=b"x" * 32)
         assert [o.parts[1].digest for o in own.checkpoints] == [bytes(32)], (
             "the first counts until it is known to be false"
@@ -680,11 +680,11 @@ def test_a_part_that_is_written_when_its_checkpoint_has_failed_does_not_stay(
 ) -> None:
     async def scenario() -> None:
         stages = Stages(tmp_path / "run", sharing="one other")
-        writer = next(n for n, c in stages.checkpoints.items() if c.roles.is_writer() and n != "collector")
+        writer = next(n for n, c in stages.checkpoints.items() if c.roles.is_writer() and n != "coordinator")
         begun, go_on = held_up(monkeypatch, stages.places[writer])
-        writing = asyncio.create_task(stages.write(4, "collector", writer))
+        writing = asyncio.create_task(stages.write(4, "coordinator", writer))
         await asyncio.to_thread(begun.wait, 20)
-        await stages.checkpoints["collector"].coordinator.fail(Key(4, LINEAGE), "the disk is full")
+        await stages.checkpoints["coordinator"].coordinator.fail(Key(4, LINEAGE), "the disk is full")
         assert not await asyncio.wait_for(stages.checkpoints[writer].coordinator.ended(Key(4, LINEAGE)), 20)
         await stages.only(tmp_path / "run")
         go_on.set()

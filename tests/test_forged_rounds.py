@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from muletrain.runtime.members.messages import Held
+from muletrain.runtime.members.messages import Progress
 from muletrain.runtime.microbatch.microbatches import Microbatches
 from muletrain.runtime.peer.dispatch import Dispatch
 from muletrain.runtime.peer.peer import Peer
@@ -126,7 +126,7 @@ def test_nor_with_another_that_knows_nothing_of_it(replicas: int, liar: str, mon
 def answering(patch: pytest.MonkeyPatch, liar: PeerId, lie: Callable[[Peer, AskEntries], Entries]) -> None:
     """``liar`` does its work. At each step it pretends to be at the next, so that everyone asks it for the record, and
     answers falsely."""
-    begun, held = Peer.__init__, Dispatch._answer_held
+    begun, held = Peer.__init__, Dispatch._answer_progress
 
     def begins(self: Peer, *args: Any, **options: Any) -> None:
         begun(self, *args, **options)
@@ -139,13 +139,13 @@ def answering(patch: pytest.MonkeyPatch, liar: PeerId, lie: Callable[[Peer, AskE
 
         return answer
 
-    async def answer_held(self: Dispatch, sender: PeerId, payload: bytes) -> bytes:
-        answer = Held.unpack(await held(self, sender, payload))
+    async def answer_progress(self: Dispatch, sender: PeerId, payload: bytes) -> bytes:
+        answer = Progress.unpack(await held(self, sender, payload))
         lies = self._ctx.net.peer_id == liar and answer.current
         return (answer.model_copy(update={"current": False, "step": answer.step + 1}) if lies else answer).pack()
 
     patch.setattr(Peer, "__init__", begins)
-    patch.setattr(Dispatch, "_answer_held", answer_held)
+    patch.setattr(Dispatch, "_answer_progress", answer_progress)
     lying(patch, liar, lambda peer, work: forged(work.lineage, work.step + 1, liar, (liar,)))
 
 
@@ -201,7 +201,7 @@ def test_a_member_that_lies_costs_no_number(how: str) -> None:
 def test_a_member_of_a_slow_round_that_says_it_is_a_step_ahead_is_left_out_of_the_step() -> None:
     """Its stage tried twenty times to average with it, and ended."""
     slow = tuple((peer, 1.6e6) for peer in ("peer-0a", "peer-0b", "peer-0c", "peer-1a"))
-    lies = Fault(8.0, "lie", ("peer-0c",), FOR_EVER_S, how="held")
+    lies = Fault(8.0, "lie", ("peer-0c",), FOR_EVER_S, how="progress")
     outcome = play(Scenario(3, (3, 1), 2, 2, 9, 0.01, (lies,), narrow=slow, weight=400.0, longer=10.0))
     assert set(outcome.ends.values()) == {"finished"}
     assert outcome.violations == [], "\n".join(readable(outcome))

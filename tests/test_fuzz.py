@@ -350,7 +350,7 @@ def test_worlds_that_broke_a_promise_once(seed: int) -> None:
 
 
 def test_a_checkpoint_ends_where_those_that_wait_believe_who_collects_it_dead() -> None:
-    """After a partition each side has a collector of its own, and believes the other side dead: the last checkpoint
+    """After a partition each side has a coordinator of its own, and believes the other side dead: the last checkpoint
     never ended."""
     outcome = play(draw(232))
     assert outcome.violations == [], "\n".join(readable(outcome))

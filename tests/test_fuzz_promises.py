@@ -95,7 +95,7 @@ def test_what_was_kicked_ends_and_comes_again_under_its_name() -> None:
 
 
 def test_a_slow_store_outlives_the_memory_of_checkpoints_that_ended() -> None:
-    """Their end was looked up after the disk had done its part, when later ones had pushed it out, and the collector
+    """Their end was looked up after the disk had done its part, when later ones had pushed it out, and the coordinator
     died of it. Found by 'muletrain fuzz' (seed 218)."""
     slow = Fault(0.5, "disk", ("peer-0a",), FOR_EVER_S, how="slow")
     outcome = kept(Scenario(9, (1, 1), 1, 30, 2, 0.01, (slow,), checkpoint_every=1, disk_s=0.01, short=True))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from muletrain.network.memory import MemoryNetwork
 
 pytestmark = pytest.mark.timeout(240)
-PEERS = {"collector": 0, "a": 0, "b": 1, "c": 1, "d": 2, "e": 2}
+PEERS = {"coordinator": 0, "a": 0, "b": 1, "c": 1, "d": 2, "e": 2}
 
 
 async def asked(net: MemoryNetwork, donor: str, ask: Message) -> bytes:
@@ -62,7 +62,7 @@ def test_a_part_of_a_checkpoint_is_for_its_stage_its_keepers_and_the_collector(t
             await refused(nets[peer], "b", part(1), "for peers that serve it or keep it")  # type: ignore[arg-type]
         await refused(stranger, "b", part(1), "not a member")
         offer = b""
-        for peer in (*keepers, "c", "collector"):
+        for peer in (*keepers, "c", "coordinator"):
             offer = await asked(nets[peer], "b", part(1))  # type: ignore[arg-type]
         copy = Snapshot.unpack(offer).digest
         for thief in (*(nets[peer] for peer in others), stranger):  # one that has heard what it is called

@@ -36,7 +36,7 @@ from muletrain.runtime.checkpoint.store import Folder
 from muletrain.runtime.core.lifecycle import State
 from muletrain.runtime.core.messages import Message
 from muletrain.runtime.members.context import Context
-from muletrain.runtime.members.messages import AskHeld, Doubted, Held
+from muletrain.runtime.members.messages import GetProgress, Progress, Suspected
 from muletrain.runtime.members.roster import Genesis, Member, Roster
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, TrainerDone
 from muletrain.runtime.peer.dispatch import OTHER_KINDS, STEP_KINDS
@@ -78,7 +78,7 @@ GENESIS = Genesis(
     config=bytes(32),
     data=bytes(32),
     stages=2,
-    collector="first",
+    coordinator="first",
     first_step=0,
     members=tuple(Member(id=n, name=n, stage=s, trainer=s == 0, addresses=()) for n, s in MEMBERS.items()),
 )
@@ -138,7 +138,7 @@ def frames(stage: int, index: int) -> list[Frame]:
         Abstain(**at, attempt=1).frame(),
         Away().frame(),
         Back(**at).frame(),
-        Doubted(**at, peer="second").frame(),
+        Suspected(**at, peer="second").frame(),
         PartReady(**at | {"step": 1}, stage=stage, size=1 << 20, digest=digest, place="x").frame(),
         CheckpointEnd(**at | {"step": 1}, reason="").frame(),
         Block(digest=digest, block=index).frame([encode_raw(digest)]),
@@ -297,7 +297,7 @@ class Target:
         self.got: asyncio.Queue[tuple[PeerId, Frame]] = asyncio.Queue()
         for name, net in self.others.items():
             net.receive(self._keep)
-            net.serve(AskHeld.KIND, self._answer(name))
+            net.serve(GetProgress.KIND, self._answer(name))
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: self.problems.append(context))
         self.net = self.hub.join(self.name)
         self.net.on_refusal(lambda who, why: self.events.append(FrameRefused(remote=who, reason=why)))
@@ -324,7 +324,7 @@ class Target:
 
         async def held(sender: PeerId, payload: bytes) -> bytes:
             everything = tuple(range(MICROBATCHES))
-            return Held(current=True, step=0, stage=MEMBERS[name], running=everything).pack()
+            return Progress(current=True, step=0, stage=MEMBERS[name], in_flight=everything).pack()
 
         return held
 
@@ -383,8 +383,8 @@ def test_a_peer_at_work_takes_no_harm_from_mutated_frames(stage: int, amount: in
         assert resident_bytes() - before < 150 << 20
         assert len(target.refused()) > amount / 3
         assert not any("internal error" in e.reason for e in target.refused())
-        answer = await target.others["last"].call(target.name, AskHeld.KIND, _ask(), timeout_s=5)
-        assert Held.unpack(answer).current
+        answer = await target.others["last"].call(target.name, GetProgress.KIND, _ask(), timeout_s=5)
+        assert Progress.unpack(answer).current
         await _still_computes_right(target, stage)
         target.running.cancel()
         await asyncio.gather(target.running, return_exceptions=True)
@@ -393,7 +393,7 @@ def test_a_peer_at_work_takes_no_harm_from_mutated_frames(stage: int, amount: in
 
 
 def _ask() -> bytes:
-    return AskHeld(lineage=GENESIS.lineage, step=0).pack()
+    return GetProgress(lineage=GENESIS.lineage, step=0).pack()
 
 
 async def _still_computes_right(target: Target, stage: int) -> None:

@@ -135,7 +135,7 @@ class Vector:
 def context(codec: Codec = Codec.FP16) -> Context:
     founders = tuple(Member(id=p, name=p, stage=0, trainer=True, addresses=()) for p in "ab")
     genesis = Genesis(
-        run_id="r", config=bytes(32), data=bytes(32), stages=1, members=founders, collector="a", first_step=0
+        run_id="r", config=bytes(32), data=bytes(32), stages=1, members=founders, coordinator="a", first_step=0
     )
     plan = Plan(1, 1, 1, 1, 1, 2, lambda s: 1, Codec.INT8, codec, None, lambda s: 0.0, 0, 8, SWARM)
     return Context(MemoryHub().join("a"), LoopClock(), Vector(), Roster(genesis, "a"), plan, emit=lambda event: None)  # type: ignore[arg-type]

@@ -111,7 +111,7 @@ def test_the_last_trainer_stays() -> None:
         for p in ("s0a", "s0b", "s1a", "s1b")
     )
     genesis = Genesis(
-        run_id="r", config=bytes(32), data=bytes(32), stages=2, members=members, collector="s0a", first_step=0
+        run_id="r", config=bytes(32), data=bytes(32), stages=2, members=members, coordinator="s0a", first_step=0
     )
     roster = Roster(genesis, "s1b")
     assert roster.needs_us() is None
@@ -131,7 +131,7 @@ def test_a_peer_knows_itself_which_stage_it_serves() -> None:
         Member(id=p, name=p, stage=k % 2, trainer=True, addresses=()) for k, p in enumerate(("a0", "a1", "b0", "b1"))
     )
     genesis = Genesis(
-        run_id="r", config=bytes(32), data=bytes(32), stages=2, members=members, collector="a0", first_step=0
+        run_id="r", config=bytes(32), data=bytes(32), stages=2, members=members, coordinator="a0", first_step=0
     )
     own, other = Roster(genesis, "b1"), Roster(genesis, "a0")
     other.moved("b1", 0)
@@ -151,7 +151,7 @@ def test_what_is_said_of_others_never_stands_against_their_own_word() -> None:
     at all."""
     members = tuple(Member(id=p, name=p, stage=k, trainer=True, addresses=()) for k, p in enumerate("ab"))
     genesis = Genesis(
-        run_id="r", config=bytes(32), data=bytes(32), stages=2, members=members, collector="a", first_step=0
+        run_id="r", config=bytes(32), data=bytes(32), stages=2, members=members, coordinator="a", first_step=0
     )
     last = 2**48 - 1
     roster = Roster(genesis, "a")
@@ -216,7 +216,7 @@ def test_machines_may_come_and_go_without_end(gone: str) -> None:
         for k, p in enumerate("abc")
     ]
     genesis = Genesis(
-        run_id="r", config=bytes(32), data=bytes(32), stages=2, members=tuple(members), collector="a", first_step=0
+        run_id="r", config=bytes(32), data=bytes(32), stages=2, members=tuple(members), coordinator="a", first_step=0
     )
     roster = Roster(genesis, "b")
     roster.dead("a")

@@ -78,11 +78,11 @@ def sums(**lengths: tuple[int, float]) -> dict[str, Sum]:
         ({}, []),
     ],
 )
-def test_who_is_doubted(given: dict[str, Sum], expected: list[str]) -> None:
+def test_who_is_suspected(given: dict[str, Sum], expected: list[str]) -> None:
     assert outlying(given) == expected
 
 
-def test_honest_gradients_of_few_microbatches_are_not_doubted() -> None:
+def test_honest_gradients_of_few_microbatches_are_not_suspected() -> None:
     """Pure noise in many dimensions, or none at all; each replica has its share of 16 microbatches."""
     rng = np.random.default_rng(0)
     for noise in (0.0, 1.0, 100.0):
@@ -167,7 +167,7 @@ def test_who_is_expelled(accused: dict[str, str], expelled: tuple[str, ...]) -> 
 def test_the_expelled_are_not_counted_in_again() -> None:
     members = tuple(Member(id=p, name=p, stage=0, trainer=True, addresses=()) for p in "ab")
     roster = Roster(
-        Genesis(run_id="r", config=bytes(32), data=bytes(32), stages=1, members=members, collector="a", first_step=0),
+        Genesis(run_id="r", config=bytes(32), data=bytes(32), stages=1, members=members, coordinator="a", first_step=0),
         "a",
     )
     roster.expel("b")

@@ -103,7 +103,7 @@ def test_who_acknowledges_late_does_not_stretch_the_deadlines_of_questions_for_l
 
 
 def test_the_queue_in_our_uplink_delays_answers_of_everybody() -> None:
-    """Also of a peer that we send nothing: it was doubted as soon as averaging filled the link. One of three that
+    """Also of a peer that we send nothing: it was suspected as soon as averaging filled the link. One of three that
     acknowledges late, or lies, excuses only itself."""
 
     async def scenario() -> None:

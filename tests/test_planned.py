@@ -157,7 +157,7 @@ def test_machines_get_the_seat_of_their_name_whoever_lets_them_in() -> None:
     stages = {"east": 0, "west": 1, "cellar": 1}
     members = tuple(Member(id=n, name=n, stage=s, trainer=True, addresses=(), place="") for n, s in stages.items())
     genesis = Genesis(
-        run_id="r", config=bytes(32), data=bytes(32), stages=2, members=members, collector="east", first_step=0
+        run_id="r", config=bytes(32), data=bytes(32), stages=2, members=members, coordinator="east", first_step=0
     )
     roster = Roster(genesis, "east")
     reception = Reception(MemoryHub().join("east"), lambda event: None, roster, Papers("", b"", b""), [], [], strategy)

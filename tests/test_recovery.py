@@ -14,7 +14,7 @@ from muletrain.clock import LoopClock
 from muletrain.compute.paced import PacedCompute
 from muletrain.network.memory import MemoryHub
 from muletrain.runtime.members.context import Context
-from muletrain.runtime.members.messages import AskHeld, Held, Member
+from muletrain.runtime.members.messages import GetProgress, Member, Progress
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.microbatch.position import Position
 from muletrain.runtime.microbatch.survey import Survey
@@ -101,7 +101,7 @@ def test_a_false_alarm_costs_what_was_computed_twice_and_nothing_else() -> None:
     """A peer that was silent for a second has what it owed in its accumulator, and nobody else has."""
     happened = timeline(Fault(2.0, "freeze", ("peer-1b",), 1.0))
     silent = sum("microbatch_rerouted" in text and "1b: it is silent" in text for _, text in happened)
-    assert silent > 0, "it was doubted"
+    assert silent > 0, "it was suspected"
     assert not [text for _, text in happened if re.search("peer_suspected|microbatches again|attempt", text)]
     applied = [re.search(r"stage=1 .*microbatches=(\d+) recomputed=(\d+)", text) for _, text in happened]
     assert sum(int(found[1]) for found in applied if found) == STEPS * MICROBATCHES
@@ -113,19 +113,19 @@ def test_who_is_slow_to_answer_gets_twice_the_time_when_it_is_asked_again() -> N
     """Where everyone is, as on cores that fleets share, all would believe each other dead for ever."""
     a, b = (Member(id=p, name=p, stage=s, trainer=True, addresses=()) for s, p in enumerate("ab"))
     genesis = Genesis(
-        run_id="run", config=bytes(32), data=bytes(32), stages=2, members=(a, b), collector="a", first_step=0
+        run_id="run", config=bytes(32), data=bytes(32), stages=2, members=(a, b), coordinator="a", first_step=0
     )
     answers_s, took_s = [0.1, 5.0, 5.0, 5.0, 0.1, 5.0], []
     left_s = list(answers_s)
 
     async def answer(sender: str, payload: bytes) -> bytes:
         await asyncio.sleep(left_s.pop(0))
-        return Held(current=True, step=0, stage=1).pack()
+        return Progress(current=True, step=0, stage=1).pack()
 
     async def scenario() -> list[bool]:
         hub, clock = MemoryHub(), LoopClock()
         net, other = hub.join("a"), hub.join("b")
-        other.serve(AskHeld.KIND, answer)
+        other.serve(GetProgress.KIND, answer)
         nothing: Any = None
         ctx = Context(net, clock, nothing, Roster(genesis, "a"), nothing, emit=lambda event: None)
         answered = []
@@ -148,16 +148,16 @@ def test_before_it_tries_again_a_peer_looks_at_what_it_works_on_itself() -> None
     again."""
     a, b = (Member(id=p, name=p, stage=s, trainer=True, addresses=()) for s, p in enumerate("ab"))
     genesis = Genesis(
-        run_id="run", config=bytes(32), data=bytes(32), stages=2, members=(a, b), collector="a", first_step=0
+        run_id="run", config=bytes(32), data=bytes(32), stages=2, members=(a, b), coordinator="a", first_step=0
     )
 
     async def answer(sender: str, payload: bytes) -> bytes:
-        return Held(current=True, step=0, stage=1).pack()
+        return Progress(current=True, step=0, stage=1).pack()
 
     async def scenario() -> None:
         hub, clock, nothing = MemoryHub(), LoopClock(), cast("Any", None)
         net, other = hub.join("a"), hub.join("b")
-        other.serve(AskHeld.KIND, answer)
+        other.serve(GetProgress.KIND, answer)
         plan = cast("Plan", SimpleNamespace(stages=2, microbatches=4, delayed=False))
         ctx = Context(net, clock, nothing, Roster(genesis, "a"), plan, emit=lambda event: None)
         position = Position(ctx, 0, genesis.lineage)
@@ -192,7 +192,7 @@ def test_a_peer_that_comes_back_gets_work_again() -> None:
 
 
 def test_the_last_peer_of_a_stage_is_waited_for() -> None:
-    """Nobody could do its work, so it is neither doubted nor given up: that would end in no peer at all."""
+    """Nobody could do its work, so it is neither suspected nor given up: that would end in no peer at all."""
     happened = timeline(Fault(2.0, "freeze", ("peer-1a",), 1.0), stages=(2, 1))
     assert not [text for _, text in happened if "microbatch_rerouted" in text]
     assert first(f"peer-0a step_applied step={STEPS} ", happened) < first("over: freeze", happened) + STEPS * 2.0

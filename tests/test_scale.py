@@ -17,7 +17,7 @@ from muletrain.model.spec import ModelSpec
 from muletrain.network.memory import MemoryHub, MemoryNetwork
 from muletrain.runtime.core.waiting import MAX_SILENCE
 from muletrain.runtime.members.context import Context
-from muletrain.runtime.members.messages import AskHeld, Held, Member
+from muletrain.runtime.members.messages import GetProgress, Member, Progress
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.microbatch.position import Position
 from muletrain.sim.fleet.simulation import simulate_fleet, weather
@@ -99,23 +99,23 @@ def test_whether_a_peer_is_there_is_a_short_answer() -> None:
     """Silent peers are asked all the time: that must not become dearer with every microbatch of the step."""
     member = Member(id="p0", name="p0", stage=0, trainer=True, addresses=())
     genesis = Genesis(
-        run_id="r", config=bytes(32), data=bytes(32), stages=1, members=(member,), collector="p0", first_step=0
+        run_id="r", config=bytes(32), data=bytes(32), stages=1, members=(member,), coordinator="p0", first_step=0
     )
 
-    async def scenario() -> tuple[Held, Held]:
+    async def scenario() -> tuple[Progress, Progress]:
         nothing, count = cast("Any", None), 2000
         plan = cast("Plan", SimpleNamespace(stages=1, microbatches=count, delayed=False))
         ctx = Context(
             MemoryHub().join("p0"), LoopClock(), nothing, Roster(genesis, "p0"), plan, emit=lambda event: None
         )
         position = Position(ctx, 0, genesis.lineage)
-        position.work.through(range(count), [1.0] * count)
+        position.work.complete(range(count), [1.0] * count)
         answers = [position.progress(0, genesis.lineage, brief=brief) for brief in (True, False)]
         await ctx.tasks.close()
         return answers[0], answers[1]
 
     brief, whole = run_virtually(scenario(), 1.0, [])
-    assert len(whole.through) == 2000
+    assert len(whole.completed) == 2000
     assert len(brief.pack()) < 200
     for known in ("current", "step", "stage", "lineage", "branch", "rival"):
         assert getattr(brief, known) == getattr(whole, known)
@@ -127,7 +127,7 @@ def test_what_a_roster_answers_follows_the_news() -> None:
         Member(id=f"p{k}", name=f"p{k}", stage=k % 2, trainer=k < 3, addresses=(), place="here") for k in range(6)
     )
     genesis = Genesis(
-        run_id="r", config=bytes(32), data=bytes(32), stages=2, members=members, collector="p0", first_step=0
+        run_id="r", config=bytes(32), data=bytes(32), stages=2, members=members, coordinator="p0", first_step=0
     )
     roster = Roster(genesis, "p2")
 
@@ -175,7 +175,7 @@ def test_what_a_roster_answers_follows_the_news() -> None:
 def test_those_that_are_asked_first_are_spread_evenly() -> None:
     members = tuple(Member(id=f"p{k:02}", name=f"p{k}", stage=0, trainer=True, addresses=()) for k in range(40))
     genesis = Genesis(
-        run_id="r", config=bytes(32), data=bytes(32), stages=1, members=members, collector="p00", first_step=0
+        run_id="r", config=bytes(32), data=bytes(32), stages=1, members=members, coordinator="p00", first_step=0
     )
     asked = [Roster(genesis, m.id).spread(8) for m in members]
     assert {len(set(peers)) for peers in asked} == {8}
@@ -192,14 +192,14 @@ def test_all_are_asked_what_they_know_before_a_wait_is_given_up(peers: int, at_o
     """Some at a time; one that is believed dead beside them."""
     members = tuple(Member(id=f"p{k:03}", name=f"p{k}", stage=0, trainer=True, addresses=()) for k in range(peers))
     genesis = Genesis(
-        run_id="r", config=bytes(32), data=bytes(32), stages=1, members=members, collector="p000", first_step=0
+        run_id="r", config=bytes(32), data=bytes(32), stages=1, members=members, coordinator="p000", first_step=0
     )
     asked: Counter[str] = Counter()
 
     def answers(peer: str) -> Callable[[str, bytes], Awaitable[bytes]]:
         async def answer(sender: str, payload: bytes) -> bytes:
             asked[peer] += 1
-            return Held(current=True, step=0, stage=0).pack()
+            return Progress(current=True, step=0, stage=0).pack()
 
         return answer
 
@@ -207,7 +207,7 @@ def test_all_are_asked_what_they_know_before_a_wait_is_given_up(peers: int, at_o
         hub = MemoryHub()
         nets = {m.id: hub.join(m.id) for m in members}
         for peer, net in nets.items():
-            net.serve(AskHeld.KIND, answers(peer))
+            net.serve(GetProgress.KIND, answers(peer))
         plan = cast("Plan", SimpleNamespace(stages=1, microbatches=1, delayed=False, chunk=1))
         compute = cast("Any", SimpleNamespace(n_params=1))
         ctx = Context(nets["p007"], LoopClock(), compute, Roster(genesis, "p007"), plan, emit=lambda event: None)

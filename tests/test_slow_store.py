@@ -142,7 +142,7 @@ def test_a_checkpoint_that_comes_due_while_another_is_written_is_left_out_for_al
     """Nobody waits for its parts; the one before is completed, and so is the next."""
 
     async def scenario() -> None:
-        peers = {"collector": 0, "one": 1, "two": 2}
+        peers = {"coordinator": 0, "one": 1, "two": 2}
         stages = Stages(tmp_path / "run", stages=peers, sharing="one")
         place = stages.places["one"]
 
@@ -162,12 +162,12 @@ def test_a_checkpoint_that_comes_due_while_another_is_written_is_left_out_for_al
         assert "left out: checkpoint 4 is not complete yet" in failed.reason
         go_on.set()
         await first
-        assert await asyncio.wait_for(stages.checkpoints["collector"].coordinator.ended(Key(4, LINEAGE)), 20)
+        assert await asyncio.wait_for(stages.checkpoints["coordinator"].coordinator.ended(Key(4, LINEAGE)), 20)
         await asyncio.gather(
             *(asyncio.wait_for(c.coordinator.ended(Key(4, LINEAGE)), 5) for c in stages.checkpoints.values())
         )
         await step(12)
-        assert await asyncio.wait_for(stages.checkpoints["collector"].coordinator.ended(Key(12, LINEAGE)), 20)
+        assert await asyncio.wait_for(stages.checkpoints["coordinator"].coordinator.ended(Key(12, LINEAGE)), 20)
         assert [e.step for e in stages.of(CheckpointWritten)] == [4, 12]
         await stages.only(tmp_path / "run", "step-00000004", "step-00000012")
         await stages.close()
@@ -180,9 +180,9 @@ def test_one_that_lacks_a_part_ends_when_its_writer_announces_the_next(tmp_path:
 
     async def scenario() -> None:
         stages = Stages(tmp_path / "run", sharing="one other")
-        await stages.write(4, "collector")
+        await stages.write(4, "coordinator")
         await stages.write(8, "one")
-        assert not await asyncio.wait_for(stages.checkpoints["collector"].coordinator.ended(Key(4, LINEAGE)), 5)
+        assert not await asyncio.wait_for(stages.checkpoints["coordinator"].coordinator.ended(Key(4, LINEAGE)), 5)
         assert "no part of stages [1]" in stages.of(CheckpointFailed)[0].reason
         await stages.close()
 
@@ -194,11 +194,11 @@ def test_nobody_leaves_out_the_last_one(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         stages = Stages(tmp_path / "run")
-        collector, key = stages.checkpoints["collector"], Key(4, LINEAGE)
-        assert collector.own_part.begins(key, last=True)
+        coordinator, key = stages.checkpoints["coordinator"], Key(4, LINEAGE)
+        assert coordinator.own_part.begins(key, last=True)
         end = CheckpointEnd(step=4, lineage=LINEAGE, reason="so it says", left_out=True)
         for liar in ("one", "other"):
-            await collector.coordinator.on_end(liar, end)
+            await coordinator.coordinator.on_end(liar, end)
         assert await stages.checkpoint(4)
         await stages.close()
 

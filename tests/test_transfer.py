@@ -18,7 +18,7 @@ from muletrain.config.schema import Codec
 from muletrain.errors import MuletrainError, ProtocolError, Refused
 from muletrain.events import Event, FrameRefused, Note
 from muletrain.network.memory import MemoryHub, MemoryNetwork
-from muletrain.policy.lineages import Chain
+from muletrain.policy.fork_choice import Chain
 from muletrain.runtime.core.lifecycle import Lifecycle
 from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.members.context import Context
@@ -72,7 +72,7 @@ class Stage:
         names = (*donors, "t")
         members = tuple(Member(id=n, name=n, stage=0, trainer=True, addresses=()) for n in names)
         genesis = Genesis(
-            run_id="r", config=bytes(32), data=bytes(32), stages=1, collector=names[0], first_step=0, members=members
+            run_id="r", config=bytes(32), data=bytes(32), stages=1, coordinator=names[0], first_step=0, members=members
         )
         plan = Plan(1, 1, 1, 1, 1, 2, lambda s: 1, Codec.FP32, Codec.FP32, None, lambda s: 0.0, 0, 8, SWARM)
         self.networks: dict[str, MemoryNetwork] = {n: self.hub.join(n) for n in names}
@@ -391,9 +391,9 @@ def test_a_copy_that_is_still_being_sent_is_kept_however_slow_the_link(monkeypat
         monkeypatch.setattr(snapshot, "KEPT_S", 0.2)
         whole = Context.send
 
-        async def slowly(self: Context, *args: Any) -> int:
+        async def slowly(self: Context, *args: Any, **how: Any) -> None:
             await asyncio.sleep(0.06)
-            return await whole(self, *args)
+            await whole(self, *args, **how)
 
         monkeypatch.setattr(Context, "send", slowly)
         stage, begin = Stage("a"), time.monotonic()

@@ -81,7 +81,7 @@ async def main(rank: int, members: int, folder: Path, codec: Codec, shaped: bool
                 config=bytes(32),
                 data=bytes(32),
                 stages=1,
-                collector=ids[0],
+                coordinator=ids[0],
                 first_step=0,
                 members=tuple(Member(id=p, name=p, stage=0, trainer=True, addresses=()) for p in ids),
             ),

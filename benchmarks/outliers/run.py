@@ -96,7 +96,7 @@ def rates(sketches: np.ndarray, lengths: list[list[float]]) -> dict[str, dict[st
         for length in (x for now in lengths for x in now):
             odd += outliers.strange(length, before)
             before.append(length)
-        result[str(factor)] = {"doubted": doubts / deals, "asked twice": odd / (steps * m)}
+        result[str(factor)] = {"suspected": doubts / deals, "asked twice": odd / (steps * m)}
     return result
 
 

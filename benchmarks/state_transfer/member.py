@@ -24,7 +24,7 @@ from muletrain.clock import LoopClock
 from muletrain.config.schema import Codec
 from muletrain.network.identity import Key
 from muletrain.network.libp2p import Libp2pNetwork
-from muletrain.policy.lineages import Chain
+from muletrain.policy.fork_choice import Chain
 from muletrain.runtime.core.lifecycle import Lifecycle
 from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.members.context import Context
@@ -95,7 +95,13 @@ async def main(rank: int, donors: int, folder: Path) -> None:
         ids = sorted(a.rsplit("/p2p/", 1)[1] for a in addresses)
         members = tuple(Member(id=p, name=p, stage=0, trainer=True, addresses=()) for p in ids)
         genesis = Genesis(
-            run_id="bench", config=bytes(32), data=bytes(32), stages=1, collector=ids[0], first_step=0, members=members
+            run_id="bench",
+            config=bytes(32),
+            data=bytes(32),
+            stages=1,
+            coordinator=ids[0],
+            first_step=0,
+            members=members,
         )
         plan = Plan(1, 1, 1, 1, 1, 2, lambda s: 1, Codec.INT8, Codec.FP32, None, lambda s: 0.0, 0, 8, SWARM)
         compute: Any = State()

@@ -318,7 +318,7 @@ class Lobby:
             data=self.data_digest,
             stages=self.stages,
             members=members,
-            collector=self.net.peer_id,
+            coordinator=self.net.peer_id,
             first_step=self.first_step,
         )
 

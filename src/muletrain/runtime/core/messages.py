@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from muletrain.errors import Malformed
 from muletrain.network.base import Channel, Frame
-from muletrain.policy.lineages import MEMORY
+from muletrain.policy.fork_choice import MEMORY
 from muletrain.runtime.core.sizes import packed_size
 
 Digest = Annotated[bytes, Field(min_length=32, max_length=32)]

@@ -20,7 +20,7 @@ from muletrain.errors import DeadlineExceeded, NetworkError, PeerUnreachable
 from muletrain.events import PeerSuspected
 from muletrain.policy.deadline import Deadline, Usual, backoff_s
 from muletrain.runtime.core.branches import branch_of
-from muletrain.runtime.members.messages import AskHeld, Doubted, Held
+from muletrain.runtime.members.messages import GetProgress, Progress, Suspected
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Iterator
@@ -98,14 +98,14 @@ class FailureDetector:
         *,
         hearsay: bool = False,
         brief: bool = False,
-    ) -> Held | None:
+    ) -> Progress | None:
         """Ask a silent peer what it holds (``brief``: whether it is there). It is suspected when the answer takes
         longer than such answers do. None, and it is marked down, if it does not answer in time; while something still
         comes from it, it is asked again, a few times. ``hearsay``: others suspect it; they know."""
         with self._suspecting(peer, attempt, partial(self._suspect, peer, lineage, step, hearsay)):
             for again in range(MAX_AGAIN + 1):
                 try:
-                    held = await self._ask_held(peer, lineage, step, attempt, brief=brief)
+                    progress = await self._get_progress(peer, lineage, step, attempt, brief=brief)
                     break
                 except DeadlineExceeded as e:
                     if again == MAX_AGAIN or self.silent_s(peer) > HEARD_S:
@@ -117,12 +117,12 @@ class FailureDetector:
                 except NetworkError as e:
                     self.mark_down(peer, f"answered a probe with: {e}", declines=True)
                     return None
-        if held.late:
+        if progress.late:
             self._suspect(peer, lineage, step, hearsay)
             self.look_after(peer, lineage, step)
-        if held.current:  # at another step it is of no use to this one, however well it may be
+        if progress.current:  # at another step it is of no use to this one, however well it may be
             self._peer.roster.alive(peer)
-        return held
+        return progress
 
     @contextmanager
     def _suspecting(self, peer: PeerId, attempt: int, suspect: Callable[[], None]) -> Iterator[None]:
@@ -163,7 +163,7 @@ class FailureDetector:
             told(peer)
         if not hearsay:
             others = tuple(p for p in self._peer.roster.others() if p != peer)
-            self._peer.spawn(self._peer.tell(others, Doubted(lineage=lineage, step=step, peer=peer)), "doubted")
+            self._peer.spawn(self._peer.tell(others, Suspected(lineage=lineage, step=step, peer=peer)), "suspected")
 
     def look_after(self, peer: PeerId, lineage: bytes, step: int) -> None:
         """Others suspect ``peer``, or a stream with it ended: find out whether it is there, once at a time."""
@@ -185,7 +185,7 @@ class FailureDetector:
     async def is_gone(self, peer: PeerId, lineage: bytes, step: int) -> bool:
         """``peer`` cannot be reached at all, which says more than that it does not answer."""
         try:
-            await self._ask_held(peer, lineage, step, attempt=0, brief=True)
+            await self._get_progress(peer, lineage, step, attempt=0, brief=True)
         except PeerUnreachable:
             return True
         except NetworkError:
@@ -196,32 +196,32 @@ class FailureDetector:
         """How long the answer to a probe takes, before one is missed. Whoever does not answer yet is not marked down
         for it."""
         with suppress(NetworkError):
-            await self._ask_held(peer, lineage, step, attempt=0, brief=True)
+            await self._get_progress(peer, lineage, step, attempt=0, brief=True)
 
-    async def _ask_held(self, peer: PeerId, lineage: bytes, step: int, attempt: int, *, brief: bool) -> Held:
-        ask = AskHeld(lineage=lineage, step=step, brief=brief)
+    async def _get_progress(self, peer: PeerId, lineage: bytes, step: int, attempt: int, *, brief: bool) -> Progress:
+        ask = GetProgress(lineage=lineage, step=step, brief=brief)
         begin, alarms = self._peer.clock.now(), self._alarms[peer]
         waits = alarms if (lives := self._peer.roster.is_alive(peer)) else 0
         limit_s = self.deadline.seconds(attempt + waits) + self._peer.net.queued_s(peer)
         try:
-            answer = await self._peer.net.call(peer, AskHeld.KIND, ask.pack(), timeout_s=limit_s)
+            answer = await self._peer.net.call(peer, GetProgress.KIND, ask.pack(), timeout_s=limit_s)
         except DeadlineExceeded:
             if lives and alarms == self._alarms[peer] < MAX_ALARMS:
                 self._alarms[peer] += 1
             raise
-        held = Held.unpack(answer)
+        progress = Progress.unpack(answer)
         del self._alarms[peer]
-        (self._late.add if held.late else self._late.discard)(peer)
+        (self._late.add if progress.late else self._late.discard)(peer)
         took_s = self._peer.clock.now() - begin
         self.deadline.measured(took_s)
         if peer not in self._usual:
             self._usual[peer] = Usual(unmeasured_s=math.inf, floor_s=0.25, times=4.0, slow_times=1.5)
         self._usual[peer].measured(took_s)
-        if held.branch != branch_of(lineage):
+        if progress.branch != branch_of(lineage):
             for told in self.on_other_branch:
-                told(peer, held.branch)
-            held = held.model_copy(update={"current": False, "step": 0, "lineage": b"", "rival": False})
-        return held
+                told(peer, progress.branch)
+            progress = progress.model_copy(update={"current": False, "step": 0, "lineage": b"", "rival": False})
+        return progress
 
     def worth_a_try(self, peers: Iterable[PeerId]) -> tuple[PeerId, ...]:
         """The living; and those that are down and were not tried for a quarter of the time since they are (``RARELY_S``
@@ -291,7 +291,7 @@ class FailureDetector:
         """For how long nothing at all has come from ``peer``: no part of a frame, no receipt, no answer."""
         return asyncio.get_running_loop().time() - self._peer.net.heard_s(peer)
 
-    async def ask_all(self, peers: tuple[PeerId, ...], lineage: bytes, step: int) -> dict[PeerId, Held]:
+    async def ask_all(self, peers: tuple[PeerId, ...], lineage: bytes, step: int) -> dict[PeerId, Progress]:
         """What those of ``peers`` that answer hold. Those that are down are asked, too, for they may be back; but
         nobody waits for them while others live."""
         asked = {p: asyncio.create_task(self.probe(p, lineage, step)) for p in self.worth_a_try(peers)}
@@ -303,4 +303,4 @@ class FailureDetector:
             for task in asked.values():
                 task.cancel()
         await asyncio.gather(*asked.values(), return_exceptions=True)
-        return {p: held for p, t in asked.items() if not t.cancelled() and (held := t.result()) is not None}
+        return {p: progress for p, t in asked.items() if not t.cancelled() and (progress := t.result()) is not None}

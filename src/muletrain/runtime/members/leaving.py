@@ -54,7 +54,7 @@ class Departure:
         there, answered_s = False, ctx.clock.now()
         for attempt in range(TRIES):
             answers = await asyncio.gather(*(ctx.detector.probe(p, lineage, step) for p in ctx.roster.replicas()))
-            answered = [held.beyond(step - 1) for held in answers if held is not None]
+            answered = [progress.beyond(step - 1) for progress in answers if progress is not None]
             there = any(answered)
             if answered:
                 answered_s = ctx.clock.now()

@@ -39,36 +39,37 @@ class Member(Message):
     """Where it can write checkpoints (``CheckpointStore.name``); members with the same share it."""
 
 
-class AskHeld(Message):
+class GetProgress(Message):
     """Call: which of this step's microbatches are in your accumulator, or on their way into it? ``brief``: only whether
     you are there, and where; the answer names no microbatches."""
 
-    KIND: ClassVar[str] = "ask_held"
+    KIND: ClassVar[str] = "get_progress"
     lineage: Digest
     step: Natural
     brief: bool = False
 
 
-class Held(Message):
-    """``current``: the answerer is at that lineage and step, or computes it ahead. It is at ``step``, to which
-    ``lineage`` led it, and ``rival``: it did the step asked about in another lineage. ``running``: requests it still
-    works on; ``answering``: of which the answer is on its way; ``through``: microbatches it knows to be through, with
-    their ``losses`` [nats/token]; ``held_losses``: of those in ``held``, nan where not known. ``round``: what it
-    averages now, or holds. ``moved``: bytes of tensors that it sent and received in its life, so that two answers tell
-    whether it comes on."""
+class Progress(Message):
+    """How far a peer is. ``current``: it is at the lineage and step that were asked about, or computes them ahead. It is
+    at ``step``, to which ``lineage`` led it, and ``rival``: it did the step asked about in another lineage.
+    ``accumulated``: microbatches in its accumulator, with their ``accumulated_losses`` [nats/token] (nan where not
+    known); ``in_flight``: requests it still works on; ``answering``: of which the answer is on its way; ``completed``:
+    microbatches it knows to be through all stages, with their ``losses`` [nats/token]. ``round``: what it averages now,
+    or holds. ``moved``: bytes of tensors that it sent and received in its life, so that two answers tell whether it
+    comes on."""
 
-    KIND: ClassVar[str] = "held"
+    KIND: ClassVar[str] = "progress"
     current: bool
     step: Natural
     stage: Natural
     lineage: Annotated[bytes, Field(max_length=32)] = b""
     branch: Annotated[bytes, Field(min_length=BRANCH, max_length=BRANCH)] = bytes(BRANCH)
     """Of its lineage: steps of different branches have nothing to do with each other."""
-    held: Indices = ()
-    held_losses: Annotated[tuple[float, ...], Field(max_length=MAX_MICROBATCHES), FailFast()] = ()
-    running: Indices = ()
+    accumulated: Indices = ()
+    accumulated_losses: Annotated[tuple[float, ...], Field(max_length=MAX_MICROBATCHES), FailFast()] = ()
+    in_flight: Indices = ()
     answering: Indices = ()
-    through: Indices = ()
+    completed: Indices = ()
     losses: Annotated[tuple[float, ...], Field(max_length=MAX_MICROBATCHES), FailFast()] = ()
     rival: bool = False
     round: Annotated[bytes, Field(max_length=32)] = b""
@@ -82,15 +83,15 @@ class Held(Message):
 
     def loss(self, index: int) -> float | None:
         """Of microbatch ``index`` [nats/token]; None if the answerer does not hold it, or does not know its loss."""
-        known = [loss for i, loss in zip(self.held, self.held_losses, strict=False) if i == index]
+        known = [loss for i, loss in zip(self.accumulated, self.accumulated_losses, strict=False) if i == index]
         return known[0] if known and not math.isnan(known[0]) else None
 
 
-class Doubted(Message):
+class Suspected(Message):
     """``peer`` does not answer its sender: whoever gets this asks it, too, before they need it. Nobody is believed dead
     on hearsay."""
 
-    KIND: ClassVar[str] = "doubted"
+    KIND: ClassVar[str] = "suspected"
     lineage: Digest
     step: Natural
     peer: Id

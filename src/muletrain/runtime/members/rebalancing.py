@@ -117,7 +117,7 @@ class Rebalancer:
 
     def _own(self, queue: float) -> Load:
         roster, plan = self._ctx.roster, self._ctx.plan
-        fixed = roster.own.id == roster.genesis.collector
+        fixed = roster.own.id == roster.genesis.coordinator
         targets = frozenset(s for s in range(plan.stages) if self._fits(s)) if not fixed else frozenset()
         speeds = {roster.own.stage: self._speed or math.nan}
         return Load(roster.own.stage, queue, speeds, targets=targets, name=roster.own.name)

@@ -33,13 +33,13 @@ class Genesis(Message):
     data: Digest
     stages: Natural
     members: Annotated[tuple[Member, ...], Field(min_length=1, max_length=4096)]
-    collector: Id
+    coordinator: Id
     first_step: Natural
 
     @model_validator(mode="after")
     def _complete(self) -> Genesis:
         ids = [m.id for m in self.members]
-        if len(set(ids)) != len(ids) or self.collector not in ids:
+        if len(set(ids)) != len(ids) or self.coordinator not in ids:
             raise ValueError("members: ids must be distinct and include the coordinator")
         if {m.stage for m in self.members} != set(range(self.stages)):
             raise ValueError("members: every stage needs a peer")
@@ -150,7 +150,7 @@ class Roster:
         know them."""
         for gone in (self._dead, self._left):
             limit = max(MAX_GONE, 4 * (len(self._members) - len(self._dead) - len(self._left)))
-            for peer in [p for p in gone if p != self.genesis.collector][: max(0, len(gone) - limit)]:
+            for peer in [p for p in gone if p != self.genesis.coordinator][: max(0, len(gone) - limit)]:
                 del gone[peer], self._members[peer]
                 self._hearsay.discard(peer)
 
@@ -176,7 +176,7 @@ class Roster:
         shares its place, then whoever has one; of the live ones, by id. None: nobody has a place."""
 
         def found() -> Member | None:
-            first = self._members[self.genesis.collector]
+            first = self._members[self.genesis.coordinator]
             able = [m for m in self._members.values() if m.place and (m.id == self._own_id or self.is_alive(m.id))]
             return min(able, key=lambda m: (m.id != first.id, m.place != first.place, m.id), default=None)
 
@@ -250,7 +250,7 @@ class Roster:
 
     def needs_us(self) -> str | None:
         """Why this peer cannot leave, as far as it knows; None if it can."""
-        if self._own_id == self.genesis.collector:
+        if self._own_id == self.genesis.coordinator:
             return "it collects the checkpoints"
         if self.stage(self.own.stage) == (self._own_id,):
             return f"no other peer serves stage {self.own.stage}"

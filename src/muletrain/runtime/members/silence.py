@@ -1,15 +1,15 @@
-"""Silence of peers that owe answers: first a question, then doubt, and only much later the belief that the peer is
+"""Silence of peers that owe answers: first a question, then suspicion, and only much later the belief that the peer is
 dead.
 
 Three deadlines, each from measured times. A peer that owes answers gives one every so often; when it is silent for
 longer, it is asked whether it is there (that costs nothing). When the answer takes longer than such answers do, the
-peer is *doubted*: what it owes is computed by another one, too, and nothing new goes to it. That changes routing alone,
-so it may be wrong. To be believed dead it must miss the question's own, patient deadline (``FailureDetector.probe``),
-since then what it accumulated is run again.
+peer is *suspected*: what it owes is computed by another one, too, and nothing new goes to it. That changes routing
+alone, so it may be wrong. To be believed dead it must miss the question's own, patient deadline
+(``FailureDetector.probe``), since then what it accumulated is run again.
 
 A peer whose event loop answers may have a device that hangs. It says so itself, in its answers
-(``runtime.members.watchdog``): it is doubted then, too, and believed dead when it refuses to answer. A long queue or a
-slow link is neither.
+(``runtime.members.watchdog``): it is suspected then, too, and believed dead when it refuses to answer. A long queue or
+a slow link is neither.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ A slow link or a long queue is no hang: what counts is for how long one operatio
 usually takes (``compute.jobs``). Three limits, each from measured times:
 
 - *late*, after about four usual times (2 s at least, 75 s before the operation has ended once): answers to probes say
-  so. Others doubt this peer, which changes routing alone: copies of what it owes, within their budgets, and nothing
+  so. Others suspect this peer, which changes routing alone: copies of what it owes, within their budgets, and nothing
   new.
 - *out*, after four times as long (8 s at least; 300 s the first time): it is not to be counted on. It refuses probes
   and sends nothing, so for the others it is a frozen peer: they run again what it had accumulated. When the operation

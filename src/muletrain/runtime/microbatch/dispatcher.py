@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 BUSY_PAUSE_S, BUSY_PAUSE_MAX_S = 0.005, 0.5
 """Seconds before a request is tried again when every peer of a stage is full, the first time and at most; doubles."""
 COPIES, COPIES_SHARE = 2.0, 0.1
-"""Microbatches computed twice for peers that are doubted: so many times what one peer holds at once, then a tenth of
+"""Microbatches computed twice for peers that are suspected: so many times what one peer holds at once, then a tenth of
 those answered."""
 
 
@@ -90,7 +90,7 @@ class _Pending:
     reply: asyncio.Future[_Reply | Answer]
     """Or what another peer made of the same, meanwhile."""
     copy: asyncio.Task[Answer] | None = None
-    """That one's, once the peer is doubted (``Silence``)."""
+    """That one's, once the peer is suspected (``Silence``)."""
 
     def compute_twice(self) -> None:
         self.copy = asyncio.create_task(self.elsewhere())
@@ -112,7 +112,7 @@ class Dispatcher:
         """By whom an answer is owed; nobody who owes none."""
         self._silence = Silence(ctx, stage, self._owed)
         self._copies = RetryBudget(COPIES * ctx.plan.capacity, COPIES_SHARE)
-        ctx.detector.on_suspicion.append(self._doubt)
+        ctx.detector.on_suspicion.append(self._suspect)
         self._current: set[tuple[int, bytes]] | None = None
 
     def begin(self, under_way: Iterable[InFlightStep]) -> None:
@@ -221,7 +221,7 @@ class Dispatcher:
         raise AssertionError  # itertools.count does not end
 
     def _choose(self, request: Request, failed: set[PeerId], full: set[PeerId], waited_s: float) -> PeerId | None:
-        """The fastest of those that the strategy chooses; somebody else than a peer that is doubted, while there is
+        """The fastest of those that the strategy chooses; somebody else than a peer that is suspected, while there is
         one, be it that we have to wait for room."""
         known = set(self._wiring.peers())
         usable = {p for p in known if self._ctx.roster.is_alive(p)} - failed
@@ -244,7 +244,7 @@ class Dispatcher:
         *,
         unfinite: bool,
     ) -> Answer:
-        """The answer of ``peer``. When it is doubted, another works on the microbatch, too, but accumulates nothing,
+        """The answer of ``peer``. When it is suspected, another works on the microbatch, too, but accumulates nothing,
         here and in the stages behind: if the peer lives, the microbatch is in its accumulator; if not, that is lost
         whatever we do, and the stage runs what it held again. So a false alarm costs this one computation, and no
         microbatch is ever in two accumulators."""
@@ -268,7 +268,7 @@ class Dispatcher:
                 await asyncio.wait({pending.copy})
 
     def expects_another_than(self, peer: PeerId) -> bool:
-        """Does somebody else owe an answer, and is not doubted?"""
+        """Does somebody else owe an answer, and is not suspected?"""
         return any(p != peer and p not in self._ctx.detector.suspected for p in self._pending)
 
     def _owed(self, peer: PeerId) -> Request | None:
@@ -276,12 +276,12 @@ class Dispatcher:
             return pending.request
         return None
 
-    def _doubt(self, peer: PeerId) -> None:
+    def _suspect(self, peer: PeerId) -> None:
         if peer in self._pending:
             self._ctx.spawn(self._have_copied(peer), f"copies for {peer[-6:]}")
 
     async def _have_copied(self, peer: PeerId) -> None:
-        """What ``peer`` owes is computed by others, too, oldest first, and as fast as they can: most that are doubted
+        """What ``peer`` owes is computed by others, too, oldest first, and as fast as they can: most that are suspected
         are heard of again before long, and what was given to others by then is computed twice."""
         while peer in self._ctx.detector.suspected:
             others = set(self._wiring.peers()) - self._ctx.detector.suspected
@@ -369,14 +369,16 @@ class Dispatcher:
                 )
             except DeadlineExceeded:
                 probe = self._ctx.detector.probe(peer, request.lineage, request.step, attempt)
-                held = await unless_done(pending.reply, probe)
+                progress = await unless_done(pending.reply, probe)
                 if pending.reply.done():
                     return pending.reply.result()
-                if held is None:
+                if progress is None:
                     raise
                 # a probe overtakes a long answer: what is in the accumulator is done, and its answer may be on its way
-                answered = request.index in held.answering or (attempt == 0 and request.index in held.held)
-                if request.index not in held.running and not answered:
+                answered = request.index in progress.answering or (
+                    attempt == 0 and request.index in progress.accumulated
+                )
+                if request.index not in progress.in_flight and not answered:
                     raise _Gone(f"{what}: it is not working on it") from None
         raise AssertionError
 

@@ -83,7 +83,7 @@ class InFlightStep:
             raise TooLate(f"step {self.step} is over, or was begun again")
 
     @property
-    def all_through(self) -> bool:
+    def all_completed(self) -> bool:
         """As ``missing`` says, without a look at each: it is asked at every frame."""
         return len(self.losses) == self.microbatches
 
@@ -92,14 +92,14 @@ class InFlightStep:
         """Microbatches that are not to be accumulated again: ours; all of them once we hold the stage's mean gradient,
         unless it will not count."""
         if not self.reduced:
-            return self.ledger.held
+            return self.ledger.accumulated
         return frozenset() if self.gave_way else frozenset(range(self.microbatches))
 
     def missing(self) -> frozenset[int]:
         """Microbatches not known to be through."""
         return frozenset(range(self.microbatches)) - self.losses.keys()
 
-    def through(self, indices: Sequence[int], losses: Sequence[float]) -> bool:
+    def complete(self, indices: Sequence[int], losses: Sequence[float]) -> bool:
         """Learn of them. False, and nothing is learnt, when they make no sense."""
         if len(indices) != len(losses) or any(i >= self.microbatches for i in indices):
             return False
@@ -108,5 +108,5 @@ class InFlightStep:
 
     def uncount(self) -> None:
         """What was accumulated counts as done twice."""
-        self.accumulated -= len(self.ledger.held)
-        self.recomputed += len(self.ledger.held)
+        self.accumulated -= len(self.ledger.accumulated)
+        self.recomputed += len(self.ledger.accumulated)

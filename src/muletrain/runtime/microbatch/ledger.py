@@ -16,8 +16,8 @@ class Ledger:
         self.lineage = lineage
         self.step = step
         self._microbatches = microbatches
-        self._held: dict[int, float] = {}
-        self._running: set[int] = set()
+        self._accumulated: dict[int, float] = {}
+        self._in_flight: set[int] = set()
         self._excused: set[int] = set()
         self._sealed = False
         self.barred = False
@@ -30,24 +30,24 @@ class Ledger:
         """
         if not 0 <= index < self._microbatches:
             raise ProtocolError(f"microbatch {index} of step {self.step}: the step has 0..{self._microbatches - 1}")
-        if not self._open or index in self._held or index in self._running:
+        if not self._open or index in self._accumulated or index in self._in_flight:
             return False
-        self._running.add(index)
+        self._in_flight.add(index)
         return True
 
     def takes(self, index: int) -> bool:
         """False when ``index`` is not in the accumulator and cannot come in now: another replica may still be open for
         it."""
-        return self._open or index in self._held
+        return self._open or index in self._accumulated
 
     def commit(self, index: int, loss: float) -> None:
         """The gradient of ``index``, whose ``loss`` [nats/token] is known by then, is now in the accumulator."""
-        self._running.remove(index)
-        self._held[index] = loss
+        self._in_flight.remove(index)
+        self._accumulated[index] = loss
 
     def abort(self, index: int) -> None:
         """The reserved microbatch did not finish; nothing of it is in the accumulator."""
-        self._running.discard(index)
+        self._in_flight.discard(index)
 
     def excuse(self, index: int) -> None:
         """What comes of ``index`` need not be this peer's fault: what others gave it stood out, and nobody else could
@@ -61,20 +61,20 @@ class Ledger:
     @property
     def excused(self) -> bool:
         """Is there something of that kind in the accumulator?"""
-        return bool(self._excused & self._held.keys())
+        return bool(self._excused & self._accumulated.keys())
 
     def seal(self) -> frozenset[int]:
         """Announceable: the set is fixed from here on. Only valid with nothing running."""
-        if self._running:
-            raise RuntimeError(f"sealing step {self.step} while {sorted(self._running)} still accumulate")
+        if self._in_flight:
+            raise RuntimeError(f"sealing step {self.step} while {sorted(self._in_flight)} still accumulate")
         self._sealed = True
-        return frozenset(self._held)
+        return frozenset(self._accumulated)
 
     def reopen(self, *, keep: bool) -> None:
         """The round failed or had gaps: accept more indices; with ``keep`` false the accumulator was emptied."""
         self._sealed = False
         if not keep:
-            self._held.clear()
+            self._accumulated.clear()
             self._excused.clear()
 
     @property
@@ -82,14 +82,14 @@ class Ledger:
         return self._sealed
 
     @property
-    def running(self) -> frozenset[int]:
-        return frozenset(self._running)
+    def in_flight(self) -> frozenset[int]:
+        return frozenset(self._in_flight)
 
     @property
-    def held(self) -> frozenset[int]:
-        return frozenset(self._held)
+    def accumulated(self) -> frozenset[int]:
+        return frozenset(self._accumulated)
 
     @property
     def losses(self) -> dict[int, float]:
         """Of what is in the accumulator [nats/token]."""
-        return dict(self._held)
+        return dict(self._accumulated)

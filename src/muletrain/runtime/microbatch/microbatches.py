@@ -59,8 +59,8 @@ class Microbatches:
         """Microbatches of ``work`` are not through: after a death, or (``late``) although nothing came for as long as a
         step takes."""
         trainer = self._trainers.get(work.step)
-        if trainer is not None and not work.all_through:
-            trainer.spawn(trainer.adopt(late=late), "adopt")
+        if trainer is not None and not work.all_completed:
+            trainer.spawn(trainer.take_over_orphans(late=late), "orphans")
 
     def on_gap(self, sender: PeerId, gap: Gap) -> None:
         """Raises ProtocolError."""
@@ -92,7 +92,7 @@ class Microbatches:
     def on_trainer_done(self, message: TrainerDone) -> None:
         """Raises ProtocolError."""
         work = self._position.computing(message.step)
-        if work is not None and not work.through(message.indices, message.losses):
+        if work is not None and not work.complete(message.indices, message.losses):
             raise ProtocolError("trainer_done: indices outside the step, or not one loss for each")
 
     def expects_gradient(self, sender: PeerId, message: Backward, tensors: list[Encoded]) -> None:

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from muletrain.errors import MuletrainError
-from muletrain.policy.lineages import Chain
+from muletrain.policy.fork_choice import Chain
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.lifecycle import Lifecycle
-from muletrain.runtime.members.messages import Held
+from muletrain.runtime.members.messages import Progress
 from muletrain.runtime.microbatch.inflight import InFlightStep
 
 if TYPE_CHECKING:
@@ -101,15 +101,15 @@ class Position:
         self.interrupted = reason
         self._ctx.news.touched()
 
-    def progress(self, step: int, lineage: bytes, *, brief: bool = False) -> Held:
-        """What this peer answers to AskHeld. ``brief``: without microbatches."""
+    def progress(self, step: int, lineage: bytes, *, brief: bool = False) -> Progress:
+        """What this peer answers to GetProgress. ``brief``: without microbatches."""
         ctx, work, branch = self._ctx, self.computing(step), branch_of(self.lineage)
         stage = ctx.roster.own.stage
         if work is None or work.lineage != lineage or (work is self.work and self.away):
-            return Held(
+            return Progress(
                 current=False, stage=stage, step=self.step, lineage=b"" if self.away else self.applied, branch=branch
             )
-        here = Held(
+        here = Progress(
             current=True,
             stage=stage,
             step=self.step,
@@ -120,14 +120,14 @@ class Position:
         )
         if brief:
             return here
-        held, losses = sorted(work.covered), {**work.losses, **work.ledger.losses}
+        accumulated, losses = sorted(work.covered), {**work.losses, **work.ledger.losses}
         return here.model_copy(
             update={
-                "held": tuple(held),
-                "held_losses": tuple(losses.get(i, math.nan) for i in held),
-                "running": tuple(sorted(work.serving)),
+                "accumulated": tuple(accumulated),
+                "accumulated_losses": tuple(losses.get(i, math.nan) for i in accumulated),
+                "in_flight": tuple(sorted(work.serving)),
                 "answering": tuple(sorted(work.answering)),
-                "through": tuple(work.losses),
+                "completed": tuple(work.losses),
                 "losses": tuple(work.losses.values()),
             }
         )

@@ -46,7 +46,7 @@ it holds."""
 
 
 @dataclass
-class _Held:
+class _Job:
     """An admitted request. ``busy_s`` is this peer's own work on it, ``computed_s`` its forward. ``excused``: what
     others gave it stood out, and nobody else could be asked."""
 
@@ -78,7 +78,7 @@ class StageServer:
     position: Position
     dispatcher: Dispatcher | None
     """Towards the next stage; None on the last."""
-    _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
+    _jobs: dict[tuple[int, int], _Job] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._cross_check = None if self.dispatcher is None else GradientCrossCheck(self.ctx, self.dispatcher)
@@ -87,14 +87,14 @@ class StageServer:
         order = self.ctx.plan.strategy.order(self.ctx.roster.own.stage, self.ctx.roster.own.name)
         self._forward, self._backward = (FORWARD, BACKWARD) if order.backward_first else (BACKWARD, FORWARD)
         self._between: asyncio.Semaphore | nullcontext[None] = nullcontext()
-        """Held by a microbatch from before its forward until its backward is through, or it failed. Who waits for it
+        """Progress by a microbatch from before its forward until its backward is through, or it failed. Who waits for it
         waits for later stages only, and the last one waits for nobody."""
         if order.most_between is not None:
             self._between = asyncio.Semaphore(order.most_between)
 
     def load(self) -> int:
         """Requests it holds, waiting or being worked on."""
-        return len(self._held)
+        return len(self._jobs)
 
     async def on_forward(self, sender: PeerId, message: Forward, frame: Frame) -> None:
         """Admit, or say that the queue is full, or that another replica must accumulate it. A microbatch that this peer
@@ -105,12 +105,12 @@ class StageServer:
             return
         wanted = message.stage in message.accumulate  # else it is a copy, or a question, of which there may be many
         answered = work.answered.get(message.index) == (sender, message.key)
-        if wanted and answered and message.index in work.ledger.held:
+        if wanted and answered and message.index in work.ledger.accumulated:
             raise Malformed(
                 f"microbatch {message.step}/{message.index}, attempt {message.attempt}, a second time, after its answer"
             )
         key = (message.step, message.index)
-        if key in self._held or len(self._held) >= self.ctx.plan.capacity:
+        if key in self._jobs or len(self._jobs) >= self.ctx.plan.capacity:
             busy = Busy(**message.identity(), stage=message.stage)
             self.ctx.spawn(self._reply(sender, busy, []), "busy")
             return
@@ -118,90 +118,90 @@ class StageServer:
             lost = Lost(**message.identity(), stage=message.stage, reason="its accumulator is sealed")
             self.ctx.spawn(self._reply(sender, lost, []), "lost")
             return
-        held = self._held[key] = _Held(sender, message, work, self.ctx.clock.now())
+        job = self._jobs[key] = _Job(sender, message, work, self.ctx.clock.now())
         work.serving.add(message.index)
         if self.ctx.plan.trace:
             self.ctx.emit(MicrobatchTaken(step=message.step, index=message.index, stage=message.stage))
-        held.task = self.ctx.spawn(self._serve(held, frame.tensors), f"serve {key}")
-        held.task.add_done_callback(lambda _: self._release(held))  # it may be cancelled before it begins
+        job.task = self.ctx.spawn(self._serve(job, frame.tensors), f"serve {key}")
+        job.task.add_done_callback(lambda _: self._release(job))  # it may be cancelled before it begins
 
     def abandon(self) -> None:
         """What was begun for a step that is over must not be taken for work of one that is begun again."""
-        for held in self._held.values():
-            if held.task is not None and held.work.over:
-                held.task.cancel()
+        for job in self._jobs.values():
+            if job.task is not None and job.work.over:
+                job.task.cancel()
 
-    def _release(self, held: _Held) -> None:
+    def _release(self, job: _Job) -> None:
         """Its place in the queue, if it has it still."""
-        key = (held.message.step, held.message.index)
-        if self._held.get(key) is held:
-            del self._held[key]
-            held.work.serving.discard(held.message.index)
+        key = (job.message.step, job.message.index)
+        if self._jobs.get(key) is job:
+            del self._jobs[key]
+            job.work.serving.discard(job.message.index)
 
-    async def _serve(self, held: _Held, tensors: list[Encoded]) -> None:
+    async def _serve(self, job: _Job, tensors: list[Encoded]) -> None:
         try:
-            what = f"microbatch {held.message.step}/{held.message.index} at stage {held.message.stage}"
-            limit = PATIENCE * max(held.message.deadline_s, self._usual.seconds())
-            loss, gradient = await self.ctx.clock.deadline(self._work(held, tensors), limit, what)
+            what = f"microbatch {job.message.step}/{job.message.index} at stage {job.message.stage}"
+            limit = PATIENCE * max(job.message.deadline_s, self._usual.seconds())
+            loss, gradient = await self.ctx.clock.deadline(self._work(job, tensors), limit, what)
         except MuletrainError as e:  # the sender still holds the activations, and chooses someone else
             if isinstance(e, ProtocolError):
-                self.ctx.refused(held.sender, f"{held.message.KIND}: {e}")
+                self.ctx.refused(job.sender, f"{job.message.KIND}: {e}")
             lost = Lost(
-                **held.message.identity(),
-                stage=held.message.stage,
+                **job.message.identity(),
+                stage=job.message.stage,
                 reason=str(e)[:1000],
                 unfinite=isinstance(e, Unfinite),
             )
-            await self._reply(held.sender, lost, [])
+            await self._reply(job.sender, lost, [])
             return
         finally:
-            self.ctx.compute.discard(held.microbatch)
-            self._release(held)
-        index, answering = held.message.index, held.work.answering
+            self.ctx.compute.discard(job.microbatch)
+            self._release(job)
+        index, answering = job.message.index, job.work.answering
         answering[index] += 1
         try:
-            await self._answer(held, loss, gradient)
+            await self._answer(job, loss, gradient)
         finally:
             answering[index] -= 1
             if not answering[index]:
                 del answering[index]
 
-    async def _work(self, held: _Held, tensors: list[Encoded]) -> tuple[float, Encoded | None]:
-        inputs, targets = await self._receive(held, tensors)
+    async def _work(self, job: _Job, tensors: list[Encoded]) -> tuple[float, Encoded | None]:
+        inputs, targets = await self._receive(job, tensors)
         if self.dispatcher is None:
-            return await self._last_stage(held, inputs, targets)
+            return await self._last_stage(job, inputs, targets)
         # who asks for a copy waits for another pipeline, which is not to stand meanwhile
-        wanted = held.message.stage in held.message.accumulate
+        wanted = job.message.stage in job.message.accumulate
         async with self._between if wanted else nullcontext():
-            return await self._there_and_back(held, inputs, tensors[1], self.dispatcher)
+            return await self._there_and_back(job, inputs, tensors[1], self.dispatcher)
 
     async def _there_and_back(
-        self, held: _Held, inputs: Tensor, targets: Encoded, dispatcher: Dispatcher
+        self, job: _Job, inputs: Tensor, targets: Encoded, dispatcher: Dispatcher
     ) -> tuple[float, Encoded | None]:
         """Forward, all that comes behind, and backward."""
-        sent = [await self._compute_forward(held, inputs), targets]
-        message = held.message
+        sent = [await self._compute_forward(job, inputs), targets]
+        message = job.message
         backward = message.gradient or message.stage in message.accumulate
         answer = await dispatcher.request(
-            held.request, message.accumulate, sent, gradient=backward, unfinite=message.unfinite
+            job.request, message.accumulate, sent, gradient=backward, unfinite=message.unfinite
         )
         if answer.gradient is None:  # it is run again for a later stage alone
-            held.work.recomputed += 1
+            job.work.recomputed += 1
             return answer.loss, None
-        return await self._compute_backward(held, answer, sent)
+        return await self._compute_backward(job, answer, sent)
 
-    async def _receive(self, held: _Held, tensors: list[Encoded]) -> tuple[Tensor, Tensor]:
+    async def _receive(self, job: _Job, tensors: list[Encoded]) -> tuple[Tensor, Tensor]:
         begin = self.ctx.clock.now()
         inputs = await self.ctx.compute.offload(decode, tensors[0])
         targets = decode(tensors[1])
-        held.busy_s += self.ctx.clock.now() - begin
-        self.ctx.worked("receive", "decode", begin, held.message.step, held.message.index)
-        for ids in (inputs, targets) if held.message.stage == 0 else (targets,):
+        job.busy_s += self.ctx.clock.now() - begin
+        self.ctx.worked("receive", "decode", begin, job.message.step, job.message.index)
+        for ids in (inputs, targets) if job.message.stage == 0 else (targets,):
             check_token_values("forward", ids, self.ctx.plan.vocab)
-        if held.message.stage > 0 and not await self.ctx.compute.offload(is_finite, inputs):
-            if not held.message.unfinite:
+        if job.message.stage > 0 and not await self.ctx.compute.offload(is_finite, inputs):
+            if not job.message.unfinite:
                 raise _UnfiniteInputs("activations: not finite")
-            held.excused = True
+            job.excused = True
         return inputs, targets
 
     def expects(self, sender: PeerId, message: Forward, tensors: list[Encoded]) -> None:
@@ -224,87 +224,85 @@ class StageServer:
                 f"forward with {inputs.codec} {inputs.shape} and {targets.codec} {targets.shape}, expected {expected} and {tokens}"
             )
 
-    async def _compute_forward(self, held: _Held, inputs: Tensor) -> Encoded:
+    async def _compute_forward(self, job: _Job, inputs: Tensor) -> Encoded:
         ctx = self.ctx
-        outputs = await ctx.compute.forward(held.microbatch, inputs, self._turn(self._forward, held, "forward"))
-        took = ctx.clock.now() - held.begun
-        ctx.worked("compute", "forward", held.begun, held.message.step, held.message.index)
+        outputs = await ctx.compute.forward(job.microbatch, inputs, self._turn(self._forward, job, "forward"))
+        took = ctx.clock.now() - job.begun
+        ctx.worked("compute", "forward", job.begun, job.message.step, job.message.index)
         ctx.meter.stats.forward_s += took
-        ctx.meter.pulse.beat(held.begun + took)
-        held.busy_s += took
-        held.computed_s = took
+        ctx.meter.pulse.beat(job.begun + took)
+        job.busy_s += took
+        job.computed_s = took
         return await ctx.compute.offload(encode, await outputs, ctx.plan.activations)
 
-    def _turn(self, priority: int, held: _Held, *phases: Phase) -> Turn:
-        return Turn(priority, partial(self._begin, held, phases))
+    def _turn(self, priority: int, job: _Job, *phases: Phase) -> Turn:
+        return Turn(priority, partial(self._begin, job, phases))
 
-    def _begin(self, held: _Held, phases: tuple[Phase, ...]) -> None:
+    def _begin(self, job: _Job, phases: tuple[Phase, ...]) -> None:
         """Called when its turn has come. Raises TooLate."""
-        held.work.check()
+        job.work.check()
         for phase in phases:
-            self.ctx.reached(phase, held.message.step)
-        held.begun = self.ctx.clock.now()
+            self.ctx.reached(phase, job.message.step)
+        job.begun = self.ctx.clock.now()
 
-    async def _compute_backward(self, held: _Held, answer: Answer, sent: list[Encoded]) -> tuple[float, Encoded | None]:
+    async def _compute_backward(self, job: _Job, answer: Answer, sent: list[Encoded]) -> tuple[float, Encoded | None]:
         ctx, loss = self.ctx, answer.loss
         assert self._cross_check is not None  # not on the last stage
-        gradient, trusted = await self._cross_check.gradient(held.request, held.message, sent, answer)
-        held.excused |= not trusted
-        with _Accumulation(held) as accumulation:
+        gradient, trusted = await self._cross_check.gradient(job.request, job.message, sent, answer)
+        job.excused |= not trusted
+        with _Accumulation(job) as accumulation:
             accumulation.loss = loss
-            turn = self._turn(self._backward, held, "backward")
+            turn = self._turn(self._backward, job, "backward")
             inputs_gradient = await ctx.compute.backward(
-                held.microbatch, gradient, turn, accumulate=accumulation.granted
+                job.microbatch, gradient, turn, accumulate=accumulation.granted
             )
-            self._count(held, accumulation)
-            ctx.worked("compute", "backward", held.begun, held.message.step, held.message.index)
-        return loss, await self._encode_gradient(held, inputs_gradient)
+            self._count(job, accumulation)
+            ctx.worked("compute", "backward", job.begun, job.message.step, job.message.index)
+        return loss, await self._encode_gradient(job, inputs_gradient)
 
-    async def _last_stage(self, held: _Held, inputs: Tensor, targets: Tensor) -> tuple[float, Encoded | None]:
+    async def _last_stage(self, job: _Job, inputs: Tensor, targets: Tensor) -> tuple[float, Encoded | None]:
         ctx = self.ctx
-        with _Accumulation(held) as accumulation:
-            turn = self._turn(self._forward, held, "forward", "backward")
+        with _Accumulation(job) as accumulation:
+            turn = self._turn(self._forward, job, "forward", "backward")
             loss, inputs_gradient = await ctx.compute.loss_backward(
-                held.microbatch, inputs, targets, turn, accumulate=accumulation.granted
+                job.microbatch, inputs, targets, turn, accumulate=accumulation.granted
             )
             accumulation.loss = loss
-            self._count(held, accumulation)
-            ctx.worked("compute", "forward and backward", held.begun, held.message.step, held.message.index)
-        return loss, await self._encode_gradient(held, inputs_gradient)
+            self._count(job, accumulation)
+            ctx.worked("compute", "forward and backward", job.begun, job.message.step, job.message.index)
+        return loss, await self._encode_gradient(job, inputs_gradient)
 
-    def _count(self, held: _Held, accumulation: _Accumulation) -> None:
-        took = self.ctx.clock.now() - held.begun
+    def _count(self, job: _Job, accumulation: _Accumulation) -> None:
+        took = self.ctx.clock.now() - job.begun
         accumulation.done = True
-        if accumulation.granted and held.excused:
-            held.work.ledger.excuse(held.message.index)
-        held.busy_s += took
+        if accumulation.granted and job.excused:
+            job.work.ledger.excuse(job.message.index)
+        job.busy_s += took
         self.ctx.meter.stats.backward_s += took
         self.ctx.meter.pulse.beat(self.ctx.clock.now())
-        self.ctx.meter.stats.services.append(held.computed_s + took)
-        self._usual.measured(held.computed_s + took)
-        held.work.accumulated += accumulation.granted
-        held.work.recomputed += not accumulation.granted
+        self.ctx.meter.stats.services.append(job.computed_s + took)
+        self._usual.measured(job.computed_s + took)
+        job.work.accumulated += accumulation.granted
+        job.work.recomputed += not accumulation.granted
 
-    async def _encode_gradient(self, held: _Held, gradient: Result | None) -> Encoded | None:
-        if gradient is None or not held.message.gradient:
+    async def _encode_gradient(self, job: _Job, gradient: Result | None) -> Encoded | None:
+        if gradient is None or not job.message.gradient:
             return None
         return await self.ctx.compute.offload(encode, await gradient, self.ctx.plan.activations)
 
-    async def _answer(self, held: _Held, loss: float, gradient: Encoded | None) -> None:
-        if held.message.stage in held.message.accumulate:
-            held.work.answered[held.message.index] = held.sender, held.message.key
-        away = max(0.0, self.ctx.clock.now() - held.admitted - held.busy_s)
-        identity, stage = held.message.identity(), held.message.stage
+    async def _answer(self, job: _Job, loss: float, gradient: Encoded | None) -> None:
+        if job.message.stage in job.message.accumulate:
+            job.work.answered[job.message.index] = job.sender, job.message.key
+        away = max(0.0, self.ctx.clock.now() - job.admitted - job.busy_s)
+        identity, stage = job.message.identity(), job.message.stage
         if self.ctx.plan.trace:
-            step, index = held.message.step, held.message.index
-            self.ctx.emit(MicrobatchServed(step=step, index=index, stage=stage, busy_s=held.busy_s))
+            step, index = job.message.step, job.message.index
+            self.ctx.emit(MicrobatchServed(step=step, index=index, stage=stage, busy_s=job.busy_s))
         if gradient is None:
-            await self._reply(
-                held.sender, Done(**identity, stage=stage, loss=loss, busy_s=held.busy_s, away_s=away), []
-            )
+            await self._reply(job.sender, Done(**identity, stage=stage, loss=loss, busy_s=job.busy_s, away_s=away), [])
         else:
-            answer = Backward(**identity, stage=stage, loss=loss, busy_s=held.busy_s, away_s=away)
-            await self._reply(held.sender, answer, [gradient])
+            answer = Backward(**identity, stage=stage, loss=loss, busy_s=job.busy_s, away_s=away)
+            await self._reply(job.sender, answer, [gradient])
 
     async def _reply(self, peer: PeerId, message: Request, tensors: list[Encoded]) -> None:
         try:
@@ -320,9 +318,9 @@ class _UnfiniteInputs(Unfinite, ProtocolError):
 class _Accumulation:
     """Reserves the microbatch in the ledger; commits if the gradient went in, releases it otherwise."""
 
-    def __init__(self, held: _Held) -> None:
-        held.work.check()
-        self._ledger, self._message = held.work.ledger, held.message
+    def __init__(self, job: _Job) -> None:
+        job.work.check()
+        self._ledger, self._message = job.work.ledger, job.message
         self.granted = False
         self.done = False
         self.loss = math.nan

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
-    from muletrain.runtime.members.messages import Held
+    from muletrain.runtime.members.messages import Progress
     from muletrain.runtime.microbatch.position import Position
 
 MAX_PAUSES = 30
@@ -27,8 +27,8 @@ class Survey:
 
     def __init__(self, ctx: Context, position: Position) -> None:
         self._ctx, self._position = ctx, position
-        self._asking: dict[tuple[bytes, int], asyncio.Task[dict[PeerId, Held]]] = {}
-        self._next: dict[tuple[bytes, int], asyncio.Task[dict[PeerId, Held]]] = {}
+        self._asking: dict[tuple[bytes, int], asyncio.Task[dict[PeerId, Progress]]] = {}
+        self._next: dict[tuple[bytes, int], asyncio.Task[dict[PeerId, Progress]]] = {}
         """By lineage and step: the questions to everyone under way, and those that follow them."""
 
     async def still_missing(
@@ -46,15 +46,15 @@ class Survey:
             return (), None
         for pause in range(MAX_PAUSES):
             current = await self.everyone(lineage, step)
-            counted = [held for peer, held in current.items() if held.stage in stages and counts(peer)]
-            if not any(index in held.running for held in counted):
+            counted = [progress for peer, progress in current.items() if progress.stage in stages and counts(peer)]
+            if not any(index in progress.in_flight for progress in counted):
                 break
             await self._ctx.clock.sleep(backoff_s(pause, PAUSE_S, PAUSE_MAX_S))
-        have = {held.stage for held in counted if index in held.held}
-        losses = (held.loss(index) for held in current.values())
+        have = {progress.stage for progress in counted if index in progress.accumulated}
+        losses = (progress.loss(index) for progress in current.values())
         return tuple(s for s in stages if s not in have), next((loss for loss in losses if loss is not None), None)
 
-    async def everyone(self, lineage: bytes, step: int) -> dict[PeerId, Held]:
+    async def everyone(self, lineage: bytes, step: int) -> dict[PeerId, Progress]:
         """What every peer at ``step`` holds, this one included, asked after this call."""
         key = lineage, step
         if (survey := self._next.get(key)) is None:
@@ -62,7 +62,9 @@ class Survey:
             self._next[key] = survey
         return await asyncio.shield(survey)
 
-    async def _ask(self, key: tuple[bytes, int], before: asyncio.Task[dict[PeerId, Held]] | None) -> dict[PeerId, Held]:
+    async def _ask(
+        self, key: tuple[bytes, int], before: asyncio.Task[dict[PeerId, Progress]] | None
+    ) -> dict[PeerId, Progress]:
         if before is not None:
             await asyncio.wait({before})
         self._asking[key] = self._next.pop(key)
@@ -70,7 +72,7 @@ class Survey:
         try:
             answers = await ctx.detector.ask_all(ctx.roster.everyone(), lineage, step)
             answers[ctx.net.peer_id] = self._position.progress(step, lineage)
-            return {peer: held for peer, held in answers.items() if held.current}
+            return {peer: progress for peer, progress in answers.items() if progress.current}
         finally:
             if key not in self._next:
                 del self._asking[key]

@@ -93,7 +93,7 @@ class Trainer:
         """All microbatches that are ours; then tell everyone. ``retry``: we were away, others may have begun them."""
         await self._run(range(self._ctx.plan.microbatches), retry=retry)
 
-    async def adopt(self, *, late: bool = False) -> None:
+    async def take_over_orphans(self, *, late: bool = False) -> None:
         """Of the microbatches that are not through, those that fell to us when their trainer died. ``late``: they
         should be through by now; while nobody works on any, those of trainers that live pass on, too."""
         await self._run(self._work.missing(), retry=True)
@@ -177,7 +177,7 @@ class Trainer:
     async def _under_way(self) -> set[int]:
         """Microbatches of the step that some peer works on, at any stage."""
         current = await self._survey.everyone(self._lineage, self._step)
-        return {i for held in current.values() for i in (*held.running, *held.answering)}
+        return {i for progress in current.values() for i in (*progress.in_flight, *progress.answering)}
 
     async def _whole(self, index: int, stages: tuple[int, ...], *, retry: bool) -> float:
         """One microbatch through, and what was lost of it meanwhile once more. Returns its loss [nats/token]."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from muletrain.errors import MuletrainError
 from muletrain.events import Note
 from muletrain.policy.deadline import backoff_s
-from muletrain.policy.lineages import Chain, forked_at, gives_way
+from muletrain.policy.fork_choice import Chain, forked_at, gives_way
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.lifecycle import State

@@ -10,7 +10,7 @@ from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.lifecycle import State
 from muletrain.runtime.members.expected import Expected
-from muletrain.runtime.members.messages import AskHeld, Doubted, Held
+from muletrain.runtime.members.messages import GetProgress, Progress, Suspected
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, TrainerDone
 from muletrain.runtime.peer.messages import Away, Back, Report
 from muletrain.runtime.step.messages import Abstain, Reduced, RoundEntry, Seal, Shard
@@ -48,7 +48,7 @@ STEP_KINDS: dict[str, type[Message]] = {
         RoundEntry,
         Abstain,
         Back,
-        Doubted,
+        Suspected,
     )
 }
 OTHER_KINDS: dict[str, type[Message]] = {m.KIND: m for m in (PartReady, CheckpointEnd, Report, Block, Away)}
@@ -85,7 +85,7 @@ class Dispatch:
         bounds = Expected(membership, STEP_KINDS | OTHER_KINDS, ctx.plan.microbatches, checks)
         ctx.net.receive(self._on_frame, bounds=bounds)
         ctx.net.on_lost(self._on_lost)
-        ctx.net.serve(AskHeld.KIND, self._answer_held)
+        ctx.net.serve(GetProgress.KIND, self._answer_progress)
 
     async def redeliver(self) -> None:
         """Frames that came while the last step was being applied are of this one."""
@@ -152,7 +152,7 @@ class Dispatch:
                 exchange.on_abstain(sender, message.attempt)
             case Back():
                 self._microbatches.refresh_routes()
-            case Doubted():
+            case Suspected():
                 self._ctx.detector.look_after(message.peer, message.lineage, message.step)
             case _:
                 raise ProtocolError(f"{frame.kind}: not for this peer")
@@ -179,15 +179,15 @@ class Dispatch:
         if not self._position.life.done:
             self._ctx.detector.look_after(peer, self._position.lineage, self._position.step)
 
-    async def _answer_held(self, sender: PeerId, payload: bytes) -> bytes:
+    async def _answer_progress(self, sender: PeerId, payload: bytes) -> bytes:
         """Raises MuletrainError while nobody is to count on us."""
-        ask, at = AskHeld.unpack(payload), self._position
+        ask, at = GetProgress.unpack(payload), self._position
         if not self._ctx.meter.works.is_set():
             raise MuletrainError("its device does not return")
         branch = branch_of(at.lineage)
         self._rollback.met(sender, branch_of(ask.lineage))
         rival = branch_of(ask.lineage) == branch and self._forks.heard(sender, ask.step, ask.lineage)
-        held = at.progress(ask.step, ask.lineage, brief=ask.brief)
+        progress = at.progress(ask.step, ask.lineage, brief=ask.brief)
         if at.life.state is State.LEAVING:
-            held = Held(current=False, step=at.step, stage=self._ctx.roster.own.stage, branch=branch)
-        return held.model_copy(update={"rival": rival, "late": self._ctx.meter.late}).pack()
+            progress = Progress(current=False, step=at.step, stage=self._ctx.roster.own.stage, branch=branch)
+        return progress.model_copy(update={"rival": rival, "late": self._ctx.meter.late}).pack()

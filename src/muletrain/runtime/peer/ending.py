@@ -109,7 +109,7 @@ class Ending:
         roster, me = self._ctx.roster, self._ctx.net.peer_id
         first = roster.coordinator()
         for tries in itertools.count():
-            if self._finished.done() or me == roster.genesis.collector:  # nobody knows better
+            if self._finished.done() or me == roster.genesis.coordinator:  # nobody knows better
                 return
             now = roster.coordinator()
             if first is not None and first.id == me:

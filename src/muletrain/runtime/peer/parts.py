@@ -31,7 +31,7 @@ class PartWriter:
         """Our part of a checkpoint of the weights before this step, which may never be done: once."""
         at = self._position
         key = Key(at.step, at.applied)
-        done = key == self._written or not key.step or at.work.all_through  # then another follows soon
+        done = key == self._written or not key.step or at.work.all_completed  # then another follows soon
         if done or not at.settled or at.away or not self._own_part.begins(key, last=True):
             return
         state = await self._ctx.compute.state()

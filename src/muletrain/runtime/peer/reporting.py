@@ -38,7 +38,7 @@ class Reporting:
         """What all see alike is for us to tell."""
         coordinator = self._ctx.roster.coordinator()
         return (
-            coordinator.id if coordinator is not None else self._ctx.roster.genesis.collector
+            coordinator.id if coordinator is not None else self._ctx.roster.genesis.coordinator
         ) == self._ctx.net.peer_id
 
     def applied(self, record: StepRecord, work: InFlightStep) -> None:

@@ -2,7 +2,7 @@
 
 A side that covers every stage and has a trainer goes on alone, so that after a partition there may be two histories of
 the run. Whoever hears of another lineage tells its sender how it came here, and both judge by the same rule
-(``policy.lineages``). Peers of the side that gives way drop their accumulators and take the state of the other's
+(``policy.fork_choice``). Peers of the side that gives way drop their accumulators and take the state of the other's
 replicas, one by one, as newcomers do.
 
 No stage may be lost on the way, were the rule's answer to turn round in between: a peer goes over only while every
@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING
 
 from muletrain.errors import MuletrainError, NetworkError, ProtocolError
 from muletrain.events import LineageLeft, Note
-from muletrain.policy.lineages import forked_at, gives_way
+from muletrain.policy.fork_choice import forked_at, gives_way
 from muletrain.policy.recent import Recent
 from muletrain.runtime.microbatch.position import Behind
 from muletrain.runtime.recovery.messages import AskStay, History, Stay
 
 if TYPE_CHECKING:
     from muletrain.network.base import PeerId
-    from muletrain.policy.lineages import Chain
+    from muletrain.policy.fork_choice import Chain
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.transfer.donor import Receiver

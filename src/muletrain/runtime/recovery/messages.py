@@ -9,7 +9,7 @@ from pydantic import FailFast, Field
 
 from muletrain.errors import ProtocolError
 from muletrain.policy.assignment import Load
-from muletrain.policy.lineages import MEMORY, Chain
+from muletrain.policy.fork_choice import MEMORY, Chain
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.branches import BRANCH, branched, count_of
 from muletrain.runtime.core.lifecycle import Lifecycle, State

@@ -215,8 +215,8 @@ class Rollback:
             )
         parts = [
             HeldPart(step=key.step, lineage=key.lineage, stage=s, digest=facts.digest)
-            for key, held in sorted((await self._replicas.readable()).items(), reverse=True)
-            for s, facts in held.items()
+            for key, parts in sorted((await self._replicas.readable()).items(), reverse=True)
+            for s, facts in parts.items()
         ]
         targets = tuple(s for s in range(ctx.plan.stages) if s != stage and self._fits(s))
         return StandsAt(

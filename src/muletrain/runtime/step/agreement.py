@@ -3,13 +3,11 @@ other say so, and their sets cover the step (DESIGN "How a step goes", 5)."""
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING
 
 from muletrain.events import Note
 from muletrain.policy.deadline import Deadline
 from muletrain.runtime.step import audit
-from muletrain.runtime.step.company import LeftOut
 from muletrain.runtime.step.messages import Seal
 from muletrain.runtime.step.record import round_id
 from muletrain.runtime.step.rounds import Round
@@ -145,9 +143,9 @@ class RoundAgreement:
         ctx, state = self._ctx, self._state
         await self._reruns.drained()
         await self._audit.reconsider()
-        if self._ledger.running:  # something came in meanwhile
+        if self._ledger.in_flight:  # something came in meanwhile
             await self._reruns.drained()
-        held = self._ledger.seal()
+        accumulated = self._ledger.seal()
         replicas = tuple(m for m in ctx.roster.stage(ctx.roster.own.stage) if m != ctx.net.peer_id)
         view = self._company.members()
         state.announced = seal = Seal(
@@ -155,7 +153,7 @@ class RoundAgreement:
             step=state.step,
             stage=ctx.roster.own.stage,
             attempt=attempt,
-            indices=tuple(sorted(held)),
+            indices=tuple(sorted(accumulated)),
             members=view,
             weights=weights,
             stop=self._departure.stop_requested,
@@ -188,8 +186,6 @@ class RoundAgreement:
         async def ask() -> None:
             await self._exchange.ask_everyone()
             await self._exchange.ask_replicas()
-            with contextlib.suppress(LeftOut):
-                await self._company.meet()
 
         await self._waits.until(
             lambda: not self._company.yields(announced.members),

@@ -93,7 +93,7 @@ class Audit:
         """Empty an accumulator that others' activations made not finite: they may have had a bad moment. Once a step,
         and not where it is itself a second result."""
         again = {i for s in self._state.seals.values() for i in s.gave_up}
-        if self._reconsidered or not self._ledger.excused or again & self._ledger.held:
+        if self._reconsidered or not self._ledger.excused or again & self._ledger.accumulated:
             return
         if not np.isfinite(unpacked(await self.sketch())).all():
             self._reconsidered = True
@@ -135,7 +135,7 @@ class Audit:
         if self.me not in out:
             return
         alone = out >= seals.keys()
-        if not self._state.gave_up or (self._ledger.held and not alone):
+        if not self._state.gave_up or (self._ledger.accumulated and not alone):
             if not self._state.gave_up:
                 self._state.gave_up, self._state.excused = seals[self.me].indices, self._ledger.excused
             self._reruns.drop()
@@ -159,7 +159,7 @@ class Audit:
                 self._standing.offences[member] = (*steps, self._state.step)[-MAX_OFFENCES:]
 
     def expelled(self, seals: Mapping[PeerId, Seal]) -> tuple[PeerId, ...]:
-        return most_accuse(seals, spared=self._ctx.roster.genesis.collector)
+        return most_accuse(seals, spared=self._ctx.roster.genesis.coordinator)
 
     async def leave_if_faulty(self, expelled: Iterable[PeerId]) -> None:
         """Raises Expelled if this peer is, or if others computed otherwise what it had in ``MAX_OFFENCES`` steps and

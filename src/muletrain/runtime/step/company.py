@@ -6,12 +6,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError, PeerUnreachable
+from muletrain.errors import MuletrainError
 from muletrain.events import Note
 from muletrain.policy.recent import Recent
 from muletrain.policy.views import View, company, yields
 from muletrain.runtime.microbatch.position import Behind
-from muletrain.runtime.step.messages import AskViews, MemberView, Views
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -21,9 +20,6 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.messages import Seal
     from muletrain.runtime.step.state import StepState
 
-MEETING_POINTS = 2
-"""Peers of other stages that are asked about replicas we do not reach; the first ones, so that those replicas ask the
-same."""
 SPEAKS_S = 3.0
 """Seconds within which something must have come from a replica that we do not reach, if it is to count as one that goes
 on."""
@@ -66,8 +62,6 @@ class Company:
         """What replicas did not send us of rounds that failed (``Averager.silent``)."""
         self._differing: set[PeerId] = set()
         """Replicas with other weights than most have."""
-        self._hearsay: dict[PeerId, View] = {}
-        """What peers of other stages told us of replicas that we do not reach."""
 
     def members(self) -> tuple[PeerId, ...]:
         """Whose accumulators would be in a round of ours, as far as we know now."""
@@ -96,8 +90,7 @@ class Company:
         return peer in self._differing
 
     def views(self) -> dict[PeerId, View]:
-        """Whom replicas count on: those that we hear say it themselves, even if they do not hear us; of the others we
-        are told."""
+        """Whom the replicas that we hear count on, even if they do not hear us."""
         roster, detector, aside = self._ctx.roster, self._ctx.detector, self._state.stands_aside
 
         def heard(member: PeerId) -> bool:
@@ -106,8 +99,7 @@ class Company:
 
         # one that stands aside goes on with nobody, whatever it announced before
         known = {m: View(s.attempt, s.members) for m, s in self._state.seals.items() if heard(m) and not aside(m)}
-        told = {m: v for m, v in self._hearsay.items() if not heard(m)}
-        return {m: v for m, v in {**told, **known}.items() if m not in self._differing}
+        return {m: v for m, v in known.items() if m not in self._differing}
 
     def yields(self, own: tuple[PeerId, ...], *, after: int = -1) -> bool:
         """Does this peer, in company ``own``, leave the step to others that go on without it? ``after``: by views of
@@ -116,31 +108,12 @@ class Company:
         return yields(self._ctx.net.peer_id, own, views)
 
     def check(self) -> None:
-        """Raises LeftOut where others go on without us, as far as we know."""
+        """Raises LeftOut where others go on without us, as far as we know, and what ``compare`` raises: they may have
+        other weights."""
         announced = self._state.announced
         if announced is not None and self.yields(announced.members):
+            self.compare({**self._state.seals, self._ctx.net.peer_id: announced})
             raise LeftOut
-
-    async def meet(self) -> None:
-        """Replicas that we do not reach may be alive: peers of other stages tell us what they told them. Raises
-        LeftOut."""
-        ctx, roster, announced = self._ctx, self._ctx.roster, self._state.announced
-        if announced is None or all(roster.is_alive(p) for p in roster.replicas()):
-            return
-        view = MemberView(member=ctx.net.peer_id, attempt=announced.attempt, members=announced.members)
-        ask = AskViews(lineage=self._state.lineage, step=self._state.step, view=view).pack()
-        heard: dict[PeerId, View] = {}
-        for peer in [p for p in roster.others() if roster.member(p).stage != roster.own.stage][:MEETING_POINTS]:
-            try:
-                answer = await ctx.net.call(peer, AskViews.KIND, ask, timeout_s=ctx.detector.deadline.seconds(1))
-                views = (v for v in Views.unpack(answer).views if v.member in roster.replicas())
-                heard |= {v.member: View(v.attempt, v.members) for v in views}
-            except (PeerUnreachable, DeadlineExceeded) as e:
-                ctx.detector.mark_down(peer, str(e))
-            except NetworkError:  # it is at another step: others will say so
-                continue
-        self._hearsay = heard
-        self.check()
 
     # Whom to count on less --------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from muletrain.policy.deadline import Deadline
 from muletrain.policy.recent import Recent
 from muletrain.runtime.core.waiting import MAX_SILENCE
 from muletrain.runtime.microbatch.position import Behind
-from muletrain.runtime.step.messages import Abstain, AskEntries, AskGradient, AskSeal, AskViews, Entries, Seal
+from muletrain.runtime.step.messages import Abstain, AskEntries, AskGradient, AskSeal, Entries, Seal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.core.waiting import Waits
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.membership import Membership
-    from muletrain.runtime.members.messages import Held
+    from muletrain.runtime.members.messages import Progress
     from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.step.gradient_log import GradientLog
     from muletrain.runtime.step.messages import RoundEntry
@@ -92,7 +92,7 @@ class Exchange:
             return
         self._question(sender)
         self._ctx.news.touched()
-        if not self._work.all_through:
+        if not self._work.all_completed:
             self._overtaken_by(sender, self._all_through)
         if self._state.attested is not None:  # no other attempt is needed: what we hold is for everyone
             self._ctx.spawn(self._ctx.tell((sender,), self._state.attested), "entry again")
@@ -122,7 +122,7 @@ class Exchange:
             self._ctx.spawn(self._ctx.tell(self._ctx.roster.everyone(), message), "abstain")
 
     def _all_through(self) -> bool:
-        return self._work.all_through
+        return self._work.all_completed
 
     def _recorded(self) -> bool:
         return self._state.builder.record() is not None
@@ -172,43 +172,43 @@ class Exchange:
                 self._position.interrupt(e)
         self._ctx.news.touched()
 
-    async def ask(self, peer: PeerId) -> Held | None:
+    async def ask(self, peer: PeerId) -> Progress | None:
         """Learn what ``peer`` knows of this step (and return it); leave it out when it stays at an earlier one. Raises
         Behind if it is at a later one."""
         ctx, state = self._ctx, self._state
-        held = await ctx.detector.probe(peer, state.lineage, state.step)
-        if held is None:
+        progress = await ctx.detector.probe(peer, state.lineage, state.step)
+        if progress is None:
             return None
         moved, round_ = self._observed.moved.get(peer, (0, b""))
         # a stage with slow links may average for long, or try again; and a peer whose device is late soon leaves the
         # step to the others
-        if held.moved > moved or held.round != round_ or held.late:
+        if progress.moved > moved or progress.round != round_ or progress.late:
             self._waits.came_on()
-        self._observed.moved[peer] = held.moved, held.round
-        if held.rival:
-            self._rivals.met(peer, held.step)
+        self._observed.moved[peer] = progress.moved, progress.round
+        if progress.rival:
+            self._rivals.met(peer, progress.step)
             ctx.detector.mark_down(peer, "it trains in another lineage", declines=True)
-            return held
-        if held.step > state.step:
-            self._position.others_at = max(self._position.others_at, held.step)
+            return progress
+        if progress.step > state.step:
+            self._position.others_at = max(self._position.others_at, progress.step)
             went_on = await self.went_on(peer)
             if not went_on or (state.gradient is not None and self._recorded()):
-                return held  # all that we lacked was word of the others
-            raise Behind(f"step {state.step}: {ctx.roster.name(peer)} is at step {held.step}")
-        if held.current and self._work.through(held.through, held.losses):
+                return progress  # all that we lacked was word of the others
+            raise Behind(f"step {state.step}: {ctx.roster.name(peer)} is at step {progress.step}")
+        if progress.current and self._work.complete(progress.completed, progress.losses):
             ctx.news.touched()
-        if not held.current or (held.step < state.step and self._work.all_through):
-            self._leave_out(peer, held)  # it is of no use until it is at this step, too
-        elif held.step == state.step and peer in self._late:
+        if not progress.current or (progress.step < state.step and self._work.all_completed):
+            self._leave_out(peer, progress)  # it is of no use until it is at this step, too
+        elif progress.step == state.step and peer in self._late:
             self._observed.late.measured(ctx.clock.now() - self._late.pop(peer))
-        return held
+        return progress
 
-    def _leave_out(self, peer: PeerId, held: Held) -> None:
+    def _leave_out(self, peer: PeerId, progress: Progress) -> None:
         """Once it has been at an earlier step for long."""
         now = self._ctx.clock.now()
         if now - self._late.setdefault(peer, now) >= self._observed.late.seconds():
             self._late[peer] = now  # else each answer would make it count again, and be marked down again
-            self._ctx.detector.mark_down(peer, f"it is still at step {held.step}")
+            self._ctx.detector.mark_down(peer, f"it is still at step {progress.step}")
 
     async def ask_everyone(self) -> None:
         """In a large fleet some, and others the next time: all ask. Those that are down, too, for a link that healed
@@ -247,17 +247,17 @@ class Exchange:
             return False
         return True
 
-    async def ask_holders(self) -> list[Held]:
+    async def ask_holders(self) -> list[Progress]:
         """A notice that a replica holds this step's gradient, or is beyond it, may have been lost. What those that
         answer hold."""
 
-        async def ask(peer: PeerId) -> Held | None:
-            held = await self.ask(peer)
+        async def ask(peer: PeerId) -> Progress | None:
+            progress = await self.ask(peer)
             await self.entries_from(peer)
-            return held
+            return progress
 
         asked = [ask(p) for p in self._ctx.roster.replicas() if self._ctx.roster.is_alive(p)]
-        return [held for held in await asyncio.gather(*asked) if held is not None]
+        return [progress for progress in await asyncio.gather(*asked) if progress is not None]
 
     async def ask_entries(self) -> None:
         """A lost notice must not stop the run: who sent it can say it again."""
@@ -335,7 +335,6 @@ class Answers:
         ctx.net.serve(AskEntries.KIND, self._entries)
         ctx.net.serve(AskGradient.KIND, self._gradient)
         ctx.net.serve(AskSeal.KIND, self._seal)
-        ctx.net.serve(AskViews.KIND, self._views)
 
     async def _entries(self, sender: PeerId, payload: bytes) -> bytes:
         """Of this step or an earlier one that is kept; none for any other."""
@@ -355,6 +354,3 @@ class Answers:
     async def _seal(self, sender: PeerId, payload: bytes) -> bytes:
         ask, seal = AskSeal.unpack(payload), self._current.state.announced
         return seal.pack() if seal is not None and (seal.step, seal.lineage) == (ask.step, ask.lineage) else b""
-
-    async def _views(self, sender: PeerId, payload: bytes) -> bytes:
-        return self._current.state.meet(sender, AskViews.unpack(payload)).pack()

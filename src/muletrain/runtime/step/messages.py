@@ -139,27 +139,3 @@ class AskSeal(Message):
     KIND: ClassVar[str] = "ask_seal"
     lineage: Digest
     step: Natural
-
-
-class MemberView(BaseModel):
-    """Whom ``member`` counts on in its stage, itself included."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    member: Id
-    attempt: Natural
-    members: Annotated[tuple[Id, ...], Field(min_length=1, max_length=4096), FailFast()]
-
-
-class AskViews(Message):
-    """Call to a peer of another stage, where replicas that do not reach each other meet: here is my view of my stage,
-    whose do you know?"""
-
-    KIND: ClassVar[str] = "ask_views"
-    lineage: Digest
-    step: Natural
-    view: MemberView
-
-
-class Views(Message):
-    KIND: ClassVar[str] = "views"
-    views: Annotated[tuple[MemberView, ...], Field(max_length=4096), FailFast()]

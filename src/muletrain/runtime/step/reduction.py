@@ -107,7 +107,7 @@ class Reduction:
         for tries in itertools.count():
             try:
                 await self._waits.until(
-                    lambda: self._work.all_through,
+                    lambda: self._work.all_completed,
                     self._deadlines.step,
                     "microbatches to go through",
                     self._ask_progress,
@@ -194,7 +194,7 @@ class Reduction:
         """If we hold a round, and most of our replicas try another without us: have them run again what we accumulated.
         We go on attesting to what we hold: should it count after all, they take it."""
         ctx, state, work = self._ctx, self._state, self._work
-        if state.gradient is None or work.gave_way or work.ledger.running or state.builder.record() is not None:
+        if state.gradient is None or work.gave_way or work.ledger.in_flight or state.builder.record() is not None:
             return
         me, live = ctx.net.peer_id, ctx.roster.stage(ctx.roster.own.stage)
         without_us = [m for m, view in self._company.views().items() if m in live and me not in view.members]
@@ -235,8 +235,8 @@ class Reduction:
         rounds = defaultdict[bytes, list[RoundEntry]](list)
         for entry in self._state.holders():
             rounds[entry.round].append(entry)
-        for held in sorted(rounds.values(), key=lambda r: -sum(self._company.averages(e.holder) for e in r)):
-            if (gradient := await self._fetch(held[0], [e.holder for e in held])) is not None:
+        for entries in sorted(rounds.values(), key=lambda r: -sum(self._company.averages(e.holder) for e in r)):
+            if (gradient := await self._fetch(entries[0], [e.holder for e in entries])) is not None:
                 return gradient
         return None
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from muletrain.policy.cover import Cover
     from muletrain.runtime.core.waiting import Waits
     from muletrain.runtime.members.context import Context
-    from muletrain.runtime.members.messages import Held
+    from muletrain.runtime.members.messages import Progress
     from muletrain.runtime.microbatch.inflight import InFlightStep
     from muletrain.runtime.step.company import Company
     from muletrain.runtime.step.exchange import Exchange
@@ -66,7 +66,7 @@ class Reruns:
     async def drained(self, work: InFlightStep | None = None) -> None:
         """Until no microbatch of the step (or of ``work``) is being accumulated."""
         ledger = self._ledger if work is None else work.ledger
-        await self._waits.until(lambda: not ledger.running, self._deadlines.seal, "running microbatches")
+        await self._waits.until(lambda: not ledger.in_flight, self._deadlines.seal, "running microbatches")
 
     async def mourn(self) -> None:
         """What died with a replica is run again while the rest of the step goes on, not after it. Only for those that
@@ -76,9 +76,9 @@ class Reruns:
         new, self._mourned = down - self._mourned, down
         if not any(await asyncio.gather(*(ctx.detector.is_gone(p, state.lineage, state.step) for p in sorted(new)))):
             return
-        known = self._ledger.held | self._work.serving
-        for held in (await self._ask_replicas()).values():
-            known |= {*held.held, *held.running} if held.current else set()
+        known = self._ledger.accumulated | self._work.serving
+        for progress in (await self._ask_replicas()).values():
+            known |= {*progress.accumulated, *progress.in_flight} if progress.current else set()
         await self._tell_trainers(frozenset(range(ctx.plan.microbatches)) - known, attempt=0, early=True)
 
     def believe_less(self, seals: dict[PeerId, Seal]) -> None:
@@ -110,12 +110,14 @@ class Reruns:
             once more found them filled, or its company has changed: then we try again, too."""
             assert state.announced is not None  # of which these are the gaps
             for pause in itertools.count():
-                union, with_us = set(self._ledger.held), {*self._company.members()} - {*left_out}
+                union, with_us = set(self._ledger.accumulated), {*self._company.members()} - {*left_out}
                 claims: dict[PeerId, frozenset[int]] = {}
                 answers = await self._ask_replicas()
                 await self._follow(answers)
-                for peer, held in answers.items():
-                    claims[peer] = gaps & set(held.held) if held.current and peer in with_us else frozenset()
+                for peer, progress in answers.items():
+                    claims[peer] = (
+                        gaps & set(progress.accumulated) if progress.current and peer in with_us else frozenset()
+                    )
                     union |= claims[peer]
                 alone = self._ledger.barred and not all(map(ctx.roster.is_alive, state.announced.members))
                 if alone or gaps <= union or state.latest_attempt(state.announced.members) > attempt:
@@ -125,16 +127,15 @@ class Reruns:
 
         await self._run(gaps, attempt, refilled, left_out)
 
-    async def _follow(self, answers: dict[PeerId, Held]) -> None:
+    async def _follow(self, answers: dict[PeerId, Progress]) -> None:
         """Raises Behind where a replica has gone on."""
-        for peer, held in answers.items():
-            if held.beyond(self._state.step) and await self._exchange.went_on(peer):
-                raise Behind(f"step {self._state.step}: {self._ctx.roster.name(peer)} is at step {held.step}")
+        for peer, progress in answers.items():
+            if progress.beyond(self._state.step) and await self._exchange.went_on(peer):
+                raise Behind(f"step {self._state.step}: {self._ctx.roster.name(peer)} is at step {progress.step}")
 
     async def _pause(self, times: int) -> None:
         """Before we look once more whether microbatches were run again. Raises LeftOut: they may be in the hands of
         those that go on without us."""
-        await self._company.meet()
         self._company.check()
         await self._ctx.clock.sleep(backoff_s(times, PAUSE_S, FILLED_MAX_S))
 
@@ -150,7 +151,7 @@ class Reruns:
         ctx, begin = self._ctx, self._ctx.clock.now()
         for turn in itertools.count():
             await self._tell_trainers(
-                gaps - self._ledger.held, attempt, turn=turn, without=self._company.without(left_out)
+                gaps - self._ledger.accumulated, attempt, turn=turn, without=self._company.without(left_out)
             )
             limit_s = min(self._deadlines.step.seconds(turn), AGAIN_S)
             try:
@@ -164,7 +165,7 @@ class Reruns:
             f"step {self._state.step}: {len(gaps)} missing microbatches were not run again; {ctx.who_is_there()}"
         )
 
-    async def _ask_replicas(self) -> dict[PeerId, Held]:
+    async def _ask_replicas(self) -> dict[PeerId, Progress]:
         ctx = self._ctx
         return await ctx.detector.ask_all(ctx.roster.replicas(), self._state.lineage, self._state.step)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
-    from muletrain.runtime.members.messages import Held
+    from muletrain.runtime.members.messages import Progress
 
 LOOK_S, AT_ONCE = 0.5, 8
 """Seconds between two looks at the members of a round, and how many of them are asked at once."""
@@ -111,9 +111,9 @@ class Attendance:
             asked = sorted(due, key=lambda m: (self._asked.get(m, self._begun), m))[:AT_ONCE]
             self._asked.update(dict.fromkeys(asked, now))
             probes = (ctx.detector.probe(m, round_.lineage, round_.step, brief=True) for m in asked)
-            for member, held in zip(asked, await asyncio.gather(*probes), strict=True):
-                if held is not None and member in owing:
-                    self._judge(member, held)
+            for member, progress in zip(asked, await asyncio.gather(*probes), strict=True):
+                if progress is not None and member in owing:
+                    self._judge(member, progress)
 
     def _is_due(self, member: PeerId, now: float, *, owes: bool) -> bool:
         asked = self._asked.get(member, self._begun)
@@ -121,14 +121,16 @@ class Attendance:
             return now - asked >= SILENT_S
         return owes and now - max(asked, self._came.get(member, self._begun)) >= ASK_S
 
-    def _judge(self, member: PeerId, held: Held) -> None:
+    def _judge(self, member: PeerId, progress: Progress) -> None:
         now, who = self._ctx.clock.now(), f"averaging step {self._round.step}: {member[-6:]}"
         before, since = self._moved.get(member, (-1, now))
-        self._moved[member] = held.moved, now if held.moved > before else since
+        self._moved[member] = progress.moved, now if progress.moved > before else since
         late_s, stuck_s = now - self._came.get(member, self._begun), now - self._moved[member][1]
-        if (not held.current or held.round != self._round.id) and late_s > ELSEWHERE_S:
-            self.absent = () if held.current else (member,)
-            raise RoundFailed(f"{who} is alive, but {'not in this round' if held.current else f'at step {held.step}'}")
+        if (not progress.current or progress.round != self._round.id) and late_s > ELSEWHERE_S:
+            self.absent = () if progress.current else (member,)
+            raise RoundFailed(
+                f"{who} is alive, but {'not in this round' if progress.current else f'at step {progress.step}'}"
+            )
         if stuck_s > ELSEWHERE_S and self._held_elsewhere():
             raise RoundFailed(f"{who} does not come on, but a replica holds the whole gradient")
         if stuck_s > STUCK_S or late_s > LONGEST_S:

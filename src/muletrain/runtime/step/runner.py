@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from muletrain.network.base import PeerId
-    from muletrain.policy.lineages import Chain
+    from muletrain.policy.fork_choice import Chain
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.leaving import Departure
     from muletrain.runtime.microbatch.inflight import InFlightStep
@@ -101,11 +101,11 @@ class StepRunner:
     async def meet(self, *, sure: bool) -> None:
         """We were away: learn what replicas hold of this step. Raises Behind where they have gone on, or, unless we are
         ``sure`` of our lineage, where most came here another way: who told us of the steps before lied then."""
-        held, step, applied = await self.exchange.ask_holders(), self._position.step, self._position.applied
+        answers, step, applied = await self.exchange.ask_holders(), self._position.step, self._position.applied
         if sure:
             return
-        others = [h for h in held if h.step == step and h.lineage not in (b"", applied)]
-        if len(others) > sum(h.current for h in held if h.lineage == applied):
+        others = [h for h in answers if h.step == step and h.lineage not in (b"", applied)]
+        if len(others) > sum(h.current for h in answers if h.lineage == applied):
             raise Behind(f"step {step}: the replicas have another history", weights_hold=False)
 
     async def run(self) -> StepRecord:

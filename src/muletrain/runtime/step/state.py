@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from muletrain.errors import ProtocolError
 from muletrain.runtime.step.averaging import Averager
-from muletrain.runtime.step.messages import AskViews, MemberView, Seal, Views
 from muletrain.runtime.step.record import RecordBuilder
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.step.gradient_log import MeanGradient
-    from muletrain.runtime.step.messages import RoundEntry
+    from muletrain.runtime.step.messages import RoundEntry, Seal
     from muletrain.runtime.step.record import Attested
 
 MAX_ATTEMPTS = 20
@@ -57,8 +56,6 @@ class StepState:
         """The members that each replica sealed with, in all attempts that we heard of."""
         self._aside: dict[PeerId, int] = {}
         """Who abstains, and the first attempt after that."""
-        self._met: dict[PeerId, MemberView] = {}
-        """Views that members of other stages told us."""
         self._holders: list[RoundEntry] = []
         self._committed: frozenset[PeerId] = frozenset()
         """Replicas that attest to a round that was sealed so."""
@@ -145,17 +142,6 @@ class StepState:
         self.hear_abstention(me, attempt)
         return attempt
 
-    def meet(self, sender: PeerId, ask: AskViews) -> Views:
-        """Members of another stage that do not reach each other learn of each other here: views of those that we reach.
-        Raises ProtocolError."""
-        if (ask.step, ask.lineage) != (self.step, self.lineage) or ask.view.member != sender:
-            raise ProtocolError("view of another step or lineage, or of another peer")
-        self._met[sender] = ask.view
-        stage, roster = self._ctx.roster.member(sender).stage, self._ctx.roster
-        return Views(
-            views=tuple(v for m, v in self._met.items() if roster.is_alive(m) and roster.member(m).stage == stage)
-        )
-
     # What follows from it ---------------------------------------------------------------------------------------------
 
     def latest_attempt(self, members: Collection[PeerId] | None = None) -> int:
@@ -206,8 +192,8 @@ class StepState:
         if self._looked == known:  # waits ask whenever anything arrives
             return
         rounds = self.builder.rounds(roster.own.stage)
-        held = [e for r in rounds if self._believed(r) for _, e in sorted(r.holders.items())]
-        self._holders = [e for e in held if roster.is_alive(e.holder)]
+        attesting = [e for r in rounds if self._believed(r) for _, e in sorted(r.holders.items())]
+        self._holders = [e for e in attesting if roster.is_alive(e.holder)]
         self._committed = frozenset(m for r in rounds if not self.unsealed(r) for m in r.holders)
         self._looked = known
 

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 from pydantic import FailFast, Field
 
 from muletrain.network.base import Channel
-from muletrain.policy.lineages import Chain
+from muletrain.policy.fork_choice import Chain
 from muletrain.runtime.core.messages import Digest, Message, Natural, Past
 
 MAX_RUN = 8

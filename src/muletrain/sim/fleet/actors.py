@@ -125,7 +125,7 @@ class Actors:
             data=bytes(32),
             stages=len(setting.cut),
             members=members,
-            collector=min(stage_of, key=rank),
+            coordinator=min(stage_of, key=rank),
             first_step=0,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from muletrain.runtime.checkpoint.messages import PartReady
-from muletrain.runtime.members.messages import AskHeld, Held
+from muletrain.runtime.members.messages import GetProgress, Progress
 from muletrain.runtime.microbatch.messages import Gap
 from muletrain.runtime.step.messages import AskEntries, AskSeal, Entries, RoundEntry, Seal, ShardFacts
 from muletrain.runtime.transfer.messages import AskBlocks, AskManifest, AskSnapshot, Snapshot
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from muletrain.network.memory import MemoryNetwork
     from muletrain.runtime.core.messages import Message
 
-LIES = ("entries", "expels", "records", "views", "held", "claims", "gaps", "copies", "parts")
+LIES = ("entries", "expels", "records", "views", "progress", "claims", "gaps", "copies", "parts")
 """What it lies about: rounds that it attests to, whom they expel, the record that it applied, the replicas that it
 counts on, the step that it is at, the microbatches that it holds, those that its stage misses, the state that it gives
 to newcomers, and parts of checkpoints."""
@@ -42,7 +42,7 @@ class Liar:
     def serve(self, method: str, handler: CallHandler, **how: Any) -> None:
         lies: dict[str, Callable[[bytes, bytes], bytes]] = {
             AskEntries.KIND: self._entries,
-            AskHeld.KIND: self._held,
+            GetProgress.KIND: self._held,
             AskSeal.KIND: self._seal,
             AskSnapshot.KIND: self._snapshot,
             AskManifest.KIND: self._block,
@@ -129,11 +129,11 @@ class Liar:
 
     def _held(self, payload: bytes, told: bytes) -> bytes:
         """It is beyond the step."""
-        answer = Held.unpack(told)
+        answer = Progress.unpack(told)
         if self.how == "claims" and answer.current:
-            everything = tuple(range(max((*answer.held, *answer.through, 0)) + 1))
-            answer = answer.model_copy(update={"held": everything, "held_losses": ()})
-        if self.how == "held" and answer.current:
+            everything = tuple(range(max((*answer.accumulated, *answer.completed, 0)) + 1))
+            answer = answer.model_copy(update={"accumulated": everything, "accumulated_losses": ()})
+        if self.how == "progress" and answer.current:
             answer = answer.model_copy(update={"current": False, "step": answer.step + 1})
         return answer.pack()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from muletrain.policy import lineages
+from muletrain.policy import fork_choice
 from muletrain.runtime.checkpoint import progress
 from muletrain.runtime.microbatch import cross_check
 from muletrain.runtime.step import gradient_log
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SHORT = {
-    (lineages, "MEMORY"): 12,
+    (fork_choice, "MEMORY"): 12,
     (gradient_log, "MAX_STEPS"): 6,
     (progress, "REMEMBERED"): 4,
     (cross_check, "REMEMBERED"): 4,

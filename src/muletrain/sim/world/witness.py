@@ -67,9 +67,9 @@ def faults_of(checkpoint: Path, expected: dict[str, Tensor], tolerance: float) -
             yield f"{part['file']} is not what the manifest says"
             return
         weights |= safetensors.torch.load(content)
-    held = {name for name in weights if name.startswith("model/")}
-    if held != expected.keys():
-        yield f"weights are missing: {sorted(expected.keys() - held)}"
+    names = {name for name in weights if name.startswith("model/")}
+    if names != expected.keys():
+        yield f"weights are missing: {sorted(expected.keys() - names)}"
     elif not (apart := difference(weights, expected)) <= tolerance:
         yield f"other weights than a single process's: difference {apart:.1e}"
 
@@ -112,7 +112,7 @@ class Witness:
                     f"{peer} has other weights after step {record.step + 1} than a single process: difference {apart:.1e}"
                 )
 
-    def held(self, peer: str, requests: int, memory: Memory) -> None:
+    def load(self, peer: str, requests: int, memory: Memory) -> None:
         """No queue grows without bound, nor what is kept for others."""
         largest = (MAX_COPIES, 1, self._scenario.log_bytes)
         if any(kept > most for kept, most in zip(memory, largest, strict=True)):

@@ -193,7 +193,7 @@ class World:
     def look_at(self, name: str) -> None:
         """While it works."""
         if name in self.peers:
-            self._witness.held(name, self.peers[name].load(), self.peers[name].memory())
+            self._witness.load(name, self.peers[name].load(), self.peers[name].memory())
 
     def say(self, text: str) -> None:
         """Into the timeline."""
@@ -217,7 +217,7 @@ class World:
             data=bytes(32),
             stages=len(self.scenario.stages),
             members=members,
-            collector=members[0].id,
+            coordinator=members[0].id,
             first_step=0 if self._start is None else self._start.step,
         )
 

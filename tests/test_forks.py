@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muletrain.policy.lineages import LEAD, Chain, forked_at, gives_way
+from muletrain.policy.fork_choice import LEAD, Chain, forked_at, gives_way
 from muletrain.runtime.recovery.forks import Forks, GivesWay
 from muletrain.runtime.step.messages import RoundEntry
 from muletrain.runtime.step.reduction import Reduction
