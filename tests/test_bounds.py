@@ -539,7 +539,9 @@ def test_looking_for_many_microbatches_asks_each_peer_twice_at_most(tmp_path: Pa
             nonlocal asked
             asked += not GetProgress.unpack(payload).brief
             await asyncio.sleep(0.05)
-            return Progress(current=True, step=0, stage=1, accumulated=(1, 2), accumulated_losses=(5.0, float("nan"))).pack()
+            return Progress(
+                current=True, step=0, stage=1, accumulated=(1, 2), accumulated_losses=(5.0, float("nan"))
+            ).pack()
 
         for net in target.others.values():
             net.serve(GetProgress.KIND, held)
