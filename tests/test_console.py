@@ -226,6 +226,8 @@ def test_the_same_warning_is_printed_once_and_brackets_are_kept() -> None:
             f"..{ID[-8:]} is left out for now: sending to TimEcZ: connection refused",
         ),
         (ev.Note("info", "hello"), "hello"),
+        (ev.MicrobatchesRerun(3, 1, 1), "step 3: stage 1 runs 1 microbatch again"),
+        (ev.MicrobatchesRerun(3, 1, 2), "step 3: stage 1 runs 2 microbatches again"),
     ],
 )
 def test_sentences(event: ev.Event, sentence: str) -> None:
@@ -289,7 +291,7 @@ def test_the_final_report(tmp_path: Path) -> None:
     quality = Quality(loss=3.0, unigram=5.9, bigram=4.5, tokens=23456, heldout=23456, counted=9, trained=9)
     text = shown(final_report(view, quality, ["A  [sample]\ntext"], {"run folder": tmp_path, "events": "e.jsonl"}), 160)
     rows = [line.split() for line in text.splitlines()]
-    assert "1 of 1 steps, 2,000 tokens in 2.0 s: 1,000 tokens/s, 1 microbatches rerouted (all steps done)" in text
+    assert "1 of 1 steps, 2,000 tokens in 2.0 s: 1,000 tokens/s, 1 microbatch rerouted (all steps done)" in text
     assert "On 23,456 held-out tokens" in text
     assert "loss [nats/token]" in text
     assert ["this", "run", "3.000", "20.1"] in rows

@@ -65,8 +65,8 @@ def test_who_leaves_or_moves_does_so_between_two_steps() -> None:
     going = (Fault(0.4, "leave", ("peer-0b",)), Fault(1.2, "move", ("peer-1c",)))
     outcome = played(delayed(Scenario(34, (2, 3), 2, 5, 8, 0.02, going)))
     assert outcome.ends["peer-0b"] == "left in order"
-    assert any("peer-1c moves from stage 1 to 0" in text for _, text in outcome.timeline)
-    again = [text for _, text in outcome.timeline if "microbatches again" in text]
+    assert any("peer_moved name=peer-1c stage=1 target=0" in text for _, text in outcome.timeline)
+    again = [text for _, text in outcome.timeline if "microbatches_rerun" in text]
     assert again == [], "who wants to go takes nothing of the next step"
 
 

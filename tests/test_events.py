@@ -16,7 +16,7 @@ from muletrain import events as ev
 if TYPE_CHECKING:
     from pathlib import Path
 
-KINDS = sorted(ev.Event.__subclasses__(), key=lambda cls: cls.kind)
+KINDS = sorted(ev.base.KINDS.values(), key=lambda cls: cls.kind)
 
 STEP = ev.StepApplied(
     step=3,
@@ -155,7 +155,7 @@ def test_on_a_full_disk_events_wait_and_people_are_told_once(tmp_path: Path, mon
     log.subscribe(heard.append)
     log.note("before")
     real_write = os.write
-    monkeypatch.setattr(ev, "MAX_WAITING", 2)
+    monkeypatch.setattr(ev.log, "MAX_WAITING", 2)
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", lambda fd, data: real_write(fd, data[: len(data) // 2]))
         log.note("torn")

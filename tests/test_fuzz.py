@@ -286,7 +286,7 @@ def test_who_computes_again_dies_and_nobody_else_serves_the_stage(how: str) -> N
     )
     outcome = play(Scenario(1, (1, 2), 1, 2, 8, 0.01, faults))
     assert outcome.violations == [], "\n".join(readable(outcome))
-    assert any("computes it again" in text for _, text in outcome.timeline)
+    assert any("gradient_stands_out" in text for _, text in outcome.timeline)
     assert outcome.virtual_s < 10.0
 
 

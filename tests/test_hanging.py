@@ -92,7 +92,7 @@ def test_copies_go_out_for_what_a_late_device_owes_and_nothing_is_run_again_if_i
     copies = said(outcome, "1b: its device is late: another computes the same, too")
     assert copies
     assert min(copies) - 2.0 < 2 * LATE_S + 1.0
-    assert not said(outcome, "peer_suspected|microbatches again")
+    assert not said(outcome, "peer_suspected|microbatches_rerun")
     last = [text for _, text in outcome.timeline if f"peer-1b step_applied step={STEPS} " in text]
     assert "microbatches=4" in last[0]
 

@@ -94,7 +94,7 @@ def test_all_of_a_stage_want_to_go_and_the_last_stays_and_says_so() -> None:
     outcome = play(Scenario(3, (2, 3), 2, 4, 8, 0.05, wishes))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert sorted(outcome.ends[f"peer-1{k}"] for k in "abc") == ["finished", LEFT, LEFT]
-    assert len(said(outcome, "no other peer serves stage 1: it stays")) == 1
+    assert len(said(outcome, "leave_put_off")) == 1
     assert not said(outcome, "peer_suspected")
 
 
@@ -182,7 +182,7 @@ def test_who_would_leave_nobody_with_its_state_comes_back(monkeypatch: pytest.Mo
     monkeypatch.setattr(Departure, "taken_over", nobody_has_it_at_first)
     outcome = play(Scenario(1, (2, 2), 2, 4, 8, 0.01, (Fault(0.35, "leave", ("peer-1b",)),)))
     assert outcome.violations == [], "\n".join(readable(outcome))
-    assert said(outcome, "this one is back")
+    assert said(outcome, "leave_cancelled")
     assert outcome.ends["peer-1b"] == LEFT, "it asks again"
     assert asked == [1, 2]
 
@@ -202,7 +202,7 @@ def test_a_leaver_whose_stage_is_lost_comes_back_with_the_newest_state() -> None
     outcome = play(Scenario(1, (2, 2), 2, 4, 8, 0.01, faults))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert not said(outcome, "peer-1a step_applied"), "it died before it had the step"
-    assert said(outcome, "this one is back")
+    assert said(outcome, "leave_cancelled")
     assert not said(outcome, "stepped_back")
     assert outcome.ends["peer-1b"] == "finished"
 
@@ -243,5 +243,5 @@ def test_who_moves_at_the_same_step_to_the_same_stage_is_heard_of() -> None:
         outcome = play(Scenario(1, (2, 1, 2), 2, 12, 8, 0.01, faults))
         assert outcome.violations == [], "\n".join(readable(outcome))
         assert {outcome.ends[p] for p in ("peer-0b", "peer-2b")} == {"finished"}
-        assert not said(outcome, "replicas that do not reach this peer go on without it")
+        assert not said(outcome, "left_behind")
         assert outcome.virtual_s < 60

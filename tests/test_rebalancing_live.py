@@ -32,12 +32,12 @@ def moves(scenario: Scenario) -> list[tuple[float, str]]:
     """(virtual s, what) of each move, in a world that keeps its promises."""
     outcome = play(scenario)
     assert outcome.violations == [], "\n".join(readable(outcome))
-    return [(t, text.split("message=")[1]) for t, text in outcome.timeline if "moves from stage" in text]
+    return [(t, text.split(" name=")[1]) for t, text in outcome.timeline if " peer_moved " in text]
 
 
 def test_one_and_three_become_two_and_two_within_three_periods_and_stay_so() -> None:
     found = moves(Scenario(4, (1, 3), 1, 16, 12, 0.01, (), "throughput", PERIOD_S))
-    assert [text.split(" ", 1)[1] for _, text in found] == ["moves from stage 1 to 0"]
+    assert [text.split(" ", 1)[1] for _, text in found] == ["stage=1 target=0"]
     assert found[0][0] < 3 * PERIOD_S
 
 
@@ -62,7 +62,7 @@ def test_a_balanced_fleet_stays_as_it_is() -> None:
 def test_a_peer_killed_in_the_poorer_stage_draws_another() -> None:
     kill = Fault(6.0, "kill", ("peer-0b",))
     found = moves(Scenario(4, (2, 3), 2, 16, 12, 0.01, (kill,), "throughput", PERIOD_S))
-    assert [text.split(" ", 1)[1] for _, text in found] == ["moves from stage 1 to 0"]
+    assert [text.split(" ", 1)[1] for _, text in found] == ["stage=1 target=0"]
     assert 6.0 < found[0][0] < 6.0 + 3 * PERIOD_S
 
 
@@ -74,7 +74,7 @@ def test_a_peer_that_is_slow_for_a_moment_draws_nobody() -> None:
 
 
 def test_the_papers_rule_moves_peers_too() -> None:
-    assert "moves from stage 1 to 0" in moves(Scenario(4, (1, 3), 1, 10, 12, 0.01, (), "paper", PERIOD_S))[0][1]
+    assert "stage=1 target=0" in moves(Scenario(4, (1, 3), 1, 10, 12, 0.01, (), "paper", PERIOD_S))[0][1]
 
 
 @pytest.mark.slow

@@ -176,7 +176,9 @@ def test_a_peer_that_was_frozen_has_its_seat_again() -> None:
     outcome = played(world((2, 3), "1f1b", Fault(0.5, "freeze", ("peer-1b",), 5.0), delay_s=0.01, steps=16))
     assert "peer-1c" in takers(outcome, 1)[1, 1]
     assert takers(outcome, 15)[1, 1] == {"peer-1b"}
-    assert any("'peer-1b' is at stage 1: pipeline 1 is as planned there" in text for _, text in outcome.timeline)
+    assert any(
+        "stand_in_changed pipeline=1 stage=1 seat=peer-1b how=it is there" in text for _, text in outcome.timeline
+    )
 
 
 def test_a_spare_moves_to_the_stage_that_lost_a_peer() -> None:

@@ -21,7 +21,7 @@ from muletrain.clock import LoopClock
 from muletrain.config.load import load_config
 from muletrain.data.tokens import digest_of
 from muletrain.errors import CapacityError, ConfigError, Refused
-from muletrain.events import Event, Note, StepDone
+from muletrain.events import Event, StepDone, TrainerAdded, TransferFailed
 from muletrain.network.memory import MemoryNetwork
 from muletrain.policy.deadline import Deadline
 from muletrain.runs.fleet import LocalFleet
@@ -65,16 +65,16 @@ def said(outcome: Outcome, text: str) -> list[tuple[float, str]]:
 @pytest.mark.parametrize("on", ["", "forward", "seal", "round_entry"])
 def test_the_only_data_owner_dies_and_the_run_ends_with_the_same_numbers(on: str) -> None:
     outcome = whole(played(Fault(8.0, "kill", (OWNER,), on=on, nth=1 if on else 0)))
-    taken = said(outcome, "has the run's tokens")
+    taken = said(outcome, "trainer_added")
     assert len(taken) == 3, "all that had no data; the third from one of the other two"
     assert min(t for t, _ in taken) < 8.0 < max(t for t, _ in taken)
     assert {name for name, end in outcome.ends.items() if end == "finished"} == {"peer-0b", "peer-1a", "peer-1b"}
-    assert not said(outcome, "no trainer is left")
+    assert not said(outcome, "no_trainer")
 
 
 def test_under_delayed_updates_too() -> None:
     outcome = whole(played(Fault(8.0, "kill", (OWNER,)), overrides=("optimizer.delayed=true",)))
-    assert len(said(outcome, "has the run's tokens")) == 3
+    assert len(said(outcome, "trainer_added")) == 3
 
 
 def test_newcomers_move_and_leave_and_have_the_tokens() -> None:
@@ -93,14 +93,15 @@ def test_as_many_as_are_wanted_take_them_and_no_more(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(World, "_sharing", two)
     outcome = whole(played(Fault(20.0, "kill", (OWNER,)), steps=60))
-    times = sorted(t for t, _ in said(outcome, "has the run's tokens"))
+    times = sorted(t for t, _ in said(outcome, "trainer_added"))
     assert 1 <= len([t for t in times if t < 20.0]) <= 2, "two may have begun at the same moment"
 
 
 def test_without_it_nobody_gives_or_takes_anything() -> None:
     outcome = play(Scenario(5, (2, 2), 1, 12, 4, 0.01, ()))
     assert outcome.violations == []
-    assert not said(outcome, "tokens")
+    assert not said(outcome, "trainer_added")
+    assert not said(outcome, "the run's tokens")
 
 
 @pytest.mark.slow
@@ -117,7 +118,7 @@ def test_a_fleet_of_processes_outlives_the_one_that_has_the_data(
     at: list[int] = []
 
     def watch(fleet: LocalFleet, event: Event) -> None:
-        if isinstance(event, Note) and "has the run's tokens" in event.message:
+        if isinstance(event, TrainerAdded):
             took.append(event.peer)
             if len(took) == 1:
                 assert not at or max(at) < 95
@@ -185,7 +186,7 @@ class Pair:
         return await own._taken(self.ctx, self.taker)
 
     def notes(self) -> str:
-        return "\n".join(e.message for e in self.stage.said if isinstance(e, Note))
+        return "\n".join(e.message for e in self.stage.said if isinstance(e, TransferFailed))
 
 
 @pytest.fixture(autouse=True)

@@ -258,11 +258,9 @@ def test_a_writer_does_not_go_before_its_part_is_safe(
     faults = (Fault(2.7, kind, ("peer-1a",)),)
     scenario = Scenario(1, (2, 2), 3, 16, 4, 0.01, faults, checkpoint_every=4, apart=True)
     outcome = run(scenario, tmp_path)
-    assert said(outcome, "peer-1a wants to leave, but its part of checkpoint 4 is on its way"), "\n".join(
-        readable(outcome)
-    )
+    assert said(outcome, "leave_put_off name=peer-1a reason=its part of checkpoint 4"), "\n".join(readable(outcome))
     (written,) = said(outcome, "peer-0a checkpoint_written step=4")
-    assert written < said(outcome, "peer_left" if kind == "leave" else "moves from stage")[0]
+    assert written < said(outcome, "peer_left" if kind == "leave" else "peer_moved")[0]
 
 
 def test_folders_are_the_same_place_by_their_marker_not_by_their_path(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import pytest
 from muletrain.events import (
     Event,
     FaultInjected,
-    Note,
     PeerJoined,
+    PeerMoved,
     PeerSuspected,
     RunFinished,
     StepApplied,
@@ -105,8 +105,8 @@ def check_counts(events: list[Event], planned: list[Fault], out: str) -> None:
     assert ids <= {e.peer_id for e in events if isinstance(e, PeerSuspected)}, "all deaths were noticed"
     names = {e.name for e in joined}
     assert names == {f"peer-{k}" for k in range(PEERS + 4)}
-    moved = [e.message for e in events if isinstance(e, Note) and " moves from stage " in e.message]
-    assert sorted(m.split()[0] for m in moved) == sorted(who["move"]), moved
+    moved = [e for e in events if isinstance(e, PeerMoved)]
+    assert sorted(m.name for m in moved) == sorted(who["move"]), moved
     assert {e.peer for e in events if isinstance(e, RunFinished)} == names - set(who["kill"])
     lineages = defaultdict(set)
     for e in events:

@@ -43,7 +43,7 @@ def final_report(
 def _summary(view: RunView) -> str:
     reason = f" ({view.finished.reason})" if view.finished and view.finished.reason else ""
     speed = f"{view.tokens / view.seconds:,.0f} tokens/s" if view.seconds else "no step done"
-    troubles = f", {view.rerouted} microbatches rerouted" if view.rerouted else ""
+    troubles = f", {view.rerouted} microbatch{'es' * (view.rerouted > 1)} rerouted" if view.rerouted else ""
     steps = f"{view.step} of {view.steps} steps"
     return f"{steps}, {view.tokens:,} tokens in {format_duration(view.seconds)}: {speed}{troubles}{reason}"
 

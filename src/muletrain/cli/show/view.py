@@ -283,7 +283,7 @@ def is_warning(event: ev.Event) -> bool:
         ev.SteppedBack,
         ev.ProbeFailed,
     )
-    return isinstance(event, kinds) or (isinstance(event, ev.Note) and event.level != "info")
+    return isinstance(event, kinds) or (isinstance(event, (ev.Note, ev.Notice)) and event.level != "info")
 
 
 def _stepped_back(event: ev.SteppedBack, view: RunView) -> str:
@@ -328,7 +328,7 @@ def headline(event: ev.Event, view: RunView) -> str | None:
         case ev.PeerBanned():
             return f"{view.name_of(event.peer_id)} is left out for {format_duration(event.seconds)}: it keeps sending rubbish"
         case ev.PeerExpelled():
-            return f"{event.name} is out: its gradient of step {event.step} is not what two others computed"
+            return f"{event.name} is out: up to step {event.step} it did not compute what its replicas computed"
         case ev.MemberRemoved():
             return f"{event.name} was removed by the run's owner"
         case ev.PeerLeft():
@@ -350,7 +350,7 @@ def headline(event: ev.Event, view: RunView) -> str | None:
             return _stepped_back(event, view)
         case ev.Evaluated():
             return f"step {event.step}: validation loss {event.loss:.3f}, perplexity {event.perplexity:.1f}"
-        case ev.Note():
+        case ev.Note() | ev.Notice():
             return event.message
         case _:
             return None

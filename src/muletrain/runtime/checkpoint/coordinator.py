@@ -7,7 +7,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from muletrain.errors import CheckpointError, MuletrainError, NetworkError, ProtocolError
-from muletrain.events import CheckpointFailed, CheckpointWritten, Note
+from muletrain.events import CheckpointFailed, CheckpointWritten, TransferFailed
 from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady, largest_part
 from muletrain.runtime.checkpoint.progress import MAX_OPEN
 from muletrain.runtime.checkpoint.store import PartsGone
@@ -137,7 +137,7 @@ class Coordinator:
             try:
                 await ctx.clock.deadline(self._do_ours(opened), self._left_s(opened), "its parts")
             except (NetworkError, ProtocolError, CheckpointError) as e:
-                ctx.emit(Note(level="info", message=f"checkpoint {key.step}: {e}"))
+                ctx.emit(TransferFailed(what=f"a part of checkpoint {key.step}", reason=str(e)))
             if complete:
                 return
             if opened.ended is not None:

@@ -10,7 +10,7 @@ import safetensors
 import safetensors.torch
 
 from muletrain.errors import CheckpointError
-from muletrain.events import Note
+from muletrain.events import PartNotKept
 from muletrain.runtime.checkpoint.store import Key, PartFacts, PartsGone
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class PartReplicas:
         elif shared:
             return self._why(failed, key)
         else:
-            self._ctx.emit(Note(level="info", message=f"a checkpoint's part is not kept here: {failed}"))
+            self._ctx.emit(PartNotKept(reason=str(failed)))
             opened.here.discard(stage)
         return ""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from muletrain.events import Note
+from muletrain.events import StandInChanged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,12 +32,9 @@ class HotSpares:
     def _say(self, missing: StandIn, spares: tuple[str, ...] | None) -> None:
         stage, pipeline, name = missing
         if spares is None:
-            how = f"'{name}' is at stage {stage}: pipeline {pipeline} is as planned there"
+            how = "it is there, as planned"
         elif spares:
-            how = f"pipeline {pipeline} has no '{name}' at stage {stage}: {' and '.join(spares)} (spare) takes its microbatches"
+            how = f"it is missing; {' and '.join(spares)} (spare) takes its microbatches"
         else:
-            how = (
-                f"pipeline {pipeline} has no '{name}' at stage {stage}, and the stage has no spare: there it is wired as strategy swarm, "
-                f"the stage's other peers share its microbatches"
-            )
-        self._ctx.emit(Note(level="info" if spares is None else "warning", message=how))
+            how = "it is missing, and there is no spare; the stage's other peers share its microbatches, as strategy swarm has it"
+        self._ctx.emit(StandInChanged(pipeline=pipeline, stage=stage, seat=name, how=how))

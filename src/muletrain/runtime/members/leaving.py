@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from muletrain.events import Note
+from muletrain.events import LeavePutOff
 from muletrain.policy.deadline import backoff_s
 
 if TYPE_CHECKING:
@@ -41,8 +41,7 @@ class Departure:
             return False
         reason = self._ctx.roster.needs_us() or self._unsafe()
         if reason is not None and reason != self._told:
-            message = f"{self._ctx.roster.own.name} wants to leave, but {reason}: it stays until that changes"
-            self._ctx.emit(Note(level="warning", message=message))
+            self._ctx.emit(LeavePutOff(name=self._ctx.roster.own.name, reason=reason))
         self._told = reason
         return reason is None
 

@@ -8,7 +8,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import DeadlineExceeded, NetworkError, ProtocolError
-from muletrain.events import MemberAdmitted, Note
+from muletrain.events import DirectoryFailed, MemberAdmitted
 from muletrain.policy.deadline import Deadline
 from muletrain.policy.recent import Recent
 from muletrain.runtime.members.messages import Acquaintances, Introduce, Member, WhoAreYou
@@ -122,7 +122,7 @@ class Membership:
         except ProtocolError as e:
             self._ctx.refused(peer, str(e))
         except NetworkError as e:
-            self._ctx.emit(Note(level="info", message=f"{peer[-6:]} speaks to us, and does not say who it is: {e}"))
+            self._ctx.emit(DirectoryFailed(what=f"{peer[-6:]} speaks to us, and does not say who it is", reason=str(e)))
 
     def _admit(self, sender: PeerId, member: Member) -> None:
         if member.id != sender:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from muletrain.errors import NetworkError
-from muletrain.events import Note
+from muletrain.events import DirectoryFailed, MoveDecided
 from muletrain.policy.assignment import Load, View
 from muletrain.policy.rebalance import Confirmed
 
@@ -109,7 +109,7 @@ class Rebalancer:
         try:
             await ctx.net.announce(self._key, value.model_dump_json().encode(), kept_s)
         except NetworkError as e:
-            ctx.emit(Note(level="info", message=f"the directory was not told of this peer's load: {e}"))
+            ctx.emit(DirectoryFailed(what="the directory was not told of this peer's load", reason=str(e)))
 
     @property
     def _key(self) -> str:
@@ -128,7 +128,7 @@ class Rebalancer:
         try:
             found = await ctx.net.lookup(self._key)
         except NetworkError as e:
-            ctx.emit(Note(level="info", message=f"no look at the others' load: {e}"))
+            ctx.emit(DirectoryFailed(what="no look at the others' load", reason=str(e)))
             return None
         others = {
             m.id: Load(m.stage, targets=frozenset(), name=m.name)
@@ -148,7 +148,7 @@ class Rebalancer:
         if move is None:
             return None
         why = move.why or f"needs this peer more: {self._seen(view)}"
-        ctx.emit(Note(level="info", message=f"stage {move.target} {why}"))
+        ctx.emit(MoveDecided(target=move.target, reason=why))
         return move.target
 
     def _seen(self, view: View) -> str:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from muletrain.errors import MuletrainError
-from muletrain.events import Note
+from muletrain.events import DeviceBack, DeviceLate
 
 if TYPE_CHECKING:
     from muletrain.compute.jobs import Job
@@ -71,11 +71,10 @@ class Watchdog:
         last = ctx.roster.stage(ctx.roster.own.stage) == (ctx.net.peer_id,)
         if out and ctx.meter.works.is_set() and not last:
             ctx.meter.works.clear()
-            message = f"{_at(out[0], self._ages_s[out[0]])}: the others go on without this peer until it returns"
-            ctx.emit(Note(level="warning", message=message))
+            ctx.emit(DeviceLate(job=_at(out[0], self._ages_s[out[0]])))
         elif not out and not ctx.meter.works.is_set():
             ctx.meter.works.set()
-            ctx.emit(Note(level="info", message="the device works again"))
+            ctx.emit(DeviceBack())
 
 
 def hung_s(late_s: float) -> float:

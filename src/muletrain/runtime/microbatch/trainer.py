@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from muletrain.errors import MuletrainError
-from muletrain.events import Note
+from muletrain.events import OrphansTaken
 from muletrain.policy.claims import claimant
 from muletrain.policy.deadline import backoff_s
 from muletrain.runtime.core.messages import Request
@@ -109,8 +109,7 @@ class Trainer:
         self._turn = turn
         if theirs := self._claims(self._work.missing(), turn):
             owners = sorted({self._ctx.roster.name(self._claimant(i, turn - 1)) for i in theirs})
-            message = f"step {self._step}: nobody works on {len(theirs)} microbatches of {', '.join(owners)}: this peer gives them out"
-            self._ctx.emit(Note(level="warning", message=message))
+            self._ctx.emit(OrphansTaken(step=self._step, owners=", ".join(owners), microbatches=len(theirs)))
             await self._run(theirs, retry=True, turn=turn)
 
     async def on_gap(self, sender: PeerId, gap: Gap) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from muletrain.errors import MuletrainError
-from muletrain.events import Note
+from muletrain.events import StateMissed
 from muletrain.policy.deadline import backoff_s
 from muletrain.policy.fork_choice import Chain, forked_at, gives_way
 from muletrain.runtime.checkpoint.store import Key
@@ -82,7 +82,7 @@ class Arrival:
                 break
             except MuletrainError as e:  # those that have it may be beginning anew, too
                 if attempt % 2 and (attempt == TRIES - 1 or await self._receiver.has_donor(acceptable)):
-                    ctx.emit(Note(level="warning", message=f"{e}: this peer takes a replica's state"))
+                    ctx.emit(StateMissed(reason=str(e)))
                     return await self._take_state(acceptable)
             await ctx.clock.sleep(backoff_s(attempt, PAUSE_S, PAUSE_MAX_S))
         await self._runner.rejoin(Chain(back.step, (back.lineage,)))
@@ -95,7 +95,7 @@ class Arrival:
     async def catch_up(self, why: Behind) -> None:
         """Take the state of a replica that has gone on, or, where our weights are not right, of one at our step. Raises
         MuletrainError when there is none to take it from."""
-        self._ctx.emit(Note(level="warning", message=f"{why}: this peer takes a replica's state"))
+        self._ctx.emit(StateMissed(reason=str(why)))
         self._life.to(State.RECOVERING)
         await self._let_go()
         await self._membership.introduce()

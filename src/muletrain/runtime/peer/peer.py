@@ -8,7 +8,7 @@ import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from muletrain.errors import NetworkError
-from muletrain.events import Event, Note, PeerExpelled, PeerLeft
+from muletrain.events import DirectoryFailed, Event, GradientTaken, LeaveCancelled, MoveRefused, PeerExpelled, PeerLeft
 from muletrain.policy.deadline import RECENT
 from muletrain.runtime.checkpoint.actors import Checkpointing
 from muletrain.runtime.checkpoint.store import Key
@@ -216,7 +216,7 @@ class Peer:
     async def _steps(self, *, returned: bool) -> None:
         """One after the other, until the run has ended or this peer leaves it. ``returned``: others may have begun the
         first."""
-        at, sure, followed = self.position, False, 0
+        at, sure = self.position, False
         while not self._life.done:
             step = at.step
             try:
@@ -225,18 +225,15 @@ class Peer:
                 self._microbatches.begin(at.work, retry=returned)
                 await self._dispatch.redeliver()
                 record = await self.runner.run()
-                returned, followed = False, 0
+                returned = False
                 self._arrival.caught_up()
             except Behind as e:
                 self._microbatches.end(step)
                 returned, sure = True, isinstance(e, GivesWay)
                 replayed = await self._recover(e)
                 if replayed is None:
-                    followed = 0
                     continue
-                followed += 1
-                message = f"{e}: took it from a replica and applied it"
-                self.emit(Note(level="warning" if followed == 1 else "info", message=message))
+                self.emit(GradientTaken(reason=str(e)))
                 record = replayed
             await self._applied(record)
             if returned and not self._life.done:
@@ -301,8 +298,7 @@ class Peer:
         self._life.to(State.LEAVING)
         if not await self.departure.taken_over(at.lineage, at.step):
             self._life.to(State.TRAINING)
-            message = f"no other peer of stage {ctx.roster.own.stage} came on: this one is back"
-            ctx.emit(Note(level="warning", message=message))
+            ctx.emit(LeaveCancelled(stage=ctx.roster.own.stage))
             await ctx.tell(ctx.roster.everyone(), Back(lineage=at.lineage, step=at.step))
         elif self.destination is None:
             await self._checkpointing.replicas.tidy(over=False)
@@ -331,7 +327,7 @@ class Peer:
         try:
             await ctx.net.announce(f"{ctx.roster.genesis.run_id}/peers", json.dumps(status).encode(), HOLDS_S)
         except NetworkError as e:  # a hint that did not get through
-            ctx.emit(Note(level="info", message=f"the directory was not told of us: {e}"))
+            ctx.emit(DirectoryFailed(what="the directory was not told of us", reason=str(e)))
 
     # From outside -----------------------------------------------------------------------------------------------------
 
@@ -362,8 +358,7 @@ class Peer:
         if self._leaves:
             return
         if stage is not None and not self._fits(stage):  # whatever others' announcements led to
-            message = f"stage {stage} needs more memory than this machine may use (--memory): this peer stays"
-            self._ctx.emit(Note(level="warning", message=message))
+            self._ctx.emit(MoveRefused(stage=stage))
             stage = None
         self.departure.wanted = stage not in (None, self._ctx.roster.own.stage)
         if self.departure.wanted:  # else it may be announced already, and then it goes where it wanted to

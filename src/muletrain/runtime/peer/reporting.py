@@ -8,7 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import Malformed, NetworkError, ProtocolError
-from muletrain.events import Event, EventError, Note, PeerJoined, StepApplied, StepDone
+from muletrain.events import Event, EventError, PeerJoined, StepApplied, StepDone, StepSkipped
 from muletrain.runtime.peer.messages import Report
 
 REPORTS, REPORTS_A_STEP = 256, 4
@@ -79,8 +79,7 @@ class Reporting:
         if self.speaks() or self._apart:  # once on each machine
             ctx.emit(self._last)
             if record.skip:
-                message = f"step {record.step + 1}: the gradient is not finite, so everyone skips the step: the weights stay as they are"
-                ctx.emit(Note(level="warning", message=message))
+                ctx.emit(StepSkipped(step=record.step + 1))
         ctx.meter.begin(now)
 
     def tell(self, event: StepApplied | PeerJoined) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from muletrain.events import Note, SteppedBack
+from muletrain.events import PeerMoved, SteppedBack
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -46,7 +46,7 @@ class Service:
 
     def _move(self, peer: Peer, stage: int) -> None:
         own = peer.roster.own
-        peer.emit(Note(level="info", message=f"{own.name} moves from stage {own.stage} to {stage}"))
+        peer.emit(PeerMoved(name=own.name, stage=own.stage, target=stage))
         peer.roster.move(stage)
 
     def _step_back(self, peer: Peer) -> StepBack | None:

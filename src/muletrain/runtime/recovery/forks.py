@@ -20,7 +20,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from muletrain.errors import MuletrainError, NetworkError, ProtocolError
-from muletrain.events import LineageLeft, Note
+from muletrain.events import ForkKept, LineageLeft
 from muletrain.policy.fork_choice import forked_at, gives_way
 from muletrain.policy.recent import Recent
 from muletrain.runtime.microbatch.position import Behind
@@ -203,7 +203,7 @@ class Forks:
         try:
             snapshot = await self._receiver.fetch(acceptable, after=own.step, rounds=ROUNDS, confirm=confirm)
         except MuletrainError as e:
-            ctx.emit(Note(level="warning", message=f"this peer stays with its side's history for now: {e}"))
+            ctx.emit(ForkKept(reason=str(e)))
             return None
         finally:
             self._going = False

@@ -15,7 +15,7 @@ import math
 from typing import TYPE_CHECKING, Protocol
 
 from muletrain.errors import NetworkError, ProtocolError
-from muletrain.events import Note
+from muletrain.events import LastTrainer, NoTrainer, StageEmpty
 from muletrain.policy.assignment import View
 from muletrain.policy.complete_checkpoint import newest_complete
 from muletrain.policy.recent import Recent
@@ -107,19 +107,14 @@ class Rollback:
                     await self._adopt({s: now - since_s for s, since_s in since.items()})
             if trainers == 1 < before and self._leads():
                 name = ctx.roster.name(ctx.roster.trainers()[0])
-                message = f"{name} is the only trainer left: no other peer has the data, should it go"
-                ctx.emit(Note(level="warning", message=message))
+                ctx.emit(LastTrainer(name=name))
             if now - since_trainer >= ctx.plan.adopt_after_s and self._position.life.has_state:
                 self._say_that_nobody_trains()
                 await self._writer.write_what_there_is()
 
     def _say_that_nobody_trains(self) -> None:
         if not self._nobody_trains and self._leads():
-            message = (
-                f"no trainer is left: no peer has the data. Let a machine join that has it ('muletrain join'). The run waits for "
-                f"{JOIN_S / 60:.0f} minutes, and writes a checkpoint meanwhile"
-            )
-            self._ctx.emit(Note(level="warning", message=message))
+            self._ctx.emit(NoTrainer(minutes=round(JOIN_S / 60)))
         self._nobody_trains = True
 
     def _without_peers(self) -> tuple[int, ...]:
@@ -184,17 +179,16 @@ class Rollback:
         return any(reach if m.stage == 0 else m.id in reach for m in self._ctx.roster.members() if m.trainer)
 
     def _say_what_lacks(self, stages: tuple[int, ...], no_checkpoint: bool) -> None:
-        ctx = self._ctx
         if self._said == stages:
             return
         self._said = stages
-        lost = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))} lost all peers"
+        which = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
         lacks = (
             "and there is no complete checkpoint to step back to: only its own peers, if they come back, have its state"
             if no_checkpoint
             else "and no other stage can spare one that has room: let a machine join ('muletrain join')"
         )
-        ctx.emit(Note(level="warning", message=f"{lost}, {lacks}. The run waits for {JOIN_S / 60:.0f} minutes"))
+        self._ctx.emit(StageEmpty(stages=which, lacks=lacks, minutes=round(JOIN_S / 60)))
 
     async def _ask(self, peer: PeerId) -> StandsAt | None:
         timeout_s = self._ctx.detector.deadline.seconds(1)

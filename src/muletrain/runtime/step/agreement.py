@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from muletrain.events import Note
+from muletrain.events import LeftBehind
 from muletrain.policy.deadline import Deadline
 from muletrain.runtime.step import audit
 from muletrain.runtime.step.messages import Seal
@@ -174,9 +174,8 @@ class RoundAgreement:
 
     async def look_on(self) -> None:
         """Others run our part again, and we take what they reduce, unless they are lost, too."""
-        ctx, step, announced = self._ctx, self._state.step, self._state.announced
-        message = f"step {step}: replicas that do not reach this peer go on without it"
-        ctx.emit(Note(level="warning", message=message))
+        announced = self._state.announced
+        self._ctx.emit(LeftBehind(step=self._state.step))
         self._exchange.abstain()
         await self._reruns.drained()
         self._reruns.drop()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from muletrain.errors import Expelled
-from muletrain.events import Note
+from muletrain.events import GradientStandsOut, InputsNotFinite, ResultsDiffer
 from muletrain.optim.sketch import packed, sketch, unpacked
 from muletrain.policy.cover import resolve
 from muletrain.policy.outliers import Sum, alike, outlying
@@ -97,7 +97,7 @@ class Audit:
             return
         if not np.isfinite(unpacked(await self.sketch())).all():
             self._reconsidered = True
-            self._warn("what other stages gave this peer made its gradient not finite: it is computed again")
+            self._ctx.emit(InputsNotFinite(step=self._state.step))
             self._reruns.drop()
 
     def cover(self, seals: Mapping[PeerId, Seal]) -> tuple[dict[PeerId, frozenset[int]], Cover]:
@@ -128,7 +128,7 @@ class Audit:
         self._ever_left_out.update(suspects)
         for member in suspects:
             who = "it" if len(seals) == 1 else "another replica"
-            self._warn(f"the gradient of {self._name(member)} stands out: {who} computes it again")
+            self._ctx.emit(GradientStandsOut(step=self._state.step, name=self._ctx.roster.name(member), who=who))
 
     def _obey(self, seals: Mapping[PeerId, Seal], out: set[PeerId]) -> None:
         """If this peer's accumulator is left out, empty it, and accept nothing while another replica can."""
@@ -153,7 +153,7 @@ class Audit:
         if alike(before.claim, second):
             return
         for member in before.members:
-            self._warn(f"another result came of the microbatches of {self._name(member)}; its hardware may be faulty")
+            self._ctx.emit(ResultsDiffer(step=self._state.step, name=self._ctx.roster.name(member)))
             if member in seals and seals[member].gave_up and not seals[member].excused:
                 steps = self._standing.offences.get(member, ())
                 self._standing.offences[member] = (*steps, self._state.step)[-MAX_OFFENCES:]
@@ -167,12 +167,6 @@ class Audit:
         if self.me in expelled or (self.is_faulty(self.me) and self._ctx.roster.needs_us() is None):
             await self._ctx.clock.sleep(HEARD_S)
             raise computes_falsely(self._state.step)
-
-    def _name(self, member: PeerId) -> str:
-        return self._ctx.roster.name(member)
-
-    def _warn(self, what: str) -> None:
-        self._ctx.emit(Note(level="warning", message=f"step {self._state.step}: {what}"))
 
 
 def standing_out(seals: Mapping[PeerId, Seal], again: Collection[int]) -> list[PeerId]:

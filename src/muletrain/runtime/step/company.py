@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from muletrain.errors import MuletrainError
-from muletrain.events import Note
+from muletrain.events import ReplicaApart, WeightsDiffer
 from muletrain.policy.recent import Recent
 from muletrain.policy.views import View, company, yields
 from muletrain.runtime.microbatch.position import Behind
@@ -136,8 +136,7 @@ class Company:
                 steps = min(APART_MAX, 2 * apart.get(peer, (0, APART // 2))[1])
                 apart[peer] = step + steps, steps
                 name = self._ctx.roster.name(peer)
-                message = f"step {step}: {name} answers, but sends no chunks: no averaging with it for {steps} steps"
-                self._ctx.emit(Note(level="warning", message=message))
+                self._ctx.emit(ReplicaApart(step=step, name=name, steps=steps))
 
     def compare(self, seals: dict[PeerId, Seal]) -> None:
         """Replicas begin a step with the same weights; devices that differ in the last bit, or a donor that lied, break
@@ -162,7 +161,5 @@ class Company:
             self._standing.differed = step
             raise Behind(f"step {step}: the weights here are not those of the other replicas", weights_hold=False)
         for member in sorted(differing):
-            name = ctx.roster.name(member)
-            message = f"step {step}: {name} has other weights than the other replicas, and takes theirs"
-            ctx.emit(Note(level="warning", message=message))
+            ctx.emit(WeightsDiffer(step=step, name=ctx.roster.name(member)))
         self._differing |= differing

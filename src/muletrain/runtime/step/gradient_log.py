@@ -22,7 +22,7 @@ from torch import Tensor
 
 from muletrain.config.schema import Codec
 from muletrain.errors import NetworkError, PeerUnreachable, ProtocolError, Refused
-from muletrain.events import Note
+from muletrain.events import TransferFailed
 from muletrain.network.base import Channel
 from muletrain.policy.shards import BLOCK
 from muletrain.runtime.core.waiting import unless_done
@@ -230,7 +230,7 @@ async def fetch_gradient(
                 for peer in givers:
                     ctx.detector.mark_down(peer, f"gave no gradient of step {entry.step}: {e}")
             except NetworkError as e:
-                ctx.emit(Note(level="info", message=f"the gradient of step {entry.step} did not come: {e}"))
+                ctx.emit(TransferFailed(what=f"the gradient of step {entry.step}", reason=str(e)))
     return None
 
 

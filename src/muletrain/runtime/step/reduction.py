@@ -9,7 +9,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from muletrain.errors import MuletrainError
-from muletrain.events import Note
+from muletrain.events import AveragingFailed, RoundGivenUp
 from muletrain.policy.deadline import backoff_s
 from muletrain.runtime.microbatch.position import Behind
 from muletrain.runtime.step.company import LeftOut
@@ -199,8 +199,7 @@ class Reduction:
         me, live = ctx.net.peer_id, ctx.roster.stage(ctx.roster.own.stage)
         without_us = [m for m, view in self._company.views().items() if m in live and me not in view.members]
         if 2 * sum(not state.is_committed(m) for m in without_us) > len(live):
-            message = f"step {state.step}: most replicas average without this peer, so what it holds will not count"
-            ctx.emit(Note(level="warning", message=message))
+            ctx.emit(RoundGivenUp(step=state.step))
             work.gave_way = True
             self._reruns.drop()
             work.ledger.seal()
@@ -267,7 +266,7 @@ class Reduction:
                     continue
                 return await self._average(round_)
             except RoundFailed as e:
-                ctx.emit(Note(level="warning", message=f"averaging step {step}, attempt {attempt}: {e}"))
+                ctx.emit(AveragingFailed(step=step, attempt=attempt, reason=str(e)))
                 self._work.ledger.reopen(keep=True)
                 self._company.silent(averager.silent())
                 self._company.untrue(averager.absent())

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from muletrain.errors import DeadlineExceeded, MuletrainError
-from muletrain.events import Note
+from muletrain.events import MicrobatchesRerun
 from muletrain.policy.deadline import Deadline, backoff_s
 from muletrain.runtime.core.waiting import MAX_SILENCE
 from muletrain.runtime.microbatch.messages import Gap
@@ -102,8 +102,7 @@ class Reruns:
         else:
             self.drop()
         gaps = frozenset(cover.gaps)
-        message = f"step {state.step}: stage {ctx.roster.own.stage} runs {len(gaps)} microbatches again"
-        ctx.emit(Note(level="warning", message=message))
+        ctx.emit(MicrobatchesRerun(step=state.step, stage=ctx.roster.own.stage, microbatches=len(gaps)))
 
         async def refilled() -> None:
             """Gaps are filled when no replica misses them; its own ledger is each one's truth. A replica that tries

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from blake3 import blake3
 
 from muletrain.errors import CheckpointError, MuletrainError, NetworkError, PeerUnreachable, ProtocolError, Refused
-from muletrain.events import Note
+from muletrain.events import TransferFailed
 from muletrain.policy.deadline import backoff_s
 from muletrain.policy.debts import Debts
 from muletrain.runtime.core.branches import branch_of
@@ -304,7 +304,7 @@ class Receiver:
                 try:
                     await self._take(snapshot, good, confirm)
                 except (NetworkError, ProtocolError, CheckpointError) as e:
-                    ctx.emit(Note(level="warning", message=f"the state of stage {stage} did not come whole: {e}"))
+                    ctx.emit(TransferFailed(what=f"the state of stage {stage}", reason=str(e)))
                 else:
                     self._partial = None
                     return snapshot
@@ -323,7 +323,7 @@ class Receiver:
             return donor, Snapshot.unpack(await self._ctx.net.call(donor, ask.KIND, ask.pack(), timeout_s=CALL_S))
         except (NetworkError, ProtocolError) as e:
             if isinstance(ask, AskSnapshot):  # of a checkpoint's part nobody knows who has it
-                self._ctx.emit(Note(level="info", message=f"no state from {donor[-6:]}: {e}"))
+                self._ctx.emit(TransferFailed(what="a state", reason=str(e), source=donor[-6:]))
                 self._refusal = f"; one said: {e}" if isinstance(e, Refused) else self._refusal
             return None
 

@@ -22,7 +22,7 @@ from pydantic import Field
 
 from muletrain.data.tokens import digest_of
 from muletrain.errors import CapacityError, DataError, MuletrainError, NetworkError, PeerUnreachable, ProtocolError
-from muletrain.events import Note
+from muletrain.events import TrainerAdded, TransferFailed
 from muletrain.policy.deadline import backoff_s
 from muletrain.runtime.core.disk import Disk, check_room
 from muletrain.runtime.core.messages import Digest, Message
@@ -231,8 +231,7 @@ class Sharing:
             elif self.source is not None:
                 tries = 0
                 train(self.source)
-                message = f"{ctx.roster.own.name} has the run's tokens, and builds microbatches, too"
-                ctx.emit(Note(level="info", message=message))
+                ctx.emit(TrainerAdded(name=ctx.roster.own.name))
                 untold = await membership.tell(ctx.roster.everyone())
 
     async def _taken(self, ctx: Context, taker: Downloader) -> bool:
@@ -251,7 +250,7 @@ class Sharing:
         except (OSError, MuletrainError) as e:
             if str(e) != self._said:
                 self._said = str(e)
-                ctx.emit(Note(level="warning", message=f"the run's tokens are not kept here: {e}"))
+                ctx.emit(TransferFailed(what="the run's tokens", reason=str(e)))
             return False
         return True
 

@@ -29,7 +29,7 @@ from muletrain.events import (
     FrameRefused,
     LineageLeft,
     MicrobatchRerouted,
-    Note,
+    Notice,
     PeerExpelled,
     PeerLeft,
     PeerSuspected,
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
 PASSES = 20
 """Of the event loop, for cancelled tasks to end."""
 SHOWN = (
-    Note,
+    Notice,
     LineageLeft,
     PeerExpelled,
     PeerLeft,

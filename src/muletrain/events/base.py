@@ -1,0 +1,86 @@
+"""What every event has, and how it is written and read: a line of JSON each."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
+
+from muletrain.errors import MuletrainError
+
+KINDS: dict[str, type[Event]] = {}
+_ADAPTERS: dict[str, TypeAdapter[Event]] = {}
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+# JSON has no NaN: a diverged loss travels as the text "NaN"
+Number = Annotated[float, BeforeValidator(lambda v: _NON_FINITE.get(v, v) if isinstance(v, str) else v)]
+
+
+class EventError(MuletrainError):
+    """A line that is no event: not JSON, of unknown kind, or with other fields than its kind has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Base: ``kind`` is the class name in snake case."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+    kind: ClassVar[str] = "event"
+
+    t: Number = 0.0
+    peer: str = ""
+
+    def __init_subclass__(cls, *, abstract: bool = False) -> None:
+        cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+        if not abstract:
+            KINDS[cls.kind] = cls
+
+    def to_json(self) -> str:
+        """One line of JSON without its line end."""
+        return json.dumps({"kind": self.kind, **_plain(dataclasses.asdict(self))}, ensure_ascii=False, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, line: str | bytes) -> Self:
+        """The event ``to_json`` wrote. Raises EventError."""
+        event = parse(line)
+        if not isinstance(event, cls):
+            raise EventError(f"expected a {cls.kind} event, got {event.kind}")
+        return event
+
+
+def parse(line: str | bytes) -> Event:
+    """The event of a line. Raises EventError."""
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as e:
+        raise EventError(f"not JSON: {e}") from None
+    kind = fields.pop("kind", None) if isinstance(fields, dict) else None
+    cls = KINDS.get(kind) if isinstance(kind, str) else None
+    if cls is None:
+        raise EventError(f"unknown event kind {kind!r}; was it written by another version of muletrain?")
+    try:
+        # by way of JSON again: only there does strict mode take an object for a dataclass
+        return _adapter(cls).validate_json(json.dumps(fields))
+    except ValidationError as e:
+        first = e.errors()[0]
+        raise EventError(f"{kind} event: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def _adapter(cls: type[Event]) -> TypeAdapter[Event]:
+    if cls.kind not in _ADAPTERS:
+        _ADAPTERS[cls.kind] = TypeAdapter(cls)
+    return _ADAPTERS[cls.kind]
+
+
+def _plain(value: Any) -> Any:
+    """Non-finite floats as text, at any depth."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

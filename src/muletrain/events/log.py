@@ -1,0 +1,179 @@
+"""Events on their way to a file, and back: one JSONL stream per process."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Literal, Self
+
+from muletrain.events.base import Event, EventError, parse
+from muletrain.events.notices import Note
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+MAX_WAITING = 4096
+"""Events kept for a disk that has no room for them."""
+
+
+class EventLog:
+    """Appends events to a JSONL file, a line at a time, and tells subscribers. Thread safe.
+
+    A write that fails (full disk) never reaches the caller: events wait for room, the oldest of too many are dropped
+    and counted; subscribers get one Note. A subscriber that raises is removed, with a Note. ``path`` None: subscribers
+    only.
+    """
+
+    def __init__(self, path: Path | None, peer: str, *, now: Callable[[], float] = time.time) -> None:
+        self.path = path
+        self.peer = peer
+        self.dropped = 0
+        """Events that will never be in the file."""
+        self._waiting: deque[bytes] = deque()
+        self._told = False
+        self._now = now
+        self._lock = threading.RLock()
+        self._subscribers: list[Callable[[Event], None]] = []
+        self._file: int | None = None if path is None else _open(path)
+
+    def emit(self, event: Event, peer: str | None = None) -> None:
+        """Stamp, write, notify (subscribers are called in this thread, in order; they should be quick). ``peer``: who
+        said it, if it is passed on for another process."""
+        with self._lock:
+            stamped = dataclasses.replace(event, t=self._now(), peer=peer or self.peer)
+            trouble = self._write(stamped)
+            self._notify(stamped)
+            if trouble is not None:
+                self._notify(dataclasses.replace(trouble, t=stamped.t, peer=self.peer))
+
+    def note(self, message: str, level: Literal["info", "warning", "error"] = "info") -> None:
+        """Emit a Note."""
+        self.emit(Note(level=level, message=message))
+
+    def subscribe(self, callback: Callable[[Event], None]) -> None:
+        """``callback`` gets every event from now on."""
+        with self._lock:
+            self._subscribers.append(callback)
+
+    def close(self) -> None:
+        """Close the file; later events go to subscribers only. Idempotent."""
+        with self._lock:
+            if self._file is not None:
+                self._write_waiting()
+                os.close(self._file)
+            self._file = None
+            self.dropped += len(self._waiting)
+            self._waiting.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write(self, event: Event) -> Note | None:
+        """Returns what to tell people, once, when the file stops taking events."""
+        if self._file is None:
+            return None
+        self._waiting.append(event.to_json().encode() + b"\n")
+        if len(self._waiting) > MAX_WAITING:
+            self._waiting.popleft()
+            self.dropped += 1
+        reason = self._write_waiting()
+        if reason is None or self._told:
+            return None
+        self._told = True
+        message = f"{self.path}: {reason}; events wait for room (the newest {MAX_WAITING} do), training goes on"
+        return Note(level="warning", message=message)
+
+    def _write_waiting(self) -> str | None:
+        """As many as fit, oldest first; why not all."""
+        assert self._file is not None
+        while self._waiting:
+            end: int | None = None
+            try:
+                end = os.fstat(self._file).st_size
+                if os.write(self._file, self._waiting[0]) < len(self._waiting[0]):
+                    self._tear_off(end)
+                    return "no space for a whole line"
+            except OSError as e:
+                self._tear_off(end)
+                return e.strerror or str(e)
+            self._waiting.popleft()
+        return None
+
+    def _tear_off(self, end: int | None) -> None:
+        """Half a line may have been written: shrinking works on a full disk."""
+        try:
+            if self._file is not None and end is not None:
+                os.ftruncate(self._file, end)
+        except OSError:
+            pass  # readers skip the torn line
+
+    def _notify(self, event: Event) -> None:
+        for callback in list(self._subscribers):
+            try:
+                callback(event)
+            except Exception as e:  # whatever a reporter does wrong, training goes on
+                self._subscribers.remove(callback)
+                name = getattr(callback, "__qualname__", type(callback).__name__)
+                self.note(f"{name} failed on a {event.kind} event and gets no more: {e!r}", "warning")
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """Every event of a finished or growing file; a torn last line is left out. Raises EventError with the line."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.endswith(b"\n"):
+                yield _located(line, f"{path}:{number}")
+
+
+class EventTail:
+    """Follows all ``*.jsonl`` files of a run folder; new files are found as they appear."""
+
+    def __init__(self, folder: Path, *, from_now: bool = False) -> None:
+        """``from_now``: what is written already is another process's past."""
+        self.folder = folder
+        old = folder.glob("*.jsonl") if from_now else ()
+        # up to the last whole line: a torn one is cut off when its file is opened again
+        self._offsets: dict[Path, int] = {path: path.read_bytes().rfind(b"\n") + 1 for path in old}
+
+    def poll(self) -> list[Event]:
+        """What was written since the last poll, in the order of wall time. A line that is no event becomes a Note."""
+        events = [event for path in sorted(self.folder.glob("*.jsonl")) for event in self._new(path)]
+        return sorted(events, key=lambda e: e.t)
+
+    def _new(self, path: Path) -> Iterator[Event]:
+        start = self._offsets.get(path, 0)
+        with path.open("rb") as file:
+            file.seek(start)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offsets[path] = start + len(whole)
+        for line in whole.splitlines():
+            try:
+                yield _located(line, path.name)
+            except EventError as e:
+                yield Note(level="warning", message=str(e), t=time.time(), peer=path.stem)
+
+
+def _open(path: Path) -> int:
+    """Opens for appending; half a line left by a killed process is cut off."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    size = os.fstat(file).st_size
+    tail = os.pread(file, 1 << 16, max(0, size - (1 << 16)))
+    if size and not tail.endswith(b"\n"):
+        os.ftruncate(file, size - (len(tail) - tail.rfind(b"\n") - 1))
+    return file
+
+
+def _located(line: bytes, where: str) -> Event:
+    try:
+        return parse(line)
+    except EventError as e:
+        raise EventError(f"{where}: {e}") from None
