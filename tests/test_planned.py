@@ -14,7 +14,7 @@ from muletrain.compute.estimate import StageMemory
 from muletrain.config.load import load_config
 from muletrain.config.plan import Plan, Prediction, Stage
 from muletrain.errors import CapacityError, ConfigError
-from muletrain.events import StandInChanged, StepApplied, read_events
+from muletrain.events import SeatEmpty, StepApplied, read_events
 from muletrain.model.spec import ModelSpec
 from muletrain.network.memory import MemoryHub
 from muletrain.runs.join.lobby import Join
@@ -188,5 +188,5 @@ def test_a_plan_runs_and_a_spare_takes_the_seat_of_a_peer_that_is_killed(tmp_pat
     assert {served[step] for step in (23, 24)} == {3}
     assert {e.microbatches for e in applied if e.peer == "moor"} == {1}
     assert {e.microbatches for e in applied if e.peer == "east"} == {4}
-    said = [e for e in events if isinstance(e, StandInChanged)]
-    assert any((e.pipeline, e.stage, e.seat) == (0, 1, "west") and "cellar (spare)" in e.how for e in said)
+    said = [e for e in events if isinstance(e, SeatEmpty)]
+    assert any((e.pipeline, e.stage, e.seat, e.spares) == (0, 1, "west", "cellar") for e in said)

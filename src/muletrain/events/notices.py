@@ -252,14 +252,29 @@ class TrainerAdded(Notice):
 
 
 @dataclass(frozen=True)
-class StandInChanged(Notice):
-    """``seat`` of a planned pipeline is empty and ``how`` it is filled, or that it is filled as planned again."""
+class SeatEmpty(Notice):
+    """A planned pipeline lacks the peer ``seat``. ``spares`` take its microbatches; '': there is no spare."""
 
-    TEXT = "pipeline {pipeline}, stage {stage}, '{seat}': {how}"
     pipeline: int
     stage: int
     seat: str
-    how: str
+    spares: str
+
+    @property
+    def message(self) -> str:
+        lacks = f"pipeline {self.pipeline} has no '{self.seat}' at stage {self.stage}"
+        if self.spares:
+            return f"{lacks}: {self.spares} (spare) takes its microbatches"
+        return f"{lacks} and no spare: the stage's other peers share its microbatches, as strategy swarm has it"
+
+
+@dataclass(frozen=True)
+class SeatFilled(Notice):
+    TEXT = "'{seat}' is at stage {stage}: pipeline {pipeline} is as planned there"
+    level = "info"
+    pipeline: int
+    stage: int
+    seat: str
 
 
 @dataclass(frozen=True)

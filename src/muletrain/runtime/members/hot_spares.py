@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from muletrain.events import StandInChanged
+from muletrain.events import SeatEmpty, SeatFilled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,9 +32,6 @@ class HotSpares:
     def _say(self, missing: StandIn, spares: tuple[str, ...] | None) -> None:
         stage, pipeline, name = missing
         if spares is None:
-            how = "it is there, as planned"
-        elif spares:
-            how = f"it is missing; {' and '.join(spares)} (spare) takes its microbatches"
+            self._ctx.emit(SeatFilled(pipeline=pipeline, stage=stage, seat=name))
         else:
-            how = "it is missing, and there is no spare; the stage's other peers share its microbatches, as strategy swarm has it"
-        self._ctx.emit(StandInChanged(pipeline=pipeline, stage=stage, seat=name, how=how))
+            self._ctx.emit(SeatEmpty(pipeline=pipeline, stage=stage, seat=name, spares=" and ".join(spares)))
