@@ -1,9 +1,13 @@
-"""A runner of steps without the rest of a peer."""
+"""Parts of a peer without the rest."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from muletrain.clock import LoopClock
+from muletrain.events import EventLog
+from muletrain.runs.host import Host
+from muletrain.runs.join.ticket import Ticket
 from muletrain.runtime.members.leaving import Departure
 from muletrain.runtime.microbatch.position import Position
 from muletrain.runtime.step.gradient_log import GradientLog
@@ -12,8 +16,17 @@ from muletrain.runtime.transfer.blocks import Downloader
 
 if TYPE_CHECKING:
     from muletrain.network.base import PeerId
+    from muletrain.runs.spec import WorkerSpec
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.inflight import InFlightStep
+
+
+TICKET = str(Ticket("run", bytes(32), bytes(32), ()))
+
+
+def host_of(spec: WorkerSpec) -> Host:
+    """Whose log is nowhere."""
+    return Host(spec, EventLog(None, spec.name), LoopClock())
 
 
 class _Nobody:

@@ -12,20 +12,23 @@ from typing import Any
 
 import pytest
 
+from muletrain.clock import LoopClock
 from muletrain.config.load import load_config
 from muletrain.errors import AdmissionError, CapacityError, ConfigError, MuletrainError
 from muletrain.events import EventLog
 from muletrain.network.memory import MemoryHub
 from muletrain.runs.assemble import RunFacts, build_compute
+from muletrain.runs.host import Host
 from muletrain.runs.join import lobby
 from muletrain.runs.join.limits import check_tokenizer, largest_tokenizer
+from muletrain.runs.join.newcomer import join
 from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.measure.machine import Machine
 from muletrain.runs.spec import WorkerSpec
-from muletrain.runs.worker import Worker
 from muletrain.runtime.checkpoint.messages import largest_part
 from muletrain.runtime.core.disk import SPARE_BYTES, check_room
 from muletrain.wire.statefile import state_buffers
+from tests.runners import TICKET, host_of
 
 pytestmark = pytest.mark.timeout(120)
 SMALL = ("model.width=64", "model.heads=2", "model.context=32", "model.vocab=300")
@@ -70,7 +73,7 @@ def joined(tmp_path: Path, memory_gib: float, *overrides: str, **told: Any) -> t
             role="join", name="a", folder=str(tmp_path), ticket=str(ticket), device="cpu", memory_gib=memory_gib
         )
         with EventLog(tmp_path / "a.jsonl", "a") as log, pytest.raises(MuletrainError) as refusal:
-            await Worker(spec, log)._join(hub.join("a"))  # type: ignore[arg-type]
+            await join(Host(spec, log, LoopClock()), hub.join("a"))  # type: ignore[arg-type]
         return refusal.value, founder
 
     return asyncio.run(scenario())
@@ -136,11 +139,10 @@ def test_a_founder_that_asks_for_too_much_is_refused_before_anything_is_taken(
 def test_a_stage_that_does_not_fit_is_never_built_whoever_says_so(tmp_path: Path) -> None:
     """After a move, or a step back, too."""
     facts = RunFacts.of(load_config(None, list(LARGE)))
-    worker = Worker.__new__(Worker)
-    worker._spec = WorkerSpec(role="join", name="a", folder=str(tmp_path), ticket="")
+    spec = WorkerSpec(role="join", name="a", folder=str(tmp_path), ticket=TICKET)
     machine = Machine.probe("cpu", facts.config.compute.precision, 0.25)
     with pytest.raises(CapacityError, match="stage 1 needs"):
-        asyncio.run(worker._compute(facts, 1, machine, None))
+        asyncio.run(host_of(spec).build(facts, 1, machine, None))
 
 
 @pytest.mark.parametrize("delayed", [False, True])

@@ -37,16 +37,16 @@ from muletrain.model.hf import export_hf
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import build_full
 from muletrain.network.base import Frame, Network
-from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.network.memory import MemoryHub
 from muletrain.runs.assemble import RunFacts, build_compute
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.first_weights import write_first_checkpoint
-from muletrain.runs.join import lobby
+from muletrain.runs.host import Host
+from muletrain.runs.join import lobby, newcomer
 from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.measure import machine
 from muletrain.runs.spec import WorkerSpec
-from muletrain.runs.worker import PROTOCOL, Worker
+from muletrain.runs.worker import PROTOCOL
 from muletrain.runtime.members.roster import Genesis
 from muletrain.sim.loop import run_virtually
 from muletrain.strategies.swarm import SWARM
@@ -565,7 +565,7 @@ def test_a_newcomer_with_another_corpus_says_why_it_does_not_come(tmp_path: Path
             EventLog(tmp_path / "b.jsonl", "b") as log,
             pytest.raises(AdmissionError, match=r"theirs\.txt: this corpus"),
         ):
-            await Worker(spec, log)._join(hub.join("b"))
+            await newcomer.join(Host(spec, log, LoopClock()), hub.join("b"))
         assert own.missing() == waiting, "its seat is free again"
 
     asyncio.run(scenario())
@@ -902,15 +902,12 @@ def test_an_owners_limits(tmp_path: Path) -> None:
     assert machines_cli.Limits().wait_until_free()
 
 
-def test_an_owners_bandwidth_counts_from_the_first_byte_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_owners_bandwidth_counts_from_the_first_byte_on(tmp_path: Path) -> None:
     """What comes in the lobby (a checkpoint's part), in calls and in frames: 10 MB at 1 MB/s."""
     data, took = bytes(5_000_000), list[float]()
     hub = MemoryHub()
 
-    async def create(**_: object) -> Network:
-        return hub.join("n")
-
-    async def join(self: Worker, network: Network) -> None:
+    async def scenario(network: Network) -> None:
         founder, clock = hub.join("f"), LoopClock()
 
         async def part(sender: str, payload: bytes) -> bytes:
@@ -933,8 +930,6 @@ def test_an_owners_bandwidth_counts_from_the_first_byte_on(tmp_path: Path, monke
             await came.wait()
         took.append(clock.now() - begin)
 
-    monkeypatch.setattr(Libp2pNetwork, "create", create)
-    monkeypatch.setattr(Worker, "_join", join)
     assert machines_cli.Limits(bandwidth_mbps=16).share(2) == 1e6, "for each of two processes"
     spec = WorkerSpec(
         role="join",
@@ -945,7 +940,7 @@ def test_an_owners_bandwidth_counts_from_the_first_byte_on(tmp_path: Path, monke
     )
     problems: list[str] = []
     with EventLog(tmp_path / "n.jsonl", "n") as log:
-        run_virtually(Worker(spec, log).run(), 100.0, problems)
+        run_virtually(scenario(Host(spec, log, LoopClock()).limited(hub.join("n"))), 100.0, problems)
     assert problems == []
     assert took[0] == pytest.approx(5.0, abs=0.6)
     assert took[1] == pytest.approx(10.0, abs=1.2)

@@ -20,10 +20,12 @@ from muletrain.config.schema import RunConfig
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import AdmissionError, ConfigError
 from muletrain.runs.assemble import RunFacts, build_compute
+from muletrain.runs.corpus import own_data
+from muletrain.runs.host import place_of
 from muletrain.runs.join.ticket import read_ticket
 from muletrain.runs.spec import WorkerSpec
-from muletrain.runs.worker import Worker, place_of
 from muletrain.runtime.checkpoint.store import Folder, Key, open_place
+from tests.runners import TICKET, host_of
 
 REFUSED = [
     "reference::memory://x.json",
@@ -41,7 +43,7 @@ def told_to_write(place: str) -> RunConfig:
 
 
 def joiner(folder: Path, place: str | None = None, **more: Any) -> WorkerSpec:
-    return WorkerSpec(role="join", name="a", folder=str(folder), ticket="", place=place, **more)
+    return WorkerSpec(role="join", name="a", folder=str(folder), ticket=TICKET, place=place, **more)
 
 
 def test_a_joiner_opens_no_place_that_only_the_founder_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,9 +87,9 @@ def test_a_founder_does_not_choose_where_a_joiners_tokens_are_kept(
     founders = TokenCache.build(config.data, 300)
     chosen = tmp_path / "by-the-founder"
     told = config.model_copy(update={"data": config.data.model_copy(update={"cache": str(chosen)})})
-    worker = Worker.__new__(Worker)  # its network is not needed
-    worker._spec = joiner(tmp_path / "join", data=str(text))
-    cache = worker._own_data(RunFacts.of(told), founders.tokenizer_json, founders.digest)
+    cache = own_data(
+        host_of(joiner(tmp_path / "join", data=str(text))), RunFacts.of(told), founders.tokenizer_json, founders.digest
+    )
     assert cache is not None
     assert not chosen.exists()
 
@@ -175,18 +177,16 @@ def test_what_a_founder_puts_into_its_configuration_touches_nothing_of_a_joiner(
     attack = load_config(None, [*sizes, *(a.format(trap=trap) for a in ATTACKS[row])])
     environment, files = dict(os.environ), sorted(trap.rglob("*"))
     spec = joiner(tmp_path / "join", data=str(text), memory_gib=1.0)
-    worker = Worker.__new__(Worker)  # its network is not needed
-    worker._spec = spec
     TOUCHED.clear()
     WATCHING.append(True)
     try:
         facts = RunFacts.of(RunConfig.model_validate_json(attack.model_dump_json(by_alias=True)))
-        machine = asyncio.run(worker._machine(None))
+        machine = asyncio.run(host_of(spec).probe_machine(None))
         facts.plan()
         build_compute(facts.drawn(), 0, machine, spec.fleet_index).close()
         place = place_of(facts.config, spec, lambda *_: None)
         if "data.field" not in row:
-            worker._own_data(facts, own.tokenizer_json, own.digest)
+            own_data(host_of(spec), facts, own.tokenizer_json, own.digest)
     finally:
         WATCHING.clear()
     assert [t for t in TOUCHED if str(trap) in t or "socket.connect" in t or "subprocess" in t] == []

@@ -17,22 +17,23 @@ from timed import Call, TimedNetwork, call_in_turn
 from muletrain.network.base import Network
 from muletrain.runs import worker
 from muletrain.runs.assemble import RunFacts
+from muletrain.runs.host import Host
 
 
-def links(self: worker.Worker, facts: RunFacts, network: Network) -> Any:
+def links(self: Host, facts: RunFacts, network: Network) -> Any:
     if not hasattr(self, "timed"):
-        file = (Path(self._spec.folder) / f"{self._spec.name}.calls").open("a", buffering=1)
+        file = (Path(self.spec.folder) / f"{self.spec.name}.calls").open("a", buffering=1)
 
         def record(call: Call) -> None:
             file.write(json.dumps(asdict(call)) + "\n")
 
         self.timed = TimedNetwork(network, time.time, record)
-    if self._roster is not None:  # training begins
-        roster = self._roster
-        self.calling = asyncio.create_task(call_in_turn(self.timed, self._clock, lambda: [p for p in roster.others()]))
+    if self.roster is not None:  # training begins
+        roster = self.roster
+        self.calling = asyncio.create_task(call_in_turn(self.timed, self.clock, lambda: [p for p in roster.others()]))
     return self.timed
 
 
 if __name__ == "__main__":
-    worker.Worker._links = links  # type: ignore[method-assign]
+    Host.links = links  # type: ignore[method-assign]
     worker.main()

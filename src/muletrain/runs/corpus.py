@@ -1,0 +1,85 @@
+"""A peer's own data: the corpus that makes it a trainer, and its part where the run shares its tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from muletrain.config.schema import DataConfig
+from muletrain.data.tokens import TokenCache, cache_folder
+from muletrain.errors import AdmissionError, DataError
+from muletrain.runtime.core.disk import Disk
+from muletrain.runtime.transfer.tokens import WANTED, Sharing, Store, share
+from muletrain.units import format_memory
+
+if TYPE_CHECKING:
+    from muletrain.runs.assemble import RunFacts
+    from muletrain.runs.host import Host
+    from muletrain.runs.join.lobby import Welcome
+
+
+async def owners_sharing(facts: RunFacts, cache: TokenCache) -> Sharing:
+    """Of a peer that has the data. Reads all of it once. Raises DataError."""
+    disk, wanted = Disk(), facts.config.fleet.trainers or WANTED
+    try:
+        shared, copy = await asyncio.to_thread(share, *cache.train_file, cache.heldout_file, disk)
+    except OSError as e:
+        raise DataError(f"data.share: {cache.folder}: {e.strerror}; build the cache again") from e
+    return Sharing(
+        shared,
+        bytes.fromhex(cache.digest),
+        cache.tokenizer_json,
+        facts.spec.vocab,
+        facts.source_of,
+        wanted=min(WANTED, wanted),
+        source=facts.source(cache),
+        copy=copy,
+        disk=disk,
+    )
+
+
+async def joiners_sharing(
+    host: Host, facts: RunFacts, welcome: Welcome, tokenizer: bytes, cache: TokenCache | None
+) -> Sharing | None:
+    """A joiner's part in it, where the run shares its tokens."""
+    shared, limit = welcome.tokens, int(host.spec.tokens_gib * 2**30)
+    if shared is None or not facts.config.data.share:
+        return None
+    if cache is not None:
+        own = await owners_sharing(facts, cache)
+        return own if own.shared == shared else None
+    if shared.size > limit:
+        host.log.note(
+            f"the run shares its tokens, {format_memory(shared.size)}; this machine keeps at most {format_memory(limit)} (--tokens)",
+            "info",
+        )
+        return None
+    wanted = min(WANTED, facts.config.fleet.trainers or WANTED)
+    store = Store(cache_folder(DataConfig()) / "shared", limit)
+    return Sharing(shared, welcome.data, tokenizer, facts.spec.vocab, facts.source_of, store, wanted)
+
+
+def own_data(host: Host, facts: RunFacts, tokenizer: bytes, digest: str) -> TokenCache | None:
+    """The corpus, where this peer has it: only then can it be a trainer. Raises AdmissionError when it is another
+    corpus."""
+    where = host.spec.data
+    if where == "none":
+        return None
+    data = facts.config.data
+    if where != "config":
+        with tempfile.TemporaryDirectory(prefix="mule-tokenizer-") as folder:
+            file = Path(folder) / "tokenizer.json"
+            file.write_bytes(tokenizer)
+            own = {"path": where, "tokenizer": str(file), "cache": None}  # not where the founder says
+            data = data.model_copy(update=own)
+            cache = TokenCache.build(data, facts.spec.vocab)
+    else:
+        cache = TokenCache.build(data, facts.spec.vocab)
+    if cache.digest != digest:
+        raise AdmissionError(
+            f"--data: {data.path}: this corpus has digest {cache.digest[:12]}, the run's has {digest[:12]}; give the same files, "
+            f"or join without --data (only trainers need it)"
+        )
+    return cache

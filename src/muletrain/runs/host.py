@@ -1,0 +1,157 @@
+"""What a peer has on its machine, whatever its part in the run: its spec, log and ticket, the machine itself, its links
+and its compute."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import safetensors.torch
+
+import muletrain
+from muletrain.config.fleet import Link, limited_peer, load_fleet
+from muletrain.config.schema import Precision, RunConfig
+from muletrain.errors import ConfigError
+from muletrain.network.shaped import ShapedNetwork
+from muletrain.runs.assemble import build_compute
+from muletrain.runs.join.limits import check_stage
+from muletrain.runs.join.lobby import Join
+from muletrain.runs.join.ticket import Ticket
+from muletrain.runs.measure.machine import Machine
+from muletrain.runs.measure.probing import BlockFound, Prober, block_of, identity_of
+from muletrain.runs.worker_files import TICKET_FILE, write_secret
+from muletrain.runtime.checkpoint.store import CheckpointStore, Folder, open_place
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from muletrain.clock import Clock
+    from muletrain.compute.base import Compute
+    from muletrain.events import EventLog
+    from muletrain.network.base import Network, PeerId
+    from muletrain.runs.assemble import RunFacts
+    from muletrain.runs.spec import WorkerSpec
+    from muletrain.runtime.members.roster import Roster
+
+
+class Host:
+    """One process'. ``names``: who is in the run, as far as this peer knows, by id; ``roster``: once the run has
+    begun; ``compute``: the one in use."""
+
+    def __init__(self, spec: WorkerSpec, log: EventLog, clock: Clock) -> None:
+        self.spec, self.log, self.clock = spec, log, clock
+        self.ticket = Ticket.parse(spec.ticket)
+        self.names: Callable[[], dict[PeerId, str]] = dict
+        self.roster: Roster | None = None
+        self.compute: Compute | None = None
+        self.shaped: ShapedNetwork | None = None
+
+    def hand_out(self, ticket: Ticket) -> None:
+        """Put the ticket where a face of this machine finds it."""
+        self.ticket = ticket
+        if self.spec.role == "found" or self.spec.keeps_ticket:
+            write_secret(Path(self.spec.folder) / TICKET_FILE, str(ticket))
+
+    async def probe_machine(self, config: RunConfig | None) -> Machine:
+        """Measures it."""
+        spec = self.spec
+        precision = config.compute.precision if config is not None else Precision(spec.precision or "auto")
+        return await asyncio.to_thread(
+            Machine.probe, spec.device, precision, spec.memory_gib, spec.sharing, spec.host_memory
+        )
+
+    def introduction(self, network: Network, machine: Machine) -> Join:
+        return Join(
+            version=muletrain.__version__,
+            name=self.spec.name,
+            stage=self.spec.stage,
+            device=machine.kind,
+            flops=machine.flops,
+            memory=machine.offer.device,
+            host_memory=machine.offer.host,
+            addresses=tuple(network.addresses()),
+        )
+
+    async def build(self, facts: RunFacts, stage: int, machine: Machine, part: Path | None) -> Compute:
+        """With the state in ``part``, if the run does not begin with what every peer can make. Raises CapacityError,
+        whoever says that this peer serves ``stage``."""
+        check_stage(facts, stage, machine.offer)
+        compute = await asyncio.to_thread(build_compute, facts, stage, machine, self.spec.fleet_index, part)
+        if part is not None:
+            await compute.load_state(await compute.offload(safetensors.torch.load_file, part))
+        return compute
+
+    def prober(
+        self,
+        facts: RunFacts,
+        network: Network,
+        links: Network,
+        founder: PeerId,
+        machine: Machine,
+        learn: Callable[[dict[PeerId, str]], None],
+    ) -> Prober:
+        """Measures when ``founder`` asks for it."""
+        spec = self.spec
+        emulated = "" if facts.config.fleet.profile is None or spec.fleet_index is None else spec.name
+        identity = identity_of(self.ticket.run_id, emulated)
+
+        def block() -> BlockFound:
+            return block_of(facts.spec, facts.config.train.microbatch, machine, Path(spec.folder), identity)
+
+        prober = Prober(network, links, founder, self.clock, learn, block)
+        prober.open()
+        return prober
+
+    def close_compute(self) -> None:
+        if self.compute is not None:
+            self.compute.close()
+
+    def links(self, facts: RunFacts, network: Network) -> Network:
+        """Links of the fleet profile, if there is one (peer i of the profile is the i-th name of the local fleet), or
+        as wide as this machine's owner allows."""
+        index, profile, spec = self.spec.fleet_index, facts.config.fleet.profile, self.spec
+        if self.shaped is not None:
+            return self.shaped
+        if profile is not None and index is not None:
+            fleet = load_fleet(profile, peers=facts.config.fleet.local_peers)
+
+            def link(peer: PeerId) -> Link:
+                name = self.names()[peer] if self.roster is None else self.roster.member(peer).name
+                return fleet.link(index, fleet.number(name))  # a newcomer's links are another's
+
+            self.shaped = ShapedNetwork(network, link, fleet.peers()[index])
+        elif spec.faults:
+            self.shaped = self._as_wide(network, math.inf)
+        return self.shaped or network
+
+    def limited(self, network: Network) -> Network:
+        """From the first byte of the lobby on, as wide as this machine's owner allows."""
+        rate = self.spec.bandwidth_bytes_per_s
+        return network if rate is None else self._as_wide(network, rate)
+
+    def _as_wide(self, network: Network, bytes_per_s: float) -> ShapedNetwork:
+        return ShapedNetwork(network, lambda peer: Link(0.0, math.inf), limited_peer(bytes_per_s))
+
+
+def place_of(config: RunConfig, spec: WorkerSpec, note: Callable[..., None]) -> CheckpointStore:
+    """Where this peer writes checkpoints: the run's shared place only if the owner of this machine named it, too,
+    because opening it uses this machine's disk or credentials. Raises ConfigError where the owner's place is not the
+    run's, or the founder cannot use it."""
+    shared, keep = config.checkpoint.place, config.checkpoint.keep
+    own = Folder(Path(spec.folder) / "checkpoints", keep)
+    if spec.place is not None and spec.place != shared:
+        raise ConfigError(f"--place: {spec.place} is not where the run's checkpoints go ({shared or 'the run folder'})")
+    if shared is None:
+        return own
+    if spec.place is None:
+        note(f"checkpoints go to {shared}; others write this peer's part (join with --place {shared} to write there)")
+        return own
+    try:
+        return open_place(shared, keep)
+    except ConfigError as e:
+        if spec.role == "found":
+            raise
+        note(f"{e}; others write this peer's part there", "warning")
+    return own

@@ -1,0 +1,176 @@
+"""From the moment that a peer knows its stage and its fellow members, to the end of the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from muletrain.compute.probe import chip
+from muletrain.events import PeerJoined, RunStarted
+from muletrain.runs.assemble import versions
+from muletrain.runs.join.reception import Reception
+from muletrain.runtime.checkpoint.roles import Book
+from muletrain.runtime.members.context import Context
+from muletrain.runtime.peer.peer import Peer
+from muletrain.runtime.peer.service import Service
+
+if TYPE_CHECKING:
+    from muletrain.compute.base import Compute
+    from muletrain.data.tokens import TokenCache
+    from muletrain.network.base import Network
+    from muletrain.runs.assemble import RunFacts
+    from muletrain.runs.chaos import Points
+    from muletrain.runs.host import Host
+    from muletrain.runs.join.reception import Papers
+    from muletrain.runs.measure.machine import Machine
+    from muletrain.runtime.checkpoint.store import CheckpointStore
+    from muletrain.runtime.members.messages import Member
+    from muletrain.runtime.members.roster import Roster
+    from muletrain.runtime.recovery.messages import StepBack
+    from muletrain.runtime.step.record import StepRecord
+    from muletrain.runtime.transfer.tokens import Sharing
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What a peer needs to train. ``compute``: of its stage, ready; ``cache``: its corpus, if it has the data;
+    ``joining``: the run goes on already."""
+
+    facts: RunFacts
+    roster: Roster
+    network: Network
+    compute: Compute
+    machine: Machine
+    cache: TokenCache | None
+    papers: Papers
+    place: CheckpointStore
+    sharing: Sharing | None
+    joining: bool = False
+
+
+class Training:
+    """One process' part in a run."""
+
+    def __init__(self, host: Host, points: Points) -> None:
+        """``points``: at which chaos hits this peer."""
+        self._host, self._points = host, points
+        self.peer: Peer | None = None
+        self.steps, self._total = 0, -1
+        self.reason = "ended on request"
+        self._stopped = False
+        self._begin = 0.0
+
+    @property
+    def complete(self) -> bool:
+        """Were all steps done?"""
+        return self.steps == self._total
+
+    def stop(self) -> None:
+        """End in order, after the current step; a joiner on a machine of its own leaves: the run is not its own to
+        end."""
+        self._stopped = True
+        if self.peer is not None and self._host.spec.keeps_ticket:
+            self.peer.leave()
+        elif self.peer is not None:
+            self.peer.stop()
+
+    async def run(self, seat: Seat) -> bool:
+        """To the end. False if the last checkpoint could not be written."""
+        host, facts, roster = self._host, seat.facts, seat.roster
+        Reception(
+            seat.network, host.log.emit, roster, seat.papers, facts.needs(), facts.stage_costs(), facts.strategy
+        ).open()
+        before = host.names()
+        host.names = lambda: before | {m.id: m.name for m in roster.members()}
+        host.roster = roster
+        self.steps, self._total = roster.genesis.first_step, facts.config.train.steps
+        self._begin = host.clock.now()
+        if host.spec.role == "found" or host.spec.keeps_ticket:
+            host.log.emit(_started(facts, roster))
+        links, ready = host.links(facts, seat.network), [seat.compute]
+        about = {**facts.manifest(roster.genesis.run_id), "data": seat.papers.data.hex()}
+        about["precision"] = seat.machine.precision.value
+        book = Book(seat.place, about, {"tokenizer.json": seat.papers.tokenizer})
+
+        async def make(joins: bool, back: StepBack | None) -> Peer:
+            """Our peer at the stage that the roster names; the first one's compute is ready."""
+            if ready:
+                host.compute = ready.pop()
+            else:
+                host.close_compute()
+                host.compute = await host.build(facts.drawn(), roster.own.stage, seat.machine, None)
+            return self._make(seat, links, host.compute, book, joins, back)
+
+        try:
+            return await Service(make, joining=seat.joining).run()
+        finally:
+            host.close_compute()
+            if self.peer is not None and self.peer.left:
+                self.reason = "left in order"
+
+    def _make(
+        self, seat: Seat, links: Network, compute: Compute, book: Book, joins: bool, back: StepBack | None
+    ) -> Peer:
+        host, facts, roster, cache, sharing = self._host, seat.facts, seat.roster, seat.cache, seat.sharing
+        ctx = Context(
+            net=links,
+            clock=host.clock,
+            compute=compute,
+            roster=roster,
+            plan=facts.plan(),
+            emit=host.log.emit,
+            reached=lambda phase, step: self._points.reached(phase, step + 1),
+        )
+        self.peer = peer = Peer(
+            ctx,
+            source=facts.source(cache) if cache is not None else None if sharing is None else sharing.source,
+            sharing=sharing,
+            book=book,
+            on_step=lambda record: self._on_step(record, facts.config.train.time_limit),
+            on_report=host.log.emit,
+            reports=host.spec.keeps_ticket,
+            joining=joins,
+            back=back,
+            fits=lambda s: facts.needs()[s].fits(seat.machine.offer),
+            log_bytes=facts.needs()[roster.own.stage].spare(seat.machine.offer),
+        )
+        peer.reporting.tell(_joined(roster.own, compute, seat.machine, host.spec.threads))
+        if self._stopped:
+            self.stop()
+        return peer
+
+    def _on_step(self, record: StepRecord, limit_s: float | None) -> bool:
+        self.steps = record.step + 1
+        if limit_s is None or self._host.clock.now() - self._begin <= limit_s:
+            return False
+        self.reason = f"the time limit of {limit_s:.0f} s (train.time_limit) is over"
+        return True
+
+
+def _started(facts: RunFacts, roster: Roster) -> RunStarted:
+    config = facts.config
+    return RunStarted(
+        run_id=roster.genesis.run_id,
+        config_digest=facts.config_digest.hex(),
+        versions=versions(),
+        steps=config.train.steps,
+        stages=config.fleet.stages,
+        peers=len(roster.genesis.members),
+        microbatches=config.microbatches,
+        tokens_per_step=config.train.batch * facts.spec.context,
+        first_step=roster.genesis.first_step,
+    )
+
+
+def _joined(member: Member, compute: Compute, machine: Machine, threads: int) -> PeerJoined:
+    return PeerJoined(
+        peer_id=member.id,
+        name=member.name,
+        stage=member.stage,
+        device=str(machine.device),
+        precision=machine.precision.value,
+        trainer=member.trainer,
+        params=compute.n_params,
+        threads=threads,
+        chip=chip(machine.device),
+    )
