@@ -28,7 +28,16 @@ from torch import Tensor
 from muletrain.clock import LoopClock
 from muletrain.config.load import load_config
 from muletrain.errors import CheckpointError, ConfigError, ProtocolError
-from muletrain.events import CheckpointFailed, CheckpointWritten, Event, EventLog, Note, StepDone, read_events
+from muletrain.events import (
+    CheckpointFailed,
+    CheckpointWritten,
+    Event,
+    EventLog,
+    Note,
+    StepDone,
+    TransferFailed,
+    read_events,
+)
 from muletrain.network.base import Frame
 from muletrain.network.memory import MemoryHub
 from muletrain.runs.assemble import RunFacts
@@ -354,7 +363,7 @@ def test_a_part_that_changes_on_its_way_is_not_taken(tmp_path: Path, monkeypatch
         await asyncio.sleep(1.0)
         assert names(tmp_path / "run")[0].startswith(".step-00000004")
         await stages.close()
-        assert any("not what was announced" in e.message for e in stages.of(Note))
+        assert any("not what was announced" in e.reason for e in stages.of(TransferFailed))
 
     play(scenario)
 
