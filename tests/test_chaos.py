@@ -387,13 +387,13 @@ def test_points_of_a_step_are_hit_once_and_said_first(tmp_path: Path, monkeypatc
             event = FaultInjected(what=what, who=["peer-1"], for_s=0.0, planned=what, step=2)
             points.add(network, "5", phase, event.to_json())
         for phase in ("sealing", "averaging"):
-            points.reached(phase, 4)
+            points.reached(phase, 3)
         assert signals == []
-        points.reached("averaging", 6)
-        points.reached("averaging", 6)
+        points.reached("averaging", 5)
+        points.reached("averaging", 5)
         assert signals == [signal.SIGKILL]
         assert [e.step for e in read_events(tmp_path / "peer-1.jsonl") if isinstance(e, FaultInjected)] == [5]
-        points.reached("sealing", 6)
+        points.reached("sealing", 5)
         assert signals == [signal.SIGKILL, signal.SIGSTOP]
         with pytest.raises(MuletrainError, match="no such point"):
             points.add(network, "5", "sleeping", event.to_json())

@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
 
+class _Waiter:
+    """Sees nothing that would end a wait."""
+
+    def look_around(self) -> None:
+        pass
+
+    def who_is_there(self) -> str:
+        return ""
+
+
 def virtually(work: Coroutine[Any, Any, None], limit_s: float = 100.0) -> None:
     problems: list[str] = []
     run_virtually(work, limit_s, problems)
@@ -125,10 +135,10 @@ def test_a_wait_is_not_in_vain_while_what_is_waited_for_goes_on() -> None:
 
         done = asyncio.Event()
         news = News()
-        waits = Waits(clock, news, lambda: None, lambda: "")
+        waits = Waits(clock, news, _Waiter())
         working = asyncio.create_task(work())
         asyncio.get_running_loop().call_later(60.0, lambda: (done.set(), news.touched()))
-        await waits.until(done.is_set, Deadline(unmeasured_s=5.0, floor_s=5.0), "it", ask, pulse.goes_on_s)
+        await waits.until(done.is_set, Deadline(unmeasured_s=5.0, floor_s=5.0), "it", ask, pulse)
         await working
 
     virtually(scenario())
@@ -144,7 +154,7 @@ def test_a_wait_that_went_on_without_questions_is_not_given_up_before_the_next_o
     async def scenario() -> None:
         clock, done, asked = LoopClock(), asyncio.Event(), 0
         news = News()
-        waits = Waits(clock, news, lambda: None, lambda: "")
+        waits = Waits(clock, news, _Waiter())
 
         async def ask() -> None:
             nonlocal asked
@@ -163,7 +173,7 @@ def test_a_wait_that_went_on_without_questions_is_not_given_up_before_the_next_o
                 pulse.beat(clock.now())
 
         working = asyncio.create_task(work())
-        await waits.until(done.is_set, Deadline(unmeasured_s=5.0, floor_s=5.0), "it", ask, pulse.goes_on_s)
+        await waits.until(done.is_set, Deadline(unmeasured_s=5.0, floor_s=5.0), "it", ask, pulse)
         await working
 
     virtually(scenario(), 1000.0)
@@ -176,7 +186,7 @@ def test_a_deadline_that_was_missed_does_not_lengthen_the_next() -> None:
     async def scenario() -> None:
         clock, done = LoopClock(), asyncio.Event()
         news = News()
-        waits, deadline = Waits(clock, news, lambda: None, lambda: ""), Deadline(floor_s=0.5)
+        waits, deadline = Waits(clock, news, _Waiter()), Deadline(floor_s=0.5)
 
         async def ask() -> None:
             done.set()
@@ -203,7 +213,7 @@ def test_a_long_wait_is_not_given_up_while_those_we_ask_say_that_they_come_on() 
         clock, done = LoopClock(), asyncio.Event()
         news = News()
         news.patience_s = 5.0
-        waits = Waits(clock, news, lambda: None, lambda: "")
+        waits = Waits(clock, news, _Waiter())
 
         async def ask() -> None:
             asked.append(clock.now())
@@ -222,7 +232,7 @@ def test_who_is_asked_for_because_somebody_died_is_asked_at_once() -> None:
     async def scenario() -> None:
         clock, done = LoopClock(), asyncio.Event()
         news = News()
-        waits = Waits(clock, news, lambda: None, lambda: "")
+        waits = Waits(clock, news, _Waiter())
 
         async def ask() -> None:
             asked.append(clock.now())
@@ -232,7 +242,7 @@ def test_who_is_asked_for_because_somebody_died_is_asked_at_once() -> None:
             pulse.beat(clock.now())
             await clock.sleep(1.0)
         asyncio.get_running_loop().call_later(0.5, news.hurry)
-        await waits.until(done.is_set, Deadline(unmeasured_s=5.0, floor_s=5.0), "it", ask, pulse.goes_on_s)
+        await waits.until(done.is_set, Deadline(unmeasured_s=5.0, floor_s=5.0), "it", ask, pulse)
 
     virtually(scenario())
     assert asked == [3.5]

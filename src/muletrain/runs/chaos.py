@@ -242,10 +242,10 @@ class Points:
         self._waiting.append((int(step), phase, FaultInjected.from_json(event)))
 
     def reached(self, phase: Phase, step: int) -> None:
-        """The peer is at ``phase`` of the step that leads to state ``step``."""
-        for waiting in [w for w in self._waiting if w[1] == phase and w[0] <= step]:
+        """The peer is at ``phase`` of ``step``, counted from 0 (``members.context.Chaos``)."""
+        for waiting in [w for w in self._waiting if w[1] == phase and w[0] <= step + 1]:
             self._waiting.remove(waiting)
-            event = dataclasses.replace(waiting[2], step=step - 1)
+            event = dataclasses.replace(waiting[2], step=step)
             self._log.emit(event)  # on the disk before we are gone
             if event.what == "corrupt":
                 assert self._network is not None

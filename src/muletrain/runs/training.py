@@ -11,12 +11,14 @@ from muletrain.runs.assemble import versions
 from muletrain.runs.join.reception import Reception
 from muletrain.runtime.checkpoint.roles import Book
 from muletrain.runtime.members.context import Context
+from muletrain.runtime.peer.host import PeerHost
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.peer.service import Service
 
 if TYPE_CHECKING:
     from muletrain.compute.base import Compute
     from muletrain.data.tokens import TokenCache
+    from muletrain.events import Event, EventLog
     from muletrain.network.base import Network
     from muletrain.runs.assemble import RunFacts
     from muletrain.runs.chaos import Points
@@ -64,6 +66,10 @@ class Training:
     def complete(self) -> bool:
         """Were all steps done?"""
         return self.steps == self._total
+
+    @property
+    def log(self) -> EventLog:
+        return self._host.log
 
     def stop(self) -> None:
         """End in order, after the current step; a joiner on a machine of its own leaves: the run is not its own to
@@ -119,19 +125,17 @@ class Training:
             roster=roster,
             plan=facts.plan(),
             emit=host.log.emit,
-            reached=lambda phase, step: self._points.reached(phase, step + 1),
+            chaos=self._points,
         )
         self.peer = peer = Peer(
             ctx,
+            host=_Process(self, seat),
             source=facts.source(cache) if cache is not None else None if sharing is None else sharing.source,
             sharing=sharing,
             book=book,
-            on_step=lambda record: self._on_step(record, facts.config.train.time_limit),
-            on_report=host.log.emit,
             reports=host.spec.keeps_ticket,
             joining=joins,
             back=back,
-            fits=lambda s: facts.needs()[s].fits(seat.machine.offer),
             log_bytes=facts.needs()[roster.own.stage].spare(seat.machine.offer),
         )
         peer.reporting.tell(_joined(roster.own, compute, seat.machine, host.spec.threads))
@@ -139,12 +143,29 @@ class Training:
             self.stop()
         return peer
 
-    def _on_step(self, record: StepRecord, limit_s: float | None) -> bool:
+    def applied(self, record: StepRecord, limit_s: float | None) -> bool:
+        """Count a step. Returns True once the time limit of the run is over."""
         self.steps = record.step + 1
         if limit_s is None or self._host.clock.now() - self._begin <= limit_s:
             return False
         self.reason = f"the time limit of {limit_s:.0f} s (train.time_limit) is over"
         return True
+
+
+class _Process(PeerHost):
+    """The process of a peer that trains at ``seat``."""
+
+    def __init__(self, training: Training, seat: Seat) -> None:
+        self._training, self._facts, self._offer = training, seat.facts, seat.machine.offer
+
+    def fits(self, stage: int) -> bool:
+        return self._facts.needs()[stage].fits(self._offer)
+
+    def applied(self, record: StepRecord) -> bool:
+        return self._training.applied(record, self._facts.config.train.time_limit)
+
+    def reported(self, event: Event, name: str) -> None:
+        self._training.log.emit(event, name)
 
 
 def _started(facts: RunFacts, roster: Roster) -> RunStarted:

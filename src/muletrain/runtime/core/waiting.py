@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from muletrain.errors import DeadlineExceeded, MuletrainError
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from muletrain.clock import Clock
-    from muletrain.policy.deadline import Deadline
+    from muletrain.policy.deadline import Deadline, Pulse
 
 T = TypeVar("T")
 MAX_SILENCE = 6
@@ -50,12 +50,23 @@ class News:
         self.changed.set()
 
 
-class Waits:
-    """One actor's waits. ``look_around`` is called whenever something changed: what it raises ends the wait."""
+class Waiter(Protocol):
+    """The actor that waits."""
 
-    def __init__(self, clock: Clock, news: News, look_around: Callable[[], None], view: Callable[[], str]) -> None:
-        """``view``: who is there, in words, for the error of a wait that is given up."""
-        self._clock, self._signals, self._look_around, self._view = clock, news, look_around, view
+    def look_around(self) -> None:
+        """Called whenever something changed. An error that it raises ends the wait."""
+        ...
+
+    def who_is_there(self) -> str:
+        """Which peers can be reached, in words, for the error of a wait that is given up."""
+        ...
+
+
+class Waits:
+    """The waits of one actor."""
+
+    def __init__(self, clock: Clock, news: News, waiter: Waiter) -> None:
+        self._clock, self._signals, self._waiter = clock, news, waiter
         self._came_on_s = -math.inf
 
     def came_on(self) -> None:
@@ -68,7 +79,7 @@ class Waits:
         deadline: Deadline,
         what: str,
         ask: Callable[[], Coroutine[Any, Any, None]] = _nothing,
-        goes_on_s: Callable[[float, float], float] = lambda now, longest_s: 0.0,
+        pulse: Pulse | None = None,
     ) -> None:
         """Wait for ``condition``; on each missed deadline, and when somebody dies, ask those we wait for, and wait on
         meanwhile. A deadline is not missed while what we wait for is seen to go on (``Pulse.goes_on_s``, with pauses of
@@ -83,7 +94,7 @@ class Waits:
                 if asking is not None and asking.done():
                     asking.result()
                     asking = None
-                self._look_around()
+                self._waiter.look_around()
                 if condition():
                     break
                 if self._signals.hurried and asking is None:
@@ -94,14 +105,15 @@ class Waits:
                 try:  # what else happens does not put the question off
                     await self._clock.deadline(news, max(0.0, due - self._clock.now()), what)
                 except DeadlineExceeded:
-                    if (more_s := goes_on_s(self._clock.now(), deadline.seconds() / 2)) > 0:
+                    longest_s = deadline.seconds() / 2
+                    if pulse is not None and (more_s := pulse.goes_on_s(self._clock.now(), longest_s)) > 0:
                         self.came_on()
                         due = self._clock.now() + more_s
                         continue
                     attempt += 1
                     due = self._clock.now() + min(deadline.seconds(attempt), self._signals.patience_s / LOOKS)
                     if attempt >= MAX_SILENCE and self._hopeless(begin):
-                        raise MuletrainError(f"gave up waiting for {what}; {self._view()}") from None
+                        raise MuletrainError(f"gave up waiting for {what}; {self._waiter.who_is_there()}") from None
                     self._signals.hurried = True
         finally:
             if asking is not None:
@@ -122,7 +134,7 @@ class Waits:
             if self._signals.hurried if asking is None else asking.done():
                 return
             self._signals.changed.clear()
-            self._look_around()
+            self._waiter.look_around()
             if condition():
                 return
 
@@ -133,7 +145,7 @@ class Waits:
         try:
             while not task.done():
                 self._signals.changed.clear()
-                self._look_around()
+                self._waiter.look_around()
                 await self._signals.changed.wait()
         finally:
             task.cancel()

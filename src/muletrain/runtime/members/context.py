@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from muletrain.errors import NetworkError
 from muletrain.events import FrameRefused, SlotWorked
@@ -38,6 +38,21 @@ SEND_TIMEOUT_S = 120.0
 """Seconds without a receipt for what was sent: a bound for a dead transport, not for a slow link."""
 
 
+class Chaos(Protocol):
+    """The faults that ``--chaos`` injects into this peer."""
+
+    def reached(self, phase: Phase, step: int) -> None:
+        """The peer is at ``phase`` of ``step``, counted from 0: a fault may hit it now."""
+        ...
+
+
+class NoChaos:
+    """No fault is injected."""
+
+    def reached(self, phase: Phase, step: int) -> None:
+        """See ``Chaos``."""
+
+
 @dataclass
 class Context:
     """One peer's actors share this."""
@@ -51,8 +66,7 @@ class Context:
     tasks: Tasks = field(default_factory=Tasks)
     news: News = field(default_factory=News)
     """Told when something happened that a wait may depend on."""
-    reached: Callable[[Phase, int], None] = lambda phase, step: None
-    """Told of each point of a step (numbered from 0) at which ``--chaos`` may hit this peer."""
+    chaos: Chaos = field(default_factory=NoChaos)
     meter: Meter = field(default_factory=Meter)
 
     def __post_init__(self) -> None:

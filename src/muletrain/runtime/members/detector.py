@@ -13,7 +13,6 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from muletrain.errors import DeadlineExceeded, NetworkError, PeerUnreachable
@@ -23,7 +22,7 @@ from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.members.messages import GetProgress, Progress, Suspected
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Iterator
+    from collections.abc import Coroutine, Iterable, Iterator
 
     from muletrain.clock import Clock
     from muletrain.events import Event
@@ -56,10 +55,25 @@ class Services(Protocol):
     roster: Roster
     news: News
 
-    @property
-    def emit(self) -> Callable[[Event], None]: ...
+    def emit(self, event: Event, /) -> None: ...
     def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]: ...
     async def tell(self, peers: tuple[PeerId, ...], message: Message) -> None: ...
+
+
+class Routes(Protocol):
+    """Requests to peers, some of which have to be answered by another peer once theirs is suspected."""
+
+    def on_suspected(self, peer: PeerId) -> None:
+        """``peer`` is suspected from now on."""
+        ...
+
+
+class Branches(Protocol):
+    """What this peer knows of the branches of the run."""
+
+    def met(self, peer: PeerId, branch: bytes) -> None:
+        """``peer`` answered from ``branch``, which is not ours."""
+        ...
 
 
 class FailureDetector:
@@ -71,10 +85,8 @@ class FailureDetector:
         """Of answers to questions. On a starved machine a living peer's event loop stalls for a second at times
         (imports, garbage collection)."""
         self.suspected: set[PeerId] = set()
-        self.on_suspicion: list[Callable[[PeerId], None]] = []
-        """Told of those that are suspected from now on."""
-        self.on_other_branch: list[Callable[[PeerId, bytes], None]] = []
-        """Told of a peer that answers from another branch than ours, and of that branch."""
+        self._routes: list[Routes] = []
+        self._branches: Branches | None = None
         self._usual: dict[PeerId, Usual] = {}
         """How long a peer's answers take, for suspicions."""
         self._awaited: defaultdict[PeerId, dict[asyncio.Future[Any], None]] = defaultdict(dict)
@@ -89,6 +101,14 @@ class FailureDetector:
         measured, so that where everyone is slow (cores that fleets share) each question would come to the same wrong
         end as the one before (RFC 6298, 5.5)."""
 
+    def add_routes(self, routes: Routes) -> None:
+        """Tell ``routes`` of every suspicion from now on."""
+        self._routes.append(routes)
+
+    def add_branches(self, branches: Branches) -> None:
+        """Tell ``branches`` of every peer that answers from another branch."""
+        self._branches = branches
+
     async def probe(
         self,
         peer: PeerId,
@@ -102,7 +122,7 @@ class FailureDetector:
         """Ask a silent peer what it holds (``brief``: whether it is there). It is suspected when the answer takes
         longer than such answers do. None, and it is marked down, if it does not answer in time; while something still
         comes from it, it is asked again, a few times. ``hearsay``: others suspect it; they know."""
-        with self._suspecting(peer, attempt, partial(self._suspect, peer, lineage, step, hearsay)):
+        with self._suspecting(peer, lineage, step, attempt, hearsay):
             for again in range(MAX_AGAIN + 1):
                 try:
                     progress = await self._get_progress(peer, lineage, step, attempt, brief=brief)
@@ -121,12 +141,12 @@ class FailureDetector:
             self._suspect(peer, lineage, step, hearsay)
             self.look_after(peer, lineage, step)
         if progress.current:  # at another step it is of no use to this one, however well it may be
-            self._peer.roster.alive(peer)
+            self.mark_back(peer)
         return progress
 
     @contextmanager
-    def _suspecting(self, peer: PeerId, attempt: int, suspect: Callable[[], None]) -> Iterator[None]:
-        """``suspect`` is called once the answer of ``peer`` is late, and nothing else comes from it either."""
+    def _suspecting(self, peer: PeerId, lineage: bytes, step: int, attempt: int, hearsay: bool) -> Iterator[None]:
+        """Suspect ``peer`` once its answer is late and nothing else comes from it either."""
         loop = asyncio.get_running_loop()
         timer: asyncio.TimerHandle
 
@@ -135,7 +155,7 @@ class FailureDetector:
             if (more_s := HEARD_S - self.silent_s(peer)) > 0:
                 timer = loop.call_later(more_s, late)
             else:
-                suspect()
+                self._suspect(peer, lineage, step, hearsay)
 
         timer = loop.call_later(self.suspicion_s(peer, attempt), late)
         try:
@@ -159,8 +179,8 @@ class FailureDetector:
         if not self._peer.roster.is_alive(peer) or peer in self.suspected:
             return
         self.suspected.add(peer)
-        for told in self.on_suspicion:
-            told(peer)
+        for routes in self._routes:
+            routes.on_suspected(peer)
         if not hearsay:
             others = tuple(p for p in self._peer.roster.others() if p != peer)
             self._peer.spawn(self._peer.tell(others, Suspected(lineage=lineage, step=step, peer=peer)), "suspected")
@@ -218,8 +238,8 @@ class FailureDetector:
             self._usual[peer] = Usual(unmeasured_s=math.inf, floor_s=0.25, times=4.0, slow_times=1.5)
         self._usual[peer].measured(took_s)
         if progress.branch != branch_of(lineage):
-            for told in self.on_other_branch:
-                told(peer, progress.branch)
+            if self._branches is not None:
+                self._branches.met(peer, progress.branch)
             progress = progress.model_copy(update={"current": False, "step": 0, "lineage": b"", "rival": False})
         return progress
 
@@ -254,6 +274,10 @@ class FailureDetector:
             self.give_up(peer, reason)
             self._peer.net.give_up(peer)
             self._peer.news.hurry()
+
+    def mark_back(self, peer: PeerId) -> bool:
+        """``peer`` was heard of: count on it. Returns True if it was down, or had left."""
+        return self._peer.roster.alive(peer)
 
     def stand_aside(self, peer: PeerId) -> None:
         """``peer`` says that nobody is to count on it for now. It can be reached, so that what is on its way to it goes

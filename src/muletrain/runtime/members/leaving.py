@@ -9,14 +9,12 @@ something of its.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from muletrain.events import LeavePutOff
 from muletrain.policy.deadline import backoff_s
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from muletrain.runtime.members.context import Context
 
 TRIES, PAUSE_S, PAUSE_MAX_S = 60, 0.05, 2.0
@@ -24,12 +22,19 @@ TRIES, PAUSE_S, PAUSE_MAX_S = 60, 0.05, 2.0
 all: one that lost a chunk of the gradient waits for its deadlines before it takes our state."""
 
 
-class Departure:
-    """This peer's wishes: to go, or that the run ends for all."""
+class Unsaved(Protocol):
+    """What of this peer's work nobody else has yet (``checkpoint.own_part``)."""
 
-    def __init__(self, ctx: Context, unsafe: Callable[[], str | None] = lambda: None) -> None:
-        """``unsafe``: what would be lost if we went now."""
-        self._ctx, self._unsafe = ctx, unsafe
+    def unsafe(self) -> str | None:
+        """What would be lost if this peer left now, in words; None: nothing."""
+        ...
+
+
+class Departure:
+    """This peer's wishes: to leave, or that the run ends for all. ``Peer`` writes them."""
+
+    def __init__(self, ctx: Context, unsaved: Unsaved) -> None:
+        self._ctx, self._unsaved = ctx, unsaved
         self.wanted = False
         self.stop_requested = False
         """The run is to end after the current step."""
@@ -39,7 +44,7 @@ class Departure:
         """What our seal says: whether we want to go and are not needed. Says why we stay, when that changes."""
         if not self.wanted:
             return False
-        reason = self._ctx.roster.needs_us() or self._unsafe()
+        reason = self._ctx.roster.needs_us() or self._unsaved.unsafe()
         if reason is not None and reason != self._told:
             self._ctx.emit(LeavePutOff(name=self._ctx.roster.own.name, reason=reason))
         self._told = reason

@@ -83,7 +83,7 @@ class Membership:
                     ctx.roster.admit(member)
                 elif not ctx.roster.expelled(member.id):  # whoever answers may not know yet
                     ctx.roster.hear_of(member)
-            ctx.roster.alive(peer)
+            ctx.detector.mark_back(peer)
         except ProtocolError as e:
             ctx.refused(peer, str(e))
         except NetworkError as e:

@@ -11,7 +11,7 @@ import json
 import math
 from collections import deque
 from statistics import median
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -21,8 +21,6 @@ from muletrain.policy.assignment import Load, View
 from muletrain.policy.rebalance import Confirmed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from muletrain.network.base import PeerId
     from muletrain.runtime.core.meter import StepStats
     from muletrain.runtime.members.context import Context
@@ -52,14 +50,27 @@ class Announcement(BaseModel):
     targets: Annotated[frozenset[int], Field(max_length=4096)] | None
 
 
-class Rebalancer:
-    """One peer's. ``queue``: requests it holds now; ``fits``: the stages its memory has room for; ``move`` starts a
-    move."""
+class Mover(Protocol):
+    """The peer that may serve another stage."""
 
-    def __init__(
-        self, ctx: Context, queue: Callable[[], int], fits: Callable[[int], bool], move: Callable[[int | None], None]
-    ) -> None:
-        self._ctx, self._queue, self._fits, self._move = ctx, queue, fits, move
+    def load(self) -> int:
+        """Number of requests that the peer holds."""
+        ...
+
+    def fits(self, stage: int) -> bool:
+        """Does its memory have room for ``stage``?"""
+        ...
+
+    def move(self, stage: int | None) -> None:
+        """Go to ``stage`` after the current step; None: stay."""
+        ...
+
+
+class Rebalancer:
+    """Decides for one peer."""
+
+    def __init__(self, ctx: Context, mover: Mover) -> None:
+        self._ctx, self._mover = ctx, mover
         self._services: deque[tuple[float, float]] = deque(maxlen=MAX_SERVICES)
         self._confirmed = Confirmed()
         self.settled = True
@@ -85,13 +96,13 @@ class Rebalancer:
             queued = 0
             for k in range(SAMPLES):
                 await ctx.clock.sleep(period / SAMPLES)
-                queued += self._queue()
+                queued += self._mover.load()
                 if k == SAMPLES // 2:
                     await self._announce(queued / (k + 1), ctx.roster.own.stage)
             if not self.settled:
                 continue
             target = await self._decide(queued / SAMPLES)
-            self._move(target)
+            self._mover.move(target)
             if target is not None:
                 await self._announce(0.0, target)
 
@@ -118,7 +129,7 @@ class Rebalancer:
     def _own(self, queue: float) -> Load:
         roster, plan = self._ctx.roster, self._ctx.plan
         fixed = roster.own.id == roster.genesis.coordinator
-        targets = frozenset(s for s in range(plan.stages) if self._fits(s)) if not fixed else frozenset()
+        targets = frozenset(s for s in range(plan.stages) if self._mover.fits(s)) if not fixed else frozenset()
         speeds = {roster.own.stage: self._speed or math.nan}
         return Load(roster.own.stage, queue, speeds, targets=targets, name=roster.own.name)
 

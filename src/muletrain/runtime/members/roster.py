@@ -48,6 +48,11 @@ class Genesis(Message):
         return self
 
     @property
+    def begin(self) -> tuple[int, bytes]:
+        """The first step, and its lineage."""
+        return self.first_step, self.lineage
+
+    @property
     def lineage(self) -> bytes:
         """hash(R_{-1}): the lineage of the first step."""
         return hashed(bytes(BRANCH), msgpack.packb(["genesis", self.model_dump()]))

@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from muletrain.policy.deadline import Usual
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from muletrain.network.base import PeerId
     from muletrain.runtime.core.messages import Request
     from muletrain.runtime.members.context import Context
@@ -43,13 +41,20 @@ class _Debtor:
     asking: bool = False
 
 
+class Creditor(Protocol):
+    """Sent requests, and waits for their answers."""
+
+    def owed(self, peer: PeerId) -> Request | None:
+        """The oldest request that ``peer`` has not answered; None: it has answered all."""
+        ...
+
+
 class Silence:
     """Listens to the peers of one stage that owe us answers. One task does for all: there are many answers, and hardly
     ever a silence."""
 
-    def __init__(self, ctx: Context, stage: int, owed: Callable[[PeerId], Request | None]) -> None:
-        """``owed``: one of the requests that a peer has not answered."""
-        self._ctx, self._stage, self._owed = ctx, stage, owed
+    def __init__(self, ctx: Context, stage: int, creditor: Creditor) -> None:
+        self._ctx, self._stage, self._creditor = ctx, stage, creditor
         self._usual = Usual(unmeasured_s=10.0, floor_s=FLOOR_S, times=2.0)
         """Between two answers of a peer that owes us some; to ask once too often is better than to wait."""
         self._debtors: dict[PeerId, _Debtor] = {}
@@ -57,7 +62,7 @@ class Silence:
 
     def expect(self, peer: PeerId) -> None:
         """``peer`` is about to owe us an answer."""
-        if self._owed(peer) is None:
+        if self._creditor.owed(peer) is None:
             self._debtors[peer] = _Debtor(self._ctx.clock.now())
         if not self._listening:
             self._listening = True
@@ -83,7 +88,7 @@ class Silence:
         """How long until the next is [s]; whoever owes us something only from now on is not before that."""
         now, wait_s = self._ctx.clock.now(), min(LOOK_S, self._usual.seconds())
         for peer, debtor in list(self._debtors.items()):
-            request = self._owed(peer)
+            request = self._creditor.owed(peer)
             if request is None:
                 del self._debtors[peer]
             elif not debtor.asking:

@@ -10,8 +10,7 @@ import asyncio
 import itertools
 import random
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from muletrain.errors import DeadlineExceeded, Malformed, MuletrainError, PeerUnreachable, ProtocolError
 from muletrain.events import MicrobatchRerouted
@@ -23,7 +22,7 @@ from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward,
 from muletrain.wire.codec import decode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Coroutine, Iterable
+    from collections.abc import Collection, Iterable
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.core.messages import Request
@@ -80,21 +79,29 @@ _Reply = tuple["Backward | Done | Busy | Lost", "list[Encoded]"]
 
 @dataclass
 class _Pending:
-    """One peer's answer to one request. ``shape``: of the gradient that is to come, that of what was sent; None if none
-    is. ``elsewhere`` gets it from another peer, which accumulates nothing."""
+    """One peer owes the answer to one request."""
 
     peer: PeerId
-    shape: tuple[int, ...] | None
     request: Request
-    elsewhere: Callable[[], Coroutine[Any, Any, Answer]]
+    tensors: list[Encoded]
+    tried: frozenset[PeerId]
+    """Peers that do not compute a copy: ``peer``, and those that failed before it."""
+    gradient: bool
+    unfinite: bool
     reply: asyncio.Future[_Reply | Answer]
-    """Or what another peer made of the same, meanwhile."""
+    """The peer's own answer, or that of another peer which computed a copy meanwhile."""
     copy: asyncio.Task[Answer] | None = None
-    """That one's, once the peer is suspected (``Silence``)."""
+    """The copy's answer, once the peer is suspected (``Silence``)."""
 
-    def compute_twice(self) -> None:
-        self.copy = asyncio.create_task(self.elsewhere())
-        self.copy.add_done_callback(self._copied)
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Shape of the gradient to come, which is that of what was sent; None: no gradient comes."""
+        return tuple(self.tensors[0].shape) if self.gradient else None
+
+    def copied_by(self, copy: asyncio.Task[Answer]) -> None:
+        """``copy`` answers, too, if it comes first."""
+        self.copy = copy
+        copy.add_done_callback(self._copied)
 
     def _copied(self, copy: asyncio.Task[Answer]) -> None:
         if not (copy.cancelled() or copy.exception() or self.reply.done()):
@@ -110,9 +117,9 @@ class Dispatcher:
         self._deadline = Deadline()
         self._pending: dict[PeerId, dict[tuple[int, int, int, str], _Pending]] = {}
         """By whom an answer is owed; nobody who owes none."""
-        self._silence = Silence(ctx, stage, self._owed)
+        self._silence = Silence(ctx, stage, self)
         self._copies = RetryBudget(COPIES * ctx.plan.capacity, COPIES_SHARE)
-        ctx.detector.on_suspicion.append(self._suspect)
+        ctx.detector.add_routes(self)
         self._current: set[tuple[int, bytes]] | None = None
 
     def begin(self, under_way: Iterable[InFlightStep]) -> None:
@@ -248,10 +255,11 @@ class Dispatcher:
         here and in the stages behind: if the peer lives, the microbatch is in its accumulator; if not, that is lost
         whatever we do, and the stage runs what it held again. So a false alarm costs this one computation, and no
         microbatch is ever in two accumulators."""
-        elsewhere = partial(self.request, request, (), tensors, {*tried, peer}, gradient=gradient, unfinite=unfinite)
-        pending = self._begin(peer, request, tuple(tensors[0].shape) if gradient else None, elsewhere)
+        reply: asyncio.Future[_Reply | Answer] = asyncio.get_running_loop().create_future()
+        pending = _Pending(peer, request, tensors, frozenset({*tried, peer}), gradient, unfinite, reply)
+        self._begin(pending)
         try:
-            return await self._try(pending, accumulate, tensors, unfinite=unfinite)
+            return await self._try(pending, accumulate)
         except MuletrainError:
             if pending.copy is None:
                 raise
@@ -271,12 +279,14 @@ class Dispatcher:
         """Does somebody else owe an answer, and is not suspected?"""
         return any(p != peer and p not in self._ctx.detector.suspected for p in self._pending)
 
-    def _owed(self, peer: PeerId) -> Request | None:
+    def owed(self, peer: PeerId) -> Request | None:
+        """See ``members.silence.Creditor``."""
         for pending in self._pending.get(peer, {}).values():
             return pending.request
         return None
 
-    def _suspect(self, peer: PeerId) -> None:
+    def on_suspected(self, peer: PeerId) -> None:
+        """See ``members.detector.Routes``."""
         if peer in self._pending:
             self._ctx.spawn(self._have_copied(peer), f"copies for {peer[-6:]}")
 
@@ -290,8 +300,13 @@ class Dispatcher:
                 return
             why = "its device is late" if self._ctx.detector.is_late(peer) else "it is silent"
             self._rerouted(peer, pending.request, f"{why}: another computes the same, too")
-            pending.compute_twice()
+            pending.copied_by(asyncio.create_task(self._copy(pending)))
             await self._ctx.clock.sleep(1 / sum(1 / self._wiring.expected_s(p) for p in others))
+
+    async def _copy(self, pending: _Pending) -> Answer:
+        """The answer of another peer, which accumulates nothing."""
+        request, gradient, unfinite = pending.request, pending.gradient, pending.unfinite
+        return await self.request(request, (), pending.tensors, pending.tried, gradient=gradient, unfinite=unfinite)
 
     async def _missing(self, request: Request, accumulate: tuple[int, ...]) -> tuple[int, ...]:
         """What failed here may have gone through there: stages from ours on that hold it already do not accumulate it
@@ -308,25 +323,16 @@ class Dispatcher:
         await asyncio.gather(*(ctx.detector.probe(p, request.lineage, request.step) for p in members))
         self.refresh()
 
-    def _begin(
-        self,
-        peer: PeerId,
-        request: Request,
-        shape: tuple[int, ...] | None,
-        elsewhere: Callable[[], Coroutine[Any, Any, Answer]],
-    ) -> _Pending:
+    def _begin(self, pending: _Pending) -> None:
+        peer, request = pending.peer, pending.request
         if request.key in self._pending.get(peer, {}):
             raise ProtocolError(
                 f"microbatch {request.step}/{request.index} attempt {request.attempt} is already under way"
             )
         self._silence.expect(peer)
-        pending = _Pending(peer, shape, request, elsewhere, asyncio.get_running_loop().create_future())
         self._pending.setdefault(peer, {})[request.key] = pending
-        return pending
 
-    async def _try(
-        self, pending: _Pending, accumulate: tuple[int, ...], tensors: list[Encoded], *, unfinite: bool
-    ) -> Answer:
+    async def _try(self, pending: _Pending, accumulate: tuple[int, ...]) -> Answer:
         """One receiver: send, then wait while it is seen to be working on it. Raises _Full, _Gone, PeerUnreachable,
         DeadlineExceeded."""
         clock, peer, request = self._ctx.clock, pending.peer, pending.request
@@ -334,14 +340,14 @@ class Dispatcher:
             **request.identity(),
             stage=self._stage,
             accumulate=accumulate,
-            gradient=pending.shape is not None,
+            gradient=pending.gradient,
             deadline_s=self._deadline.seconds(),
-            unfinite=unfinite,
+            unfinite=pending.unfinite,
         )
         begin = clock.now()
         with self._ctx.detector.awaiting(peer, pending.reply):
             # a frozen receiver takes only what its buffers hold
-            await unless_done(pending.reply, self._ctx.send(peer, message, list(tensors)))
+            await unless_done(pending.reply, self._ctx.send(peer, message, list(pending.tensors)))
             got = await self._await(peer, request, pending)
         if isinstance(got, Answer):
             return got
@@ -358,7 +364,7 @@ class Dispatcher:
         )  # by our own clock: what a peer says of itself must not spoil what is thought of others
         way_s = took - busy_s - reply.away_s
         self._wiring.measured(peer, max(busy_s, 1e-6), way_s, clock.now())
-        return Answer(peer, reply.loss, answer[0] if answer else None, unfinite, took)
+        return Answer(peer, reply.loss, answer[0] if answer else None, pending.unfinite, took)
 
     async def _await(self, peer: PeerId, request: Request, pending: _Pending) -> _Reply | Answer:
         for attempt in itertools.count():

@@ -242,7 +242,7 @@ class StageServer:
         """Called when its turn has come. Raises TooLate."""
         job.work.check()
         for phase in phases:
-            self.ctx.reached(phase, job.message.step)
+            self.ctx.chaos.reached(phase, job.message.step)
         job.begun = self.ctx.clock.now()
 
     async def _compute_backward(self, job: _Job, answer: Answer, sent: list[Encoded]) -> tuple[float, Encoded | None]:

@@ -17,7 +17,7 @@ from muletrain.runtime.peer.messages import Away, Back
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from muletrain.runtime.checkpoint.part_exchange import PartExchange
+    from muletrain.runtime.checkpoint.actors import Checkpointing
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.membership import Membership
     from muletrain.runtime.microbatch.microbatches import Microbatches
@@ -46,15 +46,20 @@ class Arrival:
         runner: StepRunner,
         membership: Membership,
         receiver: Receiver,
-        exchange: PartExchange,
+        checkpointing: Checkpointing,
         forks: Forks,
-        parts: PartWriter,
+        writer: PartWriter,
         microbatches: Microbatches,
         early: EarlyFrames,
     ) -> None:
         self._ctx, self._position, self._life, self._runner = ctx, position, position.life, runner
-        self._membership, self._receiver, self._exchange, self._forks = membership, receiver, exchange, forks
-        self._parts, self._microbatches, self._early = parts, microbatches, early
+        self._membership, self._receiver, self._forks = membership, receiver, forks
+        self._exchange, self._writer, self._microbatches, self._early = (
+            checkpointing.exchange,
+            writer,
+            microbatches,
+            early,
+        )
         self._pursuits = 0
 
     def caught_up(self) -> None:
@@ -90,7 +95,7 @@ class Arrival:
         self.say_back()
         if back.step == ctx.plan.steps:
             self._life.to(State.FINISHED)
-            await self._parts.write(Key(back.step, back.lineage), last=True)
+            await self._writer.write(Key(back.step, back.lineage), last=True)
 
     async def catch_up(self, why: Behind) -> None:
         """Take the state of a replica that has gone on, or, where our weights are not right, of one at our step. Raises

@@ -115,7 +115,7 @@ class Dispatch:
         work = at.computing(step)
         if rival or (work is not None and getattr(message, "lineage", work.lineage) != work.lineage):
             raise ProtocolError(f"{frame.kind} of step {step} from another lineage")
-        if self._ctx.roster.alive(sender):
+        if self._ctx.detector.mark_back(sender):
             self._microbatches.refresh_routes()
         agreeing = isinstance(message, Seal | Shard | Reduced | RoundEntry | Abstain)
         loads = at.life.state is State.ROLLED_BACK

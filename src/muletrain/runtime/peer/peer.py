@@ -8,7 +8,7 @@ import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from muletrain.errors import NetworkError
-from muletrain.events import DirectoryFailed, Event, GradientTaken, LeaveCancelled, MoveRefused, PeerExpelled, PeerLeft
+from muletrain.events import DirectoryFailed, GradientTaken, LeaveCancelled, MoveRefused, PeerExpelled, PeerLeft
 from muletrain.policy.deadline import RECENT
 from muletrain.runtime.checkpoint.actors import Checkpointing
 from muletrain.runtime.checkpoint.store import Key
@@ -24,6 +24,7 @@ from muletrain.runtime.peer.arrival import Arrival
 from muletrain.runtime.peer.dispatch import Dispatch
 from muletrain.runtime.peer.early_frames import EarlyFrames
 from muletrain.runtime.peer.ending import Ending
+from muletrain.runtime.peer.host import PeerHost
 from muletrain.runtime.peer.messages import Back, StopRun
 from muletrain.runtime.peer.parts import PartWriter
 from muletrain.runtime.peer.reporting import Reporting
@@ -37,8 +38,6 @@ from muletrain.runtime.transfer.blocks import Downloader
 from muletrain.runtime.transfer.donor import Receiver, Snapshots
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from muletrain.network.base import PeerId
     from muletrain.runtime.checkpoint.roles import Book
     from muletrain.runtime.members.context import Context
@@ -73,71 +72,52 @@ class Peer:
         ctx: Context,
         *,
         book: Book,
+        host: PeerHost | None = None,
         source: Source | None = None,
-        on_step: Callable[[StepRecord], bool] = lambda _: False,
-        on_report: Callable[[Event, str], None] = lambda event, name: None,
         reports: bool = False,
         joining: bool = False,
         back: StepBack | None = None,
-        fits: Callable[[int], bool] = lambda stage: True,
         sharing: Sharing | None = None,
         log_bytes: int = 1 << 28,
     ) -> None:
-        """``source``: where a trainer gets its microbatches. ``book``: where it writes checkpoints. ``on_step`` is told
-        of every applied step; True asks to stop. ``reports``: this peer's log is not beside the coordinator's, so what
-        it counts goes there, to ``on_report``. ``joining``: the run goes on already; take its state from a replica
-        first, or, with ``back``, from that checkpoint. ``fits``: the stages this machine's memory has room for.
-        ``sharing``: of the run's tokens, if its founder shares them. ``log_bytes``: of past gradients that this peer
-        keeps for peers that catch up (``step.gradient_log``)."""
-        self._ctx, self._on_step, self._back, self._fits, self._sharing = ctx, on_step, back, fits, sharing
+        """Build a peer at the stage that the roster names.
+
+        ``book``: where it writes checkpoints. ``source``: where a trainer gets its microbatches. ``reports``: send
+        what this peer counts to the coordinator, on another machine. ``joining``: the run goes on already; begin with
+        a replica's state or, with ``back``, with the checkpoint that the run rolled back to. ``sharing``: of the run's
+        tokens, if its founder shares them. ``log_bytes``: of past gradients, kept for peers that catch up."""
+        self._ctx, self._back, self._sharing = ctx, back, sharing
+        self._host = host = host or PeerHost()
         self.roster, self.emit = ctx.roster, ctx.emit
-        genesis = ctx.roster.genesis
-        begin = (genesis.first_step, genesis.lineage) if back is None else (back.step, back.lineage)
-        coming = State.JOINING if back is None else State.ROLLED_BACK
-        self._life = Lifecycle(coming if joining else State.TRAINING)
-        self.position = at = Position(ctx, *begin, self._life)
-        self._microbatches = Microbatches(ctx, at, source if ctx.roster.own.trainer else None)
-        self._membership, receiver, self._tokens = Membership(ctx), Receiver(ctx), Downloader(ctx)
-        self._log = GradientLog(ctx, log_bytes)
-        self._snapshots = Snapshots(ctx, at, self._log, self._membership, sharing)
-        self._checkpointing = parts = Checkpointing(ctx, self._snapshots, receiver, self._membership, book)
-        self._parts = PartWriter(ctx, at, parts.own_part)
-        self.departure = Departure(ctx, parts.own_part.unsafe)
-        self._forks = Forks(ctx, at, receiver)
-        self.runner = StepRunner(ctx, at, self._log, self.departure, self, self._forks, receiver.taker)
-        Answers(ctx, self.runner, self._log, self._membership)
-        self._rollback = Rollback(ctx, parts.replicas, at, fits, back, self._forks, self._parts)
-        self._ending = Ending(ctx, at, parts, self.runner)
-        self.reporting, self._hot_spares = Reporting(ctx, on_report, apart=reports), HotSpares(ctx)
-        early = EarlyFrames(ctx.plan.capacity)
-        self._arrival = Arrival(
-            ctx,
-            at,
-            self.runner,
-            self._membership,
-            receiver,
-            parts.exchange,
-            self._forks,
-            self._parts,
-            self._microbatches,
-            early,
-        )
         self._leaves = False
         self.destination: int | None = None
-        """The stage it goes to; None: it leaves the run."""
-        self.rebalancer = Rebalancer(ctx, self.load, fits, self.move)
+        """The stage that this peer moves to; None: it leaves the run."""
+        coming = State.JOINING if back is None else State.ROLLED_BACK
+        self._life = Lifecycle(coming if joining else State.TRAINING)
+        begin = ctx.roster.genesis.begin if back is None else (back.step, back.lineage)
+        self.position = at = Position(ctx, *begin, self._life)
+        # members
+        self._membership = membership = Membership(ctx)
+        self.rebalancer, self._hot_spares = Rebalancer(ctx, self), HotSpares(ctx)
+        # microbatch and transfer
+        self._microbatches = microbatches = Microbatches(ctx, at, source if ctx.roster.own.trainer else None)
+        self._log, receiver, self._tokens = GradientLog(ctx, log_bytes), Receiver(ctx), Downloader(ctx)
+        self._snapshots = Snapshots(ctx, at, self._log, membership, sharing)
+        # checkpoint
+        self._checkpointing = parts = Checkpointing(ctx, self._snapshots, receiver, membership, book)
+        self._parts = writer = PartWriter(ctx, at, parts.own_part)
+        self.departure = Departure(ctx, parts.own_part)
+        # step and recovery
+        forks = Forks(ctx, at, receiver)
+        self.runner = runner = StepRunner(ctx, at, self._log, self.departure, self, forks, receiver.taker)
+        Answers(ctx, runner, self._log, membership)
+        self._rollback = rollback = Rollback(ctx, parts.replicas, at, host, back, forks, writer)
+        # peer
+        early, taken = EarlyFrames(ctx.plan.capacity), (receiver.taker, self._tokens)
+        self._arrival = Arrival(ctx, at, runner, membership, receiver, parts, forks, writer, microbatches, early)
+        self.reporting, self._ending = Reporting(ctx, host, apart=reports), Ending(ctx, at, parts, runner)
         self._dispatch = Dispatch(
-            ctx,
-            at,
-            self._membership,
-            self._microbatches,
-            self.runner,
-            self._forks,
-            self._rollback,
-            parts.coordinator,
-            self.reporting,
-            early,
-            (receiver.taker, self._tokens),
+            ctx, at, membership, microbatches, runner, forks, rollback, parts.coordinator, self.reporting, early, taken
         )
         ctx.net.serve(StopRun.KIND, self._answer_stop)
 
@@ -257,7 +237,7 @@ class Peer:
         self.rebalancer.count(ctx.meter.stats)
         self.reporting.applied(record, self.position.work)
         self._hot_spares.look(speaks=self.reporting.speaks())
-        if self._on_step(record):
+        if self._host.applied(record):
             self.stop()
         last = record.stop or step + 1 == plan.steps
         leaves = not last and ctx.net.peer_id in self._without(record)
@@ -336,6 +316,10 @@ class Peer:
         self.stop()
         return b""
 
+    def fits(self, stage: int) -> bool:
+        """See ``members.rebalancing.Mover``."""
+        return self._host.fits(stage)
+
     def load(self) -> int:
         """Requests it holds, waiting or being worked on; at most ``Plan.capacity``."""
         return self._microbatches.server.load()
@@ -357,7 +341,7 @@ class Peer:
         """Ask to serve ``stage`` instead, or, with None, to stay after all."""
         if self._leaves:
             return
-        if stage is not None and not self._fits(stage):  # whatever others' announcements led to
+        if stage is not None and not self.fits(stage):  # whatever others' announcements led to
             self._ctx.emit(MoveRefused(stage=stage))
             stage = None
         self.departure.wanted = stage not in (None, self._ctx.roster.own.stage)

@@ -16,19 +16,18 @@ REPORTS, REPORTS_A_STEP = 256, 4
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.inflight import InFlightStep
+    from muletrain.runtime.peer.host import PeerHost
     from muletrain.runtime.step.record import StepRecord
 
 
 class Reporting:
     """``apart``: this peer's log is not beside the coordinator's, so what it counts goes there, to ``on_report``."""
 
-    def __init__(self, ctx: Context, on_report: Callable[[Event, str], None], *, apart: bool) -> None:
-        self._ctx, self._on_report, self._apart = ctx, on_report, apart
+    def __init__(self, ctx: Context, host: PeerHost, *, apart: bool) -> None:
+        self._ctx, self._host, self._apart = ctx, host, apart
         self._last: StepDone | None = None
         self._applied = 0
         self._reports: Counter[PeerId] = Counter()
@@ -118,7 +117,7 @@ class Reporting:
                 own = False
         if not own:
             raise ProtocolError(f"report: a {event.kind} event that is not about its sender")
-        self._on_report(event, member.name)
+        self._host.reported(event, member.name)
 
     def status(self, step: int, *, left: bool) -> dict[str, Any]:
         """What 'muletrain status' shows of a peer that is at ``step``, or has ``left`` in order."""

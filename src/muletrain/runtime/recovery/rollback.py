@@ -25,7 +25,7 @@ from muletrain.runtime.core.lifecycle import State
 from muletrain.runtime.recovery.messages import MAX_PARTS, AskStanding, AskStepBack, HeldPart, StandsAt, StepBack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.checkpoint.part_replicas import PartReplicas
@@ -46,6 +46,14 @@ JOIN_S = 900.0
 """Seconds for which a run waits for a machine to join a stage that nobody can adopt."""
 
 
+class Machine(Protocol):
+    """The machine of this peer."""
+
+    def fits(self, stage: int) -> bool:
+        """Does its memory have room for ``stage``?"""
+        ...
+
+
 class Writer(Protocol):
     """Who writes this peer's part of checkpoints (``peer``)."""
 
@@ -64,13 +72,13 @@ class Rollback:
         ctx: Context,
         replicas: PartReplicas,
         position: Position,
-        fits: Callable[[int], bool],
+        machine: Machine,
         back: StepBack | None,
         forks: Forks,
         writer: Writer,
     ) -> None:
         """``back``: what our branch began with, if this peer was there."""
-        self._ctx, self._replicas, self._position, self._fits, self._back = ctx, replicas, position, fits, back
+        self._ctx, self._replicas, self._position, self._machine, self._back = ctx, replicas, position, machine, back
         self._forks, self._writer = forks, writer
         self.ordered: asyncio.Future[StepBack | None] = asyncio.get_running_loop().create_future()
         self._learning = False
@@ -84,7 +92,7 @@ class Rollback:
         self._lacking: tuple[int, ...] = ()
         self._looked: tuple[int, State] | None = None
         """What was known when these stages were without peers."""
-        ctx.detector.on_other_branch.append(self.met)
+        ctx.detector.add_branches(self)
         ctx.net.serve(StepBack.KIND, self._on_order)
         ctx.net.serve(AskStepBack.KIND, self._on_ask)
         ctx.net.serve(AskStanding.KIND, self._on_standing)
@@ -147,7 +155,7 @@ class Rollback:
                 self.met(peer, stands.branch)
         for peer, stands in here.items():
             if stands.has_state:
-                ctx.roster.alive(peer)
+                ctx.detector.mark_back(peer)
         coming = {s.stage for s in here.values() if (s.has_state or s.state is State.ROLLED_BACK)}
         coming |= {s for s, for_s in lacking_s.items() if for_s < REACHED_S and self._fed(s, here)}
         lost = tuple(s for s in range(ctx.plan.stages) if s not in coming)
@@ -212,7 +220,7 @@ class Rollback:
             for key, parts in sorted((await self._replicas.readable()).items(), reverse=True)
             for s, facts in parts.items()
         ]
-        targets = tuple(s for s in range(ctx.plan.stages) if s != stage and self._fits(s))
+        targets = tuple(s for s in range(ctx.plan.stages) if s != stage and self._machine.fits(s))
         return StandsAt(
             branch=branch_of(at.lineage),
             step=at.step,
@@ -297,7 +305,7 @@ class Rollback:
         order.check(self._ctx.plan.stages, self._ctx.plan.steps)
         own = self._ctx.roster.own
         stage = dict(order.moves).get(own.id, own.stage)
-        if stage != own.stage and not self._fits(stage):
+        if stage != own.stage and not self._machine.fits(stage):
             raise ProtocolError(
                 f"a step back that moves {own.name} to stage {stage}, which needs more memory than it may use (--memory): move one that "
                 f"names it among its targets"

@@ -163,7 +163,7 @@ class RoundAgreement:
             excused=state.excused,
             accused=self._audit.accused(),
         )
-        ctx.reached("sealing", state.step)
+        ctx.chaos.reached("sealing", state.step)
         ctx.spawn(ctx.tell(replicas, seal), "seal")  # those we do not count on hear of it, too
         return seal
 

@@ -252,7 +252,7 @@ class Averager:
                     round=plan.id, step=plan.step, chunk=number, square_norm=chunk.square_norm, finite=chunk.finite
                 )
                 await asyncio.gather(*(self._send(m, message, sent) for m in others))
-            self._ctx.reached("averaging", plan.step)
+            self._ctx.chaos.reached("averaging", plan.step)
         return self.shards[plan.id][me]
 
     async def _collect(self, plan: Round, owner: PeerId, result: Tensor) -> ShardFacts:

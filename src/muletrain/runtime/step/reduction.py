@@ -111,7 +111,7 @@ class Reduction:
                     self._deadlines.step,
                     "microbatches to go through",
                     self._ask_progress,
-                    self._ctx.meter.pulse.goes_on_s,
+                    self._ctx.meter.pulse,
                 )
                 await self._begin_ahead()
                 gradient = await self._reduce(weights)

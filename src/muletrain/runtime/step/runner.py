@@ -55,7 +55,7 @@ class StepRunner:
         """``downloader``: of gradients that this peer missed."""
         self._ctx, self._position, self._log, self._departure = ctx, position, log, departure
         self._trainers, self._rivals, self._downloader = trainers, rivals, downloader
-        self._waits = Waits(ctx.clock, ctx.news, self._look_around, ctx.who_is_there)
+        self._waits = Waits(ctx.clock, ctx.news, self)
         self._deadlines, self._observed, self._standing = Deadlines(), Observed(), Standing()
         self._weights = bytes(32)
         """Their digest."""
@@ -87,8 +87,13 @@ class StepRunner:
             self._downloader,
         )
 
-    def _look_around(self) -> None:
+    def look_around(self) -> None:
+        """See ``core.waiting.Waiter``."""
         self._reduction.look_around()
+
+    def who_is_there(self) -> str:
+        """See ``core.waiting.Waiter``."""
+        return self._ctx.who_is_there()
 
     def expects_chunk(self, sender: PeerId, message: Shard | Reduced, tensors: list[Encoded]) -> None:
         """Before it is read. Raises ProtocolError."""
@@ -148,7 +153,7 @@ class StepRunner:
         begin = ctx.clock.now()
         self.state.builder.settle()
         position.settled = False
-        ctx.reached("applying", work.step)
+        ctx.chaos.reached("applying", work.step)
         update = Update(work.step, record.clip_scale(ctx.plan.clip), record.skip)
         await ctx.compute.apply(gradient, update, Turn(begins=work.end))
         self._weights = await ctx.compute.digest()

@@ -35,6 +35,7 @@ from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.microbatch.messages import Backward, Forward
+from muletrain.runtime.peer.host import PeerHost
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.peer.service import Service
 from muletrain.runtime.step.messages import Reduced, Shard
@@ -57,13 +58,23 @@ if TYPE_CHECKING:
     from muletrain.runtime.recovery.messages import StepBack
     from muletrain.sim.fleet.flow import Weather
     from muletrain.sim.fleet.ledger import GoesOn, Outcome
-    from muletrain.sim.machines import Setting
+    from muletrain.sim.machines import Kind, Setting
     from muletrain.strategies.base import Strategy
 
 PLACE = "shared"
 """Where all checkpoints go."""
 STEPS = 1 << 20
 """More than there is time for."""
+
+
+class _Machine(PeerHost):
+    """A machine of one kind of the fleet."""
+
+    def __init__(self, kind: Kind) -> None:
+        self._kind = kind
+
+    def fits(self, stage: int) -> bool:
+        return stage in self._kind.fits
 
 
 @dataclass(frozen=True)
@@ -311,8 +322,7 @@ class Actors:
                 lambda e: self._note(name, e),
                 tasks=Tasks(InlineExecutor()),
             )
-            fits = kind.fits.__contains__
-            return Peer(ctx, source=HollowTokens(), book=Book(place), joining=joins, back=back, fits=fits)
+            return Peer(ctx, host=_Machine(kind), source=HollowTokens(), book=Book(place), joining=joins, back=back)
 
         try:
             await Service(make, joining=joining).run()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import safetensors.torch
 
 from muletrain.runtime.core.branches import branch_of
+from muletrain.runtime.peer.host import PeerHost
 from muletrain.runtime.transfer.donor import MAX_COPIES
 from muletrain.sim.world.scenario import FOR_EVER_S, stage_of
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from muletrain.clock import Clock
     from muletrain.events import StepApplied, StepDone
     from muletrain.runtime.peer.peer import Memory
     from muletrain.runtime.step.record import StepRecord
@@ -216,3 +218,18 @@ class Witness:
                 self._broken(
                     f"step {step + 1} took {length:.1f} s, the shortest {min(lengths):.1f} s: it waited for a device"
                 )
+
+
+class Watched(PeerHost):
+    """The host of a peer whose every applied step the witness sees."""
+
+    def __init__(
+        self, witness: Witness, name: str, compute: VirtualCompute, clocks: tuple[Clock, Clock], ends_s: float
+    ) -> None:
+        """``clocks``: the world's, and the peer's own. The peer ends the run at ``ends_s`` on its own clock."""
+        self._witness, self._name, self._compute, self._ends_s = witness, name, compute, ends_s
+        self._world, self._own = clocks
+
+    def applied(self, record: StepRecord) -> bool:
+        self._witness.applied(self._name, record, self._compute, self._world.now())
+        return self._own.now() > self._ends_s

@@ -56,6 +56,7 @@ from muletrain.sim.world.faulty import FaultyCompute
 from muletrain.sim.world.lying import Liar
 from muletrain.sim.world.scenario import BACKWARD_S, FORWARD_S, STALL_S, stage_of
 from muletrain.sim.world.verdict import LEFT, Outcome
+from muletrain.sim.world.witness import Watched
 from muletrain.wire.frame import frame_size
 
 if TYPE_CHECKING:
@@ -71,7 +72,6 @@ if TYPE_CHECKING:
     from muletrain.network.memory import MemoryNetwork
     from muletrain.runtime.checkpoint.store import Key
     from muletrain.runtime.recovery.messages import StepBack
-    from muletrain.runtime.step.record import StepRecord
     from muletrain.sim.world.scenario import Fault, Scenario
     from muletrain.sim.world.witness import Witness
 
@@ -289,7 +289,8 @@ class World:
         """A peer's life. Its state at the end of the run, if it came so far. ``joins_as``: what it calls itself, if it
         joins."""
         network, clock, place, joining = self._network(name), self._own_clock(name), self._place(name), bool(joins_as)
-        sharing, begin = self._sharing(name), clock.now()
+        sharing, limit_s = self._sharing(name), self.scenario.time_limit_s
+        ends_s = math.inf if limit_s is None else clock.now() + limit_s
         trains = self._owns_data(name) and name not in self.scenario.without_data
         member = Member(
             id=name, name=joins_as or name, stage=stage_of(name), trainer=trains, addresses=(), place=place.name
@@ -306,24 +307,17 @@ class World:
             note = partial(self._note, name)
             ctx = Context(network, clock, compute, roster, self._facts.plan, note, tasks=Tasks(InlineExecutor()))
             source = reference.Tokens(self._facts) if sharing is None else sharing.source
-
-            def on_step(record: StepRecord) -> bool:
-                self._witness.applied(name, record, inner, self.clock.now())
-                limit_s = self.scenario.time_limit_s
-                return limit_s is not None and clock.now() - begin > limit_s
-
-            book = Book(place)
-            peer = self.peers[name] = Peer(
+            self.peers[name] = Peer(
                 ctx,
+                host=Watched(self._witness, name, inner, (self.clock, clock), ends_s),
                 source=source,
-                book=book,
-                on_step=on_step,
+                book=Book(place),
                 joining=joins,
                 back=back,
                 sharing=sharing,
                 log_bytes=self.scenario.log_bytes,
             )
-            return peer
+            return self.peers[name]
 
         try:
             await Service(make, joining=joining).run()
