@@ -1,0 +1,24 @@
+"""What a peer asks of the process that it runs in, and tells it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from muletrain.events import Event
+    from muletrain.runtime.step.record import StepRecord
+
+
+class PeerHost:
+    """The process of one peer. This one has memory for every stage, and does nothing with what it is told."""
+
+    def fits(self, stage: int) -> bool:
+        """Does the memory of this machine have room for ``stage``?"""
+        return True
+
+    def applied(self, record: StepRecord) -> bool:
+        """The peer applied a step. Returns True to end the run after it."""
+        return False
+
+    def reported(self, event: Event, name: str) -> None:
+        """The peer ``name``, on another machine, counted ``event``; only the coordinator's host is told."""
