@@ -11,8 +11,8 @@ from muletrain.runs.assemble import versions
 from muletrain.runs.join.reception import Reception
 from muletrain.runtime.checkpoint.roles import Book
 from muletrain.runtime.members.context import Context
-from muletrain.runtime.peer.host import PeerHost
 from muletrain.runtime.peer.peer import Peer
+from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.runtime.peer.service import Service
 
 if TYPE_CHECKING:

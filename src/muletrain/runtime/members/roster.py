@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from functools import wraps
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 import msgpack
 from pydantic import Field, model_validator
@@ -22,6 +23,7 @@ from muletrain.runtime.members.messages import Member
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -67,6 +69,20 @@ MAX_GONE = 64
 They may be alive beyond a partition, and are asked now and then; but in a long run machines come and go without end."""
 
 
+def _kept(answer: Callable[Concatenate[Roster, P], T]) -> Callable[Concatenate[Roster, P], T]:
+    """Keep the answer to a question until something changes: questions come with every frame, news seldom."""
+
+    @wraps(answer)
+    def kept(roster: Roster, *args: P.args, **kwargs: P.kwargs) -> T:
+        question = answer, *args
+        if question not in roster._answers:
+            roster._answers[question] = answer(roster, *args, **kwargs)
+        found: T = roster._answers[question]
+        return found
+
+    return kept
+
+
 class Roster:
     """The members, and this peer's belief about who is alive. Questions come with every frame, news seldom: answers are
     kept until then."""
@@ -85,7 +101,8 @@ class Roster:
         """Members that have not said themselves which stage they serve."""
         self._expelled: set[str] = set()
         self._own_id = ""
-        self._answers: dict[str, Any] = {}
+        self._answers: dict[Any, Any] = {}
+        """See ``_kept``."""
         self.version = 0
         """Counts changes of who is there, and of who is alive."""
         if isinstance(own, Member):
@@ -98,12 +115,6 @@ class Roster:
     def _changed(self) -> None:
         self.version += 1
         self._answers.clear()
-
-    def _kept(self, question: str, answer: Callable[[], T]) -> T:
-        if question not in self._answers:
-            self._answers[question] = answer()
-        kept: T = self._answers[question]
-        return kept
 
     @property
     def own(self) -> Member:
@@ -176,20 +187,18 @@ class Roster:
             self._members[peer] = known.model_copy(update={"stage": stage, "since": known.since + 1})
             self._changed()
 
+    @_kept
     def coordinator(self) -> Member | None:
         """Who collects checkpoints and reports, into the place that it names: the genesis' coordinator, after it who
         shares its place, then whoever has one; of the live ones, by id. None: nobody has a place."""
+        first = self._members[self.genesis.coordinator]
+        able = [m for m in self._members.values() if m.place and (m.id == self._own_id or self.is_alive(m.id))]
+        return min(able, key=lambda m: (m.id != first.id, m.place != first.place, m.id), default=None)
 
-        def found() -> Member | None:
-            first = self._members[self.genesis.coordinator]
-            able = [m for m in self._members.values() if m.place and (m.id == self._own_id or self.is_alive(m.id))]
-            return min(able, key=lambda m: (m.id != first.id, m.place != first.place, m.id), default=None)
-
-        return self._kept("coordinator", found)
-
+    @_kept
     def members(self) -> tuple[Member, ...]:
         """Everyone that has not left, ourselves included, by id."""
-        return self._kept("members", lambda: tuple(m for p, m in sorted(self._members.items()) if p not in self._left))
+        return tuple(m for p, m in sorted(self._members.items()) if p not in self._left)
 
     def knows(self, peer: str) -> bool:
         return peer in self._members
@@ -263,12 +272,14 @@ class Roster:
 
     def stage(self, stage: int) -> tuple[str, ...]:
         """Live peers of ``stage``, sorted."""
-        return self._kept("stages", self._by_stage).get(stage, ())
+        return self._by_stage().get(stage, ())
 
+    @_kept
     def seated(self, stage: int) -> dict[str, str]:
         """Live peers of ``stage``, by name."""
-        return self._kept(f"seated {stage}", lambda: {self._members[p].name: p for p in self.stage(stage)})
+        return {self._members[p].name: p for p in self.stage(stage)}
 
+    @_kept
     def _by_stage(self) -> dict[int, tuple[str, ...]]:
         found: defaultdict[int, list[str]] = defaultdict(list)
         for peer, member in sorted(self._members.items()):
@@ -276,13 +287,15 @@ class Roster:
                 found[member.stage].append(peer)
         return {stage: tuple(peers) for stage, peers in found.items()}
 
+    @_kept
     def others(self) -> tuple[str, ...]:
         """Live peers but ourselves."""
-        return self._kept("others", lambda: tuple(p for p in self.everyone() if self.is_alive(p)))
+        return tuple(p for p in self.everyone() if self.is_alive(p))
 
+    @_kept
     def everyone(self) -> tuple[str, ...]:
         """All members but ourselves and those that left, believed dead or not."""
-        return self._kept("everyone", lambda: tuple(m.id for m in self.members() if m.id != self._own_id))
+        return tuple(m.id for m in self.members() if m.id != self._own_id)
 
     def spread(self, count: int, turn: int = 0) -> tuple[str, ...]:
         """So many of the live others, evenly spread, from the one after us on: everyone is in as many of such choices
@@ -297,10 +310,12 @@ class Roster:
         first = self.stage(0) if self.own.trainer else ()
         return tuple(p for p in (*first, *self.stage(self.own.stage + 1)) if p != self._own_id)
 
+    @_kept
     def replicas(self) -> tuple[str, ...]:
         """The other members of our stage, believed dead or not."""
         own = self.own.stage
-        return self._kept("replicas", lambda: tuple(p for p in self.everyone() if self._members[p].stage == own))
+        return tuple(p for p in self.everyone() if self._members[p].stage == own)
 
+    @_kept
     def trainers(self) -> tuple[str, ...]:
-        return self._kept("trainers", lambda: tuple(m.id for m in self.members() if m.trainer and self.is_alive(m.id)))
+        return tuple(m.id for m in self.members() if m.trainer and self.is_alive(m.id))

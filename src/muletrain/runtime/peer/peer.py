@@ -24,9 +24,9 @@ from muletrain.runtime.peer.arrival import Arrival
 from muletrain.runtime.peer.dispatch import Dispatch
 from muletrain.runtime.peer.early_frames import EarlyFrames
 from muletrain.runtime.peer.ending import Ending
-from muletrain.runtime.peer.host import PeerHost
 from muletrain.runtime.peer.messages import Back, StopRun
 from muletrain.runtime.peer.parts import PartWriter
+from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.runtime.peer.reporting import Reporting
 from muletrain.runtime.recovery.forks import Forks, GivesWay
 from muletrain.runtime.recovery.rollback import Rollback

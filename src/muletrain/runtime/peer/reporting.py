@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.inflight import InFlightStep
-    from muletrain.runtime.peer.host import PeerHost
+    from muletrain.runtime.peer.peer_host import PeerHost
     from muletrain.runtime.step.record import StepRecord
 
 

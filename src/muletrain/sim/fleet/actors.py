@@ -35,8 +35,8 @@ from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.microbatch.messages import Backward, Forward
-from muletrain.runtime.peer.host import PeerHost
 from muletrain.runtime.peer.peer import Peer
+from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.runtime.peer.service import Service
 from muletrain.runtime.step.messages import Reduced, Shard
 from muletrain.sim.fleet.hollow import CHUNK, PARAMS, TOKENS, VOCAB, WIDTH, HollowCompute, HollowTokens

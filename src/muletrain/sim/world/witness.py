@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import safetensors.torch
 
 from muletrain.runtime.core.branches import branch_of
-from muletrain.runtime.peer.host import PeerHost
+from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.runtime.transfer.donor import MAX_COPIES
 from muletrain.sim.world.scenario import FOR_EVER_S, stage_of
 
