@@ -1,6 +1,13 @@
-"""The step protocol, the same for all strategies, in rooms; imports run downwards through them:
+"""The step protocol, the same for all strategies, in eight rooms. Imports run downwards only:
 
-``peer`` (a peer's life and its dispatch) over ``recovery`` (stepping back, merging histories) over ``checkpoint`` over
-``step`` (agree on a step, average, apply) over ``transfer`` (states and tokens in blocks) over ``microbatch`` (give
-out, compute, account) over ``members`` (who is there, who is counted on) over ``core`` (messages, waits).
+    peer          runs one peer: its steps, dispatch of what arrives, joining and ending
+    recovery      rolls the run back when a stage is lost, and merges histories after a partition
+    checkpoint    writes parts of checkpoints, keeps copies, coordinates
+    step          takes a step from its microbatches to the applied update: agree, average, record, apply
+    transfer      copies states and tokens in blocks
+    microbatch    gives out microbatches, computes and accounts for them
+    members       knows who is there, who can be counted on, who moves and leaves
+    core          holds messages, waits, tasks and the facts of a run
+
+Each room's ``__init__`` says what lives there and what other rooms may use.
 """

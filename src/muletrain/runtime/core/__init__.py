@@ -1,5 +1,10 @@
-"""What every room stands on: frames and calls as validated messages (``messages``, with bounds on their ``sizes``),
-waits with deadlines (``waiting``), labels of the run's beginnings (``branches``), and a disk that may hang (``disk``).
+"""Holds what every room stands on. No actor lives here, and nothing here knows which peers are there.
 
-No actor lives here, and nothing here knows who is there.
+- ``messages``: the base class of all frames and calls, with bounds on their ``sizes``.
+- ``waiting``: waits with deadlines, and ``News``, which wakes them.
+- ``tasks``: the background work of one peer. ``disk``: calls to a disk that may hang.
+- ``plan``: the facts of a run. ``lifecycle``: what a peer is doing. ``meter``: what a peer measures of itself.
+- ``branches``: how lineages of different branches are told apart.
+
+Every room may use all of this. Only ``peer`` changes a ``Lifecycle``; who writes what of a ``Meter`` stands there.
 """

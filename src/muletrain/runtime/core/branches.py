@@ -1,8 +1,7 @@
-"""Branches of the run's history: one begins whenever the run steps back to a checkpoint (DESIGN "Checkpoints").
+"""A branch of the run's history begins whenever the run rolls back to a checkpoint (DESIGN "Checkpoints").
 
-A lineage begins with its branch: a count of the steps back, then some of the hash of the one that began it. Branches
-are ordered, so that whoever meets a later one gives up its own, and frames of abandoned steps are told from those that
-count.
+A lineage begins with the label of its branch: the number of rollbacks, then a part of the hash of the last one.
+Branches are ordered: a peer that meets a later branch gives up its own, and frames of abandoned steps are recognised.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ from __future__ import annotations
 import hashlib
 
 BRANCH = 8
-"""Bytes of a lineage."""
+"""Bytes of a lineage that label its branch."""
 COUNT = 2
-"""Of these, the count (big endian)."""
+"""Bytes of that label that count the rollbacks (big endian)."""
 
 
 def branch_of(lineage: bytes) -> bytes:
@@ -20,16 +19,16 @@ def branch_of(lineage: bytes) -> bytes:
 
 
 def hashed(branch: bytes, content: bytes) -> bytes:
-    """The lineage that follows from ``content`` on ``branch``."""
+    """Returns the lineage that follows from ``content`` on ``branch``."""
     return branch + hashlib.sha256(content).digest()[BRANCH:]
 
 
 def count_of(lineage: bytes) -> int:
-    """Steps back before it."""
+    """Returns the number of rollbacks before ``lineage``."""
     return int.from_bytes(lineage[:COUNT], "big")
 
 
 def branched(count: int, content: bytes) -> bytes:
-    """The first lineage of a branch, the ``count``-th step back."""
+    """Returns the first lineage of the branch that rollback number ``count`` begins."""
     digest = hashlib.sha256(content).digest()
     return count.to_bytes(COUNT, "big") + digest[: BRANCH - COUNT] + digest[BRANCH:]

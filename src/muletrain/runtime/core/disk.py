@@ -1,6 +1,8 @@
-"""The disk's thread: calls that take long, or never return, delay nothing else of the process, not even its end.
+"""Runs calls to a disk in a thread of its own, so that a call that hangs delays nothing else, not even the end of the
+process.
 
-Threads of ``ThreadPoolExecutor`` are joined when the interpreter exits, so a call that hangs would keep the process.
+The interpreter joins the threads of a ``ThreadPoolExecutor`` when it exits, so there a call that hangs would keep the
+process alive.
 """
 
 from __future__ import annotations
@@ -24,16 +26,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 LOOK_S = 1.0
-"""Seconds between two looks at a call that is under way."""
+"""Seconds between two looks at a call under way."""
 SPARE_BYTES = 1 << 30
-"""Of a disk, which no other machine's word fills."""
+"""Free bytes of a disk that no request of another machine may use up."""
 STILL_S = 300.0
-"""Seconds after which a call that does nothing hangs. Counted in looks, so that time in which the whole process is
-stopped counts little."""
+"""Seconds without progress after which a call counts as hanging. Counted in looks, so that time in which the whole
+process is stopped counts little."""
 
 
 class OneThread(Executor):
-    """Runs jobs one after the other in a daemon thread, which ends when there is nothing to do."""
+    """An executor that runs jobs one after the other in a daemon thread. The thread ends when there is nothing to
+    do."""
 
     def __init__(self) -> None:
         self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
@@ -53,7 +56,8 @@ class OneThread(Executor):
             pass
 
     def _run_next(self) -> bool:
-        """In a function of its own: a state that was written is free when it returns."""
+        """Run the next job; False: there is none. A function of its own, so that a written state is freed when it
+        returns."""
         with self._lock:
             self._works = bool(self._jobs)
             if not self._works:
@@ -70,28 +74,28 @@ class OneThread(Executor):
 
 
 class Disk:
-    """The calls to one place, in the order in which they were made, one at a time."""
+    """Makes the calls to one place one at a time, in order."""
 
     def __init__(self, executor: Executor | None = None) -> None:
-        """``executor``: the virtual world's runs a job at once."""
+        """``executor``: runs the calls; the virtual world's runs each at once."""
         self._executor = OneThread() if executor is None else executor
         self._turn = asyncio.Lock()
         self._moved = 0
         self._stood = -1
-        """``_moved`` when a call was given up."""
+        """Value of ``_moved`` when a call was given up."""
 
     @property
     def hangs(self) -> bool:
-        """A call was given up, and has not come on since."""
+        """Was a call given up that has made no progress since?"""
         return self._stood == self._moved
 
     def moved(self) -> None:
-        """The call that is under way came on: to be said by it, from its thread."""
+        """Note that the call under way made progress. The call says this itself, from its thread."""
         self._moved += 1
 
     async def call(self, fn: Callable[..., R], *args: Any) -> R:
-        """What ``fn(*args)`` returns. Raises what it raises, and TimeoutError, an OSError, when it does nothing for
-        ``STILL_S``, or one before it hangs: then ``fn`` may still run, or never does."""
+        """Returns ``fn(*args)``. Raises what it raises, and TimeoutError (an OSError) when it, or a call before it,
+        makes no progress for ``STILL_S``. Then ``fn`` may still run, or never."""
         async with self._turn:
             if self.hangs:
                 raise self._given_up()
@@ -120,14 +124,14 @@ class Disk:
             self.moved()
 
     def _given_up(self) -> TimeoutError:
-        return TimeoutError(errno.ETIMEDOUT, f"the disk or store does nothing for {STILL_S:.0f} s, and may hang")
+        return TimeoutError(errno.ETIMEDOUT, f"the disk or store has made no progress for {STILL_S:.0f} s; it may hang")
 
 
 def check_room(folder: str, size: int, otherwise: str) -> None:
-    """Raises CapacityError where ``size`` more bytes would fill the disk of ``folder``, which exists."""
+    """Raises CapacityError if ``size`` more bytes would fill the disk of ``folder``, which exists."""
     free = shutil.disk_usage(folder).free
     if size + SPARE_BYTES > free:
         raise CapacityError(
-            f"{folder}: {format_memory(size)} are to go there, of {format_memory(free)} that are free, and {format_memory(SPARE_BYTES)} "
-            f"stay free; free some space, or {otherwise}"
+            f"{folder}: {format_memory(size)} are needed, besides {format_memory(SPARE_BYTES)} that stay free, "
+            f"but only {format_memory(free)} are free; free some space, or {otherwise}"
         )

@@ -1,4 +1,4 @@
-"""The lifecycle of a peer at one stage, from when it comes to when it goes."""
+"""The lifecycle of a peer at one stage, from its arrival until it leaves or the run ends."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ class State(StrEnum):
     """What a peer is doing."""
 
     JOINING = "joining"
-    """A newcomer without its stage's state; it is on no branch yet."""
+    """It has just come and has no state of its stage yet. It is on no branch."""
     ROLLED_BACK = "rolled_back"
-    """It loads what a checkpoint has of its stage, on the branch of a step back."""
+    """The run rolled back: it loads its stage from the checkpoint, on the new branch."""
     RECOVERING = "recovering"
-    """It fell behind, and asks replicas for their state."""
+    """It fell behind, and takes the state of a replica."""
     TRAINING = "training"
     LEAVING = "leaving"
-    """It has applied its last step, and waits until the other replicas of its stage have."""
+    """It has applied its last step, and waits until the other replicas of its stage have, too."""
     FINISHED = "finished"
     """The run has ended."""
 
@@ -29,17 +29,17 @@ AFTER = {
     State.LEAVING: {State.TRAINING},
     State.FINISHED: set[State](),
 }
-"""Allowed transitions. A peer that is rolled back begins anew, with another lifecycle."""
+"""The allowed transitions. A peer that rolls back begins anew, with another lifecycle."""
 
 
 class Lifecycle:
-    """``Peer`` is its only writer."""
+    """The state of one peer. Only room ``peer`` changes it."""
 
     def __init__(self, state: State = State.TRAINING) -> None:
         self.state = state
 
     def to(self, state: State) -> None:
-        """Raises RuntimeError for a transition that is not allowed."""
+        """Change to ``state``. Raises RuntimeError for a transition that is not allowed."""
         if state is not self.state:
             if state not in AFTER[self.state]:
                 raise RuntimeError(f"a peer that is {self.state} cannot be {state} next")
@@ -51,12 +51,12 @@ class Lifecycle:
 
     @property
     def has_state(self) -> bool:
-        """Does it have its stage's state?"""
+        """Does the peer have its stage's state?"""
         return self.state in (State.TRAINING, State.LEAVING, State.FINISHED)
 
     @property
     def arrived(self) -> bool:
-        """Has it trained, or could it have?"""
+        """Has the peer trained on this branch, or could it have?"""
         return self.state not in (State.JOINING, State.ROLLED_BACK)
 
     @property
@@ -65,5 +65,5 @@ class Lifecycle:
 
     @property
     def done(self) -> bool:
-        """It works on no step any more: from now on it gives only what others lack of the steps before."""
+        """The peer works on no further step: it only gives others what they lack of earlier steps."""
         return self.state in (State.LEAVING, State.FINISHED)

@@ -1,8 +1,9 @@
-"""Every message of the step protocol, as strict models: what does not validate is refused before anything looks at it.
+"""The base of all messages of the step protocol. They are strict models: a message that does not validate is refused
+before anything looks at it.
 
-Messages on streams are *frames* (a header of one of these models, perhaps tensors); questions with answers are *calls*.
-``lineage`` is hash(R_{t-1}) of the step record chain (DESIGN "Lineage, not consensus"); under delayed updates
-hash(R_{t-2}).
+Messages on streams are *frames*: a header of one of these models, perhaps with tensors. Questions with answers are
+*calls*. ``lineage`` is hash(R_{t-1}) of the chain of step records (DESIGN "Lineage, not consensus"); under delayed
+updates it is hash(R_{t-2}).
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ Natural = Annotated[int, Field(ge=0, lt=2**48)]
 Rate = Annotated[int, Field(ge=0, lt=2**63)]
 Id = Annotated[str, Field(min_length=1, max_length=128)]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.-]+$")]
-"""Shown on other people's terminals."""
+"""Shown on other people's terminals, so letters, digits, '.', '_' and '-' only."""
 Address = Annotated[str, Field(max_length=256)]
 Text = Annotated[str, Field(max_length=4096)]
 Seconds = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
 MAX_MICROBATCHES = 1 << 16
 MAX_ERRORS = 16
-"""Of a message that are described."""
+"""Errors of a message that are described, at most."""
 Indices = Annotated[tuple[Natural, ...], Field(max_length=MAX_MICROBATCHES), FailFast()]
 Past = Annotated[tuple[Digest, ...], Field(max_length=MEMORY), FailFast()]
 
@@ -36,8 +37,8 @@ M = TypeVar("M", bound="Message")
 
 
 class Message(BaseModel):
-    """Base of all headers. ``KIND`` names the frame; ``CHANNEL`` the stream it takes; ``TENSORS`` how many it
-    carries."""
+    """Base of all headers. ``KIND`` names the frame or call, ``CHANNEL`` the stream of a frame, ``TENSORS`` how many
+    tensors it carries."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
     KIND: ClassVar[str]
@@ -49,16 +50,17 @@ class Message(BaseModel):
 
     @classmethod
     def most(cls, microbatches: int = MAX_MICROBATCHES) -> int:
-        """Most bytes that a packed message has, in a run whose steps have so many ``microbatches``. Raises TypeError
+        """Returns the most bytes of a packed message in a run with this many ``microbatches`` a step. Raises TypeError
         for a field without a bound."""
         return packed_size(cls, MAX_MICROBATCHES, microbatches)
 
     @classmethod
     def parse(cls: type[M], frame: Frame) -> M:
-        """Raises ProtocolError when the header or the number of tensors is not what this message has."""
+        """Returns the message of ``frame``. Raises ProtocolError if the header or the number of tensors is not what
+        this message has."""
         if len(frame.tensors) != cls.TENSORS:
             raise Malformed(f"{frame.kind}: {len(frame.tensors)} tensors instead of {cls.TENSORS}")
-        if type(frame.message) is cls:  # it never left this process, and was checked when it was made
+        if type(frame.message) is cls:  # it never left this process, and was validated when it was made
             return frame.message
         return cls.validated(frame.header)
 
@@ -67,21 +69,21 @@ class Message(BaseModel):
         try:
             return cls.model_validate(header)
         except ValidationError as e:
-            if e.error_count() > MAX_ERRORS:  # to describe 60,000 takes a second
-                raise Malformed(f"{cls.__name__}: {e.error_count()} fields that are wrong") from None
+            if e.error_count() > MAX_ERRORS:  # describing 60,000 of them takes a second
+                raise Malformed(f"{cls.__name__}: {e.error_count()} fields are invalid") from None
             first = e.errors()[0]
             where = ".".join(map(str, first["loc"]))[:100]  # a field's name may be anything
             raise Malformed(f"{cls.__name__}: {where!r}: {first['msg'][:200]}") from None
 
     def pack(self) -> bytes:
-        """As the payload of a call."""
+        """Returns the payload of a call."""
         packed: bytes = msgpack.packb(self.model_dump())
         return packed
 
     @classmethod
     def unpack(cls: type[M], payload: bytes) -> M:
-        """Raises ProtocolError for anything but a message that validates, before anything is made of one that is too
-        large."""
+        """Returns the message of a call. Raises ProtocolError for a payload that is too large, before it is read, and
+        for one that does not validate."""
         if len(payload) > cls.most():
             raise Malformed(f"{cls.__name__}: {len(payload)} bytes; at most {cls.most()} are accepted")
         try:
@@ -92,7 +94,7 @@ class Message(BaseModel):
 
 
 class Request(Message):
-    """Identity of one try at one microbatch: part of every pipeline message."""
+    """One try at one microbatch; every pipeline message says which."""
 
     lineage: Digest
     step: Natural
@@ -105,7 +107,7 @@ class Request(Message):
         return (self.step, self.index, self.attempt, self.trainer)
 
     def identity(self) -> dict[str, Any]:
-        """The fields every message about this try repeats."""
+        """Returns the fields that every message about this try repeats."""
         return {
             "lineage": self.lineage,
             "step": self.step,

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from muletrain.events import TrafficClass
 
 PULSE = 16.0
-"""Of its own microbatches, in times that it usually takes from one to the next: a peer that does one more within that
-is not held up."""
+"""A peer is making progress if its last pass ended within this many of its usual intervals."""
 
 
 @dataclass
 class StepStats:
-    """Counted where it happens, since the last applied step."""
+    """Counts since the last applied step. Each counter has one writer: ``StageServer`` of forward, backward and
+    services, ``Context.send`` of bytes, room ``step`` of averaging and applying."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -27,24 +27,24 @@ class StepStats:
     apply_s: float = 0.0
     started: float = 0.0
     services: list[float] = field(default_factory=list)
-    """Forward and backward of each [s]."""
+    """Forward plus backward of each microbatch [s]."""
     sent: defaultdict[str, Counter[TrafficClass]] = field(default_factory=lambda: defaultdict(Counter))
-    """Bytes, by receiver."""
+    """Bytes, by receiver and class of traffic."""
 
 
 class Meter:
-    """Of one peer."""
+    """The measurements of one peer."""
 
     def __init__(self) -> None:
         self.stats = StepStats()
         self.pulse = Pulse(PULSE)
-        """Of its forward and backward passes."""
+        """Ends of its forward and backward passes; ``StageServer`` beats it."""
         self.late = False
-        """Its device is at something for unusually long (``members.watchdog``)."""
+        """Its device takes unusually long for an operation; ``Watchdog`` writes it."""
         self.works = asyncio.Event()
-        """Cleared while it is for so long that nobody is to count on this peer."""
+        """Cleared by ``Watchdog`` while an operation takes so long that nobody should count on this peer."""
         self.works.set()
 
     def begin(self, now_s: float) -> None:
-        """Count anew."""
+        """Begin new counts."""
         self.stats = StepStats(started=now_s)

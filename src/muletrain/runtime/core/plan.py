@@ -16,38 +16,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """The facts of a run that every peer knows: they never change after genesis."""
+    """The facts of a run that every peer knows. They never change after genesis."""
 
     stages: int
     steps: int
     microbatches: int
     sequences: int
-    """per microbatch, B"""
+    """Sequences of a microbatch, B."""
     width: int
     vocab: int
     sequence_length: Callable[[int], int]
-    """step -> T"""
+    """Maps a step to its sequence length T."""
     activations: Codec
     gradients: Codec
     clip: float | None
     lr: Callable[[int], float]
     checkpoint_every: int
     capacity: int
-    """Requests a peer holds at once: admission's bound, with room for each one's backward."""
+    """Requests that a peer holds at once: the bound of admission, with room for the backward of each."""
     strategy: Strategy
     adopt_after_s: float = 30.0
-    """How long a stage may be without a peer before the run steps back and others adopt it [s]."""
+    """Seconds without a peer of a stage, after which the run rolls back and other peers adopt the stage."""
     from_seed: bool = False
-    """The first weights are drawn: any peer can make those of any stage."""
+    """The first weights are drawn from a seed, so any peer can make those of any stage."""
     rebalance: Literal["off", "paper", "throughput"] = "off"
     rebalance_s: float = 60.0
-    """Period [s]."""
+    """Seconds between two decisions whether peers move."""
     work: tuple[float, ...] = ()
     """Forward of a microbatch at each stage [FLOP]."""
     state_bytes: tuple[int, ...] = ()
-    """What a newcomer to each stage copies."""
+    """Bytes that a newcomer to each stage copies."""
     delayed: bool = False
-    """Steps are averaged and applied while the next one computes (``microbatch.inflight``)."""
+    """Steps are averaged and applied while the next step computes (``microbatch.inflight``)."""
     chunk: int = CHUNK
     """Elements of a gradient that are averaged, and sent, at a time."""
     trace: bool = False

@@ -1,7 +1,8 @@
-"""How large a message can be: what follows from the bounds of its fields.
+"""Computes how large a message can be from the bounds of its fields.
 
-So whoever receives one can refuse what is larger before it looks at it, and a field without a bound is found before
-anyone sends it."""
+A receiver can refuse anything larger before it looks at it, and a field without a bound is found before a message is
+sent.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +13,16 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 _PREFIX = 5
-"""Bytes that msgpack puts before a text, bytes, a list or a map, at most."""
+"""Most bytes that msgpack puts before a text, bytes, a list or a map."""
 _NUMBER = 9
 _PER_CHARACTER = 4
-"""Bytes of UTF-8."""
+"""Most bytes of a character in UTF-8."""
 
 
 @functools.cache
 def packed_size(model: type[BaseModel], standard: int, length: int) -> int:
-    """Most bytes of a ``model`` as msgpack. Lists that may have ``standard`` items have ``length``. Raises TypeError
-    for a field that has no bound, or is of a type that is not known here."""
+    """Returns the most bytes of a ``model`` as msgpack. Lists that may have ``standard`` items are taken to have
+    ``length``. Raises TypeError for a field without a bound, or of a type that is not known here."""
     schema: Any = model.__pydantic_core_schema__
     definitions = {d["ref"]: d for d in schema.get("definitions", ())}
 

@@ -14,21 +14,21 @@ R = TypeVar("R")
 
 
 class Tasks:
-    """Ends with the peer's time at its stage."""
+    """The tasks of one peer at one stage. They end when it leaves the stage."""
 
     def __init__(self, background: Executor | None = None) -> None:
-        """``background``: for work that may take seconds (hashing, the disk), so that neither the event loop nor
+        """``background``: runs work that may take seconds (hashing, the disk), so that neither the event loop nor
         ``Compute.offload`` waits for it; by default a thread."""
         self._background = background or ThreadPoolExecutor(1, thread_name_prefix="background")
         self._tasks: dict[asyncio.Task[Any], None] = {}
-        """In the order in which they began: a set would have one that depends on addresses."""
+        """In the order in which they began: the order of a set would depend on addresses."""
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when a task failed unexpectedly: then the peer ends, loudly."""
+        """Fails when a task failed unexpectedly: then the peer ends, loudly."""
         self.closed = False
-        """The peer has left its stage (calls may still come)."""
+        """The peer has left its stage; calls may still come."""
 
     def spawn(self, work: Coroutine[Any, Any, R], name: str) -> asyncio.Task[R]:
-        """Cancelled once the peer has left its stage."""
+        """Run ``work`` until it ends, or until the peer leaves its stage."""
         task = asyncio.create_task(work, name=name)
         self._tasks[task] = None
         task.add_done_callback(self._finished)
@@ -42,7 +42,7 @@ class Tasks:
             self.failure.set_exception(error)
 
     async def aside(self, fn: Callable[..., R], *args: Any) -> R:
-        """Run ``fn`` in the background, after what was given to it before."""
+        """Run ``fn`` in the background, after the calls that were made before."""
         return await asyncio.get_running_loop().run_in_executor(self._background, fn, *args)
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Waiting for what others do: with deadlines, questions to those we wait for, and an eye on what happens meanwhile."""
+"""Waits for other peers: with deadlines, with questions to them, and ended early by news."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MAX_SILENCE = 6
-"""Deadlines, each twice as long as the one before, that are missed before a wait is hopeless."""
+"""Missed deadlines, each twice as long as the one before, after which a wait is hopeless."""
 PATIENCE_S = 300.0
-"""Seconds that must have passed since the others last came on, before a wait is hopeless."""
+"""Seconds without progress of the others, after which a wait is hopeless."""
 LOOKS = 4
-"""Times that we ask again within the patience, however long the doubled deadlines are: else nobody could say that it
-comes on."""
+"""Questions within the patience, at least, however long the doubled deadlines are: otherwise nobody could tell us of
+progress."""
 ENDLESS = 12
-"""Times the patience, after which a wait is hopeless whatever they say of themselves."""
+"""Times the patience, after which a wait is hopeless even if others report progress."""
 
 
 async def _nothing() -> None:
@@ -32,7 +32,7 @@ async def _nothing() -> None:
 
 
 class News:
-    """What wakes the waits of one peer."""
+    """Wakes the waits of one peer."""
 
     def __init__(self) -> None:
         self.changed = asyncio.Event()
@@ -41,11 +41,11 @@ class News:
         """Seconds that a wait goes on without any news."""
 
     def touched(self) -> None:
-        """Something that a wait may depend on changed (a message, a microbatch finished)."""
+        """Something changed that a wait may depend on: a message came, a microbatch is through."""
         self.changed.set()
 
     def hurry(self) -> None:
-        """A peer died: what is waited for may have been its to send, so ask now, not at the deadline."""
+        """A peer died that may have owed what we wait for: ask now, not at the deadline."""
         self.hurried = True
         self.changed.set()
 
@@ -70,7 +70,7 @@ class Waits:
         self._came_on_s = -math.inf
 
     def came_on(self) -> None:
-        """Those we wait for are busy with what we wait for, as slow as that may be."""
+        """The peers that we wait for make progress, however slow."""
         self._came_on_s = self._clock.now()
 
     async def until(
@@ -81,9 +81,11 @@ class Waits:
         ask: Callable[[], Coroutine[Any, Any, None]] = _nothing,
         pulse: Pulse | None = None,
     ) -> None:
-        """Wait for ``condition``; on each missed deadline, and when somebody dies, ask those we wait for, and wait on
-        meanwhile. A deadline is not missed while what we wait for is seen to go on (``Pulse.goes_on_s``, with pauses of
-        at most half the deadline). Raises MuletrainError after MAX_SILENCE, and what ``ask`` raises."""
+        """Wait for ``condition``. Call ``ask`` at each missed deadline, and when a peer dies, and wait on meanwhile. No
+        deadline is missed while ``pulse`` goes on, with pauses of at most half the deadline.
+
+        Raises MuletrainError when the wait is hopeless, and what ``ask`` and ``look_around`` raise.
+        """
         begin = self._clock.now()
         attempt, due = 0, begin + deadline.seconds()
         self._signals.hurried = False
@@ -102,7 +104,7 @@ class Waits:
                     asking = asyncio.create_task(ask())
                     asking.add_done_callback(lambda _: self._signals.touched())
                 news = self._news(condition, asking)
-                try:  # what else happens does not put the question off
+                try:  # other news does not delay the question
                     await self._clock.deadline(news, max(0.0, due - self._clock.now()), what)
                 except DeadlineExceeded:
                     longest_s = deadline.seconds() / 2
@@ -119,7 +121,7 @@ class Waits:
             if asking is not None:
                 asking.cancel()
                 await asyncio.gather(asking, return_exceptions=True)
-        # a wait that was ended by our questions says nothing of how long such waits are (Karn's algorithm)
+        # a wait that our question ended does not tell how long such waits take (Karn's algorithm)
         if attempt == 0 or not deadline.known:
             deadline.measured(self._clock.now() - begin)
 
@@ -128,7 +130,8 @@ class Waits:
         return now - max(begin, self._came_on_s) > patience_s or now - begin > ENDLESS * patience_s
 
     async def _news(self, condition: Callable[[], bool], asking: asyncio.Task[None] | None) -> None:
-        """Until there is more to do than to look around and wait on: with every frame something changes."""
+        """Return when there is a question to ask, or its end to look at. Until then only look around: something changes
+        with every frame."""
         while True:
             await self._signals.changed.wait()
             if self._signals.hurried if asking is None else asking.done():
@@ -139,7 +142,7 @@ class Waits:
                 return
 
     async def watched(self, work: Coroutine[Any, Any, T]) -> T:
-        """``work``, cancelled when something happens meanwhile that makes it pointless."""
+        """Returns what ``work`` returns. It is cancelled when ``look_around`` raises."""
         task = asyncio.create_task(work)
         task.add_done_callback(lambda _: self._signals.touched())
         try:
@@ -155,11 +158,11 @@ class Waits:
 
 
 async def unless_done(answer: asyncio.Future[Any], work: Coroutine[Any, Any, T]) -> T | None:
-    """``work``, or None: it is cancelled when ``answer`` comes, or is given up, before it ends."""
+    """Returns what ``work`` returns, or None: it is cancelled when ``answer`` is done first."""
     if answer.done():
         work.close()
         return None
-    limit = asyncio.timeout(None)  # a deadline that comes with the answer: no task for what hardly ever waits
+    limit = asyncio.timeout(None)  # a timeout that the answer triggers: no task for work that hardly ever waits
 
     def over(_: asyncio.Future[Any]) -> None:
         with contextlib.suppress(RuntimeError):  # the work has just ended

@@ -1,7 +1,12 @@
-"""Who is there and who is counted on: the ``roster``, what one peer's actors share with probes and doubts (``context``,
-``silence``), how newcomers introduce themselves (``membership``), what a peer takes in frames (``expected``), a device
-that hangs (``watchdog``), who serves which stage while the run lasts (``rebalancing``, ``hot_spares``), and leaving in
-order (``leaving``).
+"""Knows who is in the run, and whom this peer can count on.
 
-``Roster`` and ``Context`` are for all rooms above; only they change who counts as alive.
+- ``roster``: the members, their stages, and who is alive. ``membership``: introductions, the questions behind it.
+- ``detector``: the failure detector, who is suspected, down or back. ``silence`` tells it whom to ask.
+- ``watchdog``: an operation of this peer's own device that hangs.
+- ``context``: what all actors of one peer share: network, clock, compute, roster, plan, detector.
+- ``rebalancing``: moving to another stage. ``leaving``: leaving in order. ``hot_spares``: who stands in for a planned
+  peer that is gone. ``expected``: which frames this peer takes.
+
+Every room may read the roster. Other rooms mark peers down or back only through ``FailureDetector``; ``Membership``
+admits members, and ``peer`` notes who moved, left or was expelled.
 """

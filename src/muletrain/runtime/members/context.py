@@ -1,4 +1,4 @@
-"""What every protocol actor of one peer shares: the seams, the run's facts, the roster, and the step's counters."""
+"""What all actors of one peer share: the seams, the facts of the run, the roster and the counters."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ TRAFFIC: dict[str, TrafficClass] = {
     "reduced": "averaging",
     "block": "state",
 }
-"""Class of traffic of a frame kind, for the byte counts; everything else is control."""
+"""Class of traffic of a frame kind, for byte counts; all other kinds are control."""
 SEND_TIMEOUT_S = 120.0
-"""Seconds without a receipt for what was sent: a bound for a dead transport, not for a slow link."""
+"""Seconds without a receipt for what was sent, after which a send fails: a bound for a dead transport, not for a slow
+link."""
 
 
 class Chaos(Protocol):
@@ -55,7 +56,7 @@ class NoChaos:
 
 @dataclass
 class Context:
-    """One peer's actors share this."""
+    """The actors of one peer share this."""
 
     net: Network
     clock: Clock
@@ -65,7 +66,7 @@ class Context:
     emit: Callable[[Event], None]
     tasks: Tasks = field(default_factory=Tasks)
     news: News = field(default_factory=News)
-    """Told when something happened that a wait may depend on."""
+    """Wakes waits when something happened that they may depend on."""
     chaos: Chaos = field(default_factory=NoChaos)
     meter: Meter = field(default_factory=Meter)
 
@@ -73,7 +74,7 @@ class Context:
         self.detector = FailureDetector(self)
 
     def spawn(self, work: Coroutine[Any, Any, R], name: str) -> asyncio.Task[R]:
-        """A background task (``Tasks.spawn``)."""
+        """Run ``work`` in the background (``Tasks.spawn``)."""
         return self.tasks.spawn(work, name)
 
     async def send(
@@ -85,9 +86,9 @@ class Context:
         frame: Frame | None = None,
         channel: Channel | None = None,
     ) -> None:
-        """Send a frame and count it. ``frame``: the message's, where it is made already; ``channel``: if not the
+        """Send a frame and count it. ``frame``: the message's, if it exists already; ``channel``: another than the
         message's own. Raises PeerUnreachable or DeadlineExceeded."""
-        if not self.meter.works.is_set():  # until then nobody counts on us, or the watchdog ends us
+        if not self.meter.works.is_set():  # until the device is back, or the watchdog ends us
             await self.meter.works.wait()
         begin = self.clock.now()
         frame = frame or message.frame(tensors)
@@ -98,13 +99,13 @@ class Context:
             self.worked("send", message.KIND, begin, step, getattr(message, "index", -1))
 
     def worked(self, slot: str, what: str, begin: float, step: int, index: int = -1) -> None:
-        """Since ``begin``, a slot of this peer was busy: for timelines."""
+        """Note for timelines that a slot of this peer was busy since ``begin``."""
         if self.plan.trace:
             self.emit(SlotWorked(slot=slot, what=what, step=step, index=index, seconds=self.clock.now() - begin))
 
     async def tell(self, peers: tuple[PeerId, ...], message: Message) -> None:
-        """Send a notice to several peers at once. A peer that cannot be reached is marked down; the others get the
-        notice all the same."""
+        """Send a notice to several peers at once. A peer that cannot be reached is marked down; the others still get
+        the notice."""
         peers = self.detector.worth_a_try(peers)
         frame = message.frame()
         results = await asyncio.gather(*(self.send(p, message, frame=frame) for p in peers), return_exceptions=True)
@@ -115,11 +116,11 @@ class Context:
                 raise result
 
     def refused(self, peer: PeerId, reason: str) -> None:
-        """Report something wrong that arrived."""
+        """Report that ``peer`` sent something invalid."""
         self.emit(FrameRefused(remote=peer, reason=reason))
 
     def who_is_there(self) -> str:
-        """In words, for errors."""
+        """Returns which stages can be reached, in words, for errors."""
         lost = [s for s in range(self.plan.stages) if not self.roster.stage(s)]
         gone = f"no peer of stages {lost} can be reached" if lost else "every stage can be reached"
         return gone if self.roster.trainers() else f"{gone}, no trainer can"

@@ -1,9 +1,9 @@
-"""The failure detector of one peer: who is *suspected* (routed around, which may be wrong), who is *down* (not counted
-on until it is *back*), by questions whose deadlines are measured.
+"""The failure detector of one peer. A *suspected* peer is routed around, perhaps wrongly. A peer that is *down* is not
+counted on until it is *back*. Questions with measured deadlines tell.
 
-Suspicion changes routing alone. A peer is marked down when it cannot be reached, or misses a question's own, patient
-deadline while nothing else comes from it either (Das et al. 2002, SWIM, has the same two levels).
-``runtime.members.silence`` says when a peer that owes answers is asked.
+Suspicion changes routing alone. A peer is marked down when it cannot be reached, or when it misses the patient deadline
+of a question while nothing else comes from it either (the two levels of SWIM, Das et al. 2002). ``members.silence``
+says when to ask a peer that owes answers.
 """
 
 from __future__ import annotations
@@ -32,19 +32,21 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.roster import Roster
 
 LONG_S, RARELY_S = 60.0, 300.0
-"""Seconds after which a peer has been down for long, and the longest pause between two tries of one that has."""
+"""Seconds after which a peer that is down counts as long gone, and the longest pause between two tries of a peer that
+is down."""
 AT_ONCE = 4
-"""Of those, tried at the same time: many that went together would else be dialled together, again and again."""
+"""Long-gone peers tried at the same time: many that went together would otherwise be dialled together, again and
+again."""
 LATE_S, LATE_MAX_S = 1.0, 10.0
 """Seconds between two questions to a peer whose device is late, the first time and at most; doubles."""
 MAX_ALARMS = 3
-"""After which the time that an answer has does not double any more."""
+"""Unanswered questions after which the time for an answer no longer doubles."""
 HEARD_S, MAX_AGAIN = 0.25, 4
-"""Seconds within which something came from a peer that is not silent: a question that it did not answer is asked again,
-so many times."""
+"""A peer from which something came within the last HEARD_S seconds is not silent: a question that it missed is asked
+again, at most MAX_AGAIN times."""
 QUEUES = 2.0
-"""Times the measured queues that are added before a peer is suspected: queues change by as much as they are long, and
-what a suspicion has computed again is more load."""
+"""Multiple of the measured queues that is waited for before a suspicion: queues change by as much as they are long, and
+computing again what a suspect owes is more load."""
 
 
 class Services(Protocol):
@@ -77,29 +79,28 @@ class Branches(Protocol):
 
 
 class FailureDetector:
-    """One peer's."""
+    """The failure detector of one peer. It alone decides who is suspected, down or back."""
 
     def __init__(self, peer: Services) -> None:
         self._peer = peer
         self.deadline = Deadline(unmeasured_s=10.0, floor_s=1.5)
-        """Of answers to questions. On a starved machine a living peer's event loop stalls for a second at times
-        (imports, garbage collection)."""
+        """Deadline of answers to questions. On a starved machine a living peer's event loop stalls for a second at
+        times (imports, garbage collection)."""
         self.suspected: set[PeerId] = set()
         self._routes: list[Routes] = []
         self._branches: Branches | None = None
         self._usual: dict[PeerId, Usual] = {}
-        """How long a peer's answers take, for suspicions."""
+        """How long the answers of a peer take, for suspicions."""
         self._awaited: defaultdict[PeerId, dict[asyncio.Future[Any], None]] = defaultdict(dict)
-        """In the order in which they began: sets would have one that depends on addresses."""
+        """In the order in which they began: the order of a set would depend on addresses."""
         self._looked_after: set[PeerId] = set()
         self._late: set[PeerId] = set()
-        """Peers that said so of their devices: suspected, until they say otherwise."""
+        """Peers that said their device is late: suspected until they say otherwise."""
         self._tried: dict[PeerId, tuple[float, float]] = {}
-        """Of those that are down: when they were tried first, and last."""
+        """When a peer that is down was tried first, and last."""
         self._alarms: Counter[PeerId] = Counter()
-        """Questions that peers that are not down did not answer in time, since they last did. Only answers are
-        measured, so that where everyone is slow (cores that fleets share) each question would come to the same wrong
-        end as the one before (RFC 6298, 5.5)."""
+        """Questions that a live peer has missed since its last answer. Only answers are measured, so without this each
+        question would fail as the one before where everyone is slow, as on cores that fleets share (RFC 6298, 5.5)."""
 
     def add_routes(self, routes: Routes) -> None:
         """Tell ``routes`` of every suspicion from now on."""
@@ -119,9 +120,9 @@ class FailureDetector:
         hearsay: bool = False,
         brief: bool = False,
     ) -> Progress | None:
-        """Ask a silent peer what it holds (``brief``: whether it is there). It is suspected when the answer takes
-        longer than such answers do. None, and it is marked down, if it does not answer in time; while something still
-        comes from it, it is asked again, a few times. ``hearsay``: others suspect it; they know."""
+        """Ask a silent peer what it holds (``brief``: only whether it is there). Suspect it if the answer takes longer
+        than its answers usually do. If it does not answer in time, mark it down and return None; while something still
+        comes from it, ask again a few times. ``hearsay``: others suspect it, so they need not be told."""
         with self._suspecting(peer, lineage, step, attempt, hearsay):
             for again in range(MAX_AGAIN + 1):
                 try:
@@ -140,7 +141,7 @@ class FailureDetector:
         if progress.late:
             self._suspect(peer, lineage, step, hearsay)
             self.look_after(peer, lineage, step)
-        if progress.current:  # at another step it is of no use to this one, however well it may be
+        if progress.current:  # at another step it is of no use to this one
             self.mark_back(peer)
         return progress
 
@@ -166,16 +167,16 @@ class FailureDetector:
                 self.suspected.discard(peer)
 
     def suspicion_s(self, peer: PeerId, attempt: int = 0) -> float:
-        """After how long without an answer ``peer`` is suspected, which costs little: a multiple of what its own
-        answers take, for it may be far, where others are next door, and more than what waits on the links between. One
-        that never answered is not suspected before it is marked down."""
+        """Returns the seconds without an answer after which ``peer`` is suspected, which costs little: a multiple of
+        what its own answers take, since it may be far away, plus what waits on the links. A peer that never answered is
+        not suspected before it is marked down."""
         usual = self._usual.get(peer)
         own_s = self.deadline.seconds(attempt) if usual is None else usual.seconds(attempt)
         return own_s + QUEUES * self._peer.net.queued_s(peer)
 
     def _suspect(self, peer: PeerId, lineage: bytes, step: int, hearsay: bool) -> None:
-        """Route around ``peer`` until it is heard of, and let the others ask, too, so that all know at the same time
-        whether it lives. Only routes change, so suspicions may be wrong."""
+        """Route around ``peer`` until it is heard of, and have the others ask it, too, so that all learn at the same
+        time whether it lives. Only routes change, so a suspicion may be wrong."""
         if not self._peer.roster.is_alive(peer) or peer in self.suspected:
             return
         self.suspected.add(peer)
@@ -186,7 +187,7 @@ class FailureDetector:
             self._peer.spawn(self._peer.tell(others, Suspected(lineage=lineage, step=step, peer=peer)), "suspected")
 
     def look_after(self, peer: PeerId, lineage: bytes, step: int) -> None:
-        """Others suspect ``peer``, or a stream with it ended: find out whether it is there, once at a time."""
+        """Find out whether ``peer`` is there, once at a time: others suspect it, or a stream with it ended."""
         asked = (peer in self.suspected and peer not in self._late) or peer in self._looked_after
         if self._peer.roster.is_alive(peer) and peer != self._peer.net.peer_id and not asked:
             self._looked_after.add(peer)
@@ -194,7 +195,7 @@ class FailureDetector:
             looking.add_done_callback(lambda _: self._looked_after.discard(peer))
 
     async def _look_after(self, peer: PeerId, lineage: bytes, step: int) -> None:
-        """Ask again while its device is late: nothing else would end the suspicion, for it gets nothing to do."""
+        """Ask again while its device is late: it gets nothing to do, so nothing else would end the suspicion."""
         for times in itertools.count():
             if times or peer not in self._late:
                 await self.probe(peer, lineage, step, hearsay=True, brief=True)
@@ -203,7 +204,7 @@ class FailureDetector:
             await self._peer.clock.sleep(backoff_s(times, LATE_S, LATE_MAX_S))
 
     async def is_gone(self, peer: PeerId, lineage: bytes, step: int) -> bool:
-        """``peer`` cannot be reached at all, which says more than that it does not answer."""
+        """Returns True if ``peer`` cannot be reached at all, which says more than a missing answer."""
         try:
             await self._get_progress(peer, lineage, step, attempt=0, brief=True)
         except PeerUnreachable:
@@ -213,8 +214,8 @@ class FailureDetector:
         return False
 
     async def measure(self, peer: PeerId, lineage: bytes, step: int) -> None:
-        """How long the answer to a probe takes, before one is missed. Whoever does not answer yet is not marked down
-        for it."""
+        """Measure how long ``peer`` takes to answer a probe, before an answer is missed. A peer that does not answer
+        yet is not marked down."""
         with suppress(NetworkError):
             await self._get_progress(peer, lineage, step, attempt=0, brief=True)
 
@@ -244,9 +245,9 @@ class FailureDetector:
         return progress
 
     def worth_a_try(self, peers: Iterable[PeerId]) -> tuple[PeerId, ...]:
-        """The living; and those that are down and were not tried for a quarter of the time since they are (``RARELY_S``
-        at most): they may be back, but a try costs connections, and in a long run many have gone for good. Whoever
-        comes back by itself says so."""
+        """Returns the live ``peers``, and those that are down and were not tried for a quarter of the time since then
+        (at most ``RARELY_S``). They may be back, but a try costs connections, and in a long run many are gone for good.
+        A peer that comes back says so itself."""
         now, worth, long_dead = self._peer.clock.now(), [], 0
         for peer in peers:
             if self._peer.roster.is_alive(peer):
@@ -259,14 +260,14 @@ class FailureDetector:
                 long_dead += long
                 self._tried[peer] = since, now
                 worth.append(peer)
-        if len(self._tried) > 2 * len(self._peer.roster.members()):  # the roster forgets, too
+        if len(self._tried) > 2 * len(self._peer.roster.members()):  # the roster forgets peers, so we do, too
             self._tried = {p: tried for p, tried in self._tried.items() if self._peer.roster.knows(p)}
             self._alarms = Counter({p: n for p, n in self._alarms.items() if self._peer.roster.knows(p)})
             self._usual = {p: usual for p, usual in self._usual.items() if self._peer.roster.knows(p)}
         return tuple(worth)
 
     def mark_down(self, peer: PeerId, reason: str, *, declines: bool = False) -> None:
-        """Believe ``peer`` dead until it is heard of again. Changes routing and rounds only. ``declines``: see
+        """Do not count on ``peer`` until it is heard of again. This changes routing and rounds only. ``declines``: see
         ``Roster.dead``."""
         self.clear(peer)
         if self._peer.roster.dead(peer, declines=declines):
@@ -280,25 +281,25 @@ class FailureDetector:
         return self._peer.roster.alive(peer)
 
     def stand_aside(self, peer: PeerId) -> None:
-        """``peer`` says that nobody is to count on it for now. It can be reached, so that what is on its way to it goes
-        on."""
+        """``peer`` said that nobody should count on it for now. It can be reached, so what is on its way to it
+        continues."""
         if self._peer.roster.dead(peer, declines=True):
             self.give_up(peer, "it takes a state")
             self._peer.news.hurry()
 
     def is_late(self, peer: PeerId) -> bool:
-        """Did ``peer`` say so of its device?"""
+        """Did ``peer`` say that its device is late?"""
         return peer in self._late
 
     def clear(self, peer: PeerId) -> None:
-        """``peer`` is not suspected any more."""
+        """End the suspicion of ``peer``."""
         self._late.discard(peer)
         self.suspected.discard(peer)
 
     @contextmanager
     def awaiting(self, peer: PeerId, answer: asyncio.Future[Any]) -> Iterator[None]:
-        """``answer`` fails with PeerUnreachable as soon as ``peer``, who owes it, is marked down."""
-        answer.add_done_callback(lambda f: f.cancelled() or f.exception())  # whoever waits may have given up already
+        """``answer``, which ``peer`` owes, fails with PeerUnreachable as soon as the peer is marked down."""
+        answer.add_done_callback(lambda f: f.cancelled() or f.exception())  # the waiter may have given up already
         self._awaited[peer][answer] = None
         try:
             yield
@@ -306,18 +307,18 @@ class FailureDetector:
             self._awaited[peer].pop(answer, None)
 
     def give_up(self, peer: PeerId, reason: str) -> None:
-        """Nothing will come from ``peer`` any more."""
+        """Nothing more comes from ``peer``: fail the answers that it owes."""
         for answer in self._awaited.pop(peer, {}):
             if not answer.done():
                 answer.set_exception(PeerUnreachable(f"{peer[-6:]}: {reason}"))
 
     def silent_s(self, peer: PeerId) -> float:
-        """For how long nothing at all has come from ``peer``: no part of a frame, no receipt, no answer."""
+        """Returns the seconds since anything at all came from ``peer``: a part of a frame, a receipt, an answer."""
         return asyncio.get_running_loop().time() - self._peer.net.heard_s(peer)
 
     async def ask_all(self, peers: tuple[PeerId, ...], lineage: bytes, step: int) -> dict[PeerId, Progress]:
-        """What those of ``peers`` that answer hold. Those that are down are asked, too, for they may be back; but
-        nobody waits for them while others live."""
+        """Returns the progress of those of ``peers`` that answer. Peers that are down are asked, too, since they may be
+        back, but nobody waits for them while others live."""
         asked = {p: asyncio.create_task(self.probe(p, lineage, step)) for p in self.worth_a_try(peers)}
         living = [task for p, task in asked.items() if self._peer.roster.is_alive(p)]
         try:

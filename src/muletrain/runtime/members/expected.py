@@ -1,8 +1,8 @@
-"""What a peer takes in frames, decided before it reads them (``network.base.Bounds``).
+"""Says which frames a peer takes, before it reads them (``network.base.Bounds``).
 
 Headers have the bounds of their kind's fields. Tensors have the codec and shape that follow from the run's
 configuration: inputs and gradients of this cut, chunks of this stage's averaging, blocks of the size that was asked
-for. So a member can make this peer read, and hold, no more than a correct one sends of the same kind.
+for. So no member can make this peer read, or hold, more than a correct member sends.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from muletrain.wire.codec import Encoded
 
 Check = Callable[["PeerId", Any, "list[Encoded]"], None]
-"""Raises ProtocolError for a message that is not expected from its sender now, or whose tensors are not what is. Of
-these the bytes are not here yet."""
+"""Raises ProtocolError for a message that is not expected from its sender now, or whose tensors have another shape or
+codec than expected. The tensors' bytes have not been read yet."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Of one peer. ``checks``: of each kind that carries tensors, and of others that not every peer takes."""
+    """What one peer takes. ``checks``: of each kind that carries tensors, and of kinds that only some peers take."""
 
     membership: Membership
     kinds: Mapping[str, type[Message]]

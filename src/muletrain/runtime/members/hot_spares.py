@@ -1,4 +1,4 @@
-"""Hot spares: saying who stands in where a peer that the plan names is gone."""
+"""Reports which peers stand in where a peer that the plan names is gone."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class HotSpares:
-    """What was said last of each peer that is missing; ``look`` says what has changed since."""
+    """Remembers which seats were empty, and reports changes."""
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
         self._known: Mapping[StandIn, tuple[str, ...]] = {}
 
     def look(self, *, speaks: bool) -> None:
-        """``speaks``: it is for us to tell."""
+        """Compare with the last look. ``speaks``: this peer is the one that reports."""
         plan, roster = self._ctx.plan, self._ctx.roster
         now = plan.strategy.stand_ins([roster.seated(s).keys() for s in range(plan.stages)])
         before, self._known = self._known, now

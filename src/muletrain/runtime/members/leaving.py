@@ -1,9 +1,9 @@
 """Leaving in order: between two steps, and never as the last replica of a stage (DESIGN "Joining, moving, leaving").
 
-Whoever wants to go says so in its seal, as the request to stop travels. Who goes is a pure function of the record
-(``StepRecord.leavers``), so that all members count without it from the same step on: nothing waits for it, nothing is
-sent to it, and no number changes. It stays until its stage's other replicas have that step, since they may still lack
-something of its.
+A peer that wants to leave says so in its seal, as the request to stop travels. Who leaves is a pure function of the
+record (``StepRecord.leavers``), so all members count without it from the same step on: nothing waits for it, nothing is
+sent to it, and no number changes. It stays until the other replicas of its stage have that step, since they may still
+need something from it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.context import Context
 
 TRIES, PAUSE_S, PAUSE_MAX_S = 60, 0.05, 2.0
-"""Times that the other replicas are asked whether they have the step; the pause between doubles [s]. Two minutes in
-all: one that lost a chunk of the gradient waits for its deadlines before it takes our state."""
+"""Times that the other replicas are asked whether they have the step, and the pause between, which doubles [s]. Two
+minutes in all: a replica that lost a chunk of the gradient waits for its deadlines before it takes our state."""
 
 
 class Unsaved(Protocol):
@@ -37,11 +37,12 @@ class Departure:
         self._ctx, self._unsaved = ctx, unsaved
         self.wanted = False
         self.stop_requested = False
-        """The run is to end after the current step."""
+        """The run should end after the current step."""
         self._told: str | None = None
 
     def announced(self) -> bool:
-        """What our seal says: whether we want to go and are not needed. Says why we stay, when that changes."""
+        """Returns what our seal says: whether we want to leave and are not needed. Emits why we stay, when that
+        changes."""
         if not self.wanted:
             return False
         reason = self._ctx.roster.needs_us() or self._unsaved.unsafe()
@@ -51,9 +52,9 @@ class Departure:
         return reason is None
 
     async def taken_over(self, lineage: bytes, step: int) -> bool:
-        """Wait until every replica of our stage that answers has come to ``step``; False if in the end none has, so
-        that ours is the last state, or if none answers for half the time after which others adopt the stage. Replicas
-        believed dead are asked, too: a link that healed says nothing by itself."""
+        """Wait until every replica of our stage that answers has come to ``step``. Returns False if none has in the
+        end, so that ours is the last state, or if none answers for half the time after which others adopt the stage.
+        Replicas that are down are asked, too: a healed link does not announce itself."""
         ctx = self._ctx
         there, answered_s = False, ctx.clock.now()
         for attempt in range(TRIES):

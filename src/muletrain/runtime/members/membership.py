@@ -1,5 +1,5 @@
-"""Getting to know each other after the run has begun: a newcomer introduces itself to everyone; whoever missed that
-asks when it is spoken to. Who may speak at all is the network's gate's business; here only the roster grows."""
+"""Introductions after the run has begun: a newcomer introduces itself to everyone, and a peer that missed that asks
+when it is spoken to. The network's gate decides who may speak at all; here only the roster grows."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.context import Context
 
 CALL_S = 20.0
-"""Seconds that a member has to answer who it is."""
+"""Seconds that a member has to answer an introduction."""
 FLOOR_S = 3.0
-"""Seconds, at least: a connection must be made first, and whoever it is may have to be asked for."""
+"""Seconds for an answer, at least: a connection must be made first, and the answering peer may have to ask for us."""
 ASK_AGAIN_S = 5.0
 """Seconds between questions to one peer."""
 
 
 class Membership:
-    """Serves introductions, and makes ours."""
+    """Answers introductions, and makes ours."""
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
@@ -39,9 +39,9 @@ class Membership:
         ctx.net.serve(WhoAreYou.KIND, self._on_question)
 
     async def introduce(self) -> None:
-        """Tell everyone who we are, those that we hear of on the way included: of two newcomers, one at least hears of
-        the other. Whoever cannot be reached asks when it hears from us; those that answer long after the others are not
-        waited for. Where some believe that we serve another stage, everyone hears again."""
+        """Tell everyone who we are, including the peers that we hear of on the way: of two newcomers at least one hears
+        of the other. A peer that cannot be reached asks when it hears from us. Answers long after the others' are not
+        waited for. If some peer believes that we serve another stage, everyone is told again."""
         roster = self._ctx.roster
         for _ in range(2):
             own = roster.own
@@ -53,7 +53,7 @@ class Membership:
                 return
 
     async def _answers(self, calls: dict[asyncio.Task[Any], PeerId]) -> None:
-        """Whoever takes much longer than others is not counted on until it answers."""
+        """Wait for the answers. A peer that takes much longer than others is not counted on until it answers."""
         clock = self._ctx.clock
         begin = clock.now()
         while calls and (rest_s := begin + self._deadline.seconds() - clock.now()) > 0:
@@ -65,13 +65,13 @@ class Membership:
             self._ctx.detector.mark_down(peer, "it has not answered our introduction yet")
 
     async def tell(self, peers: Collection[PeerId]) -> set[PeerId]:
-        """What is new about us, while we serve on. Those of ``peers`` that have not heard it."""
+        """Tell ``peers`` what is new about us, while we serve on. Returns the peers that did not hear it."""
         living = [p for p in peers if self._ctx.roster.is_alive(p)]
         told = await asyncio.gather(*map(self._introduce_to, living))
         return {*peers} - {p for p, heard in zip(living, told, strict=True) if heard}
 
     async def _introduce_to(self, peer: PeerId) -> bool:
-        """True if it has heard it."""
+        """Returns True if ``peer`` heard it."""
         ctx = self._ctx
         begin = ctx.clock.now()
         try:
@@ -81,7 +81,7 @@ class Membership:
             for member in Acquaintances.unpack(answer).members:
                 if member.id == peer:
                     ctx.roster.admit(member)
-                elif not ctx.roster.expelled(member.id):  # whoever answers may not know yet
+                elif not ctx.roster.expelled(member.id):  # the answerer may not know yet
                     ctx.roster.hear_of(member)
             ctx.detector.mark_back(peer)
         except ProtocolError as e:
@@ -93,8 +93,8 @@ class Membership:
         return False
 
     async def acquaint(self, peer: PeerId, stage: int | None = None) -> None:
-        """``peer`` speaks to us, and we do not know it, or not as serving ``stage``: it came, or moved, while we were
-        away. Raises ProtocolError when it does not say who it is, or was expelled."""
+        """``peer`` speaks to us; ask who it is if we do not know it, or not as serving ``stage``: it came, or moved,
+        while we were away. Raises ProtocolError if it does not say who it is, or was expelled."""
         roster, now = self._ctx.roster, self._ctx.clock.now()
         if roster.expelled(peer):
             raise ProtocolError("this peer was expelled: it computed false gradients")
@@ -110,7 +110,7 @@ class Membership:
         roster.member(peer)
 
     async def serves(self, peer: PeerId, stage: int) -> bool:
-        """Is that the stage of ``peer``, by its own word? Raises ProtocolError as ``acquaint``."""
+        """Does ``peer``, by its own word, serve ``stage``? Raises ProtocolError as ``acquaint``."""
         await self.acquaint(peer, stage)
         return self._ctx.roster.member(peer).stage == stage
 
@@ -122,7 +122,9 @@ class Membership:
         except ProtocolError as e:
             self._ctx.refused(peer, str(e))
         except NetworkError as e:
-            self._ctx.emit(DirectoryFailed(what=f"{peer[-6:]} speaks to us, and does not say who it is", reason=str(e)))
+            self._ctx.emit(
+                DirectoryFailed(what=f"{peer[-6:]} speaks to this peer, but does not say who it is", reason=str(e))
+            )
 
     def _admit(self, sender: PeerId, member: Member) -> None:
         if member.id != sender:

@@ -1,4 +1,4 @@
-"""Messages of those that know who takes part: introductions, questions whether a peer is there and how far it is."""
+"""Messages about who takes part: introductions, and questions whether a peer is there and how far it is."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Member(Message):
     flops: Rate = 0
     since: Natural = 0
     place: Annotated[str, Field(max_length=64)] = ""
-    """Where it can write checkpoints (``CheckpointStore.name``); members with the same share it."""
+    """Where it can write checkpoints (``CheckpointStore.name``). Members with the same name share the place."""
 
 
 class GetProgress(Message):
-    """Call: which of this step's microbatches are in your accumulator, or on their way into it? ``brief``: only whether
+    """Call: which microbatches of this step are in your accumulator, or on their way into it? ``brief``: only whether
     you are there, and where; the answer names no microbatches."""
 
     KIND: ClassVar[str] = "get_progress"
@@ -50,13 +50,14 @@ class GetProgress(Message):
 
 
 class Progress(Message):
-    """How far a peer is. ``current``: it is at the lineage and step that were asked about, or computes them ahead. It is
-    at ``step``, to which ``lineage`` led it, and ``rival``: it did the step asked about in another lineage.
-    ``accumulated``: microbatches in its accumulator, with their ``accumulated_losses`` [nats/token] (nan where not
-    known); ``in_flight``: requests it still works on; ``answering``: of which the answer is on its way; ``completed``:
-    microbatches it knows to be through all stages, with their ``losses`` [nats/token]. ``round``: what it averages now,
-    or holds. ``moved``: bytes of tensors that it sent and received in its life, so that two answers tell whether it
-    comes on."""
+    """The answer: how far a peer is. ``current``: it is at the lineage and step asked about, or computes them ahead. It
+    is at ``step``, to which ``lineage`` led. ``rival``: it did the step asked about in another lineage.
+
+    ``accumulated``: microbatches in its accumulator, with ``accumulated_losses`` [nats/token] (nan if unknown);
+    ``in_flight``: requests it still works on; ``answering``: their answer is on its way; ``completed``: microbatches it
+    knows to be through all stages, with ``losses`` [nats/token]. ``round``: the round it averages now, or holds.
+    ``moved``: bytes of tensors that it sent and received in its life, so two answers tell whether it makes progress.
+    """
 
     KIND: ClassVar[str] = "progress"
     current: bool
@@ -64,7 +65,7 @@ class Progress(Message):
     stage: Natural
     lineage: Annotated[bytes, Field(max_length=32)] = b""
     branch: Annotated[bytes, Field(min_length=BRANCH, max_length=BRANCH)] = bytes(BRANCH)
-    """Of its lineage: steps of different branches have nothing to do with each other."""
+    """Branch of its lineage: steps of different branches are unrelated."""
     accumulated: Indices = ()
     accumulated_losses: Annotated[tuple[float, ...], Field(max_length=MAX_MICROBATCHES), FailFast()] = ()
     in_flight: Indices = ()
@@ -75,21 +76,22 @@ class Progress(Message):
     round: Annotated[bytes, Field(max_length=32)] = b""
     moved: Natural = 0
     late: bool = False
-    """Its device is at something for unusually long."""
+    """Its device takes unusually long for an operation."""
 
     def beyond(self, step: int) -> bool:
-        """It has done ``step``, in our lineage."""
+        """Has it done ``step``, in our lineage?"""
         return self.step > step and not self.rival
 
     def loss(self, index: int) -> float | None:
-        """Of microbatch ``index`` [nats/token]; None if the answerer does not hold it, or does not know its loss."""
+        """Returns the loss of microbatch ``index`` [nats/token]; None if the answerer does not hold it, or does not
+        know its loss."""
         known = [loss for i, loss in zip(self.accumulated, self.accumulated_losses, strict=False) if i == index]
         return known[0] if known and not math.isnan(known[0]) else None
 
 
 class Suspected(Message):
-    """``peer`` does not answer its sender: whoever gets this asks it, too, before they need it. Nobody is believed dead
-    on hearsay."""
+    """``peer`` does not answer the sender. The receivers ask it, too, before they need it; nobody is marked down on
+    hearsay."""
 
     KIND: ClassVar[str] = "suspected"
     lineage: Digest
@@ -98,20 +100,20 @@ class Suspected(Message):
 
 
 class Introduce(Message):
-    """Call from a peer that serves ``member``'s stage from now on, to everyone it knows: count it among the members."""
+    """Call to everyone that the sender knows: it serves ``member``'s stage from now on."""
 
     KIND: ClassVar[str] = "introduce"
     member: Member
 
 
 class Acquaintances(Message):
-    """The answer: everyone the answerer knows, itself included."""
+    """The answer to an introduction: everyone that the answerer knows, itself included."""
 
     KIND: ClassVar[str] = "acquaintances"
     members: Annotated[tuple[Member, ...], Field(max_length=4096), FailFast()]
 
 
 class WhoAreYou(Message):
-    """Call to a peer that speaks to us and that we do not know; the answer is a Member."""
+    """Call to a peer that speaks to us and that we do not know. The answer is a Member."""
 
     KIND: ClassVar[str] = "who_are_you"

@@ -1,7 +1,7 @@
-"""Peers move to where they are needed most (SWARM sec. 3.2 "Adaptive swarm rebalancing", app. D): every period each
-announces its load, computes the moves that follow from everyone's (``Strategy.assign``), and carries out its own.
+"""Peers move to the stage that needs them most (SWARM sec. 3.2 "Adaptive swarm rebalancing", app. D). Every period each
+peer announces its load, computes the moves that follow from everyone's (``Strategy.assign``), and carries out its own.
 
-Announcements are hints: a view that misses one costs a move too many or too few, never a number, for leaving and
+Announcements are hints. A peer that misses one makes a move too many or too few, but no number changes: leaving and
 joining keep their own promises.
 """
 
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.context import Context
 
 SAMPLES = 20
-"""Of the queue, in a period."""
+"""Samples of the queue in a period."""
 KEPT_PERIODS, KEPT_MAX_S = 5.0, 110.0
-"""Seconds, at most, for which an announcement holds: a peer says nothing while it gets ready for a new stage. The
-directory keeps nothing for more than two minutes, and of two announcements the one that holds longer: so all hold
+"""Periods, and seconds at most, for which an announcement holds: a peer is silent while it gets ready for a new stage.
+The directory keeps nothing for more than two minutes, and of two announcements the one that holds longer; so all hold
 equally long."""
 MEASURED_PERIODS, MAX_SERVICES = 2.0, 4096
 HORIZON_PERIODS = 10
-"""A move must have paid for itself after so many: by then the fleet will have changed."""
+"""Periods within which a move must pay for itself: later the fleet will have changed."""
 
 Positive = Annotated[float, Field(ge=0, lt=1e12, allow_inf_nan=False)]
 
 
 class Announcement(BaseModel):
-    """A peer's load, as JSON in the directory. ``coming``: it is on its way to ``stage``. ``targets``:
+    """The load of a peer, as JSON in the directory. ``coming``: it is on its way to ``stage``. ``targets``: see
     ``Load.targets``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -74,22 +74,23 @@ class Rebalancer:
         self._services: deque[tuple[float, float]] = deque(maxlen=MAX_SERVICES)
         self._confirmed = Confirmed()
         self.settled = True
-        """False until this peer serves its stage."""
+        """False until this peer serves its stage; ``Peer`` writes it."""
 
     def count(self, stats: StepStats) -> None:
-        """A step's work."""
+        """Count the microbatches of a step."""
         self._services.extend((self._ctx.clock.now(), seconds) for seconds in stats.services)
 
     @property
     def _speed(self) -> float | None:
-        """Microbatches/s, by the median of the last periods: one that a busy machine held up says nothing of the
-        next."""
+        """Returns microbatches/s by the median of the last periods: one microbatch on a busy machine says nothing of
+        the next."""
         since = self._ctx.clock.now() - MEASURED_PERIODS * self._ctx.plan.rebalance_s
         known = [seconds for at, seconds in self._services if at >= since] or [s for _, s in self._services]
         return 1 / max(1e-9, median(known)) if known else None
 
     async def run(self) -> None:
-        """Until cancelled. The first decision is taken a whole period after the beginning, on measured speeds."""
+        """Announce and decide until cancelled. The first decision comes a whole period after the beginning, on measured
+        speeds."""
         ctx, period = self._ctx, self._ctx.plan.rebalance_s
         await self._announce(0.0, ctx.roster.own.stage)
         while True:
@@ -134,12 +135,12 @@ class Rebalancer:
         return Load(roster.own.stage, queue, speeds, targets=targets, name=roster.own.name)
 
     async def _decide(self, queue: float) -> int | None:
-        """The stage to move to; None: stay."""
+        """Returns the stage to move to; None: stay."""
         ctx, plan = self._ctx, self._ctx.plan
         try:
             found = await ctx.net.lookup(self._key)
         except NetworkError as e:
-            ctx.emit(DirectoryFailed(what="no look at the others' load", reason=str(e)))
+            ctx.emit(DirectoryFailed(what="the load of the others could not be read", reason=str(e)))
             return None
         others = {
             m.id: Load(m.stage, targets=frozenset(), name=m.name)
@@ -147,11 +148,8 @@ class Rebalancer:
             if ctx.roster.is_alive(m.id)
         }
         said = {p: load for p, value in found.items() if (load := self._read(p, value)) is not None}
-        loads = {
-            **others,
-            **said,
-            ctx.net.peer_id: self._own(queue),
-        }  # who serves counts, whether its announcement came or not
+        # a peer that serves counts, even if its announcement did not come
+        loads = {**others, **said, ctx.net.peer_id: self._own(queue)}
         horizon_s = HORIZON_PERIODS * plan.rebalance_s
         view = View(loads, plan.work, plan.state_bytes, rule=plan.rebalance, horizon_s=horizon_s)
         moves = self._confirmed.of(plan.strategy.assign(view))
@@ -163,7 +161,7 @@ class Rebalancer:
         return move.target
 
     def _seen(self, view: View) -> str:
-        """What a decision was taken on, in words."""
+        """Returns what a decision was based on, in words."""
         stages = []
         for stage, peers in enumerate(view.served()):
             speeds = [view.loads[p].speeds.get(stage, math.nan) for p in peers]
@@ -173,7 +171,7 @@ class Rebalancer:
         return "; ".join(stages)
 
     def _read(self, peer: PeerId, value: bytes) -> Load | None:
-        """Of a member that serves or is on its way; None for what makes no sense."""
+        """Returns the load of a member that serves or is on its way; None if the announcement is invalid."""
         roster = self._ctx.roster
         try:
             said = Announcement.model_validate(json.loads(value))

@@ -1,8 +1,8 @@
-"""Who is in the run, which stage each serves, and who is believed to be alive.
+"""Who is in the run, which stage each member serves, and which members are alive.
 
-The members that begin together agree on the genesis; its digest is the first lineage, so that peers that began
-differently refuse each other's frames. Later ones introduce themselves to everyone. Who is known and who is believed
-alive is each peer's own view: it changes routing and rounds, never numbers.
+The members that begin together agree on the genesis. Its digest is the first lineage, so peers that began differently
+refuse each other's frames. Later members introduce themselves to everyone. Which members a peer knows, and which it
+believes alive, is its own view: it changes routing and rounds, never numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ T = TypeVar("T")
 
 
 class Genesis(Message):
-    """Everything peers agree on before step 0. ``coordinator`` is the first to collect checkpoints (``start``'s)."""
+    """What all peers agree on before step 0. ``coordinator`` is the first to collect checkpoints (the founder's
+    peer)."""
 
     run_id: Id
     config: Digest
@@ -62,11 +63,10 @@ class Genesis(Message):
 
 MAX_MEMBERS = 4096
 MAX_SINCE = 1 << 32
-"""``Member.since`` of ours that we believe others to have heard of: a lie must not use up all that can be said
-later."""
+"""Largest ``Member.since`` of ours that we believe from others: a lie must not use up the numbers we still need."""
 MAX_GONE = 64
-"""Members believed dead, or gone in order, of which a peer knows still; or four times the living, if those are more.
-They may be alive beyond a partition, and are asked now and then; but in a long run machines come and go without end."""
+"""Members that are down or left, which a peer still knows; or four times the living, if that is more. They may be alive
+beyond a partition, and are asked now and then; but in a long run machines come and go without end."""
 
 
 def _kept(answer: Callable[Concatenate[Roster, P], T]) -> Callable[Concatenate[Roster, P], T]:
@@ -84,16 +84,15 @@ def _kept(answer: Callable[Concatenate[Roster, P], T]) -> Callable[Concatenate[R
 
 
 class Roster:
-    """The members, and this peer's belief about who is alive. Questions come with every frame, news seldom: answers are
-    kept until then."""
+    """The members, and this peer's belief about who is alive."""
 
     def __init__(self, genesis: Genesis, own: str | Member) -> None:
-        """``own``: the id of one that begins, or a newcomer. Raises ProtocolError for an id that is not in the
+        """``own``: the id of a founding member, or a newcomer. Raises ProtocolError for an id that is not in the
         genesis."""
         self.genesis = genesis
         self._members = {m.id: m for m in genesis.members}
         self._dead: dict[str, bool] = {}
-        """Peers believed dead, the first one first, and whether they themselves said that nobody is to count on
+        """Peers that are down, the first one first, and whether they themselves said that nobody should count on
         them."""
         self._left: dict[str, None] = {}
         """Peers that left in order, the first one first."""
@@ -104,7 +103,7 @@ class Roster:
         self._answers: dict[Any, Any] = {}
         """See ``_kept``."""
         self.version = 0
-        """Counts changes of who is there, and of who is alive."""
+        """Counts changes of the members, and of who is alive."""
         if isinstance(own, Member):
             self.admit(own)
             self._dead.clear()
@@ -121,10 +120,10 @@ class Roster:
         return self._members[self._own_id]
 
     def hear_of(self, member: Member) -> None:
-        """Others say that ``member`` is there; where it serves, its own word will tell. What they believe of ourselves
-        is no news, however late; but where they have it wrong, what we say next is later still. One that left is back
-        where they heard of it since: who leaves a stage at the same step as we do does not introduce itself to us, nor
-        we to it. Raises ProtocolError as ``admit``."""
+        """Others say that ``member`` is there; its own word will tell which stage it serves. Ignore others' entries
+        about us; if one is wrong, raise our ``since`` so that our next announcement wins. A peer that left is back if
+        others heard of it since: a peer that leaves a stage at the same step as we do does not introduce itself to us,
+        nor we to it. Raises ProtocolError as ``admit``."""
         own, known = self.own, self._members.get(member.id)
         if member.id == own.id:
             if own.since <= member.since < MAX_SINCE and member.stage != own.stage:
@@ -140,9 +139,9 @@ class Roster:
             self._changed()
 
     def admit(self, member: Member) -> bool:
-        """Count ``member`` in, as it says itself: a newcomer, or one that serves another stage since a later step,
-        which are believed dead until they are heard of; or one that trains from now on. True if that is news. Raises
-        ProtocolError for a stage that the run does not have, or when it is full, and for one that was expelled."""
+        """Take ``member`` by its own word: a newcomer or one that serves another stage, which are down until they are
+        heard of, or one that trains from now on. Returns True if that is news. Raises ProtocolError for a stage that
+        the run does not have, when the run is full, and for a member that was expelled."""
         if member.id in self._expelled:
             raise ProtocolError(f"{member.name} was expelled: it computed false gradients")
         known = self._members.get(member.id)
@@ -162,8 +161,7 @@ class Roster:
         return True
 
     def _forget(self) -> None:
-        """Those that are gone for longest. Were they alive, they would introduce themselves again to whoever does not
-        know them."""
+        """Forget the members that are gone for longest. If one of them is alive, it introduces itself again."""
         for gone in (self._dead, self._left):
             limit = max(MAX_GONE, 4 * (len(self._members) - len(self._dead) - len(self._left)))
             for peer in [p for p in gone if p != self.genesis.coordinator][: max(0, len(gone) - limit)]:
@@ -181,7 +179,7 @@ class Roster:
         self._changed()
 
     def moved(self, peer: str, stage: int) -> None:
-        """``peer`` serves ``stage`` from now on, and is about to say so, or has said so."""
+        """``peer`` serves ``stage`` from now on; it has said so, or is about to."""
         known = self._members.get(peer)
         if known is not None and known.stage != stage:
             self._members[peer] = known.model_copy(update={"stage": stage, "since": known.since + 1})
@@ -189,36 +187,37 @@ class Roster:
 
     @_kept
     def coordinator(self) -> Member | None:
-        """Who collects checkpoints and reports, into the place that it names: the genesis' coordinator, after it who
-        shares its place, then whoever has one; of the live ones, by id. None: nobody has a place."""
+        """Returns the member that collects checkpoints and reports, into the place that it names; None: no member has a
+        place. It is the coordinator of the genesis, else a live member that shares its place, else any live one with a
+        place, by id."""
         first = self._members[self.genesis.coordinator]
         able = [m for m in self._members.values() if m.place and (m.id == self._own_id or self.is_alive(m.id))]
         return min(able, key=lambda m: (m.id != first.id, m.place != first.place, m.id), default=None)
 
     @_kept
     def members(self) -> tuple[Member, ...]:
-        """Everyone that has not left, ourselves included, by id."""
+        """Returns all members that have not left, ourselves included, by id."""
         return tuple(m for p, m in sorted(self._members.items()) if p not in self._left)
 
     def knows(self, peer: str) -> bool:
         return peer in self._members
 
     def member(self, peer: str) -> Member:
-        """Raises ProtocolError for someone who is not in the run."""
+        """Raises ProtocolError for a peer that is not in the run."""
         if peer not in self._members:
             raise ProtocolError(f"{peer} is not a member of this run")
         return self._members[peer]
 
     def name(self, peer: str) -> str:
-        """For people; of one that is not known (any more), the end of its id."""
+        """Returns the name of ``peer`` for people; if it is unknown, the end of its id."""
         return self._members[peer].name if peer in self._members else peer[-6:]
 
     def is_alive(self, peer: str) -> bool:
         return peer in self._members and peer not in self._dead and peer not in self._left
 
     def dead(self, peer: str, *, declines: bool = False) -> bool:
-        """Believe ``peer`` dead; True when that is news. ``declines``: it answers, and says that nobody is to count on
-        it."""
+        """Believe ``peer`` dead; only ``FailureDetector`` calls this. Returns True if that is news. ``declines``: it
+        answers, and says that nobody should count on it."""
         if peer in self._dead:
             self._dead[peer] |= declines
         if peer == self._own_id or peer in self._dead or peer not in self._members:
@@ -229,11 +228,12 @@ class Roster:
         return True
 
     def declines(self, peer: str) -> bool:
-        """``peer`` said that nobody is to count on it, and was not heard of since."""
+        """``peer`` said that nobody should count on it, and was not heard of since."""
         return self._dead.get(peer, False)
 
     def alive(self, peer: str) -> bool:
-        """``peer`` was heard of (one that left, too: it was needed after all). True when it was not counted on."""
+        """``peer`` was heard of, perhaps after it left, since it was needed after all; only ``FailureDetector`` calls
+        this. Returns True if it was not counted on before."""
         if peer in self._expelled:
             return False
         news = peer in self._dead or peer in self._left
@@ -244,11 +244,11 @@ class Roster:
         return news
 
     def left(self, peer: str) -> None:
-        """``peer`` has gone in order: nobody asks it any more."""
+        """``peer`` has left in order: nobody asks it any more."""
         self._go(peer)
 
     def expel(self, peer: str) -> None:
-        """``peer`` computed what it should not: nothing of it counts any more, under this identity."""
+        """``peer`` computed false gradients: nothing from it counts any more, under this identity."""
         self._go(peer)
         self._expelled.add(peer)
 
@@ -263,7 +263,7 @@ class Roster:
         return peer in self._expelled
 
     def needs_us(self) -> str | None:
-        """Why this peer cannot leave, as far as it knows; None if it can."""
+        """Returns why this peer cannot leave, as far as it knows; None if it can."""
         if self._own_id == self.genesis.coordinator:
             return "it collects the checkpoints"
         if self.stage(self.own.stage) == (self._own_id,):
@@ -271,12 +271,12 @@ class Roster:
         return "no other peer has the data" if self.trainers() == (self._own_id,) else None
 
     def stage(self, stage: int) -> tuple[str, ...]:
-        """Live peers of ``stage``, sorted."""
+        """Returns the live peers of ``stage``, sorted."""
         return self._by_stage().get(stage, ())
 
     @_kept
     def seated(self, stage: int) -> dict[str, str]:
-        """Live peers of ``stage``, by name."""
+        """Returns the live peers of ``stage``, by name."""
         return {self._members[p].name: p for p in self.stage(stage)}
 
     @_kept
@@ -289,30 +289,31 @@ class Roster:
 
     @_kept
     def others(self) -> tuple[str, ...]:
-        """Live peers but ourselves."""
+        """Returns all live peers but ourselves."""
         return tuple(p for p in self.everyone() if self.is_alive(p))
 
     @_kept
     def everyone(self) -> tuple[str, ...]:
-        """All members but ourselves and those that left, believed dead or not."""
+        """Returns all members but ourselves and those that left, also those that are down."""
         return tuple(m.id for m in self.members() if m.id != self._own_id)
 
     def spread(self, count: int, turn: int = 0) -> tuple[str, ...]:
-        """So many of the live others, evenly spread, from the one after us on: everyone is in as many of such choices
-        as others are. Each ``turn`` others, until all had theirs."""
+        """Returns ``count`` of the live others, evenly spread, from the one after us on: so every peer is in equally
+        many such choices. Each ``turn`` gives others, until all had theirs."""
         others = self.others()
         after = bisect.bisect(others, self._own_id)
         chosen = min(count, len(others))
         return tuple(others[(after + turn + k * len(others) // chosen) % len(others)] for k in range(chosen))
 
     def receivers(self) -> tuple[str, ...]:
-        """Live peers to which microbatches go from here: those of the next stage, and a trainer's of the first."""
+        """Returns the live peers that get microbatches from here: those of the next stage, and a trainer's of the
+        first."""
         first = self.stage(0) if self.own.trainer else ()
         return tuple(p for p in (*first, *self.stage(self.own.stage + 1)) if p != self._own_id)
 
     @_kept
     def replicas(self) -> tuple[str, ...]:
-        """The other members of our stage, believed dead or not."""
+        """Returns the other members of our stage, also those that are down."""
         own = self.own.stage
         return tuple(p for p in self.everyone() if self._members[p].stage == own)
 

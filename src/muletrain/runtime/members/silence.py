@@ -1,15 +1,13 @@
-"""Silence of peers that owe answers: first a question, then suspicion, and only much later the belief that the peer is
-dead.
+"""Watches peers that owe answers: a silent one is first asked, then suspected, and marked down only much later.
 
-Three deadlines, each from measured times. A peer that owes answers gives one every so often; when it is silent for
-longer, it is asked whether it is there (that costs nothing). When the answer takes longer than such answers do, the
-peer is *suspected*: what it owes is computed by another one, too, and nothing new goes to it. That changes routing
-alone, so it may be wrong. To be believed dead it must miss the question's own, patient deadline
-(``FailureDetector.probe``), since then what it accumulated is run again.
+The three deadlines come from measured times. A peer that owes answers gives one every so often. When it is silent for
+longer, it is asked whether it is there, which costs nothing. When that answer takes longer than usual, the peer is
+*suspected*: another peer also computes what it owes, and it gets nothing new. That changes routing alone, so it may be
+wrong. It is marked down when it misses the question's own, patient deadline (``FailureDetector.probe``): from then on
+what it accumulated is run again.
 
-A peer whose event loop answers may have a device that hangs. It says so itself, in its answers
-(``runtime.members.watchdog``): it is suspected then, too, and believed dead when it refuses to answer. A long queue or
-a slow link is neither.
+A peer whose event loop answers may have a device that hangs. It says so itself in its answers (``members.watchdog``):
+then it is suspected, too, and marked down when it refuses to answer. A long queue or a slow link is no reason.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ LOOK_S, TICK_S = 1.0, 1e-3
 
 @dataclass(slots=True)
 class _Debtor:
-    """Owes answers. ``attempt``: how often it was asked about since it was ``heard`` of."""
+    """A peer that owes answers. ``attempt``: questions about it since it was ``heard`` of."""
 
     heard: float
     asked: float = -math.inf
@@ -50,13 +48,13 @@ class Creditor(Protocol):
 
 
 class Silence:
-    """Listens to the peers of one stage that owe us answers. One task does for all: there are many answers, and hardly
-    ever a silence."""
+    """Listens to the peers of one stage that owe us answers. One task does it for all: there are many answers, and
+    hardly ever a silence."""
 
     def __init__(self, ctx: Context, stage: int, creditor: Creditor) -> None:
         self._ctx, self._stage, self._creditor = ctx, stage, creditor
         self._usual = Usual(unmeasured_s=10.0, floor_s=FLOOR_S, times=2.0)
-        """Between two answers of a peer that owes us some; to ask once too often is better than to wait."""
+        """Seconds between two answers of a peer that owes us some. To ask once too often is better than to wait."""
         self._debtors: dict[PeerId, _Debtor] = {}
         self._listening = False
 
@@ -76,8 +74,8 @@ class Silence:
         self._ctx.detector.clear(peer)
 
     async def _listen(self) -> None:
-        """While anybody owes us something. The deadline of a request, which may wait in a queue, would find out much
-        later that a peer froze."""
+        """Look while any peer owes us something. The deadline of a request, which may wait in a queue, would find a
+        frozen peer much later."""
         try:
             while self._debtors:
                 await self._ctx.clock.sleep(self._ask_the_late())
@@ -85,7 +83,8 @@ class Silence:
             self._listening = False
 
     def _ask_the_late(self) -> float:
-        """How long until the next is [s]; whoever owes us something only from now on is not before that."""
+        """Ask the peers that are due. Returns the seconds until the next one is; a peer that begins to owe us something
+        later is not due before that."""
         now, wait_s = self._ctx.clock.now(), min(LOOK_S, self._usual.seconds())
         for peer, debtor in list(self._debtors.items()):
             request = self._creditor.owed(peer)

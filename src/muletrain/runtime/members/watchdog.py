@@ -1,18 +1,19 @@
-"""A device that hangs while the event loop answers: the peer itself sees it, for it alone knows what its device is at,
-and since when.
+"""Notices that an operation of this peer's own device hangs while its event loop still answers: only the peer itself
+knows what its device is doing, and since when.
 
-A slow link or a long queue is no hang: what counts is for how long one operation has been running, in times that it
-usually takes (``compute.jobs``). Three limits, each from measured times:
+A slow link or a long queue is no hang. What counts is how long one operation has been running, as a multiple of what it
+usually takes (``compute.jobs``). There are three limits, from measured times:
 
-- *late*, after about four usual times (2 s at least, 75 s before the operation has ended once): answers to probes say
-  so. Others suspect this peer, which changes routing alone: copies of what it owes, within their budgets, and nothing
-  new.
-- *out*, after four times as long (8 s at least; 300 s the first time): it is not to be counted on. It refuses probes
-  and sends nothing, so for the others it is a frozen peer: they run again what it had accumulated. When the operation
-  ends after all, it comes back as a frozen peer does. The last peer of a stage is never out: nobody could do its work.
+- *late*, after about four usual times (at least 2 s; 75 s before the operation has ended once): answers to probes say
+  so. Other peers suspect this one, which changes routing alone: they compute copies of what it owes, within their
+  budgets, and give it nothing new.
+- *out*, after four times as long (at least 8 s; 300 s the first time): nobody should count on this peer. It refuses
+  probes and sends nothing, so for the others it is a frozen peer: they run again what it had accumulated. When the
+  operation ends after all, it comes back as a frozen peer does. The last peer of a stage is never out: nobody else
+  could do its work.
 - *hung*, after thirty times as long as late, 5 to 60 minutes: the peer ends with an error.
 
-Time is counted while this process ran: between two looks no more than twice the usual pause, however long it was
+Only time in which this process ran counts: between two looks no more than twice the usual pause, however long it was
 stopped or suspended.
 """
 
@@ -28,26 +29,26 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.context import Context
 
 LOOK_S = 0.5
-"""Seconds between two looks at what the device is at."""
+"""Seconds between two looks at what the device is doing."""
 OUT, HUNG = 4.0, 30.0
-"""Times as long as until an operation is late."""
+"""Multiples of the time after which an operation is late, after which it is out, and hung."""
 LEAST_S, MOST_S = 300.0, 3600.0
 """Seconds, at least and at most, after which an operation hangs."""
 
 
 class DeviceHung(MuletrainError):
-    """An operation does not return."""
+    """An operation of the device does not return."""
 
 
 class Watchdog:
-    """Of one peer's compute."""
+    """Watches the compute of one peer."""
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
         self._ages_s: dict[Job, float] = {}
 
     async def run(self) -> None:
-        """Until cancelled. Raises DeviceHung."""
+        """Look until cancelled. Raises DeviceHung."""
         clock = self._ctx.clock
         while True:
             before = clock.now()
@@ -55,7 +56,8 @@ class Watchdog:
             self.look(min(clock.now() - before, 2 * LOOK_S))
 
     def look(self, seconds: float) -> None:
-        """``seconds``: for so long this process ran since the last look. Raises DeviceHung."""
+        """Judge the operations under way. ``seconds``: how long this process ran since the last look. Raises
+        DeviceHung."""
         ctx, jobs = self._ctx, self._ctx.compute.jobs
         before = self._ages_s
         self._ages_s = {job: before[job] + seconds if job in before else 0.0 for job in jobs.running()}
@@ -78,7 +80,7 @@ class Watchdog:
 
 
 def hung_s(late_s: float) -> float:
-    """After how long the peer ends [s]. ``late_s``: see ``Jobs.late_s``."""
+    """Returns the seconds after which the peer ends. ``late_s``: see ``Jobs.late_s``."""
     return min(MOST_S, max(LEAST_S, HUNG * late_s))
 
 
