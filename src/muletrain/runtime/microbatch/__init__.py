@@ -1,7 +1,13 @@
-"""A microbatch's way: a ``trainer`` builds it, a ``dispatcher`` chooses the next peer and sees to the answer, the
-``stage_server`` takes it in, computes and sends on. The ``ledger`` counts it once, in what is in flight of its step
-(``inflight``); ``survey`` asks all peers who has it before it is tried again; gradients that stand out are asked for
-again (``cross_check``). ``position`` says where the peer is in the run.
+"""Follows a microbatch from its trainer through all stages and back.
 
-Rooms above hold ``Microbatches`` and ``Position``; they begin and seal a step through its ``InFlightStep``.
+- ``trainer``: builds the microbatches that it claims, and sees them through.
+- ``dispatcher``: chooses the next peer (``Dispatcher._choose``), sends, and waits for the answer.
+- ``stage_server``: admits a request, computes it, sends it on, and answers.
+- ``ledger``: which microbatches are in this peer's accumulator. ``inflight``: one step under way, with its ledger.
+- ``survey``: asks all peers who has a microbatch, before it is tried again.
+- ``cross_check``: asks another peer for a gradient that stands out.
+- ``position``: where the peer is in the run. ``microbatches``: all of the above of one peer.
+
+Rooms above hold ``Microbatches`` and ``Position``. Only ``StageServer`` fills a ledger, only room ``step`` seals and
+reopens it, and only ``step`` and ``peer`` change a ``Position``.
 """

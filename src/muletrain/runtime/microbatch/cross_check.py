@@ -1,12 +1,11 @@
-"""Gradients that come back from the next stage and stand out are asked for again, from another peer of it (DESIGN,
-invariant 5).
+"""Asks another peer of the next stage for a gradient that came back and stands out (DESIGN, invariant 5).
 
-Without this, whoever gets a false gradient would be taken for the one that computes falsely. Its activations are still
-there, so another peer computes the same microbatch from the same inputs, and accumulates nothing.
+Without this, the peer that gets a false gradient would be taken for the one that computes falsely. Its activations are
+still there, so another peer computes the same microbatch from the same inputs, and accumulates nothing.
 
-The first answers have nothing to be compared with but each other. So the first one waits for that of another peer,
-which is mostly under way: to have each stage's first microbatch computed twice, one stage after the other, took a
-pipeline of S stages S^2 / 2 of its service times before anything else moved.
+The first answers can be compared only with each other. So the first one waits for that of another peer, which is mostly
+under way. To have each stage's first microbatch computed twice, one stage after the other, took a pipeline of S stages
+S^2 / 2 of its service times before anything else moved.
 """
 
 from __future__ import annotations
@@ -34,40 +33,40 @@ if TYPE_CHECKING:
     from muletrain.wire.codec import Encoded
 
 REMEMBERED = 64
-"""Lengths of gradients that were taken."""
+"""Lengths of accepted gradients that are remembered."""
 PAUSE_S = 0.01
-"""Seconds, at least, between two looks whether another answer is still to come."""
+"""Seconds between two looks whether another answer is still to come, at least."""
 
 
 class _Gradient(NamedTuple):
     values: Tensor
     length: float
-    """Infinite where it is not finite."""
+    """Norm of ``values``; infinite if it is not finite."""
 
 
 class GradientCrossCheck:
-    """On the answers of one router."""
+    """Checks the answers of one dispatcher."""
 
     def __init__(self, ctx: Context, dispatcher: Dispatcher) -> None:
         self._ctx, self._dispatcher = ctx, dispatcher
         self._lengths: deque[float] = deque(maxlen=REMEMBERED)
         self._first: dict[PeerId, float] = {}
-        """Lengths of the first answers, by who gave them, until some were taken."""
+        """Lengths of the first answers, by the peer that gave them, until some gradients were accepted."""
         self._second = asyncio.Event()
-        """Two peers have answered."""
+        """Set when two peers have answered."""
         self._beginning = asyncio.Lock()
 
     async def gradient(
         self, request: Request, forward: Forward, sent: list[Encoded], answer: Answer
     ) -> tuple[Tensor, bool]:
-        """The gradient to go on with, and whether it is to be trusted: not if it stands out and nobody else could be
-        asked."""
+        """Returns the gradient to continue with, and whether to trust it: not if it stands out and no other peer could
+        be asked."""
         first = await self._read(answer)
         if not forward.accumulate or answer.unfinite:
             return first.values, True
         if not self._lengths:
             await self._begin(answer, first.length)
-            async with self._beginning:  # one is enough
+            async with self._beginning:  # one comparison is enough
                 if not self._lengths and not self._agreed():
                     return await self._compared(request, sent, answer.peer, first)
         if strange(first.length, self._lengths or [*self._first.values()]):
@@ -87,14 +86,14 @@ class GradientCrossCheck:
                 )
 
     def _agreed(self) -> bool:
-        """Several peers' first gradients, none of which stands out from another's."""
+        """Did several peers answer, with first gradients that do not stand out from each other?"""
         lengths = [*self._first.values()]
         return len(lengths) > 1 and min(lengths) > 0 and not strange(max(lengths), [min(lengths)])
 
     async def _compared(
         self, request: Request, sent: list[Encoded], peer: PeerId, first: _Gradient
     ) -> tuple[Tensor, bool]:
-        """What two peers agree on, of three at the most."""
+        """Returns the gradient that two peers agree on; three are asked at most."""
         asked, known_before = {peer: first}, bool(self._lengths)
         while len(asked) < 3 and not asked.keys() >= set(self._ctx.roster.stage(self._ctx.roster.own.stage + 1)):
             try:
@@ -117,7 +116,7 @@ class GradientCrossCheck:
         return asked[usual].values, trusted
 
     async def _read(self, answer: Answer) -> _Gradient:
-        assert answer.gradient is not None  # the pipeline looked
+        assert answer.gradient is not None  # asked for
         return await self._ctx.compute.offload(_decoded, answer.gradient)
 
     def _remember(self, gradient: _Gradient) -> None:
@@ -128,7 +127,7 @@ class GradientCrossCheck:
         for peer in sorted(peers):
             self._ctx.refused(
                 peer,
-                f"backward: its gradient of microbatch {request.step}/{request.index} is not what others of its stage compute",
+                f"backward: its gradient of microbatch {request.step}/{request.index} differs from what its stage's other peers compute",
             )
 
 

@@ -1,6 +1,6 @@
-"""Sending a microbatch onwards: choose a peer of a stage, push the tensors, and see the answer through.
+"""Sends a microbatch onwards: chooses a peer of a stage, pushes the tensors, and sees the answer through.
 
-Used by trainers (towards stage 0) and by peers (towards the next stage) alike: activations travel peer to peer, and
+Trainers (towards stage 0) and peers (towards the next stage) use it alike. Activations travel from peer to peer, and
 each sender chooses by its own measurements (SWARM sec. 3.2, app. C).
 """
 
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 BUSY_PAUSE_S, BUSY_PAUSE_MAX_S = 0.005, 0.5
 """Seconds before a request is tried again when every peer of a stage is full, the first time and at most; doubles."""
 COPIES, COPIES_SHARE = 2.0, 0.1
-"""Microbatches computed twice for peers that are suspected: so many times what one peer holds at once, then a tenth of
-those answered."""
+"""Microbatches that are computed twice because a peer is suspected: at first this multiple of what one peer holds at
+once, then this share of the answered ones."""
 
 
 class _Gone(MuletrainError):
-    """The peer lives, but nothing will come of the request."""
+    """The peer lives, but the request will not be answered."""
 
 
 class _Over(MuletrainError):
@@ -55,7 +55,7 @@ class _FoundUnfinite(_Gone):
 
 
 class Unfinite(MuletrainError):
-    """Activations that are not finite: whoever computed them is to say so, for another to compute them again."""
+    """The activations are not finite. Their sender says so, so that another peer computes them again."""
 
 
 class StageLost(MuletrainError):
@@ -64,8 +64,8 @@ class StageLost(MuletrainError):
 
 @dataclass
 class Answer:
-    """What came back for a request: the loss [nats/token] and, where it was asked for, d loss / d output as sent.
-    ``unfinite``: another peer had found that the microbatch does not stay finite."""
+    """The answer to a request: the loss [nats/token] and, if asked for, d loss / d output as sent. ``unfinite``:
+    another peer had found that the microbatch does not stay finite."""
 
     peer: PeerId
     loss: float
@@ -109,22 +109,22 @@ class _Pending:
 
 
 class Dispatcher:
-    """Requests towards one stage."""
+    """Sends the requests of one peer towards one stage."""
 
     def __init__(self, ctx: Context, stage: int, survey: Survey) -> None:
         self._ctx, self._stage, self._survey = ctx, stage, survey
         self._wiring = Wiring(random.Random(f"{ctx.net.peer_id}/{stage}"))
         self._deadline = Deadline()
         self._pending: dict[PeerId, dict[tuple[int, int, int, str], _Pending]] = {}
-        """By whom an answer is owed; nobody who owes none."""
+        """By the peer that owes the answer; peers that owe none are left out."""
         self._silence = Silence(ctx, stage, self)
         self._copies = RetryBudget(COPIES * ctx.plan.capacity, COPIES_SHARE)
         ctx.detector.add_routes(self)
         self._current: set[tuple[int, bytes]] | None = None
 
     def begin(self, under_way: Iterable[InFlightStep]) -> None:
-        """Requests of other steps are given up from now on: nobody answers them any more, and nobody is to be banned
-        for that."""
+        """Give up requests of steps that are not ``under_way`` any more: no peer answers them, and none should be
+        banned for that."""
         self._current = {(work.step, work.lineage) for work in under_way}
         self.refresh()
         for pending in [p for owed in self._pending.values() for p in owed.values()]:
@@ -135,7 +135,7 @@ class Dispatcher:
         return self._current is None or (request.step, request.lineage) in self._current
 
     def refresh(self) -> None:
-        """Take the roster's view of who serves the stage."""
+        """Take the roster's view of which peers serve the stage."""
         alive = set(self._ctx.roster.stage(self._stage))
         for peer in set(self._wiring.peers()) - alive:
             self._wiring.remove(peer)
@@ -143,27 +143,28 @@ class Dispatcher:
             self._wiring.add(peer, self._device_s(peer))
 
     def _device_s(self, peer: PeerId) -> float:
-        """Forward and backward of a microbatch by what ``peer`` says of its device [s]; 0: it says nothing."""
+        """Returns the seconds for forward and backward of a microbatch by what ``peer`` says of its device; 0 if it
+        says nothing."""
         work, flops = self._ctx.plan.work, self._ctx.roster.member(peer).flops
         return 3 * work[self._stage] / flops if work and flops else 0.0
 
     def expects(self, sender: PeerId, reply: Backward, tensors: list[Encoded]) -> None:
-        """A gradient of what is sent to this stage, before it is read. It may be late. Raises Malformed for any
-        other."""
+        """Check a gradient of what was sent to this stage, before it is read; it may be late. Raises Malformed if its
+        shape or codec is wrong."""
         plan, (gradient,) = self._ctx.plan, tensors
         shape = plan.sequences, plan.sequence_length(reply.step), plan.width
         if (gradient.shape, gradient.codec) != (shape, plan.activations):
             raise Malformed(f"a gradient of {gradient.codec} {gradient.shape} that is not {plan.activations} {shape}")
 
     def on_reply(self, sender: PeerId, reply: Backward | Done | Busy | Lost, tensors: list[Encoded]) -> None:
-        """Match an answer with its request; late answers to requests that were given up, or sent elsewhere since, are
-        dropped. Raises ProtocolError for a gradient of another shape or codec than was sent, or where none was to come,
-        or the reverse."""
+        """Match an answer with its request. Late answers to requests that were given up, or sent elsewhere since, are
+        dropped. Raises ProtocolError for a gradient of another shape or codec than what was sent, and for one that was
+        not asked for, or is missing."""
         pending = self._pending.get(sender, {}).get(reply.key)
         if pending is None or pending.reply.done():
             return
         if isinstance(reply, Backward | Done) and isinstance(reply, Done) != (pending.shape is None):
-            raise ProtocolError(f"{reply.KIND}: {'no' if pending.shape is None else 'a'} gradient was asked for")
+            raise ProtocolError(f"{reply.KIND}: {'no' if pending.shape is None else 'a'} gradient was requested")
         if any((t.shape, t.codec) != (pending.shape, self._ctx.plan.activations) for t in tensors):
             raise ProtocolError(f"a gradient that is not {self._ctx.plan.activations} {pending.shape}")
         self._silence.heard(sender)
@@ -179,11 +180,12 @@ class Dispatcher:
         gradient: bool,
         unfinite: bool = False,
     ) -> Answer:
-        """Get one microbatch through the stage, without those that were ``tried``, and all behind it. ``gradient``:
-        that of the loss to what is sent is to come back. ``unfinite``: see ``Forward``. Where the first that tries it
-        finds that it does not stay finite, another one decides, or it does so itself if there is no other. Raises
-        StageLost when every live peer failed it or its step is over, and Unfinite when what we send is not finite, and
-        should be."""
+        """Get one microbatch through this stage and all behind it, without the peers that were ``tried``.
+
+        ``gradient``: d loss / d input should come back. ``unfinite``: see ``Forward``. If the first peer finds that the
+        microbatch does not stay finite, another decides, or the first one itself if there is no other. Raises StageLost
+        when every live peer failed it or its step is over, and Unfinite when what we send is not finite, and should be.
+        """
         begun_s = self._ctx.clock.now()
         failed: set[PeerId] = set(tried)
         full: set[PeerId] = set()
@@ -214,7 +216,7 @@ class Dispatcher:
                     raise Unfinite(f"activations of microbatch {request.step}/{request.index}: not finite") from None
                 unfinite, again = True, again if unfinite else {peer}
                 self._give_up(peer, request, str(e))
-            except _Gone as e:  # alive, but it does not have the request (any more)
+            except _Gone as e:  # alive, but it does not have the request
                 self._give_up(peer, request, str(e))
             except _Over:
                 continue
@@ -228,8 +230,8 @@ class Dispatcher:
         raise AssertionError  # itertools.count does not end
 
     def _choose(self, request: Request, failed: set[PeerId], full: set[PeerId], waited_s: float) -> PeerId | None:
-        """The fastest of those that the strategy chooses; somebody else than a peer that is suspected, while there is
-        one, be it that we have to wait for room."""
+        """Choose the next peer: the fastest of those that the strategy allows. A suspected peer is chosen only if all
+        are suspected, even if we have to wait for room elsewhere."""
         known = set(self._wiring.peers())
         usable = {p for p in known if self._ctx.roster.is_alive(p)} - failed
         trusted = (usable - self._ctx.detector.suspected) or usable
@@ -251,10 +253,10 @@ class Dispatcher:
         *,
         unfinite: bool,
     ) -> Answer:
-        """The answer of ``peer``. When it is suspected, another works on the microbatch, too, but accumulates nothing,
-        here and in the stages behind: if the peer lives, the microbatch is in its accumulator; if not, that is lost
-        whatever we do, and the stage runs what it held again. So a false alarm costs this one computation, and no
-        microbatch is ever in two accumulators."""
+        """Returns the answer of ``peer``. When it is suspected, another peer computes the microbatch, too, but
+        accumulates nothing, here and in the stages behind. If the suspect lives, the microbatch is in its accumulator;
+        if not, that accumulator is lost anyway, and the stage runs its microbatches again. So a false alarm costs this
+        one computation, and no microbatch is ever in two accumulators."""
         reply: asyncio.Future[_Reply | Answer] = asyncio.get_running_loop().create_future()
         pending = _Pending(peer, request, tensors, frozenset({*tried, peer}), gradient, unfinite, reply)
         self._begin(pending)
@@ -276,7 +278,7 @@ class Dispatcher:
                 await asyncio.wait({pending.copy})
 
     def expects_another_than(self, peer: PeerId) -> bool:
-        """Does somebody else owe an answer, and is not suspected?"""
+        """Does another peer, which is not suspected, owe an answer?"""
         return any(p != peer and p not in self._ctx.detector.suspected for p in self._pending)
 
     def owed(self, peer: PeerId) -> Request | None:
@@ -291,15 +293,15 @@ class Dispatcher:
             self._ctx.spawn(self._have_copied(peer), f"copies for {peer[-6:]}")
 
     async def _have_copied(self, peer: PeerId) -> None:
-        """What ``peer`` owes is computed by others, too, oldest first, and as fast as they can: most that are suspected
-        are heard of again before long, and what was given to others by then is computed twice."""
+        """Have others compute what ``peer`` owes, oldest first, and as fast as they can: most suspects are heard of
+        again soon, and what others got by then is computed twice."""
         while peer in self._ctx.detector.suspected:
             others = set(self._wiring.peers()) - self._ctx.detector.suspected
             owed = (p for p in self._pending.get(peer, {}).values() if p.copy is None and not p.reply.done())
             if (pending := next(owed, None)) is None or not others or not self._copies.spend():
                 return
             why = "its device is late" if self._ctx.detector.is_late(peer) else "it is silent"
-            self._rerouted(peer, pending.request, f"{why}: another computes the same, too")
+            self._rerouted(peer, pending.request, f"{why}, so another peer computes a copy")
             pending.copied_by(asyncio.create_task(self._copy(pending)))
             await self._ctx.clock.sleep(1 / sum(1 / self._wiring.expected_s(p) for p in others))
 
@@ -309,15 +311,15 @@ class Dispatcher:
         return await self.request(request, (), pending.tensors, pending.tried, gradient=gradient, unfinite=unfinite)
 
     async def _missing(self, request: Request, accumulate: tuple[int, ...]) -> tuple[int, ...]:
-        """What failed here may have gone through there: stages from ours on that hold it already do not accumulate it
-        again."""
+        """Returns the stages that should accumulate a microbatch that failed here: it may have gone through before, so
+        stages from ours on that hold it already are left out."""
         ours = tuple(s for s in accumulate if s >= self._stage)
         still, _ = await self._survey.still_missing(request.lineage, request.step, request.index, ours)
         return tuple(s for s in accumulate if s < self._stage or s in still)
 
     async def _recount(self, request: Request) -> None:
-        """Nobody is left to try: who of the stage answers, believed dead or banned before, counts again from the next
-        request on."""
+        """No peer is left to try: those of the stage that answer, whether down or banned before, count again from the
+        next request on."""
         ctx = self._ctx
         members = [p for p in ctx.roster.everyone() if ctx.roster.member(p).stage == self._stage]
         await asyncio.gather(*(ctx.detector.probe(p, request.lineage, request.step) for p in members))
@@ -333,8 +335,7 @@ class Dispatcher:
         self._pending.setdefault(peer, {})[request.key] = pending
 
     async def _try(self, pending: _Pending, accumulate: tuple[int, ...]) -> Answer:
-        """One receiver: send, then wait while it is seen to be working on it. Raises _Full, _Gone, PeerUnreachable,
-        DeadlineExceeded."""
+        """Send to one peer, then wait while it works on it. Raises _Full, _Gone, PeerUnreachable, DeadlineExceeded."""
         clock, peer, request = self._ctx.clock, pending.peer, pending.request
         message = Forward(
             **request.identity(),
@@ -359,9 +360,7 @@ class Dispatcher:
         took = clock.now() - begin
         self._copies.succeeded()
         self._deadline.measured(took)
-        busy_s = min(
-            reply.busy_s, took
-        )  # by our own clock: what a peer says of itself must not spoil what is thought of others
+        busy_s = min(reply.busy_s, took)  # at most our own measurement: a peer's word must not distort the shares
         way_s = took - busy_s - reply.away_s
         self._wiring.measured(peer, max(busy_s, 1e-6), way_s, clock.now())
         return Answer(peer, reply.loss, answer[0] if answer else None, pending.unfinite, took)
@@ -380,7 +379,7 @@ class Dispatcher:
                     return pending.reply.result()
                 if progress is None:
                     raise
-                # a probe overtakes a long answer: what is in the accumulator is done, and its answer may be on its way
+                # a probe overtakes a long answer: the answer to an accumulated microbatch may be on its way
                 answered = request.index in progress.answering or (
                     attempt == 0 and request.index in progress.accumulated
                 )

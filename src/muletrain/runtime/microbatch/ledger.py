@@ -1,7 +1,7 @@
-"""The ledger: which microbatches are inside this peer's accumulator (DESIGN "The ledger").
+"""The ledger: which microbatches are in this peer's accumulator (DESIGN "The ledger").
 
-A pure state machine. A peer accumulates ``(lineage, step, index)`` at most once, whatever the attempt; announcing the
-set seals it: what arrives later is recomputed without accumulating until the step's record says otherwise.
+It is a pure state machine. A peer accumulates ``(lineage, step, index)`` at most once, whatever the attempt. Announcing
+the set seals it: what arrives later is recomputed without accumulating, until the step's record says otherwise.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from muletrain.errors import ProtocolError
 
 
 class Ledger:
-    """One peer's accumulator of one step."""
+    """The ledger of one step at one peer. ``StageServer`` fills it, room ``step`` seals and reopens it."""
 
     def __init__(self, lineage: bytes, step: int, microbatches: int) -> None:
         self.lineage = lineage
@@ -21,13 +21,11 @@ class Ledger:
         self._excused: set[int] = set()
         self._sealed = False
         self.barred = False
-        """Nothing comes in, whatever is opened: others compute what this peer should have."""
+        """Nothing is accumulated, even if it is open: others compute what this peer should have computed."""
 
     def begin(self, index: int) -> bool:
-        """May the microbatch about to run accumulate? If so it is reserved until ``commit`` or ``abort``.
-
-        Raises ProtocolError for an index the step does not have.
-        """
+        """Reserve ``index`` until ``commit`` or ``abort``. Returns False if the microbatch must not accumulate. Raises
+        ProtocolError for an index that the step does not have."""
         if not 0 <= index < self._microbatches:
             raise ProtocolError(f"microbatch {index} of step {self.step}: the step has 0..{self._microbatches - 1}")
         if not self._open or index in self._accumulated or index in self._in_flight:
@@ -36,22 +34,21 @@ class Ledger:
         return True
 
     def takes(self, index: int) -> bool:
-        """False when ``index`` is not in the accumulator and cannot come in now: another replica may still be open for
-        it."""
+        """Returns False if ``index`` is not in the accumulator and cannot come in now: another replica may still be
+        open for it."""
         return self._open or index in self._accumulated
 
     def commit(self, index: int, loss: float) -> None:
-        """The gradient of ``index``, whose ``loss`` [nats/token] is known by then, is now in the accumulator."""
+        """The gradient of ``index``, with its ``loss`` [nats/token], is now in the accumulator."""
         self._in_flight.remove(index)
         self._accumulated[index] = loss
 
     def abort(self, index: int) -> None:
-        """The reserved microbatch did not finish; nothing of it is in the accumulator."""
+        """The reserved microbatch did not finish; nothing from it is in the accumulator."""
         self._in_flight.discard(index)
 
     def excuse(self, index: int) -> None:
-        """What comes of ``index`` need not be this peer's fault: what others gave it stood out, and nobody else could
-        be asked."""
+        """``index`` was computed from suspicious input; do not blame this peer for the result."""
         self._excused.add(index)
 
     @property
@@ -60,18 +57,18 @@ class Ledger:
 
     @property
     def excused(self) -> bool:
-        """Is there something of that kind in the accumulator?"""
+        """Is an excused microbatch in the accumulator?"""
         return bool(self._excused & self._accumulated.keys())
 
     def seal(self) -> frozenset[int]:
-        """Announceable: the set is fixed from here on. Only valid with nothing running."""
+        """Fix the set, and return it to be announced. Raises RuntimeError while a microbatch accumulates."""
         if self._in_flight:
             raise RuntimeError(f"sealing step {self.step} while {sorted(self._in_flight)} still accumulate")
         self._sealed = True
         return frozenset(self._accumulated)
 
     def reopen(self, *, keep: bool) -> None:
-        """The round failed or had gaps: accept more indices; with ``keep`` false the accumulator was emptied."""
+        """Accept more indices, since the round failed or had gaps. ``keep`` false: the accumulator was emptied."""
         self._sealed = False
         if not keep:
             self._accumulated.clear()
@@ -91,5 +88,5 @@ class Ledger:
 
     @property
     def losses(self) -> dict[int, float]:
-        """Of what is in the accumulator [nats/token]."""
+        """Losses of what is in the accumulator [nats/token]."""
         return dict(self._accumulated)

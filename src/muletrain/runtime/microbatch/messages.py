@@ -1,4 +1,4 @@
-"""Messages about single microbatches: requests to a stage, their answers, and what trainers are told."""
+"""Messages about single microbatches: requests to a stage, their answers, and notices to trainers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from muletrain.runtime.core.messages import (
 
 
 class Forward(Request):
-    """Inputs and targets for one stage. ``accumulate``: the stages that should add this microbatch to their gradient.
-    ``gradient``: the sender needs d loss / d inputs; where a microbatch is run again for a later stage alone, nobody
-    does. ``unfinite``: a peer found already that it does not stay finite, so that inputs may not be, and outputs are
-    passed on if they are not."""
+    """Inputs and targets for one stage. ``accumulate``: the stages that add this microbatch to their gradient.
+    ``gradient``: the sender needs d loss / d inputs, which it does not if the microbatch is run again for a later stage
+    alone. ``unfinite``: a peer found that it does not stay finite, so inputs need not be finite, and outputs are passed
+    on even if they are not."""
 
     KIND: ClassVar[str] = "forward"
     CHANNEL: ClassVar[Channel] = Channel.PIPE
@@ -38,8 +38,8 @@ class Forward(Request):
 
 class Backward(Request):
     """The gradient of a forward's output, back to its sender. ``busy_s``: the answering peer's own service time
-    (decoding, forward, backward); ``away_s``: all the rest of the time it held the request (its queue, the later
-    stages). What is left of the time until the answer came is the way there and back."""
+    (decoding, forward, backward); ``away_s``: the rest of the time that it held the request (its queue, the later
+    stages). What is left until the answer came is the way there and back."""
 
     KIND: ClassVar[str] = "backward"
     CHANNEL: ClassVar[Channel] = Channel.PIPE
@@ -51,8 +51,8 @@ class Backward(Request):
 
 
 class Done(Request):
-    """The microbatch went through this stage and all behind it, and back to where a gradient was needed: the answer to
-    whoever needs none, as a trainer does."""
+    """The microbatch went through this stage and all behind it, and back to where a gradient was needed. The answer to
+    a sender that needs none, as a trainer."""
 
     KIND: ClassVar[str] = "done"
     stage: Natural
@@ -62,15 +62,15 @@ class Done(Request):
 
 
 class Busy(Request):
-    """A forward was not admitted (queue full): the sender keeps it and tries elsewhere, or later."""
+    """A forward was not admitted, since the queue is full. The sender keeps it and tries elsewhere, or later."""
 
     KIND: ClassVar[str] = "busy"
     stage: Natural
 
 
 class Lost(Request):
-    """The sender of a forward learns that its receiver could not finish it (computation failed, next stage
-    unreachable). ``unfinite``: because what it got, or made of it, is not finite."""
+    """The receiver could not finish a forward: the computation failed, or the next stage cannot be reached.
+    ``unfinite``: the inputs or outputs are not finite."""
 
     KIND: ClassVar[str] = "lost"
     stage: Natural
@@ -89,10 +89,10 @@ class TrainerDone(Message):
 
 
 class Gap(Message):
-    """A stage found these microbatches in none of its accumulators: trainers inject them again, for that stage alone.
-    Every replica says so; ``attempt`` tells a repetition from a second loss. ``early``: a replica died in the middle of
-    the step, and took these with it, or they did not come so far yet. ``turn``: times that it was said in vain, so that
-    another trainer is to do it. ``without``: replicas that its sender does not count on, whatever they hold."""
+    """These microbatches are in no accumulator of a stage: trainers inject them again, for that stage alone. Every
+    replica says so; ``attempt`` tells a repetition from a second loss. ``early``: a replica died in the middle of the
+    step with these, or they have not come so far yet. ``turn``: how often this was said in vain, so that another
+    trainer does it. ``without``: replicas that the sender does not count on, whatever they hold."""
 
     KIND: ClassVar[str] = "gap"
     lineage: Digest

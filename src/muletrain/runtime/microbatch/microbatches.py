@@ -1,4 +1,4 @@
-"""All that one peer does with microbatches: it serves its stage, and gives them out, where it has the data."""
+"""All that one peer does with microbatches: it serves its stage and, if it has the data, gives out its own."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 class Microbatches:
     """The stage server of one peer, its dispatchers to the next stage and to the first, and a trainer for each step
-    that is under way."""
+    under way."""
 
     def __init__(self, ctx: Context, position: Position, source: Source | None) -> None:
-        """``source``: of microbatches; None: this peer does not train (yet)."""
+        """``source``: of microbatches; None: this peer does not train yet."""
         self._ctx, self._position, self.source = ctx, position, source
         self.survey = Survey(ctx, position)
         stage = ctx.roster.own.stage
@@ -36,10 +36,11 @@ class Microbatches:
         """By step."""
 
     def begin(self, work: InFlightStep, *, retry: bool) -> None:
-        """``retry``: this peer was away, so that others may have begun the step's microbatches."""
+        """Begin to give out the microbatches of ``work``. ``retry``: this peer was away, so others may have begun
+        them."""
         if self._onwards is not None:
             self._onwards.begin(self._position.under_way())
-        if work.step in self._trainers:  # it was begun ahead; who trained then may be gone
+        if work.step in self._trainers:  # begun ahead; other trainers may be gone since
             self.take_over_orphans(work, late=False)
         elif self.source is not None:
             self._inwards.refresh()
@@ -48,7 +49,7 @@ class Microbatches:
             trainer.spawn(trainer.run_step(retry=retry), "trainer step")
 
     def train_too(self, source: Source) -> None:
-        """This peer has got the data: it builds microbatches, also of the steps that are under way."""
+        """This peer has got the data: from now on it builds microbatches, also of the steps under way."""
         self._ctx.roster.train()
         self.source = source
         for work in self._position.under_way():
@@ -56,35 +57,35 @@ class Microbatches:
                 self.begin(work, retry=True)
 
     def take_over_orphans(self, work: InFlightStep, *, late: bool) -> None:
-        """Microbatches of ``work`` are not through: after a death, or (``late``) although nothing came for as long as a
-        step takes."""
+        """Microbatches of ``work`` are not through, after a death or, with ``late``, although nothing came for as long
+        as a step takes: give out those that fall to this peer."""
         trainer = self._trainers.get(work.step)
         if trainer is not None and not work.all_completed:
             trainer.spawn(trainer.take_over_orphans(late=late), "orphans")
 
     def on_gap(self, sender: PeerId, gap: Gap) -> None:
-        """Raises ProtocolError."""
+        """Run the missing microbatches that fall to this peer again. Raises ProtocolError."""
         trainer, plan = self._trainers.get(gap.step), self._ctx.plan
         if trainer is None:
             if self.source is None:
                 raise ProtocolError(f"{gap.KIND}: this peer does not train")
-            return  # it has not begun that step: who asks, asks again
+            return  # we have not begun that step; the sender repeats it
         if gap.stage >= plan.stages or any(i >= plan.microbatches for i in gap.indices):
-            raise ProtocolError("gap outside the step")
+            raise ProtocolError("gap: a stage or microbatch that the step does not have")
         trainer.spawn(trainer.on_gap(sender, gap), "gap")
 
     def end(self, last: int) -> None:
-        """Nobody gives out microbatches of the steps up to ``last`` any more."""
+        """Give out no more microbatches of the steps up to ``last``."""
         for step in [s for s in self._trainers if s <= last]:
             self._trainers.pop(step).end()
 
     def abandon(self, last: int) -> None:
-        """What was begun of the steps up to ``last`` must not be taken for work of steps that are begun again."""
+        """Drop what was begun of the steps up to ``last``: it must not count for steps that begin again."""
         self.end(last)
         self.server.abandon()
 
     def refresh_routes(self) -> None:
-        """Who gets the next microbatches may have changed."""
+        """Take the roster's view of which peers may get the next microbatches."""
         if self._onwards is not None:
             self._onwards.refresh()
         self._inwards.refresh()
@@ -93,16 +94,17 @@ class Microbatches:
         """Raises ProtocolError."""
         work = self._position.computing(message.step)
         if work is not None and not work.complete(message.indices, message.losses):
-            raise ProtocolError("trainer_done: indices outside the step, or not one loss for each")
+            raise ProtocolError("trainer_done: microbatches that the step does not have, or not one loss for each")
 
     def expects_gradient(self, sender: PeerId, message: Backward, tensors: list[Encoded]) -> None:
-        """Before it is read. Raises ProtocolError."""
+        """Check a gradient before it is read. Raises ProtocolError."""
         if self._onwards is None or message.stage != self._ctx.roster.own.stage + 1:
-            raise ProtocolError(f"{message.KIND} from stage {message.stage}: no gradient was asked for there")
+            raise ProtocolError(f"{message.KIND} from stage {message.stage}: no gradient was requested there")
         self._onwards.expects(sender, message, tensors)
 
     def on_reply(self, sender: PeerId, message: Backward | Done | Busy | Lost, frame: Frame) -> None:
-        """Answers from stage 0 are the trainer's; from the next stage, the stage server's. Raises ProtocolError."""
+        """Answers from stage 0 are for the trainer, those from the next stage for the stage server. Raises
+        ProtocolError."""
         if self._onwards is not None and message.stage == self._ctx.roster.own.stage + 1:
             self._onwards.on_reply(sender, message, frame.tensors)
         elif message.stage == 0 and self.source is not None:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class Behind(MuletrainError):
-    """The others have gone on without us. ``weights_hold``: ours are still those before this step, so that applying
-    what the others agreed on is enough; else the state must come from a replica."""
+    """The others have gone on without us. ``weights_hold``: our weights are still those before this step, so applying
+    what the others agreed on is enough; otherwise the state must come from a replica."""
 
     def __init__(self, message: str, *, weights_hold: bool = True) -> None:
         super().__init__(message)
@@ -27,25 +27,24 @@ class Behind(MuletrainError):
 
 
 class Position:
-    """The step that a peer agrees on next, the one that it computes ahead of that (``inflight``), and how it came here.
-    The runner of steps writes it, everyone reads it."""
+    """The step that a peer agrees on next, the step that it computes ahead (``inflight``), and its history. Room
+    ``step`` writes it; other rooms read it, and may interrupt the step."""
 
     def __init__(self, ctx: Context, step: int, lineage: bytes, life: Lifecycle | None = None) -> None:
-        """The weights are those before ``step``; while ``life`` says that there is no state yet, one must be loaded
-        first."""
+        """``step``: the weights are those before it; while ``life`` has no state, one must be loaded first."""
         self._ctx, self.life = ctx, life or Lifecycle()
         self._chain, self.begun = Chain(step, (lineage,)), ctx.clock.now()
         self.work = InFlightStep(step, lineage, ctx.plan.microbatches)
         self.ahead: InFlightStep | None = None
         """The next step, if it is computed already."""
         self.settled = self.life.has_state
-        """The weights are those before ``step``: false while an update is being applied."""
+        """The weights are those before ``step``; false while an update is applied."""
         self.away = not self.life.has_state
         """The others go on without us: what we do for this step is of no use to them."""
         self.others_at = step
-        """The furthest step, of our lineage, that we heard of another peer."""
+        """The furthest step, of our lineage, that another peer is known to be at."""
         self.interrupted: Behind | None = None
-        """Why this step ends here, at the next look around."""
+        """Why this step ends at the next look around."""
 
     @property
     def step(self) -> int:
@@ -62,18 +61,18 @@ class Position:
 
     @property
     def applied(self) -> bytes:
-        """hash(R_{step-1}), or the genesis': what made our weights."""
+        """hash(R_{step-1}), or the genesis': the record that made our weights."""
         return self._chain.lineages[-1]
 
     def under_way(self) -> tuple[InFlightStep, ...]:
         return (self.work,) if self.ahead is None else (self.work, self.ahead)
 
     def computing(self, step: int) -> InFlightStep | None:
-        """None for a step of which microbatches are not (any more) computed here."""
+        """Returns the step under way; None if its microbatches are not computed here."""
         return next((work for work in self.under_way() if work.step == step), None)
 
     def enter(self, chain: Chain) -> None:
-        """Go to the step of ``chain``: with what was computed of it ahead, or from nothing."""
+        """Go to the step of ``chain``, with what was computed of it ahead, or from nothing."""
         delayed = self._ctx.plan.delayed and len(chain.lineages) > 1
         step, lineage = chain.step, chain.lineages[-2 if delayed else -1]
         self._chain, self.begun = replace(chain, over=False), self._ctx.clock.now()
@@ -88,11 +87,11 @@ class Position:
         self.away, self.interrupted = False, None
 
     def advance(self, lineage: bytes) -> None:
-        """To the next step, which begins with ``lineage``."""
+        """Go to the next step, which begins with ``lineage``."""
         self.enter(self._chain.then(lineage))
 
     def begin_ahead(self) -> InFlightStep:
-        """From now on the next step is computed, too (delayed updates)."""
+        """Compute the next step, too, from now on (delayed updates)."""
         self.ahead = InFlightStep(self.step + 1, self.applied, self._ctx.plan.microbatches)
         return self.ahead
 
@@ -102,7 +101,7 @@ class Position:
         self._ctx.news.touched()
 
     def progress(self, step: int, lineage: bytes, *, brief: bool = False) -> Progress:
-        """What this peer answers to GetProgress. ``brief``: without microbatches."""
+        """Returns this peer's answer to GetProgress. ``brief``: without microbatches."""
         ctx, work, branch = self._ctx, self.computing(step), branch_of(self.lineage)
         stage = ctx.roster.own.stage
         if work is None or work.lineage != lineage or (work is self.work and self.away):

@@ -1,6 +1,6 @@
 """A peer's part of the pipeline: receive, compute and send slots that overlap (DT-FM sec. 3.5).
 
-Each admitted request is one coroutine that holds its place until its backward is through: a forward is admitted only
+Each admitted request is one coroutine, which holds its place until its backward is through. A forward is admitted only
 with room reserved for its backward, so gradients never wait for space and bounded queues cannot deadlock.
 """
 
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
     from muletrain.wire.codec import Encoded
 
 BACKWARD, FORWARD = 0, 1
-"""Priorities on the compute slot, unless the strategy has them the other way round."""
+"""Priorities on the compute slot; the strategy may swap them."""
 PATIENCE = 64
-"""A request is abandoned after this many of its sender's deadlines, or of the times that one takes here, so that no
-place in the queue is held for ever: beside GPUs that answer within a second, a CPU may need a minute for each of what
-it holds."""
+"""A request is abandoned after this many of its sender's deadlines, or of the usual service times here, so that no
+place in the queue is held for ever. Beside GPUs that answer within a second, a CPU may need a minute for each request
+that it holds."""
 
 
 @dataclass
 class _Job:
-    """An admitted request. ``busy_s`` is this peer's own work on it, ``computed_s`` its forward. ``excused``: what
-    others gave it stood out, and nobody else could be asked."""
+    """An admitted request. ``busy_s``: this peer's own work on it [s]; ``computed_s``: its forward [s]. ``excused``: it
+    was computed from suspicious input, and no other peer could be asked."""
 
     sender: PeerId
     message: Forward
@@ -56,7 +56,7 @@ class _Job:
     admitted: float
     busy_s: float = 0.0
     begun: float = math.nan
-    """When its latest turn on the compute began."""
+    """When its latest turn on the compute slot began."""
     computed_s: float = 0.0
     excused: bool = False
     task: asyncio.Task[None] | None = None
@@ -77,37 +77,37 @@ class StageServer:
     ctx: Context
     position: Position
     dispatcher: Dispatcher | None
-    """Towards the next stage; None on the last."""
+    """Sends to the next stage; None on the last."""
     _jobs: dict[tuple[int, int], _Job] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._cross_check = None if self.dispatcher is None else GradientCrossCheck(self.ctx, self.dispatcher)
         self._usual = Usual(unmeasured_s=UNMEASURED_S, floor_s=0.0, times=1.0)
-        """What a microbatch takes here."""
+        """Service time of a microbatch here."""
         order = self.ctx.plan.strategy.order(self.ctx.roster.own.stage, self.ctx.roster.own.name)
         self._forward, self._backward = (FORWARD, BACKWARD) if order.backward_first else (BACKWARD, FORWARD)
         self._between: asyncio.Semaphore | nullcontext[None] = nullcontext()
-        """Progress by a microbatch from before its forward until its backward is through, or it failed. Who waits for it
-        waits for later stages only, and the last one waits for nobody."""
+        """Held by a microbatch from before its forward until its backward is through, or failed. A request that waits
+        for it waits for later stages only, and the last stage waits for none."""
         if order.most_between is not None:
             self._between = asyncio.Semaphore(order.most_between)
 
     def load(self) -> int:
-        """Requests it holds, waiting or being worked on."""
+        """Returns the requests that it holds, waiting or being worked on."""
         return len(self._jobs)
 
     async def on_forward(self, sender: PeerId, message: Forward, frame: Frame) -> None:
-        """Admit, or say that the queue is full, or that another replica must accumulate it. A microbatch that this peer
-        works on already is not begun twice."""
+        """Admit a request, or answer that the queue is full, or that another replica must accumulate it. A microbatch
+        that this peer works on already is not begun twice."""
         self.expects(sender, message, frame.tensors)
         work = self.position.computing(message.step)
         if work is None:
             return
-        wanted = message.stage in message.accumulate  # else it is a copy, or a question, of which there may be many
+        wanted = message.stage in message.accumulate  # otherwise it is a copy, and there may be many
         answered = work.answered.get(message.index) == (sender, message.key)
         if wanted and answered and message.index in work.ledger.accumulated:
             raise Malformed(
-                f"microbatch {message.step}/{message.index}, attempt {message.attempt}, a second time, after its answer"
+                f"microbatch {message.step}/{message.index}, attempt {message.attempt}: sent again after its answer"
             )
         key = (message.step, message.index)
         if key in self._jobs or len(self._jobs) >= self.ctx.plan.capacity:
@@ -126,13 +126,13 @@ class StageServer:
         job.task.add_done_callback(lambda _: self._release(job))  # it may be cancelled before it begins
 
     def abandon(self) -> None:
-        """What was begun for a step that is over must not be taken for work of one that is begun again."""
+        """Cancel requests of steps that are over: they must not count for steps that begin again."""
         for job in self._jobs.values():
             if job.task is not None and job.work.over:
                 job.task.cancel()
 
     def _release(self, job: _Job) -> None:
-        """Its place in the queue, if it has it still."""
+        """Free its place in the queue, if it still has it."""
         key = (job.message.step, job.message.index)
         if self._jobs.get(key) is job:
             del self._jobs[key]
@@ -143,7 +143,7 @@ class StageServer:
             what = f"microbatch {job.message.step}/{job.message.index} at stage {job.message.stage}"
             limit = PATIENCE * max(job.message.deadline_s, self._usual.seconds())
             loss, gradient = await self.ctx.clock.deadline(self._work(job, tensors), limit, what)
-        except MuletrainError as e:  # the sender still holds the activations, and chooses someone else
+        except MuletrainError as e:  # the sender still holds the activations, and chooses another peer
             if isinstance(e, ProtocolError):
                 self.ctx.refused(job.sender, f"{job.message.KIND}: {e}")
             lost = Lost(
@@ -170,7 +170,7 @@ class StageServer:
         inputs, targets = await self._receive(job, tensors)
         if self.dispatcher is None:
             return await self._last_stage(job, inputs, targets)
-        # who asks for a copy waits for another pipeline, which is not to stand meanwhile
+        # a copy is for another pipeline, which must not stand still meanwhile
         wanted = job.message.stage in job.message.accumulate
         async with self._between if wanted else nullcontext():
             return await self._there_and_back(job, inputs, tensors[1], self.dispatcher)
@@ -178,14 +178,14 @@ class StageServer:
     async def _there_and_back(
         self, job: _Job, inputs: Tensor, targets: Encoded, dispatcher: Dispatcher
     ) -> tuple[float, Encoded | None]:
-        """Forward, all that comes behind, and backward."""
+        """Forward, then all later stages, then backward."""
         sent = [await self._compute_forward(job, inputs), targets]
         message = job.message
         backward = message.gradient or message.stage in message.accumulate
         answer = await dispatcher.request(
             job.request, message.accumulate, sent, gradient=backward, unfinite=message.unfinite
         )
-        if answer.gradient is None:  # it is run again for a later stage alone
+        if answer.gradient is None:  # run again for a later stage alone
             job.work.recomputed += 1
             return answer.loss, None
         return await self._compute_backward(job, answer, sent)
@@ -205,7 +205,7 @@ class StageServer:
         return inputs, targets
 
     def expects(self, sender: PeerId, message: Forward, tensors: list[Encoded]) -> None:
-        """What a sender of ours would send, before it is read, decoded or kept. Raises ProtocolError."""
+        """Check the shapes and codecs of a forward before it is read, decoded or kept. Raises ProtocolError."""
         plan, stage, (inputs, targets) = self.ctx.plan, self.ctx.roster.own.stage, tensors
         if message.index >= plan.microbatches:
             raise Malformed(f"forward of microbatch {message.index}; a step has {plan.microbatches}")
@@ -239,7 +239,7 @@ class StageServer:
         return Turn(priority, partial(self._begin, job, phases))
 
     def _begin(self, job: _Job, phases: tuple[Phase, ...]) -> None:
-        """Called when its turn has come. Raises TooLate."""
+        """The turn of ``job`` on the compute slot has come. Raises TooLate."""
         job.work.check()
         for phase in phases:
             self.ctx.chaos.reached(phase, job.message.step)
@@ -307,16 +307,16 @@ class StageServer:
     async def _reply(self, peer: PeerId, message: Request, tensors: list[Encoded]) -> None:
         try:
             await self.ctx.send(peer, message, tensors)
-        except NetworkError as e:  # who asked is gone: the microbatch is its trainer's to retry
+        except NetworkError as e:  # the sender is gone: its trainer tries the microbatch again
             self.ctx.detector.mark_down(peer, str(e))
 
 
 class _UnfiniteInputs(Unfinite, ProtocolError):
-    """Its sender's fault, or its sender's sender's."""
+    """The inputs are not finite: the fault of the sender, or of a peer before it."""
 
 
 class _Accumulation:
-    """Reserves the microbatch in the ledger; commits if the gradient went in, releases it otherwise."""
+    """Reserves a microbatch in the ledger; commits it if its gradient was accumulated, releases it otherwise."""
 
     def __init__(self, job: _Job) -> None:
         job.work.check()

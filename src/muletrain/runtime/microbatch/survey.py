@@ -1,4 +1,4 @@
-"""Who has a microbatch: asked of all peers before it is tried once more (DESIGN "The ledger")."""
+"""Asks all peers who has a microbatch, before it is tried again (DESIGN "The ledger")."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from muletrain.runtime.microbatch.position import Position
 
 MAX_PAUSES = 30
-"""Pauses for a peer that says that it still works on a microbatch, 15 s in all."""
+"""Pauses for a peer that still works on a microbatch, 15 s in all."""
 PAUSE_S, PAUSE_MAX_S = 0.05, 0.5
-"""Seconds that such a pause takes, the first time and at most; doubles."""
+"""Seconds of such a pause, the first time and at most; doubles."""
 
 
 class Survey:
-    """One peer's questions to all. Calls during a question share the next one: a lost peer or a lying member asks about
-    many microbatches at once."""
+    """The questions of one peer to all others. Calls during a question share the next one: a lost peer or a lying
+    member leads to questions about many microbatches at once."""
 
     def __init__(self, ctx: Context, position: Position) -> None:
         self._ctx, self._position = ctx, position
         self._asking: dict[tuple[bytes, int], asyncio.Task[dict[PeerId, Progress]]] = {}
         self._next: dict[tuple[bytes, int], asyncio.Task[dict[PeerId, Progress]]] = {}
-        """By lineage and step: the questions to everyone under way, and those that follow them."""
+        """The questions to everyone under way, and those that follow them, by lineage and step."""
 
     async def still_missing(
         self,
@@ -39,9 +39,13 @@ class Survey:
         stages: tuple[int, ...],
         counts: Callable[[PeerId], bool] = lambda peer: True,
     ) -> tuple[tuple[int, ...], float | None]:
-        """Before a retry: those of ``stages`` in which nobody that ``counts``, ourselves included, has the microbatch
-        in its accumulator (those that have, recompute without accumulating), and its loss [nats/token], where one that
-        has it knows. While someone still works on it, wait: what is about to be accumulated must not be twice."""
+        """Returns the ``stages`` that still lack microbatch ``index``, and its loss [nats/token] if a peer that has it
+        knows.
+
+        A stage has it if a peer that ``counts``, ourselves included, holds it in its accumulator; it then recomputes
+        without accumulating. While some peer still works on it, wait: what is about to be accumulated must not be
+        accumulated twice.
+        """
         if not stages:
             return (), None
         for pause in range(MAX_PAUSES):
@@ -55,7 +59,7 @@ class Survey:
         return tuple(s for s in stages if s not in have), next((loss for loss in losses if loss is not None), None)
 
     async def everyone(self, lineage: bytes, step: int) -> dict[PeerId, Progress]:
-        """What every peer at ``step`` holds, this one included, asked after this call."""
+        """Returns what every peer at ``step`` holds, this one included, asked after this call."""
         key = lineage, step
         if (survey := self._next.get(key)) is None:
             survey = self._ctx.spawn(self._ask(key, self._asking.get(key)), "survey")

@@ -1,4 +1,4 @@
-"""The trainer role: builds microbatches and sees them through the stages. It holds no weights; losing one loses
+"""The trainer role builds microbatches and sees them through the stages. It holds no weights, so losing a trainer loses
 nothing."""
 
 from __future__ import annotations
@@ -32,30 +32,29 @@ if TYPE_CHECKING:
     from muletrain.runtime.microbatch.survey import Survey
 
 MAX_TRIES = 60
-"""Injections of one microbatch before the trainer gives up with an error instead of trying for ever: 20 minutes of
-pauses."""
+"""Tries at one microbatch before the trainer gives up with an error: 20 minutes of pauses."""
 PAUSE_S, PAUSE_MAX_S = 0.1, 20.0
-"""Seconds before a microbatch that failed is injected again, the first time and at most; doubles."""
+"""Seconds before a microbatch that failed is tried again, the first time and at most; doubles."""
 
 R = TypeVar("R")
 
 
 class Source(Protocol):
-    """Where microbatches come from: a pure function of (step, index)."""
+    """Makes microbatches: a pure function of (step, index)."""
 
     def microbatch(self, step: int, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """inputs and targets, int64 [B, T]."""
+        """Returns inputs and targets, int64 [B, T]."""
         ...
 
 
 class Trainer:
-    """Injects the microbatches of one step that it claims, within a window."""
+    """Gives out the microbatches of one step that it claims, within a window."""
 
     def __init__(
         self, ctx: Context, source: Source, dispatcher: Dispatcher, survey: Survey, window: int, work: InFlightStep
     ) -> None:
-        """``dispatcher``: towards stage 0. ``window``: microbatches of each lane (``Strategy.lane``) to have under
-        way."""
+        """``dispatcher``: towards stage 0. ``window``: microbatches of each lane (``Strategy.lane``) under way at
+        once."""
         self._ctx = ctx
         self._source = source
         self._dispatcher, self._survey = dispatcher, survey
@@ -65,39 +64,41 @@ class Trainer:
         self._work, self._step, self._lineage = work, work.step, work.lineage
         self._claimed: set[int] = set()
         self._turn = 0
-        """Times that microbatches which nobody worked on were given to the next trainer (``claimant``)."""
+        """Times that microbatches which no peer worked on were passed to the next trainer (``claimant``)."""
         self._passed = False
-        """What we have not given out yet may have gone to others so."""
+        """Microbatches that we have not given out yet may have passed to others in this way."""
         self._refilling: set[tuple[int, int]] = set()
         self._begun: dict[int, bool] = {}
-        """Microbatches that were given out: are they through?"""
+        """Microbatches that were given out, and whether they are through."""
         self._perhaps_lost: defaultdict[int, set[int]] = defaultdict(set)
-        """Those under way whose part of these stages may have died with a peer."""
+        """Stages at which a microbatch under way may have been lost with a peer, by microbatch."""
         self._repairs: set[asyncio.Task[None]] = set()
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._without: defaultdict[int, dict[PeerId, tuple[PeerId, ...]]] = defaultdict(dict)
-        """By stage: whom its replicas do not count on, as each said last."""
+        """By stage: the peers that its replicas do not count on, as each replica said last."""
 
     def spawn(self, work: Coroutine[Any, Any, R], name: str) -> asyncio.Task[R]:
-        """What has no meaning beyond the step."""
+        """Run ``work`` until it ends, or until the step does."""
         task = self._ctx.spawn(work, f"{name} {self._step}")
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)
         return task
 
     def end(self) -> None:
+        """Cancel what still runs."""
         for task in self._tasks:
             task.cancel()
 
     async def run_step(self, *, retry: bool = False) -> None:
-        """All microbatches that are ours; then tell everyone. ``retry``: we were away, others may have begun them."""
+        """See all our microbatches through, then tell everyone. ``retry``: we were away, so others may have begun
+        them."""
         await self._run(range(self._ctx.plan.microbatches), retry=retry)
 
     async def take_over_orphans(self, *, late: bool = False) -> None:
-        """Of the microbatches that are not through, those that fell to us when their trainer died. ``late``: they
-        should be through by now; while nobody works on any, those of trainers that live pass on, too."""
+        """See through the microbatches that fell to us when their trainer died. ``late``: all should be through by now;
+        while no peer works on any, those of live trainers pass on, too."""
         await self._run(self._work.missing(), retry=True)
-        if not late or not all(self._begun.values()):  # ours show that the stages are slow, not the trainers
+        if not late or not all(self._begun.values()):  # our own show that the stages are slow, not the trainers
             return
         if self._claimed - self._begun.keys():
             self._passed = True
@@ -113,19 +114,19 @@ class Trainer:
             await self._run(theirs, retry=True, turn=turn)
 
     async def on_gap(self, sender: PeerId, gap: Gap) -> None:
-        """A stage misses microbatches: the trainer they fall to runs them again for that stage alone; while others are
-        under way still, each as soon as it is through."""
+        """A stage lacks microbatches: run those that fall to us again for that stage alone. One that is still under way
+        follows as soon as it is through."""
         if self._ctx.roster.member(sender).stage == gap.stage:
             self._without[gap.stage][sender] = gap.without
         mine = [i for i in gap.indices if (gap.stage, i) not in self._refilling and self._is_mine(i, gap.turn)]
-        if mine and gap.turn:  # whose they were before may have begun
+        if mine and gap.turn:  # their trainers before us may have begun them
             under_way = await self._under_way()
             mine = [i for i in mine if i not in under_way and (gap.stage, i) not in self._refilling]
         if gap.early:
             for i in [i for i in mine if self._begun.get(i) is False]:
                 self._perhaps_lost[i].add(gap.stage)
             mine = [i for i in mine if self._begun.get(i)]
-        # at once: another replica's word of the same gap may come before the tasks begin
+        # at once: another replica may report the same gap before the tasks begin
         self._refilling.update((gap.stage, i) for i in mine)
         repairs = [asyncio.create_task(self._refill(i, gap.stage)) for i in mine]
         self._repairs.update(repairs)
@@ -134,7 +135,7 @@ class Trainer:
         try:
             await asyncio.gather(*repairs)
         finally:
-            for repair in repairs:  # one that fails ends all
+            for repair in repairs:  # one failure ends all
                 repair.cancel()
 
     async def _refill(self, index: int, stage: int) -> None:
@@ -157,7 +158,7 @@ class Trainer:
             while self._repairs:
                 await asyncio.wait(self._repairs)
         finally:
-            for task in tasks:  # one that fails ends all
+            for task in tasks:  # one failure ends all
                 task.cancel()
         if mine:
             ctx = self._ctx
@@ -174,12 +175,12 @@ class Trainer:
         return claimant(self._step, index, self._ctx.roster.trainers(), turn)
 
     async def _under_way(self) -> set[int]:
-        """Microbatches of the step that some peer works on, at any stage."""
+        """Returns the microbatches of the step that some peer works on, at any stage."""
         current = await self._survey.everyone(self._lineage, self._step)
         return {i for progress in current.values() for i in (*progress.in_flight, *progress.answering)}
 
     async def _whole(self, index: int, stages: tuple[int, ...], *, retry: bool) -> float:
-        """One microbatch through, and what was lost of it meanwhile once more. Returns its loss [nats/token]."""
+        """See one microbatch through, then once more where a part was lost meanwhile. Returns its loss [nats/token]."""
         loss = await self._through(index, stages, retry=retry)
         self._begun[index] = True
         for stage in sorted(self._perhaps_lost.pop(index, ())):
@@ -187,7 +188,7 @@ class Trainer:
         return loss
 
     async def _through(self, index: int, accumulate: tuple[int, ...], *, retry: bool = False) -> float:
-        """One microbatch, tried until it is through. Returns its loss [nats/token]. ``retry``: someone may have it
+        """Try one microbatch until it is through. Returns its loss [nats/token]. ``retry``: some peer may have it
         already."""
         loss: float | None = None
         async with self._windows[self._ctx.plan.strategy.lane(index)]:
@@ -208,7 +209,7 @@ class Trainer:
                 )
                 try:
                     return (await self._dispatcher.request(request, accumulate, tensors, gradient=False)).loss
-                except StageLost:  # its peers may still be at the step before, or be found out about
+                except StageLost:  # its peers may be at the step before, or dead and not known to be
                     await self._ctx.clock.sleep(backoff_s(tries, PAUSE_S, PAUSE_MAX_S))
                     accumulate, loss = await self._still_missing(index, accumulate)
                     self._dispatcher.refresh()
@@ -217,12 +218,12 @@ class Trainer:
         )
 
     async def _still_missing(self, index: int, stages: tuple[int, ...]) -> tuple[tuple[int, ...], float | None]:
-        """Those of ``stages`` that lack it, and its loss, if anyone knows."""
+        """Returns the ``stages`` that lack it, and its loss, if a peer knows it."""
         return await self._survey.still_missing(self._lineage, self._step, index, stages, self._counts)
 
     def _counts(self, peer: PeerId) -> bool:
-        """Not where most of the other replicas of its stage go on without ``peer``: what it holds, or says that it
-        holds, is of no use."""
+        """Returns False if most of the other replicas of its stage go on without ``peer``: then what it holds is of no
+        use."""
         roster = self._ctx.roster
         if not roster.knows(peer):
             return False
