@@ -99,7 +99,10 @@ def test_copies_go_out_for_what_a_late_device_owes_and_nothing_is_run_again_if_i
 
 def test_a_device_that_returns_after_its_peer_was_given_up_takes_part_again() -> None:
     outcome = hanging(Fault(2.0, "hang", ("peer-1b",), OUT_S + 6.0), steps=24)
-    assert said(outcome, "peer_suspected peer_id=peer-1b reason=answered a probe with: its device does not return")
+    assert said(
+        outcome,
+        "peer_suspected peer_id=peer-1b reason=answered a probe with: an operation of its device does not return",
+    )
     last = [text for _, text in outcome.timeline if "peer-1b step_applied step=24 " in text]
     assert "microbatches=0" not in last[0]
 

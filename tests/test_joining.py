@@ -116,7 +116,7 @@ def test_where_nothing_is_kept_it_takes_state_after_state_and_says_why_it_gives_
     monkeypatch.setattr(arrival, "MAX_PURSUITS", 2)
     monkeypatch.setattr(GradientLog, "_excess", lambda self: True)
     outcome = play(slow_link(30e3, 24))
-    assert "2 states of stage 0 were too old to be of use when they had come" in outcome.ends.pop(NEWCOMER)
+    assert "2 states of stage 0 were too old when they arrived" in outcome.ends.pop(NEWCOMER)
     assert set(outcome.ends.values()) == {"finished"}
 
 

@@ -121,7 +121,7 @@ class Rebalancer:
         try:
             await ctx.net.announce(self._key, value.model_dump_json().encode(), kept_s)
         except NetworkError as e:
-            ctx.emit(DirectoryFailed(what="the directory was not told of this peer's load", reason=str(e)))
+            ctx.emit(DirectoryFailed(what="the directory did not take this peer's load", reason=str(e)))
 
     @property
     def _key(self) -> str:

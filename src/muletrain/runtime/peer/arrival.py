@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from muletrain.runtime.transfer.messages import Snapshot
 
 TRIES, PAUSE_S, PAUSE_MAX_S = 12, 0.2, 10.0
-"""Times that a checkpoint's part is asked for before a peer gives up; the pause between doubles [s]."""
+"""Times that a checkpoint's part is requested before a peer gives up, and the pause between, which doubles [s]."""
 MAX_PURSUITS = 10
-"""States that a peer takes one after the other, each too old to be of use when it has come, before it gives up."""
+"""States that a peer takes one after the other, each too old when it has come, before it gives up."""
 
 
 class Arrival:
-    """One peer's. Where it comes to, the run may have ended (``Lifecycle.finished``)."""
+    """Brings one peer to the run's step. The run may have ended there (``Lifecycle.finished``)."""
 
     def __init__(
         self,
@@ -67,13 +67,13 @@ class Arrival:
         self._pursuits = 0
 
     async def join(self) -> None:
-        """As a newcomer."""
+        """Come as a newcomer, with a replica's state."""
         await self._membership.introduce()
         await self._take_state(lambda offer: True)
 
     async def begin_anew(self, back: StepBack) -> None:
-        """At the run's checkpoint, or, where our part of it is not to be had any more, at what replicas made of it
-        since. Raises MuletrainError."""
+        """Begin at the run's checkpoint or, if our part of it is gone, with what replicas have made of it since. Raises
+        MuletrainError."""
         ctx, branch = self._ctx, branch_of(back.lineage)
         ctx.spawn(self._membership.introduce(), "introduce")
 
@@ -85,7 +85,7 @@ class Arrival:
                 state = await self._exchange.base(back.key, back.parts[ctx.roster.own.stage])
                 await ctx.compute.load_state(state)
                 break
-            except MuletrainError as e:  # those that have it may be beginning anew, too
+            except MuletrainError as e:  # its holders may be beginning anew, too
                 if attempt % 2 and (attempt == TRIES - 1 or await self._receiver.has_donor(acceptable)):
                     ctx.emit(StateMissed(reason=str(e)))
                     return await self._take_state(acceptable)
@@ -98,8 +98,8 @@ class Arrival:
             await self._writer.write(Key(back.step, back.lineage), last=True)
 
     async def catch_up(self, why: Behind) -> None:
-        """Take the state of a replica that has gone on, or, where our weights are not right, of one at our step. Raises
-        MuletrainError when there is none to take it from."""
+        """Take the state of a replica that has gone on or, if our weights are wrong, of one at our step. Raises
+        MuletrainError if no replica has it."""
         self._ctx.emit(StateMissed(reason=str(why)))
         self._life.to(State.RECOVERING)
         await self._let_go()
@@ -111,8 +111,8 @@ class Arrival:
             await self._take_state(lambda offer: offer.step >= own.step, own.step)
 
     async def go_over(self, renamed: Chain | None) -> None:
-        """Take the state of the lineage that stays, or (``renamed``) its name alone, or go on in ours where that cannot
-        be had."""
+        """Take the state of the lineage that stays, or only its name (``renamed``). If the state is not to be had, go
+        on in our own lineage."""
         await self._let_go()
         if renamed is not None:  # our weights are those of the other lineage, at our own step
             own = self._position.chain
@@ -127,26 +127,26 @@ class Arrival:
         self.say_back()
 
     async def _let_go(self) -> None:
-        """Of all that is under way."""
+        """Cancel this step's trainers and requests, and tell everyone."""
         self._ctx.spawn(self._ctx.tell(self._ctx.roster.everyone(), Away()), "away")
         self._microbatches.end(self._position.step + 1)
         await self._runner.let_go()
         self._microbatches.server.abandon()
 
     async def _take_state(self, acceptable: Callable[[Snapshot], bool], after: int = 0) -> None:
-        """Of a step not before ``after``, if possible. What was agreed on meanwhile is applied step by step from there
-        (``StepRunner.replay``)."""
+        """Take a state of a step not before ``after``, if possible. What was agreed on meanwhile is then applied step
+        by step (``StepRunner.replay``)."""
         self._pursuits += 1
         if self._pursuits > MAX_PURSUITS:
             stage = self._ctx.roster.own.stage
             raise MuletrainError(
-                f"{MAX_PURSUITS} states of stage {stage} were too old to be of use when they had come: this peer's link, or "
-                f"its replicas', is too slow for the stage's gradients; join with more bandwidth, or cut the model into more stages"
+                f"{MAX_PURSUITS} states of stage {stage} were too old when they arrived: the link of this peer, or of its replicas, is "
+                f"too slow for the stage's gradients; join with more bandwidth, or cut the model into more stages"
             )
         await self._take_up(await self._receiver.fetch(acceptable, after=after))
 
     async def _take_up(self, snapshot: Snapshot) -> None:
-        """Go on with the state that was loaded."""
+        """Continue with the state that was loaded."""
         await self._runner.rejoin(snapshot.chain)
         if snapshot.over:
             return self._life.to(State.FINISHED)
@@ -156,13 +156,13 @@ class Arrival:
         self.say_back()
 
     def say_back(self) -> None:
-        """To everyone: count on this peer again."""
+        """Tell everyone to count on this peer again."""
         back = Back(lineage=self._position.lineage, step=self._position.step)
         self._ctx.spawn(self._ctx.tell(self._ctx.roster.everyone(), back), "back")
 
 
 def _later(own: Chain) -> Callable[[Snapshot], bool]:
-    """States of later steps, in the lineage of ``own`` or in one that stays."""
+    """Accepts states of later steps, in the lineage of ``own`` or in one that stays."""
 
     def acceptable(offer: Snapshot) -> bool:
         chain = offer.chain

@@ -1,4 +1,4 @@
-"""What arrives at a peer goes to its actor: frames of members alone, of known kinds, within their bounds
+"""Gives each frame that arrives to its actor: only frames of members, of known kinds, within their bounds
 (``members.expected``)."""
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ OTHER_KINDS: dict[str, type[Message]] = {m.KIND: m for m in (PartReady, Checkpoi
 
 
 class Dispatch:
-    """One peer's."""
+    """Dispatches the frames of one peer."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Dispatch:
         early: EarlyFrames,
         downloads: tuple[Downloader, ...],
     ) -> None:
-        """``downloads``: those that blocks may be for; of states first."""
+        """``downloads``: those that a block may be for; of states first."""
         self._ctx, self._position, self._membership, self._microbatches = ctx, position, membership, microbatches
         self._runner, self._forks, self._rollback = runner, forks, rollback
         self._coordinator, self._reporting, self._early, self._downloads = coordinator, reporting, early, downloads
@@ -88,7 +88,7 @@ class Dispatch:
         ctx.net.serve(GetProgress.KIND, self._answer_progress)
 
     async def redeliver(self) -> None:
-        """Frames that came while the last step was being applied are of this one."""
+        """Dispatch the frames that came too early: after a step was applied, some are of this one."""
         for sender, frame in self._early.take():
             try:
                 await self._on_frame(sender, frame)
@@ -96,7 +96,7 @@ class Dispatch:
                 self._ctx.refused(sender, str(e))
 
     async def _on_frame(self, sender: PeerId, frame: Frame) -> None:
-        """Only members, only valid headers of known kinds (``Expected``); then the current step's go to their actor."""
+        """Dispatch a frame of a member; its header was checked (``Expected``)."""
         await self._membership.acquaint(sender)
         if frame.kind in OTHER_KINDS:
             await self._on_other(sender, OTHER_KINDS[frame.kind].parse(frame), frame)
@@ -123,7 +123,7 @@ class Dispatch:
             ahead = int(self._ctx.plan.delayed)
             if not loads:
                 self._runner.exchange.on_later(sender, applied=agreeing or step > at.step + ahead)
-            if step <= at.step + 1 + ahead:  # else we are far behind, and find that out
+            if step <= at.step + 1 + ahead:  # otherwise we are far behind, and find that out
                 self._early.keep(sender, frame, step)
             return
         if isinstance(message, Seal | RoundEntry):
@@ -162,7 +162,7 @@ class Dispatch:
             case Report():
                 self._reporting.told(sender, message)
             case Block():
-                for download in self._downloads:  # who does not wait for it drops it
+                for download in self._downloads:  # only the one that waits for it takes it
                     download.on_block(sender, message, frame.tensors[0])
             case Away():
                 self._ctx.detector.stand_aside(sender)
@@ -174,16 +174,16 @@ class Dispatch:
                 raise ProtocolError(f"{frame.kind}: not for this peer")
 
     def _on_lost(self, peer: PeerId) -> None:
-        """A stream ended: whoever is gone with it is found out about now, and not when something is missed."""
+        """A stream with ``peer`` ended: find out now whether it is gone, not when something is missed."""
         self._runner.state.averager.broken(peer)
         if not self._position.life.done:
             self._ctx.detector.look_after(peer, self._position.lineage, self._position.step)
 
     async def _answer_progress(self, sender: PeerId, payload: bytes) -> bytes:
-        """Raises MuletrainError while nobody is to count on us."""
+        """Raises MuletrainError while nobody should count on us."""
         ask, at = GetProgress.unpack(payload), self._position
         if not self._ctx.meter.works.is_set():
-            raise MuletrainError("its device does not return")
+            raise MuletrainError("an operation of its device does not return")
         branch = branch_of(at.lineage)
         self._rollback.met(sender, branch_of(ask.lineage))
         rival = branch_of(ask.lineage) == branch and self._forks.heard(sender, ask.step, ask.lineage)

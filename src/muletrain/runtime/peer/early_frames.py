@@ -1,5 +1,4 @@
-"""Frames of steps that this peer has not come to: others are ahead of it by a moment, and their frames are not sent
-twice."""
+"""Keeps frames of steps that this peer has not come to: others are ahead by a moment, and send nothing twice."""
 
 from __future__ import annotations
 
@@ -9,27 +8,27 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from muletrain.network.base import Frame, PeerId
 
-LIMIT = 4096
-BYTES = 1 << 30
-"""Frames that are kept, and the bytes of their tensors: with more than that we are far behind, and find that out."""
+LIMIT, BYTES = 4096, 1 << 30
+"""Frames that are kept, and bytes of their tensors, at most: with more than that we are far behind, and find that
+out."""
 NOTICES = 256
-"""Of one sender: frames without tensors. Of frames with tensors it has as many as this peer holds requests: more would
-find it full."""
+"""Frames without tensors that are kept of one sender. With tensors it is as many as this peer holds requests: with more
+it would be full."""
 
 
 class EarlyFrames:
-    """In the order in which they came. What one sender sends leaves room for the others' frames."""
+    """Keeps frames in the order in which they came. No sender takes the room of others."""
 
     def __init__(self, capacity: int) -> None:
         """``capacity``: requests that this peer holds."""
         self._capacity = capacity
         self._frames: list[tuple[int, PeerId, Frame]] = []
         self._of: Counter[tuple[PeerId, bool]] = Counter()
-        """By sender; with tensors or without."""
+        """Frames by sender, with tensors or without."""
         self._bytes = 0
 
     def keep(self, sender: PeerId, frame: Frame, step: int) -> None:
-        """A frame of ``step``, as its header was read; unless there are too many of them."""
+        """Keep a frame of ``step``, unless there are too many."""
         kind = sender, bool(frame.tensors)
         room = self._of[kind] < (self._capacity if frame.tensors else NOTICES)
         if room and len(self._frames) < LIMIT and self._bytes + _bytes(frame) <= BYTES:
@@ -38,13 +37,13 @@ class EarlyFrames:
             self._bytes += _bytes(frame)
 
     def take(self) -> list[tuple[PeerId, Frame]]:
-        """All of them; none is left."""
+        """Take all frames out."""
         taken = [(sender, frame) for _, sender, frame in self._frames]
         self._keep([])
         return taken
 
     def forget(self, before: int) -> None:
-        """Those of the steps before ``before``."""
+        """Drop the frames of steps before ``before``."""
         self._keep([entry for entry in self._frames if entry[0] >= before])
 
     def _keep(self, kept: list[tuple[int, PeerId, Frame]]) -> None:

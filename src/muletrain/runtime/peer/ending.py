@@ -1,4 +1,4 @@
-"""The end of a run: everyone waits for the last checkpoint, and tells the others that they may go."""
+"""The end of a run: all peers wait for the last checkpoint, and tell each other that they may go."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.runner import StepRunner
 
 WEIGH_S = 0.1
-"""Seconds between two looks whether word of the end can be believed; doubles."""
+"""Seconds between two looks whether the news of the end can be trusted; doubles."""
 LATE = b"late"
-"""The answer to ``Finished`` of a peer that has not applied the last step."""
+"""Answer to ``Finished`` of a peer that has not applied the last step."""
 LATE_S, LATE_MAX_S = 60.0, 2.0
-"""Seconds for which a peer waits at the end for a replica that is late, and between two questions to it, at most."""
+"""Seconds for which a peer waits at the end for a late replica, and between two questions to it, at most."""
 OFFER_S = 20.0
-"""Seconds after the end, until a stage whose part of the last checkpoint did not come from its writer offers it from
-every replica; and until it does so again."""
+"""Seconds after which every replica offers its stage's part of the last checkpoint, if the writer's did not come; and
+between two offers."""
 
 
 class Ending:
-    """One peer's."""
+    """The end of the run for one peer."""
 
     def __init__(self, ctx: Context, position: Position, checkpointing: Checkpointing, runner: StepRunner) -> None:
         self._ctx, self._position, self._checkpointing, self._runner = ctx, position, checkpointing, runner
         self._finished: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         """Was the last checkpoint written?"""
         self._claims: set[PeerId] = set()
-        """Who said that the end is reached."""
+        """Peers that said that the run has ended."""
         ctx.net.serve(Finished.KIND, self._answer_finished)
 
     @property
@@ -46,15 +46,15 @@ class Ending:
         return self._finished.done()
 
     async def finish(self) -> bool:
-        """Wait for the last checkpoint. False if it could not be written."""
+        """Wait for the last checkpoint. Returns False if it could not be written."""
         ctx, key = self._ctx, Key(self._position.step, self._position.applied)
-        if ctx.roster.coordinator() is None and not self._finished.done():  # others may have told us
+        if ctx.roster.coordinator() is None and not self._finished.done():  # others may have told us before
             self._finished.set_result(True)
         for work in (self._hear_of_end(key), self._offer_last(key)):
             ctx.spawn(work, "last checkpoint")
         written = await asyncio.shield(self._finished)
         await self._checkpointing.replicas.tidy(over=written)
-        # everyone passes it on: whoever wrote it may not reach them all, and has no time to try again
+        # everyone passes it on: the writer may not reach all peers, and does not try again
         everyone, replicas = ctx.roster.everyone(), ctx.roster.replicas()
         late = await asyncio.gather(*(self._dismiss(peer, written) for peer in everyone))
         waits = (
@@ -64,7 +64,7 @@ class Ending:
         return written
 
     async def _wait_for(self, replica: PeerId, written: bool) -> None:
-        """A replica that missed the last step takes its gradient, or the state, from us."""
+        """Stay until ``replica``, which missed the last step, has taken its gradient or the state from us."""
         until = self._ctx.clock.now() + LATE_S
         for tries in itertools.count():
             if self._ctx.clock.now() > until or not await self._dismiss(replica, written):
@@ -77,15 +77,15 @@ class Ending:
             self._finished.set_result(written)
 
     async def _offer_last(self, key: Key) -> None:
-        """Our stage's writer may have died, or its word got lost."""
+        """Offer our stage's part again: its writer may have died, or its message was lost."""
         while not self._finished.done():
             await self._ctx.clock.sleep(OFFER_S)
             if self._checkpointing.own_part.wants(key):
                 await self._checkpointing.own_part.write(key, await self._ctx.compute.state())
 
     async def _dismiss(self, peer: PeerId, written: bool) -> bool:
-        """Tell ``peer`` that it may go: as a call, since we go next and a frame could still be on its way. True where
-        it has not applied the last step."""
+        """Tell ``peer`` that it may go. This is a call, since we go next and a frame could still be on its way. Returns
+        True if it has not applied the last step."""
         timeout_s = self._ctx.detector.deadline.seconds(1)
         try:
             finished = Finished(written=written).pack()
@@ -103,13 +103,12 @@ class Ending:
         return b"" if self._position.life.done else LATE
 
     async def _weigh(self, sender: PeerId, written: bool) -> None:
-        """Whether the last checkpoint was written the coordinator says; of others it is believed once this peer is at
-        the end, too, and the coordinator that it could ask has gone, or everyone, if that is itself (another may have
-        been before it)."""
+        """Trust the coordinator's word. Trust others' only when we are at the end, too, and the coordinator is gone, or
+        all others are if we coordinate ourselves (another peer may have coordinated before)."""
         roster, me = self._ctx.roster, self._ctx.net.peer_id
         first = roster.coordinator()
         for tries in itertools.count():
-            if self._finished.done() or me == roster.genesis.coordinator:  # nobody knows better
+            if self._finished.done() or me == roster.genesis.coordinator:  # no other peer knows better
                 return
             now = roster.coordinator()
             if first is not None and first.id == me:

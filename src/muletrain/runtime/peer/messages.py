@@ -1,4 +1,4 @@
-"""Messages about a whole peer: that it is away or back, what it counted, and that the run ends."""
+"""Messages about a whole peer: it is away or back, what it counted, and the end of the run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from muletrain.runtime.core.messages import Digest, Message, Natural
 
 
 class Away(Message):
-    """The sender serves nobody until it says ``Back``: it takes a state."""
+    """The sender takes a state, and serves nobody until it says ``Back``."""
 
     KIND: ClassVar[str] = "away"
 
 
 class Back(Message):
-    """A peer that had fallen behind is at this step again: count on it."""
+    """The sender had fallen behind, and is at this step again: count on it."""
 
     KIND: ClassVar[str] = "back"
     lineage: Digest
@@ -24,21 +24,20 @@ class Back(Message):
 
 
 class Report(Message):
-    """What a peer on another machine counted, to the coordinator: an event as JSON, so that the run folder of 'start'
-    has it."""
+    """An event, as JSON, that a peer on another machine counted: so the founder's run folder has it, too."""
 
     KIND: ClassVar[str] = "report"
     event: Annotated[str, Field(max_length=1 << 16)]
 
 
 class StopRun(Message):
-    """Call: end the run in order, after the current step, with a checkpoint."""
+    """Call: end the run in order after the current step, with a checkpoint."""
 
     KIND: ClassVar[str] = "stop_run"
 
 
 class Finished(Message):
-    """Call: the last checkpoint is complete (or given up): the member may go, after it has told the others."""
+    """Call: the last checkpoint is complete, or given up. The receiver may go after it has told the others."""
 
     KIND: ClassVar[str] = "finished"
     written: bool

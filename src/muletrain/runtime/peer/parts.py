@@ -20,18 +20,18 @@ class PartWriter:
     def __init__(self, ctx: Context, position: Position, own_part: OwnPart) -> None:
         self._ctx, self._position, self._own_part = ctx, position, own_part
         self._written: Key | None = None
-        """What was written last because no trainer was left."""
+        """The last checkpoint that was written because no trainer was left."""
 
     async def write(self, key: Key, *, last: bool) -> None:
-        """Our part of the checkpoint ``key``, if one begins there."""
+        """Write our part of checkpoint ``key``, if it begins there."""
         if self._own_part.begins(key, last=last):
             self._spawn(key, await self._ctx.compute.state())
 
     async def write_what_there_is(self) -> None:
-        """Our part of a checkpoint of the weights before this step, which may never be done: once."""
+        """Write our part of a checkpoint of the weights before this step, once: the step may never be done."""
         at = self._position
         key = Key(at.step, at.applied)
-        done = key == self._written or not key.step or at.work.all_completed  # then another follows soon
+        done = key == self._written or not key.step or at.work.all_completed  # otherwise another follows soon
         if done or not at.settled or at.away or not self._own_part.begins(key, last=True):
             return
         state = await self._ctx.compute.state()

@@ -50,14 +50,14 @@ if TYPE_CHECKING:
 ANNOUNCE_S = 10.0
 """Seconds between announcements in the directory."""
 HOLDS_S = 3 * ANNOUNCE_S
-"""Seconds that one holds."""
+"""Seconds for which an announcement holds."""
 FAREWELL_S = 5.0
-"""Seconds, at most, that the last announcement of a peer that leaves takes."""
+"""Seconds, at most, for the last announcement of a peer that leaves."""
 
 
 class Memory(NamedTuple):
-    """Copies of states and of checkpoints' parts that a peer offers; states of its own parts of checkpoints; bytes of
-    earlier steps' gradients."""
+    """What a peer keeps for others: copies of states and of checkpoint parts that it offers, states of its own parts,
+    bytes of earlier gradients."""
 
     copies: int
     parts: int
@@ -122,11 +122,8 @@ class Peer:
         ctx.net.serve(StopRun.KIND, self._answer_stop)
 
     async def run(self) -> bool:
-        """Train to the end (or until a member asks to stop), with a last checkpoint. False if that could not be
-        written.
-
-        Raises what any actor could not recover from.
-        """
+        """Train to the end, or until a member asks to stop, and write the last checkpoint. Returns False if that could
+        not be written. Raises the error of any actor that could not recover."""
         main = asyncio.create_task(self._train(), name="train")
         self._ctx.spawn(Watchdog(self._ctx).run(), "watchdog")
         try:
@@ -142,17 +139,17 @@ class Peer:
 
     @property
     def begins_anew(self) -> bool:
-        """The run stepped back, or we were on a branch that it gave up."""
+        """The run rolled back, or we were on a branch that it gave up."""
         return self._rollback.ordered.done() and not (self._life.done and self._ending.known)
 
     @property
     def begins_at(self) -> StepBack | None:
-        """Then: where; None: with what replicas give."""
+        """Where it begins anew; None: with the state of a replica."""
         return self._rollback.ordered.result()
 
     @property
     def left(self) -> bool:
-        """This peer has gone in order, before the run's end."""
+        """This peer has left in order, before the end of the run."""
         return self._life.state is State.LEAVING
 
     # The loop -------------------------------------------------------------------------------------------------------
@@ -171,7 +168,7 @@ class Peer:
         return written
 
     async def _begin(self) -> None:
-        """Come to where the run is, with all that goes on beside the steps."""
+        """Come to where the run is, and begin what goes on beside the steps."""
         ctx, at, comes = self._ctx, self.position, not self._life.arrived
         self.rebalancer.settled = not comes
         if ctx.plan.rebalance != "off":
@@ -189,13 +186,13 @@ class Peer:
         self.rebalancer.settled = True
         receivers = ctx.roster.receivers()
         others = ctx.roster.spread(max(0, RECENT - len(receivers)))
-        for peer in dict.fromkeys((*others, *receivers)):  # how long an answer takes, before one is missed
+        for peer in dict.fromkeys((*others, *receivers)):  # before an answer is missed
             ctx.spawn(ctx.detector.measure(peer, at.lineage, at.step), "measure")
         ctx.meter.stats.started = ctx.clock.now()
 
     async def _steps(self, *, returned: bool) -> None:
-        """One after the other, until the run has ended or this peer leaves it. ``returned``: others may have begun the
-        first."""
+        """Take one step after the other, until the run has ended or this peer leaves. ``returned``: others may have
+        begun the first."""
         at, sure = self.position, False
         while not self._life.done:
             step = at.step
@@ -220,7 +217,7 @@ class Peer:
                 self._arrival.say_back()
 
     async def _recover(self, why: Behind) -> StepRecord | None:
-        """Apply the step that the others agreed on without us, or (None) take a state in its place. Raises
+        """Apply the step that the others agreed on without us, or take a state instead and return None. Raises
         MuletrainError."""
         if isinstance(why, GivesWay):
             await self._arrival.go_over(why.renamed)
@@ -231,7 +228,7 @@ class Peer:
         return record
 
     async def _applied(self, record: StepRecord) -> None:
-        """Report the step, write what is due, and go to the next, or go."""
+        """Report the step, write what is due, and go to the next step, or leave."""
         ctx, plan, step = self._ctx, self._ctx.plan, record.step
         self._microbatches.end(step)
         self.rebalancer.count(ctx.meter.stats)
@@ -253,8 +250,8 @@ class Peer:
             await self._leave()
 
     def _without(self, record: StepRecord) -> tuple[PeerId, ...]:
-        """Nobody counts on those that leave after ``record``, or are expelled by it, any more. The ids of those that
-        leave. Raises MuletrainError where we are expelled, and missed that."""
+        """Do not count any more on peers that leave after ``record``, or that it expels. Returns the ids of the peers
+        that leave. Raises MuletrainError if we are expelled."""
         ctx, me = self._ctx, self._ctx.net.peer_id
         for stage, entry in enumerate(record.stages):
             for peer in entry.expelled if self.runner.state.builder.sentenced(stage) else ():
@@ -269,11 +266,11 @@ class Peer:
             if peer in known and (self.reporting.speaks() or peer == me):
                 ctx.emit(PeerLeft(peer_id=peer, name=known[peer].name, step=record.step + 1))
             if peer != me and peer in known and peer in record.stages[known[peer].stage].leaves:
-                ctx.roster.left(peer)  # else it is back already, at another stage
+                ctx.roster.left(peer)  # otherwise it is back already, at another stage
         return leavers
 
     async def _leave(self) -> None:
-        """Go, once the other replicas have the step. Where none has, we are needed and come back."""
+        """Leave, once the other replicas have the step. If none has, we are needed and come back."""
         ctx, at = self._ctx, self.position
         self._life.to(State.LEAVING)
         if not await self.departure.taken_over(at.lineage, at.step):
@@ -292,7 +289,7 @@ class Peer:
 
     async def begin_ahead(self, work: InFlightStep) -> None:
         """See ``step.reduction.Trainers``."""
-        if not work.ledger.sealed:  # else we may be gone by then
+        if not work.ledger.sealed:  # otherwise we may be gone by then
             self._microbatches.begin(work, retry=False)
         await self._dispatch.redeliver()
 
@@ -302,12 +299,12 @@ class Peer:
             await self._ctx.clock.sleep(ANNOUNCE_S)
 
     async def _announce(self, *, left: bool) -> None:
-        """Tell the directory that we are here, or have ``left``: a hint for status, and for those who banned us."""
+        """Tell the directory that we are here, or have ``left``: a hint for status, and for peers that banned us."""
         ctx, status = self._ctx, self.reporting.status(self.position.step, left=left)
         try:
             await ctx.net.announce(f"{ctx.roster.genesis.run_id}/peers", json.dumps(status).encode(), HOLDS_S)
-        except NetworkError as e:  # a hint that did not get through
-            ctx.emit(DirectoryFailed(what="the directory was not told of us", reason=str(e)))
+        except NetworkError as e:  # it was only a hint
+            ctx.emit(DirectoryFailed(what="the directory did not take this peer's announcement", reason=str(e)))
 
     # From outside -----------------------------------------------------------------------------------------------------
 
@@ -321,11 +318,11 @@ class Peer:
         return self._host.fits(stage)
 
     def load(self) -> int:
-        """Requests it holds, waiting or being worked on; at most ``Plan.capacity``."""
+        """Returns the requests that it holds, waiting or being worked on; at most ``Plan.capacity``."""
         return self._microbatches.server.load()
 
     def memory(self) -> Memory:
-        """What it keeps for others."""
+        """Returns what it keeps for others."""
         return Memory(self._snapshots.copies, self._checkpointing.own_part.copies, self._log.nbytes)
 
     def stop(self) -> None:
@@ -333,17 +330,17 @@ class Peer:
         self.departure.stop_requested = True
 
     def leave(self) -> None:
-        """Ask to go, alone: after the current step, or as soon as the others can do without this peer."""
+        """Ask to leave alone: after the current step, or as soon as the others can do without this peer."""
         self.destination, self._leaves = None, True
         self.departure.wanted = True
 
     def move(self, stage: int | None) -> None:
-        """Ask to serve ``stage`` instead, or, with None, to stay after all."""
+        """Ask to serve ``stage`` instead; None: stay after all."""
         if self._leaves:
             return
-        if stage is not None and not self.fits(stage):  # whatever others' announcements led to
+        if stage is not None and not self.fits(stage):  # announcements of others may be wrong
             self._ctx.emit(MoveRefused(stage=stage))
             stage = None
         self.departure.wanted = stage not in (None, self._ctx.roster.own.stage)
-        if self.departure.wanted:  # else it may be announced already, and then it goes where it wanted to
+        if self.departure.wanted:  # a move that is announced already keeps its destination
             self.destination = stage

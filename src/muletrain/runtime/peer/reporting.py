@@ -1,5 +1,5 @@
-"""What a peer says of the steps it applied: into its own log, into the coordinator's on another machine, and to whoever
-asks for the run's status."""
+"""What a peer tells of the steps that it applied: to its own log, to the coordinator on another machine, and to the
+run's status."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from muletrain.events import Event, EventError, PeerJoined, StepApplied, StepDon
 from muletrain.runtime.peer.messages import Report
 
 REPORTS, REPORTS_A_STEP = 256, 4
-"""That one peer sends at most: it may be ahead of us, and steps that the run steps back are done again."""
+"""Reports of one peer that are accepted at first, and for each step that we applied: it may be ahead of us, and steps
+after a rollback are done again."""
 
 
 if TYPE_CHECKING:
@@ -24,24 +25,25 @@ if TYPE_CHECKING:
 
 
 class Reporting:
-    """``apart``: this peer's log is not beside the coordinator's, so what it counts goes there, to ``on_report``."""
+    """Reports for one peer. ``apart``: its log is not beside the coordinator's, so reports go there, to the
+    coordinator's host."""
 
     def __init__(self, ctx: Context, host: PeerHost, *, apart: bool) -> None:
         self._ctx, self._host, self._apart = ctx, host, apart
         self._last: StepDone | None = None
         self._applied = 0
         self._reports: Counter[PeerId] = Counter()
-        """That peers of other machines sent: they go onto our disk."""
+        """Reports that peers of other machines sent: these go onto our disk."""
 
     def speaks(self) -> bool:
-        """What all see alike is for us to tell."""
+        """Is it for us to report what all peers see alike?"""
         coordinator = self._ctx.roster.coordinator()
         return (
             coordinator.id if coordinator is not None else self._ctx.roster.genesis.coordinator
         ) == self._ctx.net.peer_id
 
     def applied(self, record: StepRecord, work: InFlightStep) -> None:
-        """A step, with all that was counted since the one before; counting begins anew."""
+        """Report a step with all counts since the one before, and begin new counts."""
         ctx, self._applied = self._ctx, self._applied + 1
         stats, now = ctx.meter.stats, ctx.clock.now()
         for receiver, nbytes in ctx.net.carried().items():
@@ -82,7 +84,7 @@ class Reporting:
         ctx.meter.begin(now)
 
     def tell(self, event: StepApplied | PeerJoined) -> None:
-        """Our log, and the coordinator's if that is on another machine."""
+        """Write ``event`` to our log, and send it to the coordinator if that is on another machine."""
         self._ctx.emit(event)
         if self._apart:
             self._ctx.spawn(self._pass_on(Report(event=event.to_json())), "report")
@@ -97,7 +99,8 @@ class Reporting:
             self._ctx.detector.mark_down(coordinator.id, str(e))
 
     def told(self, sender: PeerId, message: Report) -> None:
-        """By a peer of another machine. Raises ProtocolError unless it is about its sender, and for us."""
+        """Take a report of a peer of another machine. Raises ProtocolError unless it is about its sender, and we
+        collect reports."""
         if self._apart:
             raise ProtocolError(f"{message.KIND}: this peer does not collect reports")
         try:
@@ -120,7 +123,7 @@ class Reporting:
         self._host.reported(event, member.name)
 
     def status(self, step: int, *, left: bool) -> dict[str, Any]:
-        """What 'muletrain status' shows of a peer that is at ``step``, or has ``left`` in order."""
+        """Returns what 'muletrain status' shows of a peer that is at ``step``, or has ``left`` in order."""
         own, plan, last = self._ctx.roster.own, self._ctx.plan, self._last
         status = {"name": own.name, "stage": own.stage, "stages": plan.stages, "trainer": own.trainer}
         status |= {"step": step, "steps": plan.steps, "left": left}

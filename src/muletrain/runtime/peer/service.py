@@ -1,7 +1,7 @@
-"""A peer's whole time in a run: the stages it serves, one after the other (DESIGN "Joining, moving, leaving").
+"""A peer's whole time in a run: it serves one stage after the other (DESIGN "Joining, moving, leaving").
 
-Accumulators never move: a peer leaves its stage in order, between two steps, and comes to the next one as any newcomer.
-A peer that steps back with the run begins anew, too: nothing of the steps that are given up can get into what follows.
+Accumulators never move: a peer leaves its stage in order, between two steps, and comes to the next one as a newcomer
+does. A peer that rolls back with the run begins anew, too: nothing of the abandoned steps can get into what follows.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class Service:
-    """``make`` builds the peer for the stage that the roster names; its arguments: whether it joins a running run, and
-    the step back that it begins with, if it does."""
+    """Makes the peer for each stage in turn. ``make`` builds it for the stage that the roster names; its arguments:
+    whether it joins a running run, and the rollback that it begins with, if any."""
 
     def __init__(self, make: Callable[[bool, StepBack | None], Awaitable[Peer]], *, joining: bool) -> None:
         self._make = make
@@ -27,8 +27,8 @@ class Service:
         self.peer: Peer | None = None
 
     async def run(self) -> bool:
-        """To the end of the run, or until this peer leaves it. False: its last checkpoint could not be written. Raises
-        as ``Peer.run``."""
+        """Serve to the end of the run, or until this peer leaves it. Returns False if its last checkpoint could not be
+        written. Raises as ``Peer.run``."""
         joining, back = self._joining, None
         while True:
             before, peer = self.peer, await self._make(joining, back)
@@ -50,7 +50,7 @@ class Service:
         peer.roster.move(stage)
 
     def _step_back(self, peer: Peer) -> StepBack | None:
-        """Where the peer begins anew. None: with what replicas give."""
+        """Returns where the peer begins anew; None: with the state of a replica."""
         roster, back = peer.roster, peer.begins_at
         if back is None:
             return None

@@ -1,17 +1,17 @@
-"""Sides of a partition meet again, and end in one lineage (DESIGN "Lineage, not consensus").
+"""Two sides of a partition meet again, and end in one lineage (DESIGN "Lineage, not consensus").
 
-A side that covers every stage and has a trainer goes on alone, so that after a partition there may be two histories of
-the run. Whoever hears of another lineage tells its sender how it came here, and both judge by the same rule
-(``policy.fork_choice``). Peers of the side that gives way drop their accumulators and take the state of the other's
-replicas, one by one, as newcomers do.
+A side that covers every stage and has a trainer goes on alone, so a partition may leave two histories of the run. A
+peer that hears of another lineage tells the sender its history, and both judge by the same rule
+(``policy.fork_choice``). Peers of the side that gives way drop their accumulators and take the state of the other
+side's replicas, one by one, as newcomers do.
 
-No stage may be lost on the way, were the rule's answer to turn round in between: a peer goes over only while every
-stage of the other side has a peer that promises to stay for the moment. Where neither side covers every stage, they
-have parted at the step in which both stand still. What each has for its stages is right in either history: those that
-give way take the name of the other's.
+No stage may be lost on the way, even if the answer of the rule changes in between: a peer goes over only while every
+stage of the other side has a peer that promises to stay for the moment. If neither side covers every stage, both stand
+still at the step at which they parted. Then the state of each stage is right in either history, and the peers that give
+way take only the name of the other lineage.
 
-A side that lacks a stage for long may step back (``rollback``). It is the longer history that stays then, too, and not
-the later branch.
+A side that lacks a stage for long may roll back (``rollback``). Then, too, the longer history stays, not the later
+branch.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
     from muletrain.runtime.transfer.messages import Snapshot
 
 AGAIN_S = 5.0
-"""Seconds between questions to one peer that does not come on."""
+"""Seconds between questions to one peer that stays at its step."""
 JUDGE_S = 1.0
-"""Seconds between two histories of one peer that are looked at when it brings them."""
+"""Seconds between two histories of one peer that are judged when it sends them."""
 CALL_S = 10.0
 """Seconds that a peer has to tell its history, or whether it stays."""
 STAY_S = 15.0
-"""Seconds for which a peer that promised to stay does; more than its caller waits for all answers."""
+"""Seconds for which a peer keeps its promise to stay; longer than its caller waits for all answers."""
 STALLED_S = 60.0
-"""Seconds in one step with a stage or all trainers out of reach, after which this side does not go on by itself."""
+"""Seconds in one step with a stage or all trainers out of reach, after which this side counts as stalled."""
 ROUNDS = 5
-"""Times the other side's replicas are asked for their state."""
+"""Times that the other side's replicas are asked for their state."""
 
 
 class Stays(MuletrainError):
@@ -53,7 +53,7 @@ class Stays(MuletrainError):
 
 
 class GivesWay(Behind):
-    """Another lineage stays. ``renamed``: with our weights as its own, for it has nobody else for our stage."""
+    """Another lineage stays. ``renamed``: it takes our weights as its own, since it has no other peer of our stage."""
 
     def __init__(self, message: str, renamed: Chain | None = None) -> None:
         super().__init__(message)
@@ -61,21 +61,21 @@ class GivesWay(Behind):
 
 
 class Forks:
-    """One peer's dealings with other lineages of its run."""
+    """Judges other lineages of the run for one peer."""
 
     def __init__(self, ctx: Context, position: Position, receiver: Receiver) -> None:
         self._ctx, self._position, self._receiver = ctx, position, receiver
         self._asked: Recent[tuple[int, float]] = Recent()
         self._judged: Recent[float] = Recent()
-        """When each last told us its history."""
+        """When each peer last told us its history."""
         self._promised = float("-inf")
         self._going = False
         ctx.net.serve(History.KIND, self._on_history)
         ctx.net.serve(AskStay.KIND, self._on_ask)
 
     def heard(self, peer: PeerId, step: int, lineage: bytes) -> bool:
-        """``peer`` says ``lineage`` of ``step``. True if that is not our history: then both sides get to know each
-        other's."""
+        """``peer`` says that ``step`` has ``lineage``. Returns True if that is not our history: then both sides
+        exchange theirs."""
         known = self._position.chain.at(step - self._ctx.plan.delayed)  # frames are sent before the record is known
         if known is None or known == lineage:
             return False
@@ -83,7 +83,7 @@ class Forks:
         return True
 
     def met(self, peer: PeerId, step: int) -> None:
-        """``peer`` is of another lineage, and at ``step``: tell each other how we came here."""
+        """``peer`` is of another lineage, and at ``step``: exchange histories."""
         now, (asked, at_s) = self._ctx.clock.now(), self._asked.get(peer, (-1, float("-inf")))
         if step > asked or now - at_s >= AGAIN_S:
             self._asked[peer] = step, now
@@ -106,25 +106,25 @@ class Forks:
         return History.of(self._position.chain).pack()
 
     async def _judge(self, peer: PeerId, other: Chain) -> None:
-        """If theirs stays, and every stage of it is there, this step ends here (GivesWay); or if neither side has all,
-        and theirs lacks our stage."""
+        """End this step (GivesWay) if their history stays and every stage of it is there; or if neither side has all
+        stages, and theirs lacks ours."""
         position, own = self._position, self._position.chain
         fork = forked_at(own, other)
         if fork is None or position.away:
             return
-        self._ctx.detector.mark_down(peer, f"it has trained apart from this peer since step {fork}")
+        self._ctx.detector.mark_down(peer, f"its history differs from this peer's since step {fork}")
         stalled = self._stalled()
         if not gives_way(own, other, stalled=stalled):
             return
         stages, trainer = await self._side(fork, other, promise=False)
         if position.chain != own:
             return
-        message = f"from step {fork} on the others have another history, and theirs stays"
+        message = f"the others have another history since step {fork}, and theirs stays"
         if stages >= self._all and trainer:
             position.interrupt(GivesWay(message))
             return
         lacks_us = self._ctx.roster.own.stage not in stages
-        # of two that stand still, one takes the other's name
+        # of two stalled sides, one takes the name of the other
         if stalled and lacks_us and own.step == other.step and gives_way(own, other, stalled=False):
             position.interrupt(GivesWay(message, renamed=other))
 
@@ -138,12 +138,14 @@ class Forks:
         return not covered and self._ctx.clock.now() - position.begun > STALLED_S
 
     async def goes_on(self, peer: PeerId) -> bool:
-        """``peer`` is on a later branch, since its side stepped back. If every stage of our side has a peer (else
-        False), both sides get to know each other's history, and the longer one stays."""
+        """``peer`` is on a later branch, since its side rolled back. Returns True if every stage of our side has a
+        peer: then both sides exchange histories, and the longer one stays."""
         own, every = self._position.chain, self._all
         if not all(map(self._ctx.roster.stage, every)):
             return False
-        before = own.step - 1 if own.at(own.step - 1) is not None else own.step  # some may not be here yet
+        before = (
+            own.step - 1 if own.at(own.step - 1) is not None else own.step
+        )  # some peers may not be at this step yet
         stages, trainer = await self._side(before, own, promise=False)
         if not (stages | {self._ctx.roster.own.stage} >= every and trainer):
             return False
@@ -151,10 +153,10 @@ class Forks:
         return True
 
     async def _side(self, step: int, chain: Chain, *, promise: bool) -> tuple[set[int], bool]:
-        """Stages for which ``chain``, as it was at ``step``, has a peer that stays, and whether one of them trains, or
-        we do. Promises bind: they are asked for last."""
+        """Returns the stages for which ``chain``, as it was at ``step``, has a peer that stays, and whether one of
+        them, or we, train. Promises bind, so they are asked for last."""
         ctx, lineage = self._ctx, chain.at(step)
-        assert lineage is not None  # whoever asks has looked
+        assert lineage is not None  # callers have looked
         ask = AskStay(step=step, lineage=lineage, promise=promise).pack()
 
         async def stays(peer: PeerId) -> Stay | None:
@@ -163,7 +165,7 @@ class Forks:
             except ProtocolError as e:
                 ctx.refused(peer, str(e))
             except NetworkError:
-                pass  # others may do
+                pass  # others may stay
             else:
                 return answer if answer.stays else None
             return None
@@ -181,8 +183,8 @@ class Forks:
         return Stay(stays=stays, stage=own.stage, trainer=own.trainer).pack()
 
     async def go_over(self) -> Snapshot | None:
-        """Load the state of a replica of the other lineage. None, with our own state as it was, if that cannot be had,
-        or something speaks against it by now. To be called when nothing runs."""
+        """Load the state of a replica of the other lineage. Returns None, with our own state unchanged, if that is not
+        to be had, or something speaks against it by now. Call it when nothing runs."""
         ctx, own = self._ctx, self._position.chain
         stalled = self._stalled()
 
@@ -190,13 +192,13 @@ class Forks:
             return gives_way(own, offer.chain, stalled=stalled)
 
         async def confirm(offer: Snapshot) -> None:
-            """The last look before our own state is given up."""
+            """Look a last time before our own state is given up."""
             self._going = True
             fork = forked_at(own, offer.chain)
             assert fork is not None  # acceptable
             stages, trainer = await self._side(fork, offer.chain, promise=True)
             if ctx.clock.now() < self._promised:
-                raise Stays("another peer counts on it")
+                raise Stays("another peer counts on this one")
             if not (stages >= self._all and trainer):
                 raise Stays("not every stage of the others can be reached")
 
@@ -211,7 +213,7 @@ class Forks:
         return snapshot
 
     def left(self, own: Chain, to: Chain) -> None:
-        """This peer has gone from ``own`` to ``to``."""
+        """Report that this peer has gone from ``own`` to ``to``."""
         fork = forked_at(own, to)
         assert fork is not None  # they are rivals
         before, after = own.lineages[-1].hex(), to.lineages[-1].hex()

@@ -1,4 +1,4 @@
-"""Messages of a run that steps back."""
+"""Messages of a run that rolls back, and of two histories that meet."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from muletrain.runtime.core.lifecycle import Lifecycle, State
 from muletrain.runtime.core.messages import Digest, Id, Message, Natural
 
 MAX_PARTS = 1 << 12
+"""Parts of checkpoints that a peer names, at most."""
 
 
 class StepBack(Message):
-    """Call: go on from the checkpoint ``base`` of ``step`` steps (whose ``parts`` have these digests; none: from the
-    beginning), with ``moves`` of peers to stages. ``lineage``: what the step after it begins with, a hash of all
-    this."""
+    """Call: go on from the checkpoint ``base`` of ``step`` steps, with ``moves`` of peers to stages. ``parts``: digests
+    of its parts; none: from the beginning. ``lineage``: of the step after it, a hash of all this."""
 
     KIND: ClassVar[str] = "step_back"
     lineage: Digest
@@ -45,13 +45,13 @@ class StepBack(Message):
         return Key(self.step, self.base)
 
     def check(self, stages: int, steps: int) -> None:
-        """Raises ProtocolError for an order that nobody of ours would give."""
+        """Raises ProtocolError for an order that no correct peer gives."""
         moves = dict(self.moves)
         made = StepBack.of(count_of(self.lineage), self.key, self.parts, moves, self.lost)
         if made != self or len(self.parts) not in (0, stages) or self.step > steps:
-            raise ProtocolError("a step back that is not what its lineage says")
+            raise ProtocolError("a rollback whose lineage does not match its content")
         if not {*moves.values(), *self.lost} <= set(range(stages)):
-            raise ProtocolError("a step back with stages that the run does not have")
+            raise ProtocolError("a rollback with stages that the run does not have")
 
 
 class AskStepBack(Message):
@@ -67,7 +67,7 @@ class AskStanding(Message):
 
 
 class HeldPart(Message):
-    """A part that the sender can read."""
+    """A part of a checkpoint that the sender can read."""
 
     KIND: ClassVar[str] = "held_part"
     step: Natural
@@ -77,7 +77,8 @@ class HeldPart(Message):
 
 
 class StandsAt(Message):
-    """``targets``: other stages that this peer has room for; ``reaches``: stages of which it reaches a peer."""
+    """The answer: where a peer stands. ``targets``: other stages that it has room for; ``reaches``: stages of which it
+    reaches a peer."""
 
     KIND: ClassVar[str] = "stands_at"
     branch: Annotated[bytes, Field(min_length=BRANCH, max_length=BRANCH)]
@@ -96,12 +97,13 @@ class StandsAt(Message):
         return Load(self.stage, targets=frozenset(self.targets), parts=frozenset(p.stage for p in self.parts))
 
     def readable(self) -> dict[tuple[tuple[int, bytes], int], bytes]:
-        """The digest of each part, by checkpoint and stage."""
+        """Returns the digest of each part, by checkpoint and stage."""
         return {((p.step, p.lineage), p.stage): p.digest for p in self.parts}
 
 
 class History(Message):
-    """Call to a peer of another lineage, and its answer: how we came here. ``lineages`` end with that of ``step``."""
+    """Call to a peer of another lineage, and its answer: how the sender came here. ``lineages`` end with that of
+    ``step``."""
 
     KIND: ClassVar[str] = "history"
     step: Natural
@@ -118,8 +120,8 @@ class History(Message):
 
 
 class AskStay(Message):
-    """Call: are you of the history with that lineage at that step, and, if it is to be a ``promise``, will you stay in
-    it for now?"""
+    """Call: are you of the history with that lineage at that step, and, with ``promise``, will you stay in it for
+    now?"""
 
     KIND: ClassVar[str] = "ask_stay"
     lineage: Digest
@@ -128,6 +130,8 @@ class AskStay(Message):
 
 
 class Stay(Message):
+    """The answer: whether the peer stays, its stage, and whether it trains."""
+
     KIND: ClassVar[str] = "stay"
     stays: bool
     stage: Natural

@@ -1,11 +1,12 @@
-"""A stage that lost all its peers: who adopts it, and where the run goes on from (DESIGN "Checkpoints").
+"""A stage lost all its peers: which peers adopt it, and from which checkpoint the run goes on (DESIGN "Checkpoints").
 
-Whoever is first of those that live asks everyone where they stand, and orders a step back: to the newest checkpoint of
-which each stage's part can be had, on a new branch of the lineage, with peers moved to the stages that have none.
-Everyone obeys that order, or hears of it later from the first peer of the new branch that it meets; but not a side of a
-partition that still has all stages: there the longer history stays (``forks``). Steps are lost by it, never numbers.
+The first live peer, by id, asks everyone where they stand, and orders a rollback: to the newest checkpoint of which
+each stage's part can be read, on a new branch, with peers moved to the stages that have none. Everyone obeys that
+order, or hears of it later from a peer of the new branch. A side of a partition that still has all stages does not
+obey: there the longer history stays (``forks``). You lose some time; the final weights are unchanged.
 
-A run that lost all its trainers waits for one, too. Nothing is lost then but time; still, what there is is written.
+A run that lost all its trainers waits for one, too. It loses nothing but time, and still writes a checkpoint of its
+weights.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ AGAIN_S = 5.0
 """Seconds between two hints to one peer that its branch was given up, and between two questions about a branch that
 ours does not follow."""
 REACHED_S = 300.0
-"""Seconds, at most, for which the word of others that they reach a stage puts its adoption off: they may be wrong, or
+"""Seconds, at most, for which adoption waits because others say that they reach the stage: they may be wrong, or
 lie."""
 JOIN_S = 900.0
-"""Seconds for which a run waits for a machine to join a stage that nobody can adopt."""
+"""Seconds for which a run waits for a machine to join a stage that no peer can adopt."""
 
 
 class Machine(Protocol):
@@ -55,17 +56,17 @@ class Machine(Protocol):
 
 
 class Writer(Protocol):
-    """Who writes this peer's part of checkpoints (``peer``)."""
+    """Writes this peer's part of checkpoints (``peer.parts``)."""
 
     async def write_what_there_is(self) -> None:
-        """Of the weights before this step, which may never be done; called again and again while there is no
+        """Write the weights before this step, which may never be done; called again and again while there is no
         trainer."""
         ...
 
 
 class Rollback:
-    """One peer's. ``ordered`` is done when it has to begin anew: on the branch of a StepBack or, with None, with what
-    replicas give."""
+    """Watches for lost stages, and for rollbacks of others, for one peer. ``ordered`` is done when the peer must begin
+    anew: on the branch of a StepBack or, with None, with the state of a replica."""
 
     def __init__(
         self,
@@ -85,13 +86,13 @@ class Rollback:
         self._told: Recent[float] = Recent()
         self._heard: Recent[float] = Recent()
         self._ordered_by: Recent[float] = Recent()
-        """When peers gave us an order last."""
+        """When each peer last gave us an order."""
         self._said: tuple[int, ...] = ()
         self._nobody_trains = False
-        """Said already."""
+        """Has this been reported?"""
         self._lacking: tuple[int, ...] = ()
         self._looked: tuple[int, State] | None = None
-        """What was known when these stages were without peers."""
+        """What was known when the stages ``_lacking`` were without peers."""
         ctx.detector.add_branches(self)
         ctx.net.serve(StepBack.KIND, self._on_order)
         ctx.net.serve(AskStepBack.KIND, self._on_ask)
@@ -101,8 +102,7 @@ class Rollback:
         return Key(self._position.step, self._position.applied)
 
     async def watch(self) -> None:
-        """Until cancelled: a stage that is without a peer for long is to be adopted, and a trainer is to be waited
-        for."""
+        """Look until cancelled: have a stage adopted that is without a peer for long, and wait for a trainer."""
         ctx, since, since_trainer, trainers = self._ctx, dict[int, float](), math.inf, 0
         while True:
             await ctx.clock.sleep(LOOK_S)
@@ -126,7 +126,7 @@ class Rollback:
         self._nobody_trains = True
 
     def _without_peers(self) -> tuple[int, ...]:
-        """Stages that nobody serves."""
+        """Returns the stages that no peer serves."""
         looked = self._ctx.roster.version, self._position.life.state
         if self._looked != looked:
             self._looked = looked
@@ -142,10 +142,10 @@ class Rollback:
         return min((*self._ctx.roster.others(), me)) == me
 
     async def _adopt(self, lacking_s: Mapping[int, float]) -> None:
-        """Ask everyone where they stand, peers believed dead, too: one of them may have the lost stage's state.
+        """Ask everyone where they stand, also peers that are down: one of them may have the state of the lost stage.
         ``lacking_s``: stages without a peer, and for how long."""
         ctx, me, at = self._ctx, self._ctx.net.peer_id, self._where()
-        peers = ctx.roster.everyone()  # a leaver whose stage is lost has come back by now (``Departure.taken_over``)
+        peers = ctx.roster.everyone()  # a leaver whose stage is lost is back by now (``Departure.taken_over``)
         said = dict(zip(peers, await asyncio.gather(*map(self._ask, peers)), strict=True))
         own = branch_of(at.lineage)
         here = {p: s for p, s in said.items() if s is not None and (s.branch == own or s.state is State.JOINING)}
@@ -179,8 +179,8 @@ class Rollback:
             self.ordered.set_result(order)
 
     def _fed(self, stage: int, here: Mapping[PeerId, StandsAt]) -> bool:
-        """Does a peer that sends to ``stage`` reach one of it? Trainers send to stage 0; one that serves it reaches it
-        if anyone does."""
+        """Does a peer that sends to ``stage`` reach one of its peers? Trainers send to stage 0; a trainer that serves
+        it reaches it if any peer does."""
         reach = {p: s.stage for p, s in here.items() if stage in s.reaches}
         if stage:
             return stage - 1 in reach.values()
@@ -192,9 +192,9 @@ class Rollback:
         self._said = stages
         which = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
         lacks = (
-            "and there is no complete checkpoint to step back to: only its own peers, if they come back, have its state"
+            "and there is no complete checkpoint to roll back to: only its own peers, if they come back, have its state"
             if no_checkpoint
-            else "and no other stage can spare one that has room: let a machine join ('muletrain join')"
+            else "and no other stage can spare a peer with enough memory: let a machine join ('muletrain join')"
         )
         self._ctx.emit(StageEmpty(stages=which, lacks=lacks, minutes=round(JOIN_S / 60)))
 
@@ -207,7 +207,7 @@ class Rollback:
             return None
 
     async def _stands_at(self) -> StandsAt:
-        """On our way to another branch we stand there already."""
+        """Returns where we stand. On our way to another branch we stand there already."""
         ctx, at, state, stage = self._ctx, self._where(), self._position.life.state, self._ctx.roster.own.stage
         if self.ordered.done() and (back := self.ordered.result()) is not None:
             at, state, stage = (
@@ -234,7 +234,7 @@ class Rollback:
     # Branches ---------------------------------------------------------------------------------------------------------
 
     def met(self, peer: PeerId, branch: bytes) -> None:
-        """``peer`` is on ``branch``: whoever is on the lower one is told what the higher one began with."""
+        """``peer`` is on ``branch``: the one of us on the lower branch is told what the higher one began with."""
         ctx, own = self._ctx, branch_of(self._where().lineage)
         if branch > own and not self._position.life.joining:
             self._consider(peer, None)
@@ -245,7 +245,7 @@ class Rollback:
                 ctx.spawn(self._tell(peer, back), "tell of a step back")
 
     def _began_with(self) -> StepBack | None:
-        """What our branch began with, as far as we know."""
+        """Returns what our branch began with, if we know."""
         back = self._back
         return back if back is not None and branch_of(back.lineage) == branch_of(self._where().lineage) else None
 
@@ -253,14 +253,14 @@ class Rollback:
         """``peer`` is on a later branch, which began with ``order``, if it said so."""
         ctx, now = self._ctx, self._ctx.clock.now()
         heard, pause_s = (self._heard, AGAIN_S) if order is None else (self._ordered_by, LOOK_S)
-        again = now - heard.get(peer, float("-inf")) < pause_s  # each time all peers may be asked
+        again = now - heard.get(peer, float("-inf")) < pause_s  # each time all peers are asked
         if not (self._learning or self.ordered.done() or ctx.tasks.closed or again):
             self._learning, heard[peer] = True, now
             ctx.spawn(self._learn(peer, order), "learn of a step back")
 
     async def _learn(self, peer: PeerId, order: StepBack | None) -> None:
-        """From ``peer`` or whoever knows. From nobody: what replicas there have is as good, if there are any; else a
-        frame that is damaged or made up would have us give up our work."""
+        """Learn from ``peer``, or from any peer that knows, what the branch began with. If none knows, replicas on the
+        branch serve as well; without any, a damaged or forged frame must not make us give up our work."""
         ctx = self._ctx
         try:
             if self._position.life.has_state and await self._forks.goes_on(peer):
@@ -295,20 +295,19 @@ class Rollback:
         """Raises ProtocolError."""
         self._check(order)
         if self._position.life.joining and self._ctx.roster.own.stage not in order.lost:
-            return  # replicas give what there is on any branch
+            return  # replicas give their state on any branch
         if self._is_later(order) and not self.ordered.done():
             self.ordered.set_result(order)
 
     def _check(self, order: StepBack) -> None:
-        """Raises ProtocolError for an order that nobody of ours would give: peers say which stages they have room
-        for."""
+        """Raises ProtocolError for an order that no correct peer gives: peers say which stages they have room for."""
         order.check(self._ctx.plan.stages, self._ctx.plan.steps)
         own = self._ctx.roster.own
         stage = dict(order.moves).get(own.id, own.stage)
         if stage != own.stage and not self._machine.fits(stage):
             raise ProtocolError(
-                f"a step back that moves {own.name} to stage {stage}, which needs more memory than it may use (--memory): move one that "
-                f"names it among its targets"
+                f"a rollback that moves {own.name} to stage {stage}, which needs more memory than it may use (--memory): move a peer "
+                f"that names the stage among its targets"
             )
 
     def _is_later(self, order: StepBack) -> bool:
