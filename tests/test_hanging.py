@@ -89,7 +89,7 @@ def test_a_device_that_hangs_for_ever_holds_up_one_step_and_ends_its_peer(
 def test_copies_go_out_for_what_a_late_device_owes_and_nothing_is_run_again_if_it_comes_back() -> None:
     """Lateness changes routing alone; afterwards the peer gets as much as before."""
     outcome = hanging(Fault(2.0, "hang", ("peer-1b",), LATE_S + 3.0))
-    copies = said(outcome, "1b: its device is late: another computes the same, too")
+    copies = said(outcome, "1b: its device is late, so another peer computes a copy")
     assert copies
     assert min(copies) - 2.0 < 2 * LATE_S + 1.0
     assert not said(outcome, "peer_suspected|microbatches_rerun")

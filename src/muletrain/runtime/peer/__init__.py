@@ -7,10 +7,11 @@ consists of.
 - ``parts``: when this peer writes its part of a checkpoint. ``reporting``: what it tells of the steps it applied.
 - ``peer_host``: what a peer asks of its process, and tells it.
 
-When a peer dies while its stage averages: ``members/silence.py`` or a lost stream (``dispatch``) leads to a probe,
-``members/detector.py`` marks it down and wakes the waits; ``step/reduction.py`` seals again without it, or takes the
-gradient from a replica that holds it (``step/rounds.py``, ``step/exchange.py``); ``step/reruns.py`` has trainers run
-what only the dead peer had. If it was the stage's last peer, ``recovery/rollback.py`` follows.
+When a peer dies while its stage averages, ``step/rounds.py`` or a lost stream (``dispatch``) leads to a probe.
+``members/detector.py`` marks the peer down, so that the round fails in ``step/averaging.py``. ``step/reduction.py`` takes
+the gradient from a replica that holds it whole, or tries again: ``step/company.py`` says with which replicas,
+``step/agreement.py`` seals, and ``step/reruns.py`` has trainers (``microbatch/trainer.py``) run what only the dead peer
+had accumulated. If it was the stage's last peer, ``recovery/rollback.py`` follows.
 
 Processes and worlds above may use ``Service``, ``Peer`` and ``PeerHost``. Only this room changes a ``Lifecycle``.
 """
