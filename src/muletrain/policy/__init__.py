@@ -1,0 +1,11 @@
+"""What a running peer decides, as pure functions and small state machines: no torch, no sockets, no clock.
+
+- Routing: ``wiring`` (which peer gets the next microbatch), ``claims`` (which trainer builds it), ``congestion`` (how
+  much is on its way to one receiver).
+- Agreeing on a step: ``cover`` (which accumulators count), ``views`` (which replicas reduce together), ``shards``,
+  ``outliers``.
+- Membership: ``assignment`` (who serves which stage), ``rebalance`` (who moves).
+- Recovery: ``complete_checkpoint`` (where a rollback goes), ``fork_choice`` (which history stays), ``keeping`` (who
+  keeps copies of checkpoint parts).
+- Time: ``deadline``, ``debts``, ``recent``. ``chaos``: the language of injected faults.
+"""

@@ -1,8 +1,8 @@
-"""Who should serve which stage, as a view of the members that every rule gets, and two of the rules: where a newcomer
-goes, and who goes to stages that have lost all their peers. The third, who moves while the run goes on, is
-``policy.rebalance``'s.
+"""Which peer should serve which stage: the view of the members that every rule gets, and two rules: where a newcomer
+goes, and who goes to stages that have lost all their peers. The third rule, who moves while the run goes on, is in
+``policy.rebalance``.
 
-All are pure functions of the view, so that peers that see the same decide the same.
+All are pure functions of the view, so peers that see the same decide the same.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ NOWHERE = -1
 
 @dataclass(frozen=True)
 class Load:
-    """What is known of one peer. Rules look at what concerns them; defaults say nothing."""
+    """What is known of one peer. Each rule looks at some fields; defaults mean unknown."""
 
     stage: int
-    """The one that it serves; ``NOWHERE``: none yet."""
+    """The stage that it serves; ``NOWHERE``: none yet."""
     queue: float = 0.0
     """Requests that wait at it: the paper's measure of load."""
     speeds: Mapping[int, float] = field(default_factory=dict)
-    """Microbatches/s (forward and backward) it was measured at, by stage; those it served before may be among them."""
+    """Measured microbatches/s (forward and backward), by stage; perhaps also of stages that it served before."""
     bytes_per_s: float = math.inf
-    """How fast it can copy another stage's state."""
+    """Rate at which it can copy another stage's state."""
     targets: frozenset[int] | None = None
-    """Stages it could serve instead (its memory; one that is needed where it is: none); None: all."""
+    """Stages that it could serve instead, by its memory; empty for a peer that is needed where it is; None: all."""
     alike: int = 1
-    """So many peers of which all this holds, in simulations of large fleets: a move names their first, and means one of
+    """Peers that this entry stands for, in simulations of large fleets: a move names their first, and means one of
     them."""
     name: str = ""
-    """By which a plan knows it."""
+    """Name by which a plan knows it."""
     device: str | None = None
-    """Its kind, for arithmetic that differs in the last bit between kinds; None: unknown."""
+    """Kind of its device, since arithmetic differs in the last bit between kinds; None: unknown."""
     quarters: Sequence[int] = ()
-    """Of its memory, that each stage takes; of newcomers."""
+    """Quarters of a newcomer's memory that each stage takes."""
     parts: frozenset[int] = frozenset()
     """Stages of which it can read a checkpoint's part."""
 
@@ -50,19 +50,19 @@ class Load:
 
 @dataclass(frozen=True)
 class View:
-    """Everything a rule may look at. ``work``: cost of a microbatch at each stage, any unit; ``state_bytes``: what a
-    newcomer copies."""
+    """Everything that a rule may look at. ``work``: cost of a microbatch at each stage, any unit; ``state_bytes``: what
+    a newcomer copies."""
 
     loads: Mapping[str, Load]
     """By id. Newcomers are placed one after the other, in this order."""
     work: Sequence[float]
     state_bytes: Sequence[float] = ()
     stopped: bool = False
-    """The run rolls back because of stages without peers: these are to be filled, and nothing is lost by it."""
+    """The run rolls back because of stages without peers. These must be filled; moving peers costs nothing now."""
     rule: Literal["off", "paper", "throughput"] = "throughput"
-    """By which peers move while the run goes on, where nobody was lost (``fleet.rebalance``)."""
+    """How peers move while the run goes on and no peer was lost (``fleet.rebalance``)."""
     horizon_s: float = math.inf
-    """Within which such a move must have paid for itself."""
+    """Seconds within which such a move must pay for itself."""
 
     @property
     def stages(self) -> int:
@@ -73,7 +73,7 @@ class View:
         return [peer for peer, load in self.loads.items() if load.stage == NOWHERE]
 
     def served(self) -> list[list[str]]:
-        """Peers by stage, sorted; announcements for a stage that the run does not have are left out."""
+        """Returns the peers by stage, sorted. Announcements for a stage that the run does not have are left out."""
         found: list[list[str]] = [[] for _ in self.work]
         for peer in sorted(self.loads):
             if 0 <= self.loads[peer].stage < self.stages:
@@ -89,16 +89,16 @@ class Move:
     source: int
     target: int
     measured: bool = False
-    """It follows from measured speeds, which wander on a busy machine: what wants it must want it twice
+    """It follows from measured speeds, which vary on a busy machine: it must be wanted twice
     (``rebalance.Confirmed``)."""
     why: str = ""
-    """What is the matter with ``target``, in words; empty: it has the highest load."""
+    """Why ``target`` needs a peer, in words; empty: it has the highest load."""
 
 
 def placed(view: View) -> tuple[Move, ...]:
-    """Newcomers, each where it is needed most: at the most loaded one of the stages that it can serve, unserved ones
-    first, of those the ones that few can serve. Stages where only its kind of device serves come before all others.
-    Lowest stage among equals. Who can serve no stage is left out."""
+    """Places each newcomer at the most loaded stage that it can serve. Stages where only its kind of device serves come
+    before all others, then unserved stages, of these the ones that take most of its memory; the lowest stage among
+    equals. A newcomer that can serve no stage is left out."""
     served, devices = [0] * view.stages, [set[str]() for _ in view.work]
     for load in view.loads.values():
         if 0 <= load.stage < view.stages:
@@ -126,11 +126,11 @@ def _urgency(
 
 
 def filled(view: View) -> tuple[Move, ...]:
-    """Who moves where so that each stage has a peer, as far as there is somebody.
+    """Returns the moves after which each stage has a peer, as far as peers are available.
 
-    Stages that much depends on come first. A peer comes from the stage that has most left of what it needs (peers per
-    work), never the last one of it; of its peers the best is one that has a part of the lost stage already, then the
-    first by id.
+    Stages with the most work come first. A peer comes from the stage that has most left of what it needs (peers per
+    work), and is never the last one there. The best is one that has a part of the lost stage already, then the first by
+    id.
     """
     serving = view.served()
     lost = sorted((s for s, peers in enumerate(serving) if not peers), key=lambda s: (-view.work[s], s))

@@ -1,17 +1,17 @@
-"""The plan of ``muletrain run --chaos``: text to faults and back, or drawn from a seed. Pure: who is hit is decided
-when it happens.
+"""The plan of ``muletrain run --chaos``: text to faults and back, or drawn from a seed. It is pure: which peer is hit
+is decided when it happens.
 
-plan      = fault { ";" fault }
-fault     = ("kill" | "corrupt") target exactly | "freeze" target exactly "for" time | "join" when
-          | "move" target "to" "stage" number when | "partition" count { "|" count } when "for" time
-target    = "any" | "trainer" | "newcomer" | "stage" number | the name of a peer
-when      = "@step" number | "@" time           once that step is done, or that long after training began
-exactly   = when | "@step" number ":" phase     ... or when the target comes to that point of its part of that step (or of a later one)
-phase     = "forward" | "backward"              about to compute a microbatch
-          | "sealing"                           its accumulator is closed, and nobody knows what is in it
-          | "averaging"                         others have the part of the gradient that it reduced; it may lack theirs
-          | "applying"                          the step's record is whole, the weights are still those before
-time      = "10s", "1m30s", "250ms"
+    plan      = fault { ";" fault }
+    fault     = ("kill" | "corrupt") target exactly | "freeze" target exactly "for" time | "join" when
+              | "move" target "to" "stage" number when | "partition" count { "|" count } when "for" time
+    target    = "any" | "trainer" | "newcomer" | "stage" number | the name of a peer
+    when      = "@step" number | "@" time           once that step is done, or that long after training began
+    exactly   = when | "@step" number ":" phase     ... or when the target reaches that point of that step (or a later one)
+    phase     = "forward" | "backward"              about to compute a microbatch
+              | "sealing"                           its accumulator is closed, and no other peer knows its content
+              | "averaging"                         others have the part of the gradient that it reduced; it may lack theirs
+              | "applying"                          the step's record is whole, the weights are still those before
+    time      = "10s", "1m30s", "250ms"
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ LASTING = ("freeze", "partition")
 LONGEST_S = 864_000.0
 HELP = (
     "Faults to inject, e.g. 'kill stage1@step5; freeze any@20s for 10s; join@30s; partition 3|1@40s for 15s; corrupt any@50s; "
-    "move any to stage1@step9'. Targets: any, newcomer (that joined since) and trainer (kills spare a stage's last sound peer and the one "
-    "that collects checkpoints), stage0, peer-1. '@step5': once step 5 is done; '@step5:averaging': in the middle of it (also forward, "
-    "backward, sealing, applying); '@20s': that long after training began. 'random' draws a plan by --seed."
+    "move any to stage1@step9'. Targets: any, newcomer (joined later), trainer, stage0, peer-1; kills of the first three spare "
+    "a stage's last sound peer and the coordinator. '@step5': once step 5 is done; '@step5:averaging': in the middle of it (also "
+    "forward, backward, sealing, applying); '@20s': that long after training began. 'random' draws a plan by --seed."
 )
 
 
 @dataclass(frozen=True)
 class Fault:
-    """``for_s``: how long a freeze or a partition lasts. Exactly one of ``step`` (done) and ``at_s`` (after training
-    began) is set."""
+    """One fault. ``for_s``: how long a freeze or a partition lasts. Exactly one of ``step`` (done) and ``at_s`` (after
+    training began) is set."""
 
     kind: Kind
     step: int | None = None
     at_s: float | None = None
     target: str = ""
-    """'any', 'trainer', 'newcomer', 'stageK' or a peer's name; of all but join and partition."""
+    """'any', 'trainer', 'newcomer', 'stageK' or a peer's name; empty for join and partition."""
     phase: Phase | None = None
-    """In the middle of ``step``, where its target comes to this point of it."""
+    """In the middle of ``step``, when its target reaches this point of it."""
     stage: int | None = None
-    """Where a move goes."""
+    """Destination of a move."""
     sides: tuple[int, ...] = ()
-    """Of a partition: how many peers (in the order of their names) are on each side."""
+    """Sizes of the sides of a partition, in the order of the peers' names."""
     for_s: float = 0.0
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the faults must fit: the local fleet's peers by name, its stages, and the run's steps."""
+    """Limits of the faults: the local fleet's peers by name, its stages, and the run's steps."""
 
     names: tuple[str, ...]
     stages: int
@@ -80,7 +80,8 @@ class Bounds:
 
 
 def parse(text: str, bounds: Bounds) -> tuple[Fault, ...]:
-    """Raises ConfigError: what is wrong, what could stand there, and a caret under the place."""
+    """Returns the faults of ``text``. Raises ConfigError: what is wrong, what could stand there, and a caret under the
+    place."""
     faults, begin, text = [], 0, re.sub(r"\s", " ", text)  # the caret must stand where the word does
     for part in text.split(";"):
         if part.strip():
@@ -92,12 +93,12 @@ def parse(text: str, bounds: Bounds) -> tuple[Fault, ...]:
 
 
 def readable(faults: Sequence[Fault]) -> str:
-    """As ``parse`` takes it."""
+    """Returns the text that ``parse`` takes."""
     return "; ".join(map(str, faults))
 
 
 def draw(seed: int, bounds: Bounds) -> tuple[Fault, ...]:
-    """Three to six faults that the run survives: of ``kill`` at most as many as there are peers beyond one per
+    """Returns three to six faults that the run survives; it kills at most as many peers as there are beyond one per
     stage."""
     rng = random.Random(f"chaos/{seed}")
     spare = len(bounds.names) - bounds.stages
@@ -117,7 +118,7 @@ def draw(seed: int, bounds: Bounds) -> tuple[Fault, ...]:
 
 
 class _Reader:
-    """One fault, from ``begin`` to ``end`` of the text."""
+    """Reads one fault, from ``begin`` to ``end`` of the text."""
 
     def __init__(self, text: str, begin: int, end: int, bounds: Bounds) -> None:
         self._text, self._at, self._end, self._bounds = text, begin, end, bounds

@@ -1,4 +1,5 @@
-"""Which trainer builds which microbatch: rendezvous hashing, so that losing a trainer moves only its own indices."""
+"""Which trainer builds which microbatch: rendezvous hashing, so that losing a trainer moves only its own
+microbatches."""
 
 from __future__ import annotations
 
@@ -10,11 +11,8 @@ if TYPE_CHECKING:
 
 
 def claimant(step: int, index: int, trainers: Iterable[str], turn: int = 0) -> str:
-    """The live trainer that should build microbatch ``(step, index)``; in later turns, as none of those before it did,
-    the next one. A hint against double work, not a promise.
-
-    Raises ValueError when there is no trainer.
-    """
+    """Returns the live trainer that should build microbatch ``(step, index)``; with each ``turn`` the next one, since
+    those before did not. A hint against double work, not a promise. Raises ValueError if there is no trainer."""
 
     def rank(trainer: str) -> tuple[bytes, str]:
         return hashlib.blake2b(f"{step}/{index}/{trainer}".encode(), digest_size=8).digest(), trainer

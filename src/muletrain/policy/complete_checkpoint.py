@@ -1,7 +1,6 @@
 """Which checkpoint a run rolls back to when a stage has lost all its peers (DESIGN "Checkpoints").
 
-It is a pure function of what the peers that can be reached say of themselves: all that ask the same peers come to the
-same result.
+It is a pure function of what the reachable peers report, so peers that ask the same ones get the same result.
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ Base = tuple[int, bytes]
 def newest_complete(
     readable: Mapping[str, Mapping[tuple[Base, int], bytes]], stages: int, limit: int
 ) -> tuple[Base, tuple[bytes, ...]] | None:
-    """The newest checkpoint of at most ``limit`` steps of which somebody has each stage's part, with their digests; of
-    two of as many steps, the one with the higher lineage. ``readable``: by peer, (checkpoint, stage) to the digest of
-    each part that it can read. Parts of other digests than the first peer's (by id) are others."""
+    """Returns the newest checkpoint of at most ``limit`` steps of which each stage's part can be read, with the digests
+    of its parts; of two with as many steps, the one with the higher lineage. ``readable``: by peer, (checkpoint, stage)
+    to the digest of each part that it can read. A part whose digest differs from that of the first peer (by id) does
+    not count."""
     found: dict[Base, dict[int, bytes]] = {}
     for _, own in sorted(readable.items()):
         for (base, stage), digest in own.items():

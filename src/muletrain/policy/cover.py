@@ -1,7 +1,7 @@
 """Which accumulators a stage keeps: disjoint sealed sets that cover as many microbatches as possible.
 
-Accumulators cannot be split: when a suspected peer turns out alive, two replicas may hold the same microbatch, and one
-of the two whole sets must go. Every member computes the same answer from the same announced sets.
+Accumulators cannot be split. When a suspected peer turns out to be alive, two replicas may hold the same microbatch,
+and one of the two whole sets must be dropped. Every member computes the same answer from the same announced sets.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 EXACT_LIMIT = 16
-"""Conflicting members up to which the search is exact (2^16 subsets at the most)."""
+"""Most conflicting members for which the search is exact (2^16 subsets)."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,8 @@ class Cover:
 
 
 def resolve(sealed: Mapping[str, frozenset[int]], microbatches: int) -> Cover:
-    """Choose disjoint sets with the largest union, so that the fewest of the ``microbatches`` are run again.
-
-    Ties go to the lexicographically first members. Sets with indices outside 0..microbatches-1 raise ValueError.
-    """
+    """Returns the disjoint sets with the largest union, so that the fewest of the ``microbatches`` are run again. Ties
+    go to the lexicographically first members. Raises ValueError for indices outside 0..microbatches-1."""
     universe = frozenset(range(microbatches))
     for member, indices in sealed.items():
         if not indices <= universe:
@@ -49,7 +47,7 @@ def resolve(sealed: Mapping[str, frozenset[int]], microbatches: int) -> Cover:
 
 def _exact(members: list[str], sealed: Mapping[str, frozenset[int]]) -> list[str]:
     """Branch on taking or leaving each member; the first largest union found in this order is the answer everywhere.
-    Branches that cannot be larger than one that was found are left out: where few sets overlap, almost all."""
+    Branches that cannot exceed the best so far are cut: almost all, where few sets overlap."""
     left = [*accumulate((len(sealed[m]) for m in reversed(members)), initial=0)][::-1]
     best: tuple[int, list[str]] = (-1, [])
 

@@ -8,11 +8,11 @@ import statistics
 from collections import deque
 
 FLOOR_S = 2.0
-"""Below this a busy machine's scheduling looks like a fault."""
+"""Shortest deadline [s]: below it a busy machine's scheduling looks like a fault."""
 RECENT = 15
 """Measurements that ``Usual`` remembers."""
 UNMEASURED_S = 30.0
-"""Before the first measurement: long enough for a first step on a cold machine."""
+"""Deadline before the first measurement [s]: long enough for a first step on a cold machine."""
 CEILING_S = 600.0
 
 
@@ -40,22 +40,21 @@ class Deadline:
             self._mean_s += (seconds - self._mean_s) / 8
 
     def seconds(self, attempt: int = 0) -> float:
-        """The deadline of the ``attempt``-th try, from 0."""
+        """Returns the deadline of try number ``attempt``, from 0."""
         base = self._unmeasured_s if self._mean_s is None else self._mean_s + self._deviations * self._deviation_s
         return min(CEILING_S, max(self._floor_s, base) * 2.0 ** min(attempt, 10))
 
 
 class Usual:
-    """When to wonder, where that costs little: after a multiple of the median of what was measured of late. Other than
-    means and deviations, medians forget a cold start, or a stall, as soon as most measurements are of something
-    else."""
+    """Says when a wait becomes unusual: after a multiple of the median of recent measurements. Unlike mean and
+    deviation, a median forgets a cold start or a stall as soon as most measurements are of something else."""
 
     def __init__(self, unmeasured_s: float, floor_s: float, times: float, slow_times: float = 0.0) -> None:
-        """``slow_times``: not before that multiple of the slowest but one, either, where slow answers are as usual as
-        fast ones: a link that is full now and then."""
+        """``slow_times``: wait at least this multiple of the second slowest measurement, for where slow answers are as
+        usual as fast ones, as on a link that is full now and then."""
         self._recent_s: deque[float] = deque(maxlen=RECENT)
         self._base_s: float | None = None
-        """Of these; None: not looked for yet."""
+        """Computed from ``_recent_s``; None: not yet."""
         self._unmeasured_s, self._floor_s, self._times, self._slow_times = unmeasured_s, floor_s, times, slow_times
 
     def measured(self, seconds: float) -> None:
@@ -64,7 +63,7 @@ class Usual:
         self._base_s = None
 
     def seconds(self, attempt: int = 0) -> float:
-        """The ``attempt``-th time, from 0; doubles."""
+        """Returns the wait of try number ``attempt``, from 0; doubles."""
         if self._base_s is None and self._recent_s:
             slow_s = sorted(self._recent_s)[max(0, len(self._recent_s) - 2)]
             self._base_s = max(self._times * statistics.median(self._recent_s), self._slow_times * slow_s)
@@ -73,10 +72,10 @@ class Usual:
 
 
 class Pulse:
-    """Of what somebody does over and over: it goes on while the pause since the last time is not unusually long."""
+    """Tells whether repeated work goes on: the pause since the last time is not unusually long."""
 
     def __init__(self, times: float) -> None:
-        """Unusual: more than ``times`` the usual pause."""
+        """``times``: a pause of more than this many usual ones is unusual."""
         self._usual = Usual(unmeasured_s=0.0, floor_s=0.0, times=times)
         self._last_s = -math.inf
 
@@ -86,17 +85,16 @@ class Pulse:
         self._last_s = now
 
     def goes_on_s(self, now: float, longest_s: float) -> float:
-        """For how long, if it does not beat again [s]; 0 or less: it does not. Pauses of more than ``longest_s`` are
-        unusual, too."""
+        """Returns for how many more seconds it counts as going on without another beat; 0 or less: it does not. Pauses
+        of more than ``longest_s`` are unusual, too."""
         return self._last_s + min(self._usual.seconds(), longest_s) - now
 
 
 class RetryBudget:
-    """Work that is done twice is paid for by work that was done once: lateness must not cause more load. A token
-    bucket."""
+    """A token bucket: work that is done once pays for work that is done twice, so lateness does not cause more load."""
 
     def __init__(self, most: float, share: float) -> None:
-        """``most``: tries that may follow each other; ``share``: of one, earned by each success."""
+        """``most``: retries that may follow each other; ``share``: of a retry, earned by each success."""
         self._left = self._most = most
         self._share = share
 
@@ -104,7 +102,7 @@ class RetryBudget:
         self._left = min(self._most, self._left + self._share)
 
     def spend(self) -> bool:
-        """False: there is nothing left."""
+        """Take one retry. Returns False if none is left."""
         if self._left < 1:
             return False
         self._left -= 1
@@ -112,5 +110,7 @@ class RetryBudget:
 
 
 def backoff_s(times: int, first_s: float, longest_s: float) -> float:
-    """The pause after having tried ``times`` times before: it doubles, up to the longest."""
-    return min(longest_s, first_s * 2.0 ** min(times, 30))  # a float ends at 2**1024, and some try for hours
+    """Returns the pause after ``times`` earlier tries: it doubles, up to ``longest_s``."""
+    return min(
+        longest_s, first_s * 2.0 ** min(times, 30)
+    )  # a float overflows at 2**1024, and some callers try for hours

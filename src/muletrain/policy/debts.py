@@ -1,4 +1,4 @@
-"""How much each of many peers has cost lately: a leaky bucket for each."""
+"""What each of many peers has cost lately: a leaky bucket for each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from muletrain.policy.recent import Recent
 
 
 class Debts:
-    """What peers owe: all they cost, less ``per_s`` for every second since. Times are the caller's [s]."""
+    """What peers owe: their costs, less ``per_s`` for every second since. Times are the caller's [s]."""
 
     def __init__(self, per_s: float) -> None:
         self._per_s = per_s
@@ -17,7 +17,7 @@ class Debts:
         return max(0.0, owed - (now - at) * self._per_s)
 
     def add(self, peer: str, cost: float, now: float) -> float:
-        """What ``peer`` owes with this ``cost``."""
+        """Add ``cost``. Returns what ``peer`` owes then."""
         owed = self.owed(peer, now) + cost
         self._owed[peer] = owed, now
         return owed

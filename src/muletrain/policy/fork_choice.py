@@ -1,9 +1,9 @@
 """Which of two histories of a run stays when a partition heals (DESIGN "Lineage, not consensus").
 
-Both are right: a state labelled t contains steps 1..t, each microbatch once, in either. One must go all the same, and
-both sides must come to the same answer while they train on, at different moments, peer by peer. So what is compared
-hardly changes any more: the longer one stays, where it is clearly longer; else the one whose first record of its own
-has the lower hash. (The hashes of the newest records would turn the answer round with every step.)
+Both are right: in either, a state labelled t contains steps 1..t, each microbatch once. One must go all the same, and
+both sides must reach the same answer while they train on, at different moments, peer by peer. So the rule compares what
+hardly changes: the longer history stays, if it is clearly longer; otherwise the one whose first own record has the
+lower hash. (With the hashes of the newest records the answer would change at every step.)
 """
 
 from __future__ import annotations
@@ -18,32 +18,31 @@ LEAD = 2
 
 @dataclass(frozen=True)
 class Chain:
-    """A peer's history. ``lineages`` are those of the last steps up to ``step``, at which it is; ``over``: no step
-    follows."""
+    """A peer's history. ``lineages``: of the last steps up to ``step``, at which it is; ``over``: no step follows."""
 
     step: int
     lineages: tuple[bytes, ...]
     over: bool = False
 
     def at(self, step: int) -> bytes | None:
-        """The lineage of ``step``; None for a later one, and for one that is forgotten."""
+        """Returns the lineage of ``step``; None for a later step, and for one that is forgotten."""
         k = len(self.lineages) - 1 - (self.step - step)
         return self.lineages[k] if 0 <= k < len(self.lineages) else None
 
     def then(self, lineage: bytes) -> Chain:
-        """The next step."""
+        """Returns the history one step later."""
         return Chain(self.step + 1, (*self.lineages, lineage)[-MEMORY:])
 
 
 def forked_at(a: Chain, b: Chain) -> int | None:
-    """The first step at which the two are known to differ; None where they do not, as far as both reach."""
+    """Returns the first step at which the two are known to differ; None if they do not, as far as both reach."""
     known = range(max(a.step - len(a.lineages), b.step - len(b.lineages)) + 1, min(a.step, b.step) + 1)
     return next((step for step in known if a.at(step) != b.at(step)), None)
 
 
 def gives_way(own: Chain, other: Chain, *, stalled: bool) -> bool:
-    """Whether who is in ``own`` should go over to ``other``. ``stalled``: ``own`` lacks a stage or a trainer, and has
-    long since. What has ended stays."""
+    """Should a peer in ``own`` go over to ``other``? ``stalled``: ``own`` has lacked a stage or a trainer for long. A
+    history that has ended stays."""
     fork = forked_at(own, other)
     if fork is None or own.over:
         return False

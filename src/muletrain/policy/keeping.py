@@ -1,4 +1,4 @@
-"""Who keeps a stage's part of a checkpoint where not all peers share the place that it is written to (DESIGN
+"""Which peers keep a copy of a stage's part of a checkpoint, if not all share the place that it is written to (DESIGN
 "Checkpoints")."""
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 COPIES = 2
+"""Copies of a part beside the one at the target."""
 
 
 def keepers(peers: Mapping[str, tuple[int, str]], stage: int, target: str) -> tuple[str, ...]:
-    """Of ``peers`` (id: stage, place), two of other stages on places of their own, not the ``target`` and not one place
-    twice; nobody where all share the target. The same ones for a stage as long as they live (rendezvous hashing), so
-    that nobody fetches in vain."""
+    """Returns two of ``peers`` (id: stage, place), of other stages and with two different places, neither of which is
+    the ``target``; none if all share the target. A stage keeps the same ones as long as they live (rendezvous hashing),
+    so no copy is fetched in vain."""
     if all(place == target for _, place in peers.values()):
         return ()
     able = sorted(

@@ -2,9 +2,9 @@
 
 Replicas of a stage hold gradients of different microbatches of one step, each a sum over ``count`` of them. If a
 microbatch's gradient is the common one plus noise, the length of a mean over n of them lies between that over many and
-sqrt(many / n) times it (McCandlish et al. 2018, sec. 2.2: E|mean|^2 = |G|^2 + tr(S) / n): this much is granted to
-whoever holds few, and ``FACTOR`` beyond it. That is cheap and proves nothing: what stands out is computed again by
-another peer, and only disagreement counts.
+sqrt(many / n) times it (McCandlish et al. 2018, sec. 2.2: E|mean|^2 = |G|^2 + tr(S) / n). A replica that holds few is
+granted this much, and ``FACTOR`` beyond it. The check is cheap and proves nothing: another peer recomputes what stands
+out, and only disagreement counts.
 """
 
 from __future__ import annotations
@@ -21,38 +21,40 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FACTOR = 10.0
-"""Times the length that the others' suggest. Of real training see benchmarks/outliers."""
+"""A gradient stands out if it is this many times longer than the others suggest. For real training see
+benchmarks/outliers."""
 ALIKE = 0.25
-"""Length of the difference over length: replicas on different devices, fed by 8-bit activations, differ by a few
-percent; who is wrong is off by several times its length, or not at all."""
+"""Two gradients are alike if the length of their difference is at most this share of theirs. Replicas on different
+devices, fed by 8-bit activations, differ by a few percent; a false one is off by several times its length, or not at
+all."""
 LEAST_FOR_SMALL = 3
-"""Of two one of which is small, the other may as well be large."""
+"""Replicas needed to call a gradient too small: of two, the large one may be false."""
 
 
 class Sum(NamedTuple):
-    """A replica's accumulator: of how many microbatches (more than none), and its sketch."""
+    """A replica's accumulator: over how many microbatches (at least one), and its sketch."""
 
     count: int  # type: ignore[assignment]  # tuple.count is never used
     sketch: NDArray[np.float64]
 
     @property
     def length(self) -> float:
-        """Of the mean per microbatch; infinite where it is not finite."""
+        """Length of the mean per microbatch; infinite if it is not finite."""
         with np.errstate(over="ignore", invalid="ignore"):
             length = float(np.linalg.norm(self.sketch)) / self.count
         return length if math.isfinite(length) else math.inf
 
 
 def outlying(sums: Mapping[str, Sum]) -> list[str]:
-    """Whose are to be computed again, by another if there is one: those that are not finite, nothing, or far from the
-    others'. Those that cost the least first.
+    """Returns the members whose microbatches another peer should compute again, if there is one: gradients that are not
+    finite, are zero, or far from the others'. Those that cost least come first.
 
-    None where all of several are not finite (they confirm each other), and nothing is said of a finite one that has no
-    others.
+    If several are all not finite, they confirm each other, and none stands out. A finite one without others does not
+    either.
     """
     lengths = {m: s.length for m, s in sums.items()}
     sound = {m: (lengths[m], s.count) for m, s in sums.items() if 0 < lengths[m] < math.inf}
-    if not sound:  # all zero: nothing to compare with; all infinite: that is what the step is, if there are several
+    if not sound:  # all zero: nothing to compare with; several infinite: the step itself is not finite
         suspects = [m for m in sums if len(sums) == 1 and lengths[m] == math.inf]
     else:
         suspects = [m for m in sums if m not in sound or _stands_out(m, sound)]
@@ -60,18 +62,18 @@ def outlying(sums: Mapping[str, Sum]) -> list[str]:
 
 
 def _stands_out(member: str, sums: Mapping[str, tuple[float, int]]) -> bool:
-    """``sums``: length, and count."""
+    """``sums``: length and count, by member."""
     (own, count), others = sums[member], [s for m, s in sums.items() if m != member]
     if not others:
         return False
-    # of an even number of others the median that suspects less: one of two others may be the liar
+    # of an even number of others take the median that suspects less: one of two others may be false
     large = statistics.median_high([length * math.sqrt(max(1.0, n / count)) for length, n in others])
     small = statistics.median_low([length / math.sqrt(max(1.0, count / n)) for length, n in others])
     return own > FACTOR * large or (len(sums) >= LEAST_FOR_SMALL and own * FACTOR < small)
 
 
 def strange(length: float, before: Sequence[float]) -> bool:
-    """Does the gradient of one microbatch, of this length (infinite where it is not finite), stand out from those
+    """Does the gradient of one microbatch, of this length (infinite if it is not finite), stand out from those
     ``before`` it?"""
     if length == math.inf or not before:
         return length == math.inf
@@ -80,7 +82,7 @@ def strange(length: float, before: Sequence[float]) -> bool:
 
 
 def alike(a: NDArray[np.float64], b: NDArray[np.float64]) -> bool:
-    """Do two sketches stand for the same gradient? All that is not finite is alike."""
+    """Do two sketches stand for the same gradient? All gradients that are not finite are alike."""
     finite = bool(np.isfinite(a).all()), bool(np.isfinite(b).all())
     if not all(finite):
         return not any(finite)

@@ -1,9 +1,9 @@
 """Which peers move to another stage: the paper's rule and ours, over the same view.
 
-Both are pure functions of what peers announce, so that everyone who sees the same announcements computes the same
-moves, and each peer carries out its own. Neither takes a stage's last peer, and neither acts on a view in which a stage
-is missing: an empty stage is to be adopted, not balanced, and a stage that nobody heard of says that the view is not
-whole.
+Both are pure functions of what peers announce. So all peers that see the same announcements compute the same moves, and
+each carries out its own. Neither rule takes a stage's last peer, and neither acts on a view without peers of some
+stage: an empty stage must be adopted, not balanced, and a stage that no announcement names shows that the view is
+incomplete.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from muletrain.policy.assignment import Load, View
 
 HYSTERESIS = 0.25
-"""A plan must raise the pipeline's throughput by this share of what its movers do, on average. Measured speeds wander
-by some per cent of one peer's speed; moving a peer where it is needed gains about its whole speed."""
+"""A plan must raise the pipeline's throughput by this share of its movers' mean speed. Measured speeds vary by some
+percent of one peer's speed; moving a peer where it is needed gains about its whole speed."""
 EPSILON = 1e-9
-"""Relative: sums of the same speeds in another order differ in the last bits, and are no gain."""
+"""Relative difference that is no gain: sums of the same speeds in another order differ in the last bits."""
 
 
 class Confirmed:
-    """Lets moves pass that follow from measured speeds only when the view before led to them, too."""
+    """Passes moves that follow from measured speeds only if the view before led to them, too."""
 
     def __init__(self) -> None:
         self._before: set[tuple[int, int]] = set()
@@ -40,8 +40,8 @@ class Confirmed:
 
 
 def by_queue(view: View) -> tuple[Move, ...]:
-    """SWARM app. D, algorithm 2: the peer with the shortest queue of the least loaded stage moves to the most loaded
-    one. Lowest stage and lowest id first among equals; at most one move."""
+    """Returns the move of SWARM app. D, algorithm 2: the peer with the shortest queue of the least loaded stage moves
+    to the most loaded one. Lowest stage and lowest id among equals; at most one move."""
     served = view.served()
     if not all(served):
         return ()
@@ -56,20 +56,20 @@ def by_queue(view: View) -> tuple[Move, ...]:
 
 
 def by_throughput(view: View, horizon_s: float, *, exchange: bool = True) -> tuple[Move, ...]:
-    """The moves after which the slowest stage does most, if they gain more within ``horizon_s`` than they cost.
+    """Returns the moves after which the slowest stage does most, if they gain more within ``horizon_s`` than they cost.
 
     A stage does the sum of what its peers do, a pipeline what its slowest stage does. The plan grows move by move, each
-    to the stage that is slowest then, from wherever most is left for both; of its beginnings the one of greatest net
-    gain is taken, so that several stages that share the last place are relieved at once, and two moves can make an
-    exchange. A gain is counted from when the last mover has arrived; until then those on their way serve nobody, and
-    all they would have done is the price. Every plan raises the throughput by a part of its movers' speed
-    (``HYSTERESIS``), so that a constant view comes to rest.
+    to the stage that is slowest then, from the stage where most is left for both. Of its beginnings the one of greatest
+    net gain is taken, so several stages that share the last place are relieved at once, and two moves can make an
+    exchange. The gain counts from the arrival of the last mover; until then the movers serve nobody, and all that they
+    would have done is the price. Every plan raises the throughput by a part of its movers' speed (``HYSTERESIS``), so
+    under a constant view the moves end.
 
-    Without ``exchange`` no stage both gives and gets: what a stage loses was measured there, but what it gains follows
-    from the stages' costs, and where these are wrong a swap that promises much gains nothing, and is promised again.
+    Without ``exchange`` no stage both gives and gets. What a stage loses was measured there, but what it gains follows
+    from the stages' costs; if these are wrong, a swap that promises much gains nothing, and is promised again.
 
-    The strongest peer of each stage stays, for itself in every view that it is part of: even peers that see different
-    parts of the fleet leave no stage empty.
+    The strongest peer of each stage stays, in every view that it is part of: even peers that see different parts of the
+    fleet leave no stage empty.
     """
     served = view.served()
     if not all(served):
@@ -96,21 +96,21 @@ class _Plan:
         self._got: set[int] = set()
         loads = view.loads
         self._here = {p: self._speed(p, s) for s, peers in enumerate(served) for p in peers}
-        """What each does where it serves."""
+        """What each peer does where it serves."""
         self._before = [sum(self._here[p] * loads[p].alike for p in peers) for peers in served]
         self._after = list(self._before)
         self._left = list(self._before)
-        """What those who stay do alone."""
+        """What the peers that stay do alone."""
         keepers = {min(peers, key=self._staying) for peers in served}
         self._spare = {p: load.alike - (p in keepers) for p, load in loads.items()}
         self._movable = [[p for p in peers if self._spare[p]] for peers in served]
 
     def _staying(self, peer: str) -> tuple[bool, float, str]:
-        """Who cannot move is the first to stay, then the strongest."""
+        """Orders the peers of a stage: one that cannot move stays first, then the strongest."""
         return self._view.loads[peer].targets != frozenset(), -self._here[peer], peer
 
     def _speed(self, peer: str, stage: int) -> float:
-        """As measured there [microbatches/s], else by its power."""
+        """Returns the speed measured there [microbatches/s], else one by its power."""
         measured = self._view.loads[peer].speeds.get(stage)
         if _usable(measured):
             assert measured is not None
@@ -118,8 +118,8 @@ class _Plan:
         return self._powers[peer] / self._view.work[stage]
 
     def next_move(self) -> Move | None:
-        """To the slowest stage: the move that leaves most for the slower of the two stages, and more than there was;
-        the first of equals by stage and id."""
+        """Returns the move to the slowest stage that leaves most for the slower of the two stages, and more than
+        before; the first of equals by stage and id."""
         after, target = self._after, self._after.index(min(self._after))
         if not self._exchange and target in self._gave:
             return None
@@ -153,8 +153,7 @@ class _Plan:
         self._after[move.target] += self._speed(move.peer, move.target)
 
     def net_gain(self, horizon_s: float) -> float:
-        """Microbatches more within the horizon than without the moves, less what the movers would have done on their
-        way."""
+        """Returns the microbatches gained within the horizon, less what the movers would have done on their way."""
         seconds = [self._view.state_bytes[m.target] / self._view.loads[m.peer].bytes_per_s for m in self.moves]
         moving_s = min(horizon_s, max(seconds))
         before = min(self._before)
@@ -168,8 +167,7 @@ class _Plan:
 
 
 def _powers(view: View) -> dict[str, float]:
-    """Of every peer [work/s], where it was measured. One that was measured nowhere counts as the median of the
-    others."""
+    """Returns the power of every peer [work/s]. One that was measured nowhere counts as the median of the others."""
     powers = {p: _power(load, view.work) for p, load in view.loads.items()}
     known = [power for p, power in powers.items() if power is not None for _ in range(view.loads[p].alike)]
     usual = median(known) if known else 1.0
@@ -177,7 +175,7 @@ def _powers(view: View) -> dict[str, float]:
 
 
 def _power(load: Load, work: Sequence[float]) -> float | None:
-    """Where it serves now, or the mean of where it did before."""
+    """Returns the power measured where it serves now, or the mean of those where it served before."""
     if 0 <= load.stage < len(work) and _usable(speed := load.speeds.get(load.stage)):
         assert speed is not None
         return speed * work[load.stage]

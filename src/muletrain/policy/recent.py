@@ -7,11 +7,11 @@ from typing import TypeVar
 
 V = TypeVar("V")
 MOST = 4096
-"""As many as a run may have members."""
+"""Entries, at most: as many as a run may have members."""
 
 
 class Recent(OrderedDict[str, V]):
-    """What is known of those that were set last."""
+    """Keeps the entries that were set last."""
 
     def __setitem__(self, peer: str, value: V) -> None:
         super().__setitem__(peer, value)

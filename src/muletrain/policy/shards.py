@@ -1,23 +1,26 @@
-"""How a stage's flat gradient is divided for its all-reduce: one contiguous shard a member, in chunks that stream."""
+"""How a stage's flat gradient is divided for its all-reduce: one contiguous shard for each owner, in chunks that
+stream."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
 BLOCK = 4096
-"""Shards and chunks start on a quantisation block, so that every sender quantises the same blocks."""
+"""Elements of a quantisation block. Shards and chunks start on one, so that every sender quantises the same blocks."""
 CHUNK = 128 * BLOCK
 """Elements in a chunk: 2 MiB of fp32. Small enough to overlap sending, summing and returning, large enough to
 stream."""
 
 
 def shard_ranges(n_params: int, members: int) -> list[tuple[int, int]]:
-    """``members`` half-open ranges that cover 0..n_params, equal to within a block. Some are empty for tiny stages."""
+    """Returns ``members`` half-open ranges that cover 0..n_params, equal to within a block. Some are empty for tiny
+    stages."""
     blocks = -(-n_params // BLOCK)
     bounds = [min(n_params, BLOCK * (blocks * k // members)) for k in range(members + 1)]
     return list(pairwise(bounds))
 
 
 def chunk_ranges(begin: int, end: int, chunk: int = CHUNK) -> list[tuple[int, int]]:
-    """The chunks of one shard, in the order in which they are sent. ``chunk``: elements in each, whole blocks."""
+    """Returns the chunks of one shard, in the order in which they are sent. ``chunk``: elements in each, whole
+    blocks."""
     return [(a, min(a + chunk, end)) for a in range(begin, end, chunk)]

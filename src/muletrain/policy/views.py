@@ -1,11 +1,11 @@
-"""Which replicas of a stage reduce together when not all of them reach each other.
+"""Which replicas of a stage reduce together if not all of them reach each other.
 
-Every member announces whom it counts on (its view); a round needs members whose views are the same. Views of a first
-attempt are guesses, for a death may not have got around; from the second on they say who does not reach whom. Then
-everyone keeps to itself and those that all reach each other as far as it knows, first those that say that they count on
-it, in the order of ids: members that know the same choose the same. Who is in no such company yields to one that is
-larger, or as large with a lower first member: that order is total, so that somebody always goes on, and of two sides
-that both could, one does; and a member that none of the others gets anything from does not go on without them.
+Every member announces which members it counts on (its view); a round needs members with equal views. Views of a first
+attempt are guesses, since a death may not be known everywhere. From the second attempt on, views tell who does not
+reach whom. Then each member keeps to members that all reach each other as far as it knows, first those that count on
+it, in the order of ids: members that know the same choose the same. A member outside of such a company yields to one
+that is larger, or as large with a lower first member. That order is total, so some company always goes on, and of two
+sides that both could, one does; and a member from which the others get nothing does not go on without them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 class View(NamedTuple):
-    """Whom a member counts on, itself included, in its attempt number ``attempt`` (from 0)."""
+    """The members that one member counts on, itself included, in its attempt number ``attempt`` (from 0)."""
 
     attempt: int
     members: tuple[str, ...]
 
 
 def company(me: str, reached: Iterable[str], views: Mapping[str, View]) -> tuple[str, ...]:
-    """Whom ``me``, who reaches ``reached``, counts on next; sorted. Those that say that they count on ``me`` come
-    first, unless that makes the company smaller: one member that tells each of the others that it counts on nobody else
+    """Returns the members that ``me``, who reaches ``reached``, counts on next; sorted. Those that count on ``me`` come
+    first, unless that makes the company smaller: a member that tells each of the others that it counts on nobody else
     must not part them."""
     others = sorted(set(reached) - {me})
 
@@ -46,7 +46,7 @@ def company(me: str, reached: Iterable[str], views: Mapping[str, View]) -> tuple
 
 
 def yields(me: str, own: tuple[str, ...], views: Mapping[str, View]) -> bool:
-    """Whether ``me``, in company ``own``, leaves the step to others that go on without it."""
+    """Does ``me``, in company ``own``, leave the step to others that go on without it?"""
     ours = -len(own), min(own)
     return any(
         v.attempt > 0 and me not in v.members and (-len(v.members), min(v.members)) < ours for v in views.values()

@@ -1,8 +1,7 @@
-"""Stochastic wiring (SWARM app. C, algorithm 1): who of a stage's peers gets the next microbatch.
+"""Stochastic wiring (SWARM app. C, algorithm 1): which of a stage's peers gets the next microbatch.
 
 Interleaved weighted round robin over an exponential average of measured time: each choice adds the chosen peer's
-average to its running total, and the smallest total is chosen next, so that a peer twice as fast is chosen twice as
-often.
+average to its running total, and the smallest total is chosen next, so a peer twice as fast is chosen twice as often.
 """
 
 from __future__ import annotations
@@ -19,17 +18,15 @@ if TYPE_CHECKING:
 GAMMA = 0.1
 """Weight of a new measurement (SWARM app. C)."""
 WAYS = 32
-"""The shortest of the last so many ways to a peer and back counts."""
+"""The shortest of this many last ways to a peer and back counts."""
 MOST = 0.9
-"""The usual length of a step follows from when this share of a sender's microbatches were back: the last ones may have
-waited for a slow peer, and the next step shall not."""
+"""Share of a sender's microbatches after whose return the usual length of a step is taken. The last ones may have
+waited for a slow peer, and the next step should not."""
 PROMPT = 2.0
-"""At the end of a step the others still count as fast enough if they take at most so many times as long as the first to
-be through."""
+"""At the end of a step, peers that take at most this multiple of the fastest time still count as fast enough."""
 TRY = 0.005
-"""How often, divided by the number of peers, one that is too slow for what is left of a step gets its microbatch
-anyway, because machines change, and estimates may be wrong. That is the share of a stage's time that it costs at
-most."""
+"""Probability, divided by the number of peers, that a peer too slow for the rest of a step gets its microbatch anyway,
+since machines change and estimates may be wrong. It is the largest share of a stage's time that this costs."""
 
 
 @dataclass
@@ -48,20 +45,20 @@ class _Entry:
 
 class Wiring:
     """One sender's view of the peers of one stage. Measurements are the sender's own, so peers behind slow links look
-    slow (sec. 3.2).
+    slow (sec. 3.2). It departs from algorithm 1 in five ways:
 
-    Five departures from algorithm 1. Two because its start-up values distort shares: the average is corrected for its
-    start at zero (as Adam's moments are), so that a rarely chosen peer is not mistaken for a fast one; and a newcomer
-    starts at the smallest running total, not at epsilon, so that it is not flooded until it has caught up. The third
-    because a peer computes while its links carry: what counts is the longer of the two, not their sum, by which a peer
-    next door would get twice as much as one that computes as fast 200 ms away, and the fleet would wait for it. Of the
-    ways the shortest counts, because the others tell how much else was on the links: by their mean a fast peer that
-    gets much looks as slow as one that gets nothing. The fourth because the averages contain a little time that
-    occupies nobody (scheduling), which weighs more for a fast peer: within the trainers' bounded window the slow peer's
-    queue then grows until the fast one starves. So nothing is queued behind a peer's work while another would have
-    finished it by then. The fifth because a step ends with its last microbatch: a peer that takes longer for one than
-    is left of the usual length of a step gets none, where others take less. A CPU among GPUs would get one in a hundred
-    steps, and make that one five times as long.
+    - The average is corrected for its start at zero, as Adam's moments are: otherwise a rarely chosen peer looks fast.
+    - A newcomer starts at the smallest running total, not at epsilon: otherwise it is flooded until it has caught up.
+    - The longer of computing and sending counts, not their sum, since a peer computes while its links carry. By the sum
+      a peer next door would get twice as much as one that computes as fast 200 ms away, and the fleet would wait for
+      it. Of the ways the shortest counts, since the others tell how much else was on the links: by their mean a fast
+      peer that gets much looks as slow as one that gets nothing.
+    - Nothing is queued behind a peer's work while another would have finished it by then. The averages contain a little
+      time that occupies no peer (scheduling), which weighs more for a fast peer. Within the trainers' bounded window,
+      the slow peer's queue would grow until the fast one starves.
+    - A peer that takes longer for a microbatch than is left of the usual length of a step gets none, if others take
+      less, since a step ends with its last microbatch. A CPU among GPUs would get one in a hundred steps, and make that
+      step five times as long.
     """
 
     def __init__(self, rng: random.Random, gamma: float = GAMMA) -> None:
@@ -69,15 +66,15 @@ class Wiring:
         self._gamma = gamma
         self._entries: dict[str, _Entry] = {}
         self._step, self._begun_s, self._usual_s = -1, 0.0, math.inf
-        """Of the current step: its number, when the first microbatch went, and the usual length."""
+        """The current step: its number, when its first microbatch was sent, and the usual length of a step."""
         self._back_s: list[float] = []
-        """When its microbatches came back."""
+        """Times at which its microbatches came back."""
 
     def add(self, peer: str, device_s: float = 0.0) -> None:
-        """A peer announced itself: new ones join at the smallest total, banned ones are welcome again. ``device_s``:
-        what its device is expected to take for a microbatch [s], 0 if unknown. By as much as that is longer than the
-        fastest device's, it joins later: otherwise all senders try it at once, and the first steps of a fleet with a
-        few CPUs wait for them. Add the fastest first."""
+        """A peer announced itself: a new one joins at the smallest total, a banned one is welcome again. ``device_s``:
+        expected time of its device for a microbatch [s], 0 if unknown. A device slower than the fastest joins later by
+        the difference: otherwise all senders try it at once, and the first steps of a fleet with a few CPUs wait for
+        them. Add the fastest first."""
         entry = self._entries.get(peer)
         if entry is None:
             fastest_s = min((e.device_s for e in self._entries.values() if e.device_s), default=device_s)
@@ -105,11 +102,11 @@ class Wiring:
         now_s: float = 0.0,
         waited_s: float = 0.0,
     ) -> str | None:
-        """The peer with the smallest running total (ties at random). None when there is none outside ``exclude``, or
-        when it is better to wait for one that is ``full``.
+        """Returns the peer with the smallest running total (ties at random). Returns None if there is none outside
+        ``exclude``, or if it is better to wait for one that is ``full``.
 
-        ``under_way``: what each peer has of ours already; those passed over for it are not owed anything later.
-        ``step``: of the microbatch, which has ``waited_s`` already.
+        ``under_way``: microbatches of ours that each peer has already; a peer passed over for that is owed nothing
+        later. ``step``: of the microbatch, which has ``waited_s`` already.
         """
         if not self._step - 1 <= step <= self._step:  # two steps are under way at most, and a run may step back
             self._begin(step, now_s)
@@ -144,7 +141,7 @@ class Wiring:
         self._step, self._begun_s, self._back_s = step, now_s, []
 
     def measured(self, peer: str, busy_s: float, way_s: float = 0.0, now_s: float = 0.0) -> None:
-        """A microbatch took ``busy_s`` of this peer's time, and ``way_s`` on the way there and back, with what waited
+        """A microbatch took ``busy_s`` of this peer's time, and ``way_s`` on the way there and back, including waits
         for links. It came back at ``now_s``."""
         self._back_s.append(now_s)
         entry = self._entries.get(peer)
@@ -154,12 +151,12 @@ class Wiring:
             entry.ways_s.append(way_s)
 
     def expected_s(self, peer: str) -> float:
-        """The average for ``peer``. Before its first measurement what its device takes, but no less than the fastest
-        that was measured; if the device is unknown, the mean of the others, or 1 s when there are none."""
+        """Returns the average for ``peer``. Before its first measurement it is what its device takes, but at least the
+        fastest measured average; if the device is unknown, the mean of the others, or 1 s if there are none."""
         return _expected_s(self._entries[peer], *self._measured())
 
     def _measured(self) -> tuple[float, float]:
-        """The smallest average, and their mean."""
+        """Returns the smallest average, and their mean."""
         known = [s for e in self._entries.values() if (s := e.measured_s) is not None]
         return (min(known), sum(known) / len(known)) if known else (0.0, 1.0)
 
@@ -177,6 +174,6 @@ def _expected_s(entry: _Entry, fastest_s: float, mean_s: float) -> float:
 
 
 def _prompt(expected_s: Mapping[str, float], under_way: Mapping[str, int]) -> set[str]:
-    """Those who would begin a microbatch before any other could have finished it."""
+    """Returns the peers that would begin a microbatch before any other could have finished it."""
     soonest_s = min((under_way.get(p, 0) + 1) * s for p, s in expected_s.items())
     return {p for p, s in expected_s.items() if under_way.get(p, 0) * s <= soonest_s}

@@ -1,15 +1,14 @@
-"""The strategies, and nothing else: what tells the four systems apart. ``STRATEGIES`` is the one list; runs, the
-planner, the simulator and the command line find them there. The step protocol knows only the interface
-(``base.Strategy``).
+"""The strategies: what tells the four systems apart, and nothing else. ``STRATEGIES`` is the one list; runs, the
+planner, the simulator and the command line look there. The step protocol knows only the interface (``base.Strategy``).
 
-To add a fifth one:
+To add a fifth strategy:
 
 1. Write ``strategies/NAME.py``: a frozen dataclass with the methods of ``base.Strategy`` and, if a run's configuration
-   chooses it, ``of``.
-2. Append it to ``STRATEGIES``, and its name to ``config.plan.Strategy``; ``tests/test_strategies.py`` asks each of its
+   can ask for it, ``of``.
+2. Append it to ``STRATEGIES``, and its name to ``config.plan.Strategy``; ``tests/test_strategies.py`` calls each of its
    methods.
-3. Write its predictor in ``sim/plan/`` and name it in ``sim.plan.planner``; until there is one, ``muletrain plan`` says
-   what is missing.
+3. Write its predictor in ``sim/plan/`` and name it in ``sim.plan.planner``; without one, ``muletrain plan`` says what
+   is missing.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Listed:
-    """One strategy of the list. ``of``: the one that a run's configuration asks for; None: ``muletrain run`` does not
-    have it yet, it is only planned with. ``choices``: its names for ``--strategy``, one for each schedule.
-    ``simulated``: ``muletrain simulate`` plays it."""
+    """One strategy of the list. ``of``: returns the strategy that a run's configuration asks for, or None; without
+    ``of`` it can be planned with, but not run yet. ``choices``: its names for ``--strategy``, one for each schedule.
+    ``simulated``: ``muletrain simulate`` can play it."""
 
     name: Name
     of: Callable[[RunConfig], Strategy | None] | None = None
@@ -51,7 +50,7 @@ STRATEGIES: tuple[Listed, ...] = (
     Listed("hub"),
 )
 CHOICES = tuple(choice for s in STRATEGIES for choice in s.choices)
-"""What ``--strategy`` takes for a run."""
+"""Values of ``--strategy`` for a run."""
 
 
 def find(name: str) -> Listed:
@@ -61,6 +60,6 @@ def find(name: str) -> Listed:
 
 
 def strategy_of(config: RunConfig) -> Strategy:
-    """The one that a run's configuration asks for: the last of the list that does not decline, and the first declines
-    none."""
+    """Returns the strategy that a run's configuration asks for: the last of the list that accepts it. The first accepts
+    any."""
     return next(found for s in reversed(STRATEGIES) if s.of is not None and (found := s.of(config)) is not None)

@@ -1,5 +1,4 @@
-"""What a strategy decides: the one interface between the step protocol (``runtime``) and what tells the four systems
-apart."""
+"""The interface between the step protocol (``runtime``) and a strategy."""
 
 from __future__ import annotations
 
@@ -22,72 +21,74 @@ class Order:
 
 
 class StandIn(NamedTuple):
-    """A peer that the plan names is not there: who serves its pipeline at that stage instead."""
+    """A peer that the plan names is gone, and others serve its pipeline at that stage."""
 
     stage: int
     pipeline: int
     name: str
-    """Of the peer that is missing."""
+    """Name of the peer that is gone."""
 
 
 class Strategy(Protocol):
     """Decides what differs between the systems. All methods are pure: what a running peer measures or counts stays with
     the peer.
 
-    Peers have the names that a plan knows them by, except in ``assign`` and ``shard_owners``, where they have ids."""
+    Peers have the names by which a plan knows them; in ``assign`` and ``shard_owners`` they have ids.
+    """
 
     @property
     def fixed(self) -> bool:
-        """Whether ``choose`` names one peer for each microbatch, as long as everyone is there."""
+        """Does ``choose`` name one peer for each microbatch while all peers are there?"""
         ...
 
     def assign(self, view: View) -> tuple[Move, ...]:
-        """Who should serve another stage than now: newcomers, if ``view`` has any; else, if the run rolls back
-        (``View.stopped``), the peers that fill stages without peers; else those that are needed more elsewhere while
-        the run goes on."""
+        """Returns the peers that should serve another stage than now. If ``view`` has newcomers, it places them. Else,
+        if the run rolls back (``View.stopped``), it fills stages without peers. Else it moves peers that are needed
+        more elsewhere while the run goes on."""
         ...
 
     def choose(self, stage: int, index: int, there: Collection[str]) -> Sequence[str]:
-        """Which of the peers of ``stage`` that are ``there`` may get microbatch ``index`` next; empty: all of them.
-        Among several the sender chooses by what it measures (``policy.wiring``)."""
+        """Returns which of the peers of ``stage`` that are ``there`` may get microbatch ``index`` next; empty: all of
+        them. Among several the sender chooses by what it measures (``policy.wiring``)."""
         ...
 
     def lane(self, index: int) -> int:
-        """Which of a trainer's windows microbatch ``index`` needs a place in: a full one holds nobody up in the
+        """Returns which of a trainer's windows microbatch ``index`` needs a place in. A full window does not delay the
         others."""
         ...
 
     def window(self, capacity: int, serving: Sequence[int], trainers: int) -> int:
-        """Microbatches of one lane that a trainer has under way. ``capacity``: that a peer holds at once; ``serving``:
-        peers, by stage."""
+        """Returns the microbatches of one lane that a trainer has under way. ``capacity``: requests that a peer holds
+        at once; ``serving``: number of peers, by stage."""
         ...
 
     def capacity(self, stages: int) -> int:
-        """Requests that a peer holds at once."""
+        """Returns the requests that a peer holds at once."""
         ...
 
     def order(self, stage: int, name: str) -> Order:
-        """Of the compute slot of the peer of that name."""
+        """Returns the order of the compute slot of the peer ``name``."""
         ...
 
     def shard_owners(self, members: tuple[str, ...]) -> tuple[str, ...]:
-        """Which of the replicas that reduce a stage's gradient together sum up a part of it, in order."""
+        """Returns the replicas that sum up a part of the gradient each, in order, of the ``members`` that reduce a
+        stage's gradient together."""
         ...
 
     def has_place(self, name: str) -> bool:
-        """Whether a peer of that name takes the place of an earlier one of the same name."""
+        """Does a peer of that name take the place of an earlier one of the same name?"""
         ...
 
     def stand_ins(self, serving: Sequence[Collection[str]]) -> Mapping[StandIn, tuple[str, ...]]:
-        """Who takes over for planned peers that are missing, where ``serving``, names by stage, are there; nobody in
-        particular where all peers of the stage share the work."""
+        """Returns the peers that take over for planned peers that are gone, where ``serving`` (names by stage) are
+        there. Empty where all peers of a stage share the work."""
         ...
 
 
 def capacity(stages: int) -> int:
-    """Requests a peer holds at once, twice of what trainers have under way for each. At least 24, to cover a round trip
-    of several service times: at 100 ms and 180 ms of service a fleet kept 0.84 of its throughput with 8 and 0.91 with
-    16 (benchmarks/slow_links). A pipeline computes all the time with as many microbatches under way for each of a
-    stage's peers as there are stages; half as many more keep narrow links busy, too, where what a sender has for one
-    receiver often waits for another sender (benchmarks/sim_grid)."""
+    """Returns the requests that a peer holds at once: twice what trainers have under way for each, and at least 24, to
+    cover a round trip of several service times. At 100 ms and 180 ms of service a fleet kept 0.84 of its throughput
+    with 8 and 0.91 with 16 (benchmarks/slow_links). A pipeline computes all the time with as many microbatches under
+    way for each of a stage's peers as there are stages. Half as many more keep narrow links busy, too, where what a
+    sender has for one receiver often waits for another sender (benchmarks/sim_grid)."""
     return max(24, 9 * stages // 2)

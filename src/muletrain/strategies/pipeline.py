@@ -1,11 +1,11 @@
-"""Strategy ``pipeline`` (DT-FM sec. 3): planned membership. Which pipeline a microbatch belongs to, who serves it at
-each stage, and who stands in where a device is lost.
+"""Strategy ``pipeline`` (DT-FM sec. 3): planned membership. The plan says which pipeline a microbatch belongs to and
+which peer serves it at each stage; spares take over for lost devices.
 
-A seat is one stage of one pipeline, and has the name of one peer, which may have several seats of its stage: so stages
-can have unequal numbers of peers. Which pipeline a microbatch of a step belongs to follows from its index alone, so
-that all peers agree without a word. Members of a stage whose names have no seat there are spares: they average along,
-and get microbatches once a seat of their stage is empty. Where there is no spare, all peers of the stage share what the
-empty seat would get, as under strategy ``swarm``.
+A seat is one stage of one pipeline, and carries the name of one peer. A peer may have several seats of its stage, so
+stages can have unequal numbers of peers. The pipeline of a microbatch follows from its index alone, so all peers agree
+without messages. Members of a stage without a seat there are spares: they average along, and get microbatches once a
+seat of their stage is empty. Without a spare, all peers of the stage share what the empty seat would get, as under
+strategy ``swarm``.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from muletrain.policy.assignment import View
 
 Schedule = Literal["gpipe", "1f1b"]
-LOST = "lost a peer and has no spare: this one goes there"
+LOST = "lost a peer and has no spare, so this one moves there"
 
 
 def in_flight(schedule: Schedule, stages: int, stage: int, microbatches: int) -> int:
-    """Microbatches whose backward a stage owes at most at once."""
+    """Returns the microbatches whose backward a stage owes at once, at most."""
     return microbatches if schedule == "gpipe" else min(stages - stage, microbatches)
 
 
@@ -44,7 +44,7 @@ class Pipeline:
 
     @classmethod
     def of(cls, config: RunConfig) -> Pipeline | None:
-        """The one that a run's configuration plans; None: it plans none."""
+        """Returns the pipeline that a run's configuration plans; None: it plans none."""
         p = config.pipeline
         if not p.seats:
             return None
@@ -53,8 +53,8 @@ class Pipeline:
         return cls(p.seats, p.microbatches or evenly, p.schedule)
 
     def assign(self, view: View) -> tuple[Move, ...]:
-        """Newcomers have their seats, whether they fit there or not; those without one are placed, and lost stages
-        filled, as everywhere. While the run goes on only spares move, to where a peer was lost."""
+        """Newcomers get their seats, whether they fit there or not. Others are placed, and lost stages filled, as in
+        every strategy. While the run goes on, only spares move, to where a peer was lost."""
         if view.newcomers:
             seated = {p: s for p in view.newcomers if (s := self._stages.get(view.loads[p].name)) is not None}
             loads = {p: replace(own, stage=seated.get(p, own.stage)) for p, own in view.loads.items()}
@@ -62,8 +62,8 @@ class Pipeline:
         return filled(view) if view.stopped else self._spares_move(view)
 
     def _spares_move(self, view: View) -> tuple[Move, ...]:
-        """One to each stage that has lost a peer and has no spare, of those whose own stage has more than it has lost
-        peers and that have room; in the order of stages and names."""
+        """Moves one spare to each stage that has lost a peer and has no spare. Spares come from stages that have more
+        spares than lost peers, and must have room; in the order of stages and names."""
         ids = {load.name: peer for peer, load in view.loads.items()}
         serving = [{n for n, p in ids.items() if view.loads[p].stage == s} for s in range(len(self.names))]
         lost = [len(set(row) - there) for row, there in zip(self.names, serving, strict=True)]
@@ -78,34 +78,35 @@ class Pipeline:
         return tuple(moves)
 
     def choose(self, stage: int, index: int, there: Collection[str]) -> Sequence[str]:
-        """The seat's peer, else the spares, else anyone."""
+        """Returns the seat's peer, else the spares, else all."""
         seat = self.names[stage][self.lane(index)]
         return [seat] if seat in there else self._spares(stage, there)
 
     def lane(self, index: int) -> int:
-        """The pipeline of the microbatch of that index."""
+        """Returns the pipeline of microbatch ``index``."""
         return self._turns[index]
 
     def window(self, capacity: int, serving: Sequence[int], trainers: int) -> int:
-        """What a peer admits for one of its seats, shared among the trainers; of GPipe all, for a step's forward passes
-        come first."""
+        """Returns what a peer admits for one of its seats, shared among the trainers. With GPipe it is not shared,
+        since a step's forward passes come first."""
         each = max(2, capacity // self._most_seats)
         return each if self.schedule == "gpipe" else max(2, each // trainers)
 
     def capacity(self, stages: int) -> int:
-        """GPipe has a whole step's. A peer may have several seats, each of which counts."""
+        """With GPipe a peer holds a whole step. Each of its seats counts."""
         whole = max(self.microbatches) if self.schedule == "gpipe" else 0
         return max(capacity(stages), whole) * self._most_seats
 
     def order(self, stage: int, name: str) -> Order:
-        """1F1B bounds what is between forward and backward, except at the last stage, which does both at once."""
+        """1F1B bounds the microbatches between forward and backward, except at the last stage, which does both at
+        once."""
         if self.schedule == "gpipe":
             return Order(backward_first=False)
         return Order(most_between=None if stage == len(self.names) - 1 else self.most_in_flight(stage, name))
 
     def most_in_flight(self, stage: int, name: str = "") -> int:
-        """Microbatches that are between their forward and their backward at ``stage``, at most: at the peer of that
-        name, of all pipelines in which it has the seat; of any other name where there are most, for a spare may have to
+        """Returns the microbatches between their forward and their backward at ``stage``, at most: at the peer
+        ``name``, of all pipelines in which it has the seat; at any other peer the most of any seat, since a spare may
         stand in there."""
         owed = Counter[str]()
         for holder, n in zip(self.names[stage], self.microbatches, strict=True):
@@ -119,7 +120,7 @@ class Pipeline:
         return name in self._stages
 
     def stand_ins(self, serving: Sequence[Collection[str]]) -> Mapping[StandIn, tuple[str, ...]]:
-        """The spares of each empty seat's stage. A stage without anybody is left out."""
+        """Returns the spares of each empty seat's stage. Stages without any peer are left out."""
         return {
             StandIn(s, p, name): tuple(self._spares(s, serving[s]))
             for s, row in enumerate(self.names)
@@ -132,7 +133,7 @@ class Pipeline:
 
     @cached_property
     def _turns(self) -> tuple[int, ...]:
-        """Evenly in turn, so that all pipelines fill at the same time and a slow one gets its few over the whole
+        """Pipelines in turn, evenly, so that all fill at the same time and a slow one gets its few over the whole
         step."""
         turns = [((k + 0.5) / n, p) for p, n in enumerate(self.microbatches) for k in range(n)]
         return tuple(p for _, p in sorted(turns))
@@ -143,5 +144,5 @@ class Pipeline:
 
     @cached_property
     def _most_seats(self) -> int:
-        """Of one peer."""
+        """Most seats of one peer."""
         return max(max(Counter(row).values()) for row in self.names)

@@ -1,5 +1,5 @@
-"""Strategy ``swarm`` (SWARM, Ryabinin et al. 2023): any peer of a stage serves any microbatch, and peers move to where
-they are needed."""
+"""Strategy ``swarm`` (SWARM, Ryabinin et al. 2023): any peer of a stage serves any microbatch, and peers move to the
+stage that needs them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Swarm:
-    """The strategy; it has no settings of its own."""
+    """The strategy; it has no settings."""
 
     fixed = False
 
@@ -38,7 +38,7 @@ class Swarm:
         return 0
 
     def window(self, capacity: int, serving: Sequence[int], trainers: int) -> int:
-        """Half of what the smallest stage admits, shared among the trainers."""
+        """Returns half of what the smallest stage admits, shared among the trainers."""
         return max(2, min(serving) * capacity // (2 * trainers))
 
     def capacity(self, stages: int) -> int:
