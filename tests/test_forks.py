@@ -9,9 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muletrain.policy.fork_choice import LEAD, Chain, forked_at, gives_way
+from muletrain.runtime.core.messages import Message
+from muletrain.runtime.members.context import Context
+from muletrain.runtime.microbatch.position import Position
+from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.recovery.forks import Forks, GivesWay
 from muletrain.runtime.step.messages import RoundEntry
-from muletrain.runtime.step.reduction import Reduction
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
 from muletrain.sim.world.verdict import Outcome, readable
@@ -109,19 +112,27 @@ def test_a_peer_that_could_not_go_over_stands_by_what_it_attested_to(monkeypatch
     stood still until it gave up. Found by 'muletrain fuzz' (seed 438)."""
     said: dict[tuple[str, bytes], set[tuple[bytes, ...]]] = {}
     held = []
-    attest = Reduction._attest
+    positions: dict[str, Position] = {}
+    tell, run = Context.tell, Peer.run
 
-    def attested(self: Reduction, entry: RoundEntry) -> None:
-        said.setdefault((self._ctx.net.peer_id, entry.round), set()).add(tuple(s.content for s in entry.shards))
-        attest(self, entry)
-        if entry.step == 1 and self._ctx.net.peer_id not in held:
-            held.append(self._ctx.net.peer_id)
-            self._position.interrupt(GivesWay("the others' history stays"))
+    async def known(self: Peer) -> bool:
+        positions[self.roster.own.id] = self.position
+        return await run(self)
+
+    async def told(self: Context, peers: tuple[str, ...], message: Message) -> None:
+        me = self.net.peer_id
+        if isinstance(message, RoundEntry):
+            said.setdefault((me, message.round), set()).add(tuple(s.content for s in message.shards))
+        await tell(self, peers, message)
+        if isinstance(message, RoundEntry) and message.step == 1 and me not in held:
+            held.append(me)
+            positions[me].interrupt(GivesWay("the others' history stays"))
 
     async def not_had(self: Forks) -> None:
         return None
 
-    monkeypatch.setattr(Reduction, "_attest", attested)
+    monkeypatch.setattr(Peer, "run", known)
+    monkeypatch.setattr(Context, "tell", told)
     monkeypatch.setattr(Forks, "go_over", not_had)
     for delayed in ("false", "true"):
         held.clear()

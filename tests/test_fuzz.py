@@ -20,8 +20,8 @@ import torch
 from muletrain.cli.commands.fuzz import _play, _processes
 from muletrain.compute import scaling
 from muletrain.compute.torch_compute import TorchCompute
+from muletrain.runtime.members.context import Context
 from muletrain.runtime.microbatch.messages import Busy
-from muletrain.runtime.microbatch.stage_server import StageServer
 from muletrain.runtime.step.record import StepRecord
 from muletrain.runtime.step.runner import StepRunner
 from muletrain.sim.loop import Hang, VirtualLoop, run_virtually
@@ -133,13 +133,13 @@ def test_a_world_sends_the_same_bits_at_the_same_times_whatever_was_played_befor
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sent: list[tuple[float, str, str, bytes]] = []
-    damaged = Faults._damaged
+    damaged = Faults.damaged
 
     def noted(self: Faults, sender: str, receiver: str, packed: bytes) -> bytes:
         sent.append((self._world.clock.now(), sender, receiver, packed))
         return damaged(self, sender, receiver, packed)
 
-    monkeypatch.setattr(Faults, "_damaged", noted)
+    monkeypatch.setattr(Faults, "damaged", noted)
     scenario = SCENARIOS[0]
     play(scenario)
     first = sent[:]
@@ -265,13 +265,13 @@ def test_room_for_one_request_at_a_time_slows_the_run_and_changes_no_number(
     trainers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = []
-    right = StageServer._reply
+    right = Context.send
 
-    async def reply(self: StageServer, peer: str, message: Any, tensors: Any) -> None:
+    async def send(self: Context, peer: str, message: Any, *args: Any, **more: Any) -> None:
         refused.extend([message] if isinstance(message, Busy) else [])
-        await right(self, peer, message, tensors)
+        await right(self, peer, message, *args, **more)
 
-    monkeypatch.setattr(StageServer, "_reply", reply)
+    monkeypatch.setattr(Context, "send", send)
     outcome = play(Scenario(7, (2, 1, 2), trainers, 2, 12, 0.01, (), capacity=1))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert len(refused) > 10

@@ -4,7 +4,8 @@ microbatch counts once."""
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+import math
+from typing import Any
 
 import pytest
 
@@ -14,9 +15,6 @@ from muletrain.runtime.microbatch.trainer import Trainer
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
 from muletrain.sim.world.verdict import Outcome, readable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = pytest.mark.timeout(240)
 STEPS = 4
@@ -36,13 +34,13 @@ def said(outcome: Outcome, text: str) -> list[float]:
     return [t for t, line in outcome.timeline if text in line]
 
 
-def stuck(monkeypatch: pytest.MonkeyPatch, method: str, wakes: Callable[[Any], Any] | None = None) -> None:
-    """``method`` of peer-0b's trainer comes to nothing; or goes on after what ``wakes`` waits for."""
+def stuck(monkeypatch: pytest.MonkeyPatch, method: str, late_s: float = math.inf) -> None:
+    """``method`` of peer-0b's trainer begins so much later, or never."""
     right = getattr(Trainer, method)
 
     async def never(self: Trainer, *args: Any, **kwargs: Any) -> Any:
         if self._ctx.net.peer_id == "peer-0b" and self._step > 0:
-            await (asyncio.Event().wait() if wakes is None else wakes(self))
+            await (asyncio.Event().wait() if late_s == math.inf else self._ctx.clock.sleep(late_s))
         return await right(self, *args, **kwargs)
 
     monkeypatch.setattr(Trainer, method, never)
@@ -52,7 +50,7 @@ def test_microbatches_of_a_trainer_that_lives_and_gives_out_nothing_pass_to_anot
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All peers gave up after 440 s."""
-    stuck(monkeypatch, "_through")
+    stuck(monkeypatch, "see_through")
     outcome = whole(played(2))
     assert outcome.virtual_s < 60
     assert said(outcome, "owners=peer-0b")
@@ -85,7 +83,7 @@ def test_many_gaps_at_the_same_moment_cost_one_question(monkeypatch: pytest.Monk
 def test_a_trainer_that_wakes_when_its_microbatches_have_passed_on_computes_none_of_them_again(
     late_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stuck(monkeypatch, "_through", lambda trainer: trainer._ctx.clock.sleep(late_s))
+    stuck(monkeypatch, "see_through", late_s)
     outcome = whole(played(2))
     assert not said(outcome, "microbatches_rerun"), "no accumulator had to go"
 
@@ -97,12 +95,12 @@ def test_a_trainer_that_wakes_at_the_moment_at_which_they_pass_on_changes_no_num
     """Both may give them out: then whole accumulators are dropped, and run again."""
     for late_s in (2.45, 2.5, 2.55):
         with monkeypatch.context() as patch:
-            stuck(patch, "_through", lambda trainer, late_s=late_s: trainer._ctx.clock.sleep(late_s))
+            stuck(patch, "see_through", late_s)
             whole(played(2, overrides=overrides))
 
 
 def test_gaps_of_a_trainer_that_does_not_run_them_again_pass_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    stuck(monkeypatch, "_refill")
+    stuck(monkeypatch, "refill")
     outcome = whole(played(2, Fault(1.5, "kill", ("peer-1b",), on="seal", nth=1)))
     assert said(outcome, "microbatches_rerun")
     assert outcome.virtual_s < 60

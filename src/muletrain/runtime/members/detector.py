@@ -247,7 +247,7 @@ class FailureDetector:
     def worth_a_try(self, peers: Iterable[PeerId]) -> tuple[PeerId, ...]:
         """Returns the live ``peers``, and those that are down and were not tried for a quarter of the time since then
         (at most ``RARELY_S``). They may be back, but a try costs connections, and in a long run many are gone for good.
-        A peer that comes back says so itself."""
+        A peer that comes back announces it."""
         now, worth, long_dead = self._peer.clock.now(), [], 0
         for peer in peers:
             if self._peer.roster.is_alive(peer):

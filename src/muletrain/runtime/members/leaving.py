@@ -1,6 +1,6 @@
 """Leaving in order: between two steps, and never as the last replica of a stage (DESIGN "Joining, moving, leaving").
 
-A peer that wants to leave says so in its seal, as the request to stop travels. Who leaves is a pure function of the
+A peer that wants to leave announces it in its seal, as the request to stop travels. Who leaves is a pure function of the
 record (``StepRecord.leavers``), so all members count without it from the same step on: nothing waits for it, nothing is
 sent to it, and no number changes. It stays until the other replicas of its stage have that step, since they may still
 need something from it.

@@ -73,7 +73,7 @@ def _kept(answer: Callable[Concatenate[Roster, P], T]) -> Callable[Concatenate[R
     """Keep the answer to a question until something changes: questions come with every frame, news seldom."""
 
     @wraps(answer)
-    def kept(roster: Roster, *args: P.args, **kwargs: P.kwargs) -> T:
+    def kept(roster: Roster, /, *args: P.args, **kwargs: P.kwargs) -> T:
         question = answer, *args
         if question not in roster._answers:
             roster._answers[question] = answer(roster, *args, **kwargs)

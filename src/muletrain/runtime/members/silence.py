@@ -6,7 +6,7 @@ longer, it is asked whether it is there, which costs nothing. When that answer t
 wrong. It is marked down when it misses the question's own, patient deadline (``FailureDetector.probe``): from then on
 what it accumulated is run again.
 
-A peer whose event loop answers may have a device that hangs. It says so itself in its answers (``members.watchdog``):
+A peer whose event loop answers may have a device that hangs. It reports that in its answers (``members.watchdog``):
 then it is suspected, too, and marked down when it refuses to answer. A long queue or a slow link is no reason.
 """
 

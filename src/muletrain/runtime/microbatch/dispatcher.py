@@ -55,7 +55,7 @@ class _FoundUnfinite(_Gone):
 
 
 class Unfinite(MuletrainError):
-    """The activations are not finite. Their sender says so, so that another peer computes them again."""
+    """The activations are not finite. Their sender reports that, so that another peer computes them again."""
 
 
 class StageLost(MuletrainError):

@@ -90,7 +90,7 @@ class TrainerDone(Message):
 
 class Gap(Message):
     """These microbatches are in no accumulator of a stage: trainers inject them again, for that stage alone. Every
-    replica says so; ``attempt`` tells a repetition from a second loss. ``early``: a replica died in the middle of the
+    replica sends it; ``attempt`` tells a repetition from a second loss. ``early``: a replica died in the middle of the
     step with these, or they have not come so far yet. ``turn``: how often this was said in vain, so that another
     trainer does it. ``without``: replicas that the sender does not count on, whatever they hold."""
 

@@ -128,7 +128,7 @@ class Trainer:
             mine = [i for i in mine if self._begun.get(i)]
         # at once: another replica may report the same gap before the tasks begin
         self._refilling.update((gap.stage, i) for i in mine)
-        repairs = [asyncio.create_task(self._refill(i, gap.stage)) for i in mine]
+        repairs = [asyncio.create_task(self.refill(i, gap.stage)) for i in mine]
         self._repairs.update(repairs)
         for repair in repairs:
             repair.add_done_callback(self._repairs.discard)
@@ -138,12 +138,12 @@ class Trainer:
             for repair in repairs:  # one failure ends all
                 repair.cancel()
 
-    async def _refill(self, index: int, stage: int) -> None:
+    async def refill(self, index: int, stage: int) -> None:
         self._refilling.add((stage, index))
         try:
             missing, _ = await self._still_missing(index, (stage,))
             if missing:
-                await self._through(index, (stage,))
+                await self.see_through(index, (stage,))
                 self._begun[index] = True
         finally:
             self._refilling.discard((stage, index))
@@ -181,13 +181,13 @@ class Trainer:
 
     async def _whole(self, index: int, stages: tuple[int, ...], *, retry: bool) -> float:
         """See one microbatch through, then once more where a part was lost meanwhile. Returns its loss [nats/token]."""
-        loss = await self._through(index, stages, retry=retry)
+        loss = await self.see_through(index, stages, retry=retry)
         self._begun[index] = True
         for stage in sorted(self._perhaps_lost.pop(index, ())):
-            await self._refill(index, stage)
+            await self.refill(index, stage)
         return loss
 
-    async def _through(self, index: int, accumulate: tuple[int, ...], *, retry: bool = False) -> float:
+    async def see_through(self, index: int, accumulate: tuple[int, ...], *, retry: bool = False) -> float:
         """Try one microbatch until it is through. Returns its loss [nats/token]. ``retry``: some peer may have it
         already."""
         loss: float | None = None

@@ -21,7 +21,7 @@ class Faults:
         self._world = world
         self._doomed: list[tuple[Fault, Counter[tuple[str, str]]]] = []
         self._damaging: set[str] = set()
-        world.hub.damage = self._damaged
+        world.hub.damage = self.damaged
         world.hub.sending = self._sending
 
     async def inject(self, fault: Fault) -> None:
@@ -114,7 +114,7 @@ class Faults:
             case "hangs":
                 disk.hang() if broken else disk.recover()
 
-    def _damaged(self, sender: str, receiver: str, packed: bytes) -> bytes:
+    def damaged(self, sender: str, receiver: str, packed: bytes) -> bytes:
         """Where libp2p's encryption would notice: a frame of a damaging peer comes with a flipped bit in its prefix,
         once."""
         if sender not in self._damaging:
