@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from muletrain.errors import DeadlineExceeded, Malformed, MuletrainError, PeerUnreachable, ProtocolError
@@ -88,7 +88,7 @@ class _Pending:
     """Peers that do not compute a copy: ``peer``, and those that failed before it."""
     gradient: bool
     unfinite: bool
-    reply: asyncio.Future[_Reply | Answer]
+    reply: asyncio.Future[_Reply | Answer] = field(default_factory=asyncio.Future)
     """The peer's own answer, or that of another peer which computed a copy meanwhile."""
     copy: asyncio.Task[Answer] | None = None
     """The copy's answer, once the peer is suspected (``Silence``)."""
@@ -207,7 +207,8 @@ class Dispatcher:
                     f"stage {self._stage}: no live peer could take microbatch {request.step}/{request.index}"
                 )
             try:
-                answer = await self._from(peer, request, accumulate, tensors, failed, gradient, unfinite=unfinite)
+                pending = _Pending(peer, request, tensors, frozenset({*failed, peer}), gradient, unfinite)
+                answer = await self._from(pending, accumulate)
             except (PeerUnreachable, DeadlineExceeded) as e:
                 self._give_up(peer, request, str(e))
                 self._ctx.detector.mark_down(peer, str(e))
@@ -242,24 +243,17 @@ class Dispatcher:
         now_s = self._ctx.clock.now()
         return self._wiring.choose(out, under_way, full=full, step=request.step, now_s=now_s, waited_s=waited_s)
 
-    async def _from(
-        self,
-        peer: PeerId,
-        request: Request,
-        accumulate: tuple[int, ...],
-        tensors: list[Encoded],
-        tried: set[PeerId],
-        gradient: bool,
-        *,
-        unfinite: bool,
-    ) -> Answer:
-        """Returns the answer of ``peer``. When it is suspected, another peer computes the microbatch, too, but
+    async def _from(self, pending: _Pending, accumulate: tuple[int, ...]) -> Answer:
+        """Returns the answer of one peer. When it is suspected, another peer computes the microbatch, too, but
         accumulates nothing, here and in the stages behind. If the suspect lives, the microbatch is in its accumulator;
         if not, that accumulator is lost anyway, and the stage runs its microbatches again. So a false alarm costs this
         one computation, and no microbatch is ever in two accumulators."""
-        reply: asyncio.Future[_Reply | Answer] = asyncio.get_running_loop().create_future()
-        pending = _Pending(peer, request, tensors, frozenset({*tried, peer}), gradient, unfinite, reply)
-        self._begin(pending)
+        peer, request = pending.peer, pending.request
+        if request.key in self._pending.get(peer, {}):
+            what = f"microbatch {request.step}/{request.index} attempt {request.attempt}"
+            raise ProtocolError(f"{what} is already under way")
+        self._silence.expect(peer)
+        self._pending.setdefault(peer, {})[request.key] = pending
         try:
             return await self._try(pending, accumulate)
         except MuletrainError:
@@ -324,15 +318,6 @@ class Dispatcher:
         members = [p for p in ctx.roster.everyone() if ctx.roster.member(p).stage == self._stage]
         await asyncio.gather(*(ctx.detector.probe(p, request.lineage, request.step) for p in members))
         self.refresh()
-
-    def _begin(self, pending: _Pending) -> None:
-        peer, request = pending.peer, pending.request
-        if request.key in self._pending.get(peer, {}):
-            raise ProtocolError(
-                f"microbatch {request.step}/{request.index} attempt {request.attempt} is already under way"
-            )
-        self._silence.expect(peer)
-        self._pending.setdefault(peer, {})[request.key] = pending
 
     async def _try(self, pending: _Pending, accumulate: tuple[int, ...]) -> Answer:
         """Send to one peer, then wait while it works on it. Raises _Full, _Gone, PeerUnreachable, DeadlineExceeded."""
