@@ -297,7 +297,7 @@ class Target:
         self.others = {n: self.hub.join(n) for n in MEMBERS if n != self.name}
         self.got: asyncio.Queue[tuple[PeerId, Frame]] = asyncio.Queue()
         self.forwarded: asyncio.Queue[tuple[PeerId, Frame]] = asyncio.Queue()
-        """Forwards that it sent, and to whom."""
+        """Forwards that it sent to the next stage, and to whom."""
         for name, net in self.others.items():
             net.receive(partial(self._keep, name))
             net.serve(GetProgress.KIND, self._answer(name))
@@ -310,7 +310,7 @@ class Target:
         self.running = asyncio.create_task(self.peer.run())
 
     async def _keep(self, name: str, sender: PeerId, frame: Frame) -> None:
-        if frame.kind == Forward.KIND:
+        if frame.kind == Forward.KIND and frame.header["stage"] == 1:
             self.forwarded.put_nowait((name, frame))
         if frame.kind == Backward.KIND:
             self.got.put_nowait((sender, frame))
