@@ -102,7 +102,7 @@ def test_who_collects_checkpoints_stays() -> None:
     outcome = play(Scenario(1, (2, 2), 2, 3, 8, 0.01, (Fault(0.3, "leave", ("peer-0a",)),)))
     assert outcome.violations == []
     assert outcome.ends["peer-0a"] == "finished"
-    assert said(outcome, "it collects the checkpoints")
+    assert said(outcome, "it coordinates the checkpoints")
 
 
 def test_the_last_trainer_stays() -> None:

@@ -111,6 +111,5 @@ class RetryBudget:
 
 def backoff_s(times: int, first_s: float, longest_s: float) -> float:
     """Returns the pause after ``times`` earlier tries: it doubles, up to ``longest_s``."""
-    return min(
-        longest_s, first_s * 2.0 ** min(times, 30)
-    )  # a float overflows at 2**1024, and some callers try for hours
+    # a float overflows at 2**1024, and some callers try for hours
+    return min(longest_s, first_s * 2.0 ** min(times, 30))

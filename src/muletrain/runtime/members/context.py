@@ -123,4 +123,4 @@ class Context:
         """Returns which stages can be reached, in words, for errors."""
         lost = [s for s in range(self.plan.stages) if not self.roster.stage(s)]
         gone = f"no peer of stages {lost} can be reached" if lost else "every stage can be reached"
-        return gone if self.roster.trainers() else f"{gone}, no trainer can"
+        return gone if self.roster.trainers() else f"{gone}, and no trainer can be reached"

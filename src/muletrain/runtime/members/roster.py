@@ -265,7 +265,7 @@ class Roster:
     def needs_us(self) -> str | None:
         """Returns why this peer cannot leave, as far as it knows; None if it can."""
         if self._own_id == self.genesis.coordinator:
-            return "it collects the checkpoints"
+            return "it coordinates the checkpoints"
         if self.stage(self.own.stage) == (self._own_id,):
             return f"no other peer serves stage {self.own.stage}"
         return "no other peer has the data" if self.trainers() == (self._own_id,) else None

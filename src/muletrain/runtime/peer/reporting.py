@@ -38,9 +38,8 @@ class Reporting:
     def speaks(self) -> bool:
         """Is it for us to report what all peers see alike?"""
         coordinator = self._ctx.roster.coordinator()
-        return (
-            coordinator.id if coordinator is not None else self._ctx.roster.genesis.coordinator
-        ) == self._ctx.net.peer_id
+        first = self._ctx.roster.genesis.coordinator if coordinator is None else coordinator.id
+        return first == self._ctx.net.peer_id
 
     def applied(self, record: StepRecord, work: InFlightStep) -> None:
         """Report a step with all counts since the one before, and begin new counts."""

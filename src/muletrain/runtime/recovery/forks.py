@@ -143,9 +143,8 @@ class Forks:
         own, every = self._position.chain, self._all
         if not all(map(self._ctx.roster.stage, every)):
             return False
-        before = (
-            own.step - 1 if own.at(own.step - 1) is not None else own.step
-        )  # some peers may not be at this step yet
+        # some peers may not be at this step yet
+        before = own.step - 1 if own.at(own.step - 1) is not None else own.step
         stages, trainer = await self._side(before, own, promise=False)
         if not (stages | {self._ctx.roster.own.stage} >= every and trainer):
             return False
