@@ -1,4 +1,4 @@
-"""What a running peer decides, as pure functions and small state machines: no torch, no sockets, no clock.
+"""A running peer decides with pure functions and small state machines: no torch, no sockets, no clock.
 
 - Routing: ``wiring`` (which peer gets the next microbatch), ``claims`` (which trainer builds it), ``congestion`` (how
   much is on its way to one receiver).

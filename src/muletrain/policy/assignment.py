@@ -1,6 +1,6 @@
-"""Which peer should serve which stage: the view of the members that every rule gets, and two rules: where a newcomer
-goes, and who goes to stages that have lost all their peers. The third rule, who moves while the run goes on, is in
-``policy.rebalance``.
+"""These rules decide which peer serves which stage: here are the view of the members that every rule gets, and two
+rules: where a newcomer goes, and who goes to stages that have lost all their peers. The third rule, who moves while the
+run goes on, is in ``policy.rebalance``.
 
 All are pure functions of the view, so peers that see the same decide the same.
 """

@@ -1,4 +1,4 @@
-"""The plan of ``muletrain run --chaos``: text to faults and back, or drawn from a seed. It is pure: which peer is hit
+"""``muletrain run --chaos`` follows a plan of faults, read from text or drawn from a seed. It is pure: which peer is hit
 is decided when it happens.
 
     plan      = fault { ";" fault }

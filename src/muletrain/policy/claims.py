@@ -1,4 +1,4 @@
-"""Which trainer builds which microbatch: rendezvous hashing, so that losing a trainer moves only its own
+"""Rendezvous hashing decides which trainer builds which microbatch, so that losing a trainer moves only its own
 microbatches."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much may be on its way to one receiver: a congestion window that keeps the queue it causes short.
+"""A congestion window bounds how much is on its way to one receiver, and keeps the queue that it causes short.
 
 Routers at home queue seconds of data. A sender that fills such a queue delays everything that shares the link: probes,
 seals, activations. So the window follows the delay, not losses, as LEDBAT (RFC 6817), FAST TCP (Wei et al. 2006) and

@@ -1,4 +1,4 @@
-"""Which accumulators a stage keeps: disjoint sealed sets that cover as many microbatches as possible.
+"""A stage keeps the accumulators whose sealed sets are disjoint and cover as many microbatches as possible.
 
 Accumulators cannot be split. When a suspected peer turns out to be alive, two replicas may hold the same microbatch,
 and one of the two whole sets must be dropped. Every member computes the same answer from the same announced sets.

@@ -1,5 +1,5 @@
-"""Deadlines from measured times, after TCP's retransmission timer (RFC 6298): mean plus four deviations, doubled on
-retry."""
+"""Deadlines follow from measured times, after TCP's retransmission timer (RFC 6298): mean plus four deviations, doubled
+on retry."""
 
 from __future__ import annotations
 

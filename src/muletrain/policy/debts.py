@@ -1,4 +1,4 @@
-"""What each of many peers has cost lately: a leaky bucket for each."""
+"""A leaky bucket for each of many peers tells what it has cost lately."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which peers keep a copy of a stage's part of a checkpoint, if not all share the place that it is written to (DESIGN
-"Checkpoints")."""
+"""This rule decides which peers keep a copy of a stage's part of a checkpoint, if not all share the place that it is
+written to (DESIGN "Checkpoints")."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which replicas' gradients of one step stand out, and whether a recomputation confirms them.
+"""This check says which replicas' gradients of one step stand out, and whether a recomputation confirms them.
 
 Replicas of a stage hold gradients of different microbatches of one step, each a sum over ``count`` of them. If a
 microbatch's gradient is the common one plus noise, the length of a mean over n of them lies between that over many and

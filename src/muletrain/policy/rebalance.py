@@ -1,4 +1,4 @@
-"""Which peers move to another stage: the paper's rule and ours, over the same view.
+"""Two rules over the same view decide which peers move to another stage: the paper's and ours.
 
 Both are pure functions of what peers announce. So all peers that see the same announcements compute the same moves, and
 each carries out its own. Neither rule takes a stage's last peer, and neither acts on a view without peers of some

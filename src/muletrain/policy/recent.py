@@ -1,4 +1,4 @@
-"""Tables by peer that stay small: in a long run machines come and go without end."""
+"""Tables by peer stay small with ``Recent``: in a long run machines come and go without end."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""How a stage's flat gradient is divided for its all-reduce: one contiguous shard for each owner, in chunks that
-stream."""
+"""A stage's flat gradient is divided for its all-reduce: one contiguous shard for each owner, in chunks that stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which replicas of a stage reduce together if not all of them reach each other.
+"""Views decide which replicas of a stage reduce together if not all of them reach each other.
 
 Every member announces which members it counts on (its view); a round needs members with equal views. Views of a first
 attempt are guesses, since a death may not be known everywhere. From the second attempt on, views tell who does not

@@ -1,4 +1,4 @@
-"""Stochastic wiring (SWARM app. C, algorithm 1): which of a stage's peers gets the next microbatch.
+"""Stochastic wiring (SWARM app. C, algorithm 1) chooses which of a stage's peers gets the next microbatch.
 
 Interleaved weighted round robin over an exponential average of measured time: each choice adds the chosen peer's
 average to its running total, and the smallest total is chosen next, so a peer twice as fast is chosen twice as often.

@@ -1,5 +1,6 @@
-"""The strategies: what tells the four systems apart, and nothing else. ``STRATEGIES`` is the one list; runs, the
-planner, the simulator and the command line look there. The step protocol knows only the interface (``base.Strategy``).
+"""A strategy is what tells one of the four systems from the others, and nothing else. ``STRATEGIES`` is the one list;
+runs, the planner, the simulator and the command line look there. The step protocol knows only the interface
+(``base.Strategy``).
 
 To add a fifth strategy:
 

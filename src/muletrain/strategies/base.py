@@ -1,4 +1,4 @@
-"""The interface between the step protocol (``runtime``) and a strategy."""
+"""The step protocol (``runtime``) asks a strategy through this interface."""
 
 from __future__ import annotations
 

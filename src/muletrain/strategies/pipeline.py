@@ -1,4 +1,4 @@
-"""Strategy ``pipeline`` (DT-FM sec. 3): planned membership. The plan says which pipeline a microbatch belongs to and
+"""Strategy ``pipeline`` (DT-FM sec. 3) plans who serves what. The plan says which pipeline a microbatch belongs to and
 which peer serves it at each stage; spares take over for lost devices.
 
 A seat is one stage of one pipeline, and carries the name of one peer. A peer may have several seats of its stage, so

@@ -1,4 +1,4 @@
-"""Strategy ``swarm`` (SWARM, Ryabinin et al. 2023): any peer of a stage serves any microbatch, and peers move to the
+"""Strategy ``swarm`` (SWARM, Ryabinin et al. 2023) lets any peer of a stage serve any microbatch, and peers move to the
 stage that needs them."""
 
 from __future__ import annotations

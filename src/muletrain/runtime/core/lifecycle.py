@@ -1,4 +1,4 @@
-"""The lifecycle of a peer at one stage, from its arrival until it leaves or the run ends."""
+"""A peer's lifecycle says what it is doing at one stage, from its arrival until it leaves or the run ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a peer measures of itself."""
+"""A peer measures its own work: times, bytes, and whether its device makes progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The facts of a run that every peer knows."""
+"""A plan holds the facts of a run that every peer knows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The background work of one peer."""
+"""A peer runs its background work in ``Tasks``."""
 
 from __future__ import annotations
 

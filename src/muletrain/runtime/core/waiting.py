@@ -1,4 +1,4 @@
-"""Waits for other peers: with deadlines, with questions to them, and ended early by news."""
+"""An actor waits for other peers with a deadline, asks them when it is missed, and looks around at all news."""
 
 from __future__ import annotations
 

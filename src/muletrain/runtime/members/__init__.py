@@ -1,4 +1,4 @@
-"""Knows who is in the run, and whom this peer can count on.
+"""Knows who is in the run, and which peers this one can count on.
 
 - ``roster``: the members, their stages, and who is alive. ``membership``: introductions, the questions behind it.
 - ``detector``: the failure detector, who is suspected, down or back. ``silence`` tells it whom to ask.

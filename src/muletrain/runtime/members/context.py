@@ -1,4 +1,4 @@
-"""What all actors of one peer share: the seams, the facts of the run, the roster and the counters."""
+"""All actors of one peer share a context: the seams, the facts of the run, the roster and the counters."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The failure detector of one peer. A *suspected* peer is routed around, perhaps wrongly. A peer that is *down* is not
-counted on until it is *back*. Questions with measured deadlines tell.
+"""The failure detector of one peer tells which others to count on. A *suspected* peer is routed around, perhaps
+wrongly. A peer that is *down* is not counted on until it is *back*. Questions with measured deadlines tell.
 
 Suspicion changes routing alone. A peer is marked down when it cannot be reached, or when it misses the patient deadline
 of a question while nothing else comes from it either (the two levels of SWIM, Das et al. 2002). ``members.silence``

@@ -1,9 +1,10 @@
-"""Leaving in order: between two steps, and never as the last replica of a stage (DESIGN "Joining, moving, leaving").
+"""A peer leaves in order: between two steps, and never as the last replica of a stage (DESIGN "Joining, moving,
+leaving").
 
-A peer that wants to leave announces it in its seal, as the request to stop travels. Who leaves is a pure function of the
-record (``StepRecord.leavers``), so all members count without it from the same step on: nothing waits for it, nothing is
-sent to it, and no number changes. It stays until the other replicas of its stage have that step, since they may still
-need something from it.
+A peer that wants to leave announces it in its seal, as the request to stop travels. Who leaves is a pure function of
+the record (``StepRecord.leavers``), so all members count without it from the same step on: nothing waits for it,
+nothing is sent to it, and no number changes. It stays until the other replicas of its stage have that step, since they
+may still need something from it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Introductions after the run has begun: a newcomer introduces itself to everyone, and a peer that missed that asks
-when it is spoken to. The network's gate decides who may speak at all; here only the roster grows."""
+"""Peers get to know each other after the run has begun: a newcomer introduces itself to everyone, and a peer that
+missed that asks when it is spoken to. The network's gate decides who may speak at all; here only the roster grows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages about who takes part: introductions, and questions whether a peer is there and how far it is."""
+"""These messages tell who takes part: introductions, and questions whether a peer is there and how far it is."""
 
 from __future__ import annotations
 

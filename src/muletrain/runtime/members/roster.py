@@ -1,4 +1,4 @@
-"""Who is in the run, which stage each member serves, and which members are alive.
+"""The roster says who is in the run, which stage each member serves, and which members are alive.
 
 The members that begin together agree on the genesis. Its digest is the first lineage, so peers that began differently
 refuse each other's frames. Later members introduce themselves to everyone. Which members a peer knows, and which it

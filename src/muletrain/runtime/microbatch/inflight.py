@@ -1,4 +1,5 @@
-"""A step while its microbatches are computed, and delayed parameter updates (DPU; SWARM sec. 3.2, Ren et al. 2021).
+"""An ``InFlightStep`` is a step while its microbatches are computed, also with delayed parameter updates (DPU; SWARM
+sec. 3.2, Ren et al. 2021).
 
 A step is computed, then agreed on: sealed, averaged, recorded, applied. Agreement goes step by step, always. Without
 DPU, step t + 1 is computed once R_t was applied. With DPU, a peer begins to compute t + 1 as soon as all microbatches

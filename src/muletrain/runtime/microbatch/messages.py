@@ -1,4 +1,4 @@
-"""Messages about single microbatches: requests to a stage, their answers, and notices to trainers."""
+"""These messages are about single microbatches: requests to a stage, their answers, and notices to trainers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All that one peer does with microbatches: it serves its stage and, if it has the data, gives out its own."""
+"""A peer handles microbatches in two ways: it serves its stage and, if it has the data, gives out its own."""
 
 from __future__ import annotations
 

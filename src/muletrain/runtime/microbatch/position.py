@@ -1,4 +1,4 @@
-"""Where a peer is in the run."""
+"""A position says where a peer is in the run."""
 
 from __future__ import annotations
 

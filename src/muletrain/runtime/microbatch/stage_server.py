@@ -1,4 +1,4 @@
-"""A peer's part of the pipeline: receive, compute and send slots that overlap (DT-FM sec. 3.5).
+"""A stage server is a peer's part of the pipeline: its receive, compute and send slots overlap (DT-FM sec. 3.5).
 
 Each admitted request is one coroutine, which holds its place until its backward is through. A forward is admitted only
 with room reserved for its backward, so gradients never wait for space and bounded queues cannot deadlock.

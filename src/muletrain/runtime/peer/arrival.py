@@ -1,5 +1,5 @@
-"""How a peer comes to where the run is: as a newcomer, from a checkpoint, after it fell behind, or from another history
-of the run."""
+"""A peer comes to where the run is: as a newcomer, from a checkpoint, after it fell behind, or from another history of
+the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a run: all peers wait for the last checkpoint, and tell each other that they may go."""
+"""At the end of a run all peers wait for the last checkpoint, and tell each other that they may go."""
 
 from __future__ import annotations
 

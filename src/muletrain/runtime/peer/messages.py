@@ -1,4 +1,4 @@
-"""Messages about a whole peer: it is away or back, what it counted, and the end of the run."""
+"""These messages are about a whole peer: it is away or back, what it counted, and the end of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When this peer writes its part of a checkpoint."""
+"""A peer writes its part of a checkpoint between two steps."""
 
 from __future__ import annotations
 

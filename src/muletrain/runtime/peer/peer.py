@@ -1,4 +1,4 @@
-"""A peer of the run: its actors, and the loop over steps."""
+"""A peer of the run consists of its actors and the loop over steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a peer asks of the process that it runs in, and tells it."""
+"""A peer asks the process that it runs in about memory, and tells it of steps."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a peer tells of the steps that it applied: to its own log, to the coordinator on another machine, and to the
-run's status."""
+"""A peer reports the steps that it applied: to its own log, to the coordinator on another machine, and to the run's
+status."""
 
 from __future__ import annotations
 

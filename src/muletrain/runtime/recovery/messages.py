@@ -1,4 +1,4 @@
-"""Messages of a run that rolls back, and of two histories that meet."""
+"""These messages roll a run back, and compare two histories that meet."""
 
 from __future__ import annotations
 
