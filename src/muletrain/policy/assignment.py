@@ -54,7 +54,7 @@ class View:
     a newcomer copies."""
 
     loads: Mapping[str, Load]
-    """By id. Newcomers are placed one after the other, in this order."""
+    """Load of each peer, by id. Newcomers are placed one after the other, in this order."""
     work: Sequence[float]
     state_bytes: Sequence[float] = ()
     stopped: bool = False

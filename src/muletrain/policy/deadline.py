@@ -17,7 +17,7 @@ CEILING_S = 600.0
 
 
 class Deadline:
-    """How long to wait for one kind of answer."""
+    """Says how long to wait for one kind of answer."""
 
     def __init__(self, unmeasured_s: float = UNMEASURED_S, floor_s: float = FLOOR_S, deviations: float = 4.0) -> None:
         self._mean_s: float | None = None

@@ -86,7 +86,7 @@ def by_throughput(view: View, horizon_s: float, *, exchange: bool = True) -> tup
 
 
 class _Plan:
-    """Moves in the order in which they were found, and what the stages would do after them [microbatches/s]."""
+    """Holds moves in the order in which they were found, and what the stages would do after them [microbatches/s]."""
 
     def __init__(self, view: View, served: list[list[str]], exchange: bool) -> None:
         self._view, self._exchange = view, exchange

@@ -55,7 +55,7 @@ CHOICES = tuple(choice for s in STRATEGIES for choice in s.choices)
 
 
 def find(name: str) -> Listed:
-    """Raises KeyError."""
+    """Returns the strategy of that name. Raises KeyError."""
     by_name: dict[str, Listed] = {s.name: s for s in STRATEGIES}
     return by_name[name]
 

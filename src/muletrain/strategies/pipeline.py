@@ -35,7 +35,7 @@ def in_flight(schedule: Schedule, stages: int, stage: int, microbatches: int) ->
 
 @dataclass(frozen=True)
 class Pipeline:
-    """``names[stage][pipeline]``; ``microbatches`` of a step, by pipeline."""
+    """Serves planned pipelines: ``names[stage][pipeline]``; ``microbatches`` of a step, by pipeline."""
 
     names: tuple[tuple[str, ...], ...]
     microbatches: tuple[int, ...]

@@ -23,8 +23,8 @@ from muletrain.runtime.core.messages import (
 
 
 class Member(Message):
-    """One peer of the run. ``device``: its kind. ``flops``: what it is expected to compute [FLOP/s], 0 if unknown.
-    ``since``: counts up with every stage it serves; a later one replaces an earlier."""
+    """Describes one peer of the run. ``device``: its kind. ``flops``: what it is expected to compute [FLOP/s], 0 if
+    unknown. ``since``: counts up with every stage it serves; a later one replaces an earlier."""
 
     KIND: ClassVar[str] = "member"
     id: Id

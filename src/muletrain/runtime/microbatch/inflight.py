@@ -80,7 +80,7 @@ class InFlightStep:
         self.over = True
 
     def check(self) -> None:
-        """Raises TooLate."""
+        """Raises TooLate if the weights may have changed."""
         if self.over:
             raise TooLate(f"step {self.step} is over, or was begun again")
 

@@ -33,7 +33,7 @@ class Microbatches:
         self._inwards = Dispatcher(ctx, 0, self.survey)
         self.server = StageServer(ctx, position, self._onwards)
         self._trainers: dict[int, Trainer] = {}
-        """By step."""
+        """The trainer of each step under way."""
 
     def begin(self, work: InFlightStep, *, retry: bool) -> None:
         """Begin to give out the microbatches of ``work``. ``retry``: this peer was away, so others may have begun
@@ -91,7 +91,7 @@ class Microbatches:
         self._inwards.refresh()
 
     def on_trainer_done(self, message: TrainerDone) -> None:
-        """Raises ProtocolError."""
+        """Note what a trainer reports as through. Raises ProtocolError if it is invalid."""
         work = self._position.computing(message.step)
         if work is not None and not work.complete(message.indices, message.losses):
             raise ProtocolError("trainer_done: microbatches that the step does not have, or not one loss for each")

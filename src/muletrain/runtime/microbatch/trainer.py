@@ -59,7 +59,7 @@ class Trainer:
         self._source = source
         self._dispatcher, self._survey = dispatcher, survey
         self._windows = defaultdict[int, asyncio.Semaphore](lambda: asyncio.Semaphore(window))
-        """By lane."""
+        """The window of each lane."""
         self._attempts: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
         self._work, self._step, self._lineage = work, work.step, work.lineage
         self._claimed: set[int] = set()

@@ -292,7 +292,7 @@ class Rollback:
             self._learning = False
 
     def _obey(self, order: StepBack) -> None:
-        """Raises ProtocolError."""
+        """Begin anew as ``order`` says, if it concerns us and is later. Raises ProtocolError if it is invalid."""
         self._check(order)
         if self._position.life.joining and self._ctx.roster.own.stage not in order.lost:
             return  # replicas give their state on any branch
