@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from muletrain.compute.arithmetic import StageArithmetic
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.compute.weights import StageWeights
 from muletrain.errors import NetworkError
@@ -64,14 +65,13 @@ def part_of_the_record(patch: pytest.MonkeyPatch) -> None:
 
 def stale_weights(patch: pytest.MonkeyPatch) -> None:
     """Every update comes one step late, so that microbatches see the weights of the step before."""
-    right, late = StepRunner._apply, {}
+    right, late = TorchCompute.apply, {}
 
-    async def apply(self: StepRunner, record: StepRecord, gradient: Any) -> None:
-        before, late[id(self)] = late.get(id(self)), (record, gradient.clone())
-        if before is not None:
-            await right(self, *before)
+    async def apply(self: TorchCompute, gradient: Any, update: Any, turn: Any) -> None:
+        before, late[id(self)] = late.get(id(self), torch.zeros_like(gradient)), gradient.clone()
+        await right(self, before, update, turn)
 
-    patch.setattr(StepRunner, "_apply", apply)
+    patch.setattr(TorchCompute, "apply", apply)
 
 
 def lost_trainer(patch: pytest.MonkeyPatch) -> None:
@@ -87,20 +87,21 @@ def reused_round(patch: pytest.MonkeyPatch) -> None:
 
 def accumulator_kept_over_a_migration(patch: pytest.MonkeyPatch) -> None:
     """What a peer summed up for one stage is still there when it serves the next."""
-    right_apply, right_load, kept = TorchCompute._apply, TorchCompute._load_state, {}
+    right_apply, right_load, kept = StageArithmetic.apply, StageArithmetic.load_state, {}
 
-    def apply(self: TorchCompute, gradient: Any, update: Any) -> None:
-        kept[self.stage] = self._weights.accumulator(update.step).clone()
+    def apply(self: StageArithmetic, gradient: Any, update: Any) -> None:
+        kept[self.stage] = self.weights.accumulator(update.step).clone()
         right_apply(self, gradient, update)
 
-    def load(self: TorchCompute, state: Any) -> None:
+    def load(self: StageArithmetic, state: Any) -> None:
         right_load(self, state)
+        accumulator = self.weights.accumulator(0)
         for before in (gradient for stage, gradient in kept.items() if stage != self.stage):
-            size = min(len(before), self.n_params)
-            self._weights.accumulator(0)[:size] += before[:size]
+            size = min(len(before), len(accumulator))
+            accumulator[:size] += before[:size]
 
-    patch.setattr(TorchCompute, "_apply", apply)
-    patch.setattr(TorchCompute, "_load_state", load)
+    patch.setattr(StageArithmetic, "apply", apply)
+    patch.setattr(StageArithmetic, "load_state", load)
     patch.setattr(TorchCompute, "clear", lambda self, step: None)
 
 
@@ -109,15 +110,15 @@ def sides_stay_apart(patch: pytest.MonkeyPatch) -> None:
 
 
 def accumulator_kept(patch: pytest.MonkeyPatch) -> None:
-    right = TorchCompute._apply
+    right = TorchCompute.apply
 
-    def apply(self: TorchCompute, gradient: Any, update: Any) -> None:
-        kept = self._weights.accumulator(update.step).clone()
-        right(self, gradient, update)
-        if self.stages > 1:  # the single process is right
-            self._weights.accumulator(update.step).copy_(kept)
+    async def apply(self: TorchCompute, gradient: Any, update: Any, turn: Any) -> None:
+        accumulator = self.arithmetic.weights.accumulator(update.step)
+        kept = accumulator.clone()
+        await right(self, gradient, update, turn)
+        accumulator.copy_(kept)
 
-    patch.setattr(TorchCompute, "_apply", apply)
+    patch.setattr(TorchCompute, "apply", apply)
 
 
 def gaps_ignored(patch: pytest.MonkeyPatch) -> None:
@@ -195,16 +196,16 @@ def removes_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def forgets_moments(patch: pytest.MonkeyPatch) -> None:
-    right = TorchCompute._load_state
+    right = StageWeights.load_state
 
-    def load(self: TorchCompute, state: dict[str, Any]) -> None:
+    def load(self: StageWeights, state: dict[str, Any]) -> None:
         right(self, {k: v if k.startswith("model/") else torch.zeros_like(v) for k, v in state.items()})
 
-    patch.setattr(TorchCompute, "_load_state", load)
+    patch.setattr(StageWeights, "load_state", load)
 
 
 def keeps_all_gradients(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(GradientLog, "_excess", lambda self: False)
+    patch.setattr(GradientLog, "exceeds", lambda self: False)
 
 
 def forgets_no_part(patch: pytest.MonkeyPatch) -> None:
@@ -241,7 +242,8 @@ def never_stops(patch: pytest.MonkeyPatch) -> None:
 
 
 def both_steps_see_the_same_weights(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TorchCompute, "_module", lambda self, mb: self._versions[0])
+    right = StageArithmetic.module
+    patch.setattr(StageArithmetic, "module", lambda self, step: right(self, 0))
 
 
 def newcomers_get_the_newest_weights_only(patch: pytest.MonkeyPatch) -> None:
@@ -254,13 +256,13 @@ def newcomers_get_the_newest_weights_only(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_step_ahead_is_cleared_with_the_one_that_is_over(patch: pytest.MonkeyPatch) -> None:
-    right = StepRunner._apply
+    right = TorchCompute.apply
 
-    async def apply(self: StepRunner, record: Any, gradient: Any) -> None:
-        await right(self, record, gradient)
-        self._ctx.compute.clear(record.step + 1)
+    async def apply(self: TorchCompute, gradient: Any, update: Any, turn: Any) -> None:
+        await right(self, gradient, update, turn)
+        self.clear(update.step + 1)
 
-    patch.setattr(StepRunner, "_apply", apply)
+    patch.setattr(TorchCompute, "apply", apply)
 
 
 def without_moments(patch: pytest.MonkeyPatch) -> None:
@@ -284,29 +286,29 @@ def the_beginning_is_near_enough(patch: pytest.MonkeyPatch) -> None:
 
 def newcomers_round(patch: pytest.MonkeyPatch) -> None:
     """In the last bit of what they are given."""
-    right = TorchCompute._load_state
+    right = StageWeights.load_state
 
-    def load(self: TorchCompute, state: dict[str, Any]) -> None:
+    def load(self: StageWeights, state: dict[str, Any]) -> None:
         right(self, {k: v * (1 + 2**-22) if k.startswith("model/") else v for k, v in state.items()})
 
-    patch.setattr(TorchCompute, "_load_state", load)
+    patch.setattr(StageWeights, "load_state", load)
 
 
 def a_replica_rounds(patch: pytest.MonkeyPatch) -> None:
     """Every second one, in the last bit of each update."""
-    count, begun, right = itertools.count(), TorchCompute.__init__, TorchCompute._apply
+    count, begun, right = itertools.count(), TorchCompute.__init__, TorchCompute.apply
 
     def init(self: TorchCompute, *args: Any, **kwargs: Any) -> None:
         begun(self, *args, **kwargs)
         self.rounds = bool(next(count) % 2)  # type: ignore[attr-defined]
 
-    def apply(self: TorchCompute, gradient: Any, update: Any) -> None:
-        right(self, gradient, update)
-        if self.stages > 1 and self.rounds:  # type: ignore[attr-defined]
-            self._weights.masters[:5] *= 1 + 2**-22
+    async def apply(self: TorchCompute, gradient: Any, update: Any, turn: Any) -> None:
+        await right(self, gradient, update, turn)
+        if self.rounds:  # type: ignore[attr-defined]
+            self.arithmetic.weights.masters[:5] *= 1 + 2**-22
 
     patch.setattr(TorchCompute, "__init__", init)
-    patch.setattr(TorchCompute, "_apply", apply)
+    patch.setattr(TorchCompute, "apply", apply)
 
 
 def room_for_one_more(patch: pytest.MonkeyPatch) -> None:

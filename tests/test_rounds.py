@@ -165,16 +165,17 @@ def test_a_replica_that_holds_a_round_alone_gives_way_to_most() -> None:
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_replicas_whose_weights_differ_go_on_with_the_first_one_s(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that differs in the last bit after step 0: the later one of the two takes the state of the first."""
-    right, seen = TorchCompute._apply, []
+    right, seen = TorchCompute.apply, []
 
-    def apply(self: TorchCompute, gradient: Any, update: Any) -> None:
-        right(self, gradient, update)
+    async def apply(self: TorchCompute, gradient: Any, update: Any, turn: Any) -> None:
+        await right(self, gradient, update, turn)
         if self.stage == 1 and update.step == 0:
             seen.append(self)
             if len(seen) == 1 + wrong:  # the reference serves all stages as one
-                self._weights.masters[0] = torch.nextafter(self._weights.masters[0], torch.tensor(2.0))
+                masters = self.arithmetic.weights.masters
+                masters[0] = torch.nextafter(masters[0], torch.tensor(2.0))
 
-    monkeypatch.setattr(TorchCompute, "_apply", apply)
+    monkeypatch.setattr(TorchCompute, "apply", apply)
     outcome = play(Scenario(21, (2, 2), 2, 3, 6, 0.01, ()))
     assert outcome.violations == ["peer-1a and peer-1b, replicas of one stage, have other weights after step 1"]
     assert len(seen) == 2

@@ -51,7 +51,7 @@ class StageWeights:
         newest = self.masters if self._direct else self.masters.to(device, dtype)
         self._working = [newest, *(newest.clone() for _ in versions[1:])]
         self._parameters = [self._bound(*pair) for pair in zip(versions, self._working, strict=True)]
-        self._rule = make_rule(optimizer, total_steps, self.layout, state_device)
+        self.rule = make_rule(optimizer, total_steps, self.layout, state_device)
         self._accumulators = [torch.zeros(self.layout.size, device=device) for _ in versions]
         self._accumulator_views = [list(self.layout.views(a).values()) for a in self._accumulators]
         self.next = 0
@@ -89,7 +89,7 @@ class StageWeights:
             scratch.copy_(gradient)
             if scale != 1.0:
                 scratch.mul_(scale)
-            self._rule.step(self.masters, scratch, step)
+            self.rule.step(self.masters, scratch, step)
         if not self._direct:
             newest.copy_(self.masters)
         accumulator.zero_()
@@ -140,7 +140,7 @@ class StageWeights:
         return found
 
     def _buffers(self) -> dict[str, Tensor]:
-        buffers = {"model": self.masters, "moment1": self._rule.moment1, "moment2": self._rule.moment2}
+        buffers = {"model": self.masters, "moment1": self.rule.moment1, "moment2": self.rule.moment2}
         return buffers if len(self._working) == 1 else {**buffers, "delayed": self._working[self._version(self.next)]}
 
 
