@@ -12,7 +12,6 @@ import torch
 from muletrain.compute.arithmetic import StageArithmetic
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.compute.weights import StageWeights
-from muletrain.errors import NetworkError
 from muletrain.runtime.checkpoint.own_part import OwnPart
 from muletrain.runtime.checkpoint.part_exchange import PartExchange
 from muletrain.runtime.checkpoint.store import CheckpointStore
@@ -22,21 +21,23 @@ from muletrain.runtime.members.watchdog import Watchdog
 from muletrain.runtime.microbatch import trainer
 from muletrain.runtime.microbatch.cross_check import GradientCrossCheck
 from muletrain.runtime.microbatch.ledger import Ledger
+from muletrain.runtime.microbatch.survey import Survey
 from muletrain.runtime.microbatch.trainer import Trainer
 from muletrain.runtime.peer.reporting import Reporting
 from muletrain.runtime.recovery import forks as lineages
 from muletrain.runtime.recovery.rollback import Rollback
-from muletrain.runtime.step import agreement, audit
+from muletrain.runtime.step import agreement, audit, record
 from muletrain.runtime.step.averaging import Averager
 from muletrain.runtime.step.exchange import Exchange
 from muletrain.runtime.step.gradient_log import GradientLog
 from muletrain.runtime.step.messages import ShardFacts
-from muletrain.runtime.step.record import Attested, RecordBuilder, StepRecord
+from muletrain.runtime.step.record import Attested, StepRecord
 from muletrain.runtime.step.reruns import Reruns
 from muletrain.runtime.step.rounds import RoundFailed
 from muletrain.runtime.step.runner import StepRunner
 from muletrain.runtime.transfer.tokens import Sharing
 from muletrain.sim.world import reference
+from muletrain.wire.codec import decode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,14 +49,14 @@ if TYPE_CHECKING:
 
 
 def retry_accumulates_again(patch: pytest.MonkeyPatch) -> None:
-    async def all_stages(self: Trainer, index: int, stages: tuple[int, ...]) -> tuple[tuple[int, ...], None]:
+    async def all_stages(self: Survey, lineage: bytes, step: int, index: int, stages: Any, counts: Any) -> Any:
         return stages, None
 
     def begin(self: Ledger, index: int) -> bool:
         self._in_flight.add(index)
         return True
 
-    patch.setattr(Trainer, "_still_missing", all_stages)
+    patch.setattr(Survey, "still_missing", all_stages)
     patch.setattr(Ledger, "begin", begin)
 
 
@@ -132,25 +133,22 @@ def gaps_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_holder_is_enough(patch: pytest.MonkeyPatch) -> None:
-    def counting(self: RecordBuilder, stage: int, live: tuple[str, ...]) -> Attested | None:
-        held = (k for (s, _), rounds in self._rounds.items() if s == stage for k in rounds)
-        return min(held, key=lambda k: k.facts.round, default=None)
-
-    patch.setattr(RecordBuilder, "_counting", counting)
+    patch.setattr(Attested, "complete", lambda self, live, attesting: True)
+    patch.setattr(record, "held_by_most", lambda rounds, voters: rounds)
 
 
 def attests_before_it_holds(patch: pytest.MonkeyPatch) -> None:
-    """What did not come is taken for what it was in the scratch."""
-    right = Averager._collect
+    """What it accumulated itself is taken for the mean, if the others' shards do not come."""
+    right = Averager.reduce
 
-    async def collect(self: Averager, plan: Any, owner: str, result: Any) -> Any:
+    async def reduce(self: Averager, plan: Any, gradient: Any) -> Any:
         try:
-            return await right(self, plan, owner, result)
-        except (NetworkError, RoundFailed):
-            result.nan_to_num_(0.0)
-            return ShardFacts(content=bytes(32), square_norm=0.0, finite=True)
+            return await right(self, plan, gradient)
+        except RoundFailed:
+            facts = ShardFacts(content=bytes(32), square_norm=0.0, finite=True)
+            return gradient / plan.microbatches, tuple(facts for _ in plan.members)
 
-    patch.setattr(Averager, "_collect", collect)
+    patch.setattr(Averager, "reduce", reduce)
 
 
 def nothing_stands_out(patch: pytest.MonkeyPatch) -> None:
@@ -163,10 +161,10 @@ def what_is_left_out_is_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_second_opinion(patch: pytest.MonkeyPatch) -> None:
-    async def compared(self: GradientCrossCheck, request: Any, sent: Any, peer: str, first: Any) -> Any:
-        return first.values, True
+    async def gradient(self: GradientCrossCheck, request: Any, forward: Any, sent: Any, answer: Any) -> Any:
+        return decode(answer.gradient), True
 
-    patch.setattr(GradientCrossCheck, "_compared", compared)
+    patch.setattr(GradientCrossCheck, "gradient", gradient)
 
 
 def writes_the_weights_of_before(patch: pytest.MonkeyPatch) -> None:
@@ -192,7 +190,7 @@ def damages_what_it_writes(patch: pytest.MonkeyPatch) -> None:
 
 
 def removes_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CheckpointStore, "_prune", lambda self, newest: None)
+    patch.setattr(CheckpointStore, "prune", lambda self, newest: None)
 
 
 def forgets_moments(patch: pytest.MonkeyPatch) -> None:
@@ -205,12 +203,13 @@ def forgets_moments(patch: pytest.MonkeyPatch) -> None:
 
 
 def keeps_all_gradients(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(GradientLog, "exceeds", lambda self: False)
+    right = GradientLog.__init__
+    patch.setattr(GradientLog, "__init__", lambda self, ctx, limit: right(self, ctx, 1 << 60))
 
 
 def forgets_no_part(patch: pytest.MonkeyPatch) -> None:
     """Writers begin a part while their last one is under way."""
-    patch.setattr(OwnPart, "_busy", lambda self: None)
+    patch.setattr(OwnPart, "busy", lambda self: None)
 
 
 def sums_losses(patch: pytest.MonkeyPatch) -> None:
@@ -381,12 +380,12 @@ def a_disk_that_is_full_ends_its_peer(patch: pytest.MonkeyPatch) -> None:
 
 
 def shared_tokens_are_read_from_the_end(patch: pytest.MonkeyPatch) -> None:
-    right = Sharing._checked
+    right = Sharing.__init__
 
-    async def checked(self: Sharing) -> Any:
-        return (await right(self))[::-1]
+    def init(self: Sharing, shared: Any, data: Any, tokenizer: Any, vocab: int, source_of: Any, **more: Any) -> None:
+        right(self, shared, data, tokenizer, vocab, lambda tokens: source_of(tokens[::-1]), **more)
 
-    patch.setattr(Sharing, "_checked", checked)
+    patch.setattr(Sharing, "__init__", init)
 
 
 def waits_have_no_end(patch: pytest.MonkeyPatch) -> None:

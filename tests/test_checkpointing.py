@@ -494,6 +494,13 @@ def test_who_gives_up_on_a_checkpoint_leaves_it_to_the_collector_that_shares_its
     play(scenario)
 
 
+class Unfrozen(Folder):
+    """A coordinator that froze right before its last step."""
+
+    def go_on(self, key: Key) -> None:
+        self._finish(key)
+
+
 def test_a_checkpoint_is_complete_with_all_its_parts_or_not_at_all(tmp_path: Path) -> None:
     folder, store = Folder(tmp_path / "run", keep=2), open_place(f"memory://{tmp_path.name}", keep=2)
     key, about = Key(4, LINEAGE), FACTS.manifest("run") | {"data": "d"}
@@ -509,7 +516,7 @@ def test_a_checkpoint_is_complete_with_all_its_parts_or_not_at_all(tmp_path: Pat
         assert place.complete() == {key: parts}
     # somebody froze before its last step, and others were there first
     folder.write_part(key, 0, buffers[:1])
-    folder._finish(key)
+    Unfrozen(tmp_path / "run", keep=2).go_on(key)
     assert names(tmp_path / "run") == ["step-00000004"]
     Checkpoint.intact(tmp_path / "run" / "step-00000004")
 

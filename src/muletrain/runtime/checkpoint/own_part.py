@@ -44,7 +44,7 @@ class OwnPart:
         self._coordinator.due(key, last=last)
         if not self._roles.is_writer() or self._checkpoints.ended(key) is not None or self._roles.coordinator is None:
             return False
-        reason = self._busy()
+        reason = self.busy()
         if reason is not None and not last:
             self._coordinator.leave_out(key, f"left out: {reason}")
         return reason is None
@@ -52,14 +52,14 @@ class OwnPart:
     def wants(self, key: Key) -> bool:
         """Is our stage's part of the last checkpoint still to be offered? One that shares the place leaves that to the
         writer: it would only write the same once more."""
-        if self._checkpoints.ended(key) is not None or self._busy() is not None:
+        if self._checkpoints.ended(key) is not None or self.busy() is not None:
             return False
         if self._roles.shares_target() and not self._roles.is_writer():
             return False
         opened = self._checkpoints.get(key)
         return opened is None or self._ctx.roster.own.stage not in opened.here
 
-    def _busy(self) -> str | None:
+    def busy(self) -> str | None:
         """Why there is no room for another copy of the state."""
         earlier = self._writing or next((o.key for o in self._checkpoints if o.own is not None), None)
         if earlier is not None:

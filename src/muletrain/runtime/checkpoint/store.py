@@ -118,7 +118,7 @@ class CheckpointStore(ABC):
             manifest = {**about, "step": key.step, "lineage": key.lineage.hex(), "parts": listed, "files": named}
             self._write(f"{folder}/{MANIFEST}", [memoryview(json.dumps(manifest, indent=1).encode())])
             self._finish(key)
-        self._prune(key)
+        self.prune(key)
         return self.where(key)
 
     def complete(self) -> dict[Key, dict[int, PartFacts]]:
@@ -152,7 +152,8 @@ class CheckpointStore(ABC):
         if not self._is_complete(self._open(key)):
             self._remove(self._open(key))
 
-    def _prune(self, newest: Key) -> None:
+    def prune(self, newest: Key) -> None:
+        """Remove checkpoints before the ``keep`` newest ones up to ``newest``, and incomplete ones before it."""
         self.drop(newest.step)
         # those of later steps are what a resumed run passed over: they must not push this one out
         known = [(int(m[1]), m[0]) for n in self._names() if (m := _NAME.match(n)) and self._is_complete(n)]

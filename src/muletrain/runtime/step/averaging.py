@@ -28,13 +28,14 @@ from muletrain.runtime.step.rounds import Attendance, Round, RoundFailed
 from muletrain.wire.codec import decode, encode, encoded_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from typing import Any
 
     from torch import Tensor
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
+    from muletrain.runtime.step.rounds import Holders
     from muletrain.wire.codec import Encoded
 
 NORM_TOLERANCE = 1e-3
@@ -129,11 +130,8 @@ class _Inbox:
 class Averager:
     """Reduces the rounds of one step, one at a time, and answers for the shard that this peer owns."""
 
-    def __init__(self, ctx: Context, held_elsewhere: Callable[[], bool] = lambda: False) -> None:
-        """``held_elsewhere``: a replica holds a round of this step; what does not arrive in time is better taken from
-        it."""
-        self._ctx = ctx
-        self._held_elsewhere = held_elsewhere
+    def __init__(self, ctx: Context, holders: Holders) -> None:
+        self._ctx, self._holders = ctx, holders
         self._inbox = _Inbox()
         self._limits = _Limits.of(ctx.compute.n_params, ctx.plan.chunk)
         self._broken: set[PeerId] = set()
@@ -164,6 +162,14 @@ class Averager:
         self._broken.clear()
         self._attendance = None
 
+    def owing(self) -> dict[PeerId, int]:
+        """See ``rounds.Traffic``."""
+        return self._inbox.owing()
+
+    def taking(self) -> set[PeerId]:
+        """See ``rounds.Traffic``."""
+        return set(self._sending)
+
     def silent(self) -> dict[PeerId, int]:
         """Members that live, but of whom no chunk came in this attempt for long; see ``owing``."""
         return {} if self._attendance is None else self._attendance.silent
@@ -192,9 +198,7 @@ class Averager:
         """
         result = torch.empty(plan.n_params)
         me = self._ctx.net.peer_id
-        self._attendance = Attendance(
-            self._ctx, plan, self._inbox.owing, lambda: set(self._sending), self._held_elsewhere
-        )
+        self._attendance = Attendance(self._ctx, plan, self, self._holders)
         try:
             async with asyncio.TaskGroup() as group:
                 watching = group.create_task(self._attendance.watch())

@@ -16,7 +16,7 @@ from muletrain.runtime.microbatch.position import Behind
 from muletrain.runtime.step.messages import Abstain, AskEntries, AskGradient, AskSeal, Entries, Seal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.core.waiting import Waits
@@ -93,7 +93,7 @@ class Exchange:
         self._question(sender)
         self._ctx.news.touched()
         if not self._work.all_completed:
-            self._overtaken_by(sender, self._all_through)
+            self._overtaken_by(sender, applied=False)
         if self._state.attested is not None:  # no other attempt is needed: what we hold is for everyone
             self._ctx.spawn(self._ctx.tell((sender,), self._state.attested), "entry again")
 
@@ -112,7 +112,7 @@ class Exchange:
     def on_later(self, sender: PeerId, *, applied: bool) -> None:
         """A frame came from ``sender`` that is sent after all microbatches of this step are through, or after it was
         ``applied``."""
-        self._overtaken_by(sender, self._recorded if applied else self._all_through)
+        self._overtaken_by(sender, applied=applied)
 
     def abstain(self) -> None:
         """Others of our stage go on without us: tell everyone that what they hold counts without our word."""
@@ -121,23 +121,23 @@ class Exchange:
             message = Abstain(lineage=self._state.lineage, step=self._state.step, attempt=attempt)
             self._ctx.spawn(self._ctx.tell(self._ctx.roster.everyone(), message), "abstain")
 
-    def _all_through(self) -> bool:
-        return self._work.all_completed
-
     def _recorded(self) -> bool:
         return self._state.builder.record() is not None
 
-    def _overtaken_by(self, sender: PeerId, done: Callable[[], bool]) -> None:
-        """``sender`` is done with what we still wait for. Usually we soon are, too; if not, a notice was lost, or we
-        were."""
-        if not (self._overtaken or self._position.away or done()):
-            self._overtaken = True
-            self._ctx.spawn(self._find_out_later(sender, done), "overtaken")
+    def _reached(self, *, applied: bool) -> bool:
+        """Do we have the step's record, or (unless ``applied``) all its microbatches?"""
+        return self._recorded() if applied else self._work.all_completed
 
-    async def _find_out_later(self, sender: PeerId, done: Callable[[], bool]) -> None:
+    def _overtaken_by(self, sender: PeerId, *, applied: bool) -> None:
+        """``sender`` has what we still wait for. Usually we have it soon, too; if not, a notice was lost."""
+        if not (self._overtaken or self._position.away or self._reached(applied=applied)):
+            self._overtaken = True
+            self._ctx.spawn(self._find_out_later(sender, applied=applied), "overtaken")
+
+    async def _find_out_later(self, sender: PeerId, *, applied: bool) -> None:
         await self._ctx.clock.sleep(GRACE_S)
         self._overtaken = False
-        if self._state.current and not done():
+        if self._state.current and not self._reached(applied=applied):
             await self.find_out(sender)
 
     def _question(self, holder: PeerId) -> None:

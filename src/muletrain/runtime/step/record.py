@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgpack
 
@@ -22,6 +22,7 @@ from muletrain.runtime.step.messages import RoundEntry
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
+    from muletrain.clock import Clock
     from muletrain.runtime.step.messages import ShardFacts
 
 _FACTS = tuple(name for name in RoundEntry.model_fields if name not in ("holder", "without", "shards"))
@@ -157,6 +158,14 @@ class _Claim(NamedTuple):
     entries: tuple[RoundEntry, ...]
 
 
+class LiveReplicas(Protocol):
+    """Knows who is believed alive here (``Roster``)."""
+
+    def stage(self, stage: int) -> tuple[str, ...]:
+        """Live replicas of ``stage``, ourselves included."""
+        ...
+
+
 @dataclass
 class RecordBuilder:
     """Collects what replicas attest to of one step, until a round of each stage counts.
@@ -177,10 +186,8 @@ class RecordBuilder:
     stages: int
     previous: bytes
     """hash(R_{t-1})"""
-    live: Callable[[int], tuple[str, ...]] = lambda stage: ()
-    """Replicas of a stage that are believed alive here, ourselves included."""
-    now: Callable[[], float] = lambda: 0.0
-    """[s]"""
+    live: LiveReplicas
+    clock: Clock
     known: Counter[int] = field(default_factory=Counter)
     """Counts what was learnt, by stage."""
     _rounds: dict[tuple[int, bytes], list[Attested]] = field(default_factory=dict)
@@ -308,7 +315,7 @@ class RecordBuilder:
 
     def _choice(self, stage: int) -> Attested | None:
         """The round of ``stage`` that counts."""
-        live, known = self.live(stage), self.known[stage]
+        live, known = self.live.stage(stage), self.known[stage]
         before = self._chosen.get(stage)
         if before is None or before[0] != known or before[1] != live or stage in self._undecided:
             before = self._chosen[stage] = known, live, self._counting(stage, live)
@@ -319,10 +326,10 @@ class RecordBuilder:
         attesting = {m for k in rounds for m in k.holders}
         voters = set(live) - self._abstaining[stage]
         whole = [k for k in rounds if k.complete(live, attesting)]
-        most = [k for k in whole if 2 * len(k.holders) > len(voters | k.holders.keys())]
+        most = held_by_most(whole, voters)
         if most or not whole or not voters <= attesting:
             self._undecided.pop(stage, None)
-        elif self.now() - self._undecided.setdefault(stage, self.now()) >= UNDECIDED_S:
+        elif self.clock.now() - self._undecided.setdefault(stage, self.clock.now()) >= UNDECIDED_S:
             most = whole
         return min(most, key=lambda k: (-len(k.holders), min(k.holders), k.facts.round), default=None)
 
@@ -331,11 +338,11 @@ class RecordBuilder:
         them are."""
         if not self._claims:
             return ()
-        others = sum(len(self.live(stage)) for stage in range(self.stages)) - 1
+        others = sum(len(self.live.stage(stage)) for stage in range(self.stages)) - 1
         hashes = Counter(c.record.hash for c in self._claims.values())
         most, count = min(hashes.items(), key=lambda item: (-item[1], item[0]))
         unknown = [stage for stage in range(self.stages) if self._choice(stage) is None]
-        alone = self.trusting or not any(map(self.live, unknown))  # who else could tell us is gone
+        alone = self.trusting or not any(map(self.live.stage, unknown))  # who else could tell us is gone
         if 2 * count <= len(self._claims) or count < (1 if alone else min(2, others)):
             return ()
         return next(c.entries for c in self._claims.values() if c.record.hash == most)
@@ -343,6 +350,11 @@ class RecordBuilder:
     def _of(self, entries: tuple[RoundEntry, ...]) -> StepRecord:
         stages = (StageEntry(e.round, e.shards, e.stop, e.leaves, e.expelled) for e in entries)
         return StepRecord(self.step, self.previous, tuple(stages))
+
+
+def held_by_most(rounds: list[Attested], voters: Collection[str]) -> list[Attested]:
+    """The rounds that more than half of ``voters``, and of their own holders, attest to."""
+    return [k for k in rounds if 2 * len(k.holders) > len({*voters, *k.holders})]
 
 
 def facts_of(entry: RoundEntry) -> RoundEntry:

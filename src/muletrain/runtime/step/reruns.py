@@ -16,8 +16,6 @@ from muletrain.runtime.microbatch.messages import Gap
 from muletrain.runtime.microbatch.position import Behind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-
     from muletrain.network.base import PeerId
     from muletrain.policy.cover import Cover
     from muletrain.runtime.core.waiting import Waits
@@ -103,28 +101,27 @@ class Reruns:
             self.drop()
         gaps = frozenset(cover.gaps)
         ctx.emit(MicrobatchesRerun(step=state.step, stage=ctx.roster.own.stage, microbatches=len(gaps)))
+        await self._run(gaps, attempt, left_out)
 
-        async def refilled() -> None:
-            """Gaps are filled when no replica misses them; its own ledger is each one's truth. A replica that tries
-            once more found them filled, or its company has changed: then we try again, too."""
-            assert state.announced is not None  # of which these are the gaps
-            for pause in itertools.count():
-                union, with_us = set(self._ledger.accumulated), {*self._company.members()} - {*left_out}
-                claims: dict[PeerId, frozenset[int]] = {}
-                answers = await self._ask_replicas()
-                await self._follow(answers)
-                for peer, progress in answers.items():
-                    claims[peer] = (
-                        gaps & set(progress.accumulated) if progress.current and peer in with_us else frozenset()
-                    )
-                    union |= claims[peer]
-                alone = self._ledger.barred and not all(map(ctx.roster.is_alive, state.announced.members))
-                if alone or gaps <= union or state.latest_attempt(state.announced.members) > attempt:
-                    self._claims = claims
-                    return
-                await self._pause(pause)
-
-        await self._run(gaps, attempt, refilled, left_out)
+    async def _filled(self, gaps: frozenset[int], attempt: int, left_out: tuple[PeerId, ...]) -> None:
+        """Wait until no replica misses the gaps, by each one's own ledger. A replica that announced another attempt
+        found them filled, or its company has changed: then we try again, too."""
+        ctx, state = self._ctx, self._state
+        assert state.announced is not None  # these are its gaps
+        for pause in itertools.count():
+            union, with_us = set(self._ledger.accumulated), {*self._company.members()} - {*left_out}
+            claims: dict[PeerId, frozenset[int]] = {}
+            answers = await self._ask_replicas()
+            await self._follow(answers)
+            for peer, progress in answers.items():
+                counts = progress.current and peer in with_us
+                claims[peer] = gaps & set(progress.accumulated) if counts else frozenset()
+                union |= claims[peer]
+            alone = self._ledger.barred and not all(map(ctx.roster.is_alive, state.announced.members))
+            if alone or gaps <= union or state.latest_attempt(state.announced.members) > attempt:
+                self._claims = claims
+                return
+            await self._pause(pause)
 
     async def _follow(self, answers: dict[PeerId, Progress]) -> None:
         """Raises Behind where a replica has gone on."""
@@ -138,15 +135,9 @@ class Reruns:
         self._company.check()
         await self._ctx.clock.sleep(backoff_s(times, PAUSE_S, FILLED_MAX_S))
 
-    async def _run(
-        self,
-        gaps: frozenset[int],
-        attempt: int,
-        done: Callable[[], Coroutine[None, None, None]],
-        left_out: tuple[PeerId, ...],
-    ) -> None:
-        """Have the trainers run ``gaps`` for this stage alone, until ``done`` returns. Raises MuletrainError when they
-        never do, and what ``done`` raises."""
+    async def _run(self, gaps: frozenset[int], attempt: int, left_out: tuple[PeerId, ...]) -> None:
+        """Have the trainers run ``gaps`` for this stage alone, until they are filled. Raises MuletrainError when they
+        never are; Behind and LeftOut."""
         ctx, begin = self._ctx, self._ctx.clock.now()
         for turn in itertools.count():
             await self._tell_trainers(
@@ -154,7 +145,9 @@ class Reruns:
             )
             limit_s = min(self._deadlines.step.seconds(turn), AGAIN_S)
             try:
-                return await ctx.clock.deadline(self._waits.watched(done()), limit_s, "missing microbatches")
+                return await ctx.clock.deadline(
+                    self._waits.watched(self._filled(gaps, attempt, left_out)), limit_s, "missing microbatches"
+                )
             except DeadlineExceeded:
                 # a device that hangs holds them for up to 300 s before its peer is not counted on (``watchdog``)
                 if turn + 1 >= MAX_SILENCE and ctx.clock.now() - begin > 2 * ctx.news.patience_s:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from muletrain.errors import MuletrainError
 from muletrain.policy.shards import CHUNK, chunk_ranges, shard_ranges
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
@@ -72,20 +72,31 @@ class Round:
         return list(enumerate(shards[k], start=first))
 
 
+class Holders(Protocol):
+    """Knows who else holds the stage's gradient (``step.state``)."""
+
+    def held_by_a_replica(self) -> bool:
+        """Does a replica hold a round of this step, so that we can take it from there?"""
+        ...
+
+
+class Traffic(Protocol):
+    """The chunks of a round that are under way (``step.averaging``)."""
+
+    def owing(self) -> Mapping[PeerId, int]:
+        """Members that we wait for: 2 for a chunk of theirs, 1 for a chunk that others may keep them from sending."""
+        ...
+
+    def taking(self) -> set[PeerId]:
+        """Members that we are sending chunks to."""
+        ...
+
+
 class Attendance:
     """Looks after the other members of one round: those that owe us chunks, and those that take ours."""
 
-    def __init__(
-        self,
-        ctx: Context,
-        round_: Round,
-        owing: Callable[[], Mapping[PeerId, int]],
-        taking: Callable[[], set[PeerId]],
-        held_elsewhere: Callable[[], bool],
-    ) -> None:
-        """``owing``: members of which we wait for a chunk. ``taking``: members that we send one to."""
-        self._ctx, self._round = ctx, round_
-        self._owing, self._taking, self._held_elsewhere = owing, taking, held_elsewhere
+    def __init__(self, ctx: Context, round_: Round, traffic: Traffic, holders: Holders) -> None:
+        self._ctx, self._round, self._traffic, self._holders = ctx, round_, traffic, holders
         self._begun = ctx.clock.now()
         self._came: dict[PeerId, float] = {}
         self._asked: dict[PeerId, float] = {}
@@ -105,9 +116,9 @@ class Attendance:
         ctx, round_ = self._ctx, self._round
         while True:
             await ctx.clock.sleep(LOOK_S)
-            owing, now = self._owing(), ctx.clock.now()
+            owing, now = self._traffic.owing(), ctx.clock.now()
             self.silent = {m: w for m, w in owing.items() if now - self._came.get(m, self._begun) >= STUCK_S / 2}
-            due = [m for m in owing.keys() | self._taking() if self._is_due(m, now, owes=m in owing)]
+            due = [m for m in owing.keys() | self._traffic.taking() if self._is_due(m, now, owes=m in owing)]
             asked = sorted(due, key=lambda m: (self._asked.get(m, self._begun), m))[:AT_ONCE]
             self._asked.update(dict.fromkeys(asked, now))
             probes = (ctx.detector.probe(m, round_.lineage, round_.step, brief=True) for m in asked)
@@ -131,7 +142,7 @@ class Attendance:
             raise RoundFailed(
                 f"{who} is alive, but {'not in this round' if progress.current else f'at step {progress.step}'}"
             )
-        if stuck_s > ELSEWHERE_S and self._held_elsewhere():
+        if stuck_s > ELSEWHERE_S and self._holders.held_by_a_replica():
             raise RoundFailed(f"{who} does not come on, but a replica holds the whole gradient")
         if stuck_s > STUCK_S or late_s > LONGEST_S:
             raise RoundFailed(f"{who} is alive, but has sent nothing for {late_s:.0f} s")

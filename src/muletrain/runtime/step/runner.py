@@ -122,7 +122,7 @@ class StepRunner:
         record = builder.record()
         assert record is not None  # until returned
         self._ctx.meter.stats.averaging_s += self._ctx.clock.now() - begin
-        await self._apply(record, gradient.values)
+        await self.apply(record, gradient.values)
         return record
 
     async def replay(self) -> StepRecord | None:
@@ -138,10 +138,11 @@ class StepRunner:
         if record is None or not await self._reduction.take(state.builder.agreed()[roster.own.stage]):
             return None
         assert state.gradient is not None  # taken
-        await self._apply(record, state.gradient.values)
+        await self.apply(record, state.gradient.values)
         return record
 
-    async def _apply(self, record: StepRecord, gradient: Tensor) -> None:
+    async def apply(self, record: StepRecord, gradient: Tensor) -> None:
+        """Update the weights with the step's ``record`` and our stage's mean gradient."""
         ctx, position, work = self._ctx, self._position, self._position.work
         await self._reruns.drained()
         work.ledger.seal()

@@ -35,10 +35,8 @@ class StepState:
         self._ctx, self._position = ctx, position
         self.work = position.work
         self.step, self.lineage = position.step, position.lineage
-        self.builder = RecordBuilder(
-            self.step, self.lineage, ctx.plan.stages, position.applied, ctx.roster.stage, ctx.clock.now
-        )
-        self.averager = Averager(ctx, self.held_by_a_replica)
+        self.builder = RecordBuilder(self.step, self.lineage, ctx.plan.stages, position.applied, ctx.roster, ctx.clock)
+        self.averager = Averager(ctx, self)
         self.gradient: MeanGradient | None = None
         """The stage's, once this peer has the whole of it."""
         self.attested: RoundEntry | None = None
