@@ -26,8 +26,9 @@ from muletrain.config.schema import ModelConfig, OptimizerConfig, Precision
 from muletrain.errors import CheckpointError, ProtocolError
 from muletrain.model.dropout import Masks
 from muletrain.model.spec import ModelSpec
-from muletrain.model.stage import Stage, build_full, initial_weight
+from muletrain.model.stage import Stage, initial_weight
 from muletrain.optim.schedule import learning_rate
+from tests.whole_model import build_full
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator

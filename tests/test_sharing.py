@@ -38,7 +38,6 @@ from muletrain.sim.loop import run_virtually
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
 from muletrain.sim.world.verdict import Outcome, readable
-from muletrain.sim.world.world import World
 
 from .fleet_run import checkpoint_weights, run_fleet
 from .reference import train_plainly
@@ -83,15 +82,13 @@ def test_newcomers_move_and_leave_and_have_the_tokens() -> None:
 
 
 def test_as_many_as_are_wanted_take_them_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = World._sharing
+    right = Sharing.__init__
 
-    def two(self: World, name: str) -> Sharing | None:
-        own = right(self, name)
-        assert own is not None
-        own.wanted = 2
-        return own
+    def two(self: Sharing, *args: Any, **options: Any) -> None:
+        right(self, *args, **options)
+        self.wanted = 2
 
-    monkeypatch.setattr(World, "_sharing", two)
+    monkeypatch.setattr(Sharing, "__init__", two)
     outcome = whole(played(Fault(20.0, "kill", (OWNER,)), steps=60))
     times = sorted(t for t, _ in said(outcome, "trainer_added"))
     assert 1 <= len([t for t in times if t < 20.0]) <= 2, "two may have begun at the same moment"
@@ -145,7 +142,7 @@ class Pair:
 
     def __init__(self, folder: Path, donors: str = "a", limit: int = 1 << 20, vocab: int = 500) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.stage, self.trained = Stage(donors), list[Any]()
+        self.stage, self.trained = Stage(donors, taker_trains=False), list[Any]()
         self.files = folder / "train.bin", folder / "heldout.bin"
         self.files[0].write_bytes(TOKENS.tobytes())
         self.files[1].write_bytes(b"held out")
@@ -160,8 +157,6 @@ class Pair:
             Snapshots(ctx, self.stage.at[name], self.stage.logs[name], Membership(ctx), given)  # type: ignore[arg-type]
         self.stranger = self.stage.hub.join("s")
         self.ctx = self.stage.contexts["t"]
-        self.ctx.roster._members["t"] = self.ctx.roster.own.model_copy(update={"trainer": False})
-        self.ctx.roster._changed()
         self.taker = Downloader(self.ctx, deadline=Deadline(unmeasured_s=1.0, floor_s=1.0))
         self.net.receive(self._block)
 
@@ -250,8 +245,10 @@ def test_what_came_before_a_break_need_not_come_again(tmp_path: Path, monkeypatc
         first = pair.sharing()
         assert not await pair.taken(first)
         first.close()
-        assert first._partial is not None
-        came = {1000 * k for k in range(60)} - {1000 * k for k in first._partial.missing}
+        assert first.store is not None
+        arrived, right_bytes = first.store.path(first.shared).read_bytes(), TOKENS.tobytes()
+        blocks = range(0, len(right_bytes), 1000)
+        came = {k for k in blocks if arrived[k : k + 1000] == right_bytes[k : k + 1000]}
         assert came
         pair.stage.hub.mend("a", "t")
         second = pair.sharing()

@@ -59,11 +59,6 @@ class TokenStats:
     train_tokens: int
     heldout_tokens: int
 
-    @property
-    def bytes_per_token(self) -> float:
-        """Bytes of UTF-8 per token, both sides together."""
-        return (self.train_bytes + self.heldout_bytes) / (self.train_tokens + self.heldout_tokens)
-
 
 @dataclass(frozen=True)
 class TokenCache:

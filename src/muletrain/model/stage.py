@@ -102,16 +102,6 @@ class Stage(nn.Module):
         return inputs.to(next(self.parameters()).dtype)
 
 
-def build_full(spec: ModelSpec, seed: int, cut: Cut | None = None) -> Stage:
-    """The whole model as one stage in fp32 on the CPU, with the weights any cut starts from: the single-process
-    reference.
-
-    ``cut`` (default: one stage) matters to shared layers only.
-    """
-    stage = Stage(spec, None, cut or ((0, spec.layers),))
-    return stage.bind({name: initial_weight(spec, name, shape, seed) for name, shape in stage.shapes().items()})
-
-
 def initial_weight(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """fp32: ones for norms, else N(0, 0.02), projections onto the residual stream divided by sqrt(2 layers) (GPT-2).
 

@@ -58,14 +58,14 @@ KEPT_BYTES = 1 << 10
 
 
 @dataclass(frozen=True)
-class _Limits:
+class Limits:
     """For one sender in one step. ``waiting``: bytes; ``sent``: chunks."""
 
     waiting: int
     sent: int
 
     @classmethod
-    def of(cls, n_params: int, chunk: int) -> _Limits:
+    def of(cls, n_params: int, chunk: int) -> Limits:
         """Of two members each sends the other the half that it reduces, and its part of the other's half; of more,
         less."""
         chunks = n_params // chunk + 4
@@ -85,7 +85,7 @@ class _Inbox:
     sent: Counter[PeerId] = field(default_factory=Counter)
     """Chunks that came, by sender."""
 
-    def check(self, key: _Key, nbytes: int, limits: _Limits) -> None:
+    def check(self, key: _Key, nbytes: int, limits: Limits) -> None:
         """Before it is read. Raises ProtocolError."""
         sender = key[2]
         if key in self.seen:
@@ -95,7 +95,7 @@ class _Inbox:
         if key not in self.waiting and self.sizes[sender] + nbytes + KEPT_BYTES > limits.waiting:
             raise ProtocolError(f"averaging: more than {limits.waiting} bytes of one sender waiting")
 
-    def put(self, key: _Key, chunk: _Chunk, limits: _Limits) -> None:
+    def put(self, key: _Key, chunk: _Chunk, limits: Limits) -> None:
         self.check(key, chunk[1].nbytes, limits)
         self.seen.add(key)
         self.sent[key[2]] += 1
@@ -133,7 +133,7 @@ class Averager:
     def __init__(self, ctx: Context, holders: Holders) -> None:
         self._ctx, self._holders = ctx, holders
         self._inbox = _Inbox()
-        self._limits = _Limits.of(ctx.compute.n_params, ctx.plan.chunk)
+        self._limits = Limits.of(ctx.compute.n_params, ctx.plan.chunk)
         self._broken: set[PeerId] = set()
         self._attendance: Attendance | None = None
         self._sending: Counter[PeerId] = Counter()
