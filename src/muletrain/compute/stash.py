@@ -1,4 +1,4 @@
-"""What a stage keeps of a microbatch between forward and backward, within a budget of memory."""
+"""The stash keeps microbatches between forward and backward, within a budget of memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Checkpointing = Literal["auto", "always", "never"]
 
 @dataclass
 class Kept:
-    """``output`` has its graph if it was stashed; None: backward computes it again from ``inputs``."""
+    """One microbatch. ``output`` has its graph if it was stashed; None: backward computes it again from ``inputs``."""
 
     inputs: Tensor
     output: Tensor | None

@@ -29,7 +29,7 @@ _RESIDUAL = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
 class _Body(nn.Module):
-    """What Hugging Face calls ``model``: it is here for the names."""
+    """Hugging Face calls this part ``model``, so it gives the parameters their names."""
 
     def __init__(self, spec: ModelSpec, layers: list[int], *, first: bool, last: bool) -> None:
         super().__init__()
