@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from muletrain.compute.arithmetic import Counters, Gradients, StageSetup
     from muletrain.compute.base import Microbatch, Update
-    from muletrain.compute.jobs import Jobs
     from muletrain.model.spec import ModelSpec
     from muletrain.planning.partition import Cut
 
@@ -56,6 +55,7 @@ class TorchCompute:
         self.arithmetic = StageArithmetic(stage, versions, setup, source)
         self.n_params = self.arithmetic.weights.layout.size
         self.threads = Threads(stage, delayed=self.delayed, inline=setup.inline)
+        self.jobs = self.threads.jobs
         token_bytes = stash_bytes(spec, cut, stage, 1, setup.precision)
         self._spec, self._sequences = spec, setup.sequences
         self._stash = Stash(setup.checkpointing, setup.stash_budget, token_bytes)
@@ -71,11 +71,6 @@ class TorchCompute:
     def counters(self) -> Counters:
         """Times and recomputations, since the start."""
         return self.arithmetic.counters
-
-    @property
-    def jobs(self) -> Jobs:
-        """What the threads are at."""
-        return self.threads.jobs
 
     # Forward and backward -------------------------------------------------------------------------------------------
 
