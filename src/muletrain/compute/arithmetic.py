@@ -1,4 +1,4 @@
-"""The arithmetic of one stage on torch: what its compute thread does, and nothing of when it does it.
+"""``StageArithmetic`` computes one stage on torch. It decides nothing about order, threads or cancellation.
 
 Shapes: B sequences, T tokens, D width, P parameters.
 """
@@ -9,7 +9,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +50,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class StageSetup:
-    """What a stage computes with, beyond the model: facts of the run and choices of this machine."""
+    """Settings of a stage beside the model: facts of the run and choices of this machine."""
 
     optimizer: OptimizerConfig
     total_steps: int
@@ -108,7 +108,7 @@ class StageArithmetic:
     # Microbatches ----------------------------------------------------------------------------------------------------
 
     def forward(self, mb: Microbatch, inputs: Tensor, stash: bool) -> tuple[Kept, Tensor]:
-        """What backward needs, with the graph if ``stash``; and the output, fp32 on the device."""
+        """Compute ``mb``. Returns what backward needs (with the graph if ``stash``), and the output, fp32 on the device."""
         leaf = self._leaf(inputs)
         with self._timed("forward_s"), torch.set_grad_enabled(stash):
             output = self._run(mb, leaf)
@@ -116,9 +116,9 @@ class StageArithmetic:
         return Kept(leaf, output if stash else None, tuple(output.shape)), result
 
     def backward(self, mb: Microbatch, kept: Kept, grad: Tensor, accumulate: bool) -> tuple[Gradients, Tensor | None]:
-        """As ``differentiate``."""
+        """Differentiate ``mb``. Returns what ``differentiate`` returns."""
         if self.stage == 0 and not accumulate:
-            return (), None  # nobody wants anything of it
+            return (), None  # nothing is wanted
         if kept.output is None:
             with self._timed("recompute_s"), torch.enable_grad():
                 kept.output = self._run(mb, kept.inputs)
@@ -130,7 +130,7 @@ class StageArithmetic:
     def loss_backward(
         self, mb: Microbatch, inputs: Tensor, targets: Tensor, accumulate: bool
     ) -> tuple[float, Gradients, Tensor | None]:
-        """Mean loss [nats/token], and as ``differentiate``."""
+        """Compute and differentiate ``mb``. Returns the mean loss [nats/token], and what ``differentiate`` returns."""
         checks.check_token_values("targets", targets, self.spec.vocab)
         leaf = self._leaf(inputs)
         with self._timed("forward_s"), torch.enable_grad():
@@ -197,7 +197,7 @@ class StageArithmetic:
             self.scale.load_state(state, self.weights.next)
 
     @contextmanager
-    def _locked(self) -> Iterator[Any]:
+    def _locked(self) -> Iterator[None]:
         with self._lock, torch.no_grad():
             yield
 

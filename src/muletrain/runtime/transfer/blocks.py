@@ -146,10 +146,6 @@ class StateImage:
     def _span(self, block: int) -> tuple[int, int]:
         return block * self.block, min(self.size, (block + 1) * self.block)
 
-    def tensor(self, k: int) -> memoryview:
-        """Bytes of the ``k``-th tensor, in the order of their names."""
-        return self._views[k]
-
     def views(self, a: int, b: int) -> list[memoryview]:
         """Bytes ``a`` to ``b`` of the copy, as views of its tensors."""
         pieces = []
