@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from muletrain.compute import jobs
-from muletrain.compute.torch_compute import TorchCompute
+from muletrain.compute.arithmetic import StageArithmetic
 from muletrain.runs import worker
 from muletrain.runtime.members import watchdog
 
@@ -21,7 +21,7 @@ HANGS_AT = 2
 
 
 def hanging(right: Callable[..., Any]) -> Callable[..., Any]:
-    def operation(self: TorchCompute, mb: Microbatch, *args: Any) -> Any:
+    def operation(self: StageArithmetic, mb: Microbatch, *args: Any) -> Any:
         if mb.step >= HANGS_AT:
             threading.Event().wait()
         return right(self, mb, *args)
@@ -31,8 +31,8 @@ def hanging(right: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def main() -> None:
-    TorchCompute._forward = hanging(TorchCompute._forward)
-    TorchCompute._loss_backward = hanging(TorchCompute._loss_backward)
+    StageArithmetic.forward = hanging(StageArithmetic.forward)
+    StageArithmetic.loss_backward = hanging(StageArithmetic.loss_backward)
     jobs.FLOOR_S, watchdog.LEAST_S, watchdog.HUNG = 1.0, 8.0, 8.0
     worker.main()
 

@@ -9,33 +9,35 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from muletrain.compute.arithmetic import StageArithmetic
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.compute.weights import StageWeights
-from muletrain.errors import NetworkError
 from muletrain.runtime.checkpoint.own_part import OwnPart
 from muletrain.runtime.checkpoint.part_exchange import PartExchange
 from muletrain.runtime.checkpoint.store import CheckpointStore
+from muletrain.runtime.core import waiting
 from muletrain.runtime.core.tasks import Tasks
-from muletrain.runtime.core.waiting import Waits
 from muletrain.runtime.members.watchdog import Watchdog
 from muletrain.runtime.microbatch import trainer
 from muletrain.runtime.microbatch.cross_check import GradientCrossCheck
 from muletrain.runtime.microbatch.ledger import Ledger
+from muletrain.runtime.microbatch.survey import Survey
 from muletrain.runtime.microbatch.trainer import Trainer
 from muletrain.runtime.peer.reporting import Reporting
 from muletrain.runtime.recovery import forks as lineages
 from muletrain.runtime.recovery.rollback import Rollback
-from muletrain.runtime.step import agreement, audit
+from muletrain.runtime.step import agreement, audit, record
 from muletrain.runtime.step.averaging import Averager
 from muletrain.runtime.step.exchange import Exchange
 from muletrain.runtime.step.gradient_log import GradientLog
 from muletrain.runtime.step.messages import ShardFacts
-from muletrain.runtime.step.record import Attested, RecordBuilder, StepRecord
+from muletrain.runtime.step.record import Attested, StepRecord
 from muletrain.runtime.step.reruns import Reruns
 from muletrain.runtime.step.rounds import RoundFailed
 from muletrain.runtime.step.runner import StepRunner
 from muletrain.runtime.transfer.tokens import Sharing
 from muletrain.sim.world import reference
+from muletrain.wire.codec import decode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,14 +49,14 @@ if TYPE_CHECKING:
 
 
 def retry_accumulates_again(patch: pytest.MonkeyPatch) -> None:
-    async def all_stages(self: Trainer, index: int, stages: tuple[int, ...]) -> tuple[tuple[int, ...], None]:
+    async def all_stages(self: Survey, lineage: bytes, step: int, index: int, stages: Any, counts: Any) -> Any:
         return stages, None
 
     def begin(self: Ledger, index: int) -> bool:
         self._in_flight.add(index)
         return True
 
-    patch.setattr(Trainer, "_still_missing", all_stages)
+    patch.setattr(Survey, "still_missing", all_stages)
     patch.setattr(Ledger, "begin", begin)
 
 
@@ -64,14 +66,13 @@ def part_of_the_record(patch: pytest.MonkeyPatch) -> None:
 
 def stale_weights(patch: pytest.MonkeyPatch) -> None:
     """Every update comes one step late, so that microbatches see the weights of the step before."""
-    right, late = StepRunner._apply, {}
+    right, late = TorchCompute.apply, {}
 
-    async def apply(self: StepRunner, record: StepRecord, gradient: Any) -> None:
-        before, late[id(self)] = late.get(id(self)), (record, gradient.clone())
-        if before is not None:
-            await right(self, *before)
+    async def apply(self: TorchCompute, gradient: Any, update: Any, turn: Any) -> None:
+        before, late[id(self)] = late.get(id(self), torch.zeros_like(gradient)), gradient.clone()
+        await right(self, before, update, turn)
 
-    patch.setattr(StepRunner, "_apply", apply)
+    patch.setattr(TorchCompute, "apply", apply)
 
 
 def lost_trainer(patch: pytest.MonkeyPatch) -> None:
@@ -87,20 +88,21 @@ def reused_round(patch: pytest.MonkeyPatch) -> None:
 
 def accumulator_kept_over_a_migration(patch: pytest.MonkeyPatch) -> None:
     """What a peer summed up for one stage is still there when it serves the next."""
-    right_apply, right_load, kept = TorchCompute._apply, TorchCompute._load_state, {}
+    right_apply, right_load, kept = StageArithmetic.apply, StageArithmetic.load_state, {}
 
-    def apply(self: TorchCompute, gradient: Any, update: Any) -> None:
-        kept[self.stage] = self._weights.accumulator(update.step).clone()
+    def apply(self: StageArithmetic, gradient: Any, update: Any) -> None:
+        kept[self.stage] = self.weights.accumulator(update.step).clone()
         right_apply(self, gradient, update)
 
-    def load(self: TorchCompute, state: Any) -> None:
+    def load(self: StageArithmetic, state: Any) -> None:
         right_load(self, state)
+        accumulator = self.weights.accumulator(0)
         for before in (gradient for stage, gradient in kept.items() if stage != self.stage):
-            size = min(len(before), self.n_params)
-            self._weights.accumulator(0)[:size] += before[:size]
+            size = min(len(before), len(accumulator))
+            accumulator[:size] += before[:size]
 
-    patch.setattr(TorchCompute, "_apply", apply)
-    patch.setattr(TorchCompute, "_load_state", load)
+    patch.setattr(StageArithmetic, "apply", apply)
+    patch.setattr(StageArithmetic, "load_state", load)
     patch.setattr(TorchCompute, "clear", lambda self, step: None)
 
 
@@ -109,15 +111,15 @@ def sides_stay_apart(patch: pytest.MonkeyPatch) -> None:
 
 
 def accumulator_kept(patch: pytest.MonkeyPatch) -> None:
-    right = TorchCompute._apply
+    right = TorchCompute.apply
 
-    def apply(self: TorchCompute, gradient: Any, update: Any) -> None:
-        kept = self._weights.accumulator(update.step).clone()
-        right(self, gradient, update)
-        if self.stages > 1:  # the single process is right
-            self._weights.accumulator(update.step).copy_(kept)
+    async def apply(self: TorchCompute, gradient: Any, update: Any, turn: Any) -> None:
+        accumulator = self.arithmetic.weights.accumulator(update.step)
+        kept = accumulator.clone()
+        await right(self, gradient, update, turn)
+        accumulator.copy_(kept)
 
-    patch.setattr(TorchCompute, "_apply", apply)
+    patch.setattr(TorchCompute, "apply", apply)
 
 
 def gaps_ignored(patch: pytest.MonkeyPatch) -> None:
@@ -131,25 +133,22 @@ def gaps_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_holder_is_enough(patch: pytest.MonkeyPatch) -> None:
-    def counting(self: RecordBuilder, stage: int, live: tuple[str, ...]) -> Attested | None:
-        held = (k for (s, _), rounds in self._rounds.items() if s == stage for k in rounds)
-        return min(held, key=lambda k: k.facts.round, default=None)
-
-    patch.setattr(RecordBuilder, "_counting", counting)
+    patch.setattr(Attested, "complete", lambda self, live, attesting: True)
+    patch.setattr(record, "held_by_most", lambda rounds, voters: rounds)
 
 
 def attests_before_it_holds(patch: pytest.MonkeyPatch) -> None:
-    """What did not come is taken for what it was in the scratch."""
-    right = Averager._collect
+    """What it accumulated itself is taken for the mean, if the others' shards do not come."""
+    right = Averager.reduce
 
-    async def collect(self: Averager, plan: Any, owner: str, result: Any) -> Any:
+    async def reduce(self: Averager, plan: Any, gradient: Any) -> Any:
         try:
-            return await right(self, plan, owner, result)
-        except (NetworkError, RoundFailed):
-            result.nan_to_num_(0.0)
-            return ShardFacts(content=bytes(32), square_norm=0.0, finite=True)
+            return await right(self, plan, gradient)
+        except RoundFailed:
+            facts = ShardFacts(content=bytes(32), square_norm=0.0, finite=True)
+            return gradient / plan.microbatches, tuple(facts for _ in plan.members)
 
-    patch.setattr(Averager, "_collect", collect)
+    patch.setattr(Averager, "reduce", reduce)
 
 
 def nothing_stands_out(patch: pytest.MonkeyPatch) -> None:
@@ -162,10 +161,10 @@ def what_is_left_out_is_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_second_opinion(patch: pytest.MonkeyPatch) -> None:
-    async def compared(self: GradientCrossCheck, request: Any, sent: Any, peer: str, first: Any) -> Any:
-        return first.values, True
+    async def gradient(self: GradientCrossCheck, request: Any, forward: Any, sent: Any, answer: Any) -> Any:
+        return decode(answer.gradient), True
 
-    patch.setattr(GradientCrossCheck, "_compared", compared)
+    patch.setattr(GradientCrossCheck, "gradient", gradient)
 
 
 def writes_the_weights_of_before(patch: pytest.MonkeyPatch) -> None:
@@ -191,25 +190,26 @@ def damages_what_it_writes(patch: pytest.MonkeyPatch) -> None:
 
 
 def removes_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CheckpointStore, "_prune", lambda self, newest: None)
+    patch.setattr(CheckpointStore, "prune", lambda self, newest: None)
 
 
 def forgets_moments(patch: pytest.MonkeyPatch) -> None:
-    right = TorchCompute._load_state
+    right = StageWeights.load_state
 
-    def load(self: TorchCompute, state: dict[str, Any]) -> None:
+    def load(self: StageWeights, state: dict[str, Any]) -> None:
         right(self, {k: v if k.startswith("model/") else torch.zeros_like(v) for k, v in state.items()})
 
-    patch.setattr(TorchCompute, "_load_state", load)
+    patch.setattr(StageWeights, "load_state", load)
 
 
 def keeps_all_gradients(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(GradientLog, "_excess", lambda self: False)
+    right = GradientLog.__init__
+    patch.setattr(GradientLog, "__init__", lambda self, ctx, limit: right(self, ctx, 1 << 60))
 
 
 def forgets_no_part(patch: pytest.MonkeyPatch) -> None:
     """Writers begin a part while their last one is under way."""
-    patch.setattr(OwnPart, "_busy", lambda self: None)
+    patch.setattr(OwnPart, "busy", lambda self: None)
 
 
 def sums_losses(patch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,8 @@ def never_stops(patch: pytest.MonkeyPatch) -> None:
 
 
 def both_steps_see_the_same_weights(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TorchCompute, "_module", lambda self, mb: self._versions[0])
+    right = StageArithmetic.module
+    patch.setattr(StageArithmetic, "module", lambda self, step: right(self, 0))
 
 
 def newcomers_get_the_newest_weights_only(patch: pytest.MonkeyPatch) -> None:
@@ -254,13 +255,13 @@ def newcomers_get_the_newest_weights_only(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_step_ahead_is_cleared_with_the_one_that_is_over(patch: pytest.MonkeyPatch) -> None:
-    right = StepRunner._apply
+    right = TorchCompute.apply
 
-    async def apply(self: StepRunner, record: Any, gradient: Any) -> None:
-        await right(self, record, gradient)
-        self._ctx.compute.clear(record.step + 1)
+    async def apply(self: TorchCompute, gradient: Any, update: Any, turn: Any) -> None:
+        await right(self, gradient, update, turn)
+        self.clear(update.step + 1)
 
-    patch.setattr(StepRunner, "_apply", apply)
+    patch.setattr(TorchCompute, "apply", apply)
 
 
 def without_moments(patch: pytest.MonkeyPatch) -> None:
@@ -284,29 +285,29 @@ def the_beginning_is_near_enough(patch: pytest.MonkeyPatch) -> None:
 
 def newcomers_round(patch: pytest.MonkeyPatch) -> None:
     """In the last bit of what they are given."""
-    right = TorchCompute._load_state
+    right = StageWeights.load_state
 
-    def load(self: TorchCompute, state: dict[str, Any]) -> None:
+    def load(self: StageWeights, state: dict[str, Any]) -> None:
         right(self, {k: v * (1 + 2**-22) if k.startswith("model/") else v for k, v in state.items()})
 
-    patch.setattr(TorchCompute, "_load_state", load)
+    patch.setattr(StageWeights, "load_state", load)
 
 
 def a_replica_rounds(patch: pytest.MonkeyPatch) -> None:
     """Every second one, in the last bit of each update."""
-    count, begun, right = itertools.count(), TorchCompute.__init__, TorchCompute._apply
+    count, begun, right = itertools.count(), TorchCompute.__init__, TorchCompute.apply
 
     def init(self: TorchCompute, *args: Any, **kwargs: Any) -> None:
         begun(self, *args, **kwargs)
         self.rounds = bool(next(count) % 2)  # type: ignore[attr-defined]
 
-    def apply(self: TorchCompute, gradient: Any, update: Any) -> None:
-        right(self, gradient, update)
-        if self.stages > 1 and self.rounds:  # type: ignore[attr-defined]
-            self._weights.masters[:5] *= 1 + 2**-22
+    async def apply(self: TorchCompute, gradient: Any, update: Any, turn: Any) -> None:
+        await right(self, gradient, update, turn)
+        if self.rounds:  # type: ignore[attr-defined]
+            self.arithmetic.weights.masters[:5] *= 1 + 2**-22
 
     patch.setattr(TorchCompute, "__init__", init)
-    patch.setattr(TorchCompute, "_apply", apply)
+    patch.setattr(TorchCompute, "apply", apply)
 
 
 def room_for_one_more(patch: pytest.MonkeyPatch) -> None:
@@ -379,16 +380,16 @@ def a_disk_that_is_full_ends_its_peer(patch: pytest.MonkeyPatch) -> None:
 
 
 def shared_tokens_are_read_from_the_end(patch: pytest.MonkeyPatch) -> None:
-    right = Sharing._checked
+    right = Sharing.__init__
 
-    async def checked(self: Sharing) -> Any:
-        return (await right(self))[::-1]
+    def init(self: Sharing, shared: Any, data: Any, tokenizer: Any, vocab: int, source_of: Any, **more: Any) -> None:
+        right(self, shared, data, tokenizer, vocab, lambda tokens: source_of(tokens[::-1]), **more)
 
-    patch.setattr(Sharing, "_checked", checked)
+    patch.setattr(Sharing, "__init__", init)
 
 
 def waits_have_no_end(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Waits, "_hopeless", lambda self, begin: False)
+    patch.setattr(waiting, "MAX_SILENCE", 1 << 60)
 
 
 PROMISES: dict[str, dict[Callable[[pytest.MonkeyPatch], None], str]] = {

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from muletrain.model.dropout import Masks
-from muletrain.model.stage import Stage, build_full
+from muletrain.model.stage import Stage
 from muletrain.optim.schedule import learning_rate
+from tests.whole_model import build_full
 
 if TYPE_CHECKING:
     from muletrain.config.schema import OptimizerConfig

@@ -16,10 +16,10 @@ from muletrain.config.schema import Precision, RunConfig
 from muletrain.errors import CheckpointError, ConfigError
 from muletrain.model.hf import export_hf
 from muletrain.model.spec import ModelSpec
-from muletrain.model.stage import build_full
 from muletrain.runs.assemble import RunFacts, build_compute, resolve_start
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.measure.machine import Machine
+from tests.whole_model import build_full
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -20,7 +20,6 @@ from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.messages import GetProgress, Member, Progress
 from muletrain.runtime.members.roster import Genesis, Roster
-from muletrain.runtime.step import averaging
 from muletrain.runtime.step.averaging import Averager, contents
 from muletrain.runtime.step.gradient_log import MeanGradient, fetch_gradient
 from muletrain.runtime.step.messages import AskGradient, Reduced, RoundEntry, Shard, ShardFacts
@@ -45,6 +44,9 @@ class Vector:
         return fn(*args)
 
 
+NOWHERE: Any = SimpleNamespace(held_by_a_replica=lambda: False)
+
+
 def members(hub: MemoryHub, codec: Codec) -> dict[str, tuple[Context, Averager]]:
     founders = tuple(Member(id=p, name=p, stage=0, trainer=True, addresses=()) for p in IDS)
     genesis = Genesis(
@@ -55,7 +57,7 @@ def members(hub: MemoryHub, codec: Codec) -> dict[str, tuple[Context, Averager]]
     for p in IDS:
         net = hub.join(p)
         ctx = Context(net, LoopClock(), Vector(), Roster(genesis, p), plan, emit=lambda event: None)  # type: ignore[arg-type]
-        averager = Averager(ctx)
+        averager = Averager(ctx, NOWHERE)
 
         async def on_frame(sender: str, frame: Any, averager: Averager = averager) -> None:
             kind = Shard if frame.kind == Shard.KIND else Reduced
@@ -75,7 +77,9 @@ def gives(ctx: Context, gradient: MeanGradient, after_s: float = 0.0) -> None:
 
     async def blocks(sender: str, payload: bytes) -> bytes:
         await asyncio.sleep(after_s)
-        ctx.spawn((await gradient.image(ctx)).send(ctx, sender, AskBlocks.unpack(payload).blocks), "blocks")
+        image = await gradient.image(ctx)
+        for block in AskBlocks.unpack(payload).blocks:
+            ctx.spawn(image.send(ctx, sender, block), "blocks")
         return b""
 
     ctx.net.serve(AskGradient.KIND, manifest)
@@ -198,7 +202,7 @@ def test_who_applies_a_step_for_long_is_waited_for_as_long_as_that_takes() -> No
         ctx.compute.apply, ctx.compute.digest = apply, digest  # type: ignore[method-assign]
         ctx.compute.clear = lambda step: None  # type: ignore[method-assign]
         other.serve(GetProgress.KIND, held)
-        await runner._apply(SimpleNamespace(clip_scale=lambda clip: 1.0, skip=False), torch.zeros(SIZE))  # type: ignore[arg-type]
+        await runner.apply(SimpleNamespace(clip_scale=lambda clip: 1.0, skip=False), torch.zeros(SIZE))  # type: ignore[arg-type]
         await runner.rejoin(Chain(1, (bytes(32),)))
         await runner.exchange.ask("b")
         await asyncio.sleep(12.0)
@@ -212,13 +216,14 @@ def test_who_applies_a_step_for_long_is_waited_for_as_long_as_that_takes() -> No
 
 
 def test_a_norm_that_is_not_that_of_its_chunk_fails_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = averaging._reduce_chunk
+    right = Context.send
 
-    def lies(*args: Any) -> Any:
-        sent, facts = right(*args)
-        return sent, facts.model_copy(update={"square_norm": facts.square_norm * 1.01})
+    async def lies(self: Context, peer: str, message: Any, tensors: Any = (), **how: Any) -> None:
+        if isinstance(message, Reduced):
+            message = message.model_copy(update={"square_norm": message.square_norm * 1.01})
+        await right(self, peer, message, tensors, **how)
 
-    monkeypatch.setattr(averaging, "_reduce_chunk", lies)
+    monkeypatch.setattr(Context, "send", lies)
 
     async def scenario() -> None:
         group, own = members(MemoryHub(), Codec.FP32), gradients()
@@ -280,7 +285,8 @@ def test_a_member_that_says_it_comes_on_but_sends_nothing_fails_the_round() -> N
             return Progress(current=True, step=0, stage=0, round=ROUND.id, moved=next(moved))
 
         ctx: Any = SimpleNamespace(clock=clock, detector=SimpleNamespace(probe=probe, silent_s=lambda member: 0.0))
-        watching = Attendance(ctx, ROUND, lambda: {"b": 2}, set, lambda: False).watch()
+        traffic: Any = SimpleNamespace(owing=lambda: {"b": 2}, taking=set)
+        watching = Attendance(ctx, ROUND, traffic, NOWHERE).watch()
         with pytest.raises(RoundFailed, match="has sent nothing for 36"):
             await asyncio.wait_for(watching, 2 * LONGEST_S)
 

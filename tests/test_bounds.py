@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib
 import itertools
 import pkgutil
@@ -22,9 +23,9 @@ import torch
 import muletrain.runs
 import muletrain.runtime
 from muletrain.config.schema import Codec
-from muletrain.errors import Malformed, MuletrainError, ProtocolError
+from muletrain.errors import Malformed, MuletrainError, ProtocolError, Refused
 from muletrain.network import quota
-from muletrain.network.memory import MemoryHub
+from muletrain.network.memory import MemoryHub, MemoryNetwork
 from muletrain.network.quota import Quota
 from muletrain.network.relay import DIALS, MAX_REQUEST, PIPES_EACH, Relay
 from muletrain.policy.cover import Cover, resolve
@@ -32,6 +33,7 @@ from muletrain.policy.debts import Debts
 from muletrain.policy.recent import MOST, Recent
 from muletrain.runs.measure.probing import MOST as MOST_ECHOED
 from muletrain.runs.measure.probing import PIECES, Echo, Prober
+from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.lifecycle import Lifecycle
 from muletrain.runtime.core.messages import Message
 from muletrain.runtime.members.context import Context
@@ -41,18 +43,21 @@ from muletrain.runtime.microbatch.messages import Gap, TrainerDone
 from muletrain.runtime.peer.dispatch import OTHER_KINDS, STEP_KINDS
 from muletrain.runtime.recovery.forks import AskStay, History
 from muletrain.runtime.recovery.messages import AskStanding, StepBack
+from muletrain.runtime.step.averaging import KEPT_BYTES, Limits
 from muletrain.runtime.step.messages import Shard
 from muletrain.runtime.transfer import donor as snapshot
 from muletrain.runtime.transfer.messages import MAX_RUN, AskBlocks, AskSnapshot
 from muletrain.wire.codec import encode, encode_raw, encoded_size
 from muletrain.wire.frame import MAX_HEADER, MAX_PAYLOAD, PREFIX, read_frame
 
-from .test_hostile import GENESIS, MEMBERS, Target, frames, resident_bytes, until
+from .test_hostile import GENESIS, MEMBERS, PLAN, Target, frames, resident_bytes, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
 
     from muletrain.network.base import Frame
+    from muletrain.network.delivery import Delivery
+    from muletrain.runtime.microbatch.microbatches import Microbatches
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -192,6 +197,20 @@ def size(cls: type[Message]) -> str:
     raise AssertionError
 
 
+def delivery(net: MemoryNetwork) -> Delivery:
+    """What stands between a peer's network and its handlers."""
+    return net._delivery
+
+
+async def ready(target: Target) -> None:
+    """Until the peer takes frames."""
+    await delivery(target.net).receiver("seal")
+
+
+def microbatches(target: Target) -> Microbatches:
+    return target.peer._microbatches
+
+
 # Frames: refused before they are read --------------------------------------------------------------------------------------
 
 
@@ -222,10 +241,10 @@ HUGE: list[tuple[str, tuple[int, ...]]] = [("fp32", (1 << 28,)), ("int8", (1 << 
 def test_tensors_that_no_correct_peer_sends_are_refused_before_they_are_read(stage: int, tmp_path: Path) -> None:
     async def scenario() -> None:
         target = Target(stage, tmp_path)
-        await until(lambda: target.net._delivery._receiver is not None)
+        await ready(target)
         offended: list[str] = []
-        target.net._delivery.offended = offended.append
-        door = target.net._delivery.door("last" if stage else "second")
+        delivery(target.net).offended = offended.append
+        door = delivery(target.net).door("last" if stage else "second")
         for frame, tensor in itertools.product(frames(stage, 3), HUGE):
             for tensors in ([tensor], [tensor] * max(1, len(frame.tensors))):
                 stream = Stream(
@@ -252,12 +271,12 @@ def test_tensors_that_no_correct_peer_sends_are_refused_before_they_are_read(sta
 def test_a_header_larger_than_its_kind_needs_is_not_read(kind: str, tmp_path: Path) -> None:
     async def scenario() -> None:
         target = Target(1, tmp_path)
-        await until(lambda: target.net._delivery._receiver is not None)
+        await ready(target)
         start: bytes = b"\x93" + msgpack.packb(kind)
         stream = Stream(PREFIX.pack(b"MT", 1, 0, MAX_HEADER, 0) + start + bytes(MAX_HEADER - len(start)))
         if kind != "round_entry":  # that of 4096 members may be as large as any
             with pytest.raises(Malformed, match=r"unknown kind|are accepted"):
-                await read_frame(stream, door=target.net._delivery.door("last"))
+                await read_frame(stream, door=delivery(target.net).door("last"))
             assert stream.read < 400
         await ended(target)
 
@@ -267,8 +286,8 @@ def test_a_header_larger_than_its_kind_needs_is_not_read(kind: str, tmp_path: Pa
 def test_who_sends_them_is_counted_as_an_offender_and_memory_is_as_before(tmp_path: Path) -> None:
     async def scenario() -> None:
         target, offended = Target(1, tmp_path), list[str]()
-        await until(lambda: target.net._delivery._receiver is not None)
-        target.net._delivery.offended = offended.append
+        await ready(target)
+        delivery(target.net).offended = offended.append
         before = resident_bytes()
         large = encode(torch.zeros(16 << 20), Codec.FP32)
         wrong = [f for f in frames(1, 5) if f.kind in ("forward", "shard", "reduced")]
@@ -293,7 +312,7 @@ def test_a_probe_larger_than_any_is_refused_before_it_is_read() -> None:
         data = claimed(Echo(number=1).frame([encode_raw(b"")]), [("raw", (MOST_ECHOED // PIECES + 1,))])
         stream = Stream(data)
         with pytest.raises(Malformed, match="larger than any"):
-            await read_frame(stream, door=net._delivery.door("b"))
+            await read_frame(stream, door=delivery(net).door("b"))
         assert stream.read == len(data)
 
     run(scenario)
@@ -317,9 +336,9 @@ def test_chunks_of_one_member_take_no_room_from_the_others_and_are_bounded_by_a_
 
     async def scenario() -> None:
         target = Target(1, tmp_path)
-        await until(lambda: target.net._delivery._receiver is not None)
+        await ready(target)
         averager = target.peer.runner.state.averager
-        limits, taken = averager._limits, 0
+        limits, taken = Limits.of(target.compute.n_params, PLAN.chunk), 0
         for number in range(10 * limits.sent):
             try:
                 chunk = encode(torch.zeros(1), Codec.FP32)
@@ -327,9 +346,8 @@ def test_chunks_of_one_member_take_no_room_from_the_others_and_are_bounded_by_a_
                 taken += 1
             except ProtocolError:
                 pass
-        assert 1024 * taken <= limits.waiting < 3 * (8 * target.compute.n_params + 10_000)
-        assert sum(averager._inbox.sizes.values()) <= limits.waiting
-        averager._ctx.roster._members["first"] = averager._ctx.roster.member("first").model_copy(update={"stage": 1})
+        assert taken * (KEPT_BYTES + chunk.nbytes) <= limits.waiting < 3 * (8 * target.compute.n_params + 10_000)
+        target.peer.roster.moved("first", 1)
         averager.on_chunk("first", Shard(round=bytes(32), step=0, chunk=1), encode(torch.zeros(9), Codec.FP32))
         await ended(target)
 
@@ -395,7 +413,8 @@ def test_one_member_has_a_bounded_number_of_calls_answered_at_once() -> None:
         other = asyncio.create_task(limited.answer("b", slow, b"", free=False))
         done.set()
         await asyncio.gather(*calls, other)
-        assert not limited._answering
+        again = [limited.answer("a", slow, b"", free=False) for _ in range(quota.AT_ONCE)]
+        assert await asyncio.gather(*again) == [b""] * quota.AT_ONCE, "none of the first ones counts any more"
 
     run(scenario)
 
@@ -410,7 +429,8 @@ class Donor:
             await self.stuck.wait()
 
         monkeypatch.setattr(Context, "send", send)
-        self.net, self.n, self.now = MemoryHub().join("a"), 0, 0.0
+        self.hub, self.takers = MemoryHub(), dict[str, MemoryNetwork]()
+        self.net, self.n, self.now = self.hub.join("a"), 0, 0.0
 
         async def state() -> dict[str, torch.Tensor]:
             self.n += 1
@@ -440,10 +460,15 @@ class Donor:
     async def offer(self, taker: str) -> bytes:
         self.position.step += 1
         ask = AskSnapshot(stage=0, after=self.position.step).pack()
-        return snapshot.Snapshot.unpack(await self.snapshots._on_ask(taker, ask)).digest
+        return snapshot.Snapshot.unpack(await self.call(taker, AskSnapshot.KIND, ask)).digest
 
     async def ask(self, taker: str, digest: bytes, blocks: int) -> None:
-        await self.snapshots._on_blocks(taker, AskBlocks(digest=digest, blocks=(0,) * blocks).pack())
+        await self.call(taker, AskBlocks.KIND, AskBlocks(digest=digest, blocks=(0,) * blocks).pack())
+
+    async def call(self, taker: str, kind: str, payload: bytes) -> bytes:
+        if taker not in self.takers:
+            self.takers[taker] = self.hub.join(taker)
+        return await self.takers[taker].call("a", kind, payload, timeout_s=9)
 
 
 def test_one_taker_has_a_bounded_number_of_blocks_at_once_and_each_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -453,8 +478,8 @@ def test_one_taker_has_a_bounded_number_of_blocks_at_once_and_each_a_few_times(m
         donor.position.step -= 1
         assert await donor.offer("other") == digest
         more: bytes = msgpack.packb({"digest": digest, "blocks": [0] * (MAX_RUN + 1)})
-        with pytest.raises(ProtocolError):
-            await donor.snapshots._on_blocks("t", more)
+        with pytest.raises(Refused):
+            await donor.call("t", AskBlocks.KIND, more)
         for _ in range(snapshot.MAX_RUNS):
             await donor.ask("t", digest, MAX_RUN)
         with pytest.raises(MuletrainError, match="enough to send"):
@@ -516,11 +541,12 @@ def test_a_history_or_an_order_told_again_and_again_has_all_peers_asked_now_and_
         for net in target.others.values():
             for kind in (AskStay.KIND, AskStanding.KIND):
                 net.serve(kind, count)
-        await until(lambda: target.net._delivery._receiver is not None)
+        await ready(target)
+        here = Key(target.peer.position.step, target.peer.position.applied)
         for k in range(50):
             tale = History(step=1, lineages=(bytes(32), bytes([k]) * 32), over=True).pack()
             await target.others["last"].call(target.name, History.KIND, tale, timeout_s=9)
-            order = StepBack.of(k + 1, target.peer._rollback._where(), (), {}, ()).pack()
+            order = StepBack.of(k + 1, here, (), {}, ()).pack()
             await target.others["last"].call(target.name, StepBack.KIND, order, timeout_s=9)
         await asyncio.sleep(0.2)
         assert len(asked) <= 4 * len(MEMBERS)
@@ -532,8 +558,8 @@ def test_a_history_or_an_order_told_again_and_again_has_all_peers_asked_now_and_
 def test_looking_for_many_microbatches_asks_each_peer_twice_at_most(tmp_path: Path) -> None:
     async def scenario() -> None:
         target, asked = Target(0, tmp_path, answers=False), 0
-        await until(lambda: target.net._delivery._receiver is not None)
-        survey = target.peer._microbatches.survey
+        await ready(target)
+        survey = microbatches(target).survey
 
         async def held(sender: str, payload: bytes) -> bytes:
             nonlocal asked
@@ -550,8 +576,10 @@ def test_looking_for_many_microbatches_asks_each_peer_twice_at_most(tmp_path: Pa
         assert asked <= 2 * len(target.others)
         assert [missing for missing, _ in answers[1:]] == [(0,), (0,), (0, 1)]
         assert [loss for _, loss in answers[1:]] == [5.0, None, None]
-        assert not survey._asking
-        assert not survey._next
+        del answers
+        gc.collect()
+        kept = [o for o in gc.get_objects() if type(o) is Progress and o.accumulated == (1, 2)]
+        assert not kept, "no answer is kept"
         await ended(target)
 
     run(scenario)
@@ -562,20 +590,19 @@ def test_what_a_replica_holds_that_its_stage_goes_on_without_is_run_again(tmp_pa
     most of it."""
 
     async def scenario() -> None:
-        from muletrain.runtime.microbatch.trainer import Trainer
-
         target = Target(0, tmp_path, answers=False)
-        await until(lambda: bool(target.peer._microbatches._trainers))
-        trainer: Trainer = target.peer._microbatches._trainers[0]
+        trainers = microbatches(target)._trainers
+        await until(lambda: bool(trainers))
+        trainer, counts = trainers[0], trainers[0]._counts
         gap: dict[str, Any] = {"lineage": GENESIS.lineage, "step": 0, "stage": 1, "attempt": 1, "indices": ()}
-        assert trainer._counts("last")
+        assert counts("last")
         await trainer.on_gap("second", Gap(**gap, without=("last",)))
-        assert trainer._counts("last"), "the word of another stage is not enough"
+        assert counts("last"), "the word of another stage is not enough"
         await trainer.on_gap("third", Gap(**gap, without=("last",)))
-        assert not trainer._counts("last")
-        assert trainer._counts("third")
+        assert not counts("last")
+        assert counts("third")
         await trainer.on_gap("third", Gap(**gap))
-        assert trainer._counts("last"), "what was said last counts"
+        assert counts("last"), "what was said last counts"
         await ended(target)
 
     run(scenario)

@@ -47,7 +47,7 @@ from muletrain.runtime.checkpoint import coordinator as checkpointing
 from muletrain.runtime.checkpoint.actors import Checkpointing
 from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady
 from muletrain.runtime.checkpoint.part_exchange import PartExchange
-from muletrain.runtime.checkpoint.progress import MAX_OPEN
+from muletrain.runtime.checkpoint.progress import MAX_OPEN, REMEMBERED
 from muletrain.runtime.checkpoint.roles import Book
 from muletrain.runtime.checkpoint.store import MARKER, CheckpointStore, Folder, Key, PartFacts, PartsGone, open_place
 from muletrain.runtime.core.lifecycle import Lifecycle, State
@@ -56,6 +56,7 @@ from muletrain.runtime.members.membership import Membership
 from muletrain.runtime.members.messages import GetProgress, Progress
 from muletrain.runtime.members.roster import Genesis, Member, Roster
 from muletrain.runtime.peer.ending import Ending
+from muletrain.runtime.peer.messages import Finished
 from muletrain.runtime.transfer.donor import Receiver, Snapshots
 from muletrain.runtime.transfer.messages import Block
 from muletrain.wire.statefile import cut, state_buffers
@@ -421,30 +422,33 @@ def test_that_the_run_has_ended_well_is_believed_of_the_collector_and_of_others_
     async def scenario() -> None:
         stages = Stages(tmp_path / "run")
 
-        nothing: Any = None
+        async def find_out(sender: str) -> None:
+            return None
 
-        def peer(name: str, *, over: bool) -> Ending:
-            at: Any = SimpleNamespace(life=Lifecycle(State.FINISHED if over else State.TRAINING))
-            return Ending(stages.contexts[name], at, nothing, nothing)
+        runner: Any = SimpleNamespace(exchange=SimpleNamespace(find_out=find_out))
 
-        async def told(at: Ending, sender: str) -> asyncio.Task[None]:
-            task = asyncio.create_task(at._weigh(sender, True))
+        async def told(name: str, sender: str, life: Lifecycle) -> Ending:
+            """The ending of ``name``, which hears of the end from ``sender``."""
+            at: Any = SimpleNamespace(life=life, step=4, applied=LINEAGE)
+            ending = Ending(stages.contexts[name], at, stages.checkpoints[name], runner)
+            word, net = Finished(written=True).pack(), stages.contexts[sender].net
+            await net.call(name, Finished.KIND, word, timeout_s=5)
             await asyncio.sleep(0.3)
-            return task
+            return ending
 
-        coordinator, early, one = peer("coordinator", over=True), peer("other", over=False), peer("other", over=True)
-        tasks = [await told(coordinator, "one"), await told(early, "coordinator"), await told(one, "one")]
-        assert not any(p._finished.done() for p in (coordinator, early, one))
-        known = peer("one", over=True)
-        tasks.append(await told(known, "coordinator"))
-        assert known._finished.result()
-        early._position.life.to(State.FINISHED)
+        late = Lifecycle(State.TRAINING)
+        coordinator = await told("coordinator", "one", Lifecycle(State.FINISHED))
+        early = await told("other", "coordinator", late)
+        one = await told("other", "one", Lifecycle(State.FINISHED))
+        assert not any(p.known for p in (coordinator, early, one))
+        known = await told("one", "coordinator", Lifecycle(State.FINISHED))
+        assert known.known
+        late.to(State.FINISHED)
         stages.kill("coordinator")
         for left in (early, one):  # nobody is there who could know better
-            assert await asyncio.wait_for(left._finished, 10)
-        assert not coordinator._finished.done()
-        for task in tasks:
-            task.cancel()
+            assert await asyncio.wait_for(left.finish(), 10)
+        assert not coordinator.known
+        assert await asyncio.wait_for(known.finish(), 10), "it was written"
         await stages.close()
 
     play(scenario)
@@ -468,7 +472,9 @@ def test_a_part_may_take_its_time_while_the_collector_lives_and_word_of_the_end_
         writer, key = stages.checkpoints["one"], Key(4, LINEAGE)
         assert await stages.checkpoint(4)
         assert await asyncio.wait_for(writer.coordinator.ended(key), 5)
-        del writer.checkpoints._ended[key]  # it did not hear of it
+        for k in range(REMEMBERED):  # it forgets that
+            writer.checkpoints.end(Key(1000 + k, LINEAGE), "failed")
+        assert writer.checkpoints.ended(key) is None
         await stages.write(4, "one")
         assert await asyncio.wait_for(writer.coordinator.ended(key), 5)
         await stages.close()
@@ -494,6 +500,13 @@ def test_who_gives_up_on_a_checkpoint_leaves_it_to_the_collector_that_shares_its
     play(scenario)
 
 
+class Unfrozen(Folder):
+    """A coordinator that froze right before its last step."""
+
+    def go_on(self, key: Key) -> None:
+        self._finish(key)
+
+
 def test_a_checkpoint_is_complete_with_all_its_parts_or_not_at_all(tmp_path: Path) -> None:
     folder, store = Folder(tmp_path / "run", keep=2), open_place(f"memory://{tmp_path.name}", keep=2)
     key, about = Key(4, LINEAGE), FACTS.manifest("run") | {"data": "d"}
@@ -509,7 +522,7 @@ def test_a_checkpoint_is_complete_with_all_its_parts_or_not_at_all(tmp_path: Pat
         assert place.complete() == {key: parts}
     # somebody froze before its last step, and others were there first
     folder.write_part(key, 0, buffers[:1])
-    folder._finish(key)
+    Unfrozen(tmp_path / "run", keep=2).go_on(key)
     assert names(tmp_path / "run") == ["step-00000004"]
     Checkpoint.intact(tmp_path / "run" / "step-00000004")
 

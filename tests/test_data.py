@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from muletrain.config.schema import DataConfig
 from muletrain.data import tokens as tokens_module
-from muletrain.data.corpus import PARAGRAPH_LIMIT, Corpus, is_heldout, read_paragraphs, split_paragraphs
+from muletrain.data.corpus import PARAGRAPH_LIMIT, Corpus, is_heldout, split_paragraphs
 from muletrain.data.lines import reading
 from muletrain.data.microbatch import IGNORE, MicrobatchSource, heldout_batches, permute, round_keys
 from muletrain.data.ngram import Counts, baselines
@@ -61,7 +61,7 @@ def pydoc(tmp_path_factory: pytest.TempPathFactory) -> TokenCache:
 
 
 def texts(path: str, field: str = "text") -> list[str]:
-    return list(read_paragraphs(DataConfig(path=path, field=field)))
+    return [paragraph.text for paragraph in Corpus(DataConfig(path=path, field=field)).paragraphs()]
 
 
 # Corpora
@@ -326,7 +326,7 @@ def test_cache_holds_each_paragraph_on_one_side(pydoc: TokenCache) -> None:
     assert pydoc.train.dtype == np.uint16
     assert not pydoc.train.flags.writeable
     expected: dict[bool, list[str]] = {False: [], True: []}
-    for text in read_paragraphs(DataConfig()):
+    for text in (paragraph.text for paragraph in Corpus(DataConfig()).paragraphs()):
         expected[is_heldout(text, 0.05)].append(text)
     assert train.replace(END_OF_TEXT, "") == "".join(expected[False])
     assert heldout.replace(END_OF_TEXT, "") == "".join(expected[True])
@@ -343,7 +343,8 @@ def test_cache_counts(pydoc: TokenCache) -> None:
     assert (stats.train_tokens, stats.heldout_tokens) == (len(pydoc.train), len(pydoc.heldout))
     assert stats.paragraphs == len(texts("pydoc"))
     assert 0.03 < stats.heldout_paragraphs / stats.paragraphs < 0.07
-    assert 2 < stats.bytes_per_token < 5
+    tokens = stats.train_tokens + stats.heldout_tokens
+    assert 2 < (stats.train_bytes + stats.heldout_bytes) / tokens < 5
     assert pydoc.vocab == 1024
 
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from muletrain.runtime.members.messages import Progress
+from muletrain.runtime.members.messages import GetProgress
 from muletrain.runtime.microbatch.microbatches import Microbatches
-from muletrain.runtime.peer.dispatch import Dispatch
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.step.messages import AskEntries, Entries, RoundEntry, ShardFacts
+from muletrain.runtime.step.record import StageEntry, StepRecord
 from muletrain.sim.world.lying import LIES
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario
@@ -126,12 +126,13 @@ def test_nor_with_another_that_knows_nothing_of_it(replicas: int, liar: str, mon
 def answering(patch: pytest.MonkeyPatch, liar: PeerId, lie: Callable[[Peer, AskEntries], Entries]) -> None:
     """``liar`` does its work. At each step it pretends to be at the next, so that everyone asks it for the record, and
     answers falsely."""
-    begun, held = Peer.__init__, Dispatch._answer_progress
+    begun = Peer.__init__
 
     def begins(self: Peer, *args: Any, **options: Any) -> None:
         begun(self, *args, **options)
         if self._ctx.net.peer_id == liar:
             self._ctx.net.serve(AskEntries.KIND, answer_entries(self))
+            self._ctx.net.serve(GetProgress.KIND, answer_progress(self))
 
     def answer_entries(peer: Peer) -> Any:
         async def answer(sender: PeerId, payload: bytes) -> bytes:
@@ -139,13 +140,16 @@ def answering(patch: pytest.MonkeyPatch, liar: PeerId, lie: Callable[[Peer, AskE
 
         return answer
 
-    async def answer_progress(self: Dispatch, sender: PeerId, payload: bytes) -> bytes:
-        answer = Progress.unpack(await held(self, sender, payload))
-        lies = self._ctx.net.peer_id == liar and answer.current
-        return (answer.model_copy(update={"current": False, "step": answer.step + 1}) if lies else answer).pack()
+    def answer_progress(peer: Peer) -> Any:
+        async def answer(sender: PeerId, payload: bytes) -> bytes:
+            ask = GetProgress.unpack(payload)
+            said = peer.position.progress(ask.step, ask.lineage, brief=ask.brief)
+            lie = said.model_copy(update={"current": False, "step": said.step + 1})
+            return (lie if said.current else said).pack()
+
+        return answer
 
     patch.setattr(Peer, "__init__", begins)
-    patch.setattr(Dispatch, "_answer_progress", answer_progress)
     lying(patch, liar, lambda peer, work: forged(work.lineage, work.step + 1, liar, (liar,)))
 
 
@@ -161,7 +165,9 @@ def test_what_one_member_says_that_others_agreed_on_counts_for_nothing(
             forged(ask.lineage, ask.step, "peer-0a", ("peer-0a",), stage=0, stop=True, leaves=("peer-0a",)),
             forged(ask.lineage, ask.step, others(peer)[0], tuple(sorted(others(peer)))),
         )
-        record = peer.runner.state.builder._of(rounds)
+        builder = peer.runner.state.builder
+        stages = (StageEntry(e.round, e.shards, e.stop, e.leaves, e.expelled) for e in rounds)
+        record = StepRecord(builder.step, builder.previous, tuple(stages))
         return Entries(step=ask.step + 1, applied=rounds, record=record.hash)
 
     answering(monkeypatch, liar, applied)

@@ -190,14 +190,14 @@ def _another_device(patch: pytest.MonkeyPatch, steps: range) -> None:
         own = right(facts, stage, joins=joins)
         made.append(stage)
         if made.count(1) == 2 and stage == 1:  # after the first replica's
-            apply = own._apply
+            apply = own.apply
 
-            def differently(gradient: Any, update: Any) -> None:
-                apply(gradient, update)
+            async def differently(gradient: Any, update: Any, turn: Any) -> None:
+                await apply(gradient, update, turn)
                 if update.step in steps:
-                    own._weights.masters[:5] *= 1 + 2**-22
+                    own.arithmetic.weights.masters[:5] *= 1 + 2**-22
 
-            patch.setattr(own, "_apply", differently)
+            patch.setattr(own, "apply", differently)
         return own
 
     patch.setattr(reference, "stage_compute", compute)

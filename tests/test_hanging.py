@@ -15,9 +15,10 @@ import torch
 
 from muletrain.clock import LoopClock
 from muletrain.compute import jobs
+from muletrain.compute.arithmetic import StageSetup
 from muletrain.compute.base import Microbatch
 from muletrain.compute.jobs import Jobs
-from muletrain.compute.torch_compute import StageSetup, TorchCompute
+from muletrain.compute.torch_compute import TorchCompute
 from muletrain.events import Note
 from muletrain.network.memory import MemoryHub
 from muletrain.runs.worker_files import EXIT_ERROR
@@ -165,10 +166,10 @@ def test_a_thread_that_never_returns_is_found_out_though_its_caller_gave_up(monk
     monkeypatch.setattr(watchdog, "HUNG", 8.0)
     release, compute, notes = threading.Event(), real_compute(), list[Any]()
 
-    def _forward(*_: Any) -> None:
+    def forward(*_: Any) -> None:
         release.wait(60)
 
-    monkeypatch.setattr(compute, "_forward", _forward)
+    monkeypatch.setattr(compute.arithmetic, "forward", forward)
 
     async def scenario() -> None:
         ctx = context(compute, notes)

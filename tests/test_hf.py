@@ -23,10 +23,10 @@ from muletrain.data.tokenizer import parse_tokenizer, tokenizer_json
 from muletrain.errors import CheckpointError
 from muletrain.model.hf import _full_shapes, export_hf, import_hf
 from muletrain.model.spec import ModelSpec
-from muletrain.model.stage import build_full
 from muletrain.runs.assemble import RunFacts
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.first_weights import write_first_checkpoint
+from tests.whole_model import build_full
 
 if TYPE_CHECKING:
     from pathlib import Path

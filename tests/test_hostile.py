@@ -18,11 +18,12 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from muletrain.clock import LoopClock
+from muletrain.compute.arithmetic import StageSetup
 from muletrain.compute.base import Microbatch
 from muletrain.compute.checks import is_finite
 from muletrain.compute.results import Result
 from muletrain.compute.slot import AT_ONCE, Turn
-from muletrain.compute.torch_compute import StageSetup, TorchCompute
+from muletrain.compute.torch_compute import TorchCompute
 from muletrain.config.load import load_config
 from muletrain.config.schema import Codec
 from muletrain.errors import ProtocolError

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from statistics import mean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -114,7 +115,7 @@ def test_where_nothing_is_kept_it_takes_state_after_state_and_says_why_it_gives_
 ) -> None:
     monkeypatch.setattr(transfer, "BLOCK", 4096)
     monkeypatch.setattr(arrival, "MAX_PURSUITS", 2)
-    monkeypatch.setattr(GradientLog, "_excess", lambda self: True)
+    monkeypatch.setattr(GradientLog, "nbytes", property(lambda self: 1 << 60))
     outcome = play(slow_link(30e3, 24))
     assert "2 states of stage 0 were too old when they arrived" in outcome.ends.pop(NEWCOMER)
     assert set(outcome.ends.values()) == {"finished"}
@@ -153,7 +154,8 @@ def step_of(step: int) -> tuple[RecordBuilder, MeanGradient]:
         stop=False,
         holder="a",
     )
-    builder = RecordBuilder(step, bytes(32), 1, bytes(32))
+    nobody: Any = SimpleNamespace(stage=lambda stage: ())
+    builder = RecordBuilder(step, bytes(32), 1, bytes(32), nobody, LoopClock())
     builder.add(entry)
     gradient = torch.randn(Vector.n_params, generator=torch.Generator().manual_seed(step)).half().float()
     return builder, MeanGradient(entry, gradient)

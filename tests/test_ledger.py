@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,8 +48,12 @@ class Alive:
         self.stages = list(stages)
         self.now_s = 0.0
 
+    def stage(self, stage: int) -> tuple[str, ...]:
+        return self.stages[stage]
+
     def builder(self) -> RecordBuilder:
-        return RecordBuilder(4, LINEAGE, len(self.stages), LINEAGE, lambda s: self.stages[s], lambda: self.now_s)
+        clock: Any = SimpleNamespace(now=lambda: self.now_s)
+        return RecordBuilder(4, LINEAGE, len(self.stages), LINEAGE, self, clock)
 
 
 def record(*entries: RoundEntry, live: tuple[tuple[str, ...], ...] = (("a",), ("a",))) -> StepRecord | None:

@@ -35,7 +35,6 @@ from muletrain.errors import AdmissionError, CapacityError, ConfigError, Muletra
 from muletrain.events import Event, EventLog, JoinRefused, Note
 from muletrain.model.hf import export_hf
 from muletrain.model.spec import ModelSpec
-from muletrain.model.stage import build_full
 from muletrain.network.base import Frame, Network
 from muletrain.network.memory import MemoryHub
 from muletrain.runs.assemble import RunFacts, build_compute
@@ -56,6 +55,7 @@ from tests.namespaces import Switch
 from tests.reference import train_plainly
 from tests.test_equivalence import EXACT, facts_of, relative_difference
 from tests.test_network import OWNER, SECRET, world
+from tests.whole_model import build_full
 
 TINY = ["--set", "model.width=64", "--set", "model.heads=2", "--set", "model.context=32"]
 

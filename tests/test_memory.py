@@ -19,10 +19,10 @@ from muletrain.compute.base import Microbatch, Update
 from muletrain.compute.estimate import stage_memory
 from muletrain.config.schema import Precision, RunConfig
 from muletrain.model.hf import export_hf
-from muletrain.model.stage import build_full
 from muletrain.runs.assemble import RunFacts, build_compute
 from muletrain.runs.first_weights import write_first_checkpoint
 from muletrain.runs.measure.machine import Machine
+from tests.whole_model import build_full
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,8 +18,9 @@ from muletrain.model.generate import evaluate, generate, generate_ids, load_mode
 from muletrain.model.hf import export_hf, import_hf
 from muletrain.model.presets import PRESETS
 from muletrain.model.spec import ModelSpec
-from muletrain.model.stage import Stage, build_full, initial_weight
+from muletrain.model.stage import Stage, initial_weight
 from muletrain.planning.partition import partition
+from tests.whole_model import build_full
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from muletrain.compute.torch_compute import TorchCompute
+from muletrain.compute.arithmetic import StageArithmetic
 from muletrain.errors import ProtocolError
 from muletrain.optim.sketch import SIZE, packed, sketch, unpacked
 from muletrain.policy.outliers import Sum, alike, outlying, strange
@@ -312,14 +312,14 @@ def test_the_judge_may_die(judge: str) -> None:
 
 def not_finite(patch: pytest.MonkeyPatch, stage: int, *, activations: bool = False, factor: float = math.nan) -> None:
     """Microbatch 3 of step 1 is like that, whoever computes it: also where a single process does."""
-    forward, differentiate = TorchCompute._forward, TorchCompute._differentiate
+    forward, differentiate = StageArithmetic.forward, StageArithmetic.differentiate
     mean_gradient = SingleProcess.mean_gradient
 
-    def spoiled_forward(self: TorchCompute, mb: Any, inputs: Any, reserved: int) -> Any:
-        held, output = forward(self, mb, inputs, reserved)
-        return held, output * math.nan if activations and self.stage == stage and mb == (1, 3) else output
+    def spoiled_forward(self: StageArithmetic, mb: Any, inputs: Any, stash: bool) -> Any:
+        kept, output = forward(self, mb, inputs, stash)
+        return kept, output * math.nan if activations and mb == (1, 3) and self.stage == stage else output
 
-    def spoiled(self: TorchCompute, mb: Any, output: Any, leaf: Any, seed: Any, accumulate: bool) -> Any:
+    def spoiled(self: StageArithmetic, mb: Any, output: Any, leaf: Any, seed: Any, accumulate: bool) -> Any:
         bad = mb == (1, 3) and not activations and self.stage == stage
         return differentiate(self, mb, output, leaf, seed * factor if bad else seed, accumulate)
 
@@ -328,8 +328,8 @@ def not_finite(patch: pytest.MonkeyPatch, stage: int, *, activations: bool = Fal
         third, (mean, loss) = (up_to - before) / len(inputs), mean_gradient(self, step, inputs, targets)
         return mean + (third * (factor - 1) if step == 1 else 0.0), loss
 
-    patch.setattr(TorchCompute, "_forward", spoiled_forward)
-    patch.setattr(TorchCompute, "_differentiate", spoiled)
+    patch.setattr(StageArithmetic, "forward", spoiled_forward)
+    patch.setattr(StageArithmetic, "differentiate", spoiled)
     patch.setattr(SingleProcess, "mean_gradient", spoiled_mean)
 
 

@@ -17,10 +17,11 @@ from muletrain.data.tokens import TokenCache
 from muletrain.errors import CapacityError, DataError, MuletrainError
 from muletrain.events import Note, read_events
 from muletrain.model.spec import ModelSpec
-from muletrain.model.stage import Stage, build_full
+from muletrain.model.stage import Stage
 from muletrain.runs import result
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.fleet import LocalFleet
+from tests.whole_model import build_full
 
 
 @pytest.fixture

@@ -14,20 +14,21 @@ import torch
 from muletrain.clock import LoopClock
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.network.base import Frame
+from muletrain.network.memory import MemoryNetwork
 from muletrain.policy.views import View, company, yields
+from muletrain.runtime.checkpoint.store import CheckpointStore
 from muletrain.runtime.microbatch.inflight import InFlightStep
 from muletrain.runtime.microbatch.messages import Forward
 from muletrain.runtime.microbatch.stage_server import StageServer
 from muletrain.runtime.peer import early_frames as early
-from muletrain.runtime.peer.ending import Ending
-from muletrain.runtime.peer.peer import Peer
+from muletrain.runtime.peer.messages import Finished
+from muletrain.runtime.recovery.rollback import Rollback
 from muletrain.runtime.step.agreement import RoundAgreement
 from muletrain.runtime.step.state import MAX_NUMBER
 from muletrain.sim.world.draws import base
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
 from muletrain.sim.world.verdict import Outcome, readable
-from muletrain.sim.world.world import World
 from muletrain.strategies.swarm import SWARM
 from muletrain.wire.codec import encode_raw
 
@@ -165,16 +166,17 @@ def test_a_replica_that_holds_a_round_alone_gives_way_to_most() -> None:
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_replicas_whose_weights_differ_go_on_with_the_first_one_s(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that differs in the last bit after step 0: the later one of the two takes the state of the first."""
-    right, seen = TorchCompute._apply, []
+    right, seen = TorchCompute.apply, []
 
-    def apply(self: TorchCompute, gradient: Any, update: Any) -> None:
-        right(self, gradient, update)
+    async def apply(self: TorchCompute, gradient: Any, update: Any, turn: Any) -> None:
+        await right(self, gradient, update, turn)
         if self.stage == 1 and update.step == 0:
             seen.append(self)
             if len(seen) == 1 + wrong:  # the reference serves all stages as one
-                self._weights.masters[0] = torch.nextafter(self._weights.masters[0], torch.tensor(2.0))
+                masters = self.arithmetic.weights.masters
+                masters[0] = torch.nextafter(masters[0], torch.tensor(2.0))
 
-    monkeypatch.setattr(TorchCompute, "_apply", apply)
+    monkeypatch.setattr(TorchCompute, "apply", apply)
     outcome = play(Scenario(21, (2, 2), 2, 3, 6, 0.01, ()))
     assert outcome.violations == ["peer-1a and peer-1b, replicas of one stage, have other weights after step 1"]
     assert len(seen) == 2
@@ -210,34 +212,28 @@ def test_an_attempt_that_nobody_can_have_come_to_is_refused(monkeypatch: pytest.
 
 
 def test_word_of_the_end_may_come_before_it_where_nobody_writes_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = World._place
-
-    def nameless(self: World, name: str) -> Any:
-        nowhere = place(self, name)
-        nowhere.name = ""
-        return nowhere
-
-    monkeypatch.setattr(World, "_place", nameless)
+    monkeypatch.setattr(CheckpointStore, "name", "")
     outcome = play(Scenario(23, (2, 2), 4, 2, 4, 0.05, (), stalls=0.5))
     assert outcome.violations == [], "\n".join(readable(outcome))
 
 
 def test_an_order_to_step_back_that_comes_after_the_end_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, right, peers = Peer.__init__, Ending._dismiss, dict[str, Peer]()
+    begun, right, rollbacks = Rollback.__init__, MemoryNetwork.call, dict[str, Rollback]()
 
-    def begins(self: Peer, *args: Any, **options: Any) -> None:
+    def begins(self: Rollback, *args: Any, **options: Any) -> None:
         begun(self, *args, **options)
-        peers[self.roster.own.id] = self
+        rollbacks[self._ctx.net.peer_id] = self
 
-    async def dismiss(self: Ending, peer: str, written: bool) -> None:
-        ordered = peers[self._ctx.net.peer_id]._rollback.ordered
-        if not ordered.done():
-            ordered.set_result(None)
-        await self._ctx.clock.sleep(1.0)
-        await right(self, peer, written)
+    async def call(self: MemoryNetwork, peer: str, method: str, payload: bytes, *, timeout_s: float) -> bytes:
+        if method == Finished.KIND:  # the peer goes next
+            ordered = rollbacks[self.peer_id].ordered
+            if not ordered.done():
+                ordered.set_result(None)
+            await asyncio.sleep(1.0)
+        return await right(self, peer, method, payload, timeout_s=timeout_s)
 
-    monkeypatch.setattr(Peer, "__init__", begins)
-    monkeypatch.setattr(Ending, "_dismiss", dismiss)
+    monkeypatch.setattr(Rollback, "__init__", begins)
+    monkeypatch.setattr(MemoryNetwork, "call", call)
     outcome = played((1, 1), microbatches=2)
     assert set(outcome.ends.values()) == {"finished"}
 

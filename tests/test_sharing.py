@@ -38,7 +38,6 @@ from muletrain.sim.loop import run_virtually
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
 from muletrain.sim.world.verdict import Outcome, readable
-from muletrain.sim.world.world import World
 
 from .fleet_run import checkpoint_weights, run_fleet
 from .reference import train_plainly
@@ -83,15 +82,13 @@ def test_newcomers_move_and_leave_and_have_the_tokens() -> None:
 
 
 def test_as_many_as_are_wanted_take_them_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = World._sharing
+    right = Sharing.__init__
 
-    def two(self: World, name: str) -> Sharing | None:
-        own = right(self, name)
-        assert own is not None
-        own.wanted = 2
-        return own
+    def two(self: Sharing, *args: Any, **options: Any) -> None:
+        right(self, *args, **options)
+        self.wanted = 2
 
-    monkeypatch.setattr(World, "_sharing", two)
+    monkeypatch.setattr(Sharing, "__init__", two)
     outcome = whole(played(Fault(20.0, "kill", (OWNER,)), steps=60))
     times = sorted(t for t, _ in said(outcome, "trainer_added"))
     assert 1 <= len([t for t in times if t < 20.0]) <= 2, "two may have begun at the same moment"
@@ -145,7 +142,7 @@ class Pair:
 
     def __init__(self, folder: Path, donors: str = "a", limit: int = 1 << 20, vocab: int = 500) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.stage, self.trained = Stage(donors), list[Any]()
+        self.stage, self.trained = Stage(donors, taker_trains=False), list[Any]()
         self.files = folder / "train.bin", folder / "heldout.bin"
         self.files[0].write_bytes(TOKENS.tobytes())
         self.files[1].write_bytes(b"held out")
@@ -160,9 +157,7 @@ class Pair:
             Snapshots(ctx, self.stage.at[name], self.stage.logs[name], Membership(ctx), given)  # type: ignore[arg-type]
         self.stranger = self.stage.hub.join("s")
         self.ctx = self.stage.contexts["t"]
-        self.ctx.roster._members["t"] = self.ctx.roster.own.model_copy(update={"trainer": False})
-        self.ctx.roster._changed()
-        self.taker = Downloader(self.ctx, _deadline=Deadline(unmeasured_s=1.0, floor_s=1.0))
+        self.taker = Downloader(self.ctx, deadline=Deadline(unmeasured_s=1.0, floor_s=1.0))
         self.net.receive(self._block)
 
     @property
@@ -183,7 +178,7 @@ class Pair:
         self.taker.on_block(sender, Block.parse(frame), frame.tensors[0])
 
     async def taken(self, own: Sharing) -> bool:
-        return await own._taken(self.ctx, self.taker)
+        return await own.take(self.ctx, self.taker)
 
     def notes(self) -> str:
         return "\n".join(e.message for e in self.stage.said if isinstance(e, TransferFailed))
@@ -240,18 +235,20 @@ def test_what_came_before_a_break_need_not_come_again(tmp_path: Path, monkeypatc
     async def scenario() -> None:
         pair, sent = Pair(tmp_path), list[int]()
 
-        async def content(self: FileCopy, ctx: Any, begin: int, end: int) -> list[memoryview]:
+        async def content(self: FileCopy, begin: int, end: int) -> list[memoryview]:
             if len(sent) == 20:
                 pair.stage.hub.cut("a", "t")
             sent.append(begin)
-            return await right(self, ctx, begin, end)
+            return await right(self, begin, end)
 
         monkeypatch.setattr(FileCopy, "content", content)
         first = pair.sharing()
         assert not await pair.taken(first)
         first.close()
-        assert first._partial is not None
-        came = {1000 * k for k in range(60)} - {1000 * k for k in first._partial.missing}
+        assert first.store is not None
+        arrived, right_bytes = first.store.path(first.shared).read_bytes(), TOKENS.tobytes()
+        blocks = range(0, len(right_bytes), 1000)
+        came = {k for k in blocks if arrived[k : k + 1000] == right_bytes[k : k + 1000]}
         assert came
         pair.stage.hub.mend("a", "t")
         second = pair.sharing()
@@ -310,15 +307,13 @@ def test_a_joiners_bound_holds_and_the_oldest_that_nobody_uses_goes(tmp_path: Pa
         own = pair.sharing()
         assert await pair.taken(own)
         assert sorted(p.name for p in cache.iterdir()) == sorted(["older.tokens", own.store.path(own.shared).name])  # type: ignore[union-attr]
-        with pytest.raises(CapacityError, match="tokens of other runs that go on fill it"):
+        with pytest.raises(CapacityError, match="tokens of other running runs"):
             Store(cache, 80_000).open(Shared(digest=bytes(32), size=60_000, width=2, heldout=bytes(32)))
         assert pair.sharing().store.open(own.shared) is None, "another process has it"  # type: ignore[union-attr]
         own.close()
         small = Pair(tmp_path / "small", limit=59_999)
         assert not await small.taken(small.sharing())
-        assert (
-            "they are 58.6 KiB, and 58.6 KiB may be (join --tokens GIB)" in small.notes() or "may be" in small.notes()
-        )
+        assert "the tokens need 58.6 KiB, but only 58.6 KiB may be used (join --tokens GIB)" in small.notes()
         assert not (tmp_path / "small" / "cache").exists()
 
     run(scenario)
@@ -357,11 +352,13 @@ def test_who_gets_nothing_asks_ever_more_rarely(monkeypatch: pytest.MonkeyPatch)
     roster = SimpleNamespace(own=SimpleNamespace(trainer=False), trainers=list)
     ctx: Any = SimpleNamespace(clock=LoopClock(), roster=roster)
     membership: Any = SimpleNamespace(tell=tell)
-    sharing: Any = SimpleNamespace(source=None, store=object(), wanted=4, _taken=taken)
+    position: Any = SimpleNamespace(serves=True)
+    nothing: Any = None
+    sharing: Any = SimpleNamespace(source=None, store=object(), wanted=4, take=taken)
 
     async def ten_minutes() -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(Sharing.run(sharing, ctx, ctx, membership, lambda: True, print), 600.0)
+            await asyncio.wait_for(Sharing.run(sharing, ctx, ctx, membership, position, nothing), 600.0)
 
     run_virtually(ten_minutes(), 1000.0, [])
     assert 10 <= tries <= 13, "after 5, 10, 20 and 40 s, then once a minute"

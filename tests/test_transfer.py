@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, cast
 import msgpack
 import pytest
 import torch
+from blake3 import blake3
 
 from muletrain.clock import LoopClock
 from muletrain.config.schema import Codec
 from muletrain.errors import MuletrainError, ProtocolError, Refused
 from muletrain.events import Event, FrameRefused, TransferFailed
 from muletrain.network.memory import MemoryHub, MemoryNetwork
+from muletrain.policy.deadline import Deadline
 from muletrain.policy.fork_choice import Chain
 from muletrain.runtime.core.lifecycle import Lifecycle
 from muletrain.runtime.core.plan import Plan
@@ -29,9 +31,9 @@ from muletrain.runtime.step.gradient_log import GradientLog, fetch_gradient
 from muletrain.runtime.step.messages import AskGradient
 from muletrain.runtime.transfer import blocks as transfer
 from muletrain.runtime.transfer import donor as snapshot
-from muletrain.runtime.transfer.blocks import Manifest, StateImage
+from muletrain.runtime.transfer.blocks import Manifest, PartialDownload, StateImage
 from muletrain.runtime.transfer.donor import Receiver, Snapshots
-from muletrain.runtime.transfer.messages import AskBlocks, AskSnapshot, Block, Snapshot
+from muletrain.runtime.transfer.messages import AskBlocks, AskManifest, AskSnapshot, Block, Snapshot
 from muletrain.strategies.swarm import SWARM
 from muletrain.wire.codec import encode_raw
 
@@ -67,10 +69,10 @@ class State:
 class Stage:
     """Donors 'a', 'b', 'c' and the taker 't'."""
 
-    def __init__(self, donors: str = "abc", stages: dict[str, int] | None = None) -> None:
+    def __init__(self, donors: str = "abc", *, taker_trains: bool = True) -> None:
         self.hub, self.said = MemoryHub(), list[Event]()
         names = (*donors, "t")
-        members = tuple(Member(id=n, name=n, stage=0, trainer=True, addresses=()) for n in names)
+        members = tuple(Member(id=n, name=n, stage=0, trainer=n != "t" or taker_trains, addresses=()) for n in names)
         genesis = Genesis(
             run_id="r", config=bytes(32), data=bytes(32), stages=1, coordinator=names[0], first_step=0, members=members
         )
@@ -144,19 +146,30 @@ def test_the_state_comes_from_all_donors(donors: str) -> None:
 
 def test_a_block_of_another_size_is_refused_and_one_that_nobody_waits_for_is_dropped() -> None:
     async def scenario() -> None:
-        taker = Stage("a").receiver.taker
-        expected = taker._waiting["a", bytes(32), 0] = transfer._Expected(memoryview(bytearray(5)))
+        stage = Stage("a")
+        taker, asked = stage.receiver.taker, asyncio.Event()
+
+        async def blocks(sender: str, payload: bytes) -> bytes:
+            asked.set()
+            return b""
+
+        stage.networks["a"].serve(AskBlocks.KIND, blocks)
+        digests = blake3(b"abcde").digest()
+        partial = PartialDownload.of(bytes(32), Manifest(tensors=(("a", "uint8", (5,)),), block=5, digests=digests))
+        fetching = asyncio.create_task(taker.fetch(partial, ["a"]))
+        await asked.wait()
         for content in (b"", b"abcd", b"abcdef"):
             with pytest.raises(ProtocolError, match=f"{len(content)} bytes instead of 5"):
                 taker.on_block("a", Block(digest=bytes(32), block=0), encode_raw(content))
         for other in (Block(digest=bytes(32), block=1), Block(digest=bytes(31) + b"1", block=0)):
             taker.on_block("a", other, encode_raw(b"abcde"))
         taker.on_block("b", Block(digest=bytes(32), block=0), encode_raw(b"abcde"))
-        assert not expected.whole.done()
+        await asyncio.sleep(0.05)
+        assert not fetching.done()
         taker.on_block("a", Block(digest=bytes(32), block=0), encode_raw(b"abcde"))
-        assert expected.whole.done()
         taker.on_block("a", Block(digest=bytes(32), block=0), encode_raw(b"fghij"))
-        assert bytes(expected.into) == b"abcde", "it came already"
+        await fetching
+        assert bytes(partial.data) == b"abcde", "it came already"
 
     run(scenario)
 
@@ -195,14 +208,17 @@ def test_a_donor_with_another_state_is_outvoted_and_one_that_is_behind_is_not_wa
 
 
 def test_a_manifest_that_is_not_what_was_offered_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Snapshots._on_manifest
+    right = MemoryNetwork.serve
 
-    async def lie(self: Snapshots, sender: str, payload: bytes) -> bytes:
-        honest = await right(self, sender, payload)
-        return honest if self._ctx.net.peer_id != "a" else honest[:-1] + bytes([honest[-1] ^ 1])
+    def serve(self: MemoryNetwork, method: str, answer: Any) -> None:
+        async def lie(sender: str, payload: bytes) -> bytes:
+            honest: bytes = await answer(sender, payload)
+            return honest[:-1] + bytes([honest[-1] ^ 1])
+
+        right(self, method, lie if (self.peer_id, method) == ("a", AskManifest.KIND) else answer)
 
     async def scenario() -> None:
-        monkeypatch.setattr(Snapshots, "_on_manifest", lie)
+        monkeypatch.setattr(MemoryNetwork, "serve", serve)
         stage = Stage("ab")
         await stage.receiver.fetch(lambda offer: True)
         stage.check()
@@ -215,7 +231,7 @@ def test_what_came_before_a_break_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
     """Both donors go away in the middle; the one that comes back sends what is missing, and no more."""
     right, sent, broken = StateImage.send, list[int](), list[bool]()
 
-    async def send(self: StateImage, ctx: Context, taker: str, blocks: tuple[int, ...], done: Any) -> None:
+    async def send(self: StateImage, ctx: Context, taker: str, block: int) -> None:
         if not broken and len(sent) >= 40:
             broken.append(True)
             for donor in "ab":
@@ -223,8 +239,8 @@ def test_what_came_before_a_break_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
                 asyncio.get_running_loop().call_later(0.3, stage.hub.mend, donor, "t")
             return
         if stage.hub.way(ctx.net.peer_id, taker) is not None:
-            sent.extend(blocks)
-        await right(self, ctx, taker, blocks, done)
+            sent.append(block)
+        await right(self, ctx, taker, block)
 
     stage: Stage
 
@@ -233,7 +249,7 @@ def test_what_came_before_a_break_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
         stage = Stage("ab")
         monkeypatch.setattr(StateImage, "send", send)
         monkeypatch.setattr(transfer, "CALL_S", 0.2)
-        stage.receiver.taker._deadline._floor_s = stage.receiver.taker._deadline._unmeasured_s = 0.2
+        stage.receiver.taker.deadline = Deadline(unmeasured_s=0.2, floor_s=0.2)
         await stage.receiver.fetch(lambda offer: True)
         stage.check()
         blocks = -(-sum(t.nbytes for t in stage.states["a"].tensors.values()) // 100)
@@ -248,10 +264,10 @@ def test_a_donor_that_lives_and_sends_nothing_is_not_waited_for_without_end(monk
     """It gave up sending, and is heard of all the time."""
     right, calls = StateImage.send, list[str]()
 
-    async def send(self: StateImage, ctx: Context, taker: str, blocks: tuple[int, ...], done: Any) -> None:
+    async def send(self: StateImage, ctx: Context, taker: str, block: int) -> None:
         calls.append(taker)
-        if len(calls) > 1:
-            await right(self, ctx, taker, blocks, done)
+        if len(calls) > transfer.RUN:
+            await right(self, ctx, taker, block)
 
     async def scenario() -> None:
         async def lives() -> None:
@@ -262,7 +278,7 @@ def test_a_donor_that_lives_and_sends_nothing_is_not_waited_for_without_end(monk
         stage = Stage("a")
         monkeypatch.setattr(StateImage, "send", send)
         monkeypatch.setattr(transfer, "LONGEST_S", 0.5)
-        stage.receiver.taker._deadline._floor_s = stage.receiver.taker._deadline._unmeasured_s = 0.2
+        stage.receiver.taker.deadline = Deadline(unmeasured_s=0.2, floor_s=0.2)
         living = asyncio.create_task(lives())
         await asyncio.wait_for(stage.receiver.fetch(lambda offer: True), 8)
         living.cancel()
@@ -343,7 +359,7 @@ def test_each_of_many_takers_gets_its_turn(monkeypatch: pytest.MonkeyPatch) -> N
         sent: list[str] = []
         held_up = asyncio.Event()
 
-        async def send(self: StateImage, ctx: Any, taker: str, blocks: tuple[int, ...], done: Any) -> None:
+        async def send(self: StateImage, ctx: Any, taker: str, block: int) -> None:
             await held_up.wait()
             sent.append(taker)
 
@@ -409,8 +425,9 @@ def test_copies_are_dropped_when_nobody_asks(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(snapshot, "KEPT_S", 0.1)
         stage = Stage("a")
         await stage.receiver.fetch(lambda offer: True)
-        assert any(t.get_name() == "copies" for t in stage.contexts["a"].tasks._tasks)
+        named = [t.get_name() for t in asyncio.all_tasks()]
+        assert named.count("copies") == 1
         await asyncio.sleep(0.4)
-        assert not stage.contexts["a"].tasks._tasks, "the copy went, and whoever looked after it"
+        assert "copies" not in [t.get_name() for t in asyncio.all_tasks()], "the copy went, and whoever looked after it"
 
     run(scenario)

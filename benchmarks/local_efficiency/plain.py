@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from muletrain.config.schema import RunConfig
 from muletrain.data.tokens import TokenCache
 from muletrain.model.dropout import Masks
-from muletrain.model.stage import build_full
+from muletrain.model.stage import Stage, initial_weight
 from muletrain.optim.schedule import learning_rate
 from muletrain.runs.assemble import RunFacts
 
@@ -26,7 +26,9 @@ def main(config_json: str, seconds: float) -> None:
     facts = RunFacts.of(RunConfig.model_validate_json(config_json))
     config, optim = facts.config, facts.config.optimizer
     source = facts.source(TokenCache.build(config.data, facts.spec.vocab))
-    model = build_full(facts.spec, config.train.seed)
+    spec, seed = facts.spec, config.train.seed
+    model = Stage(spec, None, spec.cut(1))
+    model.bind({name: initial_weight(spec, name, shape, seed) for name, shape in model.shapes().items()})
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": optim.weight_decay},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},

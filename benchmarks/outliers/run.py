@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from muletrain.compute.arithmetic import StageSetup
 from muletrain.compute.base import Microbatch, Update
-from muletrain.compute.torch_compute import StageSetup, TorchCompute
+from muletrain.compute.torch_compute import TorchCompute
 from muletrain.config.load import load_config
 from muletrain.data.tokens import TokenCache
 from muletrain.optim.sketch import sketch

@@ -1,9 +1,16 @@
-"""The ``Compute`` seam: one stage's weights and the arithmetic on them.
+"""The ``Compute`` seam owns one stage's weights and does the arithmetic on them.
 
-Shapes: B sequences per microbatch, T tokens per sequence, D model width, P parameters of the stage (flat). No call
-blocks the event loop. ``forward``, ``backward``, ``loss_backward`` and ``apply`` take a ``Turn``: how urgent the call
-is, and what to check right before the work. The implementation decides which call computes next, and how many
-microbatches compute together.
+Shapes: B sequences per microbatch, T tokens per sequence, D model width, P parameters of the stage (flat).
+
+What every implementation promises:
+
+* No call blocks the event loop, and all calls are made on the event loop's thread.
+* ``forward``, ``backward``, ``loss_backward`` and ``apply`` take a ``Turn``: how urgent the call is, and a check to run
+  right before the work. The implementation decides which call computes next, and may compute several microbatches
+  together, or give parts of one away. It calls each check exactly once, right before that call's work begins.
+* A microbatch's gradient is in the accumulator exactly if its call returned. A cancelled or failed call adds nothing.
+* ``gradient``, ``state`` and ``digest`` see every call that returned before them.
+* Forward and backward of a microbatch use the same weights: those of its step.
 """
 
 from __future__ import annotations
@@ -25,8 +32,7 @@ R = TypeVar("R")
 
 
 class Microbatch(NamedTuple):
-    """Identity of a microbatch: a fact, from which its tokens and dropout masks follow (DESIGN "Microbatches are
-    facts")."""
+    """Identity of a microbatch, from which its tokens and dropout masks follow (DESIGN "Microbatches are facts")."""
 
     step: int
     index: int  # type: ignore[assignment]  # the field's name is the papers'; tuple.index is never used
@@ -34,23 +40,22 @@ class Microbatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Update:
-    """What an optimizer step needs beyond the gradient; a pure function of the step record."""
+    """An optimizer step's inputs beside the gradient; a pure function of the step record."""
 
     step: int
-    """The step being applied; the schedule and bias corrections derive from it."""
+    """The step being applied: schedule and bias corrections follow from it."""
     scale: float
-    """The reduced gradient is multiplied by this (global clipping)."""
+    """Factor of the reduced gradient (global clipping)."""
     skip: bool
-    """A non-finite step: weights and moments stay as they are."""
+    """Leave weights and moments as they are, since the gradient is not finite."""
 
 
 class Compute(Protocol):
-    """One stage of the model, resident on some device. Under delayed updates a step computes with the weights before
-    the update by the step before it, and two steps have an accumulator at once.
+    """One stage of the model. The module says what implementations promise.
 
-    ``forward``, ``backward`` and ``loss_backward`` return as soon as the microbatch is computed. Its gradient is in the
-    accumulator exactly if the call returned: a cancelled call leaves nothing. The ``Result`` may still be on its way to
-    the host, while the next microbatch computes.
+    ``forward``, ``backward`` and ``loss_backward`` return as soon as the microbatch is computed; awaiting the
+    ``Result`` brings it to host memory while the next microbatch computes. Under delayed updates a step computes with
+    the weights before the last update, and two steps have an accumulator at once.
     """
 
     stage: int
@@ -60,38 +65,40 @@ class Compute(Protocol):
     n_params: int
     """P: length of the flat gradient."""
     jobs: Jobs
-    """What its threads are at."""
+    """The operations that run now, and how long each usually takes."""
 
     async def forward(self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE) -> Result:
-        """Stages before the last. ``inputs``: int64 tokens [B, T] at stage 0, else activations fp32 [B, T, D].
-        Returns activations fp32 [B, T, D]. Keeps what ``backward`` needs until it or ``discard``."""
+        """Compute a stage before the last. ``inputs``: int64 tokens [B, T] at stage 0, else activations fp32 [B, T, D].
+        Returns activations fp32 [B, T, D]. What ``backward`` needs is kept until ``backward`` or ``discard``. Raises
+        ProtocolError for inputs that no correct peer sends."""
         ...
 
     async def backward(self, mb: Microbatch, grad: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool) -> Result | None:
-        """Stages before the last. ``grad``: fp32 [B, T, D], d loss / d output. Returns d loss / d inputs (None at stage
-        0), and adds this microbatch's parameter gradient to the accumulator if ``accumulate``. Raises KeyError when
-        ``mb`` is not held."""
+        """Differentiate a stage before the last. ``grad``: fp32 [B, T, D], d loss / d output. Returns d loss / d inputs
+        (None at stage 0), and adds the parameter gradient to the accumulator of ``mb.step`` if ``accumulate``. Raises
+        KeyError when nothing is kept for ``mb``, and ProtocolError for a gradient of another shape."""
         ...
 
     async def loss_backward(
         self, mb: Microbatch, inputs: Tensor, targets: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool
     ) -> tuple[float, Result | None]:
-        """Last stage: mean cross-entropy [nats/token] of ``targets`` int64 [B, T], and d loss / d inputs (None if also
-        stage 0)."""
+        """Compute and differentiate the last stage. Returns the mean cross-entropy [nats/token] of ``targets`` int64
+        [B, T], and d loss / d inputs (None if it is also stage 0). Accumulates as ``backward`` does."""
         ...
 
     def discard(self, mb: Microbatch) -> None:
-        """Forget what ``forward`` kept for ``mb``."""
+        """Forget what ``forward`` kept for ``mb``, if anything."""
         ...
 
     async def gradient(self, step: int) -> Tensor:
-        """The step's accumulator: flat fp32 [P] on the CPU, the *sum* of the accumulated microbatches' gradients.
-        Read-only for the caller."""
+        """The step's accumulator: flat fp32 [P] on the CPU, the *sum* of the accumulated microbatches' gradients. The
+        caller must not change it, nor use it after ``apply`` or ``clear`` of that step."""
         ...
 
     async def apply(self, gradient: Tensor, update: Update, turn: Turn = AT_ONCE) -> None:
-        """Optimizer step with the reduced mean gradient (flat fp32 [P], CPU), then clear the step's accumulator. When
-        its turn begins, no microbatch is computing with the weights that it replaces."""
+        """Update the weights with the reduced mean gradient (flat fp32 [P], CPU), then clear the step's accumulator. A
+        cancelled call has either not begun or completes. When its turn begins, no microbatch computes with the weights
+        that it replaces."""
         ...
 
     def clear(self, step: int) -> None:
@@ -99,22 +106,22 @@ class Compute(Protocol):
         ...
 
     async def digest(self) -> bytes:
-        """BLAKE3 over the fp32 weights: replicas of a lineage compare it."""
+        """BLAKE3 of the newest fp32 weights, which replicas of a lineage compare."""
         ...
 
     async def state(self) -> dict[str, Tensor]:
-        """A consistent copy of weights and optimizer moments: 'model/NAME', 'moment1/NAME', 'moment2/NAME', fp32, CPU;
-        under delayed updates also 'delayed/NAME', the weights before the newest, and 'step', the one that computes with
-        them."""
+        """A consistent copy of weights and optimizer moments: 'model/NAME', 'moment1/NAME', 'moment2/NAME', fp32, CPU.
+        Under delayed updates it also has 'delayed/NAME', the weights before the newest, and 'step', the step that
+        computes with them."""
         ...
 
     async def load_state(self, state: dict[str, Tensor]) -> None:
-        """The inverse of ``state``; raises CheckpointError on missing names or other shapes. Moments may be absent
-        (zeros then), and so may delayed weights (the newest then)."""
+        """Load a ``state``. Absent moments become zero, and absent delayed weights the newest ones. Raises CheckpointError
+        for missing names or other shapes, and changes nothing then."""
         ...
 
     async def offload(self, fn: Callable[..., R], *args: object) -> R:
-        """Run CPU work (quantising, summing, hashing) beside the compute thread, so that it overlaps compute."""
+        """Run CPU work (quantising, summing, hashing) in a thread beside the compute thread."""
         ...
 
     def close(self) -> None:

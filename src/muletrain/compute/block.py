@@ -1,4 +1,4 @@
-"""How fast one block of the model is on this machine: what a peer of any stage spends nearly all of its time with."""
+"""Measures how fast this machine computes one block of the model, which takes nearly all of a peer's time."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from muletrain.model.spec import ModelSpec
 
 BUDGET_S = 1.0
-"""Of the measurement, where a sequence takes less than a quarter of that."""
+"""Seconds of measuring, unless one sequence takes more than a quarter of that."""
 REPEATS = (4, 50)
-"""At least, where there is time, and at most."""
+"""Fewest repetitions, if time allows, and most."""
 
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """Of one microbatch of ``sequences`` times ``tokens``, medians [s]."""
+    """Median times of one block for a microbatch of ``sequences`` times ``tokens`` [s]."""
 
     forward_s: float
     backward_s: float
@@ -36,9 +36,9 @@ class BlockTimes:
 
 
 def block_times(spec: ModelSpec, sequences: int, device: torch.device, precision: Precision) -> BlockTimes:
-    """Forward, then backward with the gradients of weights and inputs, as in training: dropout, residuals, norms,
-    attention over the whole context. With fewer than ``sequences`` where they would take too long. Raises CapacityError
-    where there is no room."""
+    """Measure forward, and backward with gradients of weights and inputs, as in training: dropout, residuals, norms,
+    attention over the whole context. Uses fewer than ``sequences`` if they would take too long. Raises CapacityError if
+    memory is too small."""
     try:
         return _times(spec, sequences, device, precision)
     except RuntimeError as e:  # torch's lack of memory is one
@@ -73,7 +73,7 @@ def _times(spec: ModelSpec, sequences: int, device: torch.device, precision: Pre
 
 
 def _now(device: torch.device) -> float:
-    """After all that was asked of ``device``."""
+    """Seconds, once ``device`` has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":

@@ -1,4 +1,4 @@
-"""What a tensor from another peer must be before it is computed with. Each check raises ProtocolError."""
+"""Checks of tensors from other peers, made before any computation. Each one raises ProtocolError."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check_token_shape(name: str, ids: Tensor, spec: ModelSpec, sequences: int) -> None:
-    """int64 [B, T] with 1 <= B <= ``sequences``, 1 <= T <= context."""
+    """Tokens must be int64 [B, T] with 1 <= B <= ``sequences`` and 1 <= T <= context."""
     shape = tuple(ids.shape)
     if ids.dtype != torch.int64 or not _batch_fits(shape, 2, spec, sequences):
         raise ProtocolError(
@@ -25,7 +25,7 @@ def check_token_shape(name: str, ids: Tensor, spec: ModelSpec, sequences: int) -
 
 
 def check_activation_shape(x: Tensor, spec: ModelSpec, sequences: int) -> None:
-    """fp32 [B, T, D] with 1 <= B <= ``sequences``, 1 <= T <= context."""
+    """Activations must be fp32 [B, T, D] with 1 <= B <= ``sequences`` and 1 <= T <= context."""
     shape = tuple(x.shape)
     if x.dtype != torch.float32 or not _batch_fits(shape, 3, spec, sequences) or shape[2] != spec.width:
         limits = (sequences, spec.context, spec.width)
@@ -33,23 +33,21 @@ def check_activation_shape(x: Tensor, spec: ModelSpec, sequences: int) -> None:
 
 
 def check_gradient_shape(grad: Tensor, expected: tuple[int, ...]) -> None:
-    """fp32 in exactly the output's shape. Non-finite values pass: they make the step a skipped one, for every stage
-    alike.
-    """
+    """A gradient must be fp32 in exactly the output's shape. Non-finite values pass: all stages skip such a step."""
     if grad.dtype != torch.float32 or tuple(grad.shape) != expected:
         raise ProtocolError(f"gradient: {grad.dtype} {tuple(grad.shape)}, expected float32 {expected}")
 
 
 def check_token_values(name: str, ids: Tensor, vocab: int) -> None:
+    """Token ids must be in the vocabulary."""
     lowest, highest = (int(bound) for bound in torch.aminmax(ids))
     if lowest < 0 or highest >= vocab:
         raise ProtocolError(f"{name}: token ids {lowest}..{highest}, expected 0..{vocab - 1}")
 
 
 def is_finite(x: Tensor) -> bool:
-    """A float64 sum of finite fp32 numbers cannot overflow, so it is finite exactly when all of them are; one pass, no
-    temporaries.
-    """
+    """Are all fp32 numbers finite? Their float64 sum, which cannot overflow, is finite exactly then: one pass, no
+    temporaries."""
     return math.isfinite(float(x.sum(dtype=torch.float64)))
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def stash_bytes(spec: ModelSpec, cut: Cut, stage: int, tokens: int, precision: Precision) -> int:
-    """What autograd keeps between forward and backward of ``tokens`` (B * T) tokens [bytes].
+    """Size of what autograd keeps between forward and backward of ``tokens`` (B * T) tokens [bytes].
 
     Per token and layer, in numbers: 2 norms x (fp32 input of the square, normed, weighted) 6D, rotated q, k and v, the
     attention's output D, three feed-forward products and the gate 4F, byte masks D/2; plus rsqrt and log-sum-exp, which
@@ -32,18 +32,18 @@ def stash_bytes(spec: ModelSpec, cut: Cut, stage: int, tokens: int, precision: P
 
 
 STASH_SHARE = 0.25
-"""Of the free memory, for graphs kept between forward and backward."""
+"""Share of the free memory for graphs kept between forward and backward."""
 COPIES = 2
-"""Of weights and moments, made for a checkpoint or a newcomer while training goes on: the tensors, and their bytes."""
+"""Copies of weights and moments made for a checkpoint or a newcomer while training goes on: tensors, and their bytes."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """Memory that a peer may use [bytes]."""
+    """The memory that a peer may use [bytes]."""
 
     device: int
     host: int | None = None
-    """The machine's, beside an accelerator's own; None where they are one (the CPU, Apple's GPUs)."""
+    """Memory of the machine beside an accelerator's own; None if they are one (the CPU, Apple's GPUs)."""
 
     def __str__(self) -> str:
         beside = "" if self.host is None else f" on its GPU and {format_memory(self.host)} beside it"
@@ -52,44 +52,44 @@ class Offer:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What one stage needs of its machine [bytes]."""
+    """The memory that one stage needs [bytes]."""
 
     weights: int
-    """fp32 masters and, with 16-bit arithmetic, the working copy; under delayed updates those of the step before,
-    too."""
+    """fp32 masters, the working copy of 16-bit arithmetic, and the older weights of delayed updates."""
     moments: int
     gradient: int
-    """The accumulator (two under delayed updates), one microbatch's gradient, the reduced gradient, and that of the
-    step before, for peers that missed it."""
+    """The accumulator (two under delayed updates), one microbatch's gradient, the reduced gradient, and the last step's,
+    kept for peers that missed it."""
     activations: int
-    """The graphs that must be there at once; more is stashed only where memory allows."""
+    """The graphs that must exist at once; more are stashed only if memory allows."""
     copies: int
     """See ``COPIES``."""
     on_device: int
-    """What an accelerator has to hold."""
+    """Memory needed on an accelerator."""
     on_host: int
-    """What lies in the machine's memory where an accelerator computes."""
+    """Memory needed in the machine beside an accelerator."""
     delayed: int
-    """What of all this is there for delayed updates only."""
+    """The part that delayed updates need."""
 
     @property
     def total(self) -> int:
-        """Where one memory holds it all."""
+        """All of it, for a machine with one memory."""
         return self.weights + self.moments + self.gradient + self.activations + self.copies
 
     def of_device(self, offer: Offer) -> int:
-        """What of it the offered device has to hold."""
+        """The part that the offered device must hold."""
         return self.total if offer.host is None else self.on_device
 
     def fits(self, offer: Offer) -> bool:
+        """Does the stage fit into the offered memory?"""
         return self.of_device(offer) <= offer.device and (offer.host is None or self.on_host <= offer.host)
 
     def spare(self, offer: Offer) -> int:
-        """What of the machine's memory it leaves."""
+        """Memory of the machine that stays free."""
         return max(0, offer.device - self.total if offer.host is None else offer.host - self.on_host)
 
     def need(self, offer: Offer | None = None) -> str:
-        """In words, for a peer that makes such an offer."""
+        """Describe the need to a peer with such an offer."""
         if offer is None or offer.host is None:
             return format_memory(self.total)
         return f"{format_memory(self.on_device)} on a GPU and {format_memory(self.on_host)} beside it"

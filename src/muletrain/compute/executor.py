@@ -1,4 +1,4 @@
-"""Where jobs run: in a thread of their own, or at once in the caller."""
+"""``InlineExecutor`` runs jobs at once in the caller, instead of in a thread."""
 
 from __future__ import annotations
 

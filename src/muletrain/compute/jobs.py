@@ -1,5 +1,4 @@
-"""What runs on the threads of a ``Compute``: seen from outside, so that an operation that never returns is found out
-about."""
+"""Jobs show what the threads of a ``Compute`` are doing, so that an operation that never returns is noticed."""
 
 from __future__ import annotations
 
@@ -14,23 +13,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 UNMEASURED_S = 75.0
-"""Before an operation has ended once it is late after this time: first calls load libraries and compile kernels."""
+"""Seconds after which an operation is late, before it has ended once: first calls load libraries and compile kernels."""
 FLOOR_S, TIMES, SLOW_TIMES = 2.0, 4.0, 2.0
-"""Else after four times its median, and twice the slowest but one of late, but not before ``FLOOR_S``."""
+"""Later, an operation is late after ``TIMES`` its median and ``SLOW_TIMES`` its second slowest recent run, and not before
+``FLOOR_S`` [s]."""
 
 
 class Job:
-    """An operation that a thread is at."""
+    """An operation that runs on a thread."""
 
     __slots__ = ("begun_s", "device", "what")
 
     def __init__(self, what: str, begun_s: float, *, device: bool) -> None:
-        """``device``: on the thread that computes, not beside it."""
+        """``device``: it runs on a thread that uses the device."""
         self.what, self.begun_s, self.device = what, begun_s, device
 
 
 class Jobs:
-    """Those of one ``Compute``. Thread safe."""
+    """Owns the jobs of one ``Compute``. Thread safe."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         """``now``: seconds on a monotonic clock, in any thread."""
@@ -40,21 +40,24 @@ class Jobs:
         self._usual: defaultdict[str, Usual] = defaultdict(lambda: Usual(UNMEASURED_S, FLOOR_S, TIMES, SLOW_TIMES))
 
     def running(self) -> tuple[Job, ...]:
+        """The operations that run now."""
         with self._lock:
             return tuple(self._running)
 
     def late_s(self, what: str) -> float:
-        """After how long the operation is late [s]."""
+        """Seconds after which the operation is late."""
         with self._lock:
             return self._usual[what].seconds()
 
     def begin(self, what: str, *, device: bool = True) -> Job:
+        """An operation begins."""
         job = Job(what, self._now(), device=device)
         with self._lock:
             self._running[job] = None
         return job
 
     def end(self, job: Job) -> None:
+        """An operation has ended; its time is remembered."""
         took_s = self._now() - job.begun_s
         with self._lock:
             del self._running[job]
@@ -62,7 +65,7 @@ class Jobs:
 
     @contextmanager
     def at(self, what: str, *, device: bool = True) -> Iterator[None]:
-        """In the thread, around the operation."""
+        """Wraps an operation, in its thread."""
         job = self.begin(what, device=device)
         try:
             yield

@@ -1,7 +1,7 @@
-"""A real stage with a declared speed, for fleets emulated on one machine.
+"""``PacedCompute`` is a real stage with a declared speed, for fleets emulated on one machine.
 
-On shared cores one peer's sleep is another's speed-up (ENGINE.md), so unequal machines cannot be had by slowing real
-ones. Here tensors are real, but each call takes a declared time on the clock, most of it asleep.
+On shared cores one peer's sleep is another's speed-up (ENGINE.md), so slowing real peers does not emulate unequal
+machines. Here tensors are real, but each call takes a declared time on the clock, most of it asleep.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ _SMOOTHING = 0.3  # weight of the newest measurement of what the real computatio
 
 
 class PacedCompute:
-    """``inner``, where a forward takes ``forward_s``, a backward ``backward_s`` and the last stage's loss both, one
-    call at a time.
+    """Paces ``inner``: one call at a time, a forward takes ``forward_s``, a backward ``backward_s``, the last stage's
+    loss both.
 
-    The real computation is done at the *end* of the declared time: a call cancelled during the sleep has then left
-    nothing in the accumulator. It starts early by its own usual duration; deviations do not add up, for the next call's
-    time begins where this one's should have ended. ``apply`` and everything else take the time they take. ``overruns``
-    counts calls whose computation alone exceeded the declared time: then the machine is too slow for the fleet that is
-    emulated on it.
+    The real computation comes at the *end* of the declared time, so a call cancelled in its sleep leaves nothing in the
+    accumulator. It starts early by its own usual duration, and the next call's time begins where this one's should have
+    ended, so deviations do not add up. Other calls, ``apply`` included, take their real time. ``overruns`` counts calls
+    whose computation alone exceeded the declared time: then the machine is too slow for the emulated fleet.
     """
 
     def __init__(self, inner: Compute, clock: Clock, forward_s: float, backward_s: float) -> None:

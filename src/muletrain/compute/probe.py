@@ -1,4 +1,4 @@
-"""What this machine has and is fast at: device, precision, memory."""
+"""Finds out this machine's device, memory and fastest precision."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from muletrain.config.schema import Precision
 from muletrain.errors import ConfigError
 
 BUDGET_S = 0.2
-"""Of each of the two measurements."""
+"""Seconds of each of the two measurements."""
 MARGIN = 1.2
-"""How much faster 16 bits must be before fp32's accuracy is given up."""
+"""Factor by which 16 bits must be faster before fp32's accuracy is given up."""
 _SIZE = 256  # of the matrices: at the 0.4 GFLOP/s of an emulated bf16 one product takes 0.1 s
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
@@ -56,12 +56,12 @@ def choose_precision(device: torch.device) -> Precision:
 
 
 def chip(device: torch.device) -> str:
-    """'NVIDIA H200', 'cpu'."""
+    """Name of the chip: 'NVIDIA H200', 'cpu'."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def device_count() -> int:
-    """CUDA devices of this machine; opens none of them."""
+    """How many CUDA devices this machine has; opens none of them."""
     return torch.cuda.device_count()
 
 

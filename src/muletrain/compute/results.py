@@ -1,4 +1,4 @@
-"""Results on their way from a device to the host, while the device computes the next microbatch."""
+"""Results travel from a device to the host while the device computes the next microbatch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PIECE = 1 << 22
-"""Numbers copied at a time. It bounds the pinned memory (16 MiB), and how long a result waits for the copy of a whole
-gradient."""
+"""Numbers copied at a time: it bounds the pinned memory (16 MiB), and a result's wait for the copy of a gradient."""
 
 
 class Result:

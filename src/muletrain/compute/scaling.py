@@ -11,31 +11,28 @@ GOOD_STEPS = 2000
 
 
 class LossScale:
-    """Factor of the gradients inside the backward pass. A pure function of the sequence of updates, so that replicas
-    agree.
-
-    Off (always 1) unless ``fp16``.
-    """
+    """Scales the loss, and so the gradients inside the backward pass. It is a pure function of the sequence of updates,
+    so replicas agree. Without ``fp16`` it is always 1."""
 
     def __init__(self, *, fp16: bool, versions: int = 1) -> None:
-        """``versions``: of the weights, in use at once (``StageWeights``); the scale goes with them."""
+        """``versions``: how many weights are in use at once (``StageWeights``); each has its own scale."""
         self._on = fp16
         self._values = [FIRST if fp16 else 1.0] * versions
         self._good = 0
         self._next = 0
 
     def of(self, step: int) -> float:
-        """What ``step`` computes with."""
+        """The scale that ``step`` computes with."""
         return self._values[step % len(self._values)]
 
     def state(self) -> dict[str, Tensor]:
-        """For a checkpoint: 'loss_scale', its newest value, the good steps since it changed, and the older value if one
-        is in use; nothing where it is off."""
+        """The state for checkpoints: 'loss_scale' holds the newest value, the good steps since it changed, and the older
+        value if one is in use. Empty without fp16."""
         *older, newest = (self.of(self._next + k) for k in range(len(self._values)))
         return {"loss_scale": torch.tensor([newest, self._good, *older], dtype=torch.float64)} if self._on else {}
 
     def load_state(self, state: dict[str, Tensor], step: int) -> None:
-        """The inverse; without 'loss_scale' (the state of a run in another precision) it begins anew."""
+        """Load a ``state``. Without 'loss_scale' (a run in another precision) the scale keeps its first value."""
         if self._on and "loss_scale" in state:
             newest, good, *older = state["loss_scale"].tolist()
             self._good, self._next = int(good), step

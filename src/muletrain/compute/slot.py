@@ -1,4 +1,4 @@
-"""The compute slot: which call computes next, and what is checked right before the work begins."""
+"""The compute slot decides which call computes next, and runs the call's check right before its work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _nothing() -> None:
 
 
 class Turn(NamedTuple):
-    """How urgent a call of ``Compute`` is, and what happens when its turn comes."""
+    """How urgent a call of ``Compute`` is, and a check for when its turn comes."""
 
     priority: int = 0
     """Lower numbers go first. Calls with the same number go in the order in which they came."""
@@ -29,7 +29,7 @@ AT_ONCE = Turn()
 
 
 class Slot:
-    """One holder at a time. A waiter that is cancelled leaves the queue; a holder that fails frees the slot."""
+    """Has one holder at a time. A cancelled waiter leaves the queue; a holder that fails frees the slot."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []

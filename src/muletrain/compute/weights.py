@@ -1,6 +1,6 @@
-"""One stage's numbers: fp32 masters, working copies, moments and gradient accumulators, each one flat buffer.
+"""The numbers of one stage: fp32 masters, working copies, moments and gradient accumulators, each one flat buffer.
 
-P: parameters of the stage. Not thread-safe; ``TorchCompute`` calls it from its compute thread or under its lock.
+P: parameters of the stage. Not thread-safe; ``StageArithmetic`` calls it on the compute thread or under its lock.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ if TYPE_CHECKING:
 
 
 class StageWeights:
-    """Binds ``versions`` of the stage to views of flat working buffers and keeps everything the optimizer needs beside
-    them.
+    """Owns the weights, the moments and the accumulators. The ``versions`` of the stage compute with views of them.
 
-    Step t computes with version t mod the number of versions, into an accumulator of its own: one version, or two under
-    delayed updates, where the update by step t makes the weights of step t + 2, while t + 1 computes with those that
-    were there before. In fp32, with the state on the device, the newest working buffer is the masters. ``source`` gives
-    each parameter's first value. Raises CheckpointError when ``source`` gives another shape.
+    There is one version, or two under delayed updates. Step t uses version t mod their number, and its own accumulator.
+    With two, the update by step t makes the weights of step t + 2, while t + 1 computes with the older version. In
+    fp32, with the state on the device, the newest working buffer is the masters. ``source`` gives each parameter's
+    first value. Raises CheckpointError when ``source`` gives another shape.
     """
 
     def __init__(
@@ -51,11 +50,11 @@ class StageWeights:
         newest = self.masters if self._direct else self.masters.to(device, dtype)
         self._working = [newest, *(newest.clone() for _ in versions[1:])]
         self._parameters = [self._bound(*pair) for pair in zip(versions, self._working, strict=True)]
-        self._rule = make_rule(optimizer, total_steps, self.layout, state_device)
+        self.rule = make_rule(optimizer, total_steps, self.layout, state_device)
         self._accumulators = [torch.zeros(self.layout.size, device=device) for _ in versions]
         self._accumulator_views = [list(self.layout.views(a).values()) for a in self._accumulators]
         self.next = 0
-        """The step whose update comes next: until then it computes with the oldest version."""
+        """The step whose update comes next; it computes with the oldest version."""
 
     def _bound(self, stage: Stage, working: Tensor) -> list[Tensor]:
         stage.bind(self.layout.views(working))
@@ -66,11 +65,11 @@ class StageWeights:
         return step % len(self._working)
 
     def parameters(self, step: int) -> list[Tensor]:
-        """Those that ``step`` computes with."""
+        """The parameters that ``step`` computes with."""
         return self._parameters[self._version(step)]
 
     def accumulator(self, step: int) -> Tensor:
-        """Of ``step``: the sum of its microbatches' gradients, flat fp32 [P]."""
+        """The sum of the gradients of ``step``'s microbatches, flat fp32 [P]."""
         return self._accumulators[self._version(step)]
 
     def accumulate(self, gradients: Sequence[Tensor], step: int, loss_scale: float) -> None:
@@ -78,8 +77,8 @@ class StageWeights:
         torch._foreach_add_(self._accumulator_views[self._version(step)], list(gradients), alpha=1 / loss_scale)
 
     def apply(self, gradient: Tensor, scale: float, step: int, *, skip: bool) -> None:
-        """Optimizer step with ``gradient`` (flat fp32 [P], not changed) times ``scale``, or none (``skip``). The
-        weights that ``step`` computed with make room for the newest. Clears its accumulator."""
+        """Update the masters with ``scale`` times ``gradient`` (flat fp32 [P], not changed), unless ``skip``. The newest
+        weights replace those that ``step`` computed with. Clears the step's accumulator."""
         newest, accumulator = self._working[self._version(step)], self.accumulator(step)
         if self._direct and newest is not self.masters:
             newest.copy_(self.masters)
@@ -89,18 +88,19 @@ class StageWeights:
             scratch.copy_(gradient)
             if scale != 1.0:
                 scratch.mul_(scale)
-            self._rule.step(self.masters, scratch, step)
+            self.rule.step(self.masters, scratch, step)
         if not self._direct:
             newest.copy_(self.masters)
         accumulator.zero_()
         self.next = step + 1
 
     def digest(self) -> bytes:
+        """BLAKE3 of the masters."""
         return blake3(self.masters.cpu().numpy().data.cast("B")).digest()
 
     def state(self) -> dict[str, Tensor]:
-        """Copies: 'model/NAME', 'moment1/NAME', 'moment2/NAME'; fp32 on the CPU. With two versions also 'delayed/NAME',
-        the older one, and 'step' [1], the one that computes with it."""
+        """Copies on the CPU: 'model/NAME', 'moment1/NAME', 'moment2/NAME', fp32. With two versions also 'delayed/NAME', the
+        older weights, and 'step' [1], the step that computes with them."""
         state = {
             f"{kind}/{name}": view
             for kind, flat in self._buffers().items()
@@ -109,8 +109,8 @@ class StageWeights:
         return state if len(self._working) == 1 else {**state, "step": torch.tensor([self.next], dtype=torch.float64)}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """The inverse of ``state``; moments that are absent altogether become zero, absent older weights are the
-        newest. Everything is checked before anything changes.
+        """Load a ``state``. Absent moments become zero, and absent older weights the newest ones. Everything is checked
+        before anything changes.
 
         Raises CheckpointError on missing names or other shapes.
         """
@@ -140,12 +140,12 @@ class StageWeights:
         return found
 
     def _buffers(self) -> dict[str, Tensor]:
-        buffers = {"model": self.masters, "moment1": self._rule.moment1, "moment2": self._rule.moment2}
+        buffers = {"model": self.masters, "moment1": self.rule.moment1, "moment2": self.rule.moment2}
         return buffers if len(self._working) == 1 else {**buffers, "delayed": self._working[self._version(self.next)]}
 
 
 def _step_of(state: dict[str, Tensor]) -> int:
-    """Raises CheckpointError when it says what is no step."""
+    """The step in ``state``, or 0. Raises CheckpointError if it cannot be a step."""
     step = float(state["step"].sum()) if "step" in state else 0.0
     if not (step.is_integer() and 0 <= step < 2**48):
         raise CheckpointError(f"step is {step}: not a stage's state")

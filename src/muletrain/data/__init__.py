@@ -1,4 +1,4 @@
-"""Corpora, tokens and microbatches.
+"""This package turns a corpus into microbatches. Each module uses the ones above it only:
 
 corpus      files, datasets and built-in text -> unique paragraphs
 tokenizer   train or load a tokenizer

@@ -102,12 +102,6 @@ class Corpus:
             before += source.size
 
 
-def read_paragraphs(config: DataConfig) -> Iterator[str]:
-    """The corpus' unique paragraphs as text, train and held-out together (``is_heldout`` tells them apart)."""
-    for paragraph in Corpus(config).paragraphs():
-        yield paragraph.text
-
-
 def is_heldout(text: str, share: float) -> bool:
     """Whether a paragraph is for validation: its hash decides, so that adding files moves no text between the sides."""
     return int.from_bytes(_hash(text)[:8], "big") < share * 2**64

@@ -1,4 +1,4 @@
-"""What counting alone achieves: unigram and interpolated bigram losses, the baselines a trained model has to beat.
+"""Unigram and interpolated bigram losses: the baselines that a trained model must beat.
 
 Bigrams are smoothed by Jelinek and Mercer's interpolation ("Interpolated estimation of Markov source parameters from
 sparse data", 1980):  p(b | a) = w2 c(a, b) / c(a) + w1 c(b) / N + w0 / V,  with weights that sum to one, tuned by

@@ -48,7 +48,7 @@ _TRAIN_SHARE = 0.3  # of the progress bar goes to training a tokenizer
 
 @dataclass(frozen=True)
 class TokenStats:
-    """What went into a cache. ``heldout_bytes / heldout_tokens`` turns nats per token into bits per byte."""
+    """Statistics of a cache. ``heldout_bytes / heldout_tokens`` turns nats per token into bits per byte."""
 
     paragraphs: int  # unique, both sides
     heldout_paragraphs: int
@@ -58,11 +58,6 @@ class TokenStats:
     heldout_bytes: int
     train_tokens: int
     heldout_tokens: int
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Bytes of UTF-8 per token, both sides together."""
-        return (self.train_bytes + self.heldout_bytes) / (self.train_tokens + self.heldout_tokens)
 
 
 @dataclass(frozen=True)
@@ -127,11 +122,12 @@ class TokenCache:
 
     @property
     def train_file(self) -> tuple[Path, int]:
-        """Of the training side's tokens, and the bytes of each."""
+        """The file of the training side's tokens, and the bytes of each token."""
         return self.folder / "train.bin", self.train.dtype.itemsize
 
     @property
     def heldout_file(self) -> Path:
+        """The file of the held-out side's tokens."""
         return self.folder / "heldout.bin"
 
     def decode(self, tokens: list[int]) -> str:
@@ -306,7 +302,7 @@ def _check_sides(train: _Side, heldout: _Side, share: float, path: str) -> None:
 
 
 def cache_folder(config: DataConfig) -> Path:
-    """Where caches go; it may have to be made."""
+    """The folder of all caches, which may not exist yet."""
     if config.cache:
         return Path(config.cache).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "muletrain"

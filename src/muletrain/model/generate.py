@@ -1,4 +1,4 @@
-"""A trained model at work: held-out loss and text."""
+"""Uses a trained model: measures its held-out loss and generates text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from muletrain.model.spec import ModelSpec
 
 IGNORE = -100
-"""Target that does not count."""
+"""Target that the loss ignores."""
 
 
 class Encoding(Protocol):
@@ -27,7 +27,7 @@ class Encoding(Protocol):
 
 
 class TextTokenizer(Protocol):
-    """What ``tokenizers.Tokenizer`` offers."""
+    """The part of ``tokenizers.Tokenizer`` that generation uses."""
 
     def encode(self, text: str) -> Encoding: ...
 

@@ -37,7 +37,7 @@ _TEXT_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""What ``transformers`` reads beside the tokenizer: special tokens, and how a chat is written."""
+"""Files that ``transformers`` reads beside the tokenizer: special tokens, and the chat template."""
 
 
 # Out ----------------------------------------------------------------------------------------------------------------

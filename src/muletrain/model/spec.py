@@ -118,7 +118,7 @@ class ModelSpec:
 
     @property
     def params(self) -> int:
-        """Of the whole model, without sharing (as it is exported)."""
+        """Parameters of the whole model without sharing (as it is exported)."""
         return self.layers * self.layer_params + self.embedding_params + self.head_params
 
     def layer_flops(self, tokens: int | None = None) -> float:

@@ -29,7 +29,7 @@ _RESIDUAL = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
 class _Body(nn.Module):
-    """What Hugging Face calls ``model``: it is here for the names."""
+    """Hugging Face calls this part ``model``, so it gives the parameters their names."""
 
     def __init__(self, spec: ModelSpec, layers: list[int], *, first: bool, last: bool) -> None:
         super().__init__()
@@ -100,16 +100,6 @@ class Stage(nn.Module):
         if self.is_first:
             return dropout(self.model.embed_tokens(inputs), masks, 0, self.spec.dropout)
         return inputs.to(next(self.parameters()).dtype)
-
-
-def build_full(spec: ModelSpec, seed: int, cut: Cut | None = None) -> Stage:
-    """The whole model as one stage in fp32 on the CPU, with the weights any cut starts from: the single-process
-    reference.
-
-    ``cut`` (default: one stage) matters to shared layers only.
-    """
-    stage = Stage(spec, None, cut or ((0, spec.layers),))
-    return stage.bind({name: initial_weight(spec, name, shape, seed) for name, shape in stage.shapes().items()})
 
 
 def initial_weight(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int) -> Tensor:

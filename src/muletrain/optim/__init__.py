@@ -1,0 +1,8 @@
+"""This package holds the optimizers and the numbers derived from gradients.
+
+``rules`` are AdamW and LAMB on the buffers that ``flat`` lays out; ``schedule`` is the learning rate. ``norms`` sums
+squares in an order that does not depend on threads. ``sketch`` shortens a gradient to a few numbers, so that replicas
+can compare gradients that none of them has whole.
+
+All of it is pure: what an update does follows from its arguments and the moments.
+"""

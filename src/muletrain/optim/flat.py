@@ -1,4 +1,4 @@
-"""Many parameters in one flat buffer: how averaging, digests and the optimizer see a stage."""
+"""A stage's parameters lie in one flat buffer for averaging, digests and the optimizer."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where each parameter lies in the flat buffer: matrices first, then the 1-D norms, so that decayed and not decayed
-    are two contiguous runs.
-    """
+    """Says where each parameter lies in the flat buffer: matrices first, then the 1-D norms, so that weight decay applies
+    to one contiguous run."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -28,7 +27,7 @@ class FlatLayout:
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]]) -> FlatLayout:
-        """Keeps the order of ``shapes`` within each of the two runs."""
+        """The layout of parameters with these ``shapes``, in their order within each run."""
         names = tuple(sorted(shapes, key=lambda name: len(shapes[name]) < 2))
         sizes = {name: math.prod(shapes[name]) for name in names}
         decayed = sum(size for name, size in sizes.items() if len(shapes[name]) >= 2)

@@ -1,5 +1,5 @@
-"""Norms over fixed blocks: every block is summed by itself, so that neither the number of threads nor the size of the
-tensor shows (a plain fp32 sum of more than some 10^8 squares stands still)."""
+"""Norms are sums over fixed blocks, so they depend neither on the number of threads nor on the tensor's size (a plain
+fp32 sum stops growing after some 10^8 squares)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def block_norms(values: Tensor) -> Tensor:
 
 
 def square_norm(values: Tensor) -> float:
-    """Block by block in fp32, their sum in fp64: over many blocks as exact as fp64 throughout to 1e-8, at a quarter of
-    the time."""
+    """Squared Euclidean norm: blocks in fp32, their sum in fp64. It equals fp64 throughout to 1e-8, in a quarter of the
+    time."""
     return float(block_norms(values).double().square().sum())
 
 
 def norm(values: Tensor) -> Tensor:
-    """Euclidean norm of ``values`` (fp32, contiguous): norms of norms of blocks. A tensor, so that nobody waits for an
-    accelerator."""
+    """Euclidean norm of ``values`` (fp32, contiguous), as norms of norms of blocks. It is a tensor, so that the CPU does
+    not wait for an accelerator."""
     norms = block_norms(values.view(-1))
     while norms.numel() > 1:
         norms = block_norms(norms)

@@ -1,7 +1,7 @@
 """AdamW and LAMB on flat fp32 buffers, in place.
 
-Both read the number of the update from the run's step, not from a counter of their own, so that a replica needs no
-state but weights and moments to go on exactly as the others do.
+Both take the number of the update from the run's step and have no counter of their own, so weights and moments are all
+that a replica needs to go on exactly as the others do.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def make_rule(config: OptimizerConfig, total_steps: int, layout: FlatLayout, dev
 
 
 class _Moments:
-    """What both rules have."""
+    """The moments of both rules."""
 
     def __init__(self, config: OptimizerConfig, total_steps: int, layout: FlatLayout, device: torch.device) -> None:
         self._config = config
@@ -105,6 +105,6 @@ class Lamb(_Moments):
 
 
 def _trust(weight: Tensor, direction: Tensor) -> Tensor:
-    """|weight| / |direction|, and 1 where either is zero; a tensor, so that nobody waits for an accelerator."""
+    """|weight| / |direction|, or 1 if either is zero; a tensor, so that the CPU does not wait for an accelerator."""
     length, other = norm(weight), norm(direction)
     return torch.where((length > 0) & (other > 0), length / other, torch.ones_like(length))

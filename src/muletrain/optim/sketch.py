@@ -1,8 +1,9 @@
-"""A few numbers that stand for a gradient: sums under random signs (Johnson and Lindenstrauss 1984; Achlioptas 2003).
+"""A sketch stands for a gradient with a few numbers: sums under random signs (Johnson and Lindenstrauss 1984; Achlioptas
+2003).
 
-A sketch is linear (that of a sum is the sum of the sketches), and as long as what it stands for, give or take an
-eighth. So replicas compare gradients that none of them has whole, and know what was added to an accumulator from its
-sketches before and after.
+A sketch is linear: the sketch of a sum is the sum of the sketches. Its length is that of the gradient, within about an
+eighth. So replicas compare gradients that none of them has whole, and see from the sketches before and after what was
+added to an accumulator.
 """
 
 from __future__ import annotations

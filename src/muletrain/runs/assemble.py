@@ -14,9 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from muletrain.clock import LoopClock
+from muletrain.compute.arithmetic import StageSetup
 from muletrain.compute.estimate import STASH_SHARE, stage_memory
 from muletrain.compute.paced import PacedCompute
-from muletrain.compute.torch_compute import StageSetup, TorchCompute
+from muletrain.compute.torch_compute import TorchCompute
 from muletrain.config.fleet import load_fleet
 from muletrain.config.load import digest
 from muletrain.config.schema import ModelConfig, Precision, RunConfig

@@ -1,4 +1,4 @@
-"""What of one peer does its part of the checkpoints, built together."""
+"""The checkpoint actors of one peer, built together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Checkpointing:
-    """Owns the actors; each says what it owns."""
+    """Owns a peer's checkpoint actors."""
 
     def __init__(
         self, ctx: Context, snapshots: Snapshots, receiver: Receiver, membership: Membership, book: Book

@@ -1,5 +1,5 @@
-"""Sees each checkpoint through to its end: the coordinator gathers the parts and publishes them, and every peer is
-ready to take over."""
+"""The coordinator gathers a checkpoint's parts and publishes them. Every peer follows each checkpoint to its end, ready
+to take over."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.context import Context
 
 LOOK_S, LOOK_MAX_S = 1.0, 10.0
-"""Seconds between two looks at what is missing of a checkpoint, when nothing is heard; doubles."""
+"""Seconds without news, between two checks for missing parts; doubles."""
 LIMIT_S = 600.0
-"""Seconds without news, of its coordinator or else of its parts, after which a checkpoint has failed."""
+"""Seconds without news from its coordinator or of its parts, after which a checkpoint has failed."""
 SLOWEST_BYTES_PER_S = 125e3
-"""Bytes/s: after ``LIMIT_S`` and the time that all parts take at this rate a checkpoint has failed, whatever is
-heard."""
+"""Slowest rate [bytes/s]: after ``LIMIT_S`` and the time that all parts need at this rate, a checkpoint has failed."""
 
 
 class Coordinator:
-    """Owns the course of each checkpoint from the first word of it to its end, on this peer, which need not be the
+    """Owns the course of each checkpoint on this peer, from its first notice to its end. This peer need not be the
     coordinator now."""
 
     def __init__(
@@ -41,17 +40,17 @@ class Coordinator:
         self._ctx, self._roles, self._replicas = ctx, roles, replicas
         self._checkpoints, self._exchange = checkpoints, exchange
         self._due: Key | None = None
-        """The checkpoint of the step that we applied last; None: the run's last one, which nobody can leave out."""
+        """The checkpoint of our last step; None: the run's last one, which cannot be left out."""
         self._fetching = asyncio.Lock()
 
     def due(self, key: Key, *, last: bool) -> None:
-        """We applied its step."""
+        """The checkpoint's step was applied here."""
         self._due = None if last else key
         if (opened := self._checkpoints.get(key)) is not None:
             opened.changed.set()
 
     def open(self, key: Key) -> OpenCheckpoint:
-        """One that has not ended."""
+        """That checkpoint, which has not ended. Opens it if it is new."""
         opened = self._checkpoints.get(key)
         if opened is None:
             opened = self._checkpoints.begin(key, self._ctx.clock.now())
@@ -59,31 +58,31 @@ class Coordinator:
         return opened
 
     async def announce(self, opened: OpenCheckpoint, stage: int, facts: PartFacts) -> None:
-        """This peer has that part."""
+        """Tell everyone that this peer has a part."""
         ctx, key = self._ctx, opened.key
         place = self._replicas.name if stage in opened.here else ""
         ready = PartReady(
             step=key.step, lineage=key.lineage, stage=stage, size=facts.size, digest=facts.digest, place=place
         )
-        await ctx.tell(ctx.roster.everyone(), ready)  # a partition may be over that both sides still believe in
+        await ctx.tell(ctx.roster.everyone(), ready)  # also peers that are down: a partition may be over
 
     # What arrives -----------------------------------------------------------------------------------------------------
 
     def on_ready(self, sender: PeerId, ready: PartReady) -> None:
-        """Raises ProtocolError for a part that cannot be."""
+        """A peer has a part. Raises ProtocolError for a part that cannot be."""
         plan, key, stage = self._ctx.plan, ready.key, ready.stage
         if stage >= plan.stages or not 0 < ready.step <= plan.steps or not 0 < ready.size <= self._largest(stage):
             raise ProtocolError(f"checkpoint {ready.step}: stage {stage} of {ready.size} bytes cannot be")
         if (reason := self._checkpoints.ended(key)) is not None:
-            if self._roles.coordinates():  # word of that was lost
+            if self._roles.coordinates():  # our notice was lost
                 self._ctx.spawn(self._ctx.tell((sender,), _ending(key, reason)), "end of a checkpoint")
             return
         opened = self._checkpoints.get(key)
         known = None if opened is None else opened.parts.get(stage)
         if known is None and self._ctx.roster.member(sender).stage != stage:
-            return  # the stage's own word counts; this one comes again
+            return  # the stage itself must announce it first; keepers announce it again
         if known is not None and known != ready.facts:
-            return  # the first counts, until it turns out to be false (``_fetch``): whoever contradicts may be right
+            return  # the first announcement counts, until it proves false (``_fetch``)
         if opened is None and self._checkpoints.full():
             raise ProtocolError(f"checkpoint {ready.step}: {MAX_OPEN} others are not complete yet")
         opened = self.open(key)
@@ -95,18 +94,18 @@ class Coordinator:
             self._replicas.has(opened, stage, ready.facts)
         opened.changed.set()
         if self._roles.coordinates() and sender == self._roles.writer(stage):
-            for earlier in self._checkpoints.before(key.step):  # it writes one at a time: of these nothing comes
+            for earlier in self._checkpoints.before(key.step):  # it writes one at a time: these parts will not come
                 if stage not in earlier.parts:
                     lost = f"no part of stages [{stage}] came before that of a later checkpoint"
                     self._ctx.spawn(self.fail(earlier.key, lost), f"checkpoint {earlier.key.step} lacks a part")
 
     def _largest(self, stage: int) -> int:
-        """Bytes that a part of ``stage`` may have: whoever fetches it makes room for as many as its writer says."""
+        """Largest part of ``stage`` [bytes]: a peer that fetches a part reserves the announced size."""
         return largest_part(self._ctx.plan.state_bytes[stage] if self._ctx.plan.state_bytes else 0)
 
     async def on_end(self, sender: PeerId, end: CheckpointEnd) -> None:
-        """That it is complete, its coordinator says, and nobody else; that it failed, whoever has the disk on which it
-        did. Raises ProtocolError for a checkpoint that cannot be."""
+        """A checkpoint ended. Only its coordinator is believed that it is complete, and peers that share the place that
+        it failed. Raises ProtocolError for a checkpoint that cannot be."""
         roles, key = self._roles, end.key
         if not 0 < end.step <= self._ctx.plan.steps:
             raise ProtocolError(f"the end of checkpoint {end.step}, which cannot be")
@@ -126,8 +125,7 @@ class Coordinator:
     # Seeing it through ------------------------------------------------------------------------------------------------
 
     async def _see_through(self, opened: OpenCheckpoint) -> None:
-        """Until it has ended: do what falls to us, and look after the coordinator, since its work may fall to us
-        next."""
+        """Do our part until the checkpoint has ended, and watch the coordinator, whose work may become ours."""
         ctx, key, pause_s = self._ctx, opened.key, LOOK_S
         while not opened.ended:
             opened.changed.clear()
@@ -150,12 +148,12 @@ class Coordinator:
                 await self._look_after(opened)
 
     async def _look_after(self, opened: OpenCheckpoint) -> None:
-        """Nothing was heard of it for a while."""
+        """No news came for a while: check whether the checkpoint has ended or failed."""
         ctx, key = self._ctx, opened.key
         if self._checkpoints.before(key.step):
-            opened.news = ctx.clock.now()  # they go first
+            opened.news = ctx.clock.now()  # earlier ones go first
         if await self._replicas.is_complete(key):
-            self.end(key, "")  # whoever completed it could not say so
+            self.end(key, "")  # the notice was lost
         elif ctx.clock.now() - opened.news > LIMIT_S or self._left_s(opened) <= 0:
             reason = opened.lacking(ctx.plan.stages)
             if self._roles.coordinates():
@@ -163,14 +161,14 @@ class Coordinator:
             else:
                 self.end(key, reason)
         else:
-            # it is for the coordinator to give up: on slow links parts take their time
+            # only the coordinator gives up: parts may take long over slow links
             if await self._coordinator_answers(key):
                 opened.news = ctx.clock.now()
-            if opened.own is not None:  # word of it may be lost, or another peer coordinates
+            if opened.own is not None:  # our notice may be lost, or the coordinator is new
                 await self.announce(opened, ctx.roster.own.stage, opened.own[1])
 
     def _left_s(self, opened: OpenCheckpoint) -> float:
-        """Until it has failed, whatever is heard [s]."""
+        """Seconds until it has failed in any case."""
         size = sum(self._ctx.plan.state_bytes) or sum(f.size for f in opened.parts.values())
         return max(0.0, opened.begin + LIMIT_S + size / SLOWEST_BYTES_PER_S - self._ctx.clock.now())
 
@@ -181,8 +179,8 @@ class Coordinator:
         return await self._ctx.detector.probe(coordinator, key.lineage, key.step) is not None
 
     async def _do_ours(self, opened: OpenCheckpoint) -> None:
-        """Fetch what we are to have; as the coordinator, publish what is whole. Raises NetworkError, ProtocolError or
-        CheckpointError."""
+        """Fetch the parts that we should have. As the coordinator, publish when all are here. Raises NetworkError,
+        ProtocolError or CheckpointError."""
         coordinates, me = self._roles.coordinates(), self._ctx.net.peer_id
         for stage in sorted(opened.parts.keys() - opened.here):
             if (coordinates and opened.ended is None) or me in self._roles.keepers(stage, me):
@@ -192,13 +190,13 @@ class Coordinator:
 
     async def _fetch(self, opened: OpenCheckpoint, stage: int) -> None:
         key = opened.key
-        async with self._fetching:  # one part at a time, of whichever checkpoint, is in our memory
+        async with self._fetching:  # memory holds one part at a time, of all checkpoints
             if opened.ended or stage in opened.here:
                 return
             holders, facts = sorted(opened.holders[stage] - {self._ctx.net.peer_id}), opened.parts[stage]
             try:
                 state = await self._exchange.take(key, stage, facts, holders)
-            except ProtocolError:  # who announced it first did not speak the truth: the next one may
+            except ProtocolError:  # the first announcement was false; forget it, so that another counts
                 del opened.parts[stage], opened.holders[stage]
                 raise
             if not opened.ended and (why := await self._replicas.store(opened, stage, facts, state_buffers(state))):
@@ -228,7 +226,7 @@ class Coordinator:
     # The end ----------------------------------------------------------------------------------------------------------
 
     def leave_out(self, key: Key, reason: str) -> None:
-        """Our stage's part is not written."""
+        """Tell the coordinator that our stage's part is not written."""
         if self._roles.coordinates():
             work = self.fail(key, reason)
         else:
@@ -239,24 +237,24 @@ class Coordinator:
         self._ctx.spawn(work, f"checkpoint {key.step} is left out")
 
     async def fail(self, key: Key, reason: str) -> None:
-        """Nothing will come of it."""
+        """End the checkpoint as failed, for everyone."""
         await self._end_for_all(key, reason[:4096])
 
     async def _end_for_all(self, key: Key, reason: str) -> None:
         if self._mark(key, reason):
-            await self._clear(key, reason)  # a slow disk takes so long that the end may be forgotten by then
+            await self._clear(key, reason)  # after a slow disk, that end may be forgotten
             await self._ctx.tell(self._ctx.roster.others(), _ending(key, reason))
 
     def end(self, key: Key, reason: str) -> None:
-        """Nobody waits for the disk."""
+        """End the checkpoint here, without waiting for the disk."""
         if self._mark(key, reason):
             self._ctx.spawn(self._clear(key, reason), f"after checkpoint {key.step}")
 
     def _mark(self, key: Key, reason: str) -> bool:
-        """That it has ended; True if this is news, and is to be cleared up after."""
+        """Note its end. True if it is news: then it must be cleared up."""
         news = self._checkpoints.end(key, reason)
         if news and not reason:
-            for overtaken in self._checkpoints.before(key.step):  # word of their end was lost
+            for overtaken in self._checkpoints.before(key.step):  # the notices of their ends were lost
                 self.end(overtaken.key, "a later checkpoint is complete")
         return news
 
@@ -270,7 +268,7 @@ class Coordinator:
     async def ended(self, key: Key) -> bool:
         """Wait for the end of that checkpoint: True if it is complete."""
         if self._checkpoints.ended(key) is None:
-            self.open(key)  # nobody may have announced a part of it yet
+            self.open(key)  # perhaps no part of it was announced yet
         return await self._checkpoints.over(key)
 
 

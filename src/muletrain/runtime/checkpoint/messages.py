@@ -1,4 +1,4 @@
-"""What peers tell each other of checkpoints."""
+"""Messages about checkpoints."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from muletrain.runtime.checkpoint.store import Key, PartFacts
 from muletrain.runtime.core.messages import Digest, Message, Natural, Text
 
 MAX_PART = 1 << 42
-"""Bytes that a part may have where the size of its stage is not known."""
+"""Largest part [bytes] if the size of its stage is not known."""
 
 
 class PartReady(Message):
-    """The sender has stage ``stage``'s part of the checkpoint of ``step`` steps. ``digest``: SHA-256 of the file;
-    ``place``: where it wrote it, if it did."""
+    """The sender has ``stage``'s part of the checkpoint of ``step`` steps. ``digest``: SHA-256 of the file; ``place``:
+    the name of the place where the part is written, if any."""
 
     KIND: ClassVar[str] = "part_ready"
     CHANNEL: ClassVar[Channel] = Channel.BULK
@@ -29,16 +29,18 @@ class PartReady(Message):
 
     @property
     def key(self) -> Key:
+        """The checkpoint."""
         return Key(self.step, self.lineage)
 
     @property
     def facts(self) -> PartFacts:
+        """Size and digest of the part."""
         return PartFacts(self.size, self.digest)
 
 
 class CheckpointEnd(Message):
-    """The checkpoint is complete or, for a ``reason``, never will be. ``left_out``: the sender does not write its
-    stage's part; what comes of that its coordinator says."""
+    """A checkpoint is complete or, for a ``reason``, never will be. ``left_out``: only the sender's part is missing, and
+    the coordinator decides."""
 
     KIND: ClassVar[str] = "checkpoint_end"
     CHANNEL: ClassVar[Channel] = Channel.BULK
@@ -49,11 +51,12 @@ class CheckpointEnd(Message):
 
     @property
     def key(self) -> Key:
+        """The checkpoint."""
         return Key(self.step, self.lineage)
 
 
 class AskPart(Message):
-    """Call: offer a copy of this part; the answer is a Snapshot, whose manifest and blocks can be asked for."""
+    """A call that asks for a copy of this part. The answer is a Snapshot."""
 
     KIND: ClassVar[str] = "ask_part"
     step: Natural
@@ -62,10 +65,11 @@ class AskPart(Message):
 
     @property
     def key(self) -> Key:
+        """The checkpoint."""
         return Key(self.step, self.lineage)
 
 
 def largest_part(state_bytes: int) -> int:
-    """Bytes that a stage's part may have as a file: its tensors, and their names, of which layers as small as those of
-    tests have a tenth as many. ``state_bytes``: 0 if not known."""
+    """Largest file of a stage's part [bytes]: its tensors, and their names, which may need a tenth as much in tiny
+    models. ``state_bytes``: 0 if not known."""
     return state_bytes + state_bytes // 4 + (1 << 20) if state_bytes else MAX_PART

@@ -1,4 +1,4 @@
-"""This peer's own stage's part of checkpoints."""
+"""Our own stage's part of checkpoints."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class OwnPart:
-    """Says whether our stage's part is for us to write, and writes it. Owns which one is being written.
+    """Decides whether we write our stage's part, and writes it. Owns which part is being written.
 
-    A writer keeps one copy of its stage's state: it leaves out a checkpoint that comes due while its part of an earlier
-    one is not safe yet. Only the run's last checkpoint waits for its turn."""
+    A writer keeps one copy of its stage's state. It leaves out a checkpoint that is due while its part of an earlier one
+    is not safe yet. Only the run's last checkpoint waits for its turn."""
 
     def __init__(
         self, ctx: Context, roles: Roles, replicas: PartReplicas, checkpoints: Checkpoints, coordinator: Coordinator
@@ -31,43 +31,43 @@ class OwnPart:
         self._ctx, self._roles, self._replicas = ctx, roles, replicas
         self._checkpoints, self._coordinator = checkpoints, coordinator
         self._writing: Key | None = None
-        """Of which we hash or store our part now."""
+        """The checkpoint whose part we hash or store now."""
 
     @property
     def copies(self) -> int:
-        """States of our stage that are kept for checkpoints."""
+        """How many copies of our state are kept for checkpoints."""
         return sum(opened.own is not None for opened in self._checkpoints)
 
     def begins(self, key: Key, *, last: bool) -> bool:
-        """We applied its step. Is our stage's part of it for us to write, now? While another copy of the state is in
-        use we leave it out and say so; the ``last`` waits (``wants``)."""
+        """Its step was applied: should we write our stage's part now? If another copy of the state is in use, we leave
+        the checkpoint out; the ``last`` one waits (``wants``)."""
         self._coordinator.due(key, last=last)
         if not self._roles.is_writer() or self._checkpoints.ended(key) is not None or self._roles.coordinator is None:
             return False
-        reason = self._busy()
+        reason = self.busy()
         if reason is not None and not last:
             self._coordinator.leave_out(key, f"left out: {reason}")
         return reason is None
 
     def wants(self, key: Key) -> bool:
-        """Is our stage's part of the last checkpoint still to be offered? One that shares the place leaves that to the
-        writer: it would only write the same once more."""
-        if self._checkpoints.ended(key) is not None or self._busy() is not None:
+        """Should we still offer our stage's part of the last checkpoint? A peer that shares the place leaves that to the
+        writer."""
+        if self._checkpoints.ended(key) is not None or self.busy() is not None:
             return False
         if self._roles.shares_target() and not self._roles.is_writer():
             return False
         opened = self._checkpoints.get(key)
         return opened is None or self._ctx.roster.own.stage not in opened.here
 
-    def _busy(self) -> str | None:
-        """Why there is no room for another copy of the state."""
+    def busy(self) -> str | None:
+        """Why there is no room for another copy of the state; None: there is."""
         earlier = self._writing or next((o.key for o in self._checkpoints if o.own is not None), None)
         if earlier is not None:
             return f"checkpoint {earlier.step} is not complete yet (the store is slower than checkpoint.every)"
         return (self._roles.shares_target() and self._replicas.hangs()) or None
 
     def unsafe(self) -> str | None:
-        """Why this peer should not leave its stage yet: what would be lost of a checkpoint."""
+        """Why this peer should not leave its stage yet: a checkpoint would lose a part."""
         stage = self._ctx.roster.own.stage
         for opened in self._checkpoints:
             step, holders = opened.key.step, opened.holders.get(stage, set())
@@ -79,11 +79,11 @@ class OwnPart:
         return None
 
     def _alive(self, holders: set[PeerId]) -> bool:
-        """Is one of them alive, but us?"""
+        """Is one of ``holders``, other than us, alive?"""
         return any(self._ctx.roster.is_alive(p) for p in holders - {self._ctx.net.peer_id})
 
     async def write(self, key: Key, state: dict[str, Tensor]) -> None:
-        """Our stage's part: into the place, if it is the run's; then everyone is told."""
+        """Write our stage's part to the place, if we share it, and announce the part."""
         if self._checkpoints.ended(key) is not None:
             return
         self._writing = key

@@ -1,4 +1,4 @@
-"""Parts of checkpoints between peers: as copies of states are given and taken (``transfer.donor``)."""
+"""Peers give each other parts of checkpoints, as copies of states (``transfer.donor``)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from muletrain.runtime.transfer.messages import Snapshot
 
 TURN_S = 30.0
-"""Seconds, at most, that a request for a part waits for its turn."""
+"""Longest time that a request for a part queues at a donor [s]."""
 LOOK_S = 1.0
-"""Seconds between two looks whether it has come."""
+"""Seconds between two checks whether its turn has come."""
 
 
 class PartExchange:
-    """Gives parts to peers that may have them, and takes parts. Owns the turns of those that ask."""
+    """Gives parts to peers that may have them, and takes parts. Owns the queue of requests."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class PartExchange:
         ctx.net.serve(AskPart.KIND, self._on_ask)
 
     async def base(self, key: Key, digest: bytes) -> dict[str, Tensor]:
-        """Our stage's part of a checkpoint: from our place, else from whoever has it. Raises CheckpointError,
-        NetworkError or ProtocolError."""
+        """Our stage's part of a checkpoint, from our place or from another peer. Raises CheckpointError, NetworkError or
+        ProtocolError."""
         ctx, stage = self._ctx, self._ctx.roster.own.stage
         try:
             state = await self._replicas.read(key, stage)
@@ -60,7 +60,7 @@ class PartExchange:
         return await self.take(key, stage, PartFacts(20 * ctx.compute.n_params, digest), list(ctx.roster.others()))
 
     async def take(self, key: Key, stage: int, facts: PartFacts, holders: list[PeerId]) -> dict[str, Tensor]:
-        """A part from those that have it. Raises NetworkError, or ProtocolError if it is not what ``facts`` say."""
+        """Take a part from ``holders``. Raises NetworkError, or ProtocolError if it is not what ``facts`` say."""
         ask = AskPart(step=key.step, lineage=key.lineage, stage=stage)
         state = await self._receiver.take_part(ask, *key, holders, facts.size)
         if (await self._ctx.tasks.aside(PartFacts.of, state_buffers(state))).digest != facts.digest:
@@ -68,21 +68,21 @@ class PartExchange:
         return state
 
     async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
-        """Raises MuletrainError when the part is not here, or not for the sender."""
+        """Offer a part. Raises MuletrainError when it is not here, or not for the sender."""
         ask = AskPart.unpack(payload)
         if self._ctx.tasks.closed:
             raise MuletrainError("this peer begins anew; ask again")
         if not await self._may_have(sender, ask.stage):
-            raise MuletrainError(f"stage {ask.stage}'s part is for peers that serve it or keep it, and the coordinator")
+            raise MuletrainError(f"stage {ask.stage}'s part is for the coordinator and for peers that serve or keep it")
         offer = self._snapshots.offered(ask.stage, *ask.key, part=True)
         if offer is None:
-            async with self._asking:  # one at a time is read, and held, for all that want it
+            async with self._asking:  # one part at a time is read, for all takers
                 offer = await self._offer(ask)
         return self._snapshots.grant(offer, sender)
 
     async def _may_have(self, peer: PeerId, stage: int) -> bool:
-        """By our own roster: ``peer`` coordinates, or keeps that part, or serves the stage, also because a step back
-        that we know of moved it there. Raises ProtocolError for one that is no member, and has none of them."""
+        """Does ``peer`` coordinate, keep that part, or serve the stage, by our own roster? Raises ProtocolError for a
+        peer that is no member."""
         if peer == self._roles.coordinator:
             return True
         return peer in self._roles.keepers(stage, peer) or await self._membership.serves(peer, stage)

@@ -1,4 +1,4 @@
-"""The parts of checkpoints that this peer's own place has: of its stage, and of others that it keeps or gathers."""
+"""The parts of checkpoints in this peer's own place: of its stage, and of stages that it keeps or gathers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class PartReplicas:
-    """Owns what the book says is in the place."""
+    """Owns the book's list of parts in the place."""
 
     def __init__(self, ctx: Context, roles: Roles, book: Book) -> None:
         self._ctx, self._roles, self._book, self._place = ctx, roles, book, book.place
@@ -30,20 +30,20 @@ class PartReplicas:
 
     @property
     def name(self) -> str:
-        """Of the place."""
+        """The place's name."""
         return self._place.name
 
     def hangs(self) -> str:
-        """Why nothing can be written now; empty: it can."""
+        """Why nothing can be written now; empty: writing works."""
         return f"{self._place.where(Key(0, b''))}: the disk or store hangs" if self._place.disk.hangs else ""
 
     def has(self, opened: OpenCheckpoint, stage: int, facts: PartFacts) -> None:
-        """That part is in the place."""
+        """Note that a part is in the place."""
         opened.here.add(stage)
         self._book.parts.setdefault(opened.key, {})[stage] = facts
 
     async def store(self, opened: OpenCheckpoint, stage: int, facts: PartFacts, buffers: list[memoryview]) -> str:
-        """Why the checkpoint fails by that; empty: it does not."""
+        """Write a part to the place. Returns why the checkpoint fails because of that; empty: it does not."""
         place, key, failed = self._place, opened.key, None
         if self._tidied:
             return ""
@@ -53,7 +53,7 @@ class PartReplicas:
             failed = e
         shared = self._roles.shares_target()
         if opened.ended or (opened.ended is not None and shared):
-            with suppress(OSError):  # it ended while we wrote: whoever tidied up did so too early for this
+            with suppress(OSError):  # the checkpoint ended while we wrote, and was tidied up before
                 await place.disk.call(place.abandon, key)
         elif failed is None:
             self.has(opened, stage, facts)
@@ -67,7 +67,7 @@ class PartReplicas:
         return ""
 
     async def read(self, key: Key, stage: int) -> dict[str, Tensor]:
-        """A part that is in the place, on memory of its own. Raises CheckpointError."""
+        """Read a part from the place. Raises CheckpointError."""
         try:
             content = await self._place.disk.call(self._place.read_part, key, stage)
             state: dict[str, Tensor] = await self._ctx.tasks.aside(safetensors.torch.load, content)
@@ -76,18 +76,18 @@ class PartReplicas:
         return state
 
     async def readable(self) -> dict[Key, dict[int, PartFacts]]:
-        """What of all checkpoints is in the place."""
+        """The parts of all checkpoints in the place."""
         parts, complete = self._book.parts, self._book.complete
         if self._ctx.tasks.closed:
             return dict(parts)
-        with suppress(OSError):  # a store that cannot be reached now: what it had
+        with suppress(OSError):  # the store cannot be reached now: use its last answer
             found = await self._place.disk.call(self._place.complete)
             complete.clear()
             complete.update(found)
         return {key: {**parts.get(key, {}), **complete.get(key, {})} for key in {*parts, *complete}}
 
     async def publish(self, opened: OpenCheckpoint) -> str:
-        """Make it complete: all its parts are here. Where it is. Raises PartsGone, or CheckpointError that says why it
+        """Complete a checkpoint whose parts are all here. Returns where it is. Raises PartsGone, or CheckpointError if it
         fails."""
         book, key = self._book, opened.key
         try:
@@ -100,21 +100,20 @@ class PartReplicas:
         return where
 
     async def is_complete(self, key: Key) -> bool:
-        """Has anyone who shares the place made it so?"""
+        """Has a peer that shares the place completed it?"""
         try:
             return key in await self._place.disk.call(self._place.complete)
         except OSError:
             return False
 
     async def clear(self, key: Key, reason: str) -> None:
-        """After its end: parts that nobody needs any more."""
+        """Remove parts that nobody needs after the end of ``key``; ``reason``: why it failed."""
         place, parts, shared = self._place, self._book.parts, self._roles.shares_target()
         coordinates = self._roles.coordinates()
         with suppress(OSError):
             if reason:
                 parts.pop(key, None)
-                # before anything is said, so that there is room to tell of it; in a shared place the coordinator may
-                # gather them still
+                # first, so that the disk has room for events; in a shared place the coordinator may still gather them
                 if not shared or coordinates:
                     await place.disk.call(place.abandon, key)
             else:  # where the place is shared, its publisher removes what is older
@@ -124,8 +123,8 @@ class PartReplicas:
                     await place.disk.call(place.drop, key.step)
 
     async def tidy(self, *, over: bool) -> None:
-        """This peer goes, or the run is ``over`` and its last checkpoint complete: no part is needed here any more. In
-        a shared place others may still need theirs."""
+        """Remove all parts, since this peer goes, or the run is ``over`` with its last checkpoint complete. In a shared
+        place other peers may still need theirs."""
         self._tidied = True
         if over or not self._roles.shares_target():
             self._book.parts.clear()

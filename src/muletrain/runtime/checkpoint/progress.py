@@ -1,4 +1,4 @@
-"""Which checkpoints are being written, and how the others ended."""
+"""The checkpoints being written, and the ends of earlier ones."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from muletrain.runtime.checkpoint.store import Key, PartFacts
 
 MAX_OPEN = 8
-"""Checkpoints heard of that have not ended."""
+"""Open checkpoints at once."""
 REMEMBERED = 256
-"""Checkpoints that have ended."""
+"""Ended checkpoints whose ends are remembered."""
 
 
 @dataclass(eq=False)
 class OpenCheckpoint:
-    """A checkpoint being written, as far as this peer heard of it."""
+    """A checkpoint being written, as far as this peer knows."""
 
     key: Key
     begin: float
     news: float
-    """When something of it was heard of last."""
+    """When the last news of it came."""
     parts: dict[int, PartFacts] = field(default_factory=dict)
     holders: dict[int, set[PeerId]] = field(default_factory=dict)
     here: set[int] = field(default_factory=set)
-    """Stages whose part is in our place."""
+    """Stages whose parts are in our place."""
     own: tuple[dict[str, Tensor], PartFacts] | None = None
     """Our stage's part, if we are its writer."""
     left_out: str = ""
@@ -41,13 +41,13 @@ class OpenCheckpoint:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def lacking(self, stages: int) -> str:
-        """What is missing, in words."""
+        """Describe what is missing."""
         lacking = sorted(set(range(stages)) - self.parts.keys())
         return f"no part of stages {lacking} came" if lacking else "its parts did not come whole"
 
 
 class Checkpoints:
-    """Owns the checkpoints that this peer has heard of: those that are open, and the ends of others."""
+    """Owns the open checkpoints that this peer knows, and the ends of earlier ones."""
 
     def __init__(self) -> None:
         self._open: dict[Key, OpenCheckpoint] = {}
@@ -56,28 +56,32 @@ class Checkpoints:
         self._over = asyncio.Event()
 
     def __iter__(self) -> Iterator[OpenCheckpoint]:
-        """Those that are open."""
+        """The open checkpoints."""
         return iter(list(self._open.values()))
 
     def get(self, key: Key) -> OpenCheckpoint | None:
+        """That checkpoint, if it is open."""
         return self._open.get(key)
 
     def full(self) -> bool:
+        """Are as many open as may be?"""
         return len(self._open) >= MAX_OPEN
 
     def begin(self, key: Key, now: float) -> OpenCheckpoint:
+        """Open a checkpoint."""
         opened = self._open[key] = OpenCheckpoint(key, now, now)
         return opened
 
     def before(self, step: int) -> list[OpenCheckpoint]:
+        """Open checkpoints of earlier steps."""
         return [o for k, o in self._open.items() if k.step < step]
 
     def ended(self, key: Key) -> str | None:
-        """How (``OpenCheckpoint.ended``)."""
+        """How that checkpoint ended (``OpenCheckpoint.ended``)."""
         return self._ended.get(key)
 
     def end(self, key: Key, reason: str) -> bool:
-        """True if this is news, and is to be cleared up after (``cleared``)."""
+        """Note the end of a checkpoint. True if it is news: then clear up and call ``cleared``."""
         if key in self._ended:
             return False
         self._ended[key] = reason
@@ -90,6 +94,7 @@ class Checkpoints:
         return True
 
     def cleared(self, key: Key) -> None:
+        """The ended checkpoint was cleared up."""
         self._clearing.discard(key)
         self._over.set()
 

@@ -1,11 +1,10 @@
-"""Where checkpoints are: a folder, or any place that fsspec can write to (s3://, gcs://, sftp://, memory:// ...).
+"""A place for checkpoints is a folder, or any store that fsspec can write to (s3://, gcs://, sftp://, memory:// ...).
 
-Parts first, the manifest that names them by content last: a checkpoint that has a manifest is complete. In a folder it
-gets its name only then, and everything is on the disk before; object stores show a file only when it is whole. Peers
-whose members name the same place share it: what one of them wrote there, all of them have.
+Parts are written first, and the manifest that names them by content last: a checkpoint with a manifest is complete. A
+folder's checkpoint gets its final name only then, after all its bytes are on the disk. Object stores show a file only
+when it is whole. Peers that name the same place share it: each has what another one wrote there.
 
-Nothing here waits for anyone but the disk (or the store): call it by ``CheckpointStore.disk``. Everything raises
-OSError.
+Calls may wait for the disk or the store, so make them through ``CheckpointStore.disk``. All of them raise OSError.
 """
 
 from __future__ import annotations
@@ -35,33 +34,34 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 MARKER = ".place"
-"""Names a folder: peers that read the same random text there share it. Host names and paths may be equal on two
-machines."""
+"""Name of a file with random text: peers that read the same text share the folder. Host names and paths may be equal on
+two machines."""
 PIECE = 64 << 20
-"""Bytes that are written, or read, between two signs that the disk works."""
+"""Bytes written or read between two signs that the disk works."""
 _NAME = re.compile(r"\.?step-(\d{8,15})(?:-([0-9a-f]{12}))?(\.partial)?$")
 
 
 class Key(NamedTuple):
-    """One checkpoint: the ``step``s that are in it, and the lineage of the next, hash(R_{step-1})."""
+    """Names a checkpoint by the number of steps in it, and the lineage of the next step, hash(R_{step-1})."""
 
     step: int
     lineage: bytes
 
     @property
     def tail(self) -> str:
+        """The lineage's last bytes, for file names."""
         return self.lineage[-6:].hex()
 
 
 class PartFacts(NamedTuple):
-    """One stage's part: a safetensors file of that many bytes and that SHA-256."""
+    """Size [bytes] and SHA-256 of one stage's part, a safetensors file."""
 
     size: int
     digest: bytes
 
     @classmethod
     def of(cls, buffers: Sequence[memoryview]) -> PartFacts:
-        """Of the file that ``buffers`` are."""
+        """The facts of the file with the content ``buffers``."""
         digest = hashlib.sha256()
         for buffer in buffers:
             digest.update(buffer)
@@ -69,7 +69,7 @@ class PartFacts(NamedTuple):
 
 
 class PartsGone(OSError):
-    """Those ``stages``' parts are not where they were written: somebody else cleaned up."""
+    """The parts of ``stages`` are not where they were written, because another peer cleaned up."""
 
     def __init__(self, stages: set[int]) -> None:
         super().__init__(f"the parts of stages {sorted(stages)} are gone")
@@ -77,25 +77,26 @@ class PartsGone(OSError):
 
 
 class CheckpointStore(ABC):
-    """``keep``: that many of the newest complete checkpoints stay. ``disk``: where its calls run."""
+    """A place for checkpoints. ``keep``: newest complete checkpoints that stay. ``disk``: runs the calls."""
 
     def __init__(self, keep: int) -> None:
         self.keep, self.disk = keep, Disk()
 
     @cached_property
     def name(self) -> str:
-        """What peers that share it call it."""
+        """The place's name, the same for all peers that share it."""
         return hashlib.sha256(self._identity().encode()).hexdigest()[:16]
 
     @abstractmethod
     def _identity(self) -> str:
-        """The same for all that share it."""
+        """A text that all peers that share the place see."""
 
     def write_part(self, key: Key, stage: int, buffers: Sequence[memoryview]) -> None:
+        """Write a part of a checkpoint that is not complete yet."""
         self._write(f"{self._open(key)}/{_file(stage)}", buffers)
 
     def read_part(self, key: Key, stage: int) -> bytes:
-        """Of a complete checkpoint, or one that is being written. Not checked."""
+        """A part's content, unchecked, also of an incomplete checkpoint."""
         try:
             return self._read(f"{self._open(key)}/{_file(stage)}")
         except FileNotFoundError:
@@ -104,8 +105,8 @@ class CheckpointStore(ABC):
     def publish(
         self, key: Key, about: Mapping[str, Any], parts: Mapping[int, PartFacts], files: Mapping[str, bytes]
     ) -> str:
-        """All ``parts`` are here: make the checkpoint complete, and remove what is older than the newest ``keep``.
-        Returns where it is. Two peers may do so at once. Raises PartsGone."""
+        """Complete the checkpoint, whose ``parts`` are all here, and ``prune``. Returns where it is. Two peers may do so
+        at once. Raises PartsGone."""
         if key not in self.complete():
             folder = self._open(key)
             gone = {s for s, f in parts.items() if self._size(f"{folder}/{_file(s)}") != f.size}
@@ -118,11 +119,11 @@ class CheckpointStore(ABC):
             manifest = {**about, "step": key.step, "lineage": key.lineage.hex(), "parts": listed, "files": named}
             self._write(f"{folder}/{MANIFEST}", [memoryview(json.dumps(manifest, indent=1).encode())])
             self._finish(key)
-        self._prune(key)
+        self.prune(key)
         return self.where(key)
 
     def complete(self) -> dict[Key, dict[int, PartFacts]]:
-        """The checkpoints that are complete, whoever wrote them. What cannot be read is none."""
+        """The complete checkpoints of all writers; unreadable ones are skipped."""
         found = {}
         for name in self._names():
             match = _NAME.match(name)
@@ -141,28 +142,29 @@ class CheckpointStore(ABC):
         return found
 
     def drop(self, before: int) -> None:
-        """Forget parts of checkpoints of less than ``before`` steps that are not complete."""
+        """Remove incomplete checkpoints of fewer than ``before`` steps."""
         for name in self._names():
             match = _NAME.match(name)
             if match is not None and int(match[1]) < before and not self._is_complete(name):
                 self._remove(name)
 
     def abandon(self, key: Key) -> None:
-        """Nothing will come of it, unless somebody else has completed it."""
+        """Remove the checkpoint, unless it is complete."""
         if not self._is_complete(self._open(key)):
             self._remove(self._open(key))
 
-    def _prune(self, newest: Key) -> None:
+    def prune(self, newest: Key) -> None:
+        """Remove checkpoints before the ``keep`` newest ones up to ``newest``, and incomplete ones before it."""
         self.drop(newest.step)
-        # those of later steps are what a resumed run passed over: they must not push this one out
+        # a resumed run passed over later checkpoints: they must not push this one out
         known = [(int(m[1]), m[0]) for n in self._names() if (m := _NAME.match(n)) and self._is_complete(n)]
         stay = sorted({step for step, _ in known if step <= newest.step})[-self.keep :]
         for step, name in known:
-            if step < stay[0]:  # two of one step are of two histories: it is not for us to say which one stays
+            if step < stay[0]:  # two of one step belong to two histories, and both stay
                 self._remove(name)
 
     def _pieces(self, buffers: Sequence[memoryview], file: IO[bytes]) -> Iterator[None]:
-        """Write ``buffers``, piece by piece."""
+        """Write ``buffers``, and yield after each piece."""
         for run in cut(buffers, PIECE):
             for buffer in run:
                 file.write(buffer)
@@ -178,11 +180,11 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def where(self, key: Key) -> str:
-        """The complete checkpoint, for people."""
+        """Path or URL of the complete checkpoint, for people."""
 
     @abstractmethod
     def _open(self, key: Key) -> str:
-        """The folder of a checkpoint that is being written."""
+        """The folder of an incomplete checkpoint."""
 
     @abstractmethod
     def _complete(self, key: Key) -> str: ...
@@ -192,7 +194,7 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def _finish(self, key: Key) -> None:
-        """The manifest was written."""
+        """Complete a checkpoint whose manifest was written."""
 
     @abstractmethod
     def _names(self) -> list[str]: ...
@@ -205,24 +207,23 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def _size(self, path: str) -> int | None:
-        """Of a file [bytes]; None: there is none."""
+        """Size of a file [bytes]; None: it does not exist."""
 
     @abstractmethod
     def _remove(self, path: str) -> None:
-        """A folder of ours; none is fine."""
+        """Remove a folder; a missing one is fine."""
 
 
 class Folder(CheckpointStore):
-    """On a disk of this machine, or one that several share. Survives power cuts: a name that says 'complete' comes
-    last."""
+    """A folder on a local or shared disk. It survives power cuts: a checkpoint gets its final name last."""
 
     def __init__(self, root: Path, keep: int, name: str | None = None) -> None:
-        """``name``: what makes two of them the same place; default: its marker."""
+        """``name``: identity of the place; default: its marker."""
         super().__init__(keep)
         self._root, self._given = root, name
 
     def _identity(self) -> str:
-        """A folder that cannot be written to is shared with nobody."""
+        """The marker's text; a folder that cannot be written to is shared with nobody."""
         if self._given is not None:
             return self._given
         marker, own = self._root / MARKER, secrets.token_hex(16)
@@ -247,7 +248,7 @@ class Folder(CheckpointStore):
         return f".step-{key.step:08d}-{key.tail}.partial"
 
     def _complete(self, key: Key) -> str:
-        """Its second name if it has that: the first was taken by another history, or by something damaged."""
+        """The second name if it exists: then another history, or a damaged folder, has the first one."""
         first, second = self._finals(key)
         return second if (self._root / second).is_dir() else first
 
@@ -298,7 +299,7 @@ class Folder(CheckpointStore):
 
 
 class Store(CheckpointStore):
-    """What fsspec writes to. Nothing is renamed there: a folder is complete once it has a manifest."""
+    """A store that fsspec writes to. Nothing is renamed there: a folder with a manifest is complete."""
 
     def __init__(self, url: str, keep: int) -> None:
         super().__init__(keep)
@@ -349,20 +350,19 @@ class Store(CheckpointStore):
 
     def _remove(self, path: str) -> None:
         full = f"{self._root}/{path}"
-        if self._fs.exists(f"{full}/{MANIFEST}"):  # first, so that half of it is not taken for a checkpoint
+        if self._fs.exists(f"{full}/{MANIFEST}"):  # first: half a folder must not look complete
             self._fs.rm_file(f"{full}/{MANIFEST}")
         if self._fs.exists(full):
             self._fs.rm(full, recursive=True)
 
 
 PROTOCOLS = ("file", "local", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "sftp", "ssh", "memory")
-"""Of URLs. Others of fsspec chain, cache or rewrite (``reference::`` ran code before fsspec 2026.5), and are no place
-for checkpoints."""
+"""Protocols of URLs that can hold checkpoints. Others of fsspec chain, cache or rewrite (``reference::`` ran code before
+fsspec 2026.5)."""
 
 
 def open_place(url: str, keep: int) -> CheckpointStore:
-    """The place that ``checkpoint.place`` names, the same for all peers. Raises ConfigError where this machine cannot
-    use it."""
+    """Open the place that ``checkpoint.place`` names. Raises ConfigError if this machine cannot use it."""
     protocol, is_url, _ = url.partition("://")
     if "::" in url or (is_url and protocol not in PROTOCOLS):
         raise ConfigError(f"checkpoint.place: {url}: give a folder, or a URL of {', '.join(PROTOCOLS)} without '::'")
@@ -378,13 +378,12 @@ def _file(stage: int) -> str:
 
 
 def _link(file: Path, name: Path) -> None:
-    """Give ``file`` a second ``name``: of several processes one does, and nobody sees half of it. Raises
-    FileExistsError."""
+    """Give ``file`` a second ``name`` at once: one of several processes succeeds. Raises FileExistsError."""
     try:
         os.link(file, name)
     except FileExistsError:
         raise
-    except OSError:  # a file system without links: who comes at that very moment may find it empty
+    except OSError:  # no links on this file system: another process may read it empty for a moment
         with name.open("x") as copy:
             copy.write(file.read_text())
 

@@ -55,6 +55,11 @@ class Position:
         return self.work.lineage
 
     @property
+    def serves(self) -> bool:
+        """Does this peer have its stage's state, and take part in the step?"""
+        return not self.away and self.life.has_state
+
+    @property
     def chain(self) -> Chain:
         """How we came to this step."""
         return replace(self._chain, over=True) if self.life.finished else self._chain

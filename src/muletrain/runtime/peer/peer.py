@@ -175,7 +175,7 @@ class Peer:
             ctx.spawn(self.rebalancer.run(), "rebalancing")
         ctx.spawn(self._rollback.watch(), "rollback")
         if self._sharing is not None:
-            taking = self._sharing.run(ctx, self._tokens, self._membership, self._serves, self._microbatches.train_too)
+            taking = self._sharing.run(ctx, self._tokens, self._membership, self.position, self._microbatches)
             ctx.spawn(taking, "tokens")
         if not comes:
             await self.runner.open()
@@ -279,9 +279,6 @@ class Peer:
             await ctx.tell(ctx.roster.everyone(), Back(lineage=at.lineage, step=at.step))
         elif self.destination is None:
             await self._checkpointing.replicas.tidy(over=False)
-
-    def _serves(self) -> bool:
-        return not self.position.away and self._life.has_state
 
     def take_over_orphans(self, work: InFlightStep, *, late: bool) -> None:
         """See ``step.reduction.Trainers``."""

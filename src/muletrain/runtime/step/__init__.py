@@ -1,11 +1,11 @@
-"""How a step ends. ``runner`` takes the run from one lineage to the next; all that belongs to one step is made anew for
-each:
+"""This room ends a step: replicas agree on a mean gradient, stages agree on a record, and every peer applies it.
 
-``state`` (what a peer knows of it), ``exchange`` (what arrives, is asked for and answered), ``company`` (whom a replica
-counts on), ``agreement`` (replicas seal, and agree on a round), ``reruns`` (of microbatches in no accumulator) and
-``audit`` (of gradients that stand out), ``reduction`` (the stage's mean gradient is reduced, by ``averaging`` in
-``rounds``, or taken from a replica). The ``record`` of all stages is applied; past gradients are served from
-``gradient_log``.
+``runner`` takes the run from one step to the next. Everything else belongs to one step and is made anew for each:
+``state`` is what a peer knows, ``exchange`` takes in notices and asks for lost ones. ``company`` says which replicas
+count, and ``agreement`` seals and finds a round. ``reruns`` fills gaps, ``audit`` leaves out gradients that stand out.
+``reduction`` reduces the mean gradient (by ``averaging`` in ``rounds``), or takes it from a replica. ``record`` collects
+attestations of all stages. ``gradient_log`` keeps past gradients for peers that missed them.
 
-``StepRunner`` is what rooms above hold; they hand what arrives to its ``exchange``.
+Rooms above hold ``StepRunner``, give arriving messages to its ``exchange``, and only read its ``state``. Objects of a
+step may be used until ``advance`` or ``rejoin``; never keep them.
 """

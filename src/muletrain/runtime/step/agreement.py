@@ -1,5 +1,5 @@
-"""Which replicas of a stage reduce what: they seal their accumulators and announce them until all that count on each
-other say so, and their sets cover the step (DESIGN "How a step goes", 5)."""
+"""Replicas of a stage agree on a round: they seal their accumulators and announce them, until all members count on the
+same members and their sets cover the step (DESIGN "How a step goes", 5)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class RoundAgreement:
-    """Of one step, and made anew for each."""
+    """The agreement of one step; each step has a new one."""
 
     def __init__(
         self,
@@ -47,16 +47,16 @@ class RoundAgreement:
         self._ledger = state.work.ledger
 
     def next_attempt(self) -> int:
-        """After ours, but not before what others try already. Whom we average nothing with is to know it from the first
-        view on."""
+        """Number of our next attempt: after our last one, and not below the others' attempts. It begins at 1 if we leave
+        out a replica, which must know that from our first seal on."""
         roster, announced = self._ctx.roster, self._state.announced
         first = int(any(map(self._company.is_apart, roster.stage(roster.own.stage))))
         return max(first if announced is None else announced.attempt + 1, self._state.latest_attempt())
 
     async def agree(self, attempt: int, weights: bytes) -> Round | None:
-        """Announce what we hold (computed with ``weights``) and hear what the others hold. None when another attempt
-        must follow: gaps had to be run again first, or members do not count on the same ones yet. Raises LeftOut,
-        Behind, and MuletrainError on who has to go."""
+        """Announce our accumulator (computed with ``weights``) and hear the others'. None if another attempt must follow:
+        gaps were run again, or members do not count on the same members yet. Raises LeftOut, Behind, and MuletrainError
+        if this peer must leave."""
         seals = await self._announce(attempt, weights)
         if seals is None:
             self._ledger.reopen(keep=True)
@@ -101,7 +101,7 @@ class RoundAgreement:
         )
 
     async def _announce(self, attempt: int, weights: bytes) -> dict[PeerId, Seal] | None:
-        """Seal, and collect the seals of those we count on; None unless all of them count on the same ones."""
+        """Seal, and collect the seals of the members we count on. None unless all of them count on the same members."""
         ctx, state, me = self._ctx, self._state, self._ctx.net.peer_id
         seal = await self._seal(attempt, weights)
         others = [m for m in seal.members if m != me]
@@ -117,21 +117,18 @@ class RoundAgreement:
             return state.latest_attempt(seal.members) > attempt
 
         def passed_over() -> bool:
-            """Others have tried once more since, and still go on without us: who is missing may have left the step to
-            them already."""
+            """Others made another attempt and still go on without us. The missing members may have yielded to them."""
             return self._company.yields(seal.members, after=attempt)
 
         await self._waits.until(
-            lambda: (
-                lost() or outdated() or passed_over() or not missing()
-            ),  # who is missing may wait for those that went on
+            lambda: lost() or outdated() or passed_over() or not missing(),
             self._deadlines.seal,
             "the stage's replicas to seal",
             self._exchange.ask_replicas,
         )
         self._company.check()
         self._company.lost(m for m in seal.members if not ctx.roster.is_alive(m))
-        if lost() or outdated():  # sets of different attempts say nothing together
+        if lost() or outdated():  # sets of different attempts do not fit together
             return None
         seals = {m: seal if m == me else state.seals[m] for m in seal.members}
         self._company.compare(seals)
@@ -139,11 +136,11 @@ class RoundAgreement:
         return seals if agreed else None
 
     async def _seal(self, attempt: int, weights: bytes) -> Seal:
-        """Close the accumulator, and tell all replicas what is in it."""
+        """Close the accumulator, and announce its microbatches to all replicas."""
         ctx, state = self._ctx, self._state
         await self._reruns.drained()
         await self._audit.reconsider()
-        if self._ledger.in_flight:  # something came in meanwhile
+        if self._ledger.in_flight:  # a microbatch arrived meanwhile
             await self._reruns.drained()
         accumulated = self._ledger.seal()
         replicas = tuple(m for m in ctx.roster.stage(ctx.roster.own.stage) if m != ctx.net.peer_id)
@@ -164,23 +161,23 @@ class RoundAgreement:
             accused=self._audit.accused(),
         )
         ctx.chaos.reached("sealing", state.step)
-        ctx.spawn(ctx.tell(replicas, seal), "seal")  # those we do not count on hear of it, too
+        ctx.spawn(ctx.tell(replicas, seal), "seal")  # also to replicas that we do not count on
         return seal
 
     def _leaves(self) -> bool:
-        """Whoever computes the next step already leaves after that one: what it accumulated would be lost."""
+        """May this peer leave after this step? Not if it computes the next one already: that work would be lost."""
         ahead = self._position.ahead
         return self._departure.announced() and (ahead is None or ahead.ledger.sealed)
 
     async def look_on(self) -> None:
-        """Others run our part again, and we take what they reduce, unless they are lost, too."""
+        """Abstain while others run our part again. Ends when they are lost; waiting raises when they hold a round."""
         announced = self._state.announced
         self._ctx.emit(LeftBehind(step=self._state.step))
         self._exchange.abstain()
         await self._reruns.drained()
         self._reruns.drop()
-        self._ledger.seal()  # nothing comes in before it is announced
-        assert announced is not None  # what left us out
+        self._ledger.seal()  # accept nothing until the next announcement
+        assert announced is not None  # others were compared with it
 
         async def ask() -> None:
             await self._exchange.ask_everyone()
@@ -189,7 +186,7 @@ class RoundAgreement:
         await self._waits.until(
             lambda: not self._company.yields(announced.members),
             Deadline(5.0, 5.0),
-            "those that go on without this peer",
+            "replicas that go on without this peer",
             ask,
         )
         self._ledger.reopen(keep=False)

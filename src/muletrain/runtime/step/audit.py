@@ -1,13 +1,11 @@
-"""Gradients that stand out are left out of their step, and computed again by another replica (DESIGN, invariant 5).
+"""Gradients that stand out are left out of their step and computed again by another replica (DESIGN, invariant 5).
 
 Seals carry sketches of the accumulators. A member whose sketch stands out (``policy.outliers``) empties its
-accumulator; what it held becomes a gap like any other, which the stage's other replicas fill, and the second result
-counts. The stage's sum before and after, less what did not change, says whether the two results differ: that is an
-offence of the member. Whoever has found ``MAX_OFFENCES`` of a member says so in its seals, and a member that most of
-its replicas accuse is expelled.
+accumulator. Its microbatches become a gap like any other: the stage's other replicas fill it, and the second result
+counts. Comparing the stage's sums shows whether the two results differ, which is an offence of the member. A replica
+that has found ``MAX_OFFENCES`` of a member accuses it in its seals, and a member that most replicas accuse is expelled.
 
-``Audit`` is made anew for each step. Which sets are left out is a pure function of the seals of one attempt: all
-members that know the same decide the same.
+Which sets are left out is a pure function of the seals of one attempt: members with the same seals decide the same.
 """
 
 from __future__ import annotations
@@ -37,18 +35,17 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.state import StepState
 
 MAX_OFFENCES, OFFENCE_STEPS = 2, 1000
-"""Steps, of the last so many, in which others computed otherwise what a member had, after which they accuse it. One can
-be bad luck: a flipped bit, or what it was given."""
+"""Offences within the last ``OFFENCE_STEPS`` steps, after which a replica accuses a member. One offence can be bad luck:
+a flipped bit, or wrong inputs."""
 MAX_EXPELLED = 64
-"""Members that a seal accuses, or a round expels, at most."""
+"""Members that one seal can accuse, or one round can expel."""
 HEARD_S = 0.5
-"""Seconds that a peer which finds itself expelled waits before it ends: its replicas judge by its seal, too, and word
-of its end must not overtake that."""
+"""Seconds that an expelled peer waits before it ends: its replicas need its seal, too, before they hear of its end."""
 
 
 @dataclass(frozen=True)
 class _LeftOut:
-    """``members`` stood out, with ``claim`` as the sum of their sketches; ``rest`` is that of the other members."""
+    """``members`` stood out. ``claim`` is the sum of their sketches, ``rest`` that of the other members."""
 
     members: tuple[PeerId, ...]
     claim: Sketch
@@ -56,7 +53,7 @@ class _LeftOut:
 
 
 def computes_falsely(step: int) -> Expelled:
-    """What ends a peer whose gradients up to ``step`` were false."""
+    """The error that ends a peer whose gradients up to ``step`` were false."""
     return Expelled(
         f"step {step}: this peer does not compute what its replicas compute, so it leaves. Its memory or its accelerator may be faulty: "
         f"test them before it joins again"
@@ -64,16 +61,16 @@ def computes_falsely(step: int) -> Expelled:
 
 
 class Audit:
-    """Of one step."""
+    """The audit of one step; each step has a new one."""
 
     def __init__(self, ctx: Context, state: StepState, reruns: Reruns, standing: Standing) -> None:
         self._ctx, self._state, self._reruns, self._standing = ctx, state, reruns, standing
         self._ledger, self.me = state.work.ledger, ctx.net.peer_id
         self._left_out: _LeftOut | None = None
-        """Those whose microbatches are being computed again."""
+        """The members whose microbatches are being computed again."""
         self._ever_left_out: set[PeerId] = set()
         self._reconsidered = False
-        """This peer emptied its accumulator once because others' activations had made it not finite."""
+        """This peer emptied its accumulator because others' activations had made it not finite."""
 
     async def sketch(self) -> bytes:
         """The sketch of this peer's accumulator."""
@@ -81,7 +78,7 @@ class Audit:
         return packed(await compute.offload(sketch, await compute.gradient(self._state.step), self._state.lineage))
 
     def accused(self) -> tuple[PeerId, ...]:
-        """The members of whom this peer has found ``MAX_OFFENCES``."""
+        """The members that this peer accuses."""
         return tuple(sorted(filter(self.is_faulty, self._ctx.roster.replicas())))[:MAX_EXPELLED]
 
     def is_faulty(self, member: PeerId) -> bool:
@@ -90,8 +87,8 @@ class Audit:
         return sum(step > self._state.step - OFFENCE_STEPS for step in steps) >= MAX_OFFENCES
 
     async def reconsider(self) -> None:
-        """Empty an accumulator that others' activations made not finite: they may have had a bad moment. Once a step,
-        and not where it is itself a second result."""
+        """Empty an accumulator that others' activations made not finite, since that may have been a single fault. Once a
+        step, and not if the accumulator holds a second result."""
         again = {i for s in self._state.seals.values() for i in s.gave_up}
         if self._reconsidered or not self._ledger.excused or again & self._ledger.accumulated:
             return
@@ -101,8 +98,8 @@ class Audit:
             self._reruns.drop()
 
     def cover(self, seals: Mapping[PeerId, Seal]) -> tuple[dict[PeerId, frozenset[int]], Cover]:
-        """What each accumulator brings to the step, and the cover that follows: without the sets of members that gave
-        theirs up, stand out, or are expelled."""
+        """The microbatches that each accumulator contributes, and the resulting cover. Sets of members that gave theirs
+        up, stand out, or are expelled are left out."""
         out = {m for m, s in seals.items() if s.gave_up or m in self._ever_left_out}
         out |= {*self.expelled(seals)}
         sealed, cover = self._cover(seals, out)
@@ -117,7 +114,7 @@ class Audit:
         return sealed, cover
 
     def _cover(self, seals: Mapping[PeerId, Seal], out: set[PeerId]) -> tuple[dict[PeerId, frozenset[int]], Cover]:
-        alone = out >= seals.keys()  # then they stand for what they computed again themselves
+        alone = out >= seals.keys()  # then their own second results count
         counts = {m for m, s in seals.items() if m not in out or (alone and s.gave_up)}
         sealed = {m: frozenset(s.indices) if m in counts else frozenset[int]() for m, s in seals.items()}
         return sealed, resolve(sealed, self._ctx.plan.microbatches)
@@ -143,8 +140,8 @@ class Audit:
         self._ledger.barred = not alone
 
     def _compare(self, seals: Mapping[PeerId, Seal], counting: list[PeerId]) -> None:
-        """The second result for what was left out is there. Sketches are linear, and the stage's sum is that of all
-        microbatches, whoever computed them: so it is what the sum now has beyond ``rest``."""
+        """Compare the first and second result of the microbatches that were left out. Sketches are linear, so the second
+        result is the stage's sum now, less ``rest``."""
         before, self._left_out = self._left_out, None
         if before is None:
             return
@@ -159,19 +156,19 @@ class Audit:
                 self._standing.offences[member] = (*steps, self._state.step)[-MAX_OFFENCES:]
 
     def expelled(self, seals: Mapping[PeerId, Seal]) -> tuple[PeerId, ...]:
+        """The members that these seals expel."""
         return most_accuse(seals, spared=self._ctx.roster.genesis.coordinator)
 
     async def leave_if_faulty(self, expelled: Iterable[PeerId]) -> None:
-        """Raises Expelled if this peer is, or if others computed otherwise what it had in ``MAX_OFFENCES`` steps and
-        its stage has others."""
+        """Raises Expelled if this peer is ``expelled``, or is faulty and its stage has other replicas."""
         if self.me in expelled or (self.is_faulty(self.me) and self._ctx.roster.needs_us() is None):
             await self._ctx.clock.sleep(HEARD_S)
             raise computes_falsely(self._state.step)
 
 
 def standing_out(seals: Mapping[PeerId, Seal], again: Collection[int]) -> list[PeerId]:
-    """Members whose accumulators are to be computed again: those that stand out, except where they hold microbatches
-    that are computed ``again`` already. The second result counts."""
+    """The members that stand out, except holders of microbatches that are computed ``again`` already: a second result
+    counts."""
     sums = {m: Sum(len(s.indices), unpacked(s.sketch)) for m, s in seals.items()}
     return [m for m in outlying(sums) if not {*seals[m].indices} & {*again}]
 
@@ -193,5 +190,5 @@ def _total(seals: Mapping[PeerId, Seal], members: Iterable[PeerId]) -> Sketch:
 
 
 def finite(seals: Mapping[PeerId, Seal]) -> bool:
-    """Are all accumulators?"""
+    """Are all accumulators finite?"""
     return all(bool(np.isfinite(unpacked(s.sketch)).all()) for s in seals.values())

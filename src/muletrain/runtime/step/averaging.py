@@ -1,10 +1,9 @@
 """All-reduce of one stage's gradient among its replicas: reduce-scatter and all-gather in streaming chunks.
 
-Groups are deterministic: every member derives the same ``Round`` from the same announced sets, so there is no
-matchmaking. Everything is reduced into scratch; nothing touches weights before the step's record is whole. All members,
-the reducing one included, use the shard *as it was sent*, so that replicas stay identical under fp16 and 8-bit
-averaging too; its content is the hash of the decoded values, so that whoever holds them all can prove and serve them,
-whatever the codec was.
+Every member derives the same ``Round`` from the same seals, so there is no matchmaking. The result is scratch memory:
+nothing touches weights before the step's record is whole. All members, the shard's owner included, use a shard *as it
+was sent*, so replicas stay identical under fp16 and 8-bit averaging, too. A shard's content is the hash of its decoded
+values, so any holder can prove and serve the gradient under every codec.
 """
 
 from __future__ import annotations
@@ -28,53 +27,53 @@ from muletrain.runtime.step.rounds import Attendance, Round, RoundFailed
 from muletrain.wire.codec import decode, encode, encoded_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from typing import Any
 
     from torch import Tensor
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
+    from muletrain.runtime.step.rounds import Holders
     from muletrain.wire.codec import Encoded
 
 NORM_TOLERANCE = 1e-3
-"""Between the norm that a shard's owner states and our own: devices sum in different orders."""
+"""Relative difference allowed between an owner's norm and ours: devices sum in different orders."""
 LANES = 4
-"""Chunks that are made ready for sending at a time."""
+"""Chunks encoded for sending at once."""
 LINGER_S = 0.1
-"""Seconds for which chunks of a peer are still taken after it was marked down: what it sent before is read later."""
+"""Seconds after a peer is marked down, in which its chunks still count: they may be read later than they were sent."""
 
 
 _Key = tuple[bytes, str, str, int]
 """(round, kind, sender, chunk number)"""
 _Chunk = tuple["Shard | Reduced", "Encoded"]
 ATTEMPTS_WAIT = 2
-"""Rounds of one step of which chunks of one sender may wait: of that which failed, and of the next."""
+"""Rounds of which one sender's chunks may wait: the failed one and the next."""
 ATTEMPTS_SENT = 64
-"""Of which they may come."""
+"""Rounds of one step of which a sender may send chunks."""
 KEPT_BYTES = 1 << 10
-"""That a chunk costs beside its values: a liar's may have one."""
+"""Bytes that a chunk costs beside its values: a liar's chunk may have one value."""
 
 
 @dataclass(frozen=True)
-class _Limits:
-    """For one sender in one step. ``waiting``: bytes; ``sent``: chunks."""
+class Limits:
+    """Bounds for one sender in one step: bytes that wait, and chunks sent."""
 
     waiting: int
     sent: int
 
     @classmethod
-    def of(cls, n_params: int, chunk: int) -> _Limits:
-        """Of two members each sends the other the half that it reduces, and its part of the other's half; of more,
-        less."""
+    def of(cls, n_params: int, chunk: int) -> Limits:
+        """For two members, each of which sends its own half and its part of the other's half. More members send less
+        each."""
         chunks = n_params // chunk + 4
         return cls(ATTEMPTS_WAIT * (4 * n_params + chunks * KEPT_BYTES), ATTEMPTS_SENT * chunks)
 
 
 @dataclass
 class _Inbox:
-    """Chunks that arrived, perhaps before we knew the round. Each sender has its own room: what one sends takes none
-    from others."""
+    """Owns arrived chunks, perhaps of rounds that we do not know yet. Each sender has room of its own."""
 
     arrived: dict[_Key, _Chunk] = field(default_factory=dict)
     waiting: dict[_Key, asyncio.Future[_Chunk]] = field(default_factory=dict)
@@ -82,10 +81,10 @@ class _Inbox:
     sizes: Counter[PeerId] = field(default_factory=Counter)
     """Bytes that wait, by sender."""
     sent: Counter[PeerId] = field(default_factory=Counter)
-    """Chunks that came, by sender."""
+    """Chunks that arrived, by sender."""
 
-    def check(self, key: _Key, nbytes: int, limits: _Limits) -> None:
-        """Before it is read. Raises ProtocolError."""
+    def check(self, key: _Key, nbytes: int, limits: Limits) -> None:
+        """Check a chunk of ``nbytes`` before it is read. Raises ProtocolError."""
         sender = key[2]
         if key in self.seen:
             raise Malformed(f"averaging: chunk {key[3]} twice")
@@ -94,7 +93,8 @@ class _Inbox:
         if key not in self.waiting and self.sizes[sender] + nbytes + KEPT_BYTES > limits.waiting:
             raise ProtocolError(f"averaging: more than {limits.waiting} bytes of one sender waiting")
 
-    def put(self, key: _Key, chunk: _Chunk, limits: _Limits) -> None:
+    def put(self, key: _Key, chunk: _Chunk, limits: Limits) -> None:
+        """Take in a chunk. Raises ProtocolError."""
         self.check(key, chunk[1].nbytes, limits)
         self.seen.add(key)
         self.sent[key[2]] += 1
@@ -106,8 +106,7 @@ class _Inbox:
         self.sizes[key[2]] += chunk[1].nbytes + KEPT_BYTES
 
     def owing(self) -> dict[PeerId, int]:
-        """Those of whom a chunk is waited for: 2 for one of their own, 1 for one that they may owe since another owes
-        them."""
+        """See ``rounds.Traffic``."""
         found: dict[PeerId, int] = {}
         for (_, kind, sender, _), waiter in self.waiting.items():
             if not waiter.done():
@@ -115,8 +114,9 @@ class _Inbox:
         return found
 
     def get(self, key: _Key) -> asyncio.Future[_Chunk]:
+        """A chunk, once it has arrived."""
         future: asyncio.Future[_Chunk] = asyncio.get_running_loop().create_future()
-        future.add_done_callback(lambda f: f.cancelled() or f.exception())  # nobody may wait for it any more
+        future.add_done_callback(lambda f: f.cancelled() or f.exception())  # perhaps nobody waits for it any more
         if key in self.arrived:
             chunk = self.arrived.pop(key)
             self.sizes[key[2]] -= chunk[1].nbytes + KEPT_BYTES
@@ -127,24 +127,22 @@ class _Inbox:
 
 
 class Averager:
-    """Reduces the rounds of one step, one at a time, and answers for the shard that this peer owns."""
+    """Reduces the rounds of one step, one at a time, and sends the shard that this peer owns to the others."""
 
-    def __init__(self, ctx: Context, held_elsewhere: Callable[[], bool] = lambda: False) -> None:
-        """``held_elsewhere``: a replica holds a round of this step; what does not arrive in time is better taken from
-        it."""
-        self._ctx = ctx
-        self._held_elsewhere = held_elsewhere
+    def __init__(self, ctx: Context, holders: Holders) -> None:
+        self._ctx, self._holders = ctx, holders
         self._inbox = _Inbox()
-        self._limits = _Limits.of(ctx.compute.n_params, ctx.plan.chunk)
+        self._limits = Limits.of(ctx.compute.n_params, ctx.plan.chunk)
         self._broken: set[PeerId] = set()
         self._attendance: Attendance | None = None
         self._sending: Counter[PeerId] = Counter()
-        """Chunks on their way to each member."""
+        """Chunks being sent, by member."""
         self.shards: defaultdict[bytes, dict[PeerId, ShardFacts]] = defaultdict(dict)
-        """Of each round: what is known of the shards that came out of it, by who reduced them."""
+        """The reduced shards that we know, by round and owner."""
 
     def expects(self, sender: PeerId, message: Shard | Reduced, tensors: list[Encoded]) -> None:
-        """Before it is read. Raises ProtocolError for a sender of another stage and for more than a round can need."""
+        """Check a chunk before it is read. Raises ProtocolError for a sender of another stage, and for more chunks than
+        rounds can need."""
         plan, (chunk,) = self._ctx.plan, tensors
         if self._ctx.roster.member(sender).stage != self._ctx.roster.own.stage:
             raise ProtocolError(f"averaging: {message.KIND} from a peer of another stage")
@@ -153,48 +151,53 @@ class Averager:
         self._inbox.check(_key(sender, message), encoded_size(chunk.codec, chunk.shape), self._limits)
 
     def on_chunk(self, sender: PeerId, message: Shard | Reduced, tensor: Encoded) -> None:
-        """Raises ProtocolError as ``expects``."""
+        """Take in a chunk. Raises ProtocolError as ``expects`` does."""
         self.expects(sender, message, [tensor])
         self._inbox.put(_key(sender, message), (message, tensor), self._limits)
         if self._attendance is not None:
             self._attendance.came(sender)
 
     def begin(self) -> None:
-        """An attempt begins: nobody has sent anything of it yet."""
+        """Begin an attempt: no chunks of it were sent yet."""
         self._broken.clear()
         self._attendance = None
 
+    def owing(self) -> dict[PeerId, int]:
+        """See ``rounds.Traffic``."""
+        return self._inbox.owing()
+
+    def taking(self) -> set[PeerId]:
+        """See ``rounds.Traffic``."""
+        return set(self._sending)
+
     def silent(self) -> dict[PeerId, int]:
-        """Members that live, but of whom no chunk came in this attempt for long; see ``owing``."""
+        """Live members whose chunks of this attempt are long overdue; see ``owing``."""
         return {} if self._attendance is None else self._attendance.silent
 
     def absent(self) -> tuple[PeerId, ...]:
-        """The member of this attempt that says that it is at another step."""
+        """The member of this attempt that is at another step."""
         return () if self._attendance is None else self._attendance.absent
 
     def broken(self, member: PeerId) -> None:
-        """A stream from ``member`` ended: it may live, but what it had sent and we did not get is lost, and it does not
-        know."""
+        """A stream from ``member`` ended. It may live, but chunks on the way are lost, and it does not know that."""
         self._broken.add(member)
         for (_, _, sender, _), waiter in self._inbox.waiting.items():
             if sender == member and not waiter.done():
                 waiter.set_exception(_broke(member))
 
     def close(self) -> None:
-        """The step is over: nobody waits any more for what failed attempts left behind."""
+        """End the step: cancel the waits that failed attempts left behind."""
         for waiter in self._inbox.waiting.values():
             waiter.cancel()
 
     async def reduce(self, plan: Round, gradient: Tensor) -> tuple[Tensor, tuple[ShardFacts, ...]]:
-        """The stage's mean gradient, flat fp32 [P], and what the record needs to know of each member's shard.
+        """The stage's mean gradient, flat fp32 [P], and the facts of each member's shard for the record.
 
         ``gradient``: this peer's accumulator, flat fp32 [P], a sum. Raises RoundFailed.
         """
         result = torch.empty(plan.n_params)
         me = self._ctx.net.peer_id
-        self._attendance = Attendance(
-            self._ctx, plan, self._inbox.owing, lambda: set(self._sending), self._held_elsewhere
-        )
+        self._attendance = Attendance(self._ctx, plan, self, self._holders)
         try:
             async with asyncio.TaskGroup() as group:
                 watching = group.create_task(self._attendance.watch())
@@ -214,7 +217,7 @@ class Averager:
         return result, tuple(t.result() for t in tasks)
 
     def _to_scatter(self, plan: Round) -> Iterator[tuple[PeerId, int, tuple[int, int]]]:
-        """Chunks of the other members' shards: one of each in turn, so that all can begin."""
+        """Chunks of the other members' shards, in turn, so that all members can begin."""
         others = plan.others(self._ctx.net.peer_id)
         for turn in itertools.zip_longest(*(plan.chunks(m) for m in others)):
             for member, chunk in zip(others, turn, strict=True):
@@ -224,13 +227,13 @@ class Averager:
     async def _scatter(
         self, plan: Round, gradient: Tensor, chunks: Iterator[tuple[PeerId, int, tuple[int, int]]]
     ) -> None:
-        """Send other members ``chunks`` of our accumulator."""
+        """Send ``chunks`` of our accumulator to their owners."""
         for member, number, (a, b) in chunks:
             chunk = await self._ctx.compute.offload(encode, gradient[a:b], self._ctx.plan.gradients)
             await self._send(member, Shard(round=plan.id, step=plan.step, chunk=number), chunk)
 
     async def _own(self, plan: Round, gradient: Tensor, result: Tensor) -> ShardFacts:
-        """Reduce our shard, and return it to everyone."""
+        """Reduce our shard, and send it to all members."""
         me = self._ctx.net.peer_id
         others = plan.others(me)
         facts: list[ShardFacts] = []
@@ -245,7 +248,7 @@ class Averager:
                 _reduce_chunk, parts, b - a, plan.microbatches, self._ctx.plan.gradients, result[a:b], len(others) > 0
             )
             facts.append(chunk)
-            if len(facts) == len(chunks):  # known before another can hold all of it, and say so
+            if len(facts) == len(chunks):  # before any other member can attest to it
                 self.shards[plan.id][me] = _of_shard(facts)
             if sent is not None:
                 message = Reduced(
@@ -266,7 +269,7 @@ class Averager:
         return self.shards[plan.id][owner]
 
     async def _chunk(self, plan: Round, kind: type[Shard | Reduced], sender: PeerId, number: int) -> _Chunk:
-        """The next chunk from ``sender``. Raises PeerUnreachable when it is believed dead, or its stream ended."""
+        """Wait for a chunk of ``sender``. Raises PeerUnreachable when it is marked down, or its stream ended."""
         key = (plan.id, kind.KIND, sender, number)
         arrival = self._inbox.get(key)
         if sender in self._broken and not arrival.done():
@@ -292,7 +295,7 @@ class Averager:
 
 
 def _broke(member: PeerId) -> PeerUnreachable:
-    return PeerUnreachable(f"averaging: the stream from {member[-6:]} ended before all had come")
+    return PeerUnreachable(f"averaging: the stream from {member[-6:]} ended before all chunks arrived")
 
 
 def _reasons(error: BaseException) -> list[str]:
@@ -308,7 +311,7 @@ def _key(sender: PeerId, message: Shard | Reduced) -> _Key:
 def _reduce_chunk(
     parts: list[Tensor | Encoded], size: int, microbatches: int, codec: Any, out: Tensor, shared: bool
 ) -> tuple[Encoded | None, ShardFacts]:
-    """Mean of one chunk into ``out`` [size]; as the others will see it when it is ``shared``."""
+    """Write the mean of one chunk to ``out`` [size]; if it is ``shared``, as the other members decode it."""
     tensors = [part if isinstance(part, torch.Tensor) else _decoded(part, size) for part in parts]
     if len(tensors) == 1:
         out.copy_(tensors[0])
@@ -324,8 +327,7 @@ def _reduce_chunk(
 
 
 def _store_chunk(message: Reduced, chunk: Encoded, out: Tensor) -> ShardFacts:
-    """Into ``out``. Its norm is the one that its owner states, if it is near ours: all must mean the same number to the
-    last bit."""
+    """Write a reduced chunk to ``out``. Its owner's norm counts if it is near ours: all members need the same bits."""
     out.copy_(_decoded(chunk, out.numel()))
     ours = _of_chunk(out)
     apart = abs(ours.square_norm - message.square_norm)
@@ -342,7 +344,7 @@ def _decoded(chunk: Encoded, size: int) -> Tensor:
 
 
 def _of_chunk(values: Tensor) -> ShardFacts:
-    """A step that is not finite is skipped: what exactly is wrong in it must not keep replicas from agreeing."""
+    """Facts of one chunk. All values that are not finite have the same facts, so that replicas agree to skip the step."""
     finite = bool(torch.isfinite(values.sum()))
     content = blake3(values.numpy().data.cast("B") if finite else b"not finite").digest()
     norm = square_norm(values) if finite else 0.0
@@ -361,8 +363,8 @@ def _of_shard(chunks: list[ShardFacts]) -> ShardFacts:
 
 
 def contents(gradient: Tensor, members: int, chunk: int) -> tuple[bytes, ...]:
-    """The content of each of the ``members`` shards of a whole mean gradient, flat fp32 [P], that was averaged in
-    chunks of so many elements."""
+    """The content hashes of the ``members`` shards of a mean gradient, flat fp32 [P], averaged in chunks of ``chunk``
+    elements."""
     return tuple(
         _of_shard([_of_chunk(gradient[i:j]) for i, j in chunk_ranges(a, b, chunk)]).content
         for a, b in shard_ranges(gradient.numel(), members)

@@ -1,5 +1,5 @@
-"""What the peers of a run tell each other of one step: what arrives, what is asked for when a notice may be lost, and
-what is answered."""
+"""Notices about one step: a peer takes in those that arrive, asks for those that may be lost, and answers such
+questions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from muletrain.runtime.microbatch.position import Behind
 from muletrain.runtime.step.messages import Abstain, AskEntries, AskGradient, AskSeal, Entries, Seal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.core.waiting import Waits
@@ -30,37 +30,37 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.state import StepState
 
 GRACE_S = 0.25
-"""Seconds between the first sign that others are beyond what we wait for, and the question whether we missed it."""
+"""Seconds between the first sign that another peer has what we wait for, and our question whether we missed it."""
 ASKED = 64
-"""Living peers that are asked at once what they know; so many more that all were asked before a wait is given up."""
+"""Live peers asked at once. In a larger fleet more are asked, so that all were asked before a wait is given up."""
 MAX_ASKED = 8
-"""Peers that are asked whether they are beyond this step, too; and for its record, after the first that knew it."""
+"""Peers asked to confirm that the run is beyond this step, and for its record after the first that knew it."""
 LATE_S = 3.0
-"""Seconds, at least, that a peer may be at an earlier step from when we first ask it, before it is left out."""
+"""Shortest time that a peer may stay at an earlier step, after our first question, before it is left out [s]."""
 
 
 class Rivals(Protocol):
-    """Who deals with peers of other lineages (``recovery.forks``)."""
+    """Deals with peers of other lineages (``recovery.forks``)."""
 
     def met(self, peer: PeerId, step: int) -> None:
-        """``peer`` is of another lineage, and at ``step``."""
+        """``peer`` trains in another lineage, at ``step``."""
         ...
 
 
 @dataclass
 class Observed:
-    """What the steps of a run have taught so far of the others."""
+    """What past steps of the run taught us about the other peers."""
 
     late: Deadline = field(default_factory=lambda: Deadline(floor_s=LATE_S))
-    """For those at an earlier step: they apply it as long as we do, or as the latest of those that came on."""
+    """How long a peer may stay at an earlier step: as long as we take to apply one, or as late peers took."""
     moved: Recent[tuple[int, bytes]] = field(default_factory=Recent)
-    """Bytes that others said they had moved, and the round that they averaged last."""
+    """Each peer's last report: bytes moved, and the round being averaged."""
     asked_round: int = 0
-    """Questions to everyone, so far."""
+    """Questions to everyone so far."""
 
 
 class Exchange:
-    """Of one step, and made anew for each."""
+    """The exchange of one step; each step has a new one. It owns which questions are open."""
 
     def __init__(
         self,
@@ -77,15 +77,14 @@ class Exchange:
         self._work = state.work
         self._overtaken = False
         self._questioned: set[tuple[PeerId, int]] = set()
-        """Replicas that were asked for the seal of what they attest to, and the attempt of the last one that we
-        knew."""
+        """Replicas asked for the seal of a round they attest to, with the attempt of the last seal we knew."""
         self._late: dict[PeerId, float] = {}
-        """When we first heard that a peer was at an earlier step still."""
+        """When we first heard that a peer was still at an earlier step."""
 
     # What arrives -----------------------------------------------------------------------------------------------------
 
     def on_seal(self, sender: PeerId, seal: Seal) -> None:
-        """Raises ProtocolError."""
+        """Take in a seal. Raises ProtocolError."""
         news = self._state.hear_seal(sender, seal)
         self._log.arrived(sender)
         if not news:
@@ -93,51 +92,51 @@ class Exchange:
         self._question(sender)
         self._ctx.news.touched()
         if not self._work.all_completed:
-            self._overtaken_by(sender, self._all_through)
-        if self._state.attested is not None:  # no other attempt is needed: what we hold is for everyone
+            self._overtaken_by(sender, applied=False)
+        if self._state.attested is not None:  # no other attempt is needed: everyone can take what we hold
             self._ctx.spawn(self._ctx.tell((sender,), self._state.attested), "entry again")
 
     def on_entry(self, sender: PeerId, entry: RoundEntry) -> None:
-        """Raises ProtocolError."""
+        """Take in a round entry. Raises ProtocolError."""
         if self._state.hear_entry(sender, entry):
             self._question(sender)
         self._ctx.news.touched()
-        for member in entry.without:  # whether it counts may depend on whether they live
+        for member in entry.without:  # the round counts only if they are down
             self._ctx.detector.look_after(member, self._state.lineage, self._state.step)
 
     def on_abstain(self, sender: PeerId, attempt: int = 0) -> None:
+        """Take in that ``sender`` abstains before ``attempt``."""
         self._state.hear_abstention(sender, attempt)
         self._ctx.news.touched()
 
     def on_later(self, sender: PeerId, *, applied: bool) -> None:
-        """A frame came from ``sender`` that is sent after all microbatches of this step are through, or after it was
-        ``applied``."""
-        self._overtaken_by(sender, self._recorded if applied else self._all_through)
+        """``sender`` has all microbatches of this step through, or has ``applied`` it: its frame shows that."""
+        self._overtaken_by(sender, applied=applied)
 
     def abstain(self) -> None:
-        """Others of our stage go on without us: tell everyone that what they hold counts without our word."""
+        """Our replicas go on without us: tell everyone that their round counts without our word."""
         if (attempt := self._state.abstain()) is not None:
             self._ctx.news.touched()
             message = Abstain(lineage=self._state.lineage, step=self._state.step, attempt=attempt)
             self._ctx.spawn(self._ctx.tell(self._ctx.roster.everyone(), message), "abstain")
 
-    def _all_through(self) -> bool:
-        return self._work.all_completed
-
     def _recorded(self) -> bool:
         return self._state.builder.record() is not None
 
-    def _overtaken_by(self, sender: PeerId, done: Callable[[], bool]) -> None:
-        """``sender`` is done with what we still wait for. Usually we soon are, too; if not, a notice was lost, or we
-        were."""
-        if not (self._overtaken or self._position.away or done()):
-            self._overtaken = True
-            self._ctx.spawn(self._find_out_later(sender, done), "overtaken")
+    def _reached(self, *, applied: bool) -> bool:
+        """Do we have the step's record, or (unless ``applied``) all its microbatches?"""
+        return self._recorded() if applied else self._work.all_completed
 
-    async def _find_out_later(self, sender: PeerId, done: Callable[[], bool]) -> None:
+    def _overtaken_by(self, sender: PeerId, *, applied: bool) -> None:
+        """``sender`` has what we still wait for. Usually we have it soon, too; if not, a notice was lost."""
+        if not (self._overtaken or self._position.away or self._reached(applied=applied)):
+            self._overtaken = True
+            self._ctx.spawn(self._find_out_later(sender, applied=applied), "overtaken")
+
+    async def _find_out_later(self, sender: PeerId, *, applied: bool) -> None:
         await self._ctx.clock.sleep(GRACE_S)
         self._overtaken = False
-        if self._state.current and not done():
+        if self._state.current and not self._reached(applied=applied):
             await self.find_out(sender)
 
     def _question(self, holder: PeerId) -> None:
@@ -151,8 +150,8 @@ class Exchange:
             self._ctx.spawn(self._ask_why(holder, round_), "ask for a seal")
 
     async def _ask_why(self, holder: PeerId, round_: Attested) -> None:
-        """Its seal may have been lost on its way to us. It answers with what it announced last, and whoever holds a
-        round announces no more; only one that took the round from another may have tried one since."""
+        """Ask ``holder`` for its seal, which may have been lost. A holder announces nothing more, except one that took
+        the round from another peer."""
         state = self._state
         if await self.learn_seal(holder) and state.current and holder in state.seals:
             if state.unsealed(round_) and round_.holders.keys() == {holder}:
@@ -162,7 +161,7 @@ class Exchange:
     # What we ask ------------------------------------------------------------------------------------------------------
 
     async def find_out(self, sender: PeerId) -> None:
-        """What we still wait for, ``sender`` may know."""
+        """Ask ``sender`` for what we still wait for."""
         if self._position.away:
             return
         try:
@@ -173,15 +172,14 @@ class Exchange:
         self._ctx.news.touched()
 
     async def ask(self, peer: PeerId) -> Progress | None:
-        """Learn what ``peer`` knows of this step (and return it); leave it out when it stays at an earlier one. Raises
-        Behind if it is at a later one."""
+        """Ask what ``peer`` knows of this step; None: no answer. A peer that stays at an earlier step is left out.
+        Raises Behind if it is at a later one."""
         ctx, state = self._ctx, self._state
         progress = await ctx.detector.probe(peer, state.lineage, state.step)
         if progress is None:
             return None
         moved, round_ = self._observed.moved.get(peer, (0, b""))
-        # a stage with slow links may average for long, or try again; and a peer whose device is late soon leaves the
-        # step to the others
+        # averaging over slow links takes long; a peer whose device is late soon leaves the step to the others
         if progress.moved > moved or progress.round != round_ or progress.late:
             self._waits.came_on()
         self._observed.moved[peer] = progress.moved, progress.round
@@ -193,26 +191,26 @@ class Exchange:
             self._position.others_at = max(self._position.others_at, progress.step)
             went_on = await self.went_on(peer)
             if not went_on or (state.gradient is not None and self._recorded()):
-                return progress  # all that we lacked was word of the others
+                return progress  # we lacked the others' notices only
             raise Behind(f"step {state.step}: {ctx.roster.name(peer)} is at step {progress.step}")
         if progress.current and self._work.complete(progress.completed, progress.losses):
             ctx.news.touched()
         if not progress.current or (progress.step < state.step and self._work.all_completed):
-            self._leave_out(peer, progress)  # it is of no use until it is at this step, too
+            self._leave_out(peer, progress)  # it is of no use before it reaches this step
         elif progress.step == state.step and peer in self._late:
             self._observed.late.measured(ctx.clock.now() - self._late.pop(peer))
         return progress
 
     def _leave_out(self, peer: PeerId, progress: Progress) -> None:
-        """Once it has been at an earlier step for long."""
+        """Mark ``peer`` down once it has been at an earlier step for long."""
         now = self._ctx.clock.now()
         if now - self._late.setdefault(peer, now) >= self._observed.late.seconds():
-            self._late[peer] = now  # else each answer would make it count again, and be marked down again
+            self._late[peer] = now  # else every answer would mark it down again
             self._ctx.detector.mark_down(peer, f"it is still at step {progress.step}")
 
     async def ask_everyone(self) -> None:
-        """In a large fleet some, and others the next time: all ask. Those that are down, too, for a link that healed
-        says nothing by itself; but nobody waits for them."""
+        """Ask everyone; in a large fleet some peers, and others the next time. Peers that are down are asked, too, since
+        a healed link does not announce itself, but nobody waits for them."""
         roster, observed = self._ctx.roster, self._observed
         observed.asked_round += 1
         for peer in self._ctx.detector.worth_a_try(p for p in roster.everyone() if not roster.is_alive(p)):
@@ -221,13 +219,13 @@ class Exchange:
         await asyncio.gather(*(self.ask(peer) for peer in roster.spread(count, observed.asked_round)))
 
     async def _try_again(self, peer: PeerId) -> None:
-        """A peer that was marked down may be back."""
+        """Ask a peer that was marked down: it may be back."""
         await self.find_out(peer)
         if self._ctx.roster.is_alive(peer):
             await self.entries_from(peer)
 
     async def ask_replicas(self) -> None:
-        """A lost announcement must not stop the stage: whoever made it can say it again."""
+        """Ask all replicas for their seals and entries, since a notice may be lost."""
         await asyncio.gather(*map(self._ask_seal, self._ctx.roster.replicas()))
 
     async def _ask_seal(self, peer: PeerId) -> None:
@@ -236,7 +234,7 @@ class Exchange:
             await self.entries_from(peer)
 
     async def learn_seal(self, peer: PeerId) -> bool:
-        """False where ``peer`` does not answer."""
+        """Ask ``peer`` for its last seal. False if it does not answer."""
         ask = AskSeal(lineage=self._state.lineage, step=self._state.step).pack()
         try:
             answer = await self._ctx.net.call(peer, AskSeal.KIND, ask, timeout_s=self._ctx.detector.deadline.seconds(1))
@@ -248,8 +246,8 @@ class Exchange:
         return True
 
     async def ask_holders(self) -> list[Progress]:
-        """A notice that a replica holds this step's gradient, or is beyond it, may have been lost. What those that
-        answer hold."""
+        """Ask live replicas whether they hold this step's gradient or are beyond it, since a notice may be lost. Returns
+        their answers."""
 
         async def ask(peer: PeerId) -> Progress | None:
             progress = await self.ask(peer)
@@ -260,17 +258,17 @@ class Exchange:
         return [progress for progress in await asyncio.gather(*asked) if progress is not None]
 
     async def ask_entries(self) -> None:
-        """A lost notice must not stop the run: who sent it can say it again."""
+        """Ask everyone for round entries, since a notice may be lost."""
         roster = self._ctx.roster
         await asyncio.gather(*map(self.entries_from, filter(roster.is_alive, roster.everyone())))
         if self._recorded():
             return
-        # those of our stage that hold no round may try one without us
+        # replicas that hold no round may try one without us
         others = [p for p in roster.replicas() if roster.is_alive(p) and not self._state.is_committed(p)]
         await asyncio.gather(self.ask_everyone(), *map(self.learn_seal, others))
 
     async def entries_from(self, peer: PeerId) -> Entries | None:
-        """Learn what ``peer`` attests to of this step, or which record it applied. None where it does not answer."""
+        """Learn which round of this step ``peer`` attests to, or which record it applied. None: no answer."""
         ctx, state = self._ctx, self._state
         ask = AskEntries(lineage=state.lineage, step=state.step).pack()
         try:
@@ -295,8 +293,8 @@ class Exchange:
         return None
 
     async def went_on(self, first: PeerId) -> bool:
-        """``first`` says that it is beyond this step. True if others say so, too, and more than say that they are here,
-        or if the record of this step is known now: one member alone cannot lure us away."""
+        """Has the run gone beyond this step, as ``first`` says? One member alone cannot lure us away: more peers must be
+        beyond the step than at it, or its record must be known now."""
         here = gone = 0
         for peer in dict.fromkeys((first, *self._ctx.roster.spread(MAX_ASKED))):
             answer = await self.entries_from(peer)
@@ -309,7 +307,7 @@ class Exchange:
         return gone > here
 
     async def learn_record(self, peers: Iterable[PeerId]) -> None:
-        """Ask ``peers`` that may have applied this step for its record, until enough of them say the same."""
+        """Ask ``peers`` for this step's record, until enough of them agree."""
         asked, here, builder = 0, False, self._state.builder
         for peer in peers:
             if self._recorded() or asked > MAX_ASKED:
@@ -321,14 +319,16 @@ class Exchange:
 
 
 class Current(Protocol):
-    """Who knows the current step (``runner``)."""
+    """Knows the current step (``runner``)."""
 
     @property
-    def state(self) -> StepState: ...
+    def state(self) -> StepState:
+        """What is known of it."""
+        ...
 
 
 class Answers:
-    """Serves the calls of those that missed something, of the current step and of earlier ones."""
+    """Answers the calls of peers that missed notices of the current step, or of earlier ones."""
 
     def __init__(self, ctx: Context, current: Current, log: GradientLog, membership: Membership) -> None:
         self._ctx, self._current, self._log, self._membership = ctx, current, log, membership
@@ -337,7 +337,7 @@ class Answers:
         ctx.net.serve(AskSeal.KIND, self._seal)
 
     async def _entries(self, sender: PeerId, payload: bytes) -> bytes:
-        """Of this step or an earlier one that is kept; none for any other."""
+        """Answer with the entries of this step or of an earlier one that is kept; none for any other step."""
         ask, state = AskEntries.unpack(payload), self._current.state
         if (ask.step, ask.lineage) == (state.step, state.lineage):
             abstains = self._ctx.net.peer_id in state.builder.abstaining(self._ctx.roster.own.stage)
@@ -346,7 +346,7 @@ class Answers:
         return Entries(step=state.step, applied=applied, record=self._log.record(ask.step) if applied else b"").pack()
 
     async def _gradient(self, sender: PeerId, payload: bytes) -> bytes:
-        """Raises ProtocolError for a peer of another stage."""
+        """Answer with a gradient's manifest. Raises ProtocolError for a peer of another stage."""
         if not await self._membership.serves(sender, self._ctx.roster.own.stage):
             raise ProtocolError("a gradient is for replicas of its stage")
         return await self._log.manifest(sender, AskGradient.unpack(payload).round, self._current.state.gradient)

@@ -1,11 +1,10 @@
-"""The mean gradients of the last steps, kept by the stage's replicas for those that miss them (DESIGN "How a step
-goes", 6, and "Joining, moving, leaving").
+"""Replicas keep the mean gradients of the last steps for peers that missed them (DESIGN "How a step goes", 6, and
+"Joining, moving, leaving").
 
-A gradient travels in the codec of the averaging: what several members reduced are decoded values, and to encode those
-again gives the same bits. It is taken as a state is, block by block from all replicas that keep it. A newcomer copies
-the state before one step, and that may take as long as many steps: what was agreed on meanwhile it takes from here, and
-applies it in order. The step applied last is always kept; those before it as long as a replica that may need them is
-heard of, and these travel in the gaps of the step under way.
+A gradient travels in the averaging's codec: members hold decoded values, and encoding them again gives the same bits.
+It is taken as a state is, block by block from all replicas that keep it. Copying a state may take a newcomer many
+steps; it takes the gradients of these steps from here and applies them in order. The last step's gradient is always
+kept. Earlier ones are kept while a replica that may need them is heard of; they yield to the traffic of the step.
 """
 
 from __future__ import annotations
@@ -44,28 +43,30 @@ T = TypeVar("T")
 PIECE = 32 * BLOCK
 """Elements encoded at once: whole quantisation blocks."""
 CALL_S = 60.0
-"""Seconds for a manifest: a gradient is encoded and hashed before. A holder that is gone is found out about long before."""
+"""Seconds that a holder has to answer with a manifest: it encodes and hashes the gradient first. A holder that is gone
+is noticed earlier."""
 DONORS = 4
-"""Peers that are asked for a gradient at once."""
+"""Peers asked for a gradient at once."""
 KEPT_S = 60.0
-"""Seconds for which gradients are kept for a replica that catches up, after it was last heard of."""
+"""Seconds after a replica that catches up was last heard of, in which gradients are kept for it."""
 MAX_STEPS = 512
+"""Steps that are kept at most."""
 HEADERS = 1 << 16
-"""Bytes beside the numbers' own."""
+"""Bytes of a gradient's copy beside its numbers."""
 
 
 @dataclass(eq=False)
 class MeanGradient:
-    """A stage's whole mean gradient, flat fp32 [P], and what its holders say of it. Neither changes."""
+    """A stage's whole mean gradient, flat fp32 [P], and its round entry. Neither changes."""
 
     entry: RoundEntry
     values: Tensor
     packed: StateImage | None = None
-    """The gradient as it travels, in tensors of a piece each, once somebody has asked for it."""
+    """The gradient's copy for sending, one tensor a piece, once a peer has asked for it."""
     _packing: asyncio.Task[StateImage] | None = None
 
     async def image(self, ctx: Context) -> StateImage:
-        """``packed``, made if need be."""
+        """Return ``packed``, making it first if necessary."""
         if self._packing is None:
             self._packing = ctx.spawn(self._pack(ctx), "pack")
         return await asyncio.shield(self._packing)
@@ -82,18 +83,18 @@ class MeanGradient:
 
 
 def encoded_piece(gradient: MeanGradient, begin: int, codec: Codec) -> bytes:
-    """``PIECE`` elements of ``gradient``; ``codec``: the run's, for averaging."""
+    """Encode ``PIECE`` elements of ``gradient`` from ``begin`` on; ``codec``: the run's, for averaging."""
     return b"".join(encode(gradient.values[begin : begin + PIECE], travels_as(gradient.entry, codec)).buffers)
 
 
 def travels_as(entry: RoundEntry, codec: Codec) -> Codec:
-    """The only member of a round sends nothing, so that what it computed was never rounded."""
+    """The codec of a gradient's copy. A round of one member was never sent, so its values were never rounded."""
     return codec if len(entry.members) > 1 else Codec.FP32
 
 
 @dataclass
 class _Past:
-    """A step that was applied. ``image``: its gradient as it travels, once it lies back."""
+    """An applied step. ``image`` replaces ``gradient`` once the step is not the last one any more."""
 
     builder: RecordBuilder
     agreed: tuple[RoundEntry, ...]
@@ -104,6 +105,7 @@ class _Past:
 
     @property
     def packed(self) -> StateImage | None:
+        """The gradient's copy for sending, if it was made."""
         return self.image if self.gradient is None else self.gradient.packed
 
     @property
@@ -114,28 +116,28 @@ class _Past:
 
 
 class GradientLog:
-    """One peer's. ``limit``: bytes of the gradients that are kept beside the last."""
+    """Owns one peer's past gradients. ``limit``: bytes of the gradients beside the last."""
 
     def __init__(self, ctx: Context, limit: int) -> None:
         self._ctx, self._limit = ctx, limit
         self._past: deque[_Past] = deque()
         self._current: StateImage | None = None
-        """The gradient of the step under way, if somebody asked for it."""
+        """The copy of the current step's gradient, if a peer asked for it."""
         self._followers: dict[PeerId, tuple[int, float]] = {}
-        """What they need is from that step on; when they were heard of."""
+        """Peers that catch up: the first step that each needs, and when it was last heard of."""
 
     def follow(self, peer: PeerId, step: int) -> None:
-        """``peer`` gets the state before ``step``, and will need what follows."""
+        """``peer`` takes the state before ``step``, so it will need the gradients from ``step`` on."""
         self._followers[peer] = step, self._ctx.clock.now()
 
     def arrived(self, peer: PeerId) -> None:
-        """``peer`` takes part again."""
+        """``peer`` takes part again: it needs no past gradients."""
         self._followers.pop(peer, None)
 
     def add(self, builder: RecordBuilder, gradient: MeanGradient) -> None:
-        """This step was applied."""
+        """Add an applied step, and drop steps that nobody needs."""
         past = self._past
-        if past and past[-1].builder.step + 1 != builder.step:  # a gap: what lies before it leads nowhere
+        if past and past[-1].builder.step + 1 != builder.step:  # after a gap earlier steps are useless
             past.clear()
         past.append(_Past(builder, builder.agreed(), gradient.entry, gradient))
         self._current = None
@@ -148,25 +150,25 @@ class GradientLog:
             self._ctx.spawn(self._pack(past[-2]), "pack")
 
     def reaches(self, step: int) -> bool:
-        """Is ``step`` kept, and all that followed?"""
+        """Are ``step`` and all later steps kept?"""
         return bool(self._past) and self._past[0].builder.step <= step
 
     @property
     def nbytes(self) -> int:
-        """Of the gradients beside the last."""
+        """Bytes of the gradients beside the last."""
         return sum(p.nbytes for p in list(self._past)[:-1])
 
     def _excess(self) -> bool:
         return self.nbytes > self._limit
 
     async def _pack(self, past: _Past) -> None:
-        """To a half or a quarter of the memory."""
+        """Replace a gradient by its copy, which needs a half or a quarter of the memory."""
         if past.gradient is not None:
             past.image = await past.gradient.image(self._ctx)
-            past.image.channel, past.gradient = Channel.BULK, None  # nobody waits for it any more
+            past.image.channel, past.gradient = Channel.BULK, None  # it is not urgent any more
 
     def entries(self, peer: PeerId, step: int, lineage: bytes) -> tuple[RoundEntry, ...]:
-        """The rounds that made the record of a step that is kept; none for any other."""
+        """The round entries of a kept step's record; none for other steps."""
         for past in self._past:
             if (past.builder.step, past.builder.lineage) == (step, lineage):
                 self._heard(peer, step)
@@ -174,12 +176,12 @@ class GradientLog:
         return ()
 
     def record(self, step: int) -> bytes:
-        """The hash of a record that is kept."""
+        """The hash of a kept step's record; empty for other steps."""
         found = (r for past in self._past if past.builder.step == step and (r := past.builder.record()) is not None)
         return next((r.hash for r in found), b"")
 
     async def manifest(self, peer: PeerId, round_: bytes, current: MeanGradient | None) -> bytes:
-        """The manifest of the gradient of a round that is kept, or is that of ``current``; empty for any other."""
+        """The manifest of the gradient of ``round_``, if it is kept or is ``current``; else empty."""
         if current is not None and current.entry.round == round_:
             self._current = await current.image(self._ctx)
             return self._current.manifest
@@ -191,7 +193,7 @@ class GradientLog:
         return b""
 
     def copy(self, peer: PeerId, digest: bytes) -> StateImage | None:
-        """The gradient of which ``peer``, a replica, got the manifest."""
+        """The gradient's copy with that digest, if ``peer`` is a replica."""
         if not self._is_replica(peer):
             return None
         if self._current is not None and self._current.digest == digest:
@@ -214,8 +216,8 @@ class GradientLog:
 async def fetch_gradient(
     ctx: Context, downloader: Downloader, entry: RoundEntry, holders: list[PeerId]
 ) -> MeanGradient | None:
-    """The gradient of ``entry``'s round from those of ``holders`` that keep it, the living first, and some at a time: they
-    encode and hash it. None where it does not come, soon where they are gone, however slow the links to them may be."""
+    """Take the gradient of ``entry``'s round from ``holders``: live ones first, a few at a time, since they must encode
+    and hash it. None if nobody gives it; that is noticed soon if all are gone, even over slow links."""
     alive = ctx.roster.is_alive
     for asked in (*_groups([p for p in holders if alive(p)]), *_groups([p for p in holders if not alive(p)])):
         answers = await asyncio.gather(*(_manifest(ctx, p, entry) for p in asked))
@@ -239,7 +241,7 @@ def _groups(peers: list[PeerId]) -> list[list[PeerId]]:
 
 
 async def _manifest(ctx: Context, holder: PeerId, entry: RoundEntry) -> bytes:
-    """Empty where ``holder`` has none, or is gone."""
+    """The manifest that ``holder`` gives; empty if it has none or is gone."""
     ask = AskGradient(round=entry.round).pack()
     try:
         return await _while_there(ctx, [holder], entry, ctx.net.call(holder, AskGradient.KIND, ask, timeout_s=CALL_S))
@@ -253,7 +255,7 @@ async def _manifest(ctx: Context, holder: PeerId, entry: RoundEntry) -> bytes:
 async def _take(
     ctx: Context, downloader: Downloader, entry: RoundEntry, packed: bytes, donors: list[PeerId]
 ) -> MeanGradient:
-    """Raises ProtocolError for another gradient than ``entry``'s, and NetworkError where it does not come."""
+    """Download and verify the gradient. Raises ProtocolError for another one than ``entry``'s, and NetworkError."""
     manifest, n_params = Manifest.unpack(packed), ctx.compute.n_params
     manifest.check(5 * n_params + HEADERS)
     pieces = {(_name(begin), "uint8", 1) for begin in range(0, n_params, PIECE)}
@@ -269,7 +271,7 @@ async def _take(
 
 
 async def verified(ctx: Context, entry: RoundEntry, gradient: Tensor) -> MeanGradient:
-    """Raises ProtocolError for another gradient than ``entry``'s."""
+    """``gradient`` as a MeanGradient. Raises ProtocolError if it is not ``entry``'s."""
     if await ctx.compute.offload(contents, gradient, len(entry.members), ctx.plan.chunk) != tuple(
         s.content for s in entry.shards
     ):
@@ -278,8 +280,8 @@ async def verified(ctx: Context, entry: RoundEntry, gradient: Tensor) -> MeanGra
 
 
 async def _while_there(ctx: Context, holders: list[PeerId], entry: RoundEntry, work: Coroutine[Any, Any, T]) -> T:
-    """Wait for ``work``, and ask ``holders``, who are to do it, now and then whether they are there. Raises
-    PeerUnreachable once none of them is."""
+    """Wait for ``work``, which depends on ``holders``, and probe them meanwhile. Raises PeerUnreachable once none
+    answers."""
     task, there = asyncio.ensure_future(work), list(holders)
 
     async def that_answer() -> list[PeerId]:
@@ -302,5 +304,5 @@ async def _while_there(ctx: Context, holders: list[PeerId], entry: RoundEntry, w
 
 
 def _name(begin: int) -> str:
-    """Of the piece that begins there, in a copy whose tensors are sorted by name."""
+    """Name of the piece that begins there; names sort as the pieces do."""
     return f"{begin:016}"

@@ -1,4 +1,4 @@
-"""Messages by which a stage's replicas agree on a step, reduce their gradients, and attest to the mean."""
+"""Messages with which replicas agree on a step, reduce their gradients, and attest to the mean."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ SketchBytes = Annotated[bytes, Field(min_length=4 * SKETCH, max_length=4 * SKETC
 
 
 class Seal(Message):
-    """A member announces what its accumulator holds, a sketch of it (``optim.sketch``, seeded by the lineage), and the
-    digest of the weights it was computed with. ``members``: the replicas it counts on, itself included. ``stop``: it
-    asks for an orderly end after this step; ``leaves``: for its own. ``gave_up``: microbatches that it had sealed, whose
-    gradient stood out; others compute them again. ``excused``: what others gave it stood out, too, and nobody else could
-    be asked. ``accused``: replicas that it found to compute falsely (``runtime.step.audit``)."""
+    """A member announces its accumulator: its microbatches, its sketch (``optim.sketch``, seeded by the lineage), and
+    the digest of the weights used. ``members``: the replicas it counts on, itself included. ``stop``: it asks for an
+    orderly end after this step; ``leaves``: it wants to leave. ``gave_up``: microbatches of an earlier seal that stood
+    out, so others compute them again. ``excused``: its inputs stood out, too, and no other peer could be asked.
+    ``accused``: replicas that computed falsely (``runtime.step.audit``)."""
 
     KIND: ClassVar[str] = "seal"
     lineage: Digest
@@ -37,7 +37,7 @@ class Seal(Message):
 
 
 class Shard(Message):
-    """A chunk of one member's accumulator, to the member that reduces it."""
+    """A member sends a chunk of its accumulator to the shard's owner."""
 
     KIND: ClassVar[str] = "shard"
     CHANNEL: ClassVar[Channel] = Channel.AVERAGE
@@ -48,8 +48,7 @@ class Shard(Message):
 
 
 class Reduced(Message):
-    """A chunk of the mean gradient, from the member that reduced it, with its squared norm as that member computed
-    it."""
+    """A shard's owner sends a chunk of the mean gradient, with its own value of the chunk's squared norm."""
 
     KIND: ClassVar[str] = "reduced"
     CHANNEL: ClassVar[Channel] = Channel.AVERAGE
@@ -62,20 +61,19 @@ class Reduced(Message):
 
 
 class ShardFacts(BaseModel):
-    """What the record needs to know of one reduced shard: the hash of its values (fp32, decoded), their squared norm (0
-    where they are not finite)."""
+    """Facts of one reduced shard for the record: the hash of its decoded fp32 values, and their squared norm (0 if not
+    finite)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     content: Digest
     square_norm: Annotated[float, Field(ge=0, le=1e100, allow_inf_nan=False)]
-    """Of fp32 values it cannot be more, and sums of it stay finite."""
+    """The bound holds for all fp32 values, and keeps sums finite."""
     finite: bool
 
 
 class RoundEntry(Message):
-    """``holder`` attests that it holds the whole mean gradient of this round. ``members`` are sorted, ``shards`` in
-    their order. ``without``: members that the holder believes dead; everything but these two is the same from every
-    holder."""
+    """``holder`` attests that it holds this round's whole mean gradient. ``members`` are sorted, ``shards`` in their
+    order. ``without``: members that are down for the holder. All other fields are the same for every holder."""
 
     KIND: ClassVar[str] = "round_entry"
     lineage: Digest
@@ -86,16 +84,16 @@ class RoundEntry(Message):
     shards: Annotated[tuple[ShardFacts, ...], Field(min_length=1, max_length=4096), FailFast()]
     stop: bool
     leaves: Annotated[tuple[Id, ...], Field(max_length=4096), FailFast()] = ()
-    """Members that want to go after this step, sorted."""
+    """Members that want to leave after this step, sorted."""
     expelled: Annotated[tuple[Id, ...], Field(max_length=64), FailFast()] = ()
-    """Replicas that are no members any more, sorted: their gradients were not what others computed."""
+    """Replicas that are no members any more because of false gradients, sorted."""
     holder: Id
     without: Annotated[tuple[Id, ...], Field(max_length=4096), FailFast()] = ()
 
 
 class Abstain(Message):
-    """The sender leaves this step to the other replicas of its stage: it takes what they agree on, and is not waited
-    for. What it announced in attempts before ``attempt`` is void."""
+    """The sender accepts what the other replicas of its stage agree on; they need not wait for it. Its seals of attempts
+    before ``attempt`` are void."""
 
     KIND: ClassVar[str] = "abstain"
     lineage: Digest
@@ -104,7 +102,7 @@ class Abstain(Message):
 
 
 class AskEntries(Message):
-    """Call: what do you attest to of this step? If you applied it: which record?"""
+    """A call that asks for the peer's attestation of this step, or for the record that it applied."""
 
     KIND: ClassVar[str] = "ask_entries"
     lineage: Digest
@@ -112,9 +110,9 @@ class AskEntries(Message):
 
 
 class Entries(Message):
-    """The answerer is at ``step``. ``own``: what it holds itself; ``abstains``: see ``Abstain``. ``applied``: the
-    rounds of the record that it applied, one of each stage; empty if it did not apply that step, or does not know any
-    more. Nobody is believed about others' entries."""
+    """The answer to ``AskEntries`` of a peer at ``step``. ``own``: its attestation; ``abstains``: see ``Abstain``.
+    ``applied``: one round of each stage of the record that it applied; empty if it did not apply the step, or has
+    forgotten it. A peer is believed about its own entry only."""
 
     KIND: ClassVar[str] = "entries"
     step: Natural
@@ -122,19 +120,19 @@ class Entries(Message):
     abstains: bool = False
     applied: Annotated[tuple[RoundEntry, ...], Field(max_length=4096), FailFast()] = ()
     record: Annotated[bytes, Field(max_length=32)] = b""
-    """Its hash: under delayed updates frames of two histories may look alike for a step."""
+    """The record's hash: under delayed updates frames of two histories may look alike for one step."""
 
 
 class AskGradient(Message):
-    """Call: the manifest of this round's mean gradient as it travels, to be taken as a copy of a state is. Of the
-    current step, or of one that is kept; empty for any other."""
+    """A call that asks for the manifest of a round's mean gradient, of the current or a kept step. The answer is empty
+    for other rounds."""
 
     KIND: ClassVar[str] = "ask_gradient"
     round: Digest
 
 
 class AskSeal(Message):
-    """Call to a replica: what did you announce last? The answer is a Seal, or empty."""
+    """A call that asks a replica for its last seal. The answer is a Seal, or empty."""
 
     KIND: ClassVar[str] = "ask_seal"
     lineage: Digest

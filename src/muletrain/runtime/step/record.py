@@ -1,8 +1,8 @@
 """The step record: the unit of agreement of the whole run (DESIGN "The step record").
 
-``R_t`` holds, for each stage, the entry of the round that reduced its gradient, and hash(R_{t-1}). A peer applies step
-t only with the whole record; the clip scale and the skipping of a non-finite step are pure functions of it, so that
-every peer takes the same decision without asking anyone.
+``R_t`` holds each stage's round entry, and hash(R_{t-1}). A peer applies step t only with the whole record. The clip
+scale, and whether a non-finite step is skipped, are pure functions of the record, so every peer decides the same
+without asking.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgpack
 
@@ -22,10 +22,11 @@ from muletrain.runtime.step.messages import RoundEntry
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
+    from muletrain.clock import Clock
     from muletrain.runtime.step.messages import ShardFacts
 
 _FACTS = tuple(name for name in RoundEntry.model_fields if name not in ("holder", "without", "shards"))
-"""What every holder of a round says alike, beside the shards."""
+"""The fields of an entry, beside the shards, that all holders of a round share."""
 
 
 def round_id(
@@ -39,8 +40,7 @@ def round_id(
     leaves: tuple[str, ...] = (),
     expelled: tuple[str, ...] = (),
 ) -> bytes:
-    """Identity of one attempt at reducing one stage: members that disagree on anything have different rounds, and fail
-    loudly."""
+    """Identity of one attempt at reducing one stage. Members that disagree on anything get different identities."""
     sets = [(m, sorted(sealed[m])) for m in sorted(sealed)]
     return hashlib.sha256(
         msgpack.packb(["round", lineage, stage, step, attempt, sets, list(chosen), stop, list(leaves), list(expelled)])
@@ -49,8 +49,8 @@ def round_id(
 
 @dataclass(frozen=True)
 class StageEntry:
-    """One stage's part of the record: its complete round. ``stop``: some member of it asked for an orderly end.
-    ``leaves``: those that want to go after this step. ``expelled``: those that nobody counts on any more."""
+    """One stage's part of the record: its complete round. ``stop``: a member asked for an orderly end. ``leaves``:
+    members that want to leave after this step. ``expelled``: members that no longer count."""
 
     round: bytes
     shards: tuple[ShardFacts, ...]
@@ -60,16 +60,18 @@ class StageEntry:
 
     @property
     def square_norm(self) -> float:
+        """Squared Euclidean norm of the stage's mean gradient."""
         return math.fsum(s.square_norm for s in self.shards)
 
     @property
     def finite(self) -> bool:
+        """Is the stage's mean gradient finite?"""
         return all(s.finite for s in self.shards)
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """``R_t``. ``stages`` are in pipeline order."""
+    """The record ``R_t``; ``stages`` are in pipeline order."""
 
     step: int
     lineage: bytes
@@ -98,16 +100,17 @@ class StepRecord:
 
     @property
     def skip(self) -> bool:
+        """Must the update be skipped, because the gradient is not finite?"""
         return not (all(e.finite for e in self.stages) and math.isfinite(self.gradient_norm))
 
     @property
     def stop(self) -> bool:
-        """Some member asked for an orderly end: everyone that applies this record stops after it."""
+        """Did a member ask for an orderly end? Every peer stops after applying such a record."""
         return any(e.stop for e in self.stages)
 
     def leavers(self, trains: Callable[[str], bool]) -> tuple[str, ...]:
-        """Who goes after this step, the same for everyone: of the members of a stage's round at most one, and only if
-        another stays; of the trainers (``trains``) at most one. The others that asked stay, and ask again."""
+        """The peers that leave after this step, by the same rule for everyone: at most one of a stage, if another one
+        stays, and at most one trainer (``trains``). Others that asked stay, and ask again."""
         chosen: list[str] = []
         for entry in self.stages:
             free = [p for p in entry.leaves if not (trains(p) and any(map(trains, chosen)))]
@@ -121,7 +124,7 @@ class StepRecord:
 
 @dataclass
 class Attested:
-    """A round that somebody attests to: what all of them say, and what each holder says."""
+    """A round with its attestations: the facts that all holders share, and each holder's entry."""
 
     facts: RoundEntry
     holders: dict[str, RoundEntry] = field(default_factory=dict)
@@ -129,7 +132,7 @@ class Attested:
     """Members that a holder goes on without."""
 
     def add(self, entry: RoundEntry) -> bool:
-        """False where that is no news."""
+        """Take in a holder's entry. False if it is no news."""
         before = self.holders.get(entry.holder)
         if before is not None:
             if set(entry.without) <= set(before.without):
@@ -140,69 +143,72 @@ class Attested:
         return True
 
     def complete(self, live: Collection[str], attesting: Collection[str]) -> bool:
-        """Every member holds the gradient, or is given up by one that does, or is believed dead here, or attests to
-        another round: an applied gradient can be had from somebody."""
+        """Does every member hold the gradient, unless it is given up by a holder, down, or attests to another round?"""
         lacking = set(self.facts.members) - self.holders.keys() - self.given_up
         return not any(m in live and m not in attesting for m in lacking)
 
 
 UNDECIDED_S = 5.0
-"""Seconds before a round counts to which less than half attest: another holder may not have said so yet."""
+"""Seconds before a round counts that less than half attest to: other attestations may still come."""
 
 
 class _Claim(NamedTuple):
-    """What a peer says that it applied."""
+    """A record that a peer says it applied."""
 
     record: StepRecord
     entries: tuple[RoundEntry, ...]
 
 
+class LiveReplicas(Protocol):
+    """Knows who is believed alive here (``Roster``)."""
+
+    def stage(self, stage: int) -> tuple[str, ...]:
+        """Live replicas of ``stage``, ourselves included."""
+        ...
+
+
 @dataclass
 class RecordBuilder:
-    """Collects what replicas attest to of one step, until a round of each stage counts.
+    """Collects the attestations of one step, until a round of each stage counts.
 
-    Nothing is signed, so that a peer's word is believed of itself alone: the one that sends an entry is its holder. A
-    round counts where it is complete, and more than half of the stage's replicas attest to it: of those that are
-    believed alive here and do not abstain, and those that attest to it. Where all of these have attested for a while,
-    and no round has so many, the one with the most counts, of as many that of the lowest holder: replicas that lost
-    sight of each other may hold different ones. Peers that believe the same alive choose the same; others may choose
-    otherwise, and then lineages part and meet again (``runtime.recovery.forks``).
+    Nothing is signed, so a peer is believed about itself alone: the sender of an entry is its holder. A round counts if
+    it is complete and more than half of its stage's replicas attest to it; live replicas that do not abstain and all
+    holders vote. If all voters have attested for a while and no round has a majority, the round with most holders
+    counts (ties: the lowest holder's), since replicas that lost sight of each other may hold different rounds. Peers
+    with the same view of who is alive choose the same round. Others may choose another, and then lineages part and meet
+    again (``runtime.recovery.forks``).
 
-    A peer that comes late cannot ask everyone: it believes what most of those say that applied the step, if they are
-    two or more."""
+    A late peer cannot hear everyone: it believes most of the peers that applied the step, if they are two or more."""
 
     step: int
     lineage: bytes
-    """What the step's frames carry."""
+    """The lineage that the step's frames carry."""
     stages: int
     previous: bytes
     """hash(R_{t-1})"""
-    live: Callable[[int], tuple[str, ...]] = lambda stage: ()
-    """Replicas of a stage that are believed alive here, ourselves included."""
-    now: Callable[[], float] = lambda: 0.0
-    """[s]"""
+    live: LiveReplicas
+    clock: Clock
     known: Counter[int] = field(default_factory=Counter)
-    """Counts what was learnt, by stage."""
+    """Counts the news, by stage."""
     _rounds: dict[tuple[int, bytes], list[Attested]] = field(default_factory=dict)
-    """Of one round several, where their holders contradict each other."""
+    """Rounds by stage and id; several of one id if their holders contradict each other."""
     _abstaining: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     _claims: dict[str, _Claim] = field(default_factory=dict)
     _chosen: dict[int, tuple[int, tuple[str, ...], Attested | None]] = field(default_factory=dict)
-    """Of each stage: how much was known, who was believed alive, and what counted then."""
+    """By stage: news counted, live replicas, and the round that counted then."""
     _undecided: dict[int, float] = field(default_factory=dict)
-    """Stages of which all have attested, but no round has more than half, and since when."""
+    """Stages whose voters have all attested without a majority, and since when."""
     _agreed: tuple[RoundEntry, ...] = ()
     _record: StepRecord | None = None
     _settled: bool = False
     trusting: bool = False
-    """One peer that applied the step is enough: of those that were asked none is at it still."""
+    """A single peer that applied the step is enough, since no peer that we asked is still at it."""
 
     MAX_ROUNDS = 4
-    """That one holder attests to: it tries no other round of a step, unless it loses its state. More is an attack on
-    memory."""
+    """Rounds of a step that one holder may attest to: it tries no other one unless it loses its state."""
 
     def add(self, entry: RoundEntry) -> None:
-        """What ``entry.holder`` itself said. Raises ProtocolError for an entry that contradicts the step or itself."""
+        """Take in what ``entry.holder`` itself said. Raises ProtocolError if it contradicts the step or itself."""
         self._check(entry)
         rounds = self._rounds.get((entry.stage, entry.round), [])
         known = next((k for k in rounds if alike(entry, k.facts)), None)
@@ -222,14 +228,14 @@ class RecordBuilder:
             self.known[entry.stage] += 1
 
     def abstain(self, stage: int, peer: str) -> None:
-        """``peer`` goes by what the other replicas of its stage agree on."""
+        """``peer`` accepts what the other replicas of its stage agree on."""
         if peer not in self._abstaining[stage]:
             self._abstaining[stage].add(peer)
             self.known[stage] += 1
 
     def claim(self, peer: str, entries: tuple[RoundEntry, ...], hash_: bytes) -> bool:
-        """``peer`` says that it applied the record of these. False if its hash shows another history before it. Raises
-        ProtocolError for what is no record of this step."""
+        """``peer`` says that it applied the record of ``entries``. False if its hash shows another history. Raises
+        ProtocolError for entries that make no record of this step."""
         for entry in entries:
             self._check(entry)
             self._check_facts(entry)
@@ -248,7 +254,7 @@ class RecordBuilder:
             raise ProtocolError(f"entry of stage {entry.stage}: its holder gives itself up, or one that is no member")
 
     def _check_facts(self, entry: RoundEntry) -> None:
-        """Of the others that say the same it is known."""
+        """Check the facts that holders share. Raises ProtocolError."""
         if entry.stage >= self.stages or len(entry.shards) != len(entry.members):
             raise ProtocolError(f"entry of stage {entry.stage}/{self.stages} with {len(entry.shards)} shards")
         if list(entry.members) != sorted(set(entry.members)):
@@ -262,26 +268,27 @@ class RecordBuilder:
 
     @property
     def claimed(self) -> int:
-        """How many say that they applied this step."""
+        """How many peers say that they applied this step."""
         return len(self._claims)
 
     def rounds(self, stage: int) -> list[Attested]:
-        """Of ``stage``, those that most hold first."""
+        """The rounds of ``stage``, those with most holders first."""
         found = [
             k for (s, _), each in sorted(self._rounds.items(), key=lambda item: item[0]) if s == stage for k in each
         ]
         return sorted(found, key=lambda k: -len(k.holders))
 
     def holders(self, entry: RoundEntry) -> frozenset[str]:
-        """Who attests to what ``entry`` says."""
+        """The peers that attest to the same facts as ``entry``."""
         known = self._rounds.get((entry.stage, entry.round), [])
         return next((frozenset(k.holders) for k in known if alike(entry, k.facts)), frozenset())
 
     def abstaining(self, stage: int) -> frozenset[str]:
+        """Replicas of ``stage`` that abstain."""
         return frozenset(self._abstaining[stage])
 
     def record(self) -> StepRecord | None:
-        """``R_t`` once a round of every stage counts, or enough others applied it; else None."""
+        """``R_t``, once a round of every stage counts, or enough peers applied it; else None."""
         if self._settled:
             return self._record
         chosen = [k for stage in range(self.stages) if (k := self._choice(stage)) is not None]
@@ -291,7 +298,7 @@ class RecordBuilder:
         return self._record
 
     def settle(self) -> None:
-        """The record is applied: nothing changes it any more."""
+        """Fix the record: it is being applied."""
         self._settled = self.record() is not None
 
     def agreed(self) -> tuple[RoundEntry, ...]:
@@ -300,15 +307,14 @@ class RecordBuilder:
         return tuple(e if e.holder else e.model_copy(update={"holder": e.members[0]}) for e in self._agreed)
 
     def sentenced(self, stage: int) -> bool:
-        """Two peers at least attest to whom the record's round of ``stage`` expels (DESIGN "Invariants", 5: a third
-        decides)."""
+        """Do at least two peers attest to the members that ``stage`` expels (DESIGN "Invariants", 5)?"""
         chosen, record = self._choice(stage), self.record()
         attesting = len(chosen.holders) if chosen is not None else 0
         return attesting > 1 or sum(c.record == record for c in self._claims.values()) > 1
 
     def _choice(self, stage: int) -> Attested | None:
-        """The round of ``stage`` that counts."""
-        live, known = self.live(stage), self.known[stage]
+        """The round of ``stage`` that counts, if any."""
+        live, known = self.live.stage(stage), self.known[stage]
         before = self._chosen.get(stage)
         if before is None or before[0] != known or before[1] != live or stage in self._undecided:
             before = self._chosen[stage] = known, live, self._counting(stage, live)
@@ -319,23 +325,22 @@ class RecordBuilder:
         attesting = {m for k in rounds for m in k.holders}
         voters = set(live) - self._abstaining[stage]
         whole = [k for k in rounds if k.complete(live, attesting)]
-        most = [k for k in whole if 2 * len(k.holders) > len(voters | k.holders.keys())]
+        most = held_by_most(whole, voters)
         if most or not whole or not voters <= attesting:
             self._undecided.pop(stage, None)
-        elif self.now() - self._undecided.setdefault(stage, self.now()) >= UNDECIDED_S:
+        elif self.clock.now() - self._undecided.setdefault(stage, self.clock.now()) >= UNDECIDED_S:
             most = whole
         return min(most, key=lambda k: (-len(k.holders), min(k.holders), k.facts.round), default=None)
 
     def _claimed(self) -> tuple[RoundEntry, ...]:
-        """What most of those applied that did, if they are enough; where fewer others live, or can be asked, all of
-        them are."""
+        """The record that most of the claiming peers applied, if they are two, or all that can be asked; else empty."""
         if not self._claims:
             return ()
-        others = sum(len(self.live(stage)) for stage in range(self.stages)) - 1
+        others = sum(len(self.live.stage(stage)) for stage in range(self.stages)) - 1
         hashes = Counter(c.record.hash for c in self._claims.values())
         most, count = min(hashes.items(), key=lambda item: (-item[1], item[0]))
         unknown = [stage for stage in range(self.stages) if self._choice(stage) is None]
-        alone = self.trusting or not any(map(self.live, unknown))  # who else could tell us is gone
+        alone = self.trusting or not any(map(self.live.stage, unknown))  # nobody else could tell us
         if 2 * count <= len(self._claims) or count < (1 if alone else min(2, others)):
             return ()
         return next(c.entries for c in self._claims.values() if c.record.hash == most)
@@ -345,14 +350,18 @@ class RecordBuilder:
         return StepRecord(self.step, self.previous, tuple(stages))
 
 
+def held_by_most(rounds: list[Attested], voters: Collection[str]) -> list[Attested]:
+    """The rounds that more than half of ``voters``, and of their own holders, attest to."""
+    return [k for k in rounds if 2 * len(k.holders) > len({*voters, *k.holders})]
+
+
 def facts_of(entry: RoundEntry) -> RoundEntry:
-    """What every holder of the round says alike."""
+    """``entry`` with only the facts that all holders of the round share."""
     return entry.model_copy(update={"holder": "", "without": ()})
 
 
 def alike(a: RoundEntry, b: RoundEntry) -> bool:
-    """Do their holders say the same of the same round?"""
+    """Do both entries state the same facts of the same round?"""
     facts = all(getattr(a, name) == getattr(b, name) for name in _FACTS)
-    return facts and [vars(s) for s in a.shards] == [
-        vars(s) for s in b.shards
-    ]  # ten times as fast as the models' own ==
+    # ten times as fast as the models' own ==
+    return facts and [vars(s) for s in a.shards] == [vars(s) for s in b.shards]

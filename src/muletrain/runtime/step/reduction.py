@@ -1,5 +1,5 @@
-"""How a peer comes to hold the whole mean gradient of its stage: it reduces it with the other replicas, or takes it
-from one that holds it (DESIGN "How a step goes", 6). Whoever holds it says so, and keeps it for those that don't."""
+"""A peer gets the whole mean gradient of its stage: it reduces it with the other replicas, or takes it from a holder
+(DESIGN "How a step goes", 6). A holder attests to the gradient and keeps it for the others."""
 
 from __future__ import annotations
 
@@ -40,32 +40,31 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SWIFT_TRIES = 4
-"""Attempts at a round that follow each other at once: gaps are run again, a member dies."""
+"""Attempts at a round without a pause between them: gaps are run again, a member dies."""
 PAUSE_S, PAUSE_MAX_S = 0.05, 2.0
-"""Seconds between the attempts after these, and between two tries to take a gradient that others hold; doubles."""
+"""Seconds between later attempts, and between two tries to take a gradient from its holders; doubles."""
 FAILED_S, FAILED_MAX_S = 0.2, 10.0
-"""Seconds after the second attempt whose averaging failed; doubles."""
+"""Seconds of pause after the second failed averaging; doubles."""
 
 
 class Trainers(Protocol):
-    """Who gives out the microbatches of this peer (``peer``)."""
+    """Gives out this peer's microbatches (``peer``)."""
 
     def take_over_orphans(self, work: InFlightStep, *, late: bool) -> None:
-        """Microbatches of ``work`` are not through: after a death, or (``late``) although nothing came for as long as a
-        step takes."""
+        """Take over unfinished microbatches of ``work``: after a death, or because they are ``late``."""
         ...
 
     async def begin_ahead(self, work: InFlightStep) -> None:
-        """From now on ``work``, the next step, is computed, too."""
+        """Begin to compute ``work``, the next step, beside this one."""
         ...
 
 
 class _HeldElsewhere(Exception):
-    """A replica holds a round of this step."""
+    """A replica holds a round of this step: take it instead of waiting."""
 
 
 class Reduction:
-    """Of one step, and made anew for each."""
+    """Gets the mean gradient of one step; each step has a new one."""
 
     def __init__(
         self,
@@ -88,19 +87,18 @@ class Reduction:
         self._downloader = downloader
         self._work = state.work
         self._gathering = False
-        """A gradient is on its way to us."""
+        """We are receiving a gradient."""
         self._reducing: Seal | None = None
         self._overflowed = False
-        """Finite gradients came to a mean that is not."""
+        """Finite accumulators gave a mean that is not finite."""
         self._rivals: set[bytes] = set()
-        """Other rounds of our stage that we knew of when we attested to ours."""
+        """Other rounds of our stage that we knew when we attested to ours."""
         self._attested_at: tuple[bytes, int, int] | None = None
-        """The round that we attested to, and what was known then."""
+        """The round that we attested to, and what we knew then."""
 
     async def hold(self, weights: bytes) -> MeanGradient:
-        """This stage's mean gradient: reduced with the other replicas (from ``weights``, by their digest), or taken
-        from one that holds it, or what we held of this step before our weights were loaded. Raises Behind and
-        MuletrainError."""
+        """Get our stage's mean gradient: reduce it with the other replicas, or take it from a holder. ``weights``:
+        digest of the weights it was computed with. Raises Behind and MuletrainError."""
         if self._state.gradient is not None:
             await self._begin_ahead()
             return self._state.gradient
@@ -127,8 +125,7 @@ class Reduction:
         return gradient
 
     async def take(self, entry: RoundEntry) -> bool:
-        """Hold the gradient of the round that was agreed on, from whoever has it. False where nobody does (any
-        more)."""
+        """Get the gradient of the agreed round ``entry`` from a holder. False if nobody has it (any more)."""
         if self._state.gradient is None or not alike(self._state.gradient.entry, entry):
             holders = self._state.builder.holders(entry)
             replicas = sorted(self._ctx.roster.replicas(), key=lambda p: p not in holders)
@@ -141,9 +138,9 @@ class Reduction:
     # While we wait ----------------------------------------------------------------------------------------------------
 
     def look_around(self) -> None:
-        """During every wait. Whoever holds a round never tries another: it says so, and whom it goes on without.
-        Whoever holds none takes it from one that does. Raises _HeldElsewhere; RoundFailed when a member of the round
-        being reduced tries another; Behind when the run agreed on what we do not hold."""
+        """Check during every wait whether it still makes sense. A holder of a round attests to it and never tries
+        another. Raises _HeldElsewhere when another replica holds a round; RoundFailed when a member of our round tries
+        another; Behind when the run agreed on a gradient that we do not hold."""
         state, roster = self._state, self._ctx.roster
         if self._position.away:
             return
@@ -165,9 +162,9 @@ class Reduction:
                 raise _HeldElsewhere
 
     def _attest(self, entry: RoundEntry) -> None:
-        """Tell everyone that we hold the round; again when another of its members is marked down, or when we hear of
-        another round of our stage: whoever knew only one of them would have another record. A member that is alive all
-        the same applies what we hold, as soon as it hears of the record."""
+        """Tell everyone that we hold the round. Tell them again when another member is marked down, or when we hear of
+        another round of our stage: a peer that knows only one round would build another record. A member that is alive
+        after all applies our round as soon as it hears of the record."""
         ctx, state, builder = self._ctx, self._state, self._state.builder
         seen = entry.round, builder.known[entry.stage], ctx.roster.version
         if self._attested_at == seen:
@@ -186,13 +183,13 @@ class Reduction:
         ctx.spawn(ctx.tell(ctx.roster.everyone(), state.attested), "entry")  # a frozen peer must not hold us up
 
     async def ask_entries(self) -> None:
-        """While we wait for the record."""
+        """Ask for round entries while we wait for the record."""
         await self._exchange.ask_entries()
         self._give_way()
 
     def _give_way(self) -> None:
-        """If we hold a round, and most of our replicas try another without us: have them run again what we accumulated.
-        We go on attesting to what we hold: should it count after all, they take it."""
+        """If we hold a round, but most of our replicas try another without us, empty our accumulator, so that they can
+        run its microbatches again. We still attest to our round: if it counts after all, they take it."""
         ctx, state, work = self._ctx, self._state, self._work
         if state.gradient is None or work.gave_way or work.ledger.in_flight or state.builder.record() is not None:
             return
@@ -205,19 +202,19 @@ class Reduction:
             work.ledger.seal()
 
     async def _ask_progress(self) -> None:
-        """Nothing moved for long, or somebody died: find out who is there, and what is through."""
+        """A wait takes long, or a peer died: ask who is there and which microbatches are through."""
         await asyncio.gather(self._ask_what_is_through(), self._reruns.mourn())
 
     async def _ask_what_is_through(self) -> None:
-        """A dead trainer's microbatches fall to the others; when the step is late, those of one that gives out nothing,
-        too."""
+        """Ask which microbatches are through, and take over those of dead trainers; if the step is late, also those of
+        trainers that give out nothing."""
         await self._exchange.ask_everyone()
         now, due_s = self._ctx.clock.now(), self._deadlines.step.seconds()
         late = now - self._position.begun >= due_s and self._ctx.meter.pulse.goes_on_s(now, due_s / 2) <= 0
         self._trainers.take_over_orphans(self._work, late=late)
 
     async def _begin_ahead(self) -> None:
-        """Under delayed updates the next step is computed while this one is agreed on."""
+        """Under delayed updates, begin to compute the next step while this one is agreed on."""
         plan, position = self._ctx.plan, self._position
         last = position.step + 1 == plan.steps or self._departure.stop_requested
         if not plan.delayed or position.ahead is not None or last:
@@ -230,7 +227,7 @@ class Reduction:
     # Taking it from others --------------------------------------------------------------------------------------------
 
     async def _take_any(self) -> MeanGradient | None:
-        """Of any round that a live replica holds: first of those that most of the replicas that we average with hold."""
+        """Take the gradient of any round that a live replica holds. Rounds held by most of our company come first."""
         rounds = defaultdict[bytes, list[RoundEntry]](list)
         for entry in self._state.holders():
             rounds[entry.round].append(entry)
@@ -240,12 +237,13 @@ class Reduction:
         return None
 
     async def _fetch(self, entry: RoundEntry, holders: list[PeerId]) -> MeanGradient | None:
-        """Nothing may come from those that we average nothing with: they are asked last."""
+        """Take the gradient of ``entry`` from ``holders``. Those outside our company come last: their chunks may not
+        arrive."""
         with_us = [p for p in holders if self._company.averages(p)]
         for asked in (with_us, [p for p in holders if p not in with_us]):
             gradient = await fetch_gradient(self._ctx, self._downloader, entry, asked)
             if gradient is not None:
-                if self._ctx.net.peer_id not in entry.members:  # what we accumulated is not in it
+                if self._ctx.net.peer_id not in entry.members:  # our accumulator is not in it
                     self._work.uncount()
                 return gradient
         return None
@@ -253,10 +251,10 @@ class Reduction:
     # Reducing it ------------------------------------------------------------------------------------------------------
 
     async def _reduce(self, weights: bytes) -> MeanGradient:
-        """Attempts, until one succeeds or somebody else's did (_HeldElsewhere)."""
+        """Make attempts until one succeeds. Raises _HeldElsewhere when another replica succeeded first."""
         ctx, step, averager, failed = self._ctx, self._state.step, self._state.averager, 0
         for tries in range(MAX_ATTEMPTS):
-            if tries >= SWIFT_TRIES:  # what keeps us from agreeing takes longer
+            if tries >= SWIFT_TRIES:  # the cause lasts longer
                 await self._pause(backoff_s(tries - SWIFT_TRIES, PAUSE_S, PAUSE_MAX_S))
             attempt = self._agreement.next_attempt()
             averager.begin()
@@ -284,7 +282,7 @@ class Reduction:
         await self._waits.watched(self._ctx.clock.sleep(seconds))
 
     async def _average(self, round_: Round) -> MeanGradient:
-        """Raises RoundFailed."""
+        """Reduce one round. Raises RoundFailed."""
         ctx, begin = self._ctx, self._ctx.clock.now()
         self._reducing, self._work.round = self._state.announced, round_.id
         try:
@@ -294,8 +292,10 @@ class Reduction:
         ctx.meter.stats.averaging_s += ctx.clock.now() - begin
         ctx.worked("average", "reduce", begin, round_.step)
         if round_.finite and not self._overflowed and not all(s.finite for s in shards):
-            self._overflowed = True  # all members see that; at the second time it is the codec that cannot hold it
-            raise RoundFailed("what was finite when it was sealed is not any more: all look again at what they hold")
+            self._overflowed = True  # all members see that; a second time it is the codec's limit
+            raise RoundFailed(
+                "finite accumulators gave a mean that is not finite: all members check their accumulators"
+            )
         entry = RoundEntry(
             lineage=round_.lineage,
             step=round_.step,
@@ -314,7 +314,7 @@ class Reduction:
         return await self._state.averager.reduce(round_, await self._ctx.compute.gradient(round_.step))
 
     async def _gathered(self, work: Coroutine[Any, Any, T]) -> T:
-        """While a gradient is on its way to us, that others have it already is no reason to stop."""
+        """Run ``work``, which receives a gradient. Other holders do not interrupt it meanwhile."""
         self._gathering = True
         try:
             return await self._waits.watched(work)

@@ -16,8 +16,6 @@ from muletrain.runtime.microbatch.messages import Gap
 from muletrain.runtime.microbatch.position import Behind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-
     from muletrain.network.base import PeerId
     from muletrain.policy.cover import Cover
     from muletrain.runtime.core.waiting import Waits
@@ -30,25 +28,25 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.state import StepState
 
 AGAIN_S = 30.0
-"""Seconds, at most, before trainers are told of missing microbatches once more: what they believed of who holds them
-may have changed."""
+"""Longest time before trainers are told of missing microbatches again, since their view may have changed [s]."""
 PAUSE_S, FILLED_MAX_S = 0.05, 0.2
-"""Seconds between two questions to the replicas whether the gaps are filled, the first time and at most: all of them
-wait for that, and for nothing else."""
+"""Seconds between two questions to the replicas whether the gaps are filled, at first and at most: all wait for that."""
 
 
 @dataclass
 class Deadlines:
-    """How long the parts of a step take, measured over the run."""
+    """How long the parts of a step take, as measured over the run."""
 
     step: Deadline = field(default_factory=Deadline)
-    """Until all microbatches are through."""
+    """From the step's begin until all microbatches are through."""
     seal: Deadline = field(default_factory=lambda: Deadline(floor_s=0.5, deviations=1.0))
+    """Until all replicas have sealed."""
     record: Deadline = field(default_factory=lambda: Deadline(unmeasured_s=10.0, floor_s=0.5))
+    """Until all stages have reduced."""
 
 
 class Reruns:
-    """Of one step, and made anew for each."""
+    """Has missing microbatches of one step run again; each step has a new one."""
 
     def __init__(
         self, ctx: Context, state: StepState, company: Company, exchange: Exchange, waits: Waits, deadlines: Deadlines
@@ -58,20 +56,19 @@ class Reruns:
         self._work, self._ledger = state.work, state.work.ledger
         self._mourned = self._down()
         self._claims: dict[PeerId, frozenset[int]] = {}
-        """Missing microbatches that replicas said they hold, by which the last gaps counted as filled."""
+        """Missing microbatches that replicas claimed, so that the last gaps counted as filled."""
 
     def _down(self) -> set[PeerId]:
         return {p for p in self._ctx.roster.replicas() if not self._ctx.roster.is_alive(p)}
 
     async def drained(self, work: InFlightStep | None = None) -> None:
-        """Until no microbatch of the step (or of ``work``) is being accumulated."""
+        """Wait until no microbatch of the step (or of ``work``) is being accumulated."""
         ledger = self._ledger if work is None else work.ledger
         await self._waits.until(lambda: not ledger.in_flight, self._deadlines.seal, "running microbatches")
 
     async def mourn(self) -> None:
-        """What died with a replica is run again while the rest of the step goes on, not after it. Only for those that
-        are gone for sure: one that is silent may come back with what it accumulated, and then a whole accumulator would
-        have to go."""
+        """Have a dead replica's microbatches run again while the rest of the step goes on. Only if it is gone for sure: a
+        silent one may come back with its accumulator, and one of two accumulators would be discarded."""
         ctx, state, down = self._ctx, self._state, self._down()
         new, self._mourned = down - self._mourned, down
         if not any(await asyncio.gather(*(ctx.detector.is_gone(p, state.lineage, state.step) for p in sorted(new)))):
@@ -82,20 +79,19 @@ class Reruns:
         await self._tell_trainers(frozenset(range(ctx.plan.microbatches)) - known, attempt=0, early=True)
 
     def believe_less(self, seals: dict[PeerId, Seal]) -> None:
-        """A replica that claims missing microbatches, and then seals without them, would have the stage look for them
-        for ever."""
+        """Trust replicas less that claimed missing microbatches and then sealed without them."""
         self._company.untrue(m for m, claimed in self._claims.items() if m in seals and claimed - {*seals[m].indices})
         self._claims = {}
 
     def drop(self) -> None:
-        """What we accumulated counts as done twice."""
+        """Empty our accumulator; its microbatches count as computed twice."""
         self._ctx.compute.clear(self._state.step)
         self._work.uncount()
         self._ledger.reopen(keep=False)
 
     async def refill(self, cover: Cover, attempt: int, left_out: tuple[PeerId, ...]) -> None:
-        """Keep the accumulators that were chosen, and have the gaps run again. What members that are
-        ``left_out`` hold does not count."""
+        """Keep our accumulator if it was chosen, and have the gaps run again. The microbatches of members ``left_out`` do
+        not count."""
         ctx, state = self._ctx, self._state
         if ctx.net.peer_id in cover.chosen:
             self._ledger.reopen(keep=True)
@@ -103,50 +99,42 @@ class Reruns:
             self.drop()
         gaps = frozenset(cover.gaps)
         ctx.emit(MicrobatchesRerun(step=state.step, stage=ctx.roster.own.stage, microbatches=len(gaps)))
+        await self._run(gaps, attempt, left_out)
 
-        async def refilled() -> None:
-            """Gaps are filled when no replica misses them; its own ledger is each one's truth. A replica that tries
-            once more found them filled, or its company has changed: then we try again, too."""
-            assert state.announced is not None  # of which these are the gaps
-            for pause in itertools.count():
-                union, with_us = set(self._ledger.accumulated), {*self._company.members()} - {*left_out}
-                claims: dict[PeerId, frozenset[int]] = {}
-                answers = await self._ask_replicas()
-                await self._follow(answers)
-                for peer, progress in answers.items():
-                    claims[peer] = (
-                        gaps & set(progress.accumulated) if progress.current and peer in with_us else frozenset()
-                    )
-                    union |= claims[peer]
-                alone = self._ledger.barred and not all(map(ctx.roster.is_alive, state.announced.members))
-                if alone or gaps <= union or state.latest_attempt(state.announced.members) > attempt:
-                    self._claims = claims
-                    return
-                await self._pause(pause)
-
-        await self._run(gaps, attempt, refilled, left_out)
+    async def _filled(self, gaps: frozenset[int], attempt: int, left_out: tuple[PeerId, ...]) -> None:
+        """Wait until no replica misses the gaps, by each one's own ledger. A replica that announced another attempt
+        found them filled, or its company has changed: then we try again, too."""
+        ctx, state = self._ctx, self._state
+        assert state.announced is not None  # these are its gaps
+        for pause in itertools.count():
+            union, with_us = set(self._ledger.accumulated), {*self._company.members()} - {*left_out}
+            claims: dict[PeerId, frozenset[int]] = {}
+            answers = await self._ask_replicas()
+            await self._follow(answers)
+            for peer, progress in answers.items():
+                counts = progress.current and peer in with_us
+                claims[peer] = gaps & set(progress.accumulated) if counts else frozenset()
+                union |= claims[peer]
+            alone = self._ledger.barred and not all(map(ctx.roster.is_alive, state.announced.members))
+            if alone or gaps <= union or state.latest_attempt(state.announced.members) > attempt:
+                self._claims = claims
+                return
+            await self._pause(pause)
 
     async def _follow(self, answers: dict[PeerId, Progress]) -> None:
-        """Raises Behind where a replica has gone on."""
+        """Raises Behind if a replica has gone on."""
         for peer, progress in answers.items():
             if progress.beyond(self._state.step) and await self._exchange.went_on(peer):
                 raise Behind(f"step {self._state.step}: {self._ctx.roster.name(peer)} is at step {progress.step}")
 
     async def _pause(self, times: int) -> None:
-        """Before we look once more whether microbatches were run again. Raises LeftOut: they may be in the hands of
-        those that go on without us."""
+        """Pause before the next question. Raises LeftOut: replicas that go on without us may hold the microbatches."""
         self._company.check()
         await self._ctx.clock.sleep(backoff_s(times, PAUSE_S, FILLED_MAX_S))
 
-    async def _run(
-        self,
-        gaps: frozenset[int],
-        attempt: int,
-        done: Callable[[], Coroutine[None, None, None]],
-        left_out: tuple[PeerId, ...],
-    ) -> None:
-        """Have the trainers run ``gaps`` for this stage alone, until ``done`` returns. Raises MuletrainError when they
-        never do, and what ``done`` raises."""
+    async def _run(self, gaps: frozenset[int], attempt: int, left_out: tuple[PeerId, ...]) -> None:
+        """Have the trainers run ``gaps`` for this stage alone, until they are filled. Raises MuletrainError when they
+        never are; Behind and LeftOut."""
         ctx, begin = self._ctx, self._ctx.clock.now()
         for turn in itertools.count():
             await self._tell_trainers(
@@ -154,9 +142,11 @@ class Reruns:
             )
             limit_s = min(self._deadlines.step.seconds(turn), AGAIN_S)
             try:
-                return await ctx.clock.deadline(self._waits.watched(done()), limit_s, "missing microbatches")
+                return await ctx.clock.deadline(
+                    self._waits.watched(self._filled(gaps, attempt, left_out)), limit_s, "missing microbatches"
+                )
             except DeadlineExceeded:
-                # a device that hangs holds them for up to 300 s before its peer is not counted on (``watchdog``)
+                # a device that hangs keeps them for up to 300 s before its peer is left out (``watchdog``)
                 if turn + 1 >= MAX_SILENCE and ctx.clock.now() - begin > 2 * ctx.news.patience_s:
                     break
                 await self._exchange.ask_everyone()

@@ -1,42 +1,42 @@
-"""Rounds of averaging: what is reduced by whom, in which chunks, and who takes part.
+"""A round of averaging: its members, the shard that each owner reduces, and the attendance of members.
 
-How long a chunk takes says nothing of the member that sends it: links may be slow, and members send to few others at a
-time. So a member is judged by what comes from it at all, and by what it says of itself when it is asked.
+The time that a chunk takes says nothing about its sender: links may be slow, and members send to few others at a time.
+So a member is judged by whether anything arrives from it, and by its own answers.
 """
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from muletrain.errors import MuletrainError
 from muletrain.policy.shards import CHUNK, chunk_ranges, shard_ranges
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.messages import Progress
 
 LOOK_S, AT_ONCE = 0.5, 8
-"""Seconds between two looks at the members of a round, and how many of them are asked at once."""
+"""Seconds between two checks of a round's members, and the number of members asked at once."""
 SILENT_S, ASK_S = 1.0, 5.0
-"""Seconds without anything from a member, after which it is asked whether it is there; and without a chunk, after which
-it is asked how it comes on."""
+"""Seconds without any sign of a member, after which it is probed; and without a chunk, after which it is asked for its
+progress."""
 ELSEWHERE_S, STUCK_S, LONGEST_S = 5.0, 60.0, 3600.0
-"""Seconds after which a round has failed: when a member that owes a chunk is in no such round; when it moves nothing;
-and when it says that it does, but no chunk comes here (large ones on slow links take many minutes)."""
+"""Seconds after which a round has failed: if a member that owes a chunk is not in the round; if it moves no bytes; and if
+it moves bytes, but no chunk arrives here (large chunks on slow links take many minutes)."""
 
 
 class RoundFailed(MuletrainError):
-    """This attempt did not complete; accumulators are untouched, so another can follow."""
+    """This attempt failed. Accumulators are untouched, so another attempt can follow."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """One attempt at reducing a stage's gradient. ``contributors`` have something in their accumulators."""
+    """One attempt at reducing a stage's gradient. ``contributors`` are the members with microbatches."""
 
     id: bytes
     lineage: bytes
@@ -44,7 +44,7 @@ class Round:
     stage: int
     members: tuple[PeerId, ...]
     owners: tuple[PeerId, ...]
-    """Members that reduce a shard each, in the order of the shards."""
+    """Members that reduce one shard each, in the order of the shards."""
     contributors: tuple[PeerId, ...]
     microbatches: int
     n_params: int
@@ -52,18 +52,17 @@ class Round:
     leaves: tuple[PeerId, ...] = ()
     expelled: tuple[PeerId, ...] = ()
     finite: bool = True
-    """All accumulators were, when they were sealed."""
+    """All accumulators were finite when they were sealed."""
     chunk: int = CHUNK
-    """Elements."""
+    """Elements of a chunk."""
 
     def others(self, member: PeerId) -> tuple[PeerId, ...]:
-        """In the order in which ``member`` sends to them: everyone starts with another receiver."""
+        """The other members, in the order in which ``member`` sends to them: each member begins with another one."""
         k = self.members.index(member)
         return (*self.members[k + 1 :], *self.members[:k])
 
     def chunks(self, owner: PeerId) -> list[tuple[int, tuple[int, int]]]:
-        """(chunk number, element range) of the shard that member ``owner`` reduces, if any; numbers are unique within
-        the round."""
+        """(chunk number, element range) of the shard that ``owner`` reduces, if any. Numbers are unique in the round."""
         if owner not in self.owners:
             return []
         shards = [chunk_ranges(a, b, self.chunk) for a, b in shard_ranges(self.n_params, len(self.owners))]
@@ -72,42 +71,53 @@ class Round:
         return list(enumerate(shards[k], start=first))
 
 
-class Attendance:
-    """Looks after the other members of one round: those that owe us chunks, and those that take ours."""
+class Holders(Protocol):
+    """Knows who else holds the stage's gradient (``step.state``)."""
 
-    def __init__(
-        self,
-        ctx: Context,
-        round_: Round,
-        owing: Callable[[], Mapping[PeerId, int]],
-        taking: Callable[[], set[PeerId]],
-        held_elsewhere: Callable[[], bool],
-    ) -> None:
-        """``owing``: members of which we wait for a chunk. ``taking``: members that we send one to."""
-        self._ctx, self._round = ctx, round_
-        self._owing, self._taking, self._held_elsewhere = owing, taking, held_elsewhere
+    def held_by_a_replica(self) -> bool:
+        """Does a replica hold a round of this step, so that we can take it from there?"""
+        ...
+
+
+class Traffic(Protocol):
+    """The chunks of a round that are under way (``step.averaging``)."""
+
+    def owing(self) -> Mapping[PeerId, int]:
+        """Members that we wait for: 2 for a chunk of theirs, 1 for a chunk that others may keep them from sending."""
+        ...
+
+    def taking(self) -> set[PeerId]:
+        """Members that we are sending chunks to."""
+        ...
+
+
+class Attendance:
+    """Watches the other members of one round: senders of chunks to us, and receivers of ours."""
+
+    def __init__(self, ctx: Context, round_: Round, traffic: Traffic, holders: Holders) -> None:
+        self._ctx, self._round, self._traffic, self._holders = ctx, round_, traffic, holders
         self._begun = ctx.clock.now()
         self._came: dict[PeerId, float] = {}
         self._asked: dict[PeerId, float] = {}
         self.silent: dict[PeerId, int] = {}
-        """What those owe us of which no chunk came for long."""
+        """Members whose chunks are long overdue; see ``Traffic.owing``."""
         self.absent: tuple[PeerId, ...] = ()
-        """Who says that it is at another step, so that the round has failed."""
+        """The member at another step, because of which the round has failed."""
         self._moved: dict[PeerId, tuple[int, float]] = {}
-        """What each said that it had moved, and since when it says so."""
+        """Bytes that each member reported to have moved, and the time since then."""
 
     def came(self, member: PeerId) -> None:
-        """A chunk of the round."""
+        """A chunk of ``member`` arrived."""
         self._came[member] = self._ctx.clock.now()
 
     async def watch(self) -> None:
-        """Until cancelled. Raises RoundFailed when a member lives, but takes no part in the round."""
+        """Watch until cancelled. Raises RoundFailed if a live member takes no part in the round."""
         ctx, round_ = self._ctx, self._round
         while True:
             await ctx.clock.sleep(LOOK_S)
-            owing, now = self._owing(), ctx.clock.now()
+            owing, now = self._traffic.owing(), ctx.clock.now()
             self.silent = {m: w for m, w in owing.items() if now - self._came.get(m, self._begun) >= STUCK_S / 2}
-            due = [m for m in owing.keys() | self._taking() if self._is_due(m, now, owes=m in owing)]
+            due = [m for m in owing.keys() | self._traffic.taking() if self._is_due(m, now, owes=m in owing)]
             asked = sorted(due, key=lambda m: (self._asked.get(m, self._begun), m))[:AT_ONCE]
             self._asked.update(dict.fromkeys(asked, now))
             probes = (ctx.detector.probe(m, round_.lineage, round_.step, brief=True) for m in asked)
@@ -131,7 +141,7 @@ class Attendance:
             raise RoundFailed(
                 f"{who} is alive, but {'not in this round' if progress.current else f'at step {progress.step}'}"
             )
-        if stuck_s > ELSEWHERE_S and self._held_elsewhere():
-            raise RoundFailed(f"{who} does not come on, but a replica holds the whole gradient")
+        if stuck_s > ELSEWHERE_S and self._holders.held_by_a_replica():
+            raise RoundFailed(f"{who} makes no progress, and a replica holds the whole gradient")
         if stuck_s > STUCK_S or late_s > LONGEST_S:
             raise RoundFailed(f"{who} is alive, but has sent nothing for {late_s:.0f} s")

@@ -1,8 +1,7 @@
-"""Takes the run from one lineage to the next: a step from its first microbatch to the applied update (DESIGN "How a
-step goes").
+"""The runner takes a peer through each step, from the first microbatch to the applied update (DESIGN "How a step goes").
 
-Whoever holds the whole mean gradient of its stage says so and keeps it; whoever does not takes it from one that does. A
-peer applies the step with the record that follows from what the holders of all stages say.
+A peer that holds its stage's whole mean gradient attests to it and keeps it; the others take it from a holder. The
+attestations of all stages make the record that every peer applies.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class StepRunner:
-    """Runs the steps of one peer, one after the other; ``state`` and ``exchange`` are the current one's."""
+    """Runs one peer's steps, one after the other. ``state`` and ``exchange`` belong to the current step."""
 
     def __init__(
         self,
@@ -52,17 +51,17 @@ class StepRunner:
         rivals: Rivals,
         downloader: Downloader,
     ) -> None:
-        """``downloader``: of gradients that this peer missed."""
+        """``downloader`` takes gradients that this peer missed."""
         self._ctx, self._position, self._log, self._departure = ctx, position, log, departure
         self._trainers, self._rivals, self._downloader = trainers, rivals, downloader
         self._waits = Waits(ctx.clock, ctx.news, self)
         self._deadlines, self._observed, self._standing = Deadlines(), Observed(), Standing()
         self._weights = bytes(32)
-        """Their digest."""
+        """Digest of our weights."""
         self._begin()
 
     def _begin(self) -> None:
-        """All that belongs to the step at which we are."""
+        """Make everything that belongs to the current step."""
         ctx, position, waits, deadlines = self._ctx, self._position, self._waits, self._deadlines
         self.state = state = StepState(ctx, position)
         self.exchange = exchange = Exchange(ctx, position, state, self._log, waits, self._rivals, self._observed)
@@ -96,16 +95,16 @@ class StepRunner:
         return self._ctx.who_is_there()
 
     def expects_chunk(self, sender: PeerId, message: Shard | Reduced, tensors: list[Encoded]) -> None:
-        """Before it is read. Raises ProtocolError."""
+        """Check a chunk before it is read. Raises ProtocolError."""
         self.state.averager.expects(sender, message, tensors)
 
     async def open(self) -> None:
-        """Replicas must begin with the same weights, too."""
+        """Take the digest of the weights that we begin with: replicas compare it."""
         self._weights = await self._ctx.compute.digest()
 
     async def meet(self, *, sure: bool) -> None:
-        """We were away: learn what replicas hold of this step. Raises Behind where they have gone on, or, unless we are
-        ``sure`` of our lineage, where most came here another way: who told us of the steps before lied then."""
+        """We were away: ask replicas about this step. Raises Behind if they have gone on. It is also raised if most have
+        another history, unless we are ``sure`` of ours: then we were told lies."""
         answers, step, applied = await self.exchange.ask_holders(), self._position.step, self._position.applied
         if sure:
             return
@@ -114,8 +113,7 @@ class StepRunner:
             raise Behind(f"step {step}: the replicas have another history", weights_hold=False)
 
     async def run(self) -> StepRecord:
-        """From the first microbatch to the applied update. Raises Behind, and MuletrainError when the step cannot be
-        completed."""
+        """Run the step until its update is applied. Raises Behind, and MuletrainError if it cannot be completed."""
         gradient = await self._reduction.hold(self._weights)
         builder, begin = self.state.builder, self._ctx.clock.now()
         await self._waits.until(
@@ -127,15 +125,15 @@ class StepRunner:
         record = builder.record()
         assert record is not None  # until returned
         self._ctx.meter.stats.averaging_s += self._ctx.clock.now() - begin
-        await self._apply(record, gradient.values)
+        await self.apply(record, gradient.values)
         return record
 
     async def replay(self) -> StepRecord | None:
-        """The others finished this step without us, but keep what it takes: apply it. None where nobody has it (any
+        """Apply the step, which others finished without us, from what they keep. None if nobody keeps it (any
         more)."""
         await self._quiesce(self._position.work)
         state, roster = self.state, self._ctx.roster
-        replicas = roster.replicas()  # they keep it for longest
+        replicas = roster.replicas()  # replicas keep it for longest
         await self.exchange.learn_record(
             sorted(roster.everyone(), key=lambda p: (not roster.is_alive(p), p not in replicas))
         )
@@ -143,10 +141,11 @@ class StepRunner:
         if record is None or not await self._reduction.take(state.builder.agreed()[roster.own.stage]):
             return None
         assert state.gradient is not None  # taken
-        await self._apply(record, state.gradient.values)
+        await self.apply(record, state.gradient.values)
         return record
 
-    async def _apply(self, record: StepRecord, gradient: Tensor) -> None:
+    async def apply(self, record: StepRecord, gradient: Tensor) -> None:
+        """Update the weights with the step's ``record`` and our stage's mean gradient."""
         ctx, position, work = self._ctx, self._position, self._position.work
         await self._reruns.drained()
         work.ledger.seal()
@@ -163,7 +162,7 @@ class StepRunner:
         self._observed.late.measured(took)
 
     def advance(self, record: StepRecord) -> None:
-        """The next step: the record's hash is its lineage (under delayed updates that of the one after it)."""
+        """Go on to the next step. The record's hash is its lineage (under delayed updates: of the step after it)."""
         state = self.state
         state.averager.close()
         assert state.gradient is not None  # it was applied
@@ -173,7 +172,7 @@ class StepRunner:
         self._position.settled = True
 
     async def let_go(self) -> None:
-        """No donor may take what comes now for this step's state."""
+        """Stop work on this step. From now on our weights are nobody's to copy."""
         await self._quiesce(self._position.work)
         if self._position.ahead is not None:
             await self._quiesce(self._position.ahead)
@@ -181,8 +180,7 @@ class StepRunner:
         self._position.settled = False
 
     async def _quiesce(self, work: InFlightStep) -> None:
-        """What we accumulated is of no use any more, and nothing that still runs may end in an accumulator of another
-        step."""
+        """End ``work`` and empty its accumulator. Nothing that still runs may end in another step's accumulator."""
         self._position.away = True
         work.end()
         await self._reruns.drained(work)
@@ -191,7 +189,7 @@ class StepRunner:
         work.ledger.seal()
 
     async def rejoin(self, chain: Chain) -> None:
-        """Go on at its step, whose state was loaded; what we did for another step is forgotten."""
+        """Go on at the step of ``chain``, whose state was loaded. Work for other steps is dropped."""
         before, position = self.state, self._position
         before.averager.close()
         for dropped in (chain.step, chain.step + 1):

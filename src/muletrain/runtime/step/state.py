@@ -1,5 +1,4 @@
-"""What a peer knows of one step: what replicas sealed, who takes part in no other round, and what all stages attest
-to."""
+"""A peer's knowledge of one step: what replicas sealed, which rounds they committed to, and what all stages attest."""
 
 from __future__ import annotations
 
@@ -21,53 +20,50 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.record import Attested
 
 MAX_ATTEMPTS = 20
-"""Rounds tried for one step before the peer gives up with an error instead of trying for ever."""
+"""Rounds tried for one step before the peer gives up with an error."""
 MAX_NUMBER = 50 * MAX_ATTEMPTS
-"""Of attempts beyond what we know of: those that come and go try some each, and begin after what was tried."""
+"""Attempts that a seal may be ahead of the latest one we know."""
 MAX_VIEWS = 4 * MAX_ATTEMPTS
-"""Of each replica that are remembered in a step."""
+"""Sets of members remembered for each replica in a step."""
 
 
 class StepState:
-    """Of one step, and made anew for each. Nothing here waits or sends."""
+    """Owns what is known of one step; each step has a new one. Nothing here waits or sends."""
 
     def __init__(self, ctx: Context, position: Position) -> None:
         self._ctx, self._position = ctx, position
         self.work = position.work
         self.step, self.lineage = position.step, position.lineage
-        self.builder = RecordBuilder(
-            self.step, self.lineage, ctx.plan.stages, position.applied, ctx.roster.stage, ctx.clock.now
-        )
-        self.averager = Averager(ctx, self.held_by_a_replica)
+        self.builder = RecordBuilder(self.step, self.lineage, ctx.plan.stages, position.applied, ctx.roster, ctx.clock)
+        self.averager = Averager(ctx, self)
         self.gradient: MeanGradient | None = None
-        """The stage's, once this peer has the whole of it."""
+        """The stage's whole mean gradient, once this peer has it."""
         self.attested: RoundEntry | None = None
-        """What we told everyone that we hold."""
+        """The round that we told everyone we hold."""
         self.seals: dict[PeerId, Seal] = {}
-        """The last of each replica."""
+        """Each replica's last seal."""
         self.announced: Seal | None = None
-        """Our own last one."""
+        """Our own last seal."""
         self.gave_up: tuple[int, ...] = ()
         self.excused = False
-        """What our next seal says of microbatches that others compute again (``audit``)."""
+        """What our next seal says about microbatches that others compute again (``audit``)."""
         self._loaded = False
-        """What we did in this step before our weights were loaded, we may not know."""
+        """Our weights were loaded in this step, so we may have forgotten what we did before."""
         self._views: defaultdict[PeerId, set[frozenset[PeerId]]] = defaultdict(set)
-        """The members that each replica sealed with, in all attempts that we heard of."""
+        """The sets of members that each replica sealed, in all attempts that we heard of."""
         self._aside: dict[PeerId, int] = {}
-        """Who abstains, and the first attempt after that."""
+        """Replicas that abstain, and the first attempt after that."""
         self._holders: list[RoundEntry] = []
         self._committed: frozenset[PeerId] = frozenset()
-        """Replicas that attest to a round that was sealed so."""
+        """Replicas that attest to a round that its members sealed."""
         self._heard = 0
-        """Seals, so far."""
+        """Seals heard so far."""
         self._looked: tuple[int, int, int] | None = None
-        """What was known when these were the ones."""
+        """What was known when ``_holders`` and ``_committed`` were computed."""
 
     def load(self, before: StepState | None) -> None:
-        """We come to this step with weights that were loaded. ``before``: what we knew of the same step until then.
-        What was said of it still holds, by us, too: a round that we attested to must not come to have another mean, nor
-        an attempt other sums."""
+        """Begin the step with loaded weights. ``before``: our knowledge of the same step until then. It still holds: a
+        round that we attested to must not get another mean, nor an attempt other sums."""
         self._loaded = True
         if before is None:
             return
@@ -76,22 +72,22 @@ class StepState:
             self._views[member].add(frozenset(seal.members))
         if before.gradient is not None:
             self.hold(before.gradient)
-            # what was accumulated is in it
+            # the accumulated microbatches are in that gradient
             self.work.accumulated, self.work.recomputed = before.work.accumulated, before.work.recomputed
 
     def hold(self, gradient: MeanGradient) -> None:
-        """This peer has the whole of the stage's gradient."""
+        """Note that this peer has the stage's whole ``gradient``."""
         self.gradient, self.work.reduced = gradient, True
 
     @property
     def current(self) -> bool:
-        """False once this peer has gone on, or begun the step again."""
+        """Is this still the peer's step? False once it has gone on, or begun the step again."""
         return self._position.work is self.work
 
     # What arrives -----------------------------------------------------------------------------------------------------
 
     def hear_seal(self, sender: PeerId, seal: Seal) -> bool:
-        """False where that is no news. Raises ProtocolError."""
+        """Take in a seal. False if it is no news. Raises ProtocolError."""
         roster, microbatches = self._ctx.roster, self._ctx.plan.microbatches
         if (seal.step, seal.lineage) != (self.step, self.lineage):
             raise ProtocolError("seal of another step or lineage")
@@ -114,7 +110,7 @@ class StepState:
         return True
 
     def hear_entry(self, sender: PeerId, entry: RoundEntry) -> bool:
-        """True if it is of our stage. Raises ProtocolError."""
+        """Take in a round entry. True if it is of our stage. Raises ProtocolError."""
         if sender != entry.holder or self._ctx.roster.member(sender).stage != entry.stage:
             raise ProtocolError("round entry in another's name, or for a stage that its sender does not serve")
         ours = entry.stage == self._ctx.roster.own.stage
@@ -124,18 +120,17 @@ class StepState:
         return ours
 
     def hear_applied(self, sender: PeerId, entry: RoundEntry) -> None:
-        """``sender`` is beyond the step, and does not know any more what it sealed; the record that it applied has
-        ``entry``."""
+        """``sender`` has applied a record with ``entry``, and has forgotten its seals."""
         self._views[sender].add(frozenset({*entry.members, *entry.expelled}))
         self._heard += 1
 
     def hear_abstention(self, sender: PeerId, attempt: int) -> None:
+        """``sender`` abstains before ``attempt``: it accepts what its replicas agree on."""
         self.builder.abstain(self._ctx.roster.member(sender).stage, sender)
         self._aside[sender] = max(attempt, self._aside.get(sender, 0))
 
     def abstain(self) -> int | None:
-        """Others of our stage go on without us: what they hold counts without our word. The first attempt after that,
-        if it is news."""
+        """Abstain, since our replicas go on without us. Returns the first attempt after that, if it is news."""
         me, attempt = self._ctx.net.peer_id, 0 if self.announced is None else self.announced.attempt + 1
         if attempt <= self._aside.get(me, -1):
             return None
@@ -145,48 +140,50 @@ class StepState:
     # What follows from it ---------------------------------------------------------------------------------------------
 
     def latest_attempt(self, members: Collection[PeerId] | None = None) -> int:
-        """The highest that a live replica (of ``members``) announced."""
+        """The highest attempt that a live replica (of ``members``) announced."""
         alive = self._ctx.roster.is_alive
         known = (s.attempt for m, s in self.seals.items() if alive(m) and (members is None or m in members))
         return max(known, default=0)
 
     def stands_aside(self, peer: PeerId) -> bool:
-        """Has it announced nothing since it abstained?"""
+        """Has ``peer`` abstained, and announced nothing since?"""
         seal = self.seals.get(peer)
         return peer in self._aside and (seal is None or seal.attempt < self._aside[peer])
 
     def holders(self) -> list[RoundEntry]:
-        """What live replicas attest that they hold of this step, as far as we believe them."""
+        """The believed attestations of live replicas to rounds of this step."""
         self._look_at_rounds()
         return self._holders
 
     def held_by_a_replica(self) -> bool:
+        """Does a live replica hold a round of this step?"""
         return bool(self.holders())
 
     def is_committed(self, peer: PeerId) -> bool:
-        """``peer`` attests to a round that it sealed, so that it takes part in no other. Where that is believed, we
-        take it, and else go on without ``peer``."""
+        """Does ``peer`` attest to a round that it sealed? Then it takes part in no other: if the round is believed we
+        take it, else we go on without ``peer``."""
         self._look_at_rounds()
         return peer in self._committed
 
     def takes_part(self, entry: RoundEntry) -> bool:
+        """Did we take part in this round, with the weights that we still have?"""
         return self._ctx.net.peer_id in entry.members and not self._loaded
 
     def unsealed(self, round_: Attested) -> bool:
-        """Did none of the members that attest to it announce them, as far as we heard?"""
+        """Did none of the attesting members seal the members of ``round_``, as far as we heard?"""
         members = [m for m in round_.facts.members if m in round_.holders]
         view = frozenset({*round_.facts.members, *round_.facts.expelled})
         return bool(members) and not any(view in self._views[m] for m in members)
 
     def doubtful(self, holder: PeerId) -> list[Attested]:
-        """Rounds that ``holder`` attests to, of which we do not know that it sealed them."""
+        """Rounds that ``holder`` attests to, but is not known to have sealed."""
         if len(self._views[holder]) > MAX_VIEWS:
             return []
         rounds = self.builder.rounds(self._ctx.roster.own.stage)
         return [r for r in rounds if holder in r.holders and not self.takes_part(r.facts) and self.unsealed(r)]
 
     def _look_at_rounds(self) -> None:
-        """Of our stage: whom to believe, and who takes part in no other."""
+        """Decide which holders to believe, and which replicas are committed."""
         roster = self._ctx.roster
         known = self.builder.known[roster.own.stage], roster.version, self._heard
         if self._looked == known:  # waits ask whenever anything arrives
@@ -198,8 +195,8 @@ class StepState:
         self._looked = known
 
     def _believed(self, round_: Attested) -> bool:
-        """A round of ours is known by the shards that came out of it. Of one without us it counts how many of the other
-        replicas attest to it; if there is but one, its word is enough, and nobody knows which of us is wrong."""
+        """We know a round of ours by its shards. A round without us counts if most of the other replicas attest to it;
+        a single other replica is enough."""
         if self.takes_part(round_.facts):
             return self._contradiction(round_.facts) is None
         stage, me, holders = self._ctx.roster.own.stage, self._ctx.net.peer_id, round_.holders.keys()
@@ -207,9 +204,9 @@ class StepState:
         return 2 * len(holders) > len(others | holders) and not self.unsealed(round_)
 
     def _contradiction(self, entry: RoundEntry) -> str | None:
-        """Why a round that names us cannot be what its holder says. Nobody holds it before we reduced our shard, and it
-        has our shard as we reduced it, and its holder's as that was sent to us; of those of others we do not know who
-        is wrong."""
+        """Why a round that names us cannot be what its holder says; None: it can. Nobody holds the round before we
+        reduced our shard. Its shards of us and of its holder must be those that we know; if others' differ, we cannot
+        tell who is wrong."""
         known, me = self.averager.shards.get(entry.round, {}), self._ctx.net.peer_id
         if me not in known:
             return "its members are not what this peer sealed, or it cannot be whole: this peer reduced no shard of it"

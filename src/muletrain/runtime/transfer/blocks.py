@@ -1,9 +1,9 @@
-"""Moving a stage's state: an immutable copy, cut into blocks that a manifest names by their hashes (DESIGN "Joining,
-moving, leaving").
+"""Large things travel as an immutable copy, cut into blocks that a manifest names by their hashes (DESIGN "Joining,
+moving, leaving"). States, parts of checkpoints, past gradients and the run's tokens all take this way.
 
-A taker asks several donors for different blocks at once, checks each against the manifest as it comes, drops a donor
-whose block is wrong or does not come, and asks the others for it. What it has is kept, so that a break costs only what
-was under way. Blocks of states travel as ``Channel.BULK``, which yields to the traffic of the step.
+A taker asks several donors for different blocks at once and checks each block against the manifest as it arrives. It
+drops a donor whose block is wrong or late, and asks the others for that block. Arrived blocks are kept, so a break
+costs only the blocks under way. Blocks of states travel as ``Channel.BULK``, which yields to the traffic of the step.
 """
 
 from __future__ import annotations
@@ -22,37 +22,38 @@ import torch
 from blake3 import blake3
 from pydantic import Field
 
-from muletrain.errors import DeadlineExceeded, Malformed, NetworkError, PeerUnreachable, ProtocolError
+from muletrain.errors import DeadlineExceeded, Malformed, NetworkError, PeerUnreachable, ProtocolError, Refused
 from muletrain.network.base import Channel
 from muletrain.policy.deadline import Deadline
 from muletrain.runtime.core.messages import Message, Natural, Text
 from muletrain.runtime.core.waiting import unless_done
-from muletrain.runtime.transfer.messages import MAX_RUN, AskBlocks, Block
+from muletrain.runtime.transfer.messages import MAX_RUN, AskBlocks, AskManifest, Block
 from muletrain.wire.codec import MAX_DIMENSIONS, RAW, Encoded, decode_raw
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
 
 BLOCK = 1 << 20
-"""Bytes. Larger for a state of which the manifest would not fit into a call's answer."""
+"""Bytes of a block. Blocks of a very large copy are larger, so that its manifest fits into a call's answer."""
 MAX_BLOCKS = 1 << 14
+"""Blocks of one copy."""
 RUN = MAX_RUN
 """Blocks asked for in one call."""
 LANES = 2
-"""Calls under way with one donor: while one run arrives, the next is on its way."""
+"""Calls under way with one donor: while one run of blocks arrives, the next is requested."""
 HASHED_AT_ONCE = 16 << 20
-"""Bytes hashed in one job, so that quantising, which shares the thread, does not wait long."""
+"""Bytes hashed in one job: quantising shares the thread and must not wait long."""
+MANIFEST_S = 60.0
+"""Seconds that a donor has to answer with a manifest: a bound for a dead donor, not for a large copy."""
 CALL_S = 30.0
-"""Seconds that a donor has to say that it sends blocks."""
+"""Seconds that a donor has to confirm that it sends blocks."""
 LOOK_S = 0.1
-"""Seconds between two looks whether something comes, at least."""
+"""Shortest pause between two checks for new blocks [s]."""
 LONGEST_S = 600.0
-"""Seconds without any block: a donor that is alive may have given up sending."""
+"""Seconds without any block, after which a live donor counts as having given up."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "uint8": torch.uint8}
 
 
@@ -60,12 +61,12 @@ Shape = Annotated[tuple[Natural, ...], Field(max_length=MAX_DIMENSIONS)]
 
 
 def block_size(size: int) -> int:
-    """Of a copy of ``size`` bytes."""
+    """Bytes of a block in a copy of ``size`` bytes."""
     return max(BLOCK, -(-size // MAX_BLOCKS))
 
 
 class Manifest(Message):
-    """What a copy consists of: its tensors (name, dtype, shape) in order, the size of a block, every block's BLAKE3."""
+    """A manifest lists a copy's tensors (name, dtype, shape) in order, its block size, and every block's BLAKE3."""
 
     KIND: ClassVar[str] = "manifest"
     tensors: Annotated[tuple[tuple[Text, Text, Shape], ...], Field(max_length=1 << 16)]
@@ -74,32 +75,35 @@ class Manifest(Message):
 
     @cached_property
     def size(self) -> int:
-        """Bytes of all tensors. Raises ProtocolError for a dtype that no state has."""
+        """Bytes of all tensors. Raises ProtocolError for a dtype that no copy has."""
         if not {dtype for _, dtype, _ in self.tensors} <= DTYPES.keys():
-            raise ProtocolError("a state with tensors of a type that no stage has")
+            raise ProtocolError("a manifest with tensors of an unknown type")
         return sum(math.prod(shape) * DTYPES[dtype].itemsize for _, dtype, shape in self.tensors)
 
     @property
     def blocks(self) -> int:
+        """How many blocks the copy has."""
         return len(self.digests) // 32
 
     def check(self, limit: int) -> None:
-        """Raises ProtocolError unless the blocks are as many as the tensors fill, and not more than ``limit`` bytes."""
+        """Raises ProtocolError unless the blocks fit the tensors, and the copy has at most ``limit`` bytes."""
         if self.size > limit or self.blocks != -(-self.size // self.block) or len(self.digests) % 32:
-            raise ProtocolError(f"a manifest of {self.size} bytes in {self.blocks} blocks: not this stage's state")
+            raise ProtocolError(f"a manifest of {self.size} bytes in {self.blocks} blocks, of at most {limit} bytes")
 
     def span(self, block: int) -> tuple[int, int]:
+        """First byte of ``block``, and the one after its last."""
         return block * self.block, min(self.size, (block + 1) * self.block)
 
     def digest(self, block: int) -> bytes:
+        """BLAKE3 of ``block``."""
         return self.digests[32 * block : 32 * block + 32]
 
 
 class StateImage:
-    """The donor's side of one copy. ``digest`` names it: the hash of its manifest."""
+    """A donor's side of one copy. ``digest``, the hash of its manifest, names the copy."""
 
     def __init__(self, state: dict[str, Tensor], channel: Channel = Channel.BULK) -> None:
-        """``state``: copies that nobody changes any more. ``channel``: how urgent its blocks are."""
+        """``state``: tensors that nobody changes any more. ``channel``: how urgent the blocks are."""
         self.channel = channel
         self._names = sorted(state)
         self._tensors = [state[n] for n in self._names]
@@ -111,18 +115,18 @@ class StateImage:
         self.digest = b""
 
     async def name(self, ctx: Context) -> None:
-        """Hash everything."""
+        """Hash all blocks, and name the copy by them."""
         count = -(-self.size // self.block)
         step = max(1, HASHED_AT_ONCE // self.block)
         jobs = [(k, min(count, k + step)) for k in range(0, count, step)]
         self.named(b"".join([await ctx.compute.offload(self._hashes, *job) for job in jobs]))
 
     def hashes(self) -> bytes:
-        """Of all blocks."""
+        """BLAKE3 of all blocks, one after the other."""
         return self._hashes(0, -(-self.size // self.block))
 
     def named(self, digests: bytes) -> None:
-        """Those are the hashes of its blocks."""
+        """Name the copy; ``digests``: its ``hashes``."""
         tensors = [
             (n, str(t.dtype).removeprefix("torch."), tuple(t.shape))
             for n, t in zip(self._names, self._tensors, strict=True)
@@ -142,12 +146,8 @@ class StateImage:
     def _span(self, block: int) -> tuple[int, int]:
         return block * self.block, min(self.size, (block + 1) * self.block)
 
-    def tensor(self, k: int) -> memoryview:
-        """The bytes of the ``k``-th tensor, in the order of their names."""
-        return self._views[k]
-
     def views(self, a: int, b: int) -> list[memoryview]:
-        """Bytes ``a`` to ``b``: of one or more tensors, not copied."""
+        """Bytes ``a`` to ``b`` of the copy, as views of its tensors."""
         pieces = []
         k = bisect_right(self._begins, a) - 1
         while a < b:
@@ -156,27 +156,20 @@ class StateImage:
             a, k = a + len(piece), k + 1
         return pieces
 
-    async def content(self, ctx: Context, begin: int, end: int) -> list[memoryview]:
-        """As ``views``, to be sent."""
+    async def content(self, begin: int, end: int) -> list[memoryview]:
+        """Bytes ``begin`` to ``end`` of the copy, read for sending."""
         return self.views(begin, end)
 
-    async def send(
-        self, ctx: Context, taker: PeerId, blocks: tuple[int, ...], sent: Callable[[], object] = lambda: None
-    ) -> None:
-        """Stream ``blocks`` to ``taker``; who does not get them asks another donor. ``sent`` is called after each."""
-        try:
-            for k in blocks:
-                begin, end = self._span(k)
-                raw = Encoded(RAW, (end - begin,), await self.content(ctx, begin, end))
-                await ctx.send(taker, Block(digest=self.digest, block=k), [raw], channel=self.channel)
-                sent()
-        except NetworkError:
-            return
+    async def send(self, ctx: Context, taker: PeerId, block: int) -> None:
+        """Send one block to ``taker``. Raises NetworkError."""
+        begin, end = self._span(block)
+        raw = Encoded(RAW, (end - begin,), await self.content(begin, end))
+        await ctx.send(taker, Block(digest=self.digest, block=block), [raw], channel=self.channel)
 
 
 @dataclass
 class PartialDownload:
-    """What arrived of one copy."""
+    """A taker's side of one copy: the blocks that arrived."""
 
     digest: bytes
     manifest: Manifest
@@ -185,19 +178,20 @@ class PartialDownload:
 
     @classmethod
     def of(cls, digest: bytes, manifest: Manifest) -> PartialDownload:
+        """An empty download."""
         return cls(digest, manifest, bytearray(manifest.size), set(range(manifest.blocks)))
 
     def room(self, block: int) -> memoryview:
-        """Where a block belongs that is asked for."""
+        """Memory for a block that is asked for."""
         begin, end = self.manifest.span(block)
         return memoryview(self.data)[begin:end]
 
     async def keep(self, ctx: Context, block: int, content: memoryview) -> None:
-        """It came into its ``room``, and is what the manifest says. Raises NetworkError where it cannot be kept."""
+        """Keep a verified block; ``content``: its ``room``. Raises NetworkError where it cannot be kept."""
         self.missing.discard(block)
 
     def state(self) -> dict[str, Tensor]:
-        """The tensors, on the memory that arrived."""
+        """The tensors, on the downloaded memory."""
         found, begin = {}, 0
         for name, dtype, shape in self.manifest.tensors:
             count = math.prod(shape)
@@ -214,7 +208,7 @@ class PartialDownload:
 
 @dataclass
 class _Expected:
-    """A block that was asked for. ``into``: where it belongs."""
+    """A requested block, which belongs ``into`` this memory."""
 
     into: memoryview
     whole: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -222,20 +216,20 @@ class _Expected:
 
 @dataclass
 class Downloader:
-    """The taker's side."""
+    """Takes copies: asks donors for manifests and blocks, and verifies both."""
 
     ctx: Context
+    deadline: Deadline = field(default_factory=lambda: Deadline(unmeasured_s=60.0, floor_s=5.0))
+    """Seconds between two blocks, from any donor: donors share our link."""
     _waiting: dict[tuple[PeerId, bytes, int], _Expected] = field(default_factory=dict)
-    _deadline: Deadline = field(default_factory=lambda: Deadline(unmeasured_s=60.0, floor_s=5.0))
-    """Between two blocks, from any donor: they share our link."""
     _largest: int = BLOCK
-    """Bytes of a block that was asked for; or of one that this peer asked for before it began anew."""
+    """Bytes of the largest block ever requested."""
     _breaks: int = 0
     _came: float = float("-inf")
-    """When the last block did."""
+    """When the last block arrived."""
 
     def expects(self, sender: PeerId, message: Block, tensors: list[Encoded]) -> None:
-        """A block that was asked for, or one that comes late: it is at most as large as any that was. Raises
+        """Check a block before it is read. It may be late, but no larger than any requested block. Raises
         ProtocolError."""
         expected, (block,) = self._waiting.get((sender, message.digest, message.block)), tensors
         if block.codec != RAW or len(block.shape) != 1:
@@ -246,7 +240,7 @@ class Downloader:
             raise ProtocolError(f"a block of {block.shape[0]} bytes, and none was asked for")
 
     def on_block(self, sender: PeerId, message: Block, tensor: Encoded) -> None:
-        """A block that nobody waits for (any more) is dropped. Raises ProtocolError for one of another size."""
+        """Take a block in. A block that nobody waits for (any more) is dropped. Raises ProtocolError for a wrong size."""
         expected, data = self._waiting.get((sender, message.digest, message.block)), decode_raw(tensor)
         if expected is None or expected.whole.done():
             return
@@ -256,18 +250,37 @@ class Downloader:
         self._came = self.ctx.clock.now()
         expected.whole.set_result(None)
 
+    async def manifest(self, digest: bytes, donors: list[PeerId], limit: int) -> Manifest:
+        """The manifest of the copy ``digest``, from the first donor that gives it, for a copy of at most ``limit``
+        bytes. Raises PeerUnreachable when no donor gives it, and ProtocolError when no such copy can be."""
+        ctx, ask = self.ctx, AskManifest(digest=digest).pack()
+        for donor in donors:
+            try:
+                packed = await ctx.net.call(donor, AskManifest.KIND, ask, timeout_s=MANIFEST_S)
+            except Refused:  # it answers, so it is well
+                continue
+            except NetworkError as e:
+                ctx.detector.mark_down(donor, str(e))
+                continue
+            if blake3(packed).digest() == digest:
+                manifest = Manifest.unpack(packed)
+                manifest.check(limit)
+                return manifest
+            ctx.refused(donor, "a manifest of another copy than the one asked for")
+        raise PeerUnreachable("no donor gave the manifest of this copy")
+
     async def fetch(self, partial: PartialDownload, donors: list[PeerId]) -> None:
-        """Until nothing of ``partial`` is missing. Raises PeerUnreachable when every donor failed; what came stays in
-        it."""
+        """Download until nothing of ``partial`` is missing. Raises PeerUnreachable when every donor failed; arrived
+        blocks stay in ``partial``."""
         queue = deque(sorted(partial.missing))
         good = list(donors)
         most = max(1, RUN * BLOCK // partial.manifest.block)  # large blocks come one by one
-        reason = "nobody has them"
+        reason = "no donor has them"
 
         async def lane(donor: PeerId) -> None:
             nonlocal reason
             while queue and donor in good:
-                share = -(-len(queue) // (LANES * len(good)))  # of a small copy, each sends some
+                share = -(-len(queue) // (LANES * len(good)))  # every donor sends a part of a small copy, too
                 run = [queue.popleft() for _ in range(min(RUN, most, share))]
                 try:
                     await self._run(partial, donor, run)
@@ -289,7 +302,7 @@ class Downloader:
             )
 
     async def _run(self, partial: PartialDownload, donor: PeerId, run: list[int]) -> None:
-        """One call's blocks, each checked as it comes."""
+        """Download the blocks of one call, and check each as it arrives."""
         ctx = self.ctx
         self._largest = max(self._largest, partial.manifest.block)
         expected = {k: _Expected(partial.room(k)) for k in run}
@@ -311,12 +324,12 @@ class Downloader:
                 self._waiting.pop((donor, partial.digest, k), None)
 
     async def _block(self, donor: PeerId, whole: asyncio.Future[None], what: str) -> None:
-        """A slow link is no reason to give up, as long as something comes. Raises DeadlineExceeded."""
+        """Wait for one block. A slow link is no reason to give up while blocks arrive. Raises DeadlineExceeded."""
         clock, begin = self.ctx.clock, self.ctx.clock.now()
         while True:
             since = max(begin, self._came)
             waited_s = clock.now() - since
-            silent_s, limit_s = min(waited_s, self.ctx.detector.silent_s(donor)), self._deadline.seconds(self._breaks)
+            silent_s, limit_s = min(waited_s, self.ctx.detector.silent_s(donor)), self.deadline.seconds(self._breaks)
             if (silent_s >= limit_s or waited_s >= LONGEST_S) and not whole.done():
                 raise DeadlineExceeded(f"{what}: nothing came for {min(waited_s, limit_s):.1f} s")
             left_s = min(limit_s - silent_s, LONGEST_S - waited_s)
@@ -324,8 +337,25 @@ class Downloader:
                 await clock.deadline(asyncio.shield(whole), max(LOOK_S, left_s), what)
             except DeadlineExceeded:
                 continue
-            self._deadline.measured(clock.now() - since)
+            self.deadline.measured(clock.now() - since)
             return
+
+
+class Download:
+    """Takes one copy after the other. Arrived blocks of an unfinished copy are kept for the next attempt."""
+
+    def __init__(self, downloader: Downloader) -> None:
+        self._downloader = downloader
+        self._partial: PartialDownload | None = None
+
+    async def take(self, digest: bytes, donors: list[PeerId], limit: int) -> dict[str, Tensor]:
+        """The tensors of the copy ``digest``, of at most ``limit`` bytes. Raises NetworkError or ProtocolError."""
+        if self._partial is None or self._partial.digest != digest:
+            self._partial = None  # its memory is needed
+            self._partial = PartialDownload.of(digest, await self._downloader.manifest(digest, donors, limit))
+        await self._downloader.fetch(self._partial, donors)
+        partial, self._partial = self._partial, None
+        return partial.state()
 
 
 def _digest(data: memoryview) -> bytes:

@@ -1,8 +1,7 @@
-"""A stage's state from its replicas: for a newcomer, and for a peer that fell behind (DESIGN "Joining, moving,
-leaving").
+"""Replicas give their stage's state to newcomers and to peers that fell behind (DESIGN "Joining, moving, leaving").
 
 Donors copy their state between two steps and serve the copy while they train on. Replicas of a lineage are identical,
-so are their copies: a donor whose copy has another digest than the others' is left out.
+and so are their copies: a donor whose copy has another digest than most is not used.
 """
 
 from __future__ import annotations
@@ -12,14 +11,12 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from blake3 import blake3
-
 from muletrain.errors import CheckpointError, MuletrainError, NetworkError, PeerUnreachable, ProtocolError, Refused
 from muletrain.events import TransferFailed
 from muletrain.policy.deadline import backoff_s
 from muletrain.policy.debts import Debts
 from muletrain.runtime.core.branches import branch_of
-from muletrain.runtime.transfer.blocks import LANES, Downloader, Manifest, PartialDownload, StateImage
+from muletrain.runtime.transfer.blocks import LANES, Download, Downloader, StateImage
 from muletrain.runtime.transfer.messages import MAX_RUN, AskBlocks, AskManifest, AskSnapshot, Snapshot
 
 if TYPE_CHECKING:
@@ -35,62 +32,63 @@ if TYPE_CHECKING:
     from muletrain.runtime.transfer.tokens import Sharing
 
 MAX_COPIES = 3
-"""Kept at once: the newest, the one that a taker may still be at, and a checkpoint's part."""
+"""Copies kept at once: the newest, one that a taker is still downloading, and a checkpoint's part."""
 HEADERS = 1 << 16
-"""Bytes of a state beside its tensors' own."""
+"""Bytes of a state beside its tensors."""
 KEPT_S = 60.0
-"""Seconds after the last question for a copy, until it is dropped."""
+"""Seconds after the last request for a copy, until it is dropped."""
 BUSY_S = 10.0
-"""Seconds after the last question for a copy, for which it counts as on its way to somebody."""
+"""Seconds after the last request for a copy, for which it counts as being downloaded."""
 MAX_RUNS, ALL_RUNS = 2 * LANES, 256
-"""Runs of blocks that wait at once, of one taker and of all: they take turns, so that each comes on."""
+"""Runs of blocks that wait at once, for one taker and for all. They take turns, so that every taker makes progress."""
 TIMES = 4
-"""That one taker may have each block of a copy, on average: links break, and what came may be lost."""
+"""Times that one taker may download a copy: links break, and arrived blocks may be lost."""
 MAX_DRAWN = 4096
-"""Takers and copies of which that is remembered; then those of copies that are gone are forgotten."""
+"""Pairs of taker and copy whose downloads are counted; beyond that, dropped copies are forgotten."""
 COPYING, COPYING_S = 0.1, 20.0
-"""Share of the time that goes into copies for one taker, and seconds of it at once: it may ask for a new one at every
-step."""
+"""Share of our time spent on making copies for one taker, and seconds of it at once."""
 CALL_S = 60.0
-"""Seconds: a bound for a dead donor, not for a large state."""
+"""Seconds that a donor has to make an offer: a bound for a dead donor, not for a large state."""
 SETTLE_S, SETTLE_TRIES = 0.02, 500
-"""Seconds between two looks whether an update has been applied, and how many there are."""
+"""Seconds between two checks whether an update has been applied, and the number of checks."""
 ROUNDS = 20
-"""Times that all donors are asked before a taker gives up; the pause between them doubles."""
+"""Rounds in which a taker asks all donors before it gives up."""
 PAUSE_S, PAUSE_MAX_S = 0.2, 10.0
-"""Seconds before all donors are asked again, the first time and at most."""
+"""Seconds between two such rounds, at first and at most; doubles."""
 
 
 @dataclass
 class _Kept:
+    """A copy that this peer serves."""
+
     stage: int
     offer: Snapshot
     copy: StateImage
     asked: float
     part: bool
-    """Of a checkpoint: who takes it goes on from somewhere else."""
+    """A checkpoint's part: its taker needs no gradients after it."""
     takers: set[PeerId] = field(default_factory=set)
-    """Those that it was offered to, and nobody else gets it. Who goes on from it will want the steps after it."""
+    """Peers that it was offered to. Nobody else gets it."""
 
 
 class PastGradients(Protocol):
-    """What lets a taker come from a state to the present (``step.gradient_log``)."""
+    """The gradients that bring a taker from an old state to the present (``step.gradient_log``)."""
 
     def follow(self, peer: PeerId, step: int) -> None:
-        """``peer`` gets the state before ``step``, and will need what follows."""
+        """``peer`` takes the state before ``step``, so it will need the gradients from ``step`` on."""
         ...
 
     def reaches(self, step: int) -> bool:
-        """Is ``step`` kept, and all that followed?"""
+        """Are ``step`` and all later steps kept?"""
         ...
 
     def copy(self, peer: PeerId, digest: bytes) -> StateImage | None:
-        """The gradient of which ``peer`` got the manifest."""
+        """The gradient with that manifest, if it is kept for ``peer``."""
         ...
 
 
 class Snapshots:
-    """The donor's side."""
+    """Owns the copies that this peer serves, and decides who gets them. Answers for tokens and past gradients, too."""
 
     def __init__(
         self,
@@ -100,17 +98,17 @@ class Snapshots:
         membership: Membership,
         sharing: Sharing | None = None,
     ) -> None:
-        """``sharing``: of the run's tokens, which are given as copies of states are."""
+        """``sharing``: the run's tokens, if this run shares them."""
         self._ctx, self._position, self._log = ctx, position, log
         self._membership, self._sharing = membership, sharing
         self._kept: dict[bytes, _Kept] = {}
         self._making = asyncio.Lock()
         self._runs: Counter[tuple[PeerId, bytes]] = Counter()
-        """By taker and copy; of past gradients (``trail``) without the copy's name."""
+        """Runs of blocks being sent, by taker and copy; past gradients have no copy's name."""
         self._drawn: Counter[tuple[PeerId, bytes]] = Counter()
-        """Blocks that takers asked for."""
+        """Blocks requested, by taker and copy."""
         self._copying = Debts(COPYING)
-        """Seconds."""
+        """Seconds spent on making copies, by taker."""
         for kind, answer in (
             (AskSnapshot, self._on_ask),
             (AskManifest, self._on_manifest),
@@ -119,11 +117,11 @@ class Snapshots:
             ctx.net.serve(kind.KIND, answer)
 
     async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
-        """Raises MuletrainError for a taker of another stage, and for one that is no member."""
+        """Offer a copy of our state. Raises MuletrainError for a taker of another stage, or one that is no member."""
         ask, own = AskSnapshot.unpack(payload), self._ctx.roster.own
         if ask.stage != own.stage or self._ctx.tasks.closed:
             raise MuletrainError(f"this peer does not serve stage {ask.stage} (any more)")
-        if self._ctx.roster.expelled(sender):  # it missed that
+        if self._ctx.roster.expelled(sender):  # it may not know
             raise MuletrainError("the peer that asks was expelled: it computed false gradients")
         if not await self._membership.serves(sender, own.stage):
             raise MuletrainError(f"the state of stage {own.stage} is for members that serve it")
@@ -134,8 +132,7 @@ class Snapshots:
             return self.grant(offer, sender)
 
     async def _make_for(self, taker: PeerId) -> Snapshot:
-        """A new copy. Raises MuletrainError where that would keep one more in memory than may be, or ``taker`` asks for
-        them too often."""
+        """Make a new copy. Raises MuletrainError when memory has no room for it, or ``taker`` asks too often."""
         begin = self._ctx.clock.now()
         if any(digest and digest not in self._kept for _, digest in self._runs):
             raise MuletrainError("a copy that was replaced is still on its way to somebody; ask again")
@@ -146,8 +143,7 @@ class Snapshots:
         return offer
 
     def _on_its_way(self, after: int) -> Snapshot | None:
-        """Where all copies that we may keep are being taken, the newest of them: another would break one off. The steps
-        since then are to be had, too."""
+        """If all slots for copies are busy, the newest copy from which the log leads to the present."""
         if not self.crowded():
             return None
         offers = [k.offer for k in self._kept.values() if not k.part and k.offer.step >= after]
@@ -156,21 +152,22 @@ class Snapshots:
 
     @property
     def copies(self) -> int:
+        """How many copies are kept."""
         return len(self._kept)
 
     def crowded(self) -> bool:
-        """Are all copies that may be kept on their way to somebody?"""
+        """Are all slots for copies busy?"""
         now = self._ctx.clock.now()
         return len(self._kept) >= MAX_COPIES and all(now - k.asked <= BUSY_S for k in self._kept.values())
 
     def grant(self, offer: Snapshot, taker: PeerId) -> bytes:
-        """The answer to ``taker``, who may have that copy, as long as it is kept."""
+        """Let ``taker`` have that copy, while it is kept. Returns the answer to its question."""
         if (kept := self._kept.get(offer.digest)) is not None:
             kept.takers.add(taker)
         return offer.pack()
 
     def offered(self, stage: int, step: int, lineage: bytes, *, part: bool) -> Snapshot | None:
-        """A copy of that state, or of that ``part`` of a checkpoint, if one is kept."""
+        """The offer of that state, or of that ``part`` of a checkpoint, if a copy is kept."""
         for kept in self._kept.values():
             if (kept.stage, kept.offer.step, kept.offer.lineage, kept.part) == (stage, step, lineage, part):
                 kept.asked = self._ctx.clock.now()
@@ -188,7 +185,7 @@ class Snapshots:
         over: bool = False,
         past: tuple[bytes, ...] = (),
     ) -> Snapshot:
-        """Keep a copy for takers. ``state``: nobody changes it any more. ``part``: it is of a checkpoint."""
+        """Keep a copy for takers. ``state`` does not change any more. ``part``: it is a checkpoint's part."""
         copy = StateImage(state)
         await copy.name(self._ctx)
         offer = Snapshot(step=step, lineage=lineage, digest=copy.digest, over=over, past=past)
@@ -198,7 +195,7 @@ class Snapshots:
     async def _make(self) -> Snapshot:
         position, ctx = self._position, self._ctx
         for _ in range(SETTLE_TRIES):
-            if position.away:  # that takes long, and others may have it
+            if position.away:  # that takes long, and another donor may be faster
                 break
             label, over = (position.step, position.applied), position.life.finished
             if position.settled:
@@ -223,7 +220,7 @@ class Snapshots:
             self._kept = {d: k for d, k in self._kept.items() if now - k.asked < KEPT_S}
 
     def _asked(self, digest: bytes, taker: PeerId) -> StateImage:
-        """Raises MuletrainError when it is not kept for ``taker`` (any more)."""
+        """The copy ``digest``, which ``taker`` asks for. Raises MuletrainError when it is not kept for it (any more)."""
         if self._sharing is not None and digest == self._sharing.shared.digest:
             return self._sharing.given(self._ctx, taker)
         kept = self._kept.get(digest)
@@ -261,25 +258,25 @@ class Snapshots:
         return b""
 
     async def _send(self, copy: StateImage, run: tuple[PeerId, bytes], blocks: tuple[int, ...]) -> None:
-        """While the copy is kept."""
+        """Send ``blocks`` while the copy is kept. A taker that does not get them asks another donor."""
         try:
-            await copy.send(self._ctx, run[0], blocks, lambda: self._asked(copy.digest, run[0]))
+            for block in blocks:
+                await copy.send(self._ctx, run[0], block)
+                self._asked(copy.digest, run[0])
         except MuletrainError:
             pass
         finally:
             self._runs[run] -= 1
-            self._runs += Counter()  # only those that still have some stay
+            self._runs += Counter()  # drops the runs that have ended
 
 
 class Receiver:
-    """The taker's side: what arrived of a copy is kept between attempts."""
+    """Takes states and checkpoint parts from their donors."""
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
         self.taker = Downloader(ctx)
-        self._partial: PartialDownload | None = None
-        self._part: PartialDownload | None = None
-        """Of a checkpoint's part."""
+        self._state, self._part = Download(self.taker), Download(self.taker)
         self._refusal = ""
 
     async def fetch(
@@ -290,23 +287,26 @@ class Receiver:
         rounds: int = ROUNDS,
         confirm: Callable[[Snapshot], Awaitable[None]] | None = None,
     ) -> Snapshot:
-        """Load a replica's state that is ``acceptable``, of a step not before ``after`` if possible. ``confirm`` is
-        asked just before our own is given up. Raises MuletrainError when there is none to be had, and what ``confirm``
+        """Load an ``acceptable`` state of a replica, if possible of step ``after`` or later. ``confirm`` is awaited just
+        before our own state is overwritten. Raises MuletrainError when no replica gives one, and what ``confirm``
         raises."""
         ctx, stage = self._ctx, self._ctx.roster.own.stage
         for round_ in range(rounds):
             replicas, living = ctx.roster.replicas(), [d for d in ctx.roster.replicas() if ctx.roster.is_alive(d)]
             snapshot, good = _best(await self._offers(living, acceptable, after))
-            if snapshot is None:  # nobody waits for the dead while the living have it
+            if snapshot is None:  # peers that are down are asked only if no live one has it
                 dead = [d for d in replicas if d not in living]
                 snapshot, good = _best(await self._offers(dead, acceptable, after))
             if snapshot is not None:
                 try:
-                    await self._take(snapshot, good, confirm)
+                    limit = 20 * ctx.compute.n_params + HEADERS  # weights of two steps, two moments, the loss scale
+                    state = await self._taken(self._state, snapshot, good, limit)
+                    if confirm is not None:
+                        await confirm(snapshot)
+                    await ctx.compute.load_state(state)
                 except (NetworkError, ProtocolError, CheckpointError) as e:
                     ctx.emit(TransferFailed(what=f"the state of stage {stage}", reason=str(e)))
                 else:
-                    self._partial = None
                     return snapshot
             await ctx.clock.sleep(backoff_s(round_, PAUSE_S, PAUSE_MAX_S))
         raise MuletrainError(f"no replica of stage {stage} gives this peer the stage's state{self._refusal}")
@@ -322,7 +322,7 @@ class Receiver:
         try:
             return donor, Snapshot.unpack(await self._ctx.net.call(donor, ask.KIND, ask.pack(), timeout_s=CALL_S))
         except (NetworkError, ProtocolError) as e:
-            if isinstance(ask, AskSnapshot):  # of a checkpoint's part nobody knows who has it
+            if isinstance(ask, AskSnapshot):  # any peer may lack a checkpoint's part
                 self._ctx.emit(TransferFailed(what="a state", reason=str(e), source=donor[-6:]))
                 self._refusal = f"; one said: {e}" if isinstance(e, Refused) else self._refusal
             return None
@@ -335,54 +335,26 @@ class Receiver:
     async def take_part(
         self, ask: Message, step: int, lineage: bytes, holders: list[PeerId], size: int
     ) -> dict[str, Tensor]:
-        """What ``holders`` offer when they are asked for it, of at most about ``size`` bytes. Raises NetworkError or
-        ProtocolError."""
+        """The checkpoint part that ``holders`` offer in answer to ``ask``, of about ``size`` bytes at most. Raises
+        NetworkError or ProtocolError."""
         offers = await asyncio.gather(*(self._offered(h, ask) for h in holders))
         snapshot, good = _best([o for o in offers if o is not None and (o[1].step, o[1].lineage) == (step, lineage)])
         if snapshot is None:
             raise PeerUnreachable(f"no peer gives this part of checkpoint {step}")
-        if (partial := self._part) is None or partial.digest != snapshot.digest:
-            partial = PartialDownload.of(snapshot.digest, await self._manifest(snapshot, good, size + HEADERS))
-        self._part = partial  # what came stays, should the rest not
-        await self.taker.fetch(partial, good)
-        self._part = None
-        return partial.state()
+        return await self._taken(self._part, snapshot, good, size + HEADERS)
 
-    async def _take(
-        self, snapshot: Snapshot, donors: list[PeerId], confirm: Callable[[Snapshot], Awaitable[None]] | None
-    ) -> None:
-        ctx = self._ctx
-        if self._partial is None or self._partial.digest != snapshot.digest:
-            self._partial = None
-            limit = 20 * ctx.compute.n_params + HEADERS  # weights of two steps, two moments, the loss scale
-            self._partial = PartialDownload.of(snapshot.digest, await self._manifest(snapshot, donors, limit))
-        await self.taker.fetch(self._partial, donors)
-        if confirm is not None:
-            await confirm(snapshot)
-        await ctx.compute.load_state(self._partial.state())
-
-    async def _manifest(self, snapshot: Snapshot, donors: list[PeerId], limit: int) -> Manifest:
-        """From the first donor that gives it; its digest is what they all offered. ``limit``: bytes that the copy may
-        have."""
-        ctx, ask = self._ctx, AskManifest(digest=snapshot.digest).pack()
-        for donor in donors:
-            try:
-                packed = await ctx.net.call(donor, AskManifest.KIND, ask, timeout_s=CALL_S)
-                if blake3(packed).digest() != snapshot.digest:
-                    raise ProtocolError("a manifest of another digest than it offered")
-                manifest = Manifest.unpack(packed)
-                manifest.check(limit)
-            except ProtocolError as e:
-                ctx.refused(donor, str(e))
-            except NetworkError as e:
-                ctx.detector.mark_down(donor, str(e))
-            else:
-                return manifest
-        raise PeerUnreachable("no donor gave the manifest of what it offered")
+    async def _taken(self, download: Download, offer: Snapshot, donors: list[PeerId], limit: int) -> dict[str, Tensor]:
+        """The copy that ``donors`` offer. Raises NetworkError or ProtocolError."""
+        try:
+            return await download.take(offer.digest, donors, limit)
+        except ProtocolError as e:  # all of them offered what cannot be
+            for donor in donors:
+                self._ctx.refused(donor, str(e))
+            raise
 
 
 def _best(offers: list[tuple[PeerId, Snapshot]]) -> tuple[Snapshot | None, list[PeerId]]:
-    """Of the latest branch, the copy that most donors have, and who they are; among equals the newest, then the lowest
+    """The copy of the latest branch that most donors offer, and these donors. Ties: the newest copy, then the lowest
     donor's."""
     by_copy: dict[tuple[int, bytes, bytes], list[tuple[PeerId, Snapshot]]] = defaultdict(list)
     for donor, snapshot in sorted(offers, key=lambda o: o[0]):

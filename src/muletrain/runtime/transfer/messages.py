@@ -1,4 +1,4 @@
-"""Messages by which something large is offered, and taken block by block."""
+"""Messages that offer a large copy and transfer its blocks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from muletrain.policy.fork_choice import Chain
 from muletrain.runtime.core.messages import Digest, Message, Natural, Past
 
 MAX_RUN = 8
-"""Blocks of a copy in one call."""
+"""Blocks that one call may ask for."""
 
 
 class AskSnapshot(Message):
-    """Call to a peer of ``stage``: make a copy of the stage's state as it is before the current step, or offer one that
-    is on its way to others, if it is not of a step before ``after``."""
+    """A call that asks a peer of ``stage`` for a copy of its state before the current step. If the donor is busy, an
+    existing copy of step ``after`` or later will do."""
 
     KIND: ClassVar[str] = "ask_snapshot"
     stage: Natural
@@ -24,8 +24,8 @@ class AskSnapshot(Message):
 
 
 class Snapshot(Message):
-    """Weights and moments before ``step``. ``digest``: BLAKE3 of the copy's manifest. ``over``: no step follows.
-    ``past``: lineages of the steps before, as many as are remembered."""
+    """An offer of the weights and moments before ``step``. ``digest``: BLAKE3 of the copy's manifest. ``over``: no step
+    follows. ``past``: lineages of the steps before, as many as are remembered."""
 
     KIND: ClassVar[str] = "snapshot"
     lineage: Digest
@@ -36,18 +36,19 @@ class Snapshot(Message):
 
     @property
     def chain(self) -> Chain:
+        """The history that led to this state."""
         return Chain(self.step, (*self.past, self.lineage), self.over)
 
 
 class AskManifest(Message):
-    """Call: the manifest of that digest, whole."""
+    """A call that asks for the manifest with that digest."""
 
     KIND: ClassVar[str] = "ask_manifest"
     digest: Digest
 
 
 class AskBlocks(Message):
-    """Call: send these blocks of the copy with that digest, as frames. The answer is empty."""
+    """A call that asks for these blocks of the copy with that digest. They come as frames; the answer is empty."""
 
     KIND: ClassVar[str] = "ask_blocks"
     digest: Digest
@@ -55,7 +56,7 @@ class AskBlocks(Message):
 
 
 class Block(Message):
-    """A block of a copy that its receiver asked for."""
+    """A frame with one block that its receiver asked for."""
 
     KIND: ClassVar[str] = "block"
     CHANNEL: ClassVar[Channel] = Channel.BULK

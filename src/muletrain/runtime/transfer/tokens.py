@@ -1,10 +1,10 @@
-"""The run's tokens, for peers without the data, where its founder shares them (``data.share``): so that a run outlives
-its only data owner.
+"""The run's tokens reach peers without the data, if the founder shares them (``data.share``), so that a run outlives its
+only data owner.
 
-They travel as states do: a copy, blocks, a manifest that the welcome names (``blocks``), after everything else that
-waits for the link. A few peers are enough. While fewer than ``WANTED`` can build microbatches, those that may take the
-tokens do so, two at a time; each counts as a trainer once its copy is whole, and gives it to others. A joiner keeps the
-tokens in its own cache, within its own bound.
+They travel as states do (``blocks``): the welcome names a manifest, and blocks yield to all other traffic. While fewer
+than ``WANTED`` peers can build microbatches, peers that may take the tokens do so, ``TAKERS`` at a time. Each becomes a
+trainer once its copy is whole, and gives the copy to others. A joiner keeps the tokens in its own cache, within its own
+bound.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from muletrain.events import TrainerAdded, TransferFailed
 from muletrain.policy.deadline import backoff_s
 from muletrain.runtime.core.disk import Disk, check_room
 from muletrain.runtime.core.messages import Digest, Message
-from muletrain.runtime.transfer.blocks import Manifest, PartialDownload, StateImage, block_size
-from muletrain.runtime.transfer.messages import AskManifest
+from muletrain.runtime.transfer.blocks import PartialDownload, StateImage, block_size
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
@@ -39,27 +38,27 @@ if TYPE_CHECKING:
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.membership import Membership
+    from muletrain.runtime.microbatch.microbatches import Microbatches
+    from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.microbatch.trainer import Source
-    from muletrain.runtime.transfer.blocks import Downloader
+    from muletrain.runtime.transfer.blocks import Downloader, Manifest
 
 WANTED = 4
-"""Peers that can build microbatches, before no more take the tokens."""
+"""Peers that can build microbatches, after which no more take the tokens."""
 TAKERS = 2
-"""That a giver serves at once; the others ask again."""
+"""Takers that a giver serves at once; the others ask again."""
 TAKING_S = 30.0
-"""Seconds after its last question, when a taker has given up."""
+"""Seconds after its last request, when a taker counts as gone."""
 LOOK_S, LOOK_MAX_S = 5.0, 60.0
-"""Seconds between two looks whether more peers should have the tokens, and between two tries to get them; doubles."""
-CALL_S = 60.0
-"""Seconds that a donor of tokens has to answer."""
+"""Seconds between two checks whether more peers should have the tokens, and between two tries; doubles."""
 PIECE = 64 << 20
-"""Bytes that are checked in one job of the background thread."""
+"""Bytes checked in one job of the background thread."""
 
 
 class Shared(Message):
-    """What the welcome of such a run says. ``digest``: BLAKE3 of the manifest; ``size``: of the tokens [bytes];
-    ``width``: bytes of one. ``heldout``: SHA-256 of the held-out side, which is not shared: with it ``Genesis.data``
-    follows from the tokens."""
+    """The welcome of a run that shares its tokens names them by this. ``digest``: BLAKE3 of the manifest; ``size``: of
+    all tokens [bytes]; ``width``: of one token [bytes]. ``heldout``: SHA-256 of the held-out side, which is not shared:
+    it and the tokens give ``Genesis.data``."""
 
     KIND: ClassVar[str] = "shared"
     digest: Digest
@@ -69,18 +68,19 @@ class Shared(Message):
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger[npt.NBitBase]]:
+        """Of the file's numbers."""
         return np.dtype(f"<u{self.width}")
 
 
 class FileCopy(StateImage):
-    """The giver's side: a file, of which no more than a block is in memory."""
+    """A giver's side of the tokens' file, of which at most a block is in memory."""
 
     def __init__(self, path: Path, disk: Disk) -> None:
         super().__init__({"tokens": torch.from_numpy(np.memmap(path, np.uint8, "c"))})
         self._disk = disk
 
-    async def content(self, ctx: Context, begin: int, end: int) -> list[memoryview]:
-        """The event loop does not wait for the disk. Raises PeerUnreachable where it does not answer."""
+    async def content(self, begin: int, end: int) -> list[memoryview]:
+        """Read the bytes beside the event loop. Raises PeerUnreachable where the disk does not answer."""
         try:
             return [memoryview(await self._disk.call(self._read, begin, end))]
         except OSError as e:
@@ -92,7 +92,7 @@ class FileCopy(StateImage):
 
 @dataclass
 class FilePartial(PartialDownload):
-    """What arrived, in a file. ``problem``: why it cannot be written."""
+    """The blocks that arrived, in a file. ``problem``: why they cannot be written."""
 
     file: int
     disk: Disk
@@ -111,7 +111,7 @@ class FilePartial(PartialDownload):
         await super().keep(ctx, block, content)
 
     async def look(self) -> None:
-        """What another process took before us need not come again. Raises OSError."""
+        """Find the blocks that are in the file already. Raises OSError."""
         for block in sorted(self.missing):
             begin, end = self.manifest.span(block)
             content = await self.disk.call(os.pread, self.file, end - begin, begin)
@@ -123,17 +123,17 @@ class FilePartial(PartialDownload):
 
 @dataclass
 class Store:
-    """A joiner's own cache of tokens that others shared: at most ``limit`` bytes of them, whatever runs it was in."""
+    """A joiner's own cache of shared tokens: at most ``limit`` bytes for all runs together."""
 
     folder: Path
     limit: int
 
     def open(self, shared: Shared) -> int | None:
-        """The file of its tokens, ours alone until it is closed: with all that came of them before. None while another
-        process has it. Raises OSError; CapacityError where there is no room."""
+        """Open the file of these tokens, with all blocks that arrived before. It is locked until it is closed; None
+        while another process has it. Raises OSError; CapacityError where there is no room."""
         if shared.size > self.limit:
             raise CapacityError(
-                f"they are {format_memory(shared.size)}, and {format_memory(self.limit)} may be (join --tokens GIB)"
+                f"the tokens need {format_memory(shared.size)}, but only {format_memory(self.limit)} may be used (join --tokens GIB)"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.path(shared)
@@ -150,10 +150,11 @@ class Store:
         return None
 
     def path(self, shared: Shared) -> Path:
+        """The file of these tokens."""
         return self.folder / f"{shared.digest.hex()[:32]}.tokens"
 
     def _make_room(self, own: Path, size: int) -> None:
-        """The oldest go that no process uses."""
+        """Delete the oldest files that no process uses. Raises CapacityError."""
         others = sorted((p for p in self.folder.glob("*.tokens") if p != own), key=lambda p: p.stat().st_mtime)
         for path in others:
             if size + sum(p.stat().st_size for p in others if p.exists()) <= self.limit:
@@ -165,16 +166,16 @@ class Store:
             finally:
                 os.close(file)
         if size + sum(p.stat().st_size for p in others if p.exists()) > self.limit:
-            raise CapacityError(f"{self.folder}: tokens of other runs that go on fill it; raise --tokens")
+            raise CapacityError(f"{self.folder}: it is full of tokens of other running runs; raise --tokens")
 
 
 @dataclass
 class Sharing:
-    """One process' part in it: it outlives the peers that the process is, one after the other.
+    """One process' part in sharing the tokens. It outlives the peers that the process becomes, one after the other.
 
-    ``data``: ``Genesis.data``; ``tokenizer``: its JSON; ``vocab``: of the model. ``source_of``: makes the source of
-    microbatches of tokens. ``store``: where they go; None: we do not take them. ``wanted``: trainers at which no more
-    are needed. ``source``, ``copy``: of one that has the data."""
+    ``data``: ``Genesis.data``; ``tokenizer``: its JSON; ``vocab``: of the model. ``source_of`` makes a source of
+    microbatches from tokens. ``store``: where they go; None: this process takes none. ``wanted``: enough trainers.
+    ``source``, ``copy``: set in a process that has the data."""
 
     shared: Shared
     data: bytes
@@ -192,14 +193,14 @@ class Sharing:
     _said: str = ""
 
     def close(self) -> None:
-        """The file is another's to use."""
+        """Release the file."""
         if self._file is not None:
             os.close(self._file)
 
     # The giver --------------------------------------------------------------------------------------------------------
 
     def given(self, ctx: Context, taker: PeerId) -> StateImage:
-        """The copy, for a member. Raises MuletrainError where there is none, and while enough others take it."""
+        """The copy, for a member. Raises MuletrainError when there is none, or enough others take it."""
         ctx.roster.member(taker)
         now = ctx.clock.now()
         self._takers = {p: asked for p, asked in self._takers.items() if now - asked < TAKING_S}
@@ -215,37 +216,36 @@ class Sharing:
         ctx: Context,
         taker: Downloader,
         membership: Membership,
-        serves: Callable[[], bool],
-        train: Callable[[Source], None],
+        position: Position,
+        microbatches: Microbatches,
     ) -> None:
-        """Until cancelled: where more peers should be able to build microbatches, get the tokens, and be one
-        (``train``). But first of all the state of its stage, so that it ``serves``."""
+        """Get the tokens and train, if more trainers are wanted and this peer serves its stage. Ends when cancelled."""
         tries, untold = 0, set[str]()
         while self.source is not None or self.store is not None:
             await ctx.clock.sleep(backoff_s(tries, LOOK_S, LOOK_MAX_S))
             untold = await membership.tell({p for p in untold if ctx.roster.knows(p)})
-            if not serves() or ctx.roster.own.trainer or len(ctx.roster.trainers()) >= self.wanted:
+            if not position.serves or ctx.roster.own.trainer or len(ctx.roster.trainers()) >= self.wanted:
                 tries = 0
-            elif self.source is None and not await self._taken(ctx, taker):
+            elif self.source is None and not await self.take(ctx, taker):
                 tries += 1
             elif self.source is not None:
                 tries = 0
-                train(self.source)
+                microbatches.train_too(self.source)
                 ctx.emit(TrainerAdded(name=ctx.roster.own.name))
                 untold = await membership.tell(ctx.roster.everyone())
 
-    async def _taken(self, ctx: Context, taker: Downloader) -> bool:
-        """All of it, checked. Says why not, once."""
+    async def take(self, ctx: Context, taker: Downloader) -> bool:
+        """Download and check all tokens. False if that failed; each new reason becomes an event."""
         assert self.store is not None
         try:
             if self._file is None:
                 self._file = await self.disk.call(self.store.open, self.shared)
-            if self._file is None:  # another process of this machine takes them
+            if self._file is None:  # another process of this machine downloads them
                 return False
             await self._fetch(ctx, taker, self._file)
             tokens = await self._checked()
             self.source = self.source_of(tokens)
-        except NetworkError:  # others may give it, or later
+        except NetworkError:  # another giver, or a later try, may do
             return False
         except (OSError, MuletrainError) as e:
             if str(e) != self._said:
@@ -255,11 +255,15 @@ class Sharing:
         return True
 
     async def _fetch(self, ctx: Context, taker: Downloader, file: int) -> None:
-        """Raises NetworkError while nobody gives them, and OSError."""
+        """Download what is missing. Raises NetworkError when nobody gives it, DataError and OSError."""
         me = ctx.net.peer_id
         givers = [p for p in ctx.roster.trainers() if p != me][:WANTED]
         if self._partial is None:
-            self._partial = await self._begun(ctx, givers, file)
+            try:
+                manifest = await taker.manifest(self.shared.digest, givers, self.shared.size)
+            except ProtocolError as e:  # no other giver has another one
+                raise DataError(f"the welcome names tokens that cannot be: {e}") from None
+            self._partial = await self._begin(manifest, file)
         try:
             await taker.fetch(self._partial, givers)
         except PeerUnreachable:
@@ -268,25 +272,9 @@ class Sharing:
                 raise problem from None
             raise
 
-    async def _begun(self, ctx: Context, givers: list[PeerId], file: int) -> FilePartial:
-        """The manifest that the welcome names, and what is here already."""
-        ask = AskManifest(digest=self.shared.digest).pack()
-        for giver in givers:
-            try:
-                packed = await ctx.net.call(giver, AskManifest.KIND, ask, timeout_s=CALL_S)
-            except NetworkError:
-                continue
-            if blake3(packed).digest() == self.shared.digest:
-                return await self._partly(Manifest.unpack(packed), file)
-            ctx.refused(giver, "a manifest of other tokens than the welcome names")
-        raise PeerUnreachable("nobody gives the run's tokens now")
-
-    async def _partly(self, manifest: Manifest, file: int) -> FilePartial:
-        """Raises DataError for what cannot be: no other giver has another one. Raises OSError."""
-        try:
-            manifest.check(self.shared.size)
-        except ProtocolError as e:
-            raise DataError(f"the welcome names what cannot be tokens: {e}") from None
+    async def _begin(self, manifest: Manifest, file: int) -> FilePartial:
+        """Begin with the blocks that ``file`` has already. Raises DataError for a manifest that cannot be the tokens',
+        and OSError."""
         if manifest.size != self.shared.size or manifest.block > block_size(manifest.size):  # blocks lie in our memory
             raise DataError("the welcome names another number of tokens than there are, or blocks that are too large")
         partial = FilePartial(self.shared.digest, manifest, bytearray(), set(range(manifest.blocks)), file, self.disk)
@@ -294,7 +282,7 @@ class Sharing:
         return partial
 
     async def _checked(self) -> npt.NDArray[np.integer]:
-        """The tokens, which ``Genesis.data`` follows from; we give them to others, too. Raises DataError."""
+        """The tokens, checked against ``Genesis.data``. From now on we give them to others. Raises DataError."""
         assert self.store is not None
         assert self._partial is not None
         tokens = np.memmap(self.store.path(self.shared), self.shared.dtype, "r")
@@ -308,7 +296,7 @@ class Sharing:
             await self.disk.call(self.store.path(self.shared).unlink)
             self.store = None
             raise DataError(
-                "the tokens that came are not the run's, although its welcome names them: they are not used"
+                "the downloaded tokens are not the run's, although its welcome names them: they are not used"
             )
         copy = FileCopy(self.store.path(self.shared), self.disk)
         copy.named(self._partial.manifest.digests)
@@ -318,8 +306,8 @@ class Sharing:
 
 
 def share(path: Path, width: int, heldout: Path, disk: Disk) -> tuple[Shared, StateImage]:
-    """What a peer that has the data gives of it: the file ``path`` of tokens of ``width`` bytes. Reads both files; for
-    a thread of its own. Raises OSError."""
+    """Prepare the file ``path``, of tokens of ``width`` bytes, for sharing. Reads both files, so call it in a thread.
+    Raises OSError."""
     copy = FileCopy(path, disk)
     copy.named(copy.hashes())
     with heldout.open("rb") as file:

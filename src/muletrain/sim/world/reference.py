@@ -11,8 +11,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from muletrain.compute.arithmetic import StageSetup
 from muletrain.compute.base import Update
-from muletrain.compute.torch_compute import StageSetup, TorchCompute
+from muletrain.compute.torch_compute import TorchCompute
 from muletrain.config.load import load_config
 from muletrain.config.schema import Precision
 from muletrain.data.microbatch import MicrobatchSource, sequence_length
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from muletrain.compute.base import Microbatch
     from muletrain.config.schema import OptimizerConfig, RunConfig
     from muletrain.planning.partition import Cut
     from muletrain.sim.world.scenario import Scenario
@@ -184,15 +184,12 @@ class _MasksOfAll(Masks):
 class VirtualCompute(TorchCompute):
     """What trains in production, without threads, and open to a look from outside between two events."""
 
-    def _masks(self, mb: Microbatch) -> Masks:
-        masks = super()._masks(mb)
-        return _KnownMasks(masks.seed, masks.step, masks.index)
-
     def weights(self) -> dict[str, Tensor]:
-        return {f"model/{name}": view for name, view in self._weights.layout.views(self._weights.masters).items()}
+        weights = self.arithmetic.weights
+        return {f"model/{name}": view for name, view in weights.layout.views(weights.masters).items()}
 
     def weights_digest(self) -> bytes:
-        return self._weights.digest()
+        return self.arithmetic.weights.digest()
 
 
 class SingleProcess(VirtualCompute):
@@ -203,30 +200,32 @@ class SingleProcess(VirtualCompute):
         self._runs = facts.cut
         super().__init__(facts.spec, facts.spec.cut(1), 0, setup, facts.given)
 
-    def _empty(self) -> Stage:
-        return Stage(self._spec, None, self._runs)
+    def _empty(self, spec: ModelSpec, cut: Cut) -> Stage:
+        return Stage(spec, None, self._runs)
 
     def mean_gradient(self, step: int, inputs: Tensor, targets: Tensor) -> tuple[Tensor, float]:
         """Of the microbatches, flat fp32 [P], and their mean loss [nats/token]; ``inputs`` and ``targets``: tokens
         [microbatches, T]."""
-        if self._setup.precision is not Precision.FP16:
-            gradient, loss = self._sums(step, inputs, targets, _MasksOfAll(self._setup.seed, step, len(inputs)))
+        setup = self.arithmetic.setup
+        if setup.precision is not Precision.FP16:
+            gradient, loss = self._sums(step, inputs, targets, _MasksOfAll(setup.seed, step, len(inputs)))
         else:  # a sum of fp16 numbers overflows where each of them does not
-            masks = (_KnownMasks(self._setup.seed, step, index) for index in range(len(inputs)))
+            masks = (_KnownMasks(setup.seed, step, index) for index in range(len(inputs)))
             parts = [self._sums(step, *one) for one in zip(inputs[:, None], targets[:, None], masks, strict=True)]
             gradient, loss = torch.stack([g for g, _ in parts]).sum(dim=0), sum(part for _, part in parts)
-        return gradient / (self._scale.of(step) * len(inputs)), loss / len(inputs)
+        return gradient / (self.arithmetic.scale.of(step) * len(inputs)), loss / len(inputs)
 
     def _sums(self, step: int, inputs: Tensor, targets: Tensor, masks: Masks) -> tuple[Tensor, float]:
         """Over microbatches: of scaled gradients, and of losses."""
+        own = self.arithmetic
         with torch.enable_grad():
-            logits = self._versions[0](inputs, masks).float()
+            logits = own.module(step)(inputs, masks).float()
             losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / targets.shape[1]
-            gradients = torch.autograd.grad(losses * self._scale.of(step), self._weights.parameters(step))
+            gradients = torch.autograd.grad(losses * own.scale.of(step), own.weights.parameters(step))
         return torch.cat([g.flatten().float() for g in gradients]), float(losses.detach())
 
     def update(self, gradient: Tensor, update: Update) -> None:
-        self._apply(gradient, update)
+        self.arithmetic.apply(gradient, update)
 
 
 def stage_compute(facts: Facts, stage: int, *, joins: bool = False) -> VirtualCompute:
@@ -251,6 +250,7 @@ def _setup(facts: Facts, optimizer: OptimizerConfig) -> StageSetup:
         sequences=config.train.microbatch,
         precision=config.compute.precision,
         inline=True,
+        masks=_KnownMasks,
     )
 
 

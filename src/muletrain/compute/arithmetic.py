@@ -1,0 +1,212 @@
+"""``StageArithmetic`` computes one stage on torch. It decides nothing about order, threads or cancellation.
+
+Shapes: B sequences, T tokens, D width, P parameters.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from muletrain.compute import checks
+from muletrain.compute.probe import precision_dtype
+from muletrain.compute.scaling import LossScale
+from muletrain.compute.stash import Kept
+from muletrain.compute.weights import StageWeights
+from muletrain.config.schema import Precision
+from muletrain.model.dropout import Masks
+from muletrain.model.stage import initial_weight
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from muletrain.compute.base import Microbatch, Update
+    from muletrain.compute.stash import Checkpointing
+    from muletrain.config.schema import OptimizerConfig
+    from muletrain.model.stage import Stage
+
+Gradients = tuple[Tensor, ...]
+
+
+@dataclass
+class Counters:
+    """Counted since the start, on the compute thread."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    recompute_s: float = 0.0
+    """Forward passes repeated in backward; not part of ``backward_s``."""
+    apply_s: float = 0.0
+    recomputed: int = 0
+    """Microbatches whose forward pass was repeated."""
+
+
+@dataclass(frozen=True)
+class StageSetup:
+    """Settings of a stage beside the model: facts of the run and choices of this machine."""
+
+    optimizer: OptimizerConfig
+    total_steps: int
+    seed: int
+    sequences: int
+    """Largest B accepted."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    precision: Precision = Precision.FP32
+    """A chosen precision, not 'auto' (``probe.choose_precision``)."""
+    checkpointing: Checkpointing = "auto"
+    stash_budget: int = 1 << 30
+    """Memory for graphs kept between forward and backward under 'auto' [bytes]."""
+    inline: bool = False
+    """Compute in the caller's thread (virtual event loops)."""
+    masks: type[Masks] = Masks
+    """Makes the dropout masks of a microbatch from (seed, step, index)."""
+
+
+class StageArithmetic:
+    """Owns the stage's weights, its loss scale and its counters.
+
+    One thread computes. Another may read the weights (``digest``, ``state``) or update them meanwhile: a lock keeps
+    these apart. Under delayed updates ``versions`` are two copies of the stage, which steps use in turn.
+    """
+
+    def __init__(
+        self, stage: int, versions: list[Stage], setup: StageSetup, source: Callable[[str], Tensor] | None
+    ) -> None:
+        """``source`` gives initial weights by name; None: they are drawn from the seed. Raises CheckpointError when
+        ``source`` gives other shapes."""
+        self.stage, self.spec = stage, versions[0].spec
+        self.setup, self.counters, self._versions = setup, Counters(), versions
+        shapes = versions[0].shapes()
+        self.weights = StageWeights(
+            versions,
+            setup.optimizer,
+            setup.total_steps,
+            device=setup.device,
+            dtype=precision_dtype(setup.precision),
+            source=source or (lambda name: initial_weight(self.spec, name, shapes[name], setup.seed)),
+        )
+        self.scale = LossScale(fp16=setup.precision is Precision.FP16, versions=len(versions))
+        self._lock = threading.Lock()
+
+    def module(self, step: int) -> Stage:
+        """The stage with the weights that ``step`` computes with."""
+        return self._versions[step % len(self._versions)]
+
+    def _run(self, mb: Microbatch, inputs: Tensor) -> Tensor:
+        """fp32 output of ``mb``."""
+        masks = self.setup.masks(self.setup.seed, mb.step, mb.index)
+        output: Tensor = self.module(mb.step)(inputs, masks).float()
+        return output
+
+    # Microbatches ----------------------------------------------------------------------------------------------------
+
+    def forward(self, mb: Microbatch, inputs: Tensor, stash: bool) -> tuple[Kept, Tensor]:
+        """Compute ``mb``. Returns what backward needs (with the graph if ``stash``), and the output, fp32 on the device."""
+        leaf = self._leaf(inputs)
+        with self._timed("forward_s"), torch.set_grad_enabled(stash):
+            output = self._run(mb, leaf)
+            result = output.detach().contiguous()
+        return Kept(leaf, output if stash else None, tuple(output.shape)), result
+
+    def backward(self, mb: Microbatch, kept: Kept, grad: Tensor, accumulate: bool) -> tuple[Gradients, Tensor | None]:
+        """Differentiate ``mb``. Returns what ``differentiate`` returns."""
+        if self.stage == 0 and not accumulate:
+            return (), None  # nothing is wanted
+        if kept.output is None:
+            with self._timed("recompute_s"), torch.enable_grad():
+                kept.output = self._run(mb, kept.inputs)
+            self.counters.recomputed += 1
+        with self._timed("backward_s"):
+            seed = grad.to(self.setup.device) * self.scale.of(mb.step)
+            return self.differentiate(mb, kept.output, kept.inputs, seed, accumulate)
+
+    def loss_backward(
+        self, mb: Microbatch, inputs: Tensor, targets: Tensor, accumulate: bool
+    ) -> tuple[float, Gradients, Tensor | None]:
+        """Compute and differentiate ``mb``. Returns the mean loss [nats/token], and what ``differentiate`` returns."""
+        checks.check_token_values("targets", targets, self.spec.vocab)
+        leaf = self._leaf(inputs)
+        with self._timed("forward_s"), torch.enable_grad():
+            logits = self._run(mb, leaf)
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.to(logits.device).flatten())
+            nats = float(loss.detach())
+        with self._timed("backward_s"):
+            seed = torch.full_like(loss, self.scale.of(mb.step))
+            return nats, *self.differentiate(mb, loss, leaf, seed, accumulate)
+
+    def differentiate(
+        self, mb: Microbatch, output: Tensor, leaf: Tensor, seed: Tensor, accumulate: bool
+    ) -> tuple[Gradients, Tensor | None]:
+        """Gradients of the parameters (scaled; none unless ``accumulate``) and of the inputs (fp32; None at stage
+        0)."""
+        wanted = [leaf] if leaf.requires_grad else []
+        wanted += self.weights.parameters(mb.step) if accumulate else []
+        if not wanted:
+            return (), None
+        gradients = torch.autograd.grad(output, wanted, seed)
+        if not leaf.requires_grad:
+            return gradients, None
+        return gradients[1:], gradients[0].div_(self.scale.of(mb.step)).contiguous()
+
+    def _leaf(self, inputs: Tensor) -> Tensor:
+        """``inputs``, checked, on the device. The stage's backward ends at activations."""
+        if self.stage == 0:
+            checks.check_token_values("inputs", inputs, self.spec.vocab)
+            return inputs.to(self.setup.device)
+        return inputs.detach().to(self.setup.device).requires_grad_()
+
+    # The accumulator and the step ------------------------------------------------------------------------------------
+
+    def accumulate(self, gradients: Gradients, step: int) -> None:
+        """Add the gradients of one microbatch, as ``differentiate`` returned them, to the accumulator of ``step``."""
+        self.weights.accumulate(gradients, step, self.scale.of(step))
+
+    def clear(self, step: int) -> None:
+        """Empty the accumulator of ``step``."""
+        self.weights.accumulator(step).zero_()
+
+    def apply(self, gradient: Tensor, update: Update) -> None:
+        """Optimizer step with ``gradient``, fp32 [P]."""
+        with self._timed("apply_s"), self._locked():
+            self.weights.apply(gradient, update.scale, update.step, skip=update.skip)
+            self.scale.update(update.step, skipped=update.skip)
+
+    # The state -------------------------------------------------------------------------------------------------------
+
+    def digest(self) -> bytes:
+        """BLAKE3 over the fp32 weights."""
+        with self._locked():
+            return self.weights.digest()
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of weights, moments and loss scale."""
+        with self._locked():
+            return {**self.weights.state(), **self.scale.state()}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """The inverse of ``state``. Raises CheckpointError, and changes nothing then."""
+        with self._locked():
+            self.weights.load_state(state)
+            self.scale.load_state(state, self.weights.next)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._lock, torch.no_grad():
+            yield
+
+    @contextmanager
+    def _timed(self, counter: str) -> Iterator[None]:
+        """Adds the seconds until this thread's kernels are done to ``counter``; a device's failure shows up here, not
+        later. Copies of earlier results, on a stream of their own, are not waited for."""
+        begin = time.perf_counter()
+        yield
+        if self.setup.device.type == "cuda":
+            torch.cuda.current_stream(self.setup.device).synchronize()
+        setattr(self.counters, counter, getattr(self.counters, counter) + time.perf_counter() - begin)

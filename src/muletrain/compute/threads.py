@@ -1,0 +1,52 @@
+"""The threads of one stage's compute."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from muletrain.clock import LoopClock
+from muletrain.compute.executor import InlineExecutor
+from muletrain.compute.jobs import Jobs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+R = TypeVar("R")
+
+
+class Threads:
+    """Each thread runs its jobs one after the other, in the order in which they were submitted."""
+
+    def __init__(self, stage: int, *, delayed: bool, inline: bool) -> None:
+        """``delayed``: updates have a thread of their own, beside the next step. ``inline``: every job runs in the
+        caller's thread."""
+
+        def thread(name: str) -> Executor:
+            return InlineExecutor() if inline else ThreadPoolExecutor(1, thread_name_prefix=f"{name}-{stage}")
+
+        self.jobs = Jobs(LoopClock().now)
+        self.compute = thread("compute")
+        self.updates = thread("update") if delayed else self.compute
+        self.aside = thread("offload")
+        self.copies = thread("copy")
+
+    def submit(self, thread: Executor, fn: Callable[..., R], *args: object) -> Future[R]:
+        """Queue ``fn`` on ``thread``."""
+        return thread.submit(self._at, thread, fn, *args)
+
+    async def run(self, thread: Executor, fn: Callable[..., R], *args: object) -> R:
+        """Run ``fn`` on ``thread``. A cancelled call that runs already runs to its end."""
+        return await asyncio.get_running_loop().run_in_executor(thread, partial(self._at, thread, fn, *args))
+
+    def _at(self, thread: Executor, fn: Callable[..., R], *args: object) -> R:
+        name = getattr(fn, "__name__", type(fn).__name__).strip("_")
+        with self.jobs.at(name, device=thread is not self.aside):
+            return fn(*args)
+
+    def close(self) -> None:
+        """Drop the jobs that wait. A job that runs ends by itself."""
+        for thread in (self.compute, self.updates, self.aside, self.copies):
+            thread.shutdown(wait=False, cancel_futures=True)
