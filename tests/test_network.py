@@ -906,19 +906,19 @@ def test_in_memory_a_frozen_peer_times_out_and_a_dead_one_is_unreachable() -> No
         b.serve("echo", echo)
         assert await a.connect(b.addresses(), timeout_s=1) == "b"
         assert await a.call("b", "echo", b"x", timeout_s=2) == b"x"
-        hub.freeze("b")
+        hub.barriers.freeze("b")
         with pytest.raises(DeadlineExceeded):
             await a.call("b", "echo", b"x", timeout_s=2)
         with pytest.raises(DeadlineExceeded):
             await repeat(100, lambda n: a.send("b", Frame("x", {"n": n}), timeout_s=2))
-        hub.thaw("b")
+        hub.barriers.thaw("b")
         await asyncio.sleep(1)
         assert got == list(range(len(got)))
         assert len(got) > 60
-        hub.cut("a", "b")
+        hub.barriers.cut("a", "b")
         with pytest.raises(PeerUnreachable):
             await a.send("b", Frame("x", {"n": 0}))
-        hub.mend("a", "b")
+        hub.barriers.mend("a", "b")
         call = asyncio.create_task(a.call("b", "echo", b"x", timeout_s=9))
         await asyncio.sleep(0.5)
         lost: list[str] = []

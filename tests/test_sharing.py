@@ -242,7 +242,7 @@ def test_what_came_before_a_break_need_not_come_again(tmp_path: Path, monkeypatc
 
         async def content(self: FileCopy, ctx: Any, begin: int, end: int) -> list[memoryview]:
             if len(sent) == 20:
-                pair.stage.hub.cut("a", "t")
+                pair.stage.hub.barriers.cut("a", "t")
             sent.append(begin)
             return await right(self, ctx, begin, end)
 
@@ -253,7 +253,7 @@ def test_what_came_before_a_break_need_not_come_again(tmp_path: Path, monkeypatc
         assert first._partial is not None
         came = {1000 * k for k in range(60)} - {1000 * k for k in first._partial.missing}
         assert came
-        pair.stage.hub.mend("a", "t")
+        pair.stage.hub.barriers.mend("a", "t")
         second = pair.sharing()
         again = len(sent)
         assert await pair.taken(second)

@@ -18,11 +18,15 @@ from muletrain.network.pacing import Pacer
 from muletrain.network.roads import Piece
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Iterable
     from typing import Any
 
     from muletrain.network.base import Frame, PeerId
     from muletrain.network.roads import Route
+
+
+CALL_OVERHEAD = 128
+"""Bytes that a call or an answer costs beside its payload, on an emulated link."""
 
 
 @dataclass(slots=True, eq=False)
@@ -123,9 +127,9 @@ class PacedStreams(ABC):
             self._open[peer, channel] = self._opened(peer, channel)
         return self._open[peer, channel]
 
-    def broke(self, peer: PeerId) -> None:
-        """All streams to ``peer``."""
-        for channel in Channel:
+    def broke(self, peer: PeerId, channels: Iterable[Channel] = Channel) -> None:
+        """End the streams to ``peer`` on ``channels``."""
+        for channel in channels:
             if (to := self._open.get((peer, channel))) is not None:
                 self.stop(to)
 

@@ -199,8 +199,9 @@ def _nothing() -> None:
 class Roads:
     """All links of a world: those of machines that have one, and paths between two that are narrower than both."""
 
-    def __init__(self) -> None:
-        self.path_bytes_per_s: Callable[[PeerId, PeerId], float] = lambda sender, receiver: math.inf
+    def __init__(self, path_bytes_per_s: Callable[[PeerId, PeerId], float]) -> None:
+        """``path_bytes_per_s``: bandwidth of the path from a sender to a receiver."""
+        self._path_bytes_per_s = path_bytes_per_s
         self._roads: dict[PeerId, Road] = {}
         self._up: dict[PeerId, Queue] = {}
         self._down: dict[PeerId, Queue] = {}
@@ -223,7 +224,7 @@ class Roads:
         return (
             a in self._roads
             or b in self._roads
-            or min(self.path_bytes_per_s(a, b), self.path_bytes_per_s(b, a)) < math.inf
+            or min(self._path_bytes_per_s(a, b), self._path_bytes_per_s(b, a)) < math.inf
         )
 
     def route(self, stations: tuple[PeerId, ...], delay_s: Callable[[PeerId, PeerId], float]) -> Route:
@@ -231,7 +232,7 @@ class Roads:
         narrower than both ends."""
         queues, delays, slowest = list[Queue](), [0.0], math.inf
         for a, b in pairwise(stations):
-            own, other, path = self._roads.get(a, WIDE), self._roads.get(b, WIDE), self.path_bytes_per_s(a, b)
+            own, other, path = self._roads.get(a, WIDE), self._roads.get(b, WIDE), self._path_bytes_per_s(a, b)
             ends = min(own.up_bytes_per_s, other.down_bytes_per_s)
             slowest = min(slowest, ends, path)
             before = [self._up.get(a), Queue(path, own.queue_s) if path < ends else None]

@@ -31,7 +31,7 @@ from muletrain.network.base import (
     PeerId,
     RefusalHandler,
 )
-from muletrain.network.paced import PacedStreams, Parcel, Stream
+from muletrain.network.paced import CALL_OVERHEAD, PacedStreams, Parcel, Stream
 from muletrain.network.roads import Road, Roads, at
 from muletrain.wire.frame import frame_size
 
@@ -45,8 +45,6 @@ BEHIND = 2
 """Frames that arrived and are being handed over: what arrives behind so many is not acknowledged."""
 PACKET = 1400
 """Bytes that come between two packets of longer frames at our downlink."""
-CALL_OVERHEAD = 128
-"""Bytes a call or an answer costs beside its payload."""
 
 
 class Stalls:
@@ -109,10 +107,9 @@ class ShapedNetwork:
         self.peer_id = inner.peer_id
         self._inner, self._links, self._own, self._clock = inner, links, own, LoopClock()
         self._stalls = Stalls(own.stall, own.index, self._clock.now())
-        self._roads = Roads()
+        self._roads = Roads(lambda sender, receiver: links(receiver).bandwidth_bytes_per_s)
         open_s = None if own.stall is None else self._stalls.after
         self._roads.lay(self.peer_id, Road(own.up_bytes_per_s, queue_s=own.queue_s, open_s=open_s))
-        self._roads.path_bytes_per_s = lambda sender, receiver: links(receiver).bandwidth_bytes_per_s
         self._routes: dict[PeerId, Route] = {}
         self._down_free_s = -math.inf
         """When our downlink has taken what came so far."""

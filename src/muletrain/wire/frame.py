@@ -7,6 +7,7 @@ Prefix (16 bytes, big endian): magic 'MT', version, reserved, header length (u32
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -96,6 +97,28 @@ async def read_frame(
     for tensor, (_, _, nbytes) in zip(frame.tensors, described, strict=True):
         tensor.buffers = [await reader.readexactly(nbytes)]
     return frame
+
+
+class _Bytes:
+    """The bytes of one frame as a ``Reader``."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    async def readexactly(self, n: int) -> bytes:
+        part = self._data[self._at : self._at + n]
+        self._at += n
+        if len(part) < n:
+            raise asyncio.IncompleteReadError(part, n)
+        return part
+
+
+async def unpack(data: bytes, door: Door | None = None) -> Frame:
+    """The frame whose bytes are ``data``. Raises ProtocolError."""
+    try:
+        return await read_frame(_Bytes(data), door=door)
+    except asyncio.IncompleteReadError as e:
+        raise ProtocolError(f"a frame of {len(data)} bytes is cut short") from e
 
 
 def parse_prefix(prefix: Buffer, max_payload: int, max_header: int = MAX_HEADER) -> tuple[int, int]:
