@@ -34,11 +34,13 @@ from muletrain.errors import (
     Refused,
 )
 from muletrain.network.base import Channel, Frame, Network
+from muletrain.network.conditions import Conditions
 from muletrain.network.daemon import check_socket_folder
 from muletrain.network.identity import Key
 from muletrain.network.libp2p import CALL, Libp2pNetwork
 from muletrain.network.memory import MemoryHub
 from muletrain.network.pacing import TARGET_S
+from muletrain.network.roads import Road
 from muletrain.network.shaped import ShapedNetwork, Stalls
 from muletrain.network.streams import FRAMES
 from muletrain.wire.codec import decode, encode, encode_raw
@@ -933,6 +935,51 @@ def test_in_memory_a_frozen_peer_times_out_and_a_dead_one_is_unreachable() -> No
         assert await a.lookup("k") == {"a": b"v"}
         await asyncio.sleep(6)
         assert await a.lookup("k") == {}
+        await a.close()
+
+    virtually(scenario())
+
+
+class Damage(Conditions):
+    """Flips a bit of the ``nth`` frame; every frame takes 0.1 s."""
+
+    def __init__(self, nth: int) -> None:
+        self._left = nth
+
+    def delay_s(self, sender: str, receiver: str) -> float:
+        return 0.1
+
+    def damage(self, sender: str, receiver: str, packed: bytes) -> bytes:
+        self._left -= 1
+        return packed if self._left else bytes([packed[0] ^ 1]) + packed[1:]
+
+
+@pytest.mark.parametrize("road", [Road(), Road(1e5, 1e5)])
+def test_in_memory_a_refused_frame_ends_its_stream_and_both_ends_hear_of_it(road: Road) -> None:
+    """As with real daemons: what follows on the stream is lost, and other streams go on."""
+
+    async def scenario() -> None:
+        hub = MemoryHub(Damage(2))
+        hub.roads.lay("a", road)
+        a, b = hub.join("a"), hub.join("b")
+        got: list[int] = []
+        lost: list[tuple[str, str]] = []
+
+        async def receive(sender: str, frame: Frame) -> None:
+            got.append(number(frame))
+
+        b.receive(receive)
+        a.on_lost(lambda peer: lost.append(("a", peer)))
+        b.on_lost(lambda peer: lost.append(("b", peer)))
+        for n in range(4):
+            await a.send("b", Frame("x", {"n": n}))
+        await a.send("b", Frame("x", {"n": 10}), channel=Channel.BULK)
+        await asyncio.sleep(1)
+        assert got == [0, 10]
+        assert lost == [("b", "a"), ("a", "b")]
+        await a.send("b", Frame("x", {"n": 4}))
+        await asyncio.sleep(1)
+        assert got == [0, 10, 4]
         await a.close()
 
     virtually(scenario())
