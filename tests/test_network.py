@@ -34,10 +34,11 @@ from muletrain.errors import (
     Refused,
 )
 from muletrain.network.base import Channel, Frame, Network
+from muletrain.network.calls import CALL
 from muletrain.network.conditions import Conditions
 from muletrain.network.daemon import check_socket_folder
 from muletrain.network.identity import Key
-from muletrain.network.libp2p import CALL, Libp2pNetwork
+from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.network.memory import MemoryHub
 from muletrain.network.pacing import TARGET_S
 from muletrain.network.roads import Road
@@ -59,6 +60,7 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._networks, self._opened = folder, list[Libp2pNetwork](), 0
+        self.homes: dict[str, Path] = {}
         self.refusals: dict[str, list[tuple[str, str]]] = {}
         self.got: dict[str, asyncio.Queue[tuple[str, Frame]]] = {}
 
@@ -84,7 +86,7 @@ class World:
 
         net.receive(receive)
         net.serve("echo", echo)
-        self.refusals[net.peer_id], self.got[net.peer_id] = told, got
+        self.refusals[net.peer_id], self.got[net.peer_id], self.homes[net.peer_id] = told, got, home
         return net
 
     async def next(self, net: Network, timeout_s: float = 10.0) -> tuple[str, Frame]:
@@ -171,7 +173,7 @@ def test_a_slow_answer_misses_its_deadline_and_later_calls_go_on() -> None:
                     await b.call(a.peer_id, "slow", b"0.005", timeout_s=random.uniform(0.004, 0.009))
             assert await b.call(a.peer_id, "slow", b"0", timeout_s=5) == b"0"
             assert await b.call(a.peer_id, "slow", b"0", timeout_s=5) == b"0"
-            await poll(lambda: not a._p2p._client.control._handler_tasks)  # what was given up is not kept
+            await poll(lambda: not a.p2p._client.control._handler_tasks)  # what was given up is not kept
 
     asyncio.run(scenario())
 
@@ -185,7 +187,7 @@ def test_an_answer_in_the_very_turn_of_its_cancellation_ends_nothing() -> None:
         async with world() as w:
             a = await w.open()
             b = await w.open(a)
-            control = b._p2p._client.control
+            control = b.p2p._client.control
             asleep = asyncio.Event()
 
             async def sleep(sender: str, payload: bytes) -> bytes:
@@ -194,7 +196,7 @@ def test_an_answer_in_the_very_turn_of_its_cancellation_ends_nothing() -> None:
                 return b""
 
             a.serve("sleep", sleep)
-            call = asyncio.create_task(b._p2p.exchange(PeerID.from_base58(a.peer_id), CALL, b"\5sleep"))
+            call = asyncio.create_task(b.p2p.exchange(PeerID.from_base58(a.peer_id), CALL, b"\5sleep"))
             await asyncio.wait_for(asleep.wait(), 5)
             call.cancel()
             (pending,) = [f for f in control._pending_calls.values() if f.cancelled()]  # beside the directory's own
@@ -294,9 +296,8 @@ def test_three_peers_share_a_directory_and_reach_each_other_through_it() -> None
             await c.send(b.peer_id, Frame("x", {"n": 1}))
             assert (await w.next(b))[0] == c.peer_id
             assert await c.lookup("nothing") == {}
-            directory: Any = a._directory
             for subkey, value in [("not a peer id", b"x"), (7, b"x"), (c.peer_id, "text")]:
-                await directory._node.store("odd", value, time.time() + 60, subkey=subkey)
+                await a.directory.node.store("odd", value, time.time() + 60, subkey=subkey)
             await b.announce("odd", b"fine", 60)
             assert await a.lookup("odd") == {b.peer_id: b"fine"}
             with pytest.raises(ProtocolError, match="at most"):
@@ -343,7 +344,7 @@ def test_garbage_is_reported_and_everything_else_goes_on() -> None:
             writer.close()
             from hivemind.p2p import PeerID
 
-            _, reader, writer = await b._p2p.call_binary_stream_handler(PeerID.from_base58(a.peer_id), FRAMES)
+            _, reader, writer = await b.p2p.call_binary_stream_handler(PeerID.from_base58(a.peer_id), FRAMES)
             writer.write(b"not a frame at all, this")
             assert await asyncio.wait_for(reader.read(), 5) == b""
             writer.close()
@@ -407,7 +408,7 @@ async def main():
     async def receive(sender, frame): pass
     net.serve("echo", echo)
     net.receive(receive)
-    print(net.addresses()[0], net._p2p._child.pid, flush=True)
+    print(net.addresses()[0], net.p2p.daemon.pid, flush=True)
     await asyncio.Event().wait()
 asyncio.run(main())
 """
@@ -491,7 +492,6 @@ def sockets() -> int:
 def test_who_cannot_be_reached_costs_no_socket() -> None:
     """Refused, or given up while the daemon dials: no socket waits until errors, which hold what they came from, are
     collected."""
-    from hivemind.p2p import PeerID
 
     async def scenario() -> None:
         kept: list[object] = []
@@ -501,7 +501,7 @@ def test_who_cannot_be_reached_costs_no_socket() -> None:
                 peer = await a.connect([address], timeout_s=10)
                 await a.send(peer, Frame("x", {"n": 0}))
                 os.kill(daemon, signal.SIGSTOP)  # before it could dial us
-                await a._p2p._client.disconnect(PeerID.from_base58(peer))
+                await a.p2p.hang_up(peer)
                 before = sockets()
                 for _ in range(5):
                     with pytest.raises(DeadlineExceeded) as error:
@@ -549,7 +549,7 @@ def test_close_leaves_no_process_and_no_socket() -> None:
             b = await w.open(a)
             await b.send(a.peer_id, Frame("x", {"n": 0}))
             await w.next(a)
-            pids: list[int] = [n._p2p._child.pid for n in (a, b)]
+            pids: list[int] = [n.p2p.daemon.pid for n in (a, b)]
             assert all(map(runs, pids))
             for net in (a, b, a):
                 await net.close()
@@ -570,8 +570,8 @@ def test_a_dead_daemon_of_ours_is_no_fault_of_others() -> None:
         async with world() as w:
             a = await w.open()
             b = await w.open(a)
-            os.kill(a._p2p._child.pid, signal.SIGKILL)
-            await a._p2p._child.wait()
+            os.kill(a.p2p.daemon.pid, signal.SIGKILL)
+            await a.p2p.daemon.wait()
             with pytest.raises(MuletrainError, match=r"daemon .* has ended with code -9") as caught:
                 await a.call(b.peer_id, "echo", b"", timeout_s=5)
             assert not isinstance(caught.value, NetworkError)
@@ -621,13 +621,13 @@ class Shaped:
         self.arrivals: dict[int, float] = {}
         self.nets = {p: ShapedNetwork(self.hub.join(p), lambda to: link, m) for p, m in machines.items()}
         for net in self.nets.values():
-            net.receive(self._on_frame)
+            net.receive(self.on_frame)
         self._begin = self.clock.now()
 
     def time(self) -> float:
         return self.clock.now() - self._begin
 
-    async def _on_frame(self, sender: str, frame: Frame) -> None:
+    async def on_frame(self, sender: str, frame: Frame) -> None:
         self.arrivals[number(frame)] = self.time()
 
     async def finish(self) -> dict[int, float]:
@@ -719,7 +719,7 @@ def test_who_takes_nothing_is_not_sent_to_for_longer_than_the_deadline() -> None
 
         async def receive(sender: str, frame: Frame) -> None:
             await held_up.wait()
-            await s._on_frame(sender, frame)
+            await s.on_frame(sender, frame)
 
         s.nets["b"].receive(receive)
         sent, last = 0, s.time()
@@ -758,7 +758,7 @@ def test_a_receiver_that_is_gone_is_noticed_by_the_next_sender() -> None:
             await s.nets["a"].send("b", megabyte(1))
         assert s.nets["a"].heard_s("b") == -math.inf
         s.nets["b"] = ShapedNetwork(s.hub.join("b"), lambda to: Link(0.05, 1e6), machine())
-        s.nets["b"].receive(s._on_frame)
+        s.nets["b"].receive(s.on_frame)
         for n in range(2, 9):
             await s.nets["a"].send("b", megabyte(n))
         await asyncio.sleep(1)

@@ -80,7 +80,7 @@ class Directory:
     """Values that members announce about themselves, each under its own peer id."""
 
     def __init__(self, node: DHTNode, records: Records, own: str) -> None:
-        self._node, self._records, self._own = node, records, own
+        self.node, self._records, self._own = node, records, own
 
     @classmethod
     async def join(cls, p2p: GatedP2P, records: Records, known: list[str], *, visitor: bool = False) -> Directory:
@@ -109,7 +109,7 @@ class Directory:
             raise ProtocolError(f"directory: {len(value)} bytes under '{key}'; at most {MAX_VALUE}")
         expires = get_dht_time() + min(ttl_s, MAX_TTL_S)
         record = self._records.make(key, value, expires)
-        stored = await _within(self._node.store(key, record, expires, subkey=self._own), f"storing '{key}'")
+        stored = await _within(self.node.store(key, record, expires, subkey=self._own), f"storing '{key}'")
         # hivemind says no, too, when the record came round through a third node first
         if not stored and (await self.lookup(key)).get(self._own) != value:
             raise NetworkError(
@@ -122,7 +122,7 @@ class Directory:
 
     async def lookup_left(self, key: str) -> dict[str, tuple[bytes, float]]:
         """The same, each with how long it still holds [s]."""
-        found = await _within(self._node.get(key, latest=True), f"looking up '{key}'")
+        found = await _within(self.node.get(key, latest=True), f"looking up '{key}'")
         entries = found.value if found is not None and isinstance(found.value, dict) else {}
         now = get_dht_time()
         values = {
@@ -133,7 +133,7 @@ class Directory:
     async def close(self) -> None:
         with suppress(Exception):  # hivemind's node may be half way through a refresh
             async with asyncio.timeout(5.0):
-                await self._node.shutdown()
+                await self.node.shutdown()
 
 
 async def _within(work: Any, what: str) -> Any:
