@@ -86,6 +86,10 @@ class Gate:
         self._tokens, self._refilled = BURST, 0.0
         self.offences = Offences()
 
+    def __len__(self) -> int:
+        """Peers remembered."""
+        return len(self._admitted.keys() | self._let_us_in | self._spoke)
+
     def admitted(self, peer: str) -> bool:
         """May it speak to us? It is about to."""
         if peer in self._admitted:

@@ -31,6 +31,10 @@ class Offences:
         self._times: OrderedDict[str, deque[float]] = OrderedDict()
         self._until: OrderedDict[str, float] = OrderedDict()
 
+    def __len__(self) -> int:
+        """Peers remembered: with offences, or banned."""
+        return len(self._times.keys() | self._until.keys())
+
     def count(self, peer: str) -> bool:
         """One more. True if that bans it."""
         now = self._now()

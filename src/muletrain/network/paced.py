@@ -117,7 +117,7 @@ class PacedStreams(ABC):
             parcel.left -= nbytes
             last_of = None if parcel.left else parcel
             # a real link's pieces are smaller, and the last of them is handed over so much later
-            sent_s = loop.time() + max(0, nbytes - self.pacer.piece(to.peer)) / to.route.bytes_per_s
+            sent_s = loop.time() + max(0, nbytes - self.pacer.window(to.peer).piece) / to.route.bytes_per_s
             piece = Piece(to.route, nbytes, partial(to.arrived, last_of, nbytes, sent_s))
             piece.begin()
         await _entered(piece)

@@ -161,9 +161,13 @@ class Pacer:
             _wake(flow)
             self._release()
 
-    def piece(self, peer: PeerId) -> int:
-        """Bytes that a real link gets at once."""
-        return self._flow(peer).window.piece
+    def window(self, peer: PeerId) -> Window:
+        """The congestion window of the traffic to ``peer``."""
+        return self._flow(peer).window
+
+    def under_way(self, peer: PeerId) -> int:
+        """Bytes handed over for ``peer`` and not acknowledged."""
+        return self._flow(peer).under_way
 
     async def patient(
         self, peer: PeerId, writing: asyncio.Task[None], timeout_s: float, begun: Callable[[], bool]
