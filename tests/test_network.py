@@ -752,22 +752,23 @@ def test_who_takes_nothing_is_not_sent_to_for_longer_than_the_deadline() -> None
 def test_a_receiver_that_is_gone_is_noticed_by_the_next_sender() -> None:
     async def scenario() -> None:
         s = Shaped(Link(0.05, 1e6), {"a": machine(), "b": machine()})
-        sending = asyncio.create_task(s.nets["a"].send("b", megabyte(0)))
-        await asyncio.sleep(0.5)
-        s.hub.kill("b")
-        await sending  # all of it was on its way
-        await asyncio.sleep(1)
-        with pytest.raises(PeerUnreachable):
-            await s.nets["a"].send("b", megabyte(1))
-        assert s.nets["a"].heard_s("b") == -math.inf
-        s.nets["b"] = ShapedNetwork(s.hub.join("b"), lambda to: Link(0.05, 1e6), machine())
-        s.nets["b"].receive(s.on_frame)
+        for times in range(5):  # what was lost takes no room on the link, however often
+            sending = asyncio.create_task(s.nets["a"].send("b", megabyte(0)))
+            await asyncio.sleep(0.5)
+            s.hub.kill("b")
+            await sending  # all of it was on its way
+            await asyncio.sleep(1)
+            with pytest.raises(PeerUnreachable):
+                await s.nets["a"].send("b", megabyte(1))
+            assert times or s.nets["a"].heard_s("b") == -math.inf
+            s.nets["b"] = ShapedNetwork(s.hub.join("b"), lambda to: Link(0.05, 1e6), machine())
+            s.nets["b"].receive(s.on_frame)
         began = s.time()
         for n in range(2, 9):
             await s.nets["a"].send("b", megabyte(n))
         arrivals = await s.finish()
         assert list(arrivals) == list(range(2, 9))
-        assert arrivals[8] - began < 7 * 1.1, "nothing of what was lost takes room on the link"
+        assert arrivals[8] - began < 7 * 1.1
 
     virtually(scenario())
 

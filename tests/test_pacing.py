@@ -57,9 +57,9 @@ def test_a_pause_is_over_although_the_loop_calls_a_little_early() -> None:
     async def scenario() -> None:
         pacer, loop = Pacer(), asyncio.get_running_loop()
         size = await larger_than_the_window(pacer)
-        pacer.acknowledged("b", size, loop.time() - 0.2, loop.time())
         right = loop.call_at
         loop.call_at = lambda when, *work, **how: right(when - 1e-9, *work, **how)  # type: ignore[method-assign]
+        pacer.acknowledged("b", size, loop.time() - 0.2, loop.time())
         assert await asyncio.wait_for(pacer.grant("b", BULK, 1 << 20), 5.0)
 
     problems: list[str] = []

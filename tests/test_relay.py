@@ -243,7 +243,9 @@ def test_a_relay_is_for_members_between_members() -> None:
                 assert await ask(b.p2p, a, to=stranger.peer_id.to_base58(), addresses=[]) == b"", "nor to strangers"
                 assert await ask(b.p2p, a, to=c.peer_id, addresses=[]) in (ACCEPTED, WORKS), "perhaps they met already"
                 assert await ask(b.p2p, a, to=7) == b""
-                assert w.refusals[a.peer_id][1:] == [(b.peer_id, "a stream for relays must begin with whom it is for")]
+                assert w.refusals[a.peer_id][1:] == [
+                    (b.peer_id, "a stream for relays must begin with the peer that it is for")
+                ]
             finally:
                 await stranger.shutdown()
 
