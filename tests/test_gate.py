@@ -546,7 +546,7 @@ def test_the_banned_neither_speak_nor_are_spoken_to(founder: Someone) -> None:
     assert not member.speaks_to(founder)
     for one, to in [(member, founder), (founder, member)]:
         one.forget(to)
-        with pytest.raises(AdmissionError, match="left out for some minutes"):
+        with pytest.raises(AdmissionError, match="banned"):
             one.enter(to)
     assert other.speaks_to(founder)
     assert other.speaks_to(member)

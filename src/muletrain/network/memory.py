@@ -215,8 +215,8 @@ class MemoryNetwork:
         await hub.barriers.awake(own)
         target = hub.reach(own, peer)
         if peer == own:
-            item = frame if hub.hands_over else reread(frame)
-            await self._put(target, channel, Arrival(_now_s(), DIRECT, item), timeout_s)
+            own_frame = frame if hub.hands_over else reread(frame)
+            await self._put(target, channel, Arrival(_now_s(), DIRECT, own_frame), timeout_s)
             return 0
         conditions.sending(own, frame.kind)
         hub.reach(own, own)  # it may have killed us
