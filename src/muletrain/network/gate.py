@@ -47,6 +47,14 @@ BANNED = (
     "banned for some minutes, because it kept sending what no correct peer sends; is it the same version and undamaged?"
 )
 NOT_IN = "the other side is not in this run (any more)"
+OUT = "this peer is not in the run any more: its owner renewed the ticket"
+NOT_IN_ITSELF = "this peer is not in the run itself; ask another member"
+REMOVED = "the run's owner removed the newcomer, or renewed the ticket before it began; ask for the current one"
+FOREIGN = "the newcomer's certificate is not one of this run"
+NO_SECRET = "the newcomer does not hold this run's secret; it needs this run's current ticket"
+TOO_MANY = "too many peers ask for admission; try again in some seconds"
+FULL = "this peer knows as many others as it can; try again in some minutes"
+MALFORMED = "malformed admission"
 
 
 class _Turned(AdmissionError):
@@ -145,7 +153,7 @@ class Gate:
             if len(self._admitted) >= MAX_ADMITTED:  # a forgotten peer that is still there says hello again
                 self._forget(self._admitted.keys() - self._spoke)
             if len(self._admitted) >= MAX_ADMITTED:
-                raise AdmissionError(f"this peer knows {MAX_ADMITTED} others already; try again in some minutes")
+                raise AdmissionError(FULL)
             self._admissions += 1
             if self._admissions % (MAX_ADMITTED // 4) == 0:
                 self._spoke.clear()
@@ -205,7 +213,7 @@ class Gate:
     async def _be_let_in(self, peer: str, call: Call, chain: Chain, nonces: bytes, their_proof: bytes) -> None:
         """Enter as a newcomer: both prove that they hold the secret, and we get our certificate."""
         if self.trust.secret is None:
-            raise AdmissionError("this peer is not in the run any more: its owner renewed the ticket")
+            raise AdmissionError(OUT)
         genuine = same(their_proof, self._proof("callee", self._own, peer, nonces)) and bool(chain)
         own_proof = self._proof("caller", self._own, peer, nonces)
         try:
@@ -266,7 +274,7 @@ class Gate:
         if self.offences.banned(peer):
             raise AdmissionError(BANNED)
         if not self.admitted(peer) and not self._take_token():
-            raise AdmissionError("too many peers ask for admission; try again in some seconds")
+            raise AdmissionError(TOO_MANY)
         match _unpacked(payload) if len(payload) <= MAX_ADMIT else None:
             case ["hello", str() as protocol, str() as run_id, bytes() as nonce, int() as epoch, chain] if (
                 len(nonce) == NONCE
@@ -279,7 +287,7 @@ class Gate:
                 return self.adopt(read_renewal(renewal), secret)
             case ["sync", int() as epoch]:
                 return self._on_sync(peer, epoch)
-        raise AdmissionError("malformed admission")
+        raise AdmissionError(MALFORMED)
 
     def _same_run(self, protocol: str, run_id: str) -> None:
         if protocol != self._protocol:
@@ -294,7 +302,7 @@ class Gate:
     def _on_hello(self, peer: str, nonce: bytes, epoch: int, chain: Chain) -> Any:
         trust = self.trust
         if not trust.belongs:
-            raise AdmissionError("this peer is not in the run itself; ask another member")
+            raise AdmissionError(NOT_IN_ITSELF)
         if chain or trust.remains(peer):
             self._judge(peer, epoch, chain)
             self._admit(peer, chain)  # what it says to our certificate, we hear when we speak to it
@@ -310,15 +318,13 @@ class Gate:
         if epoch > trust.epoch:
             raise AdmissionError("this peer has not heard of the last renewal of the run's ticket")
         if genuine:
-            raise _Out(
-                "the run's owner removed the newcomer, or renewed the ticket before it began; ask for the current one"
-            )
-        raise AdmissionError("the newcomer's certificate is not one of this run")
+            raise _Out(REMOVED)
+        raise AdmissionError(FOREIGN)
 
     def _on_proof(self, peer: str, nonce: bytes, given: bytes, visitor: bool) -> Any:
         nonces = nonce + self._own_nonce(peer, nonce)
         if self.trust.secret is None or not same(given, self._proof("caller", peer, self._own, nonces)):
-            raise AdmissionError("the newcomer does not hold this run's secret; it needs this run's current ticket")
+            raise AdmissionError(NO_SECRET)
         chain = self.trust.issue(peer, visitor=visitor)
         self._admit(peer, chain)
         return [packed_chain(chain), packed_renewal(self.trust.renewal)]

@@ -32,6 +32,9 @@ VISIT_S = 600.0
 MAX_KEPT = 4096
 """Most peers that a renewal names."""
 
+FOREIGN_OWN = "the certificate that came is not one of this run; ask for the current ticket"
+NO_HOST = "this member cannot let others in; use a ticket that names other members, too"
+
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
@@ -134,13 +137,13 @@ class Trust:
         named = self.remains(self._key.peer_id)
         let_in_by_owner = len(own) == 1 and own[0].issuer == OWNER and own[0].until == math.inf
         if self.secret is None or not (named or let_in_by_owner):
-            raise AdmissionError("this member cannot let others in; use a ticket that names other members, too")
+            raise AdmissionError(NO_HOST)
         return (self._certificate(peer, until), *(() if named else own))
 
     def welcomed(self, chain: Chain) -> None:
         """Take our own chain from the member that admitted us. Raises AdmissionError if no member would accept it."""
         if not self.genuine(self._key.peer_id, chain) or not self.current(self._key.peer_id, chain):
-            raise AdmissionError("the certificate that came is not one of this run; ask for the current ticket")
+            raise AdmissionError(FOREIGN_OWN)
         self._chain = chain
 
     def _certificate(self, peer: str, until: float) -> Certificate:
