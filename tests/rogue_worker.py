@@ -57,7 +57,7 @@ async def _frame(ctx: Any, peer: str, frame: Frame) -> None:
 
 async def _stream(ctx: Any, peer: str, data: bytes) -> None:
     """On a stream of its own, beside those of this member's work, until the receiver closes it."""
-    _, reader, writer = await ctx.net._p2p.call_binary_stream_handler(PeerID.from_base58(peer), FRAMES)
+    _, reader, writer = await ctx.net.p2p.call_binary_stream_handler(PeerID.from_base58(peer), FRAMES)
     writer.write(data)
     with suppress(TimeoutError, OSError):
         async with asyncio.timeout(1):

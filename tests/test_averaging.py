@@ -13,6 +13,7 @@ import torch
 
 from muletrain.clock import LoopClock
 from muletrain.config.schema import Codec
+from muletrain.network.conditions import Conditions
 from muletrain.network.memory import MemoryHub
 from muletrain.policy.fork_choice import Chain
 from muletrain.policy.shards import CHUNK
@@ -169,7 +170,7 @@ def test_a_holder_that_is_frozen_is_given_up_soon_and_a_slow_one_is_not(frozen: 
         blocks = downloader(ctx)
         await ctx.detector.measure("a", bytes(32), 0)
         if frozen:
-            hub.freeze("a")
+            hub.barriers.freeze("a")
             assert await fetch_gradient(ctx, blocks, entry, ["a"]) is None
             assert ctx.clock.now() < 5.0
             assert not ctx.roster.is_alive("a")
@@ -247,22 +248,28 @@ def test_what_is_not_finite_is_agreed_on_whatever_it_is() -> None:
     virtually(scenario())
 
 
+class FarApart(Conditions):
+    """Two of the members are."""
+
+    def delay_s(self, sender: str, receiver: str) -> float:
+        return 1.0 if {sender, receiver} == {"a", "b"} else 0.1
+
+
 @pytest.mark.parametrize("already_waiting", [True, False])
 def test_chunks_that_were_lost_with_their_stream_fail_the_round_at_once(already_waiting: bool) -> None:
     """Neither side would find out by itself: the sender believes that they came, and answers probes."""
 
     async def scenario() -> None:
-        hub = MemoryHub()
+        hub = MemoryHub(FarApart())
         group, own = members(hub, Codec.FP32), gradients()
         for ctx, averager in group.values():
             ctx.net.on_lost(averager.broken)
-        hub.delay_s = lambda sender, receiver: 1.0 if {sender, receiver} == {"a", "b"} else 0.1
         names = IDS if already_waiting else IDS[1:]
         work = [asyncio.create_task(group[p][1].reduce(ROUND, own[p])) for p in names]
         await asyncio.sleep(0.5)
-        hub.cut("a", "b")
+        hub.barriers.cut("a", "b")
         await asyncio.sleep(2.0)
-        hub.mend("a", "b")
+        hub.barriers.mend("a", "b")
         if not already_waiting:
             await asyncio.sleep(2.0)
             work.append(asyncio.create_task(group["a"][1].reduce(ROUND, own["a"])))

@@ -25,6 +25,7 @@ import muletrain.runtime
 from muletrain.config.schema import Codec
 from muletrain.errors import Malformed, MuletrainError, ProtocolError, Refused
 from muletrain.network import quota
+from muletrain.network.delivery import Delivery
 from muletrain.network.memory import MemoryHub, MemoryNetwork
 from muletrain.network.quota import Quota
 from muletrain.network.relay import DIALS, MAX_REQUEST, PIPES_EACH, Relay
@@ -294,7 +295,7 @@ def test_who_sends_them_is_counted_as_an_offender_and_memory_is_as_before(tmp_pa
         for frame in wrong:
             frame.tensors = [large, *frame.tensors[1:]]
             await target.send("last", frame)
-        await target.handled()
+            await target.handled()  # what is sent before that is lost with the stream
         assert offended == ["last"] * len(wrong)
         assert len(target.refused()) == len(wrong)
         del large, wrong, frame
@@ -617,17 +618,17 @@ def test_a_relay_gives_one_member_half_of_its_pipes_and_dials_for_it_now_and_the
             dialled += 1
             raise OSError("nobody there")
 
-        async def list_peers() -> list[Any]:
-            return []
+        async def connected() -> dict[str, list[str]]:
+            return {}
 
         gate = SimpleNamespace(admitted=lambda _: pytest.fail("looked for a way"))
-        p2p: Any = SimpleNamespace(dial=dial, _client=SimpleNamespace(list_peers=list_peers), gate=gate)
-        relay = Relay(p2p, ("", 0), [], private=False, carries=True, told=lambda *_: None, offended=lambda *_: None)
+        p2p: Any = SimpleNamespace(dial=dial, connected=connected, gate=gate)
+        relay = Relay(p2p, ("", 0), [], Delivery(), private=False, carries=True, told=lambda *_: None)
         peer = "12D3KooWQYhTNQdmr3ArTeUHRYzFg94BKyTkoWBDWez9kSCVe2Xo"
         for _ in range(int(3 * DIALS)):
             assert not await relay._reaches(peer, "relay", ["/ip4/10.0.0.1/tcp/22/p2p/" + peer])
         assert DIALS <= dialled <= DIALS + 2
-        relay._asked_by["a"] = PIPES_EACH + 1
+        relay._streams["a"] = PIPES_EACH + 1
         await relay._lend("a", "b", [], cast("Any", None))
 
     run(scenario)

@@ -26,7 +26,7 @@ from muletrain.events import (
 )
 from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.policy.chaos import PHASES, Bounds, Fault, draw, parse, readable
-from muletrain.runs.chaos import Injector, Points, damage_next
+from muletrain.runs.chaos import Injector, Points
 from muletrain.runs.fleet import LocalFleet
 from muletrain.runs.spec import WorkerSpec
 
@@ -411,14 +411,6 @@ def test_nothing_is_held_open_for_peers_that_ended(tmp_path: Path) -> None:
         assert fleet.alive() == []
         assert stdin.closed
         fleet.tell("peer-0", "stop")
-
-
-def test_a_damaged_frame_is_damaged_once() -> None:
-    network = Libp2pNetwork.__new__(Libp2pNetwork)
-    network.damage = lambda buffers: buffers
-    damage_next(network)
-    assert network.damage([b"MTxy", b"payload"]) == [b"LTxy", b"payload"]
-    assert network.damage([b"MTxy", b"payload"]) == [b"MTxy", b"payload"]
 
 
 def test_the_report_sets_faults_beside_what_was_noticed() -> None:

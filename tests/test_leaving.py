@@ -80,7 +80,9 @@ def test_who_left_says_so_in_the_directory(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("muletrain.sim.world.play.World", Kept)
     outcome = play(Scenario(1, (2, 2), 2, 4, 8, 0.01, (Fault(0.35, "leave", ("peer-1b",)),)))
     assert outcome.ends["peer-1b"] == LEFT
-    said = {peer: Announced.read(peer, value) for peer, (_, value) in worlds[0].hub.directory["fuzz/peers"].items()}
+    said = {
+        peer: Announced.read(peer, value) for peer, (_, value) in worlds[0].hub.directory.entries["fuzz/peers"].items()
+    }
     assert {peer: a is not None and a.left for peer, a in said.items()} == {
         "peer-0a": False,
         "peer-0b": False,

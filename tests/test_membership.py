@@ -23,10 +23,12 @@ from muletrain.config.load import load_config
 from muletrain.errors import AdmissionError, MuletrainError, NetworkError
 from muletrain.events import Event, MemberRemoved, Note, StepDone
 from muletrain.network.base import Channel, Frame
+from muletrain.network.calls import CALL, FAILED, STRANGER
 from muletrain.network.directory import MAX_TTL_S, Records
+from muletrain.network.gate import MALFORMED, OTHER_SECRET
 from muletrain.network.gated import ADMIT
 from muletrain.network.identity import Key, public_half
-from muletrain.network.libp2p import CALL, FAILED, STRANGER, Libp2pNetwork
+from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.network.offences import LIMIT
 from muletrain.network.streams import FRAMES
 from muletrain.network.trust import Trust, chain_from
@@ -38,7 +40,7 @@ from muletrain.runs.worker import PROTOCOL
 from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE, write_secret
 from muletrain.wire.frame import pack
 from tests.fleet_run import run_fleet
-from tests.test_network import OWNER, SECRET, World, world
+from tests.test_network import OWNER, SECRET, World, poll, world
 
 # Strangers ----------------------------------------------------------------------------------------------------------------
 
@@ -113,7 +115,7 @@ def test_a_plain_hivemind_process_gets_nothing() -> None:
             said = json.loads(out)
             me = said.pop("me")
             assert "not admitted" in said["call"]
-            assert "malformed admission" in said["admit"]
+            assert MALFORMED in said["admit"]
             closed = said["stream"].startswith(
                 ("error: BrokenPipe", "error: ConnectionReset")
             )  # before its hello was out
@@ -129,11 +131,11 @@ def test_a_plain_hivemind_process_gets_nothing() -> None:
             for net in (a, b):
                 assert await net.lookup("plans") == {n.peer_id: b"attack at dawn" for n in (a, b)}
                 assert w.got[net.peer_id].empty()
-                storage: Any = net._directory._node.protocol.storage  # type: ignore[union-attr]
+                storage: Any = net.directory.node.protocol.storage
                 kept = [peer for _, item in storage.items() for peer, _ in item.value.items()]
                 assert set(kept) <= {a.peer_id, b.peer_id}, "nothing of a stranger's is kept for others"
             reasons = {why for who, why in w.refusals[a.peer_id] if who == me}
-            assert {"call before admission", f"stream {FRAMES} before admission", "malformed admission"} <= reasons
+            assert {"call before admission", f"stream {FRAMES} before admission", MALFORMED} <= reasons
             assert {f"DHTProtocol.rpc_{rpc} before admission" for rpc in ("ping", "find", "store")} <= reasons
 
     asyncio.run(scenario())
@@ -142,15 +144,9 @@ def test_a_plain_hivemind_process_gets_nothing() -> None:
 # The directory ------------------------------------------------------------------------------------------------------------
 
 
-def key_of(net: Libp2pNetwork) -> Key:
-    directory: Any = net._directory
-    key: Key = directory._records._key
-    return key
-
-
 async def bring(to: Libp2pNetwork, by: Libp2pNetwork, key: str, subkey: Any, record: Any, expires: float) -> list[bool]:
     """What ``to`` says to a record that ``by`` asks it to store, past everything that an honest peer checks before."""
-    protocol = by._directory._node.protocol  # type: ignore[union-attr]
+    protocol = by.directory.node.protocol
     key_id, value = DHTID.generate(source=key), MSGPackSerializer.dumps(record)
     stored: list[bool] = await protocol.call_store(PeerID.from_base58(to.peer_id), [key_id], [value], expires, [subkey])
     return stored
@@ -161,7 +157,7 @@ def test_only_its_peer_signs_a_record() -> None:
         async with world() as w:
             a = await w.open()
             forger = await w.open(a)
-            victim, own = Key.new(), key_of(forger)
+            victim, own = Key.new(), Key.at(w.homes[forger.peer_id] / "identity")
             soon, late = time.time() + 60, time.time() + MAX_TTL_S + 30
 
             def made(
@@ -192,7 +188,7 @@ def test_only_its_peer_signs_a_record() -> None:
                 assert await bring(a, forger, "k", subkey, record, expires) == [False], name
             assert await a.lookup("k") == {forger.peer_id: b"v"}
             # its own node believes it; whoever reads from there does not
-            storage: Any = forger._directory._node.protocol.storage  # type: ignore[union-attr]
+            storage: Any = forger.directory.node.protocol.storage
             storage.store(
                 DHTID.generate(source="j"), MSGPackSerializer.dumps(made(key="k")), soon, subkey=victim.peer_id
             )
@@ -239,13 +235,14 @@ def test_a_kicked_member_gets_nothing_on_any_way() -> None:
                 await remove(owner, tuple(a.addresses()), "a")
             with pytest.raises(MuletrainError, match=r"no peer of the run is called 'd'.*b \(.*c \("):
                 await remove(owner, tuple(a.addresses()), "d")
+            lost = list[str]()
+            c.on_lost(lost.append)
             done = await remove(owner, tuple(a.addresses()), c.peer_id[-8:])
             assert (done.name, done.id, done.kept, done.told) == ("c", c.peer_id, 2, 2)
-            for net in (a, b):
-                assert c.peer_id not in {sender for sender, _ in net._incoming._open}, "its streams are closed"
+            await poll(lambda: {a.peer_id, b.peer_id} <= set(lost))  # its streams are closed
             await gets_nothing(w, c, (a, b))
             await gets_nothing(w, asleep, (a,))
-            with pytest.raises(AdmissionError, match="does not hold this ticket's secret"):
+            with pytest.raises(AdmissionError, match=OTHER_SECRET):
                 await w.open(a)  # a new identity, the old ticket
             for one, other in [(a, b), (b, a)]:
                 await one.send(other.peer_id, Frame("x", {"n": 1}))
@@ -306,11 +303,11 @@ async def gets_nothing(w: World, kicked: Libp2pNetwork, members: tuple[Libp2pNet
             with pytest.raises(NetworkError):
                 await kicked.send(member.peer_id, Frame("x", {"late": 1}), channel=channel, timeout_s=5)
         target = PeerID.from_base58(member.peer_id)
-        raw = await kicked._p2p.exchange(target, CALL, b"\4echohello")  # past its own gate
+        raw = await kicked.p2p.exchange(target, CALL, b"\4echohello")  # past its own gate
         assert raw == STRANGER
         with pytest.raises(Exception, match="not admitted"):  # nor by hivemind's own way of calling
             await P2P._call_unary_protobuf_handler(
-                kicked._p2p, target, "DHTProtocol.rpc_find", dht_pb2.FindRequest(), dht_pb2.FindResponse
+                kicked.p2p, target, "DHTProtocol.rpc_find", dht_pb2.FindRequest(), dht_pb2.FindResponse
             )
         assert w.got[member.peer_id].empty()
     assert not kicked.trust.belongs
@@ -332,19 +329,21 @@ def test_repeat_offenders_are_banned() -> None:
             a = await w.open(on_ban=banned.append)
             b, rogue = await w.open(a), await w.open(a)
             await rogue.send(a.peer_id, Frame("x", {}))
+            lost = list[str]()
+            rogue.on_lost(lost.append)
             target = PeerID.from_base58(a.peer_id)
             for n in range(LIMIT):
                 assert not banned
                 if n % 2:
-                    assert (await rogue._p2p.exchange(target, CALL, b"\xff"))[:1] == FAILED
+                    assert (await rogue.p2p.exchange(target, CALL, b"\xff"))[:1] == FAILED
                 else:
-                    _, reader, writer = await rogue._p2p.call_binary_stream_handler(target, FRAMES)
+                    _, reader, writer = await rogue.p2p.call_binary_stream_handler(target, FRAMES)
                     writer.write(b"this is no frame, as anyone can see")
                     assert await asyncio.wait_for(reader.read(), 5) == b""
                     writer.close()
             assert banned == [rogue.peer_id]
             assert len([1 for who, _ in w.refusals[a.peer_id] if who == rogue.peer_id]) == LIMIT
-            assert rogue.peer_id not in {sender for sender, _ in a._incoming._open}, "its streams are closed"
+            await poll(lambda: lost == [a.peer_id])  # its streams are closed
             for one, other in [(rogue, a), (a, rogue)]:
                 with pytest.raises(NetworkError):
                     await one.call(other.peer_id, "echo", b"", timeout_s=5)
@@ -402,6 +401,6 @@ def test_a_fleet_goes_on_without_the_kicked(tmp_path: Path, monkeypatch: pytest.
 
 async def members(net: Libp2pNetwork, run_id: str) -> list[str]:
     """Names of who is in the run by a certificate that counts."""
-    answer = Members.unpack(await net.call(sorted(net._p2p.gate.known())[0], Members.KIND, b"", timeout_s=10))
+    answer = Members.unpack(await net.call(sorted(net.p2p.gate.known())[0], Members.KIND, b"", timeout_s=10))
     counting = [m for m in answer.members if net.trust.current(m.id, chain_from(m.certificate))]
     return [m.name for m in counting]

@@ -19,7 +19,8 @@ from muletrain.config.schema import Codec
 from muletrain.errors import DeadlineExceeded, PeerUnreachable
 from muletrain.events import Note, StepApplied, StepDone
 from muletrain.network.base import Frame
-from muletrain.network.relay import ACCEPTED, RELAY, WORKS, _Asked
+from muletrain.network.pipes import ACCEPTED, RELAY, WORKS
+from muletrain.network.ways import Failures
 from muletrain.sim.loop import run_virtually
 from muletrain.wire.codec import decode, encode
 from muletrain.wire.frame import pack
@@ -43,13 +44,11 @@ NOWHERE = {"announce": ("/ip4/192.0.2.1/udp/1",), "private": True}
 
 
 def ways(net: Libp2pNetwork, peer: Network) -> int:
-    assert net._relay is not None
-    return sum(peer.peer_id in pipe.peers for pipe in net._relay._pipes)
+    return net.relay.pipes.to(peer.peer_id)
 
 
 def carried(net: Libp2pNetwork) -> int:
-    assert net._relay is not None
-    return sum(net._relay.carried.values())
+    return sum(net.carried().values())
 
 
 async def two_private(w: World, *members: Libp2pNetwork) -> tuple[Libp2pNetwork, Libp2pNetwork]:
@@ -114,7 +113,7 @@ def test_when_the_relay_dies_or_freezes_another_takes_over_in_seconds(end: signa
                     await net.connect([address], timeout_s=10)
                 await b.send(c.peer_id, Frame("x", {"n": 0}))
                 assert (await w.next(c))[0] == b.peer_id
-                spare._relay._carries = True  # type: ignore[union-attr]
+                spare.relay.carries = True
                 lost: list[str] = []
                 b.on_lost(lost.append)
                 for pid in (process.pid, daemon):
@@ -139,7 +138,7 @@ def test_a_way_that_broke_is_found_again_whoever_lost_the_connection() -> None:
             for ends, connection in [(b, a), (c, a), (a, b), (a, c), (b, c)]:
                 await until_it_is_there(w, b, c)
                 lost.clear()
-                await ends._p2p._client.disconnect(PeerID.from_base58(connection.peer_id))
+                await ends.p2p.hang_up(connection.peer_id)
                 await poll(lambda: c.peer_id in lost)
 
     asyncio.run(scenario())
@@ -176,10 +175,10 @@ def test_who_is_dead_is_unreachable_as_before() -> None:
 def test_members_are_asked_for_a_way_to_the_dead_less_and_less() -> None:
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
-        asked, when, begin = _Asked(), list[float](), loop.time()
+        asked, when, begin = Failures(), list[float](), loop.time()
         while loop.time() < begin + 7200.0:
-            if loop.time() >= asked.again:
-                asked.in_vain()
+            if loop.time() >= asked.again_s:
+                asked.count()
                 when.append(loop.time())
             await asyncio.sleep(1.0)
         gaps = [round(b - a) for a, b in pairwise(when)]
@@ -201,7 +200,7 @@ def test_what_a_relay_changes_is_never_taken() -> None:
             plain, changed = asyncio.StreamWriter.write, list[int]()
 
             def write(writer: asyncio.StreamWriter, data: Any) -> None:
-                if len(data) > 1000 and any(writer in pipe.writers for pipe in a._relay._carrying) and not changed:  # type: ignore[union-attr]
+                if len(data) > 1000 and any(writer in pipe.writers for pipe in a.relay.lent.open) and not changed:
                     changed.append(len(data))
                     data = bytes([*data[:500], data[500] ^ 1, *data[501:]])
                 plain(writer, data)
@@ -209,10 +208,10 @@ def test_what_a_relay_changes_is_never_taken() -> None:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(asyncio.StreamWriter, "write", write)
                 large = [encode(torch.zeros(1 << 18), Codec.FP32)]
-                first = b._relay._pipes[0]  # type: ignore[union-attr]
+                first = b.relay.pipes.open[0]
                 with contextlib.suppress(PeerUnreachable, DeadlineExceeded):
                     await b.send(c.peer_id, Frame("x", {"n": 1}, large), timeout_s=5)
-                await poll(lambda: first not in b._relay._pipes)  # type: ignore[union-attr]
+                await poll(lambda: first not in b.relay.pipes.open)
             await b.send(c.peer_id, Frame("x", {"n": 2}, large))
             frames = [(await w.next(c))[1]]
             while number(frames[-1]) < 2:  # the first one may have been sent again
@@ -241,10 +240,12 @@ def test_a_relay_is_for_members_between_members() -> None:
                 assert w.refusals[a.peer_id] == [
                     (stranger.peer_id.to_base58(), "stream muletrain/relay before admission")
                 ]
-                assert await ask(b._p2p, a, to=stranger.peer_id.to_base58(), addresses=[]) == b"", "nor to strangers"
-                assert await ask(b._p2p, a, to=c.peer_id, addresses=[]) in (ACCEPTED, WORKS), "perhaps they met already"
-                assert await ask(b._p2p, a, to=7) == b""
-                assert w.refusals[a.peer_id][1:] == [(b.peer_id, "a stream for relays must begin with whom it is for")]
+                assert await ask(b.p2p, a, to=stranger.peer_id.to_base58(), addresses=[]) == b"", "nor to strangers"
+                assert await ask(b.p2p, a, to=c.peer_id, addresses=[]) in (ACCEPTED, WORKS), "perhaps they met already"
+                assert await ask(b.p2p, a, to=7) == b""
+                assert w.refusals[a.peer_id][1:] == [
+                    (b.peer_id, "a stream for relays must begin with the peer that it is for")
+                ]
             finally:
                 await stranger.shutdown()
 
@@ -259,11 +260,11 @@ def test_where_nobody_leads_there_people_are_told_which_port_to_open() -> None:
             begin = time.monotonic()
             with pytest.raises(PeerUnreachable, match=r"open a TCP port here .*, or one there"):
                 await b.call(c.peer_id, "echo", b"x", timeout_s=20)
-            with pytest.raises(PeerUnreachable, match=f"open TCP port {a._relay._daemon[1]} here, or one there"):  # type: ignore[union-attr]
-                await a.call("12D3KooWGRUfrbLzBgGzBUyN4dRkd7TMbE3Xtz5VuwLqFzV7WAVD", "echo", b"x", timeout_s=20)
             address = a.addresses()[0]
-            await a.close()
             port = address.split("/")[4]
+            with pytest.raises(PeerUnreachable, match=f"open TCP port {port} here, or one there"):
+                await a.call("12D3KooWGRUfrbLzBgGzBUyN4dRkd7TMbE3Xtz5VuwLqFzV7WAVD", "echo", b"x", timeout_s=20)
+            await a.close()
             with pytest.raises(PeerUnreachable, match=rf"open to this machine:\n  TCP port {port} of 127\.0\.0\.1 \("):
                 await w.open(initial_peers=(address,), owner=OWNER.public)
             assert time.monotonic() - begin < 30

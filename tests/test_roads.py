@@ -12,6 +12,7 @@ import pytest
 
 from muletrain.errors import DeadlineExceeded, PeerUnreachable
 from muletrain.network.base import Channel, Frame
+from muletrain.network.conditions import Conditions
 from muletrain.network.memory import MemoryHub
 from muletrain.network.pacing import TARGET_S
 from muletrain.network.roads import Road
@@ -25,14 +26,35 @@ WIDE = Road()
 CONTROL, PIPE, AVERAGE, BULK = Channel
 
 
+class Links(Conditions):
+    """One delay, paths with the bandwidth that their sender has, and frames that weigh what their headers say."""
+
+    def __init__(self, delay_s: float, paths: dict[str, float]) -> None:
+        self._delay_s, self._paths = delay_s, paths
+
+    def delay_s(self, sender: str, receiver: str) -> float:
+        return self._delay_s
+
+    def path_bytes_per_s(self, sender: str, receiver: str) -> float:
+        return self._paths.get(sender, math.inf)
+
+    def weight(self, sender: str, frame: Frame) -> int:
+        return int(frame.header["n"])
+
+
 class World:
     """Peers on ``roads``. Frames count for the bytes that their headers say. ``got``: (when, sender, receiver, channel,
     bytes, number)."""
 
-    def __init__(self, roads: dict[str, Road], delay_s: float = 0.001) -> None:
-        self.hub = MemoryHub()
-        self.hub.hands_over, self.hub.delay_s = True, lambda sender, receiver: delay_s
-        self.hub.weigh = lambda sender, frame: frame.header["n"]
+    def __init__(
+        self,
+        roads: dict[str, Road],
+        delay_s: float = 0.001,
+        paths: dict[str, float] | None = None,
+        *,
+        relays: bool = False,
+    ) -> None:
+        self.hub = MemoryHub(Links(delay_s, paths or {}), relays=relays, hands_over=True)
         self.got: list[tuple[float, str, str, str, int, int]] = []
         self._tasks: list[asyncio.Task[None]] = []
         for peer, road in roads.items():
@@ -120,8 +142,7 @@ def test_a_frame_takes_the_time_of_its_slowest_link_and_the_delay_and_directions
         await asyncio.gather(w.send("a", "b", 60e3, CONTROL), w.send("b", "a", 60e3, CONTROL))
         await asyncio.sleep(2.0)
         assert {entry[2]: entry[0] for entry in w.got} == {"b": pytest.approx(0.56), "a": pytest.approx(0.515)}
-        w = World({"a": WIDE, "b": WIDE}, 0.5)
-        w.hub.roads.path_bytes_per_s = lambda a, b: 1e6 if a == "a" else math.inf
+        w = World({"a": WIDE, "b": WIDE}, 0.5, {"a": 1e6})
         await w.send("a", "b", 60e3, CONTROL)
         assert await w.call("a", "b", 1000) == pytest.approx(1.06 + 1.128e-3), "it waits behind the frame"
         assert w.got[0][0] == pytest.approx(2.56)
@@ -324,7 +345,7 @@ def test_a_frozen_receiver_acknowledges_nothing_and_holds_up_nobody_else() -> No
         for receiver in "bcd":
             w.flood("a", receiver, AVERAGE)
         await asyncio.sleep(5.0)
-        w.hub.freeze("b")
+        w.hub.barriers.freeze("b")
         await asyncio.sleep(5.0)
         rates = w.rates(2, 6.5, 10.0)
         assert rates["b"] == 0
@@ -334,7 +355,7 @@ def test_a_frozen_receiver_acknowledges_nothing_and_holds_up_nobody_else() -> No
         with pytest.raises(DeadlineExceeded):
             await w.send("a", "b", 1e6, PIPE, timeout_s=2.0)
         assert now() == pytest.approx(12.0, abs=0.1)
-        w.hub.thaw("b")
+        w.hub.barriers.thaw("b")
         await asyncio.sleep(5.0)
         assert w.rates(2, 12.5, 17.0)["b"] > 0
         assert w.hub.peers["a"].heard_s("b") > 16.9
@@ -352,7 +373,7 @@ def test_a_sender_learns_at_once_that_its_receiver_is_gone_and_sends_to_others(f
         if fault == "kill":
             w.hub.kill("b")
         else:
-            w.hub.cut("a", "b")
+            w.hub.barriers.cut("a", "b")
         for send in sends:
             with pytest.raises(PeerUnreachable):
                 await send
@@ -362,7 +383,7 @@ def test_a_sender_learns_at_once_that_its_receiver_is_gone_and_sends_to_others(f
         assert w.got[-1][2] == "c"
         assert w.got[-1][0] == pytest.approx(3.8, abs=0.2)
         if fault == "cut":
-            w.hub.mend("a", "b")
+            w.hub.barriers.mend("a", "b")
             await w.send("a", "b", 1e6)
             await asyncio.sleep(1.0)
             assert [entry[4] for entry in w.got if entry[2] == "b"] == [1e6], "what was on its way is lost"
@@ -375,11 +396,11 @@ def test_a_hold_up_passes_and_what_waited_arrives() -> None:
         w = World(dict.fromkeys("ab", Road(10 * MBPS, 10 * MBPS)))
         sending = asyncio.create_task(w.send("a", "b", 5e6))
         await asyncio.sleep(1.0)
-        w.hub.hold_up("a", "b")
+        w.hub.barriers.hold_up("a", "b")
         await asyncio.sleep(10.0)
         assert not sending.done()
         assert w.hub.peers["b"].heard_s("a") < 1.1
-        w.hub.let_pass("a", "b")
+        w.hub.barriers.let_pass("a", "b")
         await sending
         await asyncio.sleep(1.0)
         assert [entry[4] for entry in w.got] == [5e6]
@@ -390,9 +411,8 @@ def test_a_hold_up_passes_and_what_waited_arrives() -> None:
 
 def test_a_relays_links_carry_what_it_relays() -> None:
     async def scenario() -> None:
-        w = World({"a": WIDE, "b": WIDE, "r": Road(8 * MBPS, 16 * MBPS)})
-        w.hub.relays = True
-        w.hub.cut("a", "b")
+        w = World({"a": WIDE, "b": WIDE, "r": Road(8 * MBPS, 16 * MBPS)}, relays=True)
+        w.hub.barriers.cut("a", "b")
         await w.send("a", "b", 4e6)
         await asyncio.sleep(1.0)
         assert w.got[0][0] == pytest.approx(4.0, rel=0.05)

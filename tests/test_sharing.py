@@ -237,7 +237,7 @@ def test_what_came_before_a_break_need_not_come_again(tmp_path: Path, monkeypatc
 
         async def content(self: FileCopy, begin: int, end: int) -> list[memoryview]:
             if len(sent) == 20:
-                pair.stage.hub.cut("a", "t")
+                pair.stage.hub.barriers.cut("a", "t")
             sent.append(begin)
             return await right(self, begin, end)
 
@@ -250,7 +250,7 @@ def test_what_came_before_a_break_need_not_come_again(tmp_path: Path, monkeypatc
         blocks = range(0, len(right_bytes), 1000)
         came = {k for k in blocks if arrived[k : k + 1000] == right_bytes[k : k + 1000]}
         assert came
-        pair.stage.hub.mend("a", "t")
+        pair.stage.hub.barriers.mend("a", "t")
         second = pair.sharing()
         again = len(sent)
         assert await pair.taken(second)

@@ -52,7 +52,7 @@ class Sender:
 
     def __init__(self, peer: str = PEER, pacer: Pacer | None = None, *, accepts: bool = True) -> None:
         self.daemon, self.pacer = Daemon(accepts=accepts), pacer or Pacer()
-        self.flow = self.pacer._flow(peer)
+        self._window = self.pacer.window(peer)
         self.outgoing = Outgoing(
             cast("Any", self.daemon), peer, Channel.AVERAGE, self.pacer, lambda peer: None, lambda peer: None
         )
@@ -62,7 +62,10 @@ class Sender:
 
     async def waits(self, streams: int) -> None:
         """Until a frame waits for room, on the last of so many streams."""
-        await until(lambda: len(self.daemon.ends) == streams and bool(self.flow.waiting))
+        await until(lambda: len(self.daemon.ends) == streams and self._is_full())
+
+    def _is_full(self) -> bool:
+        return self.pacer.under_way(PEER) + self._window.piece > self._window.size
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -79,7 +82,7 @@ def test_what_is_granted_when_the_stream_has_ended_is_not_under_way_for_ever() -
         sender.daemon.ends[0].close()
         with pytest.raises(PeerUnreachable):
             await sending
-        assert sender.flow.under_way == 0
+        assert sender.pacer.under_way(PEER) == 0
 
     run(scenario())
 
@@ -95,7 +98,8 @@ def test_half_a_frame_does_not_stay_on_a_stream_that_was_opened_anew() -> None:
         sender.pacer.give_up(PEER)
         with pytest.raises(PeerUnreachable):
             await sending
-        assert sender.outgoing._connection is None
+        await sender.send(10)
+        assert len(sender.daemon.ends) == 3, "on a stream of its own"
 
     run(scenario())
 

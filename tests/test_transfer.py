@@ -235,10 +235,10 @@ def test_what_came_before_a_break_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
         if not broken and len(sent) >= 40:
             broken.append(True)
             for donor in "ab":
-                stage.hub.cut(donor, "t")
-                asyncio.get_running_loop().call_later(0.3, stage.hub.mend, donor, "t")
+                stage.hub.barriers.cut(donor, "t")
+                asyncio.get_running_loop().call_later(0.3, stage.hub.barriers.mend, donor, "t")
             return
-        if stage.hub.way(ctx.net.peer_id, taker) is not None:
+        if stage.hub.barriers.way(ctx.net.peer_id, taker) is not None:
             sent.append(block)
         await right(self, ctx, taker, block)
 

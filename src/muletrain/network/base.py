@@ -1,9 +1,9 @@
 """The ``Network`` seam: calls, frames and a directory, between peers named by their id (base58 of an Ed25519 key).
 
 - *Calls* are request/response control messages (up to 1 MiB).
-- *Frames* are one-way messages over persistent ordered streams, one per (sender, receiver, channel): tensors, and the
-  small notices of the step protocol, for which a call's round trip and CPU would dominate a short step.
-- The *directory* gives hints (who is there, since when): never decisions.
+- *Frames* are one-way messages over persistent ordered streams, one per (sender, receiver, channel). They carry tensors
+  and the small notices of the step protocol: in a short step a call's round trip and CPU would dominate.
+- The *directory* gives hints (which peers are there, since when), never decisions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PeerId = str
 
 class Channel(StrEnum):
     """Streams that do not block each other, the most urgent first: small notices, which are not paced; activations and
-    their gradients; averaging; state and checkpoints."""
+    their gradients; averaging; states and checkpoints."""
 
     CONTROL = "control"
     PIPE = "pipe"
@@ -29,7 +29,7 @@ class Channel(StrEnum):
 
 
 class Header(Protocol):
-    """What a frame's header is made from."""
+    """A message that becomes a frame's header."""
 
     def model_dump(self) -> dict[str, Any]: ...
 
@@ -47,11 +47,11 @@ class Frame:
         tensors: list[Encoded] | None = None,
         message: Header | None = None,
     ) -> None:
-        """``header`` None: that of ``message``, made when it is asked for."""
+        """``header`` None: ``message`` makes it when it is needed."""
         self.kind, self._header, self.message = kind, header, message
         self.tensors = tensors if tensors is not None else []
         self.nbytes: int | None = None
-        """As it travels, where somebody has looked (``wire.frame.frame_size``)."""
+        """Bytes of the packed frame, once ``wire.frame.frame_size`` has counted them."""
 
     @property
     def header(self) -> dict[str, Any]:
@@ -68,74 +68,72 @@ LossHandler = Callable[[PeerId], None]
 
 
 class Bounds(Protocol):
-    """What a receiver of frames takes: asked before it reads a header, and again before it reads any tensor."""
+    """Limits what a receiver takes. It is asked before a header is read, and again before any tensor is."""
 
     def header(self, kind: str) -> int:
-        """Most bytes of a header of ``kind``. Raises Malformed for a kind that no peer sends."""
+        """The most bytes of a header of ``kind``. Raises Malformed for a kind that no peer sends."""
         ...
 
     async def expect(self, sender: PeerId, frame: Frame) -> None:
-        """``frame`` has its header, and codecs and shapes of its tensors, but not their bytes. Raises ProtocolError
-        where the receiver does not expect it from ``sender`` now, Malformed where no correct peer sends it at any
-        time."""
+        """Check ``frame``, which has its header and its tensors' codecs and shapes, but not their bytes. Raises
+        ProtocolError if it is not expected from ``sender`` now, Malformed if no correct peer ever sends it."""
         ...
 
 
 class Network(Protocol):
-    """What protocol actors see of the world outside the process."""
+    """The world outside the process, as protocol actors see it."""
 
     peer_id: PeerId
 
     async def call(self, peer: PeerId, method: str, payload: bytes, *, timeout_s: float) -> bytes:
-        """Raises PeerUnreachable, DeadlineExceeded, or Refused (the handler raised a MuletrainError; its message is
-        carried)."""
+        """Ask ``peer`` and return its answer. Raises PeerUnreachable, DeadlineExceeded, or Refused with the message of
+        the MuletrainError that the handler raised."""
         ...
 
     def serve(self, method: str, handler: CallHandler, *, free: bool = False) -> None:
-        """Answer calls to ``method``. A MuletrainError raised by the handler reaches the caller as Refused. Of answers
-        each member has so many bytes a second (``network.quota``), unless they are ``free``, for the handler bounds
-        what each member has."""
+        """Answer calls to ``method``. A MuletrainError raised by the handler reaches the caller as Refused. Each member
+        gets a quota of answers (``network.quota``); ``free``: not of these, because the handler bounds them."""
         ...
 
     async def send(
         self, peer: PeerId, frame: Frame, *, channel: Channel = Channel.PIPE, timeout_s: float = 60.0
     ) -> int:
-        """Send in order on the stream to ``peer``; returns bytes put on the stream (0 when ``peer`` is ourselves: then
-        the handler runs without a wire). Returns once all of it was handed over: what is paced waits for its turn, and
-        for room on the link (``network.pacing``). Raises PeerUnreachable, and DeadlineExceeded when ``peer`` takes
-        nothing for ``timeout_s``."""
+        """Send ``frame`` in order on the stream to ``peer``. Returns the bytes put on the stream (0 to ourselves: there
+        is no wire), once all were handed over: a paced frame waits for its turn and for room on the link
+        (``network.pacing``). Raises PeerUnreachable, and DeadlineExceeded when ``peer`` takes nothing for
+        ``timeout_s``."""
         ...
 
     def receive(self, handler: FrameHandler, kinds: Collection[str] = (), bounds: Bounds | None = None) -> None:
-        """Every frame of every stream goes to ``handler``, or those of ``kinds`` only; awaiting it holds that stream
-        back (back-pressure). Without a handler for their kind, nor one for all, frames wait. What ``bounds`` refuses is
-        not read, and its stream is closed; None: whatever a frame may carry is taken."""
+        """Hand frames of ``kinds`` to ``handler``; without ``kinds``, all that have no handler of their own. While a
+        handler runs its stream waits (back-pressure); frames without a handler wait, too. A frame that ``bounds`` or
+        the handler refuses ends its stream; ``bounds`` None: any frame is read."""
         ...
 
     def on_refusal(self, handler: RefusalHandler) -> None:
-        """Told (remote id or address, reason) whenever something wrong arrived and was refused."""
+        """Tell ``handler`` (remote id or address, reason) when something wrong arrived and was refused."""
         ...
 
     def on_lost(self, handler: LossHandler) -> None:
-        """Told of a peer that ended a stream with us: it may be gone, or only begin another."""
+        """Tell ``handler`` of each peer with which a stream ended, also if this side closed it after a wrong frame. The
+        peer may be gone, or only begin another stream; what was under way is lost."""
         ...
 
     def heard_s(self, peer: PeerId) -> float:
         """When anything last came from ``peer`` (a part of a frame, a receipt, a call, an answer), by the running
-        loop's clock; -inf: nothing did."""
+        loop's clock; -inf: never."""
         ...
 
     def queued_s(self, peer: PeerId) -> float:
-        """How much later than on free links an answer of ``peer`` comes now [s]: what waits on the way to it and back,
-        as far as it is known here."""
+        """By how much queues delay an answer of ``peer`` now [s], as far as this peer knows."""
         ...
 
     def give_up(self, peer: PeerId) -> None:
-        """What waits for room on the link to ``peer`` fails with PeerUnreachable: it is believed dead."""
+        """Fail with PeerUnreachable what waits for room on the link to ``peer``, which is believed dead."""
         ...
 
     def moved(self) -> int:
-        """Bytes of paced channels that came, or were acknowledged, so far."""
+        """Bytes of paced channels that came or were acknowledged so far."""
         ...
 
     async def announce(self, key: str, value: bytes, ttl_s: float) -> None:
@@ -143,16 +141,15 @@ class Network(Protocol):
         ...
 
     async def lookup(self, key: str) -> dict[PeerId, bytes]:
-        """What members announced under ``key`` and has not expired."""
+        """The values under ``key`` that have not expired, by the member that announced each."""
         ...
 
     def carried(self) -> dict[PeerId, int]:
-        """Bytes carried for others since the last question, by receiver: members lead to those that cannot be reached
-        directly."""
+        """Bytes relayed for others since the last question, by receiver."""
         ...
 
     def addresses(self) -> list[str]:
-        """Multiaddresses (ending in /p2p/ID) others can dial."""
+        """Multiaddresses (ending in /p2p/ID) that others can dial."""
         ...
 
     async def connect(self, addresses: list[str], *, timeout_s: float) -> PeerId:

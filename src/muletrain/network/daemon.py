@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MAX_SOCKET_PATH = {"darwin": 103}
-"""Bytes of a unix socket's path by platform (``sun_path`` without its final zero); 107 elsewhere."""
+"""Most bytes of a unix socket's path by platform (``sun_path`` without its final zero); 107 elsewhere."""
 SOCKET = "p2pclient-12345678901.sock"
-"""The longest name that hivemind gives one."""
+"""The longest name that hivemind gives a socket."""
 START_S = 90.0
-"""A tenth of a second does where the machine is idle; where fleets shared two cores, 15 s (hivemind's own limit) were
-not enough."""
+"""Longest start of the daemon [s]. An idle machine needs 0.1 s; when fleets shared two cores, 15 s (hivemind's limit)
+were not enough."""
 GARBAGE = "50"
-"""Per cent of its live memory that the daemon lets pile up as garbage (Go's GOGC; 100 is the default). It keeps a
-little of every peer it ever met: half the garbage, half the growth."""
+"""Garbage that the daemon lets pile up, in per cent of its live memory (Go's GOGC; 100 is the default). It keeps a
+little of every peer that it ever met: half the garbage, half the growth."""
 
 
 @dataclass(frozen=True)
 class Daemon:
-    """A running one, and where it listens."""
+    """A running daemon, and where it listens."""
 
     p2p: GatedP2P
     key: Key
@@ -44,10 +44,11 @@ class Daemon:
     async def start(
         cls, folder: Path, listen: str, port: int, announce: tuple[str, ...], *, private: bool = False
     ) -> Daemon:
-        """``port`` 0: any free one. ``private``: no other machine can connect to it. Raises NetworkError."""
+        """Start a daemon. ``port`` 0: any free one. ``private``: no other machine can connect to it. Raises
+        NetworkError."""
         check_socket_folder(folder, sys.platform)
         free = _check_port_free(listen, port)
-        if announce and port == 0:  # it would not tell which it took
+        if announce and port == 0:  # the daemon would not tell which port it took
             port = free
         identity = folder / "identity"
         key = Key.at(identity)
@@ -74,19 +75,19 @@ class Daemon:
         return cls(p2p, key, listen, port)
 
     async def addresses(self) -> list[str]:
-        """Where others may dial it."""
+        """The addresses at which others may dial the daemon."""
         return [str(a) for a in await self.p2p.get_visible_maddrs(latest=True)]
 
     def inside(self, addresses: list[str]) -> tuple[str, int]:
-        """Where we can dial it ourselves, given ``addresses``."""
+        """(host, port) at which this process can dial the daemon, given its ``addresses``."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.listen, self.listen)
         told = (a.split("/") for a in addresses)
         return host, self.port or next(int(part[4]) for part in told if part[2:4] == [host, "tcp"])
 
 
 def check_socket_folder(folder: Path, platform: str) -> None:
-    """Raises NetworkError where the daemon's sockets would have longer paths than ``platform`` (``sys.platform``)
-    takes."""
+    """Raises NetworkError if the daemon's sockets in ``folder`` would have longer paths than ``platform``
+    (``sys.platform``) allows."""
     length, limit = len(os.fsencode(folder / SOCKET)), MAX_SOCKET_PATH.get(platform, 107)
     if length > limit:
         raise NetworkError(
@@ -95,8 +96,8 @@ def check_socket_folder(folder: Path, platform: str) -> None:
 
 
 def _check_port_free(listen: str, port: int) -> int:
-    """The port, or a free one for 0. The daemon listens with SO_REUSEPORT: a second one on the same port would silently
-    take half of the first one's callers."""
+    """``port``, or a free one for 0. The daemon listens with SO_REUSEPORT: a second daemon on the same port would
+    silently take half of the first one's callers. Raises NetworkError."""
     try:
         address = ipaddress.ip_address(listen)
         with socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET) as probe:
@@ -105,20 +106,23 @@ def _check_port_free(listen: str, port: int) -> int:
             return int(probe.getsockname()[1])
     except ValueError as e:
         raise NetworkError(
-            f"network.listen: {listen!r} is no address; write it as 192.168.1.7, or 0.0.0.0 for all"
+            f"network.listen: {listen!r} is no address; write it as 192.168.1.7, or 0.0.0.0 for all addresses"
         ) from e
     except OSError as e:
         what = f"cannot listen on {listen}:{port}: {e.strerror}"
         if e.errno in (errno.EADDRINUSE, errno.EACCES):
             raise NetworkError(f"network.port: {what}; choose another (--port), or 0 for any free one") from e
-        raise NetworkError(f"network.listen: {what}; give an address of this machine, or 0.0.0.0 for all") from e
+        raise NetworkError(
+            f"network.listen: {what}; give an address of this machine, or 0.0.0.0 for all addresses"
+        ) from e
 
 
 async def end_daemon(p2p: GatedP2P) -> None:
+    """Ask the daemon to end, and kill it if it does not."""
     with suppress(Exception):
         async with asyncio.timeout(5.0):
             await p2p.shutdown()
         return
     with suppress(Exception):  # it does not end when asked
-        p2p._child.kill()
-        await p2p._child.wait()
+        p2p.daemon.kill()
+        await p2p.daemon.wait()

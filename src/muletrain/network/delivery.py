@@ -1,4 +1,4 @@
-"""Handing frames to whoever receives them, and reporting what was wrong: common to all networks."""
+"""Handing frames to their receivers, and reporting what was wrong. All networks share this."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from muletrain.network.base import Bounds, Frame, FrameHandler, PeerId, RefusalHandler
+    from muletrain.network.offences import Reports
 
 
 @dataclass
 class Counters:
-    """Bytes by (peer, frame kind), counted where they pass: whole frames sent, tensors received."""
+    """Bytes by (peer, frame kind): of whole frames sent, and of tensors received."""
 
     sent: Counter[tuple[PeerId, str]] = field(default_factory=Counter)
     received: Counter[tuple[PeerId, str]] = field(default_factory=Counter)
@@ -29,7 +30,7 @@ class _Receiver(NamedTuple):
 
 
 class Door(NamedTuple):
-    """What is asked while a frame of ``sender`` is read (``wire.frame.Door``)."""
+    """Asks the receiver's bounds while a frame of ``sender`` is read (``wire.frame.Door``)."""
 
     delivery: Delivery
     sender: PeerId
@@ -49,19 +50,26 @@ class Door(NamedTuple):
 
 
 class Delivery:
-    """One handler for all frames but those of kinds that have their own; until there is one, frames wait (and hold
-    their stream back)."""
+    """Hands each frame to the handler of its kind, or to the handler for all kinds. Until there is one, frames wait and
+    hold their stream back."""
 
-    def __init__(self, refusal: RefusalHandler | None = None) -> None:
-        self.refused: RefusalHandler = refusal or (lambda remote, reason: None)
-        self.offended: Callable[[PeerId], None] = lambda remote: None
-        """Told of whoever sent what no correct peer sends, after ``refused``."""
+    def __init__(
+        self,
+        refused: RefusalHandler | None = None,
+        offended: Callable[[PeerId], None] | None = None,
+        reports: Reports | None = None,
+    ) -> None:
+        """``refused`` is told what was wrong, ``offended`` who sent what no correct peer sends. ``reports`` limits how
+        often ``refused`` is told."""
+        self.refused: RefusalHandler = refused or (lambda remote, reason: None)
+        self.offended: Callable[[PeerId], None] = offended or (lambda remote: None)
+        self._reports = reports
         self._receiver: _Receiver | None = None
         self._of_kind: dict[str, _Receiver] = {}
         self._ready = asyncio.Event()
 
     def receive(self, handler: FrameHandler, kinds: Collection[str] = (), bounds: Bounds | None = None) -> None:
-        """``kinds``: of these frames only."""
+        """Hand frames of ``kinds`` to ``handler``; without ``kinds``, all that have no handler of their own."""
         receiver = _Receiver(handler, bounds)
         if kinds:
             self._of_kind.update(dict.fromkeys(kinds, receiver))
@@ -70,7 +78,7 @@ class Delivery:
         self._ready.set()
 
     async def receiver(self, kind: str) -> _Receiver:
-        """Of such frames, once there is one."""
+        """Wait for a receiver of ``kind``."""
         if (receiver := self._of_kind.get(kind)) is not None:
             return receiver
         await self._ready.wait()
@@ -80,14 +88,20 @@ class Delivery:
     def door(self, sender: PeerId) -> Door:
         return Door(self, sender)
 
+    def report(self, remote: str, reason: str) -> None:
+        """Tell that something of ``remote`` (a peer id or an address) was refused."""
+        told = reason if self._reports is None else self._reports.take(reason)
+        if told is not None:
+            self.refused(remote, told)
+
     def refuse(self, sender: PeerId, error: ProtocolError, where: str = "") -> None:
-        """Report ``error``, and count it against ``sender`` where no correct peer would cause it."""
-        self.refused(sender, f"{where}{error}")
+        """Report ``error``, and count it against ``sender`` if no correct peer causes it."""
+        self.report(sender, f"{where}{error}")
         if isinstance(error, Malformed):
             self.offended(sender)
 
     async def deliver(self, sender: PeerId, frame: Frame) -> bool:
-        """False when it was refused or the handler failed: the stream it came on should be closed."""
+        """Hand ``frame`` over. False: it was refused or the handler failed; its stream should be closed."""
         try:
             await (await self.receiver(frame.kind)).handler(sender, frame)
         except ProtocolError as e:
@@ -96,6 +110,6 @@ class Delivery:
         except Exception as e:  # a bug of ours: loud, but one stream only
             context = {"message": f"handling a '{frame.kind[:40]}' frame failed", "exception": e}
             asyncio.get_running_loop().call_exception_handler(context)
-            self.refused(sender, f"{frame.kind[:40]}: internal error, {type(e).__name__}: {e}")
+            self.report(sender, f"{frame.kind[:40]}: internal error, {type(e).__name__}: {e}")
             return False
         return True

@@ -1,8 +1,7 @@
 """The directory: hivemind's DHT among the members. It gives hints, never decisions.
 
-hivemind's nodes store what others bring them, and hand it on. So a record is signed by the peer it is about: the
-signature covers the run, the key, the peer, the value and the expiry, and is checked by whoever stores the record and
-by whoever reads it.
+hivemind's nodes store what others bring them, and hand it on. So each peer signs its own records: the signature covers
+the run, the key, the peer, the value and the expiry. It is checked when a record is stored, and when it is read.
 """
 
 from __future__ import annotations
@@ -27,34 +26,38 @@ if TYPE_CHECKING:
     from muletrain.network.trust import Chain, Trust
 
 MAX_VALUE = 1 << 16
+"""Most bytes of a value."""
 MAX_TTL_S = 120.0
-"""A record is believed, and kept by others, for at most this long."""
+"""Longest time for which a record is believed, and kept by others [s]."""
 SKEW_S = 5.0
-"""Clocks of machines that agree as hivemind wants it (3 s), and a little more."""
+"""Tolerated difference of two machines' clocks [s]: hivemind's 3 s and a little more."""
 MAX_KEYS = 1024
-"""Keys kept for others; those that expire first go first."""
+"""Most keys kept for others; the first to expire go first."""
 TIMEOUT_S = 20.0
+"""Longest time of one question [s]."""
 
 
 class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind is untyped
-    """Makes records, opens them, and refuses the others' wrong ones before hivemind takes them."""
+    """Signs our records, opens others', and refuses wrong ones before hivemind takes them."""
 
     def __init__(self, run_id: str, key: Key, trust: Trust) -> None:
         self._run_id, self._key, self._trust = run_id, key, trust
 
     def make(self, key: str, value: bytes, expires: float) -> bytes:
+        """Our signed record of ``value``. ``expires``: by ``get_dht_time``."""
         bound = (self._run_id, _key_id(key), self._key.peer_id, expires, value)
         signature = self._key.sign("directory", *bound)
         packed: bytes = msgpack.packb([value, signature, packed_chain(self._trust.chain)])
         return packed
 
     def read(self, key: str, peer: Any, record: Any, expires: float) -> bytes | None:
-        """The value, if it is from a member about itself."""
+        """The value of ``record``, or None if ``peer``, a current member, did not make it."""
         value, chain = self._opened(_key_id(key), peer, record, expires) or (None, ())
         return value if self._trust.current(peer, chain) else None
 
     def _opened(self, key_id: bytes, peer: Any, record: Any, expires: float) -> tuple[bytes, Chain] | None:
-        """If ``peer`` itself signed the value for this key, this run and this expiry, and was ever let in."""
+        """The value and its maker's chain. None unless ``peer`` signed it for this key, run and expiry, and was ever
+        admitted."""
         public = public_half(peer)
         if public is None or not isinstance(record, bytes) or not expires <= get_dht_time() + MAX_TTL_S + SKEW_S:
             return None
@@ -69,22 +72,22 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind is untyped
         return None
 
     def validate(self, record: DHTRecord) -> bool:
-        """hivemind's question, before it stores a record for others and before it takes one from them.
+        """Is ``record`` genuine? hivemind asks before it stores a record for others, and before it takes one.
 
-        Whoever was removed does not fail here: hivemind would refuse a whole answer for one record in it."""
+        Records of removed peers pass: for one wrong record hivemind would refuse a whole answer."""
         peer, value = _unpacked(record.subkey), _unpacked(record.value)  # no subkey: hivemind's b"" is no msgpack
         return self._opened(record.key, peer, value, record.expiration_time) is not None
 
 
 class Directory:
-    """Values that members announce about themselves, each under its own peer id."""
+    """Values that members announce about themselves, each under its own peer id. ``node``: hivemind's."""
 
     def __init__(self, node: DHTNode, records: Records, own: str) -> None:
-        self._node, self._records, self._own = node, records, own
+        self.node, self._records, self._own = node, records, own
 
     @classmethod
     async def join(cls, p2p: GatedP2P, records: Records, known: list[str], *, visitor: bool = False) -> Directory:
-        """Through the members at the addresses ``known``; none of them: a directory of our own. A ``visitor`` stores
+        """Join through the members at the addresses ``known``; without any, begin a directory. A ``visitor`` stores
         nothing for others, and they do not remember it."""
         node = await DHTNode.create(
             p2p=p2p,
@@ -104,25 +107,26 @@ class Directory:
         return cls(node, records, p2p.peer_id.to_base58())
 
     async def announce(self, key: str, value: bytes, ttl_s: float) -> None:
-        """For ``ttl_s`` seconds, at most MAX_TTL_S. Raises NetworkError when nobody could store it."""
+        """Store ``value`` for ``ttl_s`` seconds, at most MAX_TTL_S. Raises ProtocolError for too large a value,
+        NetworkError when no member stored it."""
         if len(value) > MAX_VALUE:
             raise ProtocolError(f"directory: {len(value)} bytes under '{key}'; at most {MAX_VALUE}")
         expires = get_dht_time() + min(ttl_s, MAX_TTL_S)
         record = self._records.make(key, value, expires)
-        stored = await _within(self._node.store(key, record, expires, subkey=self._own), f"storing '{key}'")
-        # hivemind says no, too, when the record came round through a third node first
+        stored = await _within(self.node.store(key, record, expires, subkey=self._own), f"storing '{key}'")
+        # hivemind also says no when the record came round through a third node first
         if not stored and (await self.lookup(key)).get(self._own) != value:
             raise NetworkError(
-                f"directory: nobody stored '{key}' for us; are this machine's clock and the others' within 3 s of each other?"
+                f"directory: no member stored '{key}' for us; are this machine's clock and the others' within 3 s of each other?"
             )
 
     async def lookup(self, key: str) -> dict[str, bytes]:
-        """What members say about themselves under ``key``; anything else is left out."""
+        """The values under ``key``, by the member that announced each; wrong records are left out."""
         return {peer: value for peer, (value, _) in (await self.lookup_left(key)).items()}
 
     async def lookup_left(self, key: str) -> dict[str, tuple[bytes, float]]:
-        """The same, each with how long it still holds [s]."""
-        found = await _within(self._node.get(key, latest=True), f"looking up '{key}'")
+        """As ``lookup``; with each value, how long it still holds [s]."""
+        found = await _within(self.node.get(key, latest=True), f"looking up '{key}'")
         entries = found.value if found is not None and isinstance(found.value, dict) else {}
         now = get_dht_time()
         values = {
@@ -133,7 +137,7 @@ class Directory:
     async def close(self) -> None:
         with suppress(Exception):  # hivemind's node may be half way through a refresh
             async with asyncio.timeout(5.0):
-                await self._node.shutdown()
+                await self.node.shutdown()
 
 
 async def _within(work: Any, what: str) -> Any:

@@ -1,17 +1,17 @@
-"""The gate: nobody speaks to a member before both sides have shown that they belong to the run.
+"""The gate: two peers speak only after both have shown that they belong to the run.
 
-libp2p encrypts, and authenticates the peer id, but lets anyone dial. Here every handler (calls, streams, the DHT's own
-RPCs) refuses a remote id that was not admitted, and every outgoing call admits the other side first. Messages, all on
+libp2p encrypts and authenticates the peer id, but lets anyone dial. Here every handler (calls, streams, the DHT's own
+RPCs) refuses a remote id that was not admitted, and every outgoing call admits the other side first. All messages use
 one protocol:
 
-- ``hello`` (version, run, nonce, epoch, certificate), between any two; answered in kind. Two members are done after it.
-- ``proof``, of a newcomer, which has no certificate: that it holds the ticket's secret; it gets a certificate. Proofs
-  are HMACs bound to version, run, both ids and both nonces; a member gives its own with the answer to ``hello``, so
-  that a ticket's secret that was replaced admits nobody and is believed by nobody.
-- ``renewed``, the owner's renewal and the new secret, from anyone to a member that stays: both prove themselves.
-- ``sync``, "is there a renewal I have not heard of?": members ask each other now and then.
+- ``hello`` (version, run, nonce, epoch, certificate), between any two, is answered in kind. Two members are done then.
+- ``proof`` shows that a newcomer, which has no certificate, holds the ticket's secret; it gets a certificate. Proofs are
+  HMACs bound to version, run, both ids and both nonces. A member's answer to ``hello`` contains its own proof, so that
+  after a renewal the old secret admits nobody and is believed by nobody.
+- ``renewed`` brings the owner's renewal and the new secret, from anyone to a member that stays: both prove themselves.
+- ``sync`` asks a member for a renewal that the caller may have missed.
 
-The callee keeps nothing between messages: its nonce is derived from the caller's id and nonce by a key of this process.
+The callee keeps nothing between messages: it derives its nonce from the caller's id and nonce, by a key of this process.
 """
 
 from __future__ import annotations
@@ -36,18 +36,29 @@ if TYPE_CHECKING:
     Call = Callable[[bytes], Awaitable[bytes]]
 
 MAX_ADMIT = 1 << 18
+"""Most bytes of a message."""
 BURST, PER_S = 200.0, 50.0
-"""Admissions answered at once, and per second after that."""
+"""Messages of strangers answered at once, and per second after that."""
 MAX_ADMITTED = 2 * MAX_KEPT
-"""Whom a peer knows at once; each process is somebody new, so in a long run most of them have gone."""
+"""Most peers that a gate remembers. Each process is a new peer, so in a long run most of them have gone."""
 OTHER_SECRET = "the other side does not hold this ticket's secret: the ticket is of another run or was replaced; ask for the current one"
 NO_ADMISSION = "the other side's answer is no admission; is it a muletrain of this version?"
-BANNED = "left out for some minutes, for having sent again and again what no correct peer sends; is it the same version and undamaged?"
+BANNED = (
+    "banned for some minutes, because it kept sending what no correct peer sends; is it the same version and undamaged?"
+)
 NOT_IN = "the other side is not in this run (any more)"
+OUT = "this peer is not in the run any more: its owner renewed the ticket"
+NOT_IN_ITSELF = "this peer is not in the run itself; ask another member"
+REMOVED = "the run's owner removed the newcomer, or renewed the ticket before it began; ask for the current one"
+FOREIGN = "the newcomer's certificate is not one of this run"
+NO_SECRET = "the newcomer does not hold this run's secret; it needs this run's current ticket"
+TOO_MANY = "too many peers ask for admission; try again in some seconds"
+FULL = "this peer knows as many others as it can; try again in some minutes"
+MALFORMED = "malformed admission"
 
 
 class _Turned(AdmissionError):
-    """We were turned away, by a peer that knows of ``epoch``."""
+    """A peer that knows of ``epoch`` turned us away."""
 
     def __init__(self, reason: str, epoch: int) -> None:
         super().__init__(reason)
@@ -55,12 +66,13 @@ class _Turned(AdmissionError):
 
 
 class _Out(AdmissionError):
-    """To a peer that was in the run once: it is shown the renewal that ended this."""
+    """The caller was in the run once: the answer shows it the renewal that ended this."""
 
 
 class Gate:
-    """Who is admitted, and the handshake that admits. ``refused`` is told (remote, reason), ``renewed``, after a
-    renewal, the ids that were admitted before it and are not any more."""
+    """Knows which peers are admitted, and does the handshake that admits.
+
+    ``refused`` is told (remote, reason). After a renewal ``renewed`` is told the ids that it ends."""
 
     def __init__(
         self,
@@ -79,15 +91,19 @@ class Gate:
         self._admitted: dict[str, Chain] = {}  # their certificates are genuine
         self._let_us_in: set[str] = set()
         self._spoke: set[str] = set()
-        """Who was heard or spoken to since a quarter of ``MAX_ADMITTED`` were admitted."""
+        """Peers heard or spoken to since a quarter of ``MAX_ADMITTED`` were admitted."""
         self._admissions = 0
         self._nonce_key = os.urandom(32)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tokens, self._refilled = BURST, 0.0
         self.offences = Offences()
 
+    def __len__(self) -> int:
+        """Peers remembered."""
+        return len(self._admitted.keys() | self._let_us_in | self._spoke)
+
     def admitted(self, peer: str) -> bool:
-        """May it speak to us? It is about to."""
+        """May ``peer``, which is about to, speak to us?"""
         if peer in self._admitted:
             self._spoke.add(peer)
         return self._may_speak(peer)
@@ -97,30 +113,30 @@ class Gate:
         return chain is not None and self.trust.current(peer, chain) and not self.offences.banned(peer)
 
     def entered(self, peer: str) -> bool:
-        """May we speak to it?"""
+        """May we speak to ``peer``?"""
         return peer in self._let_us_in and self.admitted(peer)
 
     def certificate(self, peer: str) -> Chain:
-        """What ``peer`` showed us; empty if it did not."""
+        """The certificates that ``peer`` showed us; empty: none."""
         return self.trust.chain if peer == self._own else self._admitted.get(peer, ())
 
     def known(self) -> list[str]:
-        """Everyone we may speak to."""
+        """The peers to which we may speak."""
         return [p for p in self._let_us_in if self._may_speak(p)]
 
     def forget_entry(self, peer: str) -> None:
-        """It says that it does not know us: it was restarted."""
+        """Enter again next time: ``peer`` was restarted and does not know us."""
         self._let_us_in.discard(peer)
 
     def check(self, peer: str, what: str) -> bool:
-        """Reports when ``peer`` may not speak to us."""
+        """``admitted``, and a report if it is not. ``what``: what ``peer`` wanted."""
         if self.admitted(peer):
             return True
         self._refused(peer, f"{what} before admission")
         return False
 
     def adopt(self, renewal: Renewal, secret: bytes | None) -> None:
-        """Who is out by it is out from now on. Raises AdmissionError when the owner did not sign it."""
+        """Apply ``renewal``, if it is news. Raises AdmissionError if the owner did not sign it."""
         before = self.trust.epoch, self.trust.secret
         self.trust.adopt(renewal, secret)
         if before == (self.trust.epoch, self.trust.secret):
@@ -134,10 +150,10 @@ class Gate:
             self._forget(
                 {p for p, c in self._admitted.items() if not self.trust.current(p, c)}
             )  # visitors whose time is over
-            if len(self._admitted) >= MAX_ADMITTED:  # who is there after all says hello again
+            if len(self._admitted) >= MAX_ADMITTED:  # a forgotten peer that is still there says hello again
                 self._forget(self._admitted.keys() - self._spoke)
             if len(self._admitted) >= MAX_ADMITTED:
-                raise AdmissionError(f"this peer knows {MAX_ADMITTED} others already; try again in some minutes")
+                raise AdmissionError(FULL)
             self._admissions += 1
             if self._admissions % (MAX_ADMITTED // 4) == 0:
                 self._spoke.clear()
@@ -157,7 +173,7 @@ class Gate:
     async def enter(self, peer: str, call: Call) -> None:
         """Admit ``peer``, and be admitted, unless that is done. ``call`` reaches its admit handler; its errors pass.
 
-        Raises AdmissionError when it is of another run or version, or when one of us is not in the run."""
+        Raises AdmissionError if it has another run or version, or if one of us is not in the run."""
         if self.offences.banned(peer):
             raise AdmissionError(BANNED)
         lock = self._locks.setdefault(peer, asyncio.Lock())
@@ -179,7 +195,7 @@ class Gate:
             await self.pass_on(peer, call)
 
     async def _hello(self, peer: str, call: Call, nonce: bytes) -> Any:
-        """Twice where one of us has to hear of a renewal first."""
+        """The answer to our ``hello``, which is sent twice if one of us had to hear of a renewal."""
         for last in (False, True):
             trust, epoch = self.trust, self.trust.epoch
             hello = ["hello", self._protocol, self._run_id, nonce, epoch, packed_chain(trust.chain)]
@@ -195,14 +211,14 @@ class Gate:
         raise AssertionError  # the last try returns or raises
 
     async def _be_let_in(self, peer: str, call: Call, chain: Chain, nonces: bytes, their_proof: bytes) -> None:
-        """A newcomer's part: both prove that they hold the secret, and it gets its certificate."""
+        """Enter as a newcomer: both prove that they hold the secret, and we get our certificate."""
         if self.trust.secret is None:
-            raise AdmissionError("this peer is not in the run any more: its owner renewed the ticket")
+            raise AdmissionError(OUT)
         genuine = same(their_proof, self._proof("callee", self._own, peer, nonces)) and bool(chain)
         own_proof = self._proof("caller", self._own, peer, nonces)
         try:
             answer = await self._ask(call, ["proof", nonces[:NONCE], own_proof, self._visitor])
-        except AdmissionError:  # even if theirs is wrong ours is sent: so that they can report it
+        except AdmissionError:  # ours is sent even if theirs is wrong, so that they can report it
             if genuine:
                 raise
         if not genuine:
@@ -219,12 +235,12 @@ class Gate:
                 raise AdmissionError(NO_ADMISSION)
 
     async def pass_on(self, peer: str, call: Call) -> None:
-        """Tell ``peer``, which the last renewal names, what it says."""
+        """Bring ``peer`` the last renewal, if it names ``peer``."""
         if self.trust.remains(peer):
             await self._ask(call, ["renewed", packed_renewal(self.trust.renewal), self.trust.secret])
 
     async def sync(self, call: Call) -> None:
-        """Ask a member for the last renewal. Raises AdmissionError when it does not know us (any more)."""
+        """Ask a member for the last renewal. Raises AdmissionError if it does not know us (any more)."""
         missing = self.trust.secret is None
         match await self._ask(call, ["sync", self.trust.epoch - missing]):
             case [renewal, bytes() | None as secret]:
@@ -244,7 +260,7 @@ class Gate:
     # The callee's side ----------------------------------------------------------------------------------------------
 
     def answer(self, peer: str, payload: bytes) -> bytes:
-        """To any of the messages."""
+        """The answer to a message of ``peer``."""
         try:
             reply = [True, self._answer(peer, payload)]
         except AdmissionError as e:
@@ -258,7 +274,7 @@ class Gate:
         if self.offences.banned(peer):
             raise AdmissionError(BANNED)
         if not self.admitted(peer) and not self._take_token():
-            raise AdmissionError("too many peers ask to be admitted; try again in some seconds")
+            raise AdmissionError(TOO_MANY)
         match _unpacked(payload) if len(payload) <= MAX_ADMIT else None:
             case ["hello", str() as protocol, str() as run_id, bytes() as nonce, int() as epoch, chain] if (
                 len(nonce) == NONCE
@@ -271,7 +287,7 @@ class Gate:
                 return self.adopt(read_renewal(renewal), secret)
             case ["sync", int() as epoch]:
                 return self._on_sync(peer, epoch)
-        raise AdmissionError("malformed admission")
+        raise AdmissionError(MALFORMED)
 
     def _same_run(self, protocol: str, run_id: str) -> None:
         if protocol != self._protocol:
@@ -286,7 +302,7 @@ class Gate:
     def _on_hello(self, peer: str, nonce: bytes, epoch: int, chain: Chain) -> Any:
         trust = self.trust
         if not trust.belongs:
-            raise AdmissionError("this peer is not in the run itself; ask another member")
+            raise AdmissionError(NOT_IN_ITSELF)
         if chain or trust.remains(peer):
             self._judge(peer, epoch, chain)
             self._admit(peer, chain)  # what it says to our certificate, we hear when we speak to it
@@ -302,15 +318,13 @@ class Gate:
         if epoch > trust.epoch:
             raise AdmissionError("this peer has not heard of the last renewal of the run's ticket")
         if genuine:
-            raise _Out(
-                "the run's owner removed the newcomer, or renewed the ticket before it began; ask for the current one"
-            )
-        raise AdmissionError("the newcomer's certificate is not one of this run")
+            raise _Out(REMOVED)
+        raise AdmissionError(FOREIGN)
 
     def _on_proof(self, peer: str, nonce: bytes, given: bytes, visitor: bool) -> Any:
         nonces = nonce + self._own_nonce(peer, nonce)
         if self.trust.secret is None or not same(given, self._proof("caller", peer, self._own, nonces)):
-            raise AdmissionError("the newcomer does not hold this run's secret; it needs this run's current ticket")
+            raise AdmissionError(NO_SECRET)
         chain = self.trust.issue(peer, visitor=visitor)
         self._admit(peer, chain)
         return [packed_chain(chain), packed_renewal(self.trust.renewal)]

@@ -1,8 +1,10 @@
-"""hivemind's ``P2P`` behind the gate: nothing comes in from, and nothing goes out to, a peer that was not admitted."""
+"""hivemind's ``P2P`` behind the gate: nothing passes between this process and a peer that was not admitted."""
 
 from __future__ import annotations
 
 import asyncio
+import random
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from uuid import uuid4
 
@@ -23,59 +25,97 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ADMIT = "muletrain/admit"
 ADMIT_TIMEOUT_S = 20.0
+"""Longest time of one message of the handshake [s]."""
 REACH_S = 10
-"""For so long the daemon tries to get a connection; a minute where it is not told."""
+"""Longest time in which the daemon tries to get a connection [s]; its default is a minute."""
+SYNC_S, SYNC_TIMEOUT_S = 10.0, 30.0
+"""Mean time between two questions for renewals, and the longest time of one [s]. Each goes to one random member, so all
+members know of a renewal after about log2(members) questions each."""
 _MAX_REASON = 300
+"""Characters of a daemon's error that we repeat."""
 PATIENCE_S = 2.0
-"""After so long without an answer, whatever was asked, we see whether the peer is still there."""
+"""Time without an answer after which we check whether the peer is still there [s]."""
 NOT_DIALLED = ("failed to dial", "routing: not found", "no addresses", "no good addresses", "dial backoff")
-"""What the daemon says of a peer with which it has no connection, and gets none: nothing of the request has left this
+"""The daemon's words for a peer with which it neither has nor gets a connection: nothing of the request has left this
 machine."""
 
 
 class Finder(Protocol):
-    """Finds other ways to peers that cannot be dialled (``network.relay``)."""
+    """Finds other ways to peers that cannot be dialled (``network.ways``)."""
 
-    def doubt(self, peer: str) -> None: ...
-    async def find(self, peer: str) -> bool: ...
-    def relayed(self, peer: str) -> bool: ...
-    def advice(self) -> str: ...
+    def doubt(self, peer: str) -> None:
+        """Check in the background whether silent ``peer`` is reached, and find another way if it is not."""
+        ...
+
+    async def find(self, peer: str) -> bool:
+        """Get a connection to ``peer``, to which there is none. False: no member reaches it."""
+        ...
+
+    def relayed(self, peer: str) -> bool:
+        """Did we reach ``peer`` through a relay the last time?"""
+        ...
+
+    def advice(self) -> str:
+        """What the user can do where there is no way between two peers."""
+        ...
 
 
 class GatedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
-    """Calls, streams and the DHT's own RPCs pass through the methods that are overridden here."""
+    """The daemon's client. Calls, streams and the DHT's own RPCs pass through the methods that it overrides."""
 
     gate: Gate
-    finder: Finder | None = None
+    _finder: Finder | None = None
 
-    async def open_gate(self, gate: Gate) -> None:
-        """Must be called before anything else is served."""
-        self.gate = gate
+    async def open_gate(self, gate: Gate, finder: Finder) -> None:
+        """Answer handshakes. Must be called before anything else is served."""
+        self.gate, self._finder = gate, finder
         self._client.control._handler_tasks = _Running()
 
         async def admit(payload: bytes, remote: PeerID) -> bytes:
             return gate.answer(remote.to_base58(), payload)
 
-        await self._client.add_unary_handler(ADMIT, admit)
+        await self.answer_calls(ADMIT, admit)
+
+    async def answer_calls(self, name: str, handler: Callable[[bytes, PeerID], Awaitable[bytes]]) -> None:
+        """Answer the unary calls ``name`` of all peers, admitted or not."""
+        await self._client.add_unary_handler(name, handler)
+
+    async def connected(self) -> dict[str, list[str]]:
+        """The peers with which the daemon has a connection, and the addresses at their ends."""
+        return {p.peer_id.to_base58(): [str(a) for a in p.addrs] for p in await self._client.list_peers()}
+
+    async def hang_up(self, peer: str) -> None:
+        """Close the daemon's connections with ``peer``, if it has any."""
+        if peer in await self.connected():
+            with suppress(Exception):  # it has gone meanwhile
+                await self._client.disconnect(PeerID.from_base58(peer))
 
     async def enter(self, peer: PeerID) -> None:
-        """The handshake with ``peer``, unless it is done already. Raises AdmissionError, and what ``exchange``
-        raises."""
+        """Do the handshake with ``peer``, unless it is done. Raises AdmissionError, and what ``exchange`` raises."""
         name = peer.to_base58()
         if not self.gate.entered(name):
             await self.gate.enter(name, self._admission(peer))
 
     async def sync(self, peer: PeerID) -> None:
-        """Hear of renewals from ``peer``. Raises what ``enter`` raises."""
+        """Ask ``peer`` for renewals. Raises what ``enter`` raises."""
         try:
             await self.gate.sync(self._admission(peer))
-        except AdmissionError:  # it was restarted, or has heard of one that leaves us out: then it says so
+        except AdmissionError:  # it was restarted, or a renewal that it knows leaves us out, as it tells us then
             self.gate.forget_entry(peer.to_base58())
             await self.enter(peer)
 
     async def tell(self, peer: PeerID) -> None:
-        """The last renewal, to a peer that it names. Raises AdmissionError when that does not take it."""
+        """Bring the last renewal to a peer that it names. Raises AdmissionError if the peer does not take it."""
         await self.gate.pass_on(peer.to_base58(), self._admission(peer))
+
+    async def hear_renewals(self) -> None:
+        """Ask members for renewals now and then, for ever."""
+        while True:
+            await asyncio.sleep(SYNC_S * random.uniform(0.5, 1.5))
+            if known := self.gate.known():
+                peer = PeerID.from_base58(random.choice(known))
+                with suppress(MuletrainError):
+                    await reaching(self.sync(peer), SYNC_TIMEOUT_S, "hearing of renewals")
 
     def _admission(self, peer: PeerID) -> Callable[[bytes], Awaitable[bytes]]:
         async def call(payload: bytes) -> bytes:
@@ -85,31 +125,31 @@ class GatedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
         return call
 
     async def _by_any_way(self, peer: PeerID, attempt: Callable[[], Awaitable[T]]) -> T:
-        """``attempt``, once more where it did not leave this machine, and a member leads to ``peer``."""
-        if self.finder is None:
+        """Run ``attempt``. If it did not leave this machine and a relay to ``peer`` is found, run it again."""
+        finder, name = self._finder, peer.to_base58()
+        if finder is None:
             return await attempt()
-        name = peer.to_base58()
-        patience = asyncio.get_running_loop().call_later(PATIENCE_S, self.finder.doubt, name)
+        patience = asyncio.get_running_loop().call_later(PATIENCE_S, finder.doubt, name)
         try:
             return await attempt()
         except Exception as e:  # the daemon's errors have no common base
             if not not_dialled(e):
                 raise
-            if not await self.finder.find(name):
-                if self.gate.entered(name) and not self.finder.relayed(name):
+            if not await finder.find(name):
+                if self.gate.entered(name) and not finder.relayed(name):
                     raise
-                raise PeerUnreachable(f"{e}; {self.finder.advice()}") from e
+                raise PeerUnreachable(f"{e}; {finder.advice()}") from e
         finally:
             patience.cancel()
         return await attempt()
 
     async def exchange(self, peer: PeerID, name: str, payload: bytes) -> bytes:
-        """One unary call, admitted or not."""
+        """Make a unary call to ``peer``, admitted or not. Raises what the daemon raises."""
         return await self._by_any_way(peer, lambda: self.exchange_directly(peer, name, payload))
 
     async def exchange_directly(self, peer: PeerID, name: str, payload: bytes) -> bytes:
-        """On the connection there is, or that the daemon gets. hivemind's own version loses every later answer of the
-        process when an answer arrives in the very turn of the loop in which its call is cancelled."""
+        """``exchange`` without a search for relays. hivemind's own version loses every later answer of the process when
+        an answer arrives in the same turn of the loop in which its call is cancelled."""
         control, call_id = self._client.control, uuid4()
         call = p2pd_pb2.CallUnaryRequest(peer=peer.to_bytes(), proto=name, data=payload)
         answer = control._pending_calls[call_id] = _Answer()
@@ -137,14 +177,14 @@ class GatedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
     async def open_stream(
         self, peer: PeerID, name: str
     ) -> tuple[StreamInfo, asyncio.StreamReader, asyncio.StreamWriter]:
-        """A stream to ``peer``, admitted or not."""
+        """Open a stream to ``peer``, admitted or not."""
         opened = p2pd_pb2.StreamOpenRequest(peer=peer.to_bytes(), proto=[name], timeout=REACH_S)
         request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=opened)
         response, reader, writer = await self._request(request)
         return StreamInfo.from_protobuf(response.streamInfo), reader, writer
 
     async def dial(self, peer: PeerID, addresses: list[Multiaddr]) -> None:
-        """Get a connection with ``peer`` by one of ``addresses``, admitted or not."""
+        """Connect with ``peer``, admitted or not, at one of ``addresses``."""
         dialled = p2pd_pb2.ConnectRequest(
             peer=peer.to_bytes(), addrs=[a.to_bytes() for a in addresses], timeout=REACH_S
         )
@@ -154,8 +194,8 @@ class GatedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
     async def _request(
         self, request: p2pd_pb2.Request
     ) -> tuple[p2pd_pb2.Response, asyncio.StreamReader, asyncio.StreamWriter]:
-        """What the daemon answers, and the socket. hivemind's own requests leave that to the garbage collector when
-        they fail, or are given up: with a few dozen peers dead a process had more than a hundred open."""
+        """The daemon's answer, and the socket. hivemind's own requests leave the socket to the garbage collector when
+        they fail or are cancelled: with a few dozen peers dead a process had more than a hundred open."""
         reader, writer = await self._client.control.daemon_connector.open_connection()
         try:
             await write_pbmsg(writer, request)
@@ -185,20 +225,22 @@ class GatedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
         await super().add_binary_stream_handler(name, gated, balanced=balanced)
 
     @property
-    def daemon_ended(self) -> bool:
-        return self._child is not None and self._child.returncode is not None
+    def daemon(self) -> asyncio.subprocess.Process:
+        """The daemon's process."""
+        process: asyncio.subprocess.Process = self._child
+        return process
 
     def check_daemon(self) -> None:
-        """Raises MuletrainError when the daemon has ended: nobody can be reached any more."""
-        if self.daemon_ended:
+        """Raises MuletrainError if the daemon has ended: then no peer can be reached."""
+        if (code := self.daemon.returncode) is not None:
             raise MuletrainError(
-                f"the network daemon (p2pd) of this peer has ended with code {self._child.returncode}; start the peer again"
+                f"the network daemon (p2pd) of this peer has ended with code {code}; start the peer again"
             )
 
 
 class _Running(dict[Any, "asyncio.Task[None]"]):
-    """Calls being answered. hivemind forgets those that it answered, but keeps for ever those that the caller gave up,
-    with all they hold."""
+    """Calls being answered. hivemind forgets a call that it answered, but keeps one that the caller gave up, with all
+    its data, for ever."""
 
     def __setitem__(self, call: Any, task: asyncio.Task[None]) -> None:
         super().__setitem__(call, task)
@@ -218,8 +260,8 @@ class _Answer(asyncio.Future[bytes]):
 
 
 async def reaching(work: Awaitable[T], timeout_s: float | None, what: str) -> T:
-    """``work`` with a deadline; whatever the daemon raises becomes PeerUnreachable, its own deadlines
-    DeadlineExceeded."""
+    """Await ``work`` for at most ``timeout_s``. Raises DeadlineExceeded, and PeerUnreachable for the daemon's errors;
+    ``what`` begins their messages."""
     try:
         async with asyncio.timeout(timeout_s):
             return await work
@@ -234,5 +276,5 @@ async def reaching(work: Awaitable[T], timeout_s: float | None, what: str) -> T:
 
 
 def not_dialled(error: Exception) -> bool:
-    """Nothing of the request has left this machine."""
+    """Does ``error`` mean that nothing of the request has left this machine?"""
     return not isinstance(error, MuletrainError) and any(reason in str(error) for reason in NOT_DIALLED)

@@ -1,4 +1,4 @@
-"""Who a peer is (an Ed25519 key), what it signs, and how it proves that it holds the run's secret (HMAC challenge and
+"""Identities: a peer's Ed25519 key, its signatures, and the proof that it holds the run's secret (HMAC challenge and
 response)."""
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ NONCE = 16
 """Bytes of a challenge."""
 SIGNATURE = 64
 _ID_PREFIX = bytes.fromhex("002408011220")
-"""Of the peer id of an Ed25519 key: the id holds the whole public key (libp2p, specs/peer-ids)."""
+"""First bytes of the peer id of an Ed25519 key; the whole public key follows (libp2p, specs/peer-ids)."""
 _MAX_ID = 64
+"""Most characters of a peer id."""
 
 
 class Key:
@@ -39,14 +40,14 @@ class Key:
 
     @classmethod
     def of_seed(cls, seed: bytes) -> Key:
-        """The same key for the same 32 bytes: for tests and benchmarks."""
+        """A key that is a function of 32 bytes, for tests and benchmarks."""
         return cls(Ed25519PrivateKey.from_private_bytes(seed))
 
     @classmethod
     def at(cls, path: Path) -> Key:
-        """The key in the file ``path``; a new one, readable by the owner only, if there is no such file.
+        """The key in the file ``path``; without that file, a new one, which only the file's owner can read.
 
-        In the form the libp2p daemon reads: key type, then private and public halves."""
+        The file has the form that the libp2p daemon reads: key type, then private and public halves."""
         if path.exists():
             return cls(
                 Ed25519PrivateKey.from_private_bytes(crypto_pb2.PrivateKey.FromString(path.read_bytes()).data[:32])
@@ -60,7 +61,7 @@ class Key:
         return key
 
     def sign(self, what: str, *content: Any) -> bytes:
-        """``what`` keeps a signature of one kind from being taken for one of another."""
+        """Sign ``content``. ``what`` keeps signatures of different kinds apart."""
         return self._private.sign(_said(what, content))
 
 
@@ -74,7 +75,7 @@ def signed(by: bytes, signature: bytes, what: str, *content: Any) -> bool:
 
 
 def public_half(peer: Any) -> bytes | None:
-    """The public key in a peer id; None for what is no id of an Ed25519 key in its one spelling."""
+    """The public key in a peer id; None unless ``peer`` is the id of an Ed25519 key in its one spelling."""
     if not isinstance(peer, str) or len(peer) > _MAX_ID:
         return None
     try:
@@ -91,17 +92,17 @@ def _said(what: str, content: tuple[Any, ...]) -> bytes:
 
 
 def proof(secret: bytes, role: str, bound_to: list[str], nonces: bytes) -> bytes:
-    """What only a holder of ``secret`` can say in ``role``, about exactly these names and this pair of challenges."""
+    """Proof that its maker holds ``secret``, for one ``role``, these names and this pair of challenges only."""
     parts = ["muletrain admission", role, *bound_to]
     message = b"".join(len(p.encode()).to_bytes(4, "big") + p.encode() for p in parts) + nonces
     return hmac.new(secret, message, hashlib.sha256).digest()
 
 
 def derive(key: bytes, about: bytes) -> bytes:
-    """A nonce that only the holder of ``key`` can foretell, and that need not be remembered."""
+    """A nonce that only the holder of ``key`` can predict, and need not remember."""
     return hmac.new(key, about, hashlib.sha256).digest()[:NONCE]
 
 
 def same(a: bytes, b: bytes) -> bool:
-    """Comparison in constant time."""
+    """Are the two equal? Takes constant time."""
     return hmac.compare_digest(a, b)

@@ -1,6 +1,6 @@
 """Reading a stream straight into the memory of its frames.
 
-asyncio's ``StreamReader`` copies every byte four times on its way into a tensor; averaging moves gigabytes.
+asyncio's ``StreamReader`` copies each byte four times on its way into a tensor, and averaging moves gigabytes.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 AHEAD = 1 << 16
-"""Bytes read before they are asked for: prefixes and headers, and the sender's first chunk of a payload."""
+"""Most bytes read before they are asked for: prefixes and headers, and the sender's first chunk of a payload."""
 
 
 class Intake(asyncio.BufferedProtocol):
-    """The receiving end of a stream, one reader at a time. The transport is paused while nobody takes what came
+    """The receiving end of a stream, for one reader at a time. While the reader takes nothing, the transport is paused
     (back-pressure)."""
 
     def __init__(
         self, transport: asyncio.Transport, early: bytes = b"", came: Callable[[int], None] = lambda nbytes: None
     ) -> None:
-        """``early``: what was read from the stream before, and not used. ``came`` is told of all bytes."""
+        """``early``: bytes that were read from the stream before, and not used. ``came`` is told of all bytes."""
         self._transport, self._came = transport, came
         if early:
             came(len(early))
@@ -42,7 +42,7 @@ class Intake(asyncio.BufferedProtocol):
         writer: asyncio.StreamWriter,
         came: Callable[[int], None] = lambda nbytes: None,
     ) -> Intake:
-        """In place of ``reader``, which must not be used any more."""
+        """Read in place of ``reader``, which must not be used any more."""
         transport = cast("asyncio.Transport", writer.transport)
         transport.pause_reading()
         intake = cls(transport, bytes(reader._buffer), came)  # type: ignore[attr-defined]  # no public way to ask without waiting
@@ -53,7 +53,7 @@ class Intake(asyncio.BufferedProtocol):
         return intake
 
     async def readexactly(self, n: int) -> memoryview:
-        """The next ``n`` bytes, writable. Raises IncompleteReadError where the stream ends before."""
+        """The next ``n`` bytes, writable. Raises IncompleteReadError if the stream ends before."""
         data = np.empty(n, np.uint8).data  # untouched memory costs nothing: a claimed size is not a used one
         ready = min(n, self._end - self._begin)
         data[:ready] = self._ahead[self._begin : self._begin + ready]

@@ -1,8 +1,8 @@
-"""Repeat offenders, and how much is said about refusals.
+"""Bans of repeat offenders, and a limit on reports of refusals.
 
-Peers that keep sending what no correct peer sends are left out for a while. Only what is wrong whatever state its
-sender is in counts (``Malformed``): a peer that is late, early, or on another lineage is merely refused, since a
-correct one that was cut off may be all that.
+A peer that keeps sending what no correct peer sends is banned for a while. Only frames and calls that are wrong in
+every state of their sender count (``Malformed``). A peer that is late, early or on another lineage is merely refused:
+a correct peer that was cut off may be all that.
 """
 
 from __future__ import annotations
@@ -15,24 +15,29 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LIMIT, WINDOW_S = 20, 60.0
-"""So many within so long."""
+"""Offences that ban a peer, and the time within which they count [s]."""
 BAN_S = 300.0
+"""Length of a ban [s]."""
 MAX_TRACKED = 1024
-"""Peers remembered; the one whose last offence is the oldest goes first."""
+"""Most peers remembered; the one whose last offence is the oldest goes first."""
 REPORTS, REPORTS_PER_S = 200, 2.0
-"""Refusals told at once, and per second after that."""
+"""Refusals reported at once, and per second after that."""
 
 
 class Offences:
-    """By peer, in a sliding window. ``now``: seconds, monotonic."""
+    """Counts offences by peer, in a sliding window. ``now``: a monotonic clock [s]."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._times: OrderedDict[str, deque[float]] = OrderedDict()
         self._until: OrderedDict[str, float] = OrderedDict()
 
+    def __len__(self) -> int:
+        """Peers remembered: with offences, or banned."""
+        return len(self._times.keys() | self._until.keys())
+
     def count(self, peer: str) -> bool:
-        """One more. True if that bans it."""
+        """Count one offence. True: it bans ``peer``."""
         now = self._now()
         times = self._times.setdefault(peer, deque(maxlen=LIMIT))
         times.append(now)
@@ -49,14 +54,14 @@ class Offences:
 
 
 class Reports:
-    """Refusals that are told: strangers may cause any number, under any number of names."""
+    """Limits the refusals that are reported: strangers may cause any number, under any number of names."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._left, self._at, self._untold = float(REPORTS), now(), 0
 
     def take(self, reason: str) -> str | None:
-        """What to tell; None when it was enough for now. Those left out are counted in the next."""
+        """The report of ``reason``, with the number of those left out before; None: enough was reported for now."""
         now = self._now()
         self._left, self._at = min(float(REPORTS), self._left + (now - self._at) * REPORTS_PER_S), now
         if self._left < 1:

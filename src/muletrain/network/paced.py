@@ -1,6 +1,7 @@
-"""Streams over emulated narrow links (``roads``), as ``streams`` has them between real machines: frames go piece by
-piece, when the production ``Pacer`` grants them, and the receiver acknowledges each piece. What is small
-(``Channel.CONTROL``) goes at once, and waits behind what is in the queues already. In a virtual world
+"""Streams over emulated narrow links (``roads``), like those of ``streams`` between real machines.
+
+Frames go piece by piece, when the production ``Pacer`` grants them, and the receiver acknowledges each piece. Small
+frames (``Channel.CONTROL``) go at once, and wait behind everything that is in the queues. In a virtual world
 (``network.memory``) both ends are known; ``network.shaped`` knows one.
 """
 
@@ -18,17 +19,21 @@ from muletrain.network.pacing import Pacer
 from muletrain.network.roads import Piece
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Iterable
     from typing import Any
 
     from muletrain.network.base import Frame, PeerId
     from muletrain.network.roads import Route
 
 
+CALL_OVERHEAD = 128
+"""Bytes that a call or an answer costs beside its payload, on an emulated link."""
+
+
 @dataclass(slots=True, eq=False)
 class Parcel:
-    """A frame on its way, and the bytes that it counts for. ``stall_s``: for so long it is held up where it arrives;
-    ``left``: bytes that are to be handed over yet."""
+    """A frame on its way, and the bytes that it counts for. ``stall_s``: how long it is held up on arrival; ``left``:
+    bytes not yet handed over."""
 
     item: bytes | Frame
     nbytes: int
@@ -45,7 +50,7 @@ class Parcel:
 
 @dataclass(slots=True, eq=False)
 class Stream(ABC):
-    """To one receiver. ``under_way``: bytes that it has not acknowledged; ``writing``: the frame being sent."""
+    """A stream to one receiver. ``under_way``: bytes not acknowledged; ``writing``: the frame being sent."""
 
     peer: PeerId
     channel: Channel
@@ -56,11 +61,11 @@ class Stream(ABC):
 
     @abstractmethod
     def arrived(self, parcel: Parcel | None, nbytes: int, sent_s: float) -> None:
-        """``nbytes`` of it, the last of ``parcel``, if there is one."""
+        """Take ``nbytes`` at the receiver, the last of ``parcel`` if it is given."""
 
 
 class PacedStreams(ABC):
-    """Of one peer, to all others."""
+    """The streams of one peer to all others."""
 
     def __init__(
         self, spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]], heard: Callable[[PeerId], None]
@@ -73,14 +78,14 @@ class PacedStreams(ABC):
 
     @abstractmethod
     def _opened(self, peer: PeerId, channel: Channel) -> Stream:
-        """A new one. Raises PeerUnreachable."""
+        """A new stream. Raises PeerUnreachable."""
 
     @abstractmethod
     async def _awake(self) -> None:
-        """Until we are not frozen (any more)."""
+        """Wait while this peer is frozen."""
 
     async def send(self, peer: PeerId, channel: Channel, parcel: Parcel, timeout_s: float) -> None:
-        """Returns when all of it is in the first queue. Raises PeerUnreachable, DeadlineExceeded."""
+        """Send ``parcel``; return when all of it is in the first queue. Raises PeerUnreachable, DeadlineExceeded."""
         if channel is Channel.CONTROL:
             to = self._stream(peer, channel)
             await _entered(to.route.carry(parcel.nbytes, partial(to.arrived, parcel, 0, 0.0)))
@@ -113,7 +118,7 @@ class PacedStreams(ABC):
             parcel.left -= nbytes
             last_of = None if parcel.left else parcel
             # a real link's pieces are smaller, and the last of them is handed over so much later
-            sent_s = loop.time() + max(0, nbytes - self.pacer.piece(to.peer)) / to.route.bytes_per_s
+            sent_s = loop.time() + max(0, nbytes - self.pacer.window(to.peer).piece) / to.route.bytes_per_s
             piece = Piece(to.route, nbytes, partial(to.arrived, last_of, nbytes, sent_s))
             piece.begin()
         await _entered(piece)
@@ -123,14 +128,14 @@ class PacedStreams(ABC):
             self._open[peer, channel] = self._opened(peer, channel)
         return self._open[peer, channel]
 
-    def broke(self, peer: PeerId) -> None:
-        """All streams to ``peer``."""
-        for channel in Channel:
+    def broke(self, peer: PeerId, channels: Iterable[Channel] = Channel) -> None:
+        """End the streams to ``peer`` on ``channels``."""
+        for channel in channels:
             if (to := self._open.get((peer, channel))) is not None:
                 self.stop(to)
 
     def stop(self, to: Stream) -> None:
-        """Nothing more goes by it: the frame being sent fails with PeerUnreachable."""
+        """End one stream: the frame being sent fails with PeerUnreachable."""
         self._end(to)
         if to.writing is not None:
             to.writing.cancel()

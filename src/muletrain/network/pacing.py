@@ -30,11 +30,11 @@ TARGET_S = {Channel.PIPE: (0.06, 0.06), Channel.AVERAGE: (0.05, 0.02), Channel.B
 """Queue that a channel may cause [s]: alone, and beside traffic of a higher channel, whose messages wait in that queue.
 The highest channel comes first. A call meets one queue on the way there and one on the way back."""
 BESIDE_S = 1.0
-"""Traffic of a higher channel counts as present for so long after its last bytes."""
+"""Time after its last bytes for which traffic of a higher channel counts as present [s]."""
 LANES = 8
 """Receivers that get averaging, or state, at the same time: we send to one while another acknowledges."""
 STALL_S = 1.0
-"""A receiver that acknowledges nothing for so long does not hold up the others."""
+"""Time without an acknowledgement after which a receiver does not hold up the others [s]."""
 QUEUED_S, MOMENT_S, QUEUED_MAX_S = 2.0, 0.5, 5.0
 """How long a measured queue counts: on the flow that met it, and for other flows, which may share the uplink. A queue
 counts at most the third, because a frozen or lying peer acknowledges late, too."""
@@ -161,9 +161,13 @@ class Pacer:
             _wake(flow)
             self._release()
 
-    def piece(self, peer: PeerId) -> int:
-        """Bytes that a real link gets at once."""
-        return self._flow(peer).window.piece
+    def window(self, peer: PeerId) -> Window:
+        """The congestion window of the traffic to ``peer``."""
+        return self._flow(peer).window
+
+    def under_way(self, peer: PeerId) -> int:
+        """Bytes handed over for ``peer`` and not acknowledged."""
+        return self._flow(peer).under_way
 
     async def patient(
         self, peer: PeerId, writing: asyncio.Task[None], timeout_s: float, begun: Callable[[], bool]

@@ -2,8 +2,8 @@
 of the step.
 
 A member gets BURST bytes of answers at once and PER_S bytes a second after that; its further answers wait. A correct
-peer needs far less. Calls that give away a gradient or a checkpoint are not counted here: their handlers count what
-each member takes (``free``).
+peer needs far less. Calls that hand out a gradient or a checkpoint do not count (``free``): their handlers count what
+each member takes.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from muletrain.network.base import CallHandler, PeerId
 
 AT_ONCE = 64
-"""Calls of one member that are answered at the same time."""
+"""Most calls of one member that are answered at the same time."""
 BURST, PER_S = 64 << 20, 1 << 20
 """Bytes of answers that one member has at once, and per second after that."""
 LEAST = 1 << 12
-"""Bytes that every answer counts for: it costs work, too."""
+"""Bytes that each answer counts for at least: it costs work, too."""
 
 
 class Quota:
-    """Of one peer's answers, by member."""
+    """Limits one peer's answers, by member."""
 
     def __init__(self) -> None:
         self._answering: Counter[PeerId] = Counter()

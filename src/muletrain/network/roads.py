@@ -1,8 +1,8 @@
-"""The links of a virtual world, as real machines have them: everything that a machine sends shares its uplink,
-everything that it receives its downlink, and what a link does not carry at once waits in a queue in front of it.
+"""Emulated links. Everything that a machine sends shares its uplink, everything that it receives shares its downlink,
+and a queue stands in front of each.
 
-Nothing overtakes in a queue, however small it is. A queue has a depth: when it is full, connections wait with what they
-have to send and take turns when there is room again, as TCP backs off. Nothing is lost or sent twice.
+Nothing overtakes in a queue, however small. A queue has a depth: while it is full, connections keep what they have to
+send, and take turns when there is room again, as TCP backs off. Nothing is lost or sent twice.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ if TYPE_CHECKING:
 PIECE = 1 << 16
 """Bytes that a sender without pacing hands over at once."""
 EVENT_S = 0.01
-"""A paced piece is what the narrowest link of its way carries in this time, or more: each costs some events."""
+"""Time in which the narrowest link of a way carries a paced piece [s], at least: each piece costs some events."""
 INSTANT_S = 1e-9
+"""Error of the loop's clock that is tolerated [s]."""
 
 
 @dataclass(frozen=True)
 class Road:
-    """One machine's link to all others. ``queue_s``: seconds of data that wait in front of each direction, at most.
-    ``open_s``: when it carries anything that comes at a time; None: at once."""
+    """One machine's link to all others. ``queue_s``: most seconds of data that wait in front of each direction.
+    ``open_s``: when the link carries what comes at a given time; None: at once."""
 
     up_bytes_per_s: float = math.inf
     down_bytes_per_s: float = math.inf
@@ -38,8 +39,8 @@ class Road:
 
 
 class Piece:
-    """Bytes on their way. ``then`` is called when the last of them has arrived; without bytes (an acknowledgement) it
-    takes no bandwidth, but waits in the same queues."""
+    """Bytes on their way. ``then`` is called when the last of them has arrived. A piece without bytes (an
+    acknowledgement) takes no bandwidth, but waits in the same queues."""
 
     __slots__ = ("_at", "entered", "nbytes", "route", "tail_s", "then", "waits")
 
@@ -47,24 +48,24 @@ class Piece:
         self.route, self.nbytes, self.then = route, nbytes, then
         self._at = 0
         self.tail_s = -math.inf
-        """When its last byte comes to the queue that it is in, or comes to next."""
+        """When its last byte reaches the current or next queue."""
         self.waits = False
-        """For room in a queue."""
+        """It waits for room in a queue."""
         self.entered: asyncio.Future[None] | None = None
-        """Where somebody waits until it is in the first queue."""
+        """Set by a caller that waits until the piece is in the first queue."""
 
     def begin(self) -> None:
         self._goes_on(asyncio.get_running_loop().time())
 
     def comes(self) -> None:
-        """To the next queue, or to its end."""
+        """Reach the next queue, or the end."""
         if self._at == len(self.route.queues):
             self.then()
         else:
             self.route.queues[self._at].offer(self)
 
     def leaves(self, head_s: float, tail_s: float) -> None:
-        """A queue lets its first byte out at ``head_s``, and its last at ``tail_s``."""
+        """Leave a queue: the first byte at ``head_s``, the last at ``tail_s``."""
         if self.entered is not None and not self.entered.done():
             self.entered.set_result(None)
         self._at += 1
@@ -76,7 +77,7 @@ class Piece:
         comes_s = leaves_s + self.route.delays[self._at]
         if comes_s <= loop.time() and not before:
             self.comes()
-        elif self.nbytes:  # at the same time as others, perhaps: they stay in order
+        elif self.nbytes:  # pieces that come at the same time stay in order
             before.append(self)
             loop.call_at(comes_s, _next_comes, before)
         else:
@@ -84,7 +85,7 @@ class Piece:
 
 
 def at(time_s: float, then: Callable[[], None]) -> None:
-    """Call it then, or now if that is past."""
+    """Call ``then`` at ``time_s``, or now if that is past."""
     loop = asyncio.get_running_loop()
     if time_s <= loop.time():
         then()
@@ -97,20 +98,21 @@ def _next_comes(pieces: deque[Piece]) -> None:
 
 
 class Queue:
-    """In front of one direction of a link. It holds ``depth_s`` of data, or one piece. ``open_s``: as in ``Road``."""
+    """The queue in front of one direction of a link. It holds ``depth_s`` seconds of data, or one piece. ``open_s``: as
+    in ``Road``."""
 
     __slots__ = ("_bytes_per_s", "_depth_s", "_free_s", "_lines", "_open_s", "_timer")
 
     def __init__(self, bytes_per_s: float, depth_s: float, open_s: Callable[[float], float] | None = None) -> None:
         self._bytes_per_s, self._depth_s, self._open_s = bytes_per_s, depth_s, open_s
         self._free_s = -math.inf
-        """When all that is in it has left."""
+        """When everything in the queue has left."""
         self._lines: dict[Route, deque[Piece]] = {}
-        """What waits for room, by connection; the first has the next turn."""
+        """Pieces that wait for room, by connection; the first connection has the next turn."""
         self._timer: asyncio.TimerHandle | None = None
 
     def queued_s(self) -> float:
-        """How long what comes now waits."""
+        """How long a piece that comes now would wait."""
         return max(0.0, self._free_s - asyncio.get_running_loop().time())
 
     def offer(self, piece: Piece) -> None:
@@ -124,7 +126,7 @@ class Queue:
             self._wait()
 
     def _room_s(self, piece: Piece) -> float:
-        """When there is room for it."""
+        """When there is room for ``piece``."""
         return self._free_s - max(0.0, self._depth_s - piece.nbytes / self._bytes_per_s)
 
     def _take(self, piece: Piece, now_s: float) -> None:
@@ -157,15 +159,14 @@ class Queue:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The way of one connection, in one direction: the queues on it, and the delay before each of them and after the
-    last."""
+    """The way of one connection in one direction: its queues, and the delay before each and after the last."""
 
     queues: tuple[Queue, ...]
     delays: tuple[float, ...]
     bytes_per_s: float
-    """Of its narrowest link."""
+    """Bandwidth of the narrowest link."""
     on_way: tuple[deque[Piece], ...]
-    """To each of the queues, and from the last one on."""
+    """Pieces on their way to each queue, and to the end."""
 
     @property
     def delay_s(self) -> float:
@@ -173,11 +174,11 @@ class Route:
 
     @property
     def coarse(self) -> int:
-        """Bytes of a piece that costs few events."""
+        """Bytes of a piece that is worth its events."""
         return int(min(EVENT_S * self.bytes_per_s, 1 << 40))
 
     def carry(self, nbytes: int, then: Callable[[], None]) -> Piece:
-        """All of ``nbytes`` at once, without pacing. The last piece."""
+        """Send all of ``nbytes`` at once, without pacing, and return the last piece."""
         while nbytes > PIECE:
             Piece(self, PIECE, _nothing).begin()
             nbytes -= PIECE
@@ -186,7 +187,7 @@ class Route:
         return last
 
     async def carried(self, nbytes: int) -> None:
-        """``carry``, and wait until all has arrived."""
+        """Send ``nbytes``, and wait until all have arrived."""
         arrived = asyncio.Event()
         self.carry(nbytes, arrived.set)
         await arrived.wait()
@@ -197,16 +198,17 @@ def _nothing() -> None:
 
 
 class Roads:
-    """All links of a world: those of machines that have one, and paths between two that are narrower than both."""
+    """All links of a world: those of machines, and paths that are narrower than the links at both ends."""
 
-    def __init__(self) -> None:
-        self.path_bytes_per_s: Callable[[PeerId, PeerId], float] = lambda sender, receiver: math.inf
+    def __init__(self, path_bytes_per_s: Callable[[PeerId, PeerId], float]) -> None:
+        """``path_bytes_per_s``: bandwidth of the path from a sender to a receiver."""
+        self._path_bytes_per_s = path_bytes_per_s
         self._roads: dict[PeerId, Road] = {}
         self._up: dict[PeerId, Queue] = {}
         self._down: dict[PeerId, Queue] = {}
 
     def lay(self, peer: PeerId, road: Road) -> None:
-        """Before it sends anything."""
+        """Give ``peer`` a link, before it sends anything."""
         for queues, bytes_per_s in (self._up, road.up_bytes_per_s), (self._down, road.down_bytes_per_s):
             if bytes_per_s < math.inf or road.open_s is not None:
                 queues[peer] = Queue(bytes_per_s, road.queue_s, road.open_s)
@@ -214,24 +216,24 @@ class Roads:
             self._roads[peer] = road
 
     def queued_s(self, peer: PeerId) -> tuple[float, float]:
-        """How long what comes now waits in front of the machine's uplink, and of its downlink."""
+        """How long a piece that comes now would wait in front of the machine's uplink, and of its downlink."""
         up, down = self._up.get(peer), self._down.get(peer)
         return up.queued_s() if up else 0.0, down.queued_s() if down else 0.0
 
     def narrow(self, a: PeerId, b: PeerId) -> bool:
-        """Is anything between the two, there or back?"""
+        """Does anything narrow the traffic between the two, there or back?"""
         return (
             a in self._roads
             or b in self._roads
-            or min(self.path_bytes_per_s(a, b), self.path_bytes_per_s(b, a)) < math.inf
+            or min(self._path_bytes_per_s(a, b), self._path_bytes_per_s(b, a)) < math.inf
         )
 
     def route(self, stations: tuple[PeerId, ...], delay_s: Callable[[PeerId, PeerId], float]) -> Route:
-        """From the first station to the last, by what carries between them. A path has a queue of its own where it is
-        narrower than both ends."""
+        """The way from the first station to the last. A path that is narrower than both ends has a queue of its
+        own."""
         queues, delays, slowest = list[Queue](), [0.0], math.inf
         for a, b in pairwise(stations):
-            own, other, path = self._roads.get(a, WIDE), self._roads.get(b, WIDE), self.path_bytes_per_s(a, b)
+            own, other, path = self._roads.get(a, WIDE), self._roads.get(b, WIDE), self._path_bytes_per_s(a, b)
             ends = min(own.up_bytes_per_s, other.down_bytes_per_s)
             slowest = min(slowest, ends, path)
             before = [self._up.get(a), Queue(path, own.queue_s) if path < ends else None]

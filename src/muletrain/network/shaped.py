@@ -1,10 +1,10 @@
 """Shaped links: another network's traffic with declared delay, bandwidth, stalls and partitions, to emulate a fleet on
 one machine.
 
-Each peer shapes what it *sends* (its answers to calls, too), so a round trip is shaped once in each direction. Frames
-go piece by piece through the queues of its uplink and of the path (``roads``), when its own ``Pacer`` grants them, and
+Each peer shapes what it *sends*, answers to calls included, so a round trip is shaped once in each direction. Frames go
+piece by piece through the queues of its uplink and of the path (``roads``), when its own ``Pacer`` grants them. They
 are handed over when the last piece has arrived; calls and notices wait in the same queues. A process does not know the
-queue in front of another's downlink: the receiver holds frames back until its downlink has taken them.
+queue in front of another's downlink, so the receiver holds frames back until its downlink has taken them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from muletrain.network.base import (
     PeerId,
     RefusalHandler,
 )
-from muletrain.network.paced import PacedStreams, Parcel, Stream
+from muletrain.network.paced import CALL_OVERHEAD, PacedStreams, Parcel, Stream
 from muletrain.network.roads import Road, Roads, at
 from muletrain.wire.frame import frame_size
 
@@ -42,15 +42,13 @@ if TYPE_CHECKING:
     from muletrain.network.roads import Route
 
 BEHIND = 2
-"""Frames that arrived and are being handed over: what arrives behind so many is not acknowledged."""
+"""Frames being handed over behind which pieces are not acknowledged."""
 PACKET = 1400
-"""Bytes that come between two packets of longer frames at our downlink."""
-CALL_OVERHEAD = 128
-"""Bytes a call or an answer costs beside its payload."""
+"""Largest message [bytes] that slips between two packets of longer frames at our downlink."""
 
 
 class Stalls:
-    """Times in which nothing passes a peer's links: exponentially distributed gaps, fixed duration, drawn from
+    """Times in which nothing passes a peer's links, of fixed duration, after exponentially distributed gaps drawn from
     ``seed``."""
 
     def __init__(self, stall: Stall | None, seed: int, now: float) -> None:
@@ -58,7 +56,7 @@ class Stalls:
         self._begins, self._ends = [now], [now]
 
     def after(self, time: float) -> float:
-        """``time``, or the end of the stall it lies in."""
+        """``time``, or the end of the stall in which it lies."""
         if self._stall is None:
             return time
         while self._ends[-1] <= time:
@@ -70,7 +68,7 @@ class Stalls:
 
 @dataclass(frozen=True)
 class _Arrival:
-    """A piece on the other side, the last of ``parcel``, if there is one."""
+    """A piece that reached the other side, the last of ``parcel`` if it is given."""
 
     parcel: Parcel | None
     nbytes: int
@@ -80,7 +78,7 @@ class _Arrival:
 
 @dataclass(slots=True, eq=False)
 class _Stream(Stream):
-    """``arrivals``: what was not handed over, in order."""
+    """A stream to a real peer. ``arrivals``: pieces not handed over, in order."""
 
     net: ShapedNetwork
     arrivals: deque[_Arrival] = field(default_factory=deque, init=False)
@@ -99,23 +97,22 @@ class _Streams(PacedStreams):
         return _Stream(peer, channel, self._net.route(peer), self._net)
 
     async def _awake(self) -> None:
-        """A process that is frozen does not come here."""
+        """Nothing to wait for: a frozen process does not run this."""
 
 
 class ShapedNetwork:
-    """A ``Network`` whose traffic takes the time the links would take. ``links`` gives the path to a peer."""
+    """A ``Network`` whose traffic takes as long as on the declared links. ``links`` gives the path to a peer."""
 
     def __init__(self, inner: Network, links: Callable[[PeerId], Link], own: FleetPeer) -> None:
         self.peer_id = inner.peer_id
         self._inner, self._links, self._own, self._clock = inner, links, own, LoopClock()
         self._stalls = Stalls(own.stall, own.index, self._clock.now())
-        self._roads = Roads()
+        self._roads = Roads(lambda sender, receiver: links(receiver).bandwidth_bytes_per_s)
         open_s = None if own.stall is None else self._stalls.after
         self._roads.lay(self.peer_id, Road(own.up_bytes_per_s, queue_s=own.queue_s, open_s=open_s))
-        self._roads.path_bytes_per_s = lambda sender, receiver: links(receiver).bandwidth_bytes_per_s
         self._routes: dict[PeerId, Route] = {}
         self._down_free_s = -math.inf
-        """When our downlink has taken what came so far."""
+        """When our downlink has taken everything that came so far."""
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._streams = _Streams(self)
         self._broken: dict[tuple[PeerId, Channel], MuletrainError] = {}
@@ -123,8 +120,8 @@ class ShapedNetwork:
         self._cut_changed = asyncio.Event()
 
     def set_partition(self, unreachable: frozenset[PeerId]) -> None:
-        """Nothing reaches these peers, or arrives from them in frames, until the next call (the other side must be
-        told, too)."""
+        """Cut this peer off from ``unreachable`` until the next call: nothing reaches them, and no frame arrives from
+        them. The other side must be told, too."""
         before, self._cut = self._cut, unreachable
         for peer in before - unreachable:
             self._streams.broke(peer)
@@ -163,7 +160,7 @@ class ShapedNetwork:
         self._inner.serve(method, shaped, free=free)
 
     async def _travel(self, peer: PeerId, nbytes: int) -> None:
-        """The time until the last of ``nbytes`` is with ``peer``. When it is cut off: until that changes, then
+        """Wait until the last of ``nbytes`` is with ``peer``. If it is cut off: until that changes; then raises
         PeerUnreachable."""
         if peer == self.peer_id:
             return
@@ -184,12 +181,12 @@ class ShapedNetwork:
         return nbytes
 
     def _open_road(self, peer: PeerId) -> bool:
-        """Does nothing hold up what is sent to ``peer``?"""
+        """Does nothing hold up frames to ``peer``?"""
         route = self.route(peer)
         return not route.queues and not route.delay_s and peer not in self._cut
 
     def arrived(self, by: _Stream, arrival: _Arrival) -> None:
-        """On the other side of the link."""
+        """Take a piece on the other side of the link."""
         if arrival.parcel is None and len(by.arrivals) < BEHIND:
             self._receipt(by, arrival)
             return
@@ -198,7 +195,7 @@ class ShapedNetwork:
             self.spawn(self._hand_over(by))
 
     async def _hand_over(self, by: _Stream) -> None:
-        """In order, until nothing is left."""
+        """Hand frames over in order, until none is left."""
         while by.arrivals and not by.broken:
             arrival = by.arrivals[0]
             if arrival.parcel is not None:
@@ -213,7 +210,7 @@ class ShapedNetwork:
             self._receipt(by, arrival)
 
     def _receipt(self, by: _Stream, of: _Arrival) -> None:
-        """It comes back without bytes."""
+        """Send a receipt back, which takes no bandwidth."""
         if by.channel is not Channel.CONTROL:
             comes_s = self._stalls.after(_now_s() + by.route.delay_s)
             at(comes_s, partial(self._streams.acknowledged, by, of.nbytes, of.sent_s, of.received_s))
@@ -227,8 +224,8 @@ class ShapedNetwork:
         self._inner.receive(shaped, kinds, bounds)
 
     async def _take(self, sender: PeerId, nbytes: int) -> None:
-        """Until our downlink has taken what is here now. Alone it came in while the sender sent it, so that this takes
-        no time; several at once share the downlink. What fits into a packet comes between two of another's."""
+        """Wait until our downlink has taken a message that is here now. A message alone came in while it was sent, so
+        this takes no time; several at once share the downlink. A message of one packet slips between others'."""
         if sender == self.peer_id:
             return
         now_s, takes_s = _now_s(), nbytes / self._own.down_bytes_per_s

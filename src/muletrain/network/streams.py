@@ -1,8 +1,8 @@
 """Long-lived streams of frames over libp2p: one per receiver and channel, opened when first needed.
 
 A new stream per message would start with a small flow-control window each time: at 100 ms round trip 8 MB take 741 ms
-that way, 221 ms on a stream that is kept. A stream begins with a hello that the receiver acknowledges with one byte.
-Frames go one way; where the channel is paced, the receiver says from time to time how many bytes have come, and when
+that way, and 221 ms on a stream that is kept. A stream begins with a hello that the receiver acknowledges with one
+byte. Frames go one way. On paced channels the receiver reports now and then how many bytes came, and when
 (``network.pacing``).
 """
 
@@ -35,17 +35,18 @@ if TYPE_CHECKING:
 FRAMES = "muletrain/frames"
 HELLO, ACCEPTED = "hello", b"\1"
 HELLO_TIMEOUT_S = 30.0
+"""Longest time until the hello of a new stream [s]."""
 MAX_HELLO = 128
-"""Bytes of its header."""
+"""Most bytes of a hello's header."""
 RECEIPT = struct.Struct(">Qd")
-"""Bytes that have come on the stream since the hello, and when the last of them did, by the receiver's clock."""
+"""Bytes that came on the stream since the hello, and when the last of them came, by the receiver's clock."""
 RECEIPT_BYTES, RECEIPT_S = 1 << 13, 0.003
-"""A receipt is sent for so many bytes, but not more often than that, and so long after the last ones."""
+"""Bytes after which a receipt is sent, and the time between two receipts and after the last bytes [s]."""
 
 
 @dataclass(eq=False)
 class _Connection:
-    """An open stream. ``pieces``: what was handed over and is not acknowledged: (bytes so far, when)."""
+    """An open stream. ``pieces``: (bytes so far, time) of each piece handed over and not acknowledged."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -67,12 +68,12 @@ class Outgoing:
         self._connection: _Connection | None = None
         self._receipts: asyncio.Task[None] | None = None
         self._begun = self._handed_over = False
-        """Of the frame being written: a part of it, and all of it."""
+        """Of the frame being written, a part was written, or all."""
         self._writing: dict[asyncio.Task[None], None] = {}
-        """The task that holds the lock is the first one."""
+        """Frames that wait or are written; the first one holds the lock."""
 
     async def send(self, buffers: Sequence[Any], timeout_s: float) -> None:
-        """One frame. A stream found broken is opened anew, once, unless the frame may have gone through whole. A sender
+        """Send one frame. A broken stream is opened anew, once, unless the whole frame may have gone through. A sender
         that gives up does not break the stream: a frame that was begun is sent to its end.
 
         Raises PeerUnreachable, DeadlineExceeded (nothing was taken for ``timeout_s``), AdmissionError."""
@@ -91,7 +92,7 @@ class Outgoing:
     async def _paced(self, buffers: Sequence[Any], timeout_s: float) -> None:
         async with self._lock:
             self._begun, kept = False, self._connection is not None
-            await self._opened(timeout_s)  # a peer that does not accept it takes no lane from others
+            await self._opened(timeout_s)  # before it takes a lane: the peer may not accept it
             async with self._pacer.lane(self._peer, self._channel):
                 await self._once_more(buffers, timeout_s, kept=kept)
 
@@ -122,7 +123,7 @@ class Outgoing:
         self.close()
         try:
             async with asyncio.timeout(timeout_s):
-                if not await self._open():  # closed before it was accepted: the peer was restarted and does not know us
+                if not await self._open():  # the peer was restarted and does not know us
                     self._p2p.gate.forget_entry(self._peer)
                     if not await self._open():
                         raise PeerUnreachable("the peer closes the stream")
@@ -160,7 +161,7 @@ class Outgoing:
             view, at = memoryview(buffer), 0
             while at < len(view):
                 nbytes = await self._pacer.grant(self._peer, self._channel, len(view) - at)
-                if to is not self._connection:  # its end was counted already
+                if to is not self._connection:  # its end has been counted
                     self._pacer.forget(self._peer, nbytes)
                     raise ConnectionResetError("the receiver has ended the stream")
                 to.sent += nbytes
@@ -185,13 +186,13 @@ class Outgoing:
             self._connection = None
 
     def stop(self) -> None:
-        """Close, and send nothing more."""
+        """Close, and give up all frames."""
         for writing in self._writing:
             writing.cancel()
         self.close()
 
     async def _hear(self, connection: _Connection) -> None:
-        """Receipts, until the receiver ends the stream."""
+        """Take receipts until the receiver ends the stream."""
         with suppress(OSError, asyncio.IncompleteReadError):
             while self._acknowledged(connection, *RECEIPT.unpack(await connection.reader.readexactly(RECEIPT.size))):
                 self._heard(self._peer)
@@ -213,10 +214,10 @@ class Outgoing:
 
 
 class _Receipts:
-    """Of one incoming stream."""
+    """Sends the receipts of one incoming stream."""
 
     def __init__(self, transport: asyncio.WriteTransport, told: Callable[[int], None], *, paced: bool) -> None:
-        """``told``: of all bytes that come."""
+        """``told`` is told of all bytes that come."""
         self._transport, self._told_of, self._paced = transport, told, paced
         self._come = self._told = 0
         self._come_s = self._told_s = 0.0
@@ -249,8 +250,8 @@ class _Receipts:
 
 @dataclass
 class Incoming:
-    """The streams of all senders, at most one for each sender and channel: a newer one waits until what had arrived on
-    the older one is handled, so that frames stay in order when a sender reopens."""
+    """The streams of all senders, at most one per sender and channel. A newer one waits until everything that arrived
+    on the older one is handled, so that frames stay in order when a sender reopens."""
 
     max_payload: int
     heard: Recent[float] = field(default_factory=Recent)
@@ -260,7 +261,7 @@ class Incoming:
     _open: dict[tuple[str, str], tuple[asyncio.StreamWriter, asyncio.Event]] = field(default_factory=dict)
 
     def close(self, sender: str) -> None:
-        """All streams of ``sender``."""
+        """Close all streams of ``sender``."""
         for (whose, _), (writer, _) in self._open.items():
             if whose == sender:
                 writer.close()
@@ -272,7 +273,8 @@ class Incoming:
     async def frames(
         self, sender: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, door: Door
     ) -> AsyncGenerator[Frame, None]:
-        """Every frame until the stream ends. Raises Malformed for what is no frame, and what ``door`` raises."""
+        """Yield each frame until the stream ends. Raises Malformed for bytes that are no frame, and what ``door``
+        raises."""
         done = asyncio.Event()
         key: tuple[str, str] | None = None
         receipts: _Receipts | None = None
@@ -299,7 +301,7 @@ class Incoming:
 
 
 async def _greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
-    """Read and accept the hello; its channel."""
+    """Read and accept the hello, and return its channel. Raises Malformed."""
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             hello = await read_frame(reader, 0, max_header=MAX_HELLO)

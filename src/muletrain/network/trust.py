@@ -1,10 +1,10 @@
-"""Who belongs to the run: certificates under the owner's key, and renewals, by which the owner ends them.
+"""Membership in a run: certificates under the owner's key, and renewals that end them.
 
-A run has an owner: a key pair whose public half is in the ticket. A *certificate* says that a peer was let in: by the
-owner, or by a member whom the owner let in (one level: a newcomer does not depend on one machine, and nobody's guest
-brings guests). A *renewal* begins an epoch: the owner's word on who stays, and the digest of a new secret. Certificates
-of an older epoch count only for those it names: whoever is not named is out, with all it let in and every identity it
-kept in reserve, and its ticket is void.
+A run has an owner: a key pair whose public half is in the ticket. A *certificate* says that the owner admitted a peer,
+or a member that the owner admitted (one level: a newcomer does not depend on one machine, and a guest brings no
+guests). A *renewal* begins an epoch: the owner names the peers that stay, and the digest of a new secret. Certificates
+of an older epoch count for the named peers only. Every other peer is out, with all that it admitted and every identity
+that it kept in reserve, and its ticket is void.
 """
 
 from __future__ import annotations
@@ -26,15 +26,19 @@ if TYPE_CHECKING:
     from muletrain.network.identity import Key
 
 OWNER = ""
-"""The issuer of a certificate that the owner signed; any other is a peer id."""
+"""The issuer of a certificate that the owner signed; any other issuer is a peer id."""
 VISIT_S = 600.0
-"""How long a visitor, who came for a question, is let in."""
+"""Time for which a visitor is admitted [s]: it came for a question."""
 MAX_KEPT = 4096
+"""Most peers that a renewal names."""
+
+FOREIGN_OWN = "the certificate that came is not one of this run; ask for the current ticket"
+NO_HOST = "this member cannot let others in; use a ticket that names other members, too"
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """``issuer`` let ``peer`` in, in this epoch, until this wall time [s] (infinite: for good)."""
+    """``issuer`` admitted ``peer`` in ``epoch``, until a wall time [s] (infinite: for good)."""
 
     peer: str
     issuer: str
@@ -49,7 +53,7 @@ Chain = tuple[Certificate, ...]
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """The owner's word on who stays. ``secret``: SHA-256 of the one that admits from now on."""
+    """The owner's list of the peers that stay. ``secret``: SHA-256 of the secret that admits from now on."""
 
     epoch: int
     kept: tuple[str, ...]
@@ -58,17 +62,17 @@ class Renewal:
 
 
 class Trust:
-    """What one peer knows of who belongs to the run, itself included."""
+    """Judges which peers belong to the run, this one included."""
 
     def __init__(
         self, run_id: str, owner: bytes | Key, secret: bytes, key: Key, now: Callable[[], float] = time.time
     ) -> None:
-        """``owner``: the public key in the ticket, or where the owner is, the whole key. ``key``: this peer's own."""
+        """``owner``: the public key in the ticket, or the whole key on the owner's machine. ``key``: this peer's."""
         self._run_id, self._key, self._now = run_id, key, now
         self._owner_key = None if isinstance(owner, bytes) else owner
         self._owner = owner if isinstance(owner, bytes) else owner.public
         self.secret: bytes | None = secret
-        """None: a renewal came without the new one."""
+        """The secret that admits newcomers. None: a renewal came without the new one."""
         self.renewal: Renewal | None = None
         self._kept: frozenset[str] = frozenset()
         self._chain: Chain = ()
@@ -79,25 +83,25 @@ class Trust:
 
     @property
     def chain(self) -> Chain:
-        """What we show others: that we belong to the run."""
+        """Our own certificates, which show others that we belong to the run."""
         if not self.current(self._key.peer_id, self._chain):
             self._chain = () if self._owner_key is None else (self._certificate(self._key.peer_id, math.inf),)
         return self._chain
 
     @property
     def belongs(self) -> bool:
-        """Are we in ourselves?"""
+        """Do we belong to the run ourselves?"""
         return self.current(self._key.peer_id, self.chain)
 
     def remains(self, peer: str) -> bool:
-        """Did the owner name it in the last renewal?"""
+        """Did the last renewal name ``peer``?"""
         return peer in self._kept
 
     # Judging --------------------------------------------------------------------------------------------------------
 
     def genuine(self, peer: str, chain: Chain) -> bool:
-        """Was ``peer`` ever let in by somebody who might? Costs signatures; holds until the next renewal, and
-        ``current`` says what becomes of it then."""
+        """Was ``peer`` ever admitted by the owner or a member that may? Checks signatures; the answer holds for good,
+        and ``current`` applies renewals."""
         match chain:
             case _ if peer in self._kept:
                 return True
@@ -110,7 +114,7 @@ class Trust:
         return linked and leaf.peer == peer and all(map(self._signed, chain))
 
     def current(self, peer: str, chain: Chain) -> bool:
-        """Of a genuine chain: does it still count?"""
+        """Does ``chain``, which is genuine, still count?"""
         if peer in self._kept:
             return True
         in_force = all(c.epoch == self.epoch or c.peer in self._kept for c in chain)
@@ -125,7 +129,7 @@ class Trust:
     # Letting in -----------------------------------------------------------------------------------------------------
 
     def issue(self, peer: str, *, visitor: bool) -> Chain:
-        """Raises AdmissionError where this peer may not."""
+        """A new chain for ``peer``. Raises AdmissionError if this peer may not admit others."""
         until = self._now() + VISIT_S if visitor else math.inf
         own = self.chain
         if self._owner_key is not None:
@@ -133,13 +137,13 @@ class Trust:
         named = self.remains(self._key.peer_id)
         let_in_by_owner = len(own) == 1 and own[0].issuer == OWNER and own[0].until == math.inf
         if self.secret is None or not (named or let_in_by_owner):
-            raise AdmissionError("this member cannot let others in; use a ticket that names others, too")
+            raise AdmissionError(NO_HOST)
         return (self._certificate(peer, until), *(() if named else own))
 
     def welcomed(self, chain: Chain) -> None:
-        """Our own chain, from whoever let us in. Raises AdmissionError for one that would help nobody."""
+        """Take our own chain from the member that admitted us. Raises AdmissionError if no member would accept it."""
         if not self.genuine(self._key.peer_id, chain) or not self.current(self._key.peer_id, chain):
-            raise AdmissionError("the certificate that came is not one of this run; ask for the current ticket")
+            raise AdmissionError(FOREIGN_OWN)
         self._chain = chain
 
     def _certificate(self, peer: str, until: float) -> Certificate:
@@ -150,14 +154,14 @@ class Trust:
     # Renewing -------------------------------------------------------------------------------------------------------
 
     def renew(self, kept: Iterable[str], secret: bytes) -> Renewal:
-        """The owner's word: from now on only these, and those who come with the new ``secret``."""
+        """The owner's renewal: only ``kept`` stay, and peers that come with the new ``secret`` are admitted."""
         assert self._owner_key is not None
         content = (self.epoch + 1, tuple(sorted(kept)), hashlib.sha256(secret).digest())
         return Renewal(*content, self._owner_key.sign("renewal", self._run_id, *content))
 
     def adopt(self, renewal: Renewal, secret: bytes | None) -> None:
-        """Take the owner's word, if it is news. A ``secret`` that it does not name is left out. Raises AdmissionError
-        when it is not the owner's."""
+        """Apply ``renewal``, if it is news; a ``secret`` that it does not name is ignored. Raises AdmissionError if
+        the owner did not sign it."""
         content = (renewal.epoch, renewal.kept, renewal.secret)
         if not signed(self._owner, renewal.signature, "renewal", self._run_id, *content):
             raise AdmissionError("a renewal that the run's owner did not sign")
@@ -176,7 +180,7 @@ def packed_chain(chain: Chain) -> list[Any]:
 
 
 def read_chain(content: Any) -> Chain:
-    """Raises AdmissionError for what is no chain, whoever signed it."""
+    """The chain in ``content``; signatures are not checked. Raises AdmissionError."""
     if isinstance(content, list) and len(content) <= 2:
         return tuple(map(_read_certificate, content))
     raise AdmissionError("malformed certificate")
@@ -197,7 +201,7 @@ def chain_bytes(chain: Chain) -> bytes:
 
 
 def chain_from(data: bytes) -> Chain:
-    """Raises AdmissionError."""
+    """The chain that ``chain_bytes`` packed. Raises AdmissionError."""
     try:
         return read_chain(msgpack.unpackb(data, max_ext_len=0))
     except AdmissionError:
@@ -211,7 +215,7 @@ def packed_renewal(renewal: Renewal | None) -> list[Any] | None:
 
 
 def read_renewal(content: Any) -> Renewal:
-    """Raises AdmissionError for what is no renewal, whoever signed it."""
+    """The renewal in ``content``; its signature is not checked. Raises AdmissionError."""
     match content:
         case [int() as epoch, list() as kept, bytes() as secret, bytes() as signature] if (
             epoch > 0 and len(kept) <= MAX_KEPT and all(isinstance(p, str) for p in kept)

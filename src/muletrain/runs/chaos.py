@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from muletrain.policy.chaos import Fault, Phase
     from muletrain.runs.fleet import LocalFleet
     from muletrain.runs.spec import WorkerSpec
-    from muletrain.wire.frame import Buffer
 
 
 AHEAD = 2
@@ -249,7 +248,7 @@ class Points:
             self._log.emit(event)  # on the disk before we are gone
             if event.what == "corrupt":
                 assert self._network is not None
-                damage_next(self._network)
+                self._network.damage_next()
             else:
                 os.killpg(0, signal.SIGKILL if event.what == "kill" else signal.SIGSTOP)
 
@@ -267,16 +266,3 @@ def spoil_next(compute: Compute) -> None:
         return accumulated
 
     compute.gradient = gradient  # type: ignore[method-assign]
-
-
-def damage_next(network: Libp2pNetwork) -> None:
-    """The next frame that ``network`` sends gets a flipped bit in its prefix, as where the transport's own check
-    fails."""
-    intact = network.damage
-
-    def damage(buffers: list[Buffer]) -> list[Buffer]:
-        network.damage = intact
-        first = bytes(buffers[0])
-        return [bytes([first[0] ^ 1]) + first[1:], *buffers[1:]]
-
-    network.damage = damage

@@ -34,7 +34,7 @@ from muletrain.events import (
 from muletrain.network.identity import Key
 from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.network.offences import BAN_S
-from muletrain.runs.chaos import Points, damage_next, spoil_next
+from muletrain.runs.chaos import Points, spoil_next
 from muletrain.runs.guard import Guard, where_it_hangs
 from muletrain.runs.host import Host
 from muletrain.runs.join.founder import found
@@ -90,7 +90,7 @@ class Worker:
             case ["cut", *names] if host.shaped is not None and host.roster is not None:
                 host.shaped.set_partition(frozenset(m.id for m in host.roster.members() if m.name in names))
             case ["corrupt"] if self._network is not None:
-                damage_next(self._network)
+                self._network.damage_next()
                 if host.compute is not None:
                     spoil_next(host.compute)
             case ["probe"]:

@@ -1,8 +1,8 @@
 """Tensor codecs: fp32, fp16, bf16, block-wise 8-bit (SWARM app. J.1, "quantized activations"), token ids, raw bytes.
 
 A tensor travels as its codec's name, its shape and one or two buffers. Decoding checks sizes against shapes before it
-allocates. Both directions return memory of their own: an encoded tensor may wait in a queue, or be sent again, while
-the original changes.
+allocates. Both directions return memory of their own, because an encoded tensor may wait in a queue, or be sent again,
+while the original changes.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 
 BLOCK = 4096
 """Elements that share one scale."""
-MAX_DIMENSIONS = 8
-MAX_ELEMENTS = 1 << 31
+MAX_DIMENSIONS, MAX_ELEMENTS = 8, 1 << 31
+"""Largest tensor that travels."""
 RAW = "raw"
 IDS = IDS16, IDS32 = "uint16", "int32"
 _FLOATS = {Codec.FP32: torch.float32, Codec.FP16: torch.float16, Codec.BF16: torch.bfloat16}
 _ROWS = 64
-"""Blocks quantised at a time: a scratch that stays in the cache, which halves the time."""
+"""Blocks quantised at a time: their scratch stays in the cache, which halves the time."""
 _TINY = 1e-37
-"""Scales below are zero: their inverse would overflow."""
+"""Scales below count as zero, because their inverse would overflow."""
 _SIZES = {Codec.FP32: 4, Codec.FP16: 2, Codec.BF16: 2, Codec.INT8: 1, RAW: 1, IDS16: 2, IDS32: 4}
 
 
 @dataclass(slots=True)
 class Encoded:
-    """A tensor (or raw bytes) as it travels."""
+    """A tensor, or raw bytes, in the form in which it travels."""
 
     codec: str
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class Encoded:
 
 
 def encoded_size(codec: str, shape: tuple[int, ...]) -> int:
-    """Bytes the buffers must have. Raises Malformed for an unknown codec or an absurd shape."""
+    """Bytes that the buffers must have. Raises Malformed for an unknown codec or too large a shape."""
     if codec not in _SIZES or len(shape) > MAX_DIMENSIONS or any(not 0 <= n <= MAX_ELEMENTS for n in shape):
         raise Malformed(f"tensor with codec {codec[:20]!r} and shape {shape[:MAX_DIMENSIONS]}: no such tensor")
     elements = math.prod(shape)
@@ -61,8 +61,7 @@ def encoded_size(codec: str, shape: tuple[int, ...]) -> int:
 
 
 def encode(tensor: Tensor, codec: Codec) -> Encoded:
-    """A float tensor for the wire. Non-finite values arrive as non-finite values, so that the receiver can refuse
-    them."""
+    """Encode a float tensor. Non-finite values arrive as such, so that the receiver can refuse them."""
     values = tensor.detach()
     if codec is Codec.INT8:
         return Encoded(codec.value, tuple(tensor.shape), _quantise(values.float().reshape(-1)))
@@ -71,7 +70,7 @@ def encode(tensor: Tensor, codec: Codec) -> Encoded:
 
 
 def encode_ids(ids: Tensor) -> Encoded:
-    """Integers of 32 bits, as 16 bits where they fit. Raises ValueError for larger ones."""
+    """Encode integers of up to 32 bits, in 16 bits if all fit. Raises ValueError for larger ones."""
     low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
     if low < -(1 << 31) or high >= 1 << 31:
         raise ValueError(f"ids from {low} to {high} do not fit into 32 bits")
@@ -82,13 +81,13 @@ def encode_ids(ids: Tensor) -> Encoded:
 
 
 def encode_raw(data: Buffer) -> Encoded:
-    """Bytes as they are, not copied."""
+    """Encode bytes as they are, without a copy."""
     return Encoded(RAW, (len(data),), [data])
 
 
 def decode(encoded: Encoded, *, copy: bool = True) -> Tensor:
-    """fp32 from the float codecs, int64 from token ids; without ``copy`` perhaps on the encoded tensor's own memory, to
-    be read at once. Raises ProtocolError when sizes do not fit."""
+    """Decode float codecs to fp32, token ids to int64. Without ``copy`` the result may lie in the encoded tensor's own
+    memory, to be read at once. Raises ProtocolError if sizes do not fit."""
     parts = _checked(encoded)
     if encoded.codec == RAW:
         raise ProtocolError("raw bytes where a tensor was expected")
@@ -102,14 +101,14 @@ def decode(encoded: Encoded, *, copy: bool = True) -> Tensor:
 
 
 def decode_raw(encoded: Encoded) -> memoryview:
-    """Raises ProtocolError for anything but raw bytes."""
+    """The raw bytes. Raises ProtocolError for a tensor."""
     if encoded.codec != RAW:
         raise ProtocolError("a tensor where raw bytes were expected")
     return _checked(encoded)[0]
 
 
 def _checked(encoded: Encoded) -> list[memoryview]:
-    """The parts the codec is made of (scales and values for int8), each in one piece."""
+    """The codec's parts (scales and values for int8), each in one piece. Raises ProtocolError."""
     expected = encoded_size(encoded.codec, encoded.shape)
     if encoded.nbytes != expected:
         raise ProtocolError(
@@ -128,8 +127,8 @@ def _scale_bytes(elements: int) -> int:
 
 
 def _quantise(values: Tensor) -> list[Buffer]:
-    """[n] -> fp32 scale per block, int8 values: value = scale * q, scale = absmax / 127 (a non-finite block has scale
-    NaN)."""
+    """[n] -> fp32 scale per block, int8 values. value = scale * q, scale = absmax / 127; the scale of a non-finite
+    block is NaN."""
     whole = values.numel() // BLOCK * BLOCK
     blocks, rest = values[:whole].view(-1, BLOCK), values[whole:]
     absmax = [_absmax(blocks)] if whole else []
@@ -149,7 +148,7 @@ def _quantise(values: Tensor) -> list[Buffer]:
 
 
 def _absmax(blocks: Tensor) -> Tensor:
-    """[blocks, n] -> [blocks]; NaN where a block has one."""
+    """[blocks, n] -> [blocks]; NaN for a block that has one."""
     low, high = torch.aminmax(blocks, dim=1)
     return torch.maximum(high, -low)
 
@@ -164,12 +163,12 @@ def _dequantise(scale_bytes: memoryview, value_bytes: memoryview) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The tensor's memory, not copied."""
+    """The tensor's memory, without a copy."""
     return tensor.reshape(-1).view(torch.uint8).cpu().numpy().data
 
 
 def _tensor(data: memoryview, dtype: torch.dtype) -> Tensor:
-    """On the same memory if it is writable (torch wants that), else on a copy."""
+    """A tensor on the memory of ``data``, or on a copy if that is not writable, as torch demands."""
     if len(data) == 0:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=dtype)

@@ -1,12 +1,13 @@
-"""Framing: a fixed prefix, a msgpack header, then the tensors' buffers. Everything is bounded before it is read: the
-receiver is asked about the kind before the rest of the header, and about codecs and shapes before the first byte of a
-tensor (``Door``).
+"""Framing: a fixed prefix, a msgpack header, then the tensors' buffers. Everything is bounded before it is read: a
+``Door`` is asked about the kind before the rest of the header, and about codecs and shapes before the first byte of a
+tensor.
 
 Prefix (16 bytes, big endian): magic 'MT', version, reserved, header length (u32), payload length (u64).
 """
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,20 +24,21 @@ if TYPE_CHECKING:
 
 MAGIC, VERSION = b"MT", 1
 PREFIX = struct.Struct(">2sBBIQ")
-MAX_HEADER = 1 << 22
-MAX_PAYLOAD = 1 << 30
+MAX_HEADER, MAX_PAYLOAD = 1 << 22, 1 << 30
+"""Most bytes of a header, and of all tensors of a frame."""
 MAX_TENSORS = 64
+"""Most tensors of a frame."""
 MAX_KIND = 64
-"""Characters."""
+"""Most characters of a kind."""
 _KIND_BYTES = 3 + 4 * MAX_KIND
-"""Bytes of a header in which its kind is whole."""
+"""Bytes of a header that hold its whole kind."""
 MAX_DEPTH = 8
-"""Nesting of a header."""
+"""Deepest nesting of a header."""
 
 
 def pack(frame: Frame) -> list[Buffer]:
-    """Prefix and header in one buffer, then the tensors' own buffers, not copied. Raises ProtocolError for more than
-    may travel."""
+    """The bytes of ``frame``: prefix and header in one buffer, then the tensors' own buffers, not copied. Raises
+    ProtocolError for more than any receiver accepts."""
     tensors = [[t.codec, list(t.shape)] for t in frame.tensors]
     header: bytes = msgpack.packb([frame.kind, frame.header, tensors])
     buffers = [b for t in frame.tensors for b in t.buffers if len(b)]
@@ -49,7 +51,7 @@ def pack(frame: Frame) -> list[Buffer]:
 
 
 def frame_size(frame: Frame) -> int:
-    """Bytes of it, as it travels; looked at once."""
+    """Bytes of the packed frame, counted once."""
     if frame.nbytes is None:
         frame.nbytes = size(pack(frame))
     return frame.nbytes
@@ -60,28 +62,30 @@ def size(buffers: Sequence[Buffer]) -> int:
 
 
 class Reader(Protocol):
-    """Where frames come from: asyncio's ``StreamReader``, or anything that reads like it."""
+    """A source of frames: asyncio's ``StreamReader``, or anything that reads like it."""
 
     async def readexactly(self, n: int, /) -> Buffer:
-        """Raises IncompleteReadError where the stream ends. The memory used grows with what arrives, not with ``n``."""
+        """Raises IncompleteReadError if the stream ends. Memory grows with what arrives, not with ``n``."""
         ...
 
 
 class Door(Protocol):
-    """Says what is taken, before it is read. Both raise ProtocolError for what is not."""
+    """Decides what is read. Both methods raise ProtocolError to refuse a frame."""
 
-    async def header(self, kind: str, nbytes: int) -> None: ...
+    async def header(self, kind: str, nbytes: int) -> None:
+        """Check the kind, and the size of the header."""
+        ...
 
     async def expect(self, frame: Frame) -> None:
-        """``frame`` lacks its tensors' bytes."""
+        """Check ``frame``, which lacks its tensors' bytes."""
         ...
 
 
 async def read_frame(
     reader: Reader, max_payload: int = MAX_PAYLOAD, door: Door | None = None, *, max_header: int = MAX_HEADER
 ) -> Frame:
-    """The next frame, as far as ``door`` takes it (None: any). Raises Malformed for what is no frame,
-    IncompleteReadError where the stream ends, and what ``door`` raises.
+    """Read the next frame, if ``door`` takes it (None: any). Raises Malformed for bytes that are no frame,
+    IncompleteReadError if the stream ends, and what ``door`` raises.
 
     Memory grows with what arrives, never with what a header claims."""
     header_size, payload_size = parse_prefix(await reader.readexactly(PREFIX.size), max_payload, max_header)
@@ -98,8 +102,30 @@ async def read_frame(
     return frame
 
 
+class _Bytes:
+    """The bytes of one frame as a ``Reader``."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    async def readexactly(self, n: int) -> bytes:
+        part = self._data[self._at : self._at + n]
+        self._at += n
+        if len(part) < n:
+            raise asyncio.IncompleteReadError(part, n)
+        return part
+
+
+async def unpack(data: bytes, door: Door | None = None) -> Frame:
+    """The frame whose bytes are ``data``. Raises ProtocolError."""
+    try:
+        return await read_frame(_Bytes(data), door=door)
+    except asyncio.IncompleteReadError as e:
+        raise ProtocolError(f"a frame of {len(data)} bytes is cut short") from e
+
+
 def parse_prefix(prefix: Buffer, max_payload: int, max_header: int = MAX_HEADER) -> tuple[int, int]:
-    """(header bytes, payload bytes). Raises Malformed."""
+    """The bytes of the header and of the payload. Raises Malformed."""
     magic, version, reserved, header, payload = PREFIX.unpack(prefix)
     if magic != MAGIC or version != VERSION or reserved:
         raise Malformed(f"not a frame of this protocol (it begins with {bytes(prefix[:4])!r})")
@@ -109,7 +135,7 @@ def parse_prefix(prefix: Buffer, max_payload: int, max_header: int = MAX_HEADER)
 
 
 def _parse_kind(start: bytes) -> str:
-    """Of the first bytes of a header, which is a list of three whose first is the kind: the rest may be large. Raises
+    """The kind, from the first bytes of a header (a list of three, the kind first): the rest may be large. Raises
     Malformed."""
     match list(start[:3]):
         case [0x93, size, *_] if 0xA0 <= size < 0xC0:
@@ -124,7 +150,8 @@ def _parse_kind(start: bytes) -> str:
 
 
 def parse_header(data: Buffer, payload: int) -> tuple[str, dict[str, Any], list[tuple[str, tuple[int, ...], int]]]:
-    """Kind, header map, and (codec, shape, bytes) of each tensor; their sum is the payload. Raises Malformed."""
+    """The kind, the header map, and (codec, shape, bytes) of each tensor. Raises Malformed, also if the tensors' bytes
+    are not ``payload`` in all."""
     try:
         content = msgpack.unpackb(data, strict_map_key=True, max_ext_len=0, ext_hook=_no_extensions)
     except Exception as e:  # msgpack raises a dozen unrelated types on garbage
@@ -139,7 +166,7 @@ def parse_header(data: Buffer, payload: int) -> tuple[str, dict[str, Any], list[
 
 
 def _well_formed(content: Any) -> bool:
-    """[kind, {name: value}, [[codec, [length, ...]], ...]], with the types exactly these and a bounded depth."""
+    """Is it [kind, {name: value}, [[codec, [length, ...]], ...]], of exactly these types and bounded depth?"""
     match content:
         case [str() as kind, dict() as header, list() as tensors] if (
             len(kind) <= MAX_KIND and len(tensors) <= MAX_TENSORS
@@ -167,7 +194,7 @@ def _no_extensions(code: int, data: bytes) -> Any:
 
 
 def reread(frame: Frame) -> Frame:
-    """As a receiver would see it, without copying tensors: for frames that stay inside the process."""
+    """``frame`` as a receiver would see it, without copies of tensors: for frames that stay in the process."""
     packed = pack(frame)
     kind, header, _ = parse_header(bytes(packed[0][PREFIX.size :]), size(packed[1:]))
     return Frame(kind, header, frame.tensors)

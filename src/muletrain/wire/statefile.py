@@ -1,5 +1,5 @@
-"""A state as the bytes of a safetensors file, without a copy of it: ``safetensors.torch.save`` doubles the memory and
-holds the interpreter's lock all the while (400 MB: 1.3 s in which no event loop of the process turns).
+"""A state as the bytes of a safetensors file, without a copy. ``safetensors.torch.save`` doubles the memory and holds
+the interpreter's lock throughout (400 MB: 1.3 s in which no event loop of the process turns).
 
 Layout: header length (u64, little endian), a JSON header of names, types, shapes and offsets, then the tensors' bytes.
 """
@@ -25,11 +25,11 @@ _NAMES = {
     torch.int64: "I64",
     torch.uint8: "U8",
 }
-"""Of all types that a copy may have (``runtime.transfer.blocks.DTYPES``)."""
+"""The types that a state may have (``runtime.transfer.blocks.DTYPES``), in safetensors' words."""
 
 
 def state_buffers(state: Mapping[str, Tensor]) -> list[memoryview]:
-    """The file's bytes in order, on the tensors' own memory: they must not change until it was read."""
+    """The file's bytes in order, in the tensors' own memory: no tensor may change until they were read."""
     header: dict[str, object] = {}
     buffers: list[memoryview] = []
     offset = 0
@@ -50,7 +50,7 @@ def state_buffers(state: Mapping[str, Tensor]) -> list[memoryview]:
 
 
 def cut(buffers: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
-    """The same bytes in runs of ``size`` (the last one may be shorter)."""
+    """Cut ``buffers`` into runs of ``size`` bytes; the last may be shorter."""
     run: list[memoryview] = []
     room = size
     for buffer in buffers:

@@ -335,7 +335,7 @@ def show_status(ticket: str | None, *, json: bool) -> None:
     whole = _ticket(ticket)
 
     async def look(network: Libp2pNetwork, run_id: str) -> tuple[list[Announced], tuple[str, ...]]:
-        found = await network.lookup_left(f"{run_id}/peers")
+        found = await network.directory.lookup_left(f"{run_id}/peers")
         read = (Announced.read(peer, value, HOLDS_S - left_s) for peer, (value, left_s) in found.items())
         announced = [p for p in read if p is not None and not p.left]
         missing: tuple[str, ...] = ()

@@ -22,6 +22,7 @@ from muletrain.compute.paced import PacedCompute
 from muletrain.config.schema import Codec
 from muletrain.errors import Expelled, MuletrainError
 from muletrain.events import StepApplied, StepDone, SteppedBack
+from muletrain.network.conditions import Conditions
 from muletrain.network.memory import MemoryHub
 from muletrain.network.roads import Road
 from muletrain.planning.devices import find_device
@@ -48,7 +49,7 @@ from muletrain.strategies.swarm import SWARM
 from muletrain.wire.frame import frame_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from muletrain.config.fleet import Link
     from muletrain.config.schema import RunConfig
@@ -86,6 +87,33 @@ class Planned:
     stages: dict[str, int]
 
 
+class _Links(Conditions):
+    """The setting's paths, and frames that weigh what the run's own would. ``kind_of``, ``rosters``: by peer."""
+
+    def __init__(self, setting: Setting, kind_of: Mapping[str, int], rosters: Mapping[str, Roster]) -> None:
+        self._setting, self._kind_of, self._rosters = setting, kind_of, rosters
+
+    def _link(self, sender: str, receiver: str) -> Link:
+        return self._setting.links[self._kind_of[sender]][self._kind_of[receiver]]
+
+    def path_bytes_per_s(self, sender: str, receiver: str) -> float:
+        return self._link(sender, receiver).bandwidth_bytes_per_s
+
+    def delay_s(self, sender: str, receiver: str) -> float:
+        return self._link(sender, receiver).delay_s
+
+    def weight(self, sender: str, frame: Frame) -> int:
+        message, cost = frame.message, self._setting.cost
+        if isinstance(message, Forward):
+            return cost.forward_bytes[message.stage]
+        if isinstance(message, Backward):
+            return cost.backward_bytes[message.stage]
+        if isinstance(message, Shard | Reduced):
+            averaged = cost.stages[self._rosters[sender].own.stage].averaged_bytes
+            return averaged * frame.tensors[0].shape[0] // PARAMS
+        return frame_size(frame)
+
+
 class Actors:
     """The peers of one setting, for ``horizon_s``. ``play`` them once."""
 
@@ -104,9 +132,7 @@ class Actors:
         """``watch`` is told of every event. ``planned``: who serves what; default: as newcomers are seated."""
         self._watch, self._strategy = watch, SWARM if planned is None else planned.strategy
         self._setting, self._config, self._weather, self._horizon_s = setting, config, weather, horizon_s
-        self._hub, self._clock, self._tally = MemoryHub(), LoopClock(), Tally(setting)
-        self._hub.hands_over, self._hub.delay_s, self._hub.weigh = True, self._delay_s, self._weight
-        self._hub.roads.path_bytes_per_s = lambda a, b: self._link(a, b).bandwidth_bytes_per_s
+        self._clock, self._tally = LoopClock(), Tally(setting)
         self._problems: list[str] = []
         self._draw = random.Random(f"actors/{seed}")
         self._mortal = mortal(setting)
@@ -114,6 +140,7 @@ class Actors:
         self._rosters: dict[str, Roster] = {}
         """Of those that are there."""
         self._kind_of: dict[str, int] = {}
+        self._hub = MemoryHub(_Links(setting, self._kind_of, self._rosters), hands_over=True)
         self._served: dict[str, int] = {}
         """Stages that peers came to."""
         stage_of = (
@@ -278,24 +305,6 @@ class Actors:
         own = self._setting.kinds[self._kind_of[name]]
         self._hub.roads.lay(name, Road(own.up_bytes_per_s, own.down_bytes_per_s, own.queue_s))
         return self._hub.join(name)
-
-    def _link(self, sender: str, receiver: str) -> Link:
-        return self._setting.links[self._kind_of[sender]][self._kind_of[receiver]]
-
-    def _delay_s(self, sender: str, receiver: str) -> float:
-        return self._link(sender, receiver).delay_s
-
-    def _weight(self, sender: str, frame: Frame) -> int:
-        """Bytes that the run's own frame would have."""
-        message = frame.message
-        if isinstance(message, Forward):
-            return self._setting.cost.forward_bytes[message.stage]
-        if isinstance(message, Backward):
-            return self._setting.cost.backward_bytes[message.stage]
-        if isinstance(message, Shard | Reduced):
-            averaged = self._setting.cost.stages[self._rosters[sender].own.stage].averaged_bytes
-            return averaged * frame.tensors[0].shape[0] // PARAMS
-        return frame_size(frame)
 
     async def _peer(self, name: str, network: MemoryNetwork, roster: Roster, *, joining: bool) -> None:
         k = self._kind_of[name]

@@ -20,9 +20,7 @@ class Faults:
     def __init__(self, world: World) -> None:
         self._world = world
         self._doomed: list[tuple[Fault, Counter[tuple[str, str]]]] = []
-        self._damaging: set[str] = set()
-        world.hub.damage = self.damaged
-        world.hub.sending = self._sending
+        world.links.observe(self)
 
     async def inject(self, fault: Fault) -> None:
         """At its time, and until it is over."""
@@ -50,7 +48,7 @@ class Faults:
         elif fault.kind == "stop":
             world.peers[name].stop()
         elif fault.kind == "kick":
-            _each(world.hub.cut, [(name, other) for other in world.scenario.names if other != name])
+            _each(world.hub.barriers.cut, [(name, other) for other in world.scenario.names if other != name])
         else:
             begin, end = self._switch(fault)
             begin()
@@ -62,27 +60,30 @@ class Faults:
 
     def _switch(self, fault: Fault) -> tuple[Callable[[], None], Callable[[], None]]:
         """What begins and what ends a fault that lasts."""
-        world, hub, name = self._world, self._world.hub, fault.who[0] if fault.who else ""
+        world, barriers, name = self._world, self._world.hub.barriers, fault.who[0] if fault.who else ""
         pairs = [(name, other) for other in (fault.who[1:] or world.networks) if other != name]
         sides = [(a, b) for a in fault.who for b in world.scenario.names if b not in fault.who]
         switches: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
-            "freeze": (lambda: hub.freeze(name), lambda: hub.thaw(name)),
-            "cut": (lambda: _each(hub.cut, pairs), lambda: _each(hub.mend, pairs)),
-            "partition": (lambda: _each(hub.cut, sides), lambda: _each(hub.mend, sides)),
-            "blackhole": (lambda: _each(hub.hold_up, sides), lambda: _each(hub.let_pass, sides)),
+            "freeze": (lambda: barriers.freeze(name), lambda: barriers.thaw(name)),
+            "cut": (lambda: _each(barriers.cut, pairs), lambda: _each(barriers.mend, pairs)),
+            "partition": (lambda: _each(barriers.cut, sides), lambda: _each(barriers.mend, sides)),
+            "blackhole": (lambda: _each(barriers.hold_up, sides), lambda: _each(barriers.let_pass, sides)),
             "slow": (lambda: self._slow(name, 5.0), lambda: self._slow(name, 0.2)),
             "corrupt": (lambda: self._corrupt(name, fault.how), lambda: self._corrupt(name, "")),
             "hang": (lambda: world.stages[name].hang(), lambda: world.stages[name].recover()),
-            "one way": (lambda: hub.cut_way(*fault.who), lambda: hub.mend_way(*fault.who)),
-            "small": (lambda: hub.pass_small(fault.who, fault.limit), lambda: hub.pass_small(fault.who, None)),
+            "one way": (lambda: barriers.cut_way(*fault.who), lambda: barriers.mend_way(*fault.who)),
+            "small": (
+                lambda: barriers.pass_small(fault.who, fault.limit),
+                lambda: barriers.pass_small(fault.who, None),
+            ),
             "disk": (lambda: self._disk(name, fault.how, True), lambda: self._disk(name, fault.how, False)),
-            "directory": (lambda: hub.no_directory(True), lambda: hub.no_directory(False)),
+            "directory": (lambda: self._directory(down=True), lambda: self._directory(down=False)),
             "lie": (lambda: self._lie(name, fault.how), lambda: self._lie(name, "")),
-            "damage": (lambda: self._damaging.add(name), lambda: self._damaging.discard(name)),
+            "damage": (lambda: world.links.damaging.add(name), lambda: world.links.damaging.discard(name)),
         }
         return switches[fault.kind]
 
-    def _sending(self, sender: str, kind: str) -> None:
+    def sending(self, sender: str, kind: str) -> None:
         """A peer has an appointment at its nth frame of some kind."""
         world = self._world
         world.look_at(sender)
@@ -91,7 +92,7 @@ class Faults:
                 sent[sender, kind] += 1
                 if sent[sender, fault.on] == fault.nth and kind == fault.on:
                     world.say(f"FAULT {fault}")
-                    world.kill(sender) if fault.kind == "kill" else self._damaging.add(sender)
+                    world.kill(sender) if fault.kind == "kill" else world.links.damaging.add(sender)
 
     def _slow(self, name: str, factor: float) -> None:
         compute = self._world.computes[name]
@@ -104,6 +105,9 @@ class Faults:
     def _lie(self, name: str, how: str) -> None:
         self._world.liars[name].how = how
 
+    def _directory(self, *, down: bool) -> None:
+        self._world.hub.directory.down = down
+
     def _disk(self, name: str, how: str, broken: bool) -> None:
         disk = self._world.disk(name)
         match how:
@@ -113,14 +117,6 @@ class Faults:
                 disk.full = broken
             case "hangs":
                 disk.hang() if broken else disk.recover()
-
-    def damaged(self, sender: str, receiver: str, packed: bytes) -> bytes:
-        """Where libp2p's encryption would notice: a frame of a damaging peer comes with a flipped bit in its prefix,
-        once."""
-        if sender not in self._damaging:
-            return packed
-        self._damaging.discard(sender)
-        return bytes([packed[0] ^ 1]) + packed[1:]
 
 
 def _each(switch: Callable[[str, str], None], pairs: list[tuple[str, str]]) -> None:

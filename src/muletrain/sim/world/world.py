@@ -53,11 +53,11 @@ from muletrain.sim.loop import SkewedClock
 from muletrain.sim.world import reference
 from muletrain.sim.world.disks import DiskState, VirtualFolder, VirtualThread
 from muletrain.sim.world.faulty import FaultyCompute
+from muletrain.sim.world.links import Links
 from muletrain.sim.world.lying import Liar
-from muletrain.sim.world.scenario import BACKWARD_S, FORWARD_S, STALL_S, stage_of
+from muletrain.sim.world.scenario import BACKWARD_S, FORWARD_S, stage_of
 from muletrain.sim.world.verdict import LEFT, Outcome
 from muletrain.sim.world.witness import Watched
-from muletrain.wire.frame import frame_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -68,7 +68,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from muletrain.events import Event
-    from muletrain.network.base import Frame
     from muletrain.network.memory import MemoryNetwork
     from muletrain.runtime.checkpoint.store import Key
     from muletrain.runtime.recovery.messages import StepBack
@@ -117,12 +116,8 @@ class World:
         """``start``: the run is begun again from there."""
         self.scenario, self._outcome, self._folder, self._witness = scenario, outcome, folder, witness
         self._start = start
-        self._rng = random.Random(f"world/{scenario.seed}")
-        self.hub = MemoryHub()
-        self.hub.relays = scenario.relays
-        self.hub.delay_s = lambda sender, receiver: self._rng.uniform(0.3, 1.0) * scenario.delay_s
-        self.hub.stall_s = self._stall_s
-        self.hub.weigh = self._weigh
+        self.links = Links(scenario)
+        self.hub = MemoryHub(self.links, relays=scenario.relays)
         for name, rate in scenario.narrow:
             self.hub.roads.lay(name, Road(rate, rate, scenario.queue_s))
         self.clock = LoopClock()
@@ -168,14 +163,6 @@ class World:
             await asyncio.sleep(0)
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             self._outcome.violations.append(f"a task is left over: {task.get_name()} {task.get_coro()}")
-
-    def _stall_s(self, sender: str, receiver: str, channel: str) -> float:
-        return (
-            self._rng.random() * STALL_S if self.scenario.stalls and self._rng.random() < self.scenario.stalls else 0.0
-        )
-
-    def _weigh(self, sender: str, frame: Frame) -> int:
-        return frame_size(frame) + int((self.scenario.weight - 1.0) * sum(t.nbytes for t in frame.tensors))
 
     def _own_clock(self, name: str) -> LoopClock:
         rng, skew = random.Random(f"clock/{self.scenario.seed}/{name}"), self.scenario.skew

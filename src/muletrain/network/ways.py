@@ -1,0 +1,221 @@
+"""Ways to peers that cannot be dialled: which member is asked for a pipe, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hivemind.p2p import PeerID
+from hivemind.utils.multiaddr import Multiaddr
+
+from muletrain.network.pipes import ASK_S, WAIT, WORKS, Pipe, Pipes, ping, request
+from muletrain.policy.deadline import backoff_s
+from muletrain.policy.recent import Recent
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+
+    from muletrain.network.gated import GatedP2P
+    from muletrain.network.pipes import Ends
+
+AGAIN_S, AGAIN_MAX_S, OFTEN = 5.0, 300.0, 3
+"""Time between two questions to a member for a way to the same peer [s]. After OFTEN failures it doubles, up to the
+maximum: most peers that nobody reaches have gone for good, and each question has all members dial them."""
+PAUSE_S = 0.5
+"""Time for the other end to renew its connection with the relay, which only that end can [s]."""
+RACE = 3
+"""Members asked at once."""
+
+
+@dataclass
+class Failures:
+    """A member's failures to reach one peer. ``again_s``: when we ask it next, by the loop's clock."""
+
+    times: int = 0
+    again_s: float = 0.0
+
+    def count(self) -> None:
+        self.times += 1
+        self.again_s = _now_s() + backoff_s(max(0, self.times - OFTEN), AGAIN_S, AGAIN_MAX_S)
+
+
+class Ways:
+    """Finds ways to other peers (``gated.Finder``)."""
+
+    def __init__(
+        self, p2p: GatedP2P, pipes: Pipes, addresses: list[str], port: int | None, told: Callable[[str, str], None]
+    ) -> None:
+        """``addresses``: where others may dial us. ``port``: the one that they dial; None: no other machine can.
+        ``told`` is told (peer, relay) of each way found."""
+        self._p2p, self._pipes, self._addresses, self._port, self._told = p2p, pipes, addresses, port, told
+        self._searches: dict[str, asyncio.Task[bool]] = {}
+        self._failures: dict[str, dict[str, Failures]] = {}
+        """By peer and member."""
+        self._answer_s: Recent[float] = Recent()
+        """How long each member took to answer."""
+        self._relayed: set[str] = set()
+        """Peers that we reached through a relay and have not looked for in vain since."""
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def relayed(self, peer: str) -> bool:
+        return peer in self._relayed
+
+    def searches(self, peer: str) -> bool:
+        """Are we looking for a way to ``peer`` now?"""
+        return peer in self._searches
+
+    def advice(self) -> str:
+        port = (
+            "a TCP port here (join --port 4000, without --private)"
+            if self._port is None
+            else f"TCP port {self._port} here"
+        )
+        return f"no member leads there, either. One of the two machines must be open to the other: open {port}, or one there"
+
+    def doubt(self, peer: str) -> None:
+        self._begin(peer, self._look)
+
+    async def find(self, peer: str) -> bool:
+        return await asyncio.shield(self._begin(peer, self._find))
+
+    async def close(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def keep_up(self, relay: str, pipe: Pipe, one: Ends, other: Ends) -> None:
+        """Carry our end's part of a pipe. It may break because our connection with the relay does; perhaps only we can
+        renew that connection."""
+        await self._pipes.carry(pipe, one, other)
+        await ping(self._p2p, relay)
+
+    def _begin(self, peer: str, search: Callable[[str], Awaitable[bool]]) -> asyncio.Task[bool]:
+        """One search for each peer at a time."""
+
+        async def bounded() -> bool:
+            with suppress(Exception):  # the daemon's errors have no common base
+                async with asyncio.timeout(2 * ASK_S):
+                    return await search(peer)
+            return False
+
+        if peer not in self._searches:
+            task = self._searches[peer] = self._spawn(bounded())
+            task.add_done_callback(lambda _: self._searches.pop(peer))
+        return self._searches[peer]
+
+    async def _look(self, peer: str) -> bool:
+        connected = peer in await self._p2p.connected()
+        return (connected and await ping(self._p2p, peer)) or await self._find(peer)
+
+    async def _find(self, peer: str) -> bool:
+        if await self._search(peer):
+            return True
+        if peer not in self._relayed or not self._failures.pop(peer, None):
+            return False
+        self._relayed.discard(peer)  # if it is not found now, it is like any other peer that nobody reaches
+        await asyncio.sleep(PAUSE_S)
+        return await self._search(peer)
+
+    async def _search(self, peer: str) -> bool:
+        members = await self._candidates(peer)
+        for k in range(0, len(members), RACE):
+            async with self._race(members[k : k + RACE], peer) as found:
+                match found:
+                    case (_, ends, answer) if answer in (WORKS, WAIT):
+                        ends[1].close()
+                        return answer == WORKS or await self._comes(peer)
+                    case (relay, ends, _):
+                        return await self._connect(peer, relay, ends)
+        return False
+
+    async def _candidates(self, peer: str) -> list[str]:
+        """Members with which we have a connection of our own, the fastest first."""
+        connected = set(await self._p2p.connected())
+        self._failures = {
+            p: lately for p, found in self._failures.items() if p not in connected and (lately := _lately(found))
+        }
+        waiting = {member for member, of in self._failures.get(peer, {}).items() if _now_s() < of.again_s}
+        able = [m for m in connected & set(self._p2p.gate.known()) - {peer} - waiting if not self._pipes.to(m)]
+        return sorted(able, key=lambda m: (self._answer_s.get(m, 0.0), random.random()))
+
+    @asynccontextmanager
+    async def _race(self, members: Iterable[str], peer: str) -> AsyncIterator[tuple[str, Ends, bytes] | None]:
+        """Ask all ``members``: the first answer, or None."""
+        asked = {asyncio.create_task(self._ask(m, peer)) for m in members}
+        pending, found = asked, None
+        try:
+            while pending and found is None:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                found = next((t.result() for t in done if t.result() is not None), None)
+            yield found
+        finally:
+            for task in asked:
+                task.cancel()
+            for late in await asyncio.gather(*asked, return_exceptions=True):
+                if isinstance(late, tuple) and late is not found:
+                    late[1][1].close()
+
+    async def _ask(self, member: str, peer: str) -> tuple[str, Ends, bytes] | None:
+        begin_s = _now_s()
+        try:
+            answered = await request(self._p2p, member, {"to": peer, "addresses": self._addresses})
+        except Exception:  # the daemon's errors have no common base
+            answered = None
+        if answered is None:
+            self._failures.setdefault(peer, {}).setdefault(member, Failures()).count()
+            return None
+        self._answer_s[member] = _now_s() - begin_s
+        return member, *answered
+
+    async def _connect(self, peer: str, relay: str, ends: Ends) -> bool:
+        """Have our daemon dial through the pipe, which it finds behind a socket that takes one caller."""
+        target = PeerID.from_base58(peer)
+        came: asyncio.Future[Ends] = asyncio.get_running_loop().create_future()
+
+        def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if came.done():
+                writer.close()
+                return
+            came.set_result((reader, writer))
+            pipe = Pipe((peer,), (ends[1], writer))
+            self._spawn(self.keep_up(relay, pipe, ends, (reader, writer)))
+
+        await self._p2p.hang_up(peer)  # or the daemon would keep what does not work
+        server = await asyncio.start_server(take, "127.0.0.1", 0)
+        try:
+            port = server.sockets[0].getsockname()[1]
+            await self._p2p.dial(target, [Multiaddr(f"/ip4/127.0.0.1/tcp/{port}")])
+        finally:
+            server.close()
+            if not came.done():
+                came.cancel()
+                ends[1].close()
+        self._relayed.add(peer)
+        self._told(peer, relay)
+        return True
+
+    async def _comes(self, peer: str) -> bool:
+        """Wait until ``peer``, which is about to, has connected to us."""
+        for _ in range(int(ASK_S / 0.1)):
+            if peer in await self._p2p.connected():
+                return True
+            await asyncio.sleep(0.1)
+        return False
+
+    def _spawn(self, work: Any) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _lately(failures: dict[str, Failures]) -> dict[str, Failures]:
+    return {member: of for member, of in failures.items() if _now_s() < of.again_s + AGAIN_MAX_S}
