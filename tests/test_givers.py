@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from muletrain.config.schema import RunConfig
 from muletrain.errors import ProtocolError, Refused
 from muletrain.events import FrameRefused
+from muletrain.model.spec import ModelSpec
 from muletrain.network.memory import MemoryHub
-from muletrain.runs.join import lobby
+from muletrain.runs.checkpoint import Checkpoint
+from muletrain.runs.join import messages as join
+from muletrain.runs.join.client import JoinClient
 from muletrain.runtime.checkpoint.messages import AskPart
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.messages import Message
@@ -24,7 +28,7 @@ from muletrain.runtime.transfer.messages import AskBlocks, AskManifest, AskSnaps
 from .test_checkpointing import LINEAGE, Stages, play
 from .test_hostile import Target, warm_up
 from .test_joining import context, step_of
-from .test_machines import introduction, lobby_of
+from .test_machines import introduction, rendezvous_of
 
 if TYPE_CHECKING:
     from muletrain.network.memory import MemoryNetwork
@@ -116,21 +120,23 @@ def test_the_state_and_gradients_of_a_stage_are_for_its_replicas(tmp_path: Path)
 def test_the_founder_gives_a_guest_its_own_stages_part_and_only_until_the_run_begins(tmp_path: Path) -> None:
     async def scenario() -> None:
         hub = MemoryHub()
-        own = lobby_of(hub.join("founder"), [1, 1], expected=2)
-        own.parts = [tmp_path / "0", tmp_path / "1"]
-        own.part_digests = [bytes(32)] * 2
-        for path in own.parts:
-            path.write_bytes(b"weights")
+        config = RunConfig()
+        parts = [{"file": name, "sha256": "00" * 32} for name in ("0", "1")]
+        checkpoint = Checkpoint(tmp_path, {"step": 4, "parts": parts}, ModelSpec.from_config(config.model), config)
+        for path in checkpoint.parts:
+            path.write_bytes(f"weights of stage {path.name}".encode())
+        own = rendezvous_of(hub.join("founder"), [1, 1], expected=2, checkpoint=checkpoint)
         own.open()
         own.seat("founder", introduction("founder"))
         guest, stranger = hub.join("guest"), hub.join("stranger")
-        welcome = await lobby.Visitor(guest, "founder").join(introduction("guest"))
-        mine, others = (lobby.AskPart(stage=s, offset=0) for s in (welcome.stage, 1 - welcome.stage))
-        assert await asked(guest, "founder", mine) == b"weights"
-        await refused(guest, "founder", others, "for those that get that stage ready")
-        await refused(stranger, "founder", mine, "for those that get that stage ready")
-        own._begun = True
-        await refused(guest, "founder", mine, "for those that get that stage ready")
+        client, ask = JoinClient(guest, "founder"), join.AskPart(offset=0)
+        welcome = await client.join(introduction("guest"))
+        assert await asked(guest, "founder", ask) == f"weights of stage {welcome.stage}".encode()
+        await refused(stranger, "founder", ask, "for a guest that prepares its stage")
+        own.ready("founder", trainer=True, place="")
+        beginning = asyncio.create_task(client.begin(join.Ready(trainer=False, place="")))
+        assert await own.gather() == await beginning
+        await refused(guest, "founder", ask, "for a guest that prepares its stage")
 
     asyncio.run(scenario())
 

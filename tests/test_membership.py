@@ -31,7 +31,7 @@ from muletrain.network.offences import LIMIT
 from muletrain.network.streams import FRAMES
 from muletrain.network.trust import Trust, chain_from
 from muletrain.runs.fleet import LocalFleet
-from muletrain.runs.join.lobby import Visitor
+from muletrain.runs.join.client import JoinClient
 from muletrain.runs.join.removal import Members, remove, serve_members
 from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.worker import PROTOCOL
@@ -218,7 +218,7 @@ async def roll(net: Libp2pNetwork, *others: Libp2pNetwork, stages: tuple[int, ..
     """``net`` says that these, and itself, are in the run, by the names 'a', 'b', ..., and serve these stages."""
     names = {n.peer_id: chr(ord("a") + k) for k, n in enumerate((net, *others))}
     serve_members(net, lambda: names, lambda: dict(zip(names, stages, strict=False)))
-    Visitor(net, net.peer_id)  # says who founded the run
+    JoinClient(net, net.peer_id)  # names the founder
 
 
 def test_a_kicked_member_gets_nothing_on_any_way() -> None:

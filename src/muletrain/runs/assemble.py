@@ -27,6 +27,7 @@ from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage
 from muletrain.optim.schedule import learning_rate
 from muletrain.runs.checkpoint import FORMAT
+from muletrain.runs.join.seating import Seating
 from muletrain.runtime.core.plan import Plan
 from muletrain.strategies import strategy_of
 
@@ -144,6 +145,10 @@ class RunFacts:
     def stage_costs(self) -> list[float]:
         """FLOPs per token of each stage's forward."""
         return [self.spec.stage_flops(self.cut, s) for s in range(self.config.fleet.stages)]
+
+    def seating(self) -> Seating:
+        """What chooses a newcomer's stage."""
+        return Seating(self.needs(), self.stage_costs(), self.strategy)
 
     def manifest(self, run_id: str) -> dict[str, object]:
         """What a checkpoint says about itself, beside its parts."""

@@ -17,7 +17,7 @@ from muletrain.units import format_memory
 if TYPE_CHECKING:
     from muletrain.runs.assemble import RunFacts
     from muletrain.runs.host import Host
-    from muletrain.runs.join.lobby import Welcome
+    from muletrain.runs.join.messages import Welcome
 
 
 async def owners_sharing(facts: RunFacts, cache: TokenCache) -> Sharing:

@@ -17,7 +17,7 @@ from muletrain.errors import ConfigError
 from muletrain.network.shaped import ShapedNetwork
 from muletrain.runs.assemble import build_compute
 from muletrain.runs.join.limits import check_stage
-from muletrain.runs.join.lobby import Join
+from muletrain.runs.join.messages import JoinRequest
 from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.measure.machine import Machine
 from muletrain.runs.measure.probing import BlockFound, Prober, block_of, identity_of
@@ -62,8 +62,8 @@ class Host:
             Machine.probe, spec.device, precision, spec.memory_gib, spec.sharing, spec.host_memory
         )
 
-    def introduction(self, network: Network, machine: Machine) -> Join:
-        return Join(
+    def introduction(self, network: Network, machine: Machine) -> JoinRequest:
+        return JoinRequest(
             version=muletrain.__version__,
             name=self.spec.name,
             stage=self.spec.stage,

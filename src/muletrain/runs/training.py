@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from muletrain.compute.probe import chip
 from muletrain.events import PeerJoined, RunStarted
 from muletrain.runs.assemble import versions
-from muletrain.runs.join.reception import Reception
+from muletrain.runs.join.admission import Admission, LiveMembers
 from muletrain.runtime.checkpoint.roles import Book
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.peer.peer import Peer
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from muletrain.runs.assemble import RunFacts
     from muletrain.runs.chaos import Points
     from muletrain.runs.host import Host
-    from muletrain.runs.join.reception import Papers
+    from muletrain.runs.join.admission import RunInfo
     from muletrain.runs.measure.machine import Machine
     from muletrain.runtime.checkpoint.store import CheckpointStore
     from muletrain.runtime.members.messages import Member
@@ -42,7 +42,7 @@ class Seat:
     compute: Compute
     machine: Machine
     cache: TokenCache | None
-    papers: Papers
+    info: RunInfo
     place: CheckpointStore
     sharing: Sharing | None
     joining: bool = False
@@ -77,9 +77,8 @@ class Training:
     async def run(self, seat: Seat) -> bool:
         """To the end. False if the last checkpoint could not be written."""
         host, facts, roster = self._host, seat.facts, seat.roster
-        Reception(
-            seat.network, host.log.emit, roster, seat.papers, facts.needs(), facts.stage_costs(), facts.strategy
-        ).open()
+        members = LiveMembers(roster, facts.strategy)
+        Admission(seat.network, host.log.emit, seat.info, facts.seating(), members).open()
         before = host.names()
         host.names = lambda: before | {m.id: m.name for m in roster.members()}
         host.roster = roster
@@ -88,9 +87,9 @@ class Training:
         if host.spec.role == "found" or host.spec.keeps_ticket:
             host.log.emit(_started(facts, roster))
         links, ready = host.links(facts, seat.network), [seat.compute]
-        about = {**facts.manifest(roster.genesis.run_id), "data": seat.papers.data.hex()}
+        about = {**facts.manifest(roster.genesis.run_id), "data": seat.info.data.hex()}
         about["precision"] = seat.machine.precision.value
-        book = Book(seat.place, about, {"tokenizer.json": seat.papers.tokenizer})
+        book = Book(seat.place, about, {"tokenizer.json": seat.info.tokenizer})
 
         async def make(joins: bool, back: StepBack | None) -> Peer:
             """Our peer at the stage that the roster names; the first one's compute is ready."""

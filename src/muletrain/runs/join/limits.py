@@ -18,7 +18,7 @@ from muletrain.units import format_memory
 if TYPE_CHECKING:
     from muletrain.compute.estimate import Offer
     from muletrain.runs.assemble import RunFacts
-    from muletrain.runs.join.lobby import Welcome
+    from muletrain.runs.join.messages import Welcome
 
 TOKENIZER_BYTES, TOKENIZER_BYTES_PER_TOKEN = 4 << 20, 1 << 10
 """A tokenizer.json has at most so many, and for each token of the vocabulary (those of published models have 70 to

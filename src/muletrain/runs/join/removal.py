@@ -16,7 +16,7 @@ from pydantic import Field
 
 from muletrain.errors import AdmissionError, MuletrainError, NetworkError
 from muletrain.network.trust import MAX_KEPT, chain_from
-from muletrain.runs.join.lobby import find_founder
+from muletrain.runs.join.client import find_admitter
 from muletrain.runtime.core.messages import Id, Message, Name, Natural
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ async def remove(
 ) -> Removal:
     """``who``: a name, an id or its end. ``net`` holds the owner's key; ``addresses`` are the ticket's. ``before``: who
     is out already; members believe them dead, and name them still. Raises MuletrainError when nobody is removed."""
-    founder = await find_founder(net, addresses)
+    founder = await find_admitter(net, addresses)
     answers = await _ask_around(net, [founder, *(a.rsplit("/p2p/", 1)[-1] for a in addresses)], before)
     called = {m.id: m.name for listed in answers.values() for m in listed}
     target = find(called, who)

@@ -1,0 +1,178 @@
+"""Admission of newcomers, the same at every member and before every step.
+
+Before step 0 the founder admits guests to a waiting room (``rendezvous.Rendezvous``). Later any member admits newcomers
+to the roster (``LiveMembers``): replicas of the stage give them its state, and they introduce themselves to everyone
+(``runtime.members.membership``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from muletrain import __version__
+from muletrain.errors import AdmissionError, CapacityError
+from muletrain.events import Admitted, JoinRefused, Note
+from muletrain.runs.join.messages import (
+    PIECE,
+    Admitter,
+    AskGenesis,
+    AskTokenizer,
+    Begin,
+    Declined,
+    JoinRequest,
+    Welcome,
+)
+from muletrain.runs.join.seating import mixing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from muletrain.events import Event
+    from muletrain.network.base import Network, PeerId
+    from muletrain.runs.join.seating import Seating
+    from muletrain.runtime.members.roster import Genesis, Roster
+    from muletrain.runtime.transfer.tokens import Shared
+    from muletrain.strategies.base import Strategy
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a newcomer learns about the run. ``config``: its configuration as JSON; ``data``: the corpus' digest;
+    ``tokenizer``: its JSON; ``tokens``: see ``Welcome``."""
+
+    config: str
+    data: bytes
+    tokenizer: bytes
+    tokens: Shared | None = None
+
+
+class Participants(Protocol):
+    """The peers that are in the run so far."""
+
+    def kinds(self, request: JoinRequest) -> list[list[str]]:
+        """Device kinds of the peers of each stage, for the newcomer behind ``request``. Raises AdmissionError when
+        nobody can be admitted now."""
+        ...
+
+    def add(self, peer: PeerId, request: JoinRequest, welcome: Welcome) -> Welcome:
+        """Add a newcomer to ``welcome.stage``. Returns what else it is told."""
+        ...
+
+    def remove(self, peer: PeerId) -> bool:
+        """Remove a newcomer that declined. Returns False if it was none."""
+        ...
+
+    def genesis(self) -> Genesis:
+        """What the run began with. Raises AdmissionError before it begins."""
+        ...
+
+
+class Admission:
+    """Admits newcomers for one member: chooses their stage or refuses them, and hands out what they need to begin."""
+
+    def __init__(
+        self,
+        net: Network,
+        emit: Callable[[Event], None],
+        info: RunInfo,
+        seating: Seating,
+        participants: Participants,
+    ) -> None:
+        self._net, self._emit, self._info = net, emit, info
+        self._seating, self._participants = seating, participants
+
+    def open(self) -> None:
+        """Answer newcomers from now on, in place of any earlier ``Admission`` on this network."""
+        serve_admitter(self._net, self._net.peer_id)
+        self._net.serve(JoinRequest.KIND, self._on_request)
+        self._net.serve(AskTokenizer.KIND, self._on_tokenizer)
+        self._net.serve(Declined.KIND, self._on_declined)
+        self._net.serve(AskGenesis.KIND, self._on_genesis)
+
+    def admit(self, peer: PeerId, request: JoinRequest) -> Welcome:
+        """Choose a stage for ``peer`` and add it there. Raises AdmissionError or CapacityError."""
+        check_version(request)
+        kinds = self._participants.kinds(request)
+        stage = self._seating.choose(request, kinds)
+        if mixed := set(kinds[stage]) - {request.device}:
+            self._emit(Note(level="warning", message=mixing(stage, mixed, request.device)))
+        info = self._info
+        welcome = Welcome(
+            config=info.config,
+            stage=stage,
+            data=info.data,
+            tokenizer_size=len(info.tokenizer),
+            tokens=info.tokens,
+        )
+        return self._participants.add(peer, request, welcome)
+
+    async def _on_request(self, sender: PeerId, payload: bytes) -> bytes:
+        try:
+            welcome = self.admit(sender, JoinRequest.unpack(payload))
+        except (AdmissionError, CapacityError) as e:
+            self._emit(JoinRefused(remote=sender, reason=str(e)))
+            raise
+        self._emit(Admitted(peer_id=sender))
+        return welcome.pack()
+
+    async def _on_tokenizer(self, sender: PeerId, payload: bytes) -> bytes:
+        offset = AskTokenizer.unpack(payload).offset
+        return self._info.tokenizer[offset : offset + PIECE]
+
+    async def _on_declined(self, sender: PeerId, payload: bytes) -> bytes:
+        declined = Declined.unpack(payload)
+        if self._participants.remove(sender):
+            self._emit(JoinRefused(remote=sender, reason=declined.reason))
+        return b""
+
+    async def _on_genesis(self, sender: PeerId, payload: bytes) -> bytes:
+        AskGenesis.unpack(payload)
+        return Begin(genesis=self._participants.genesis()).pack()
+
+
+class LiveMembers:
+    """The members of a run that has begun, by one member's roster. A newcomer adds itself there when it introduces
+    itself."""
+
+    def __init__(self, roster: Roster, strategy: Strategy) -> None:
+        self._roster, self._strategy = roster, strategy
+
+    def kinds(self, request: JoinRequest) -> list[list[str]]:
+        live = [m for m in self._roster.members() if self._roster.is_alive(m.id)]
+        return [[m.device for m in live if m.stage == s] for s in range(self._roster.genesis.stages)]
+
+    def add(self, peer: PeerId, request: JoinRequest, welcome: Welcome) -> Welcome:
+        """In a planned pipeline a newcomer may take the name, and so the place, of a dead peer."""
+        again = self._strategy.has_place(request.name)
+        taken = {m.name for m in self._roster.members() if not again or self._roster.is_alive(m.id)}
+        return welcome.model_copy(update={"running": True, "name": unique_name(request.name, taken)})
+
+    def remove(self, peer: PeerId) -> bool:
+        return True  # it is in no roster yet
+
+    def genesis(self) -> Genesis:
+        return self._roster.genesis
+
+
+def unique_name(name: str, taken: Collection[str]) -> str:
+    """``name``, with a number behind it if another peer has it."""
+    names = (name, *(f"{name[:100]}-{k}" for k in range(len(taken) + 1)))
+    return next(n for n in names if n not in taken)
+
+
+def serve_admitter(net: Network, admitter: PeerId) -> None:
+    """Tell newcomers that ``admitter`` admits them."""
+
+    async def answer(sender: PeerId, payload: bytes) -> bytes:
+        return Admitter(id=admitter).pack()
+
+    net.serve(Admitter.KIND, answer)
+
+
+def check_version(request: JoinRequest) -> None:
+    """Raises AdmissionError for another version than ours."""
+    if request.version != __version__:
+        raise AdmissionError(
+            f"this run is muletrain {__version__}, the newcomer {request.version}: install muletrain=={__version__} there"
+        )
