@@ -425,7 +425,7 @@ def test_machines_behind_firewalls_train_by_way_of_another(
         output(joiner)
     assert relative_difference(checkpoint_weights(next((tmp_path / "a").glob("runs/*"))), expected) <= 1e-5
     said = [e["message"] for e in _events(tmp_path) if e["kind"] == "note"]
-    assert [m for m in said if "cannot be reached directly: by way of " in m], said
+    assert [m for m in said if "cannot be reached directly, only through " in m], said
     assert "relayed" in out[out.index("Sent over the network") :]
 
 

@@ -1,5 +1,5 @@
-"""What a peer has on its machine, whatever its part in the run: its spec, log and ticket, the machine itself, its links
-and its compute."""
+"""What a peer has on its machine, as founder or newcomer: its spec, log and ticket, the machine's resources, links and
+compute."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 
 class Host:
-    """One process'. ``names``: who is in the run, as far as this peer knows, by id; ``roster``: once the run has
-    begun; ``compute``: the one in use."""
+    """Holds what one process has. ``names``: names of the members that this peer knows, by id; ``roster``: None before
+    the run begins; ``compute``: the one in use."""
 
     def __init__(self, spec: WorkerSpec, log: EventLog, clock: Clock) -> None:
         self.spec, self.log, self.clock = spec, log, clock
@@ -49,13 +49,13 @@ class Host:
         self.shaped: ShapedNetwork | None = None
 
     def hand_out(self, ticket: Ticket) -> None:
-        """Put the ticket where a face of this machine finds it."""
+        """Write the ticket into the folder where commands on this machine look for it."""
         self.ticket = ticket
         if self.spec.role == "found" or self.spec.keeps_ticket:
             write_secret(Path(self.spec.folder) / TICKET_FILE, str(ticket))
 
     async def probe_machine(self, config: RunConfig | None) -> Machine:
-        """Measures it."""
+        """Measure this machine. ``config``: the run's, if it is known yet."""
         spec = self.spec
         precision = config.compute.precision if config is not None else Precision(spec.precision or "auto")
         return await asyncio.to_thread(
@@ -75,8 +75,8 @@ class Host:
         )
 
     async def build(self, facts: RunFacts, stage: int, machine: Machine, part: Path | None) -> Compute:
-        """With the state in ``part``, if the run does not begin with what every peer can make. Raises CapacityError,
-        whoever says that this peer serves ``stage``."""
+        """Build the compute of ``stage``, with the state in the checkpoint ``part`` if there is one. Raises
+        CapacityError if the stage does not fit, no matter who assigned it."""
         check_stage(facts, stage, machine.offer)
         compute = await asyncio.to_thread(build_compute, facts, stage, machine, self.spec.fleet_index, part)
         if part is not None:
@@ -92,7 +92,7 @@ class Host:
         machine: Machine,
         learn: Callable[[dict[PeerId, str]], None],
     ) -> Prober:
-        """Measures when ``founder`` asks for it."""
+        """Make the ``Prober`` that measures when ``founder`` asks for it."""
         spec = self.spec
         emulated = "" if facts.config.fleet.profile is None or spec.fleet_index is None else spec.name
         identity = identity_of(self.ticket.run_id, emulated)
@@ -109,8 +109,8 @@ class Host:
             self.compute.close()
 
     def links(self, facts: RunFacts, network: Network) -> Network:
-        """Links of the fleet profile, if there is one (peer i of the profile is the i-th name of the local fleet), or
-        as wide as this machine's owner allows."""
+        """``network``, shaped as the fleet profile says if there is one (peer i of the profile is the i-th name of the
+        local fleet)."""
         index, profile, spec = self.spec.fleet_index, facts.config.fleet.profile, self.spec
         if self.shaped is not None:
             return self.shaped
@@ -119,7 +119,7 @@ class Host:
 
             def link(peer: PeerId) -> Link:
                 name = self.names()[peer] if self.roster is None else self.roster.member(peer).name
-                return fleet.link(index, fleet.number(name))  # a newcomer's links are another's
+                return fleet.link(index, fleet.number(name))  # a newcomer gets some peer's links
 
             self.shaped = ShapedNetwork(network, link, fleet.peers()[index])
         elif spec.faults:
@@ -127,7 +127,7 @@ class Host:
         return self.shaped or network
 
     def limited(self, network: Network) -> Network:
-        """From the first byte of the lobby on, as wide as this machine's owner allows."""
+        """``network``, no wider than this machine's owner allows."""
         rate = self.spec.bandwidth_bytes_per_s
         return network if rate is None else self._as_wide(network, rate)
 
@@ -137,8 +137,8 @@ class Host:
 
 def place_of(config: RunConfig, spec: WorkerSpec, note: Callable[..., None]) -> CheckpointStore:
     """Where this peer writes checkpoints: the run's shared place only if the owner of this machine named it, too,
-    because opening it uses this machine's disk or credentials. Raises ConfigError where the owner's place is not the
-    run's, or the founder cannot use it."""
+    because opening it uses this machine's disk or credentials. Raises ConfigError if the owner named another place, or
+    the founder cannot use it."""
     shared, keep = config.checkpoint.place, config.checkpoint.keep
     own = Folder(Path(spec.folder) / "checkpoints", keep)
     if spec.place is not None and spec.place != shared:

@@ -1,4 +1,4 @@
-"""From the moment that a peer knows its stage and its fellow members, to the end of the run."""
+"""A peer's training, from the moment that it knows its stage and the other members to the end of the run."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Seat:
-    """What a peer needs to train. ``compute``: of its stage, ready; ``cache``: its corpus, if it has the data;
-    ``joining``: the run goes on already."""
+    """What a peer needs to train. ``compute``: its stage's, ready; ``cache``: its corpus, if it has the data;
+    ``joining``: the run has begun without it."""
 
     facts: RunFacts
     roster: Roster
@@ -49,10 +49,10 @@ class Seat:
 
 
 class Training:
-    """One process' part in a run."""
+    """Trains one peer after the other, as the process serves other stages or begins anew."""
 
     def __init__(self, host: Host, points: Points) -> None:
-        """``points``: at which chaos hits this peer."""
+        """``points``: where faults are injected into this peer."""
         self._host, self._points = host, points
         self.peer: Peer | None = None
         self.steps, self._total = 0, -1
@@ -62,12 +62,12 @@ class Training:
 
     @property
     def complete(self) -> bool:
-        """Were all steps done?"""
+        """Have all steps been done?"""
         return self.steps == self._total
 
     def stop(self) -> None:
-        """End in order, after the current step; a joiner on a machine of its own leaves: the run is not its own to
-        end."""
+        """End in order, after the current step. A joiner on a machine without the founder only leaves: the run is not
+        its own."""
         self._stopped = True
         if self.peer is not None and self._host.spec.keeps_ticket:
             self.peer.leave()
@@ -75,7 +75,7 @@ class Training:
             self.peer.stop()
 
     async def run(self, seat: Seat) -> bool:
-        """To the end. False if the last checkpoint could not be written."""
+        """Train to the end of the run. Returns False if the last checkpoint could not be written."""
         host, facts, roster = self._host, seat.facts, seat.roster
         members = LiveMembers(roster, facts.strategy)
         Admission(seat.network, host.log.emit, seat.info, facts.seating(), members).open()
@@ -92,7 +92,7 @@ class Training:
         book = Book(seat.place, about, {"tokenizer.json": seat.info.tokenizer})
 
         async def make(joins: bool, back: StepBack | None) -> Peer:
-            """Our peer at the stage that the roster names; the first one's compute is ready."""
+            """Make our peer for the stage in the roster. The first one's compute is ready."""
             if ready:
                 host.compute = ready.pop()
             else:

@@ -174,5 +174,6 @@ def check_version(request: JoinRequest) -> None:
     """Raises AdmissionError for another version than ours."""
     if request.version != __version__:
         raise AdmissionError(
-            f"this run is muletrain {__version__}, the newcomer {request.version}: install muletrain=={__version__} there"
+            f"this run is muletrain {__version__}, the newcomer {request.version}: install "
+            f"muletrain=={__version__} there"
         )

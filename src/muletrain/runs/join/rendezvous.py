@@ -189,7 +189,7 @@ class Rendezvous:
         return genesis
 
     async def _unreached(self, peers: list[PeerId], kind: str, payload: bytes) -> dict[PeerId, NetworkError]:
-        """Call all ``peers``, and return the errors of those that failed."""
+        """Call all ``peers``, and return the errors of the ones that failed."""
         calls = (self.net.call(p, kind, payload, timeout_s=CALL_S) for p in peers)
         failed = {}
         for peer, result in zip(peers, await asyncio.gather(*calls, return_exceptions=True), strict=True):

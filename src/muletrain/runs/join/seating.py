@@ -50,8 +50,8 @@ class Seating:
             return stage
         least = min(self.needs if stage is None else [self.needs[stage]], key=lambda n: n.total)
         raise CapacityError(
-            f"the smallest stage on offer needs {least.need(offer)} ({least}), this machine may use {offer}: give it more "
-            f"memory (--memory or compute.memory says how much it may use), or begin the run with more stages"
+            f"the smallest stage on offer needs {least.need(offer)} ({least}), this machine may use {offer}: give it "
+            f"more memory (--memory or compute.memory says how much it may use), or begin the run with more stages"
         )
 
     def _view(self, newcomer: Newcomer, kinds: list[list[str]]) -> View:
@@ -70,6 +70,6 @@ class Seating:
 def mixing(stage: int, kinds: set[str], device: str) -> str:
     """The warning that ``device`` joins a ``stage`` of other ``kinds``."""
     return (
-        f"stage {stage} runs on {', '.join(sorted(kinds))}, and now on {device}: if their arithmetic differs in the last "
-        f"bit, one of them leaves, unless optimizer.state_device = 'cpu'"
+        f"stage {stage} runs on {', '.join(sorted(kinds))}, and now on {device}: if their arithmetic differs in the "
+        f"last bit, one of them leaves, unless optimizer.state_device = 'cpu'"
     )
