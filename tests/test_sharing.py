@@ -28,6 +28,7 @@ from muletrain.runs.fleet import LocalFleet
 from muletrain.runtime.core.disk import SPARE_BYTES, Disk
 from muletrain.runtime.members.membership import Membership
 from muletrain.runtime.members.messages import Member
+from muletrain.runtime.members.roster import Roster
 from muletrain.runtime.transfer import blocks as transfer
 from muletrain.runtime.transfer import tokens as sharing
 from muletrain.runtime.transfer.blocks import Downloader
@@ -38,7 +39,6 @@ from muletrain.sim.loop import run_virtually
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
 from muletrain.sim.world.verdict import Outcome, readable
-from muletrain.sim.world.world import World
 
 from .fleet_run import checkpoint_weights, run_fleet
 from .reference import train_plainly
@@ -83,15 +83,13 @@ def test_newcomers_move_and_leave_and_have_the_tokens() -> None:
 
 
 def test_as_many_as_are_wanted_take_them_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = World._sharing
+    right = Sharing.run
 
-    def two(self: World, name: str) -> Sharing | None:
-        own = right(self, name)
-        assert own is not None
-        own.wanted = 2
-        return own
+    async def two(self: Sharing, *args: Any) -> None:
+        self.wanted = 2
+        await right(self, *args)
 
-    monkeypatch.setattr(World, "_sharing", two)
+    monkeypatch.setattr(Sharing, "run", two)
     outcome = whole(played(Fault(20.0, "kill", (OWNER,)), steps=60))
     times = sorted(t for t, _ in said(outcome, "trainer_added"))
     assert 1 <= len([t for t in times if t < 20.0]) <= 2, "two may have begun at the same moment"
@@ -160,9 +158,12 @@ class Pair:
             Snapshots(ctx, self.stage.at[name], self.stage.logs[name], Membership(ctx), given)  # type: ignore[arg-type]
         self.stranger = self.stage.hub.join("s")
         self.ctx = self.stage.contexts["t"]
-        self.ctx.roster._members["t"] = self.ctx.roster.own.model_copy(update={"trainer": False})
-        self.ctx.roster._changed()
+        genesis = self.ctx.roster.genesis
+        members = tuple(m.model_copy(update={"trainer": m.id != "t"}) for m in genesis.members)
+        self.ctx.roster = Roster(genesis.model_copy(update={"members": members}), "t")
         self.taker = Downloader(self.ctx, _deadline=Deadline(unmeasured_s=1.0, floor_s=1.0))
+        self.came = list[int]()
+        """Blocks that came, by number."""
         self.net.receive(self._block)
 
     @property
@@ -180,10 +181,12 @@ class Pair:
         )
 
     async def _block(self, sender: str, frame: Any) -> None:
-        self.taker.on_block(sender, Block.parse(frame), frame.tensors[0])
+        block = Block.parse(frame)
+        self.came.append(block.block)
+        self.taker.on_block(sender, block, frame.tensors[0])
 
     async def taken(self, own: Sharing) -> bool:
-        return await own._taken(self.ctx, self.taker)
+        return await own.take(self.ctx, self.taker)
 
     def notes(self) -> str:
         return "\n".join(e.message for e in self.stage.said if isinstance(e, TransferFailed))
@@ -250,8 +253,7 @@ def test_what_came_before_a_break_need_not_come_again(tmp_path: Path, monkeypatc
         first = pair.sharing()
         assert not await pair.taken(first)
         first.close()
-        assert first._partial is not None
-        came = {1000 * k for k in range(60)} - {1000 * k for k in first._partial.missing}
+        came = {1000 * k for k in pair.came}
         assert came
         pair.stage.hub.mend("a", "t")
         second = pair.sharing()
@@ -357,7 +359,7 @@ def test_who_gets_nothing_asks_ever_more_rarely(monkeypatch: pytest.MonkeyPatch)
     roster = SimpleNamespace(own=SimpleNamespace(trainer=False), trainers=list)
     ctx: Any = SimpleNamespace(clock=LoopClock(), roster=roster)
     membership: Any = SimpleNamespace(tell=tell)
-    sharing: Any = SimpleNamespace(source=None, store=object(), wanted=4, _taken=taken)
+    sharing: Any = SimpleNamespace(source=None, store=object(), wanted=4, take=taken)
 
     async def ten_minutes() -> None:
         with contextlib.suppress(TimeoutError):

@@ -226,7 +226,7 @@ class Sharing:
             untold = await membership.tell({p for p in untold if ctx.roster.knows(p)})
             if not serves() or ctx.roster.own.trainer or len(ctx.roster.trainers()) >= self.wanted:
                 tries = 0
-            elif self.source is None and not await self._taken(ctx, taker):
+            elif self.source is None and not await self.take(ctx, taker):
                 tries += 1
             elif self.source is not None:
                 tries = 0
@@ -234,7 +234,7 @@ class Sharing:
                 ctx.emit(TrainerAdded(name=ctx.roster.own.name))
                 untold = await membership.tell(ctx.roster.everyone())
 
-    async def _taken(self, ctx: Context, taker: Downloader) -> bool:
+    async def take(self, ctx: Context, taker: Downloader) -> bool:
         """All of it, checked. Says why not, once."""
         assert self.store is not None
         try:
