@@ -134,7 +134,7 @@ def test_the_founder_gives_a_guest_its_own_stages_part_and_only_until_the_run_be
         welcome = await client.join(introduction("guest"))
         assert await asked(guest, "founder", ask) == f"weights of stage {welcome.stage}".encode()
         await refused(stranger, "founder", ask, "for a guest that prepares its stage")
-        own.ready("founder", trainer=True, place="")
+        own.ready("founder", join.Ready(trainer=True, place=""))
         beginning = asyncio.create_task(client.begin(join.Ready(trainer=False, place="")))
         assert await own.gather() == await beginning
         await refused(guest, "founder", ask, "for a guest that prepares its stage")

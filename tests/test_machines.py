@@ -476,7 +476,7 @@ def test_the_founder_does_not_begin_with_a_guest_that_left() -> None:
 
         nets: dict[str, Network] = {}
         own.seat("founder", introduction("founder"))
-        own.ready("founder", trainer=True, place="")
+        own.ready("founder", Ready(trainer=True, place=""))
         gathering = asyncio.create_task(own.gather())
         waiting = []
         for name in ("one", "two"):  # out of step with each other, so that one of them always speaks
@@ -536,7 +536,7 @@ def test_every_peer_with_the_data_trains_unless_fewer_are_wanted() -> None:
             JoinClient(hub.join(name), "a")
         for name in "abcd":
             own.seat(name, introduction(name))
-            own.ready(name, trainer=name != "c", place="")
+            own.ready(name, Ready(trainer=name != "c", place=""))
         genesis = await own.gather()
         return [m.id for m in genesis.members if m.trainer], [e.message for e in said if isinstance(e, Note)]
 
@@ -611,7 +611,7 @@ def test_a_waiting_run_says_what_a_stage_needs_and_the_largest_offer_that_came()
         "a peer with the data (trainer)",
     ]
     own.seat("founder", introduction("founder", 5 * GIB))
-    own.ready("founder", trainer=True, place="")
+    own.ready("founder", Ready(trainer=True, place=""))
     assert own.missing() == ["stage 1 has no peer (needs 10 GiB; the largest offer so far is 5 GiB)"]
     with pytest.raises(CapacityError, match=r"needs 4 GiB \(weights .* may use 3 GiB: give it more memory"):
         own.seat("small", introduction("small", 3 * GIB))
@@ -622,8 +622,18 @@ def test_a_waiting_run_says_what_a_stage_needs_and_the_largest_offer_that_came()
         own.seat("gpu", gpu.model_copy(update={"stage": 1}))
     assert own.seat("gpu", gpu.model_copy(update={"stage": 1, "host_memory": 5 * GIB})) == 1
     for name in ("middle", "gpu"):
-        own.ready(name, trainer=False, place="")
+        own.ready(name, Ready(trainer=False, place=""))
     assert own.missing() == []
+
+
+def test_guests_of_one_name_get_names_of_their_own_and_a_place_that_is_given_back_frees_its_name() -> None:
+    own = rendezvous_of(MemoryHub().join("founder"), [1, 1], expected=2)
+    for peer in ("a", "b", "b"):  # the second asks twice
+        own.seat(peer, introduction("mule"))
+    assert own.names() == {"a": "mule", "b": "mule-0"}
+    assert own.remove("a")
+    own.seat("c", introduction("mule"))
+    assert own.names() == {"b": "mule-0", "c": "mule"}
 
 
 def test_a_machine_takes_the_stage_that_few_can_serve() -> None:

@@ -40,6 +40,7 @@ from muletrain.network.memory import MemoryHub
 from muletrain.network.shaped import ShapedNetwork
 from muletrain.planning.tournament import rounds
 from muletrain.runs.fleet import LocalFleet
+from muletrain.runs.join.messages import Ready
 from muletrain.runs.measure import survey
 from muletrain.runs.measure.probing import (
     FIRST,
@@ -354,7 +355,7 @@ def test_the_run_begins_after_it_is_measured_and_without_who_left_meanwhile() ->
         own = rendezvous_of(MemoryHub().join("founder"), [1], expected=1)
         own.open()
         own.seat("founder", introduction("founder"))
-        own.ready("founder", trainer=True, place="")
+        own.ready("founder", Ready(trainer=True, place=""))
         asked = 0
 
         async def settled() -> bool:

@@ -21,9 +21,10 @@ from muletrain.runs.join.messages import (
     Begin,
     Declined,
     JoinRequest,
+    Ready,
     Welcome,
 )
-from muletrain.runs.join.seating import mixing
+from muletrain.runtime.members.messages import Member
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -50,13 +51,13 @@ class RunInfo:
 class Participants(Protocol):
     """The peers that are in the run so far."""
 
-    def kinds(self, request: JoinRequest) -> list[list[str]]:
-        """Device kinds of the peers of each stage, for the newcomer behind ``request``. Raises AdmissionError when
-        nobody can be admitted now."""
+    def consider(self, request: JoinRequest) -> list[list[str]]:
+        """Hear of a newcomer, and return the device kinds of the peers of each stage. Raises AdmissionError when nobody
+        can be admitted now."""
         ...
 
     def add(self, peer: PeerId, request: JoinRequest, welcome: Welcome) -> Welcome:
-        """Add a newcomer to ``welcome.stage``. Returns what else it is told."""
+        """Add a newcomer to ``welcome.stage``. Returns the welcome with its name and what else it needs."""
         ...
 
     def remove(self, peer: PeerId) -> bool:
@@ -68,67 +69,65 @@ class Participants(Protocol):
         ...
 
 
+@dataclass(frozen=True)
 class Admission:
     """Admits newcomers for one member: chooses their stage or refuses them, and hands out what they need to begin."""
 
-    def __init__(
-        self,
-        net: Network,
-        emit: Callable[[Event], None],
-        info: RunInfo,
-        seating: Seating,
-        participants: Participants,
-    ) -> None:
-        self._net, self._emit, self._info = net, emit, info
-        self._seating, self._participants = seating, participants
+    net: Network
+    emit: Callable[[Event], None]
+    info: RunInfo
+    seating: Seating
+    participants: Participants
 
     def open(self) -> None:
         """Answer newcomers from now on, in place of any earlier ``Admission`` on this network."""
-        serve_admitter(self._net, self._net.peer_id)
-        self._net.serve(JoinRequest.KIND, self._on_request)
-        self._net.serve(AskTokenizer.KIND, self._on_tokenizer)
-        self._net.serve(Declined.KIND, self._on_declined)
-        self._net.serve(AskGenesis.KIND, self._on_genesis)
+        serve_admitter(self.net, self.net.peer_id)
+        self.net.serve(JoinRequest.KIND, self._on_request)
+        self.net.serve(AskTokenizer.KIND, self._on_tokenizer)
+        self.net.serve(Declined.KIND, self._on_declined)
+        self.net.serve(AskGenesis.KIND, self._on_genesis)
 
     def admit(self, peer: PeerId, request: JoinRequest) -> Welcome:
         """Choose a stage for ``peer`` and add it there. Raises AdmissionError or CapacityError."""
-        check_version(request)
-        kinds = self._participants.kinds(request)
-        stage = self._seating.choose(request, kinds)
+        if request.version != __version__:
+            raise AdmissionError(
+                f"this run is muletrain {__version__}, the newcomer {request.version}: install "
+                f"muletrain=={__version__} there"
+            )
+        kinds, info = self.participants.consider(request), self.info
+        stage = self.seating.choose(request, kinds)
         if mixed := set(kinds[stage]) - {request.device}:
-            self._emit(Note(level="warning", message=mixing(stage, mixed, request.device)))
-        info = self._info
-        welcome = Welcome(
-            config=info.config,
-            stage=stage,
-            data=info.data,
-            tokenizer_size=len(info.tokenizer),
-            tokens=info.tokens,
-        )
-        return self._participants.add(peer, request, welcome)
+            message = (
+                f"stage {stage} runs on {', '.join(sorted(mixed))}, and now on {request.device}: if their arithmetic "
+                f"differs in the last bit, one of them leaves, unless optimizer.state_device = 'cpu'"
+            )
+            self.emit(Note(level="warning", message=message))
+        size = len(info.tokenizer)
+        welcome = Welcome(config=info.config, stage=stage, data=info.data, tokenizer_size=size, tokens=info.tokens)
+        return self.participants.add(peer, request, welcome)
 
     async def _on_request(self, sender: PeerId, payload: bytes) -> bytes:
         try:
             welcome = self.admit(sender, JoinRequest.unpack(payload))
         except (AdmissionError, CapacityError) as e:
-            self._emit(JoinRefused(remote=sender, reason=str(e)))
+            self.emit(JoinRefused(remote=sender, reason=str(e)))
             raise
-        self._emit(Admitted(peer_id=sender))
+        self.emit(Admitted(peer_id=sender))
         return welcome.pack()
 
     async def _on_tokenizer(self, sender: PeerId, payload: bytes) -> bytes:
         offset = AskTokenizer.unpack(payload).offset
-        return self._info.tokenizer[offset : offset + PIECE]
+        return self.info.tokenizer[offset : offset + PIECE]
 
     async def _on_declined(self, sender: PeerId, payload: bytes) -> bytes:
         declined = Declined.unpack(payload)
-        if self._participants.remove(sender):
-            self._emit(JoinRefused(remote=sender, reason=declined.reason))
+        if self.participants.remove(sender):
+            self.emit(JoinRefused(remote=sender, reason=declined.reason))
         return b""
 
     async def _on_genesis(self, sender: PeerId, payload: bytes) -> bytes:
         AskGenesis.unpack(payload)
-        return Begin(genesis=self._participants.genesis()).pack()
+        return Begin(genesis=self.participants.genesis()).pack()
 
 
 class LiveMembers:
@@ -138,7 +137,7 @@ class LiveMembers:
     def __init__(self, roster: Roster, strategy: Strategy) -> None:
         self._roster, self._strategy = roster, strategy
 
-    def kinds(self, request: JoinRequest) -> list[list[str]]:
+    def consider(self, request: JoinRequest) -> list[list[str]]:
         live = [m for m in self._roster.members() if self._roster.is_alive(m.id)]
         return [[m.device for m in live if m.stage == s] for s in range(self._roster.genesis.stages)]
 
@@ -155,8 +154,22 @@ class LiveMembers:
         return self._roster.genesis
 
 
+def member_of(peer: PeerId, request: JoinRequest, welcome: Welcome, ready: Ready) -> Member:
+    """Describe a newcomer as a member of the run."""
+    return Member(
+        id=peer,
+        name=welcome.name,
+        stage=welcome.stage,
+        trainer=ready.trainer,
+        addresses=request.addresses,
+        device=request.device,
+        flops=request.flops,
+        place=ready.place,
+    )
+
+
 def unique_name(name: str, taken: Collection[str]) -> str:
-    """``name``, with a number behind it if another peer has it."""
+    """Return ``name``, with a number behind it if another peer has it."""
     names = (name, *(f"{name[:100]}-{k}" for k in range(len(taken) + 1)))
     return next(n for n in names if n not in taken)
 
@@ -168,12 +181,3 @@ def serve_admitter(net: Network, admitter: PeerId) -> None:
         return Admitter(id=admitter).pack()
 
     net.serve(Admitter.KIND, answer)
-
-
-def check_version(request: JoinRequest) -> None:
-    """Raises AdmissionError for another version than ours."""
-    if request.version != __version__:
-        raise AdmissionError(
-            f"this run is muletrain {__version__}, the newcomer {request.version}: install "
-            f"muletrain=={__version__} there"
-        )

@@ -12,7 +12,6 @@ from muletrain.runs.join.admission import serve_admitter
 from muletrain.runs.join.messages import (
     CALL_S,
     PIECE,
-    PING,
     READY_EVERY_S,
     Admitter,
     AskGenesis,
@@ -70,7 +69,6 @@ class JoinClient:
         self._net = net
         self._genesis: asyncio.Future[Genesis] = asyncio.get_running_loop().create_future()
         net.serve(Begin.KIND, self._on_begin)
-        net.serve(PING, self._on_ping)
         serve_admitter(net, admitter)
 
     async def join(self, request: JoinRequest) -> Welcome:
@@ -132,7 +130,4 @@ class JoinClient:
         begin = Begin.unpack(payload)
         if not self._genesis.done():
             self._genesis.set_result(begin.genesis)
-        return b""
-
-    async def _on_ping(self, sender: PeerId, payload: bytes) -> bytes:
         return b""

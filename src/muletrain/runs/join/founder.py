@@ -16,6 +16,7 @@ from muletrain.runs.corpus import owners_sharing
 from muletrain.runs.host import place_of
 from muletrain.runs.join.admission import RunInfo
 from muletrain.runs.join.limits import check_tokenizer
+from muletrain.runs.join.messages import Ready
 from muletrain.runs.join.rendezvous import Rendezvous
 from muletrain.runs.measure.survey import Survey
 from muletrain.runs.training import Seat
@@ -62,7 +63,7 @@ async def found(host: Host, network: Network, measuring: Callable[[Survey | None
     stage = rendezvous.seat(network.peer_id, host.introduction(network, machine))
     compute = await host.build(facts, stage, machine, checkpoint.parts[stage] if checkpoint is not None else None)
     place = place_of(facts.config, spec, host.log.note)
-    rendezvous.ready(network.peer_id, trainer=True, place=place.name)
+    rendezvous.ready(network.peer_id, Ready(trainer=True, place=place.name))
     if spec.probe:
         survey.before_training()
     measuring(survey)

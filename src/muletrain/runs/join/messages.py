@@ -23,12 +23,11 @@ CALL_S = 30.0
 """Seconds that a call of this protocol may take."""
 READY_EVERY_S = 10.0
 """Seconds between two reports of a guest that it is ready, and between two checks by the founder that guests live."""
-PING = "join.ping"
-"""Call from the founder to a guest: are you still there? Question and answer are empty."""
 
 
 class Admitter(Message):
-    """Names the peer that admits newcomers. The question is empty."""
+    """Names the peer that admits newcomers. The question is empty. The founder also asks its guests, to see that they
+    live."""
 
     KIND: ClassVar[str] = "join.admitter"
     id: Id

@@ -14,12 +14,11 @@ from muletrain.events import Waiting
 from muletrain.runs.assemble import RunFacts
 from muletrain.runs.corpus import joiners_sharing, own_data
 from muletrain.runs.host import place_of
-from muletrain.runs.join.admission import RunInfo
+from muletrain.runs.join.admission import RunInfo, member_of
 from muletrain.runs.join.client import JoinClient, find_admitter
 from muletrain.runs.join.limits import check_welcome, told_config
 from muletrain.runs.join.messages import Ready
 from muletrain.runs.training import Seat
-from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Roster
 
 if TYPE_CHECKING:
@@ -38,7 +37,8 @@ async def join(host: Host, network: Network) -> Seat:
     client = JoinClient(network, await find_admitter(network, host.ticket.addresses))
     host.hand_out(host.ticket.passed_on(client.admitter, network.addresses()))
     machine = await host.probe_machine(None)
-    welcome = await client.join(host.introduction(network, machine))
+    request = host.introduction(network, machine)
+    welcome = await client.join(request)
     try:
         facts = RunFacts.of(told_config(welcome.config))
         check_welcome(facts, welcome, machine.offer)
@@ -58,7 +58,7 @@ async def join(host: Host, network: Network) -> Seat:
     ready = Ready(trainer=cache is not None, place=place.name)
     if welcome.running:
         genesis = await client.genesis()
-        roster = Roster(genesis, _member(network, welcome, machine, ready))
+        roster = Roster(genesis, member_of(network.peer_id, request, welcome, ready))
     else:
         genesis = await _begin(host, network, client, facts, machine, ready)
         roster = Roster(genesis, network.peer_id)
@@ -94,19 +94,6 @@ async def _compute(host: Host, client: JoinClient, welcome: Welcome, facts: RunF
             "begin it by 'muletrain start', which does"
         )
     return await host.build(facts, welcome.stage, machine, None)
-
-
-def _member(network: Network, welcome: Welcome, machine: Machine, ready: Ready) -> Member:
-    return Member(
-        id=network.peer_id,
-        name=welcome.name,
-        stage=welcome.stage,
-        trainer=ready.trainer,
-        addresses=tuple(network.addresses()),
-        device=machine.kind,
-        flops=machine.flops,
-        place=ready.place,
-    )
 
 
 async def _begin(

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from muletrain.errors import AdmissionError, NetworkError, ProtocolError
 from muletrain.events import Note, Waiting
-from muletrain.runs.join.admission import Admission, unique_name
+from muletrain.runs.join.admission import Admission, member_of, unique_name
 from muletrain.runs.join.messages import (
     CALL_S,
     PIECE,
-    PING,
     READY_EVERY_S,
+    Admitter,
     AskPart,
     Begin,
     JoinRequest,
@@ -21,7 +21,6 @@ from muletrain.runs.join.messages import (
     Ready,
     Welcome,
 )
-from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis
 
 if TYPE_CHECKING:
@@ -38,21 +37,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Guest:
-    """A peer that has a stage. ``trainer`` is None while it builds it."""
+    """A peer that has a stage. ``ready`` is None while it builds it."""
 
     request: JoinRequest
-    stage: int
-    name: str
-    trainer: bool | None = None
-    place: str = ""
+    welcome: Welcome
+    ready: Ready | None = None
+
+    @property
+    def trains(self) -> bool:
+        return self.ready is not None and self.ready.trainer
 
 
 @dataclass
 class Rendezvous:
-    """The founder's guests, and its ``Admission`` until the run begins.
+    """Owns the founder's guests, and admits them, until the run begins.
 
     ``config_digest``: of the run's configuration. ``expected``: peers to wait for, the founder among them.
-    ``trainers``: at most this many guests become trainers; None: all that have the data. ``checkpoint``: what a resumed
+    ``trainers``: most guests that become trainers; None: all that have the data. ``checkpoint``: the one that a resumed
     run begins with.
     """
 
@@ -85,33 +86,33 @@ class Rendezvous:
         """Admit ``peer``, and return its stage. Raises AdmissionError or CapacityError."""
         return self._admission.admit(peer, request).stage
 
-    def ready(self, peer: PeerId, *, trainer: bool, place: str) -> None:
-        """``peer`` has built its stage (``Ready``). Raises AdmissionError if it has none."""
+    def ready(self, peer: PeerId, ready: Ready) -> None:
+        """``peer`` has built its stage. Raises AdmissionError if it has none."""
         if peer not in self._guests:
             raise AdmissionError("'ready' from a peer that has not joined")
-        if self._guests[peer].trainer != trainer:  # guests repeat themselves while they wait
-            self._guests[peer].trainer, self._guests[peer].place = trainer, place
+        if self._guests[peer].ready != ready:  # guests repeat themselves while they wait
+            self._guests[peer].ready = ready
             self._changed.set()
 
     # Participants, for the admission ----------------------------------------------------------------------------------
 
-    def kinds(self, request: JoinRequest) -> list[list[str]]:
+    def consider(self, request: JoinRequest) -> list[list[str]]:
         if self._begun is not None:
             raise AdmissionError("the run begins at this very moment; join again in some seconds")
         if self._largest is None or self._largest.device < request.offer.device:
             self._largest = request.offer
         guests = self._guests.values()
-        return [[g.request.device for g in guests if g.stage == s] for s in range(self.seating.stages)]
+        return [[g.request.device for g in guests if g.welcome.stage == s] for s in range(self.seating.stages)]
 
     def add(self, peer: PeerId, request: JoinRequest, welcome: Welcome) -> Welcome:
-        name = unique_name(request.name, {g.name for p, g in self._guests.items() if p != peer})
-        self._guests[peer] = _Guest(request, welcome.stage, name)
-        self._changed.set()
+        name = unique_name(request.name, {g.welcome.name for p, g in self._guests.items() if p != peer})
         more: dict[str, object] = {"name": name}
         if self.checkpoint is not None:
             more["part_size"] = self.checkpoint.parts[welcome.stage].stat().st_size
             more["part_digest"] = self.checkpoint.digests[welcome.stage]
-        return welcome.model_copy(update=more)
+        self._guests[peer] = guest = _Guest(request, welcome.model_copy(update=more))
+        self._changed.set()
+        return guest.welcome
 
     def remove(self, peer: PeerId) -> bool:
         if self._begun is not None or self._guests.pop(peer, None) is None:
@@ -128,22 +129,22 @@ class Rendezvous:
 
     def names(self) -> dict[PeerId, str]:
         """Names of all guests, by id."""
-        return {p: g.name for p, g in self._guests.items()}
+        return {p: g.welcome.name for p, g in self._guests.items()}
 
     def prepared(self) -> dict[PeerId, tuple[str, Offer]]:
         """Names and memory offers of the guests that are ready, by id."""
-        return {p: (g.name, g.request.offer) for p, g in self._guests.items() if g.trainer is not None}
+        return {p: (g.welcome.name, g.request.offer) for p, g in self._guests.items() if g.ready is not None}
 
     def missing(self) -> list[str]:
         """What the run still waits for, in words."""
-        ready = [g for g in self._guests.values() if g.trainer is not None]
-        unserved = [s for s in range(self.seating.stages) if not any(g.stage == s for g in ready)]
+        ready = [g for g in self._guests.values() if g.ready is not None]
+        unserved = [s for s in range(self.seating.stages) if not any(g.welcome.stage == s for g in ready)]
         lacking = [f"stage {s} has no peer ({self._need(s)})" for s in unserved]
         if (more := self.expected - len(ready)) > len(unserved):
             lacking.append(f"{more} more of {self.expected} peers")
         if building := len(self._guests) - len(ready):  # a member must be able to serve from step 0 on
             lacking.append(f"{building} preparing")
-        if not any(g.trainer for g in ready):
+        if not any(g.trains for g in ready):
             lacking.append("a peer with the data (trainer)")
         return lacking
 
@@ -177,7 +178,7 @@ class Rendezvous:
 
     async def _sweep(self) -> None:
         """Free the places of guests that do not answer."""
-        for peer in await self._unreached([p for p in self._guests if p != self.net.peer_id], PING, b""):
+        for peer in await self._unreached([p for p in self._guests if p != self.net.peer_id], Admitter.KIND, b""):
             self._guests.pop(peer, None)
 
     async def _begin(self) -> Genesis:
@@ -200,18 +201,21 @@ class Rendezvous:
         return failed
 
     def _make_genesis(self) -> Genesis:
-        ranked = sorted(self._guests, key=lambda p: (self._guests[p].stage, p != self.net.peer_id, p))
-        able = [p for p in ranked if self._guests[p].trainer]
+        ranked = sorted(self._guests, key=lambda p: (self._guests[p].welcome.stage, p != self.net.peer_id, p))
+        able = [p for p in ranked if self._guests[p].trains]
         trainers = able[: self.trainers]
         if len(trainers) < len(able):
             message = f"{len(trainers)} of {len(able)} peers that have the data build microbatches (fleet.trainers)"
             self.emit(Note(level="info", message=message))
+        members = (
+            member_of(p, g.request, g.welcome, g.ready) for p in ranked if (g := self._guests[p]).ready is not None
+        )
         return Genesis(
             run_id=self.run_id,
             config=self.config_digest,
             data=self.info.data,
             stages=self.seating.stages,
-            members=tuple(_member(p, self._guests[p], trainer=p in trainers) for p in ranked),
+            members=tuple(m.model_copy(update={"trainer": m.id in trainers}) for m in members),
             coordinator=self.net.peer_id,
             first_step=0 if self.checkpoint is None else self.checkpoint.step,
         )
@@ -221,29 +225,14 @@ class Rendezvous:
         ask, guest = AskPart.unpack(payload), self._guests.get(sender)
         if self._begun is not None or guest is None or self.checkpoint is None:
             raise ProtocolError("a part of the checkpoint is for a guest that prepares its stage")
-        return await asyncio.to_thread(_read_piece, self.checkpoint.parts[guest.stage], ask.offset)
+        return await asyncio.to_thread(_read_piece, self.checkpoint.parts[guest.welcome.stage], ask.offset)
 
     async def _on_ready(self, sender: PeerId, payload: bytes) -> bytes:
-        ready = Ready.unpack(payload)
-        self.ready(sender, trainer=ready.trainer, place=ready.place)
+        self.ready(sender, Ready.unpack(payload))
         return await self._on_missing(sender, b"")
 
     async def _on_missing(self, sender: PeerId, payload: bytes) -> bytes:
         return Missing(missing=() if self._begun is not None else tuple(self.missing())).pack()
-
-
-def _member(peer: PeerId, guest: _Guest, *, trainer: bool) -> Member:
-    request = guest.request
-    return Member(
-        id=peer,
-        name=guest.name,
-        stage=guest.stage,
-        trainer=trainer,
-        addresses=request.addresses,
-        device=request.device,
-        flops=request.flops,
-        place=guest.place,
-    )
 
 
 def _read_piece(path: Path, offset: int) -> bytes:

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from muletrain.errors import AdmissionError, CapacityError
 from muletrain.policy.assignment import NOWHERE, Load, View
 
 if TYPE_CHECKING:
-    from muletrain.compute.estimate import Offer, StageMemory
+    from muletrain.compute.estimate import StageMemory
+    from muletrain.runs.join.messages import JoinRequest
     from muletrain.strategies.base import Strategy
-
-
-class Newcomer(Protocol):
-    """``stage``: the wanted one; None: any."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def stage(self) -> int | None: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def offer(self) -> Offer: ...
 
 
 @dataclass(frozen=True)
@@ -38,7 +26,7 @@ class Seating:
     def stages(self) -> int:
         return len(self.needs)
 
-    def choose(self, newcomer: Newcomer, kinds: list[list[str]]) -> int:
+    def choose(self, newcomer: JoinRequest, kinds: list[list[str]]) -> int:
         """The stage that ``newcomer`` asks for, or the one that the strategy assigns. ``kinds``: device kinds of each
         stage's peers. Raises AdmissionError for a stage that does not exist, CapacityError for too little memory."""
         stage, offer = newcomer.stage, newcomer.offer
@@ -54,7 +42,7 @@ class Seating:
             f"more memory (--memory or compute.memory says how much it may use), or begin the run with more stages"
         )
 
-    def _view(self, newcomer: Newcomer, kinds: list[list[str]]) -> View:
+    def _view(self, newcomer: JoinRequest, kinds: list[list[str]]) -> View:
         offer = newcomer.offer
         own = Load(
             NOWHERE,
@@ -65,11 +53,3 @@ class Seating:
         )
         others = {f"{s}/{n}": Load(s, device=device) for s, here in enumerate(kinds) for n, device in enumerate(here)}
         return View({**others, "newcomer": own}, self.costs)
-
-
-def mixing(stage: int, kinds: set[str], device: str) -> str:
-    """The warning that ``device`` joins a ``stage`` of other ``kinds``."""
-    return (
-        f"stage {stage} runs on {', '.join(sorted(kinds))}, and now on {device}: if their arithmetic differs in the "
-        f"last bit, one of them leaves, unless optimizer.state_device = 'cpu'"
-    )
