@@ -32,21 +32,29 @@ if TYPE_CHECKING:
     from muletrain.events import EventLog
     from muletrain.network.base import Network, PeerId
     from muletrain.runs.assemble import RunFacts
+    from muletrain.runs.join.rendezvous import Rendezvous
     from muletrain.runs.spec import WorkerSpec
     from muletrain.runtime.members.roster import Roster
 
 
 class Host:
-    """Holds what one process has. ``names``: names of the members that this peer knows, by id; ``roster``: None before
-    the run begins; ``compute``: the one in use."""
+    """Holds what one process has. ``rendezvous``: the founder's; ``known``: names of other peers by id, which a newcomer
+    hears before the run begins; ``roster``: None until then; ``compute``: the one in use."""
 
     def __init__(self, spec: WorkerSpec, log: EventLog, clock: Clock) -> None:
         self.spec, self.log, self.clock = spec, log, clock
         self.ticket = Ticket.parse(spec.ticket)
-        self.names: Callable[[], dict[PeerId, str]] = dict
+        self.rendezvous: Rendezvous | None = None
+        self.known: dict[PeerId, str] = {}
         self.roster: Roster | None = None
         self.compute: Compute | None = None
         self.shaped: ShapedNetwork | None = None
+
+    def names(self) -> dict[PeerId, str]:
+        """Names of the peers in the run, as far as this peer knows, by id."""
+        if self.roster is not None:
+            return {m.id: m.name for m in self.roster.members()}
+        return self.known if self.rendezvous is None else self.rendezvous.names()
 
     def hand_out(self, ticket: Ticket) -> None:
         """Write the ticket into the folder where commands on this machine look for it."""
@@ -83,15 +91,7 @@ class Host:
             await compute.load_state(await compute.offload(safetensors.torch.load_file, part))
         return compute
 
-    def prober(
-        self,
-        facts: RunFacts,
-        network: Network,
-        links: Network,
-        founder: PeerId,
-        machine: Machine,
-        learn: Callable[[dict[PeerId, str]], None],
-    ) -> Prober:
+    def prober(self, facts: RunFacts, network: Network, founder: PeerId, machine: Machine) -> Prober:
         """Make the ``Prober`` that measures when ``founder`` asks for it."""
         spec = self.spec
         emulated = "" if facts.config.fleet.profile is None or spec.fleet_index is None else spec.name
@@ -100,7 +100,7 @@ class Host:
         def block() -> BlockFound:
             return block_of(facts.spec, facts.config.train.microbatch, machine, Path(spec.folder), identity)
 
-        prober = Prober(network, links, founder, self.clock, learn, block)
+        prober = Prober(network, self.links(facts, network), founder, self.clock, self.known.update, block)
         prober.open()
         return prober
 

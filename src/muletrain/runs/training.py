@@ -79,8 +79,6 @@ class Training:
         host, facts, roster = self._host, seat.facts, seat.roster
         members = LiveMembers(roster, facts.strategy)
         Admission(seat.network, host.log.emit, seat.info, facts.seating(), members).open()
-        before = host.names()
-        host.names = lambda: before | {m.id: m.name for m in roster.members()}
         host.roster = roster
         self.steps, self._total = roster.genesis.first_step, facts.config.train.steps
         self._begin = host.clock.now()

@@ -152,7 +152,7 @@ class Worker:
             private=spec.private,
             carries=spec.bandwidth_bytes_per_s is None,
         )
-        serve_members(network, lambda: host.names(), self._stages)
+        serve_members(network, host.names, self._stages)
         serve_sight(network, carries=spec.bandwidth_bytes_per_s is None)
         links = host.limited(network)
         try:

@@ -46,10 +46,9 @@ async def found(host: Host, network: Network, measuring: Callable[[Survey | None
         cache.tokenizer_json,
         None if sharing is None else sharing.shared,
     )
-    rendezvous = _rendezvous(host, network, facts, info, checkpoint)
+    host.rendezvous = rendezvous = _rendezvous(host, network, facts, info, checkpoint)
     rendezvous.open()
-    host.names = rendezvous.names
-    prober = host.prober(facts, network, host.links(facts, network), network.peer_id, machine, lambda names: None)
+    prober = host.prober(facts, network, network.peer_id, machine)
     survey = Survey(
         net=network,
         emit=host.log.emit,

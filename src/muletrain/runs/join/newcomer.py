@@ -60,7 +60,9 @@ async def join(host: Host, network: Network) -> Seat:
         genesis = await client.genesis()
         roster = Roster(genesis, member_of(network.peer_id, request, welcome, ready))
     else:
-        genesis = await _begin(host, network, client, facts, machine, ready)
+        prober = host.prober(facts, network, client.admitter, machine)  # the founder may have links measured meanwhile
+        genesis = await client.begin(ready, _says_what_is_missing(host))
+        prober.close()
         roster = Roster(genesis, network.peer_id)
     _check(genesis, facts, welcome, roster.own.stage)
     info = RunInfo(welcome.config, welcome.data, tokenizer, welcome.tokens)
@@ -94,18 +96,6 @@ async def _compute(host: Host, client: JoinClient, welcome: Welcome, facts: RunF
             "begin it by 'muletrain start', which does"
         )
     return await host.build(facts, welcome.stage, machine, None)
-
-
-async def _begin(
-    host: Host, network: Network, client: JoinClient, facts: RunFacts, machine: Machine, ready: Ready
-) -> Genesis:
-    """Wait for the run's beginning. Meanwhile the founder may have links measured."""
-    known = dict[str, str]()
-    host.names = lambda: known
-    prober = host.prober(facts, network, host.links(facts, network), client.admitter, machine, known.update)
-    genesis = await client.begin(ready, _says_what_is_missing(host))
-    prober.close()
-    return genesis
 
 
 def _check(genesis: Genesis, facts: RunFacts, welcome: Welcome, stage: int) -> None:
