@@ -51,6 +51,16 @@ async def find_admitter(net: Network, addresses: tuple[str, ...]) -> PeerId:
     )
 
 
+async def find_founder(net: Network, addresses: tuple[str, ...]) -> PeerId:
+    """Ask the members at a ticket's addresses who founded the run. Raises as ``find_admitter``."""
+    admitter = await find_admitter(net, addresses)
+    try:
+        answer = await net.call(admitter, AskGenesis.KIND, AskGenesis().pack(), timeout_s=CALL_S)
+        return Begin.unpack(answer).genesis.coordinator
+    except NetworkError:  # before the run begins, only the founder admits
+        return admitter
+
+
 async def ask_missing(net: Network, addresses: tuple[str, ...]) -> tuple[str, ...]:
     """What a run waits for before it begins; nothing once it has begun. Raises AdmissionError when no member can be
     asked."""

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from muletrain.errors import AdmissionError, MuletrainError, NetworkError
 from muletrain.network.trust import MAX_KEPT, chain_from
-from muletrain.runs.join.client import find_admitter
+from muletrain.runs.join.client import find_founder
 from muletrain.runtime.core.messages import Id, Message, Name, Natural
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ async def remove(
     """Remove the peer with the name, id or end of id ``who``. ``net`` holds the owner's key; ``addresses`` are the
     ticket's. ``before``: peers that are out already, which members still list. Raises MuletrainError when nobody is
     removed."""
-    founder = await find_admitter(net, addresses)
+    founder = await find_founder(net, addresses)
     answers = await _ask_around(net, [founder, *(a.rsplit("/p2p/", 1)[-1] for a in addresses)], before)
     called = {m.id: m.name for listed in answers.values() for m in listed}
     target = find(called, who)
