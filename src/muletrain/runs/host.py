@@ -33,19 +33,22 @@ if TYPE_CHECKING:
     from muletrain.network.base import Network, PeerId
     from muletrain.runs.assemble import RunFacts
     from muletrain.runs.join.rendezvous import Rendezvous
+    from muletrain.runs.measure.survey import Survey
     from muletrain.runs.spec import WorkerSpec
     from muletrain.runtime.members.roster import Roster
 
 
 class Host:
     """Holds what one process has. ``rendezvous``: the founder's; ``known``: names of other peers by id, which a newcomer
-    hears before the run begins; ``roster``: None until then; ``compute``: the one in use."""
+    hears before the run begins; ``survey``: what a founder can measure the fleet with until then; ``roster``: None until
+    then; ``compute``: the one in use."""
 
     def __init__(self, spec: WorkerSpec, log: EventLog, clock: Clock) -> None:
         self.spec, self.log, self.clock = spec, log, clock
         self.ticket = Ticket.parse(spec.ticket)
         self.rendezvous: Rendezvous | None = None
         self.known: dict[PeerId, str] = {}
+        self.survey: Survey | None = None
         self.roster: Roster | None = None
         self.compute: Compute | None = None
         self.shaped: ShapedNetwork | None = None

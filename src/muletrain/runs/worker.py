@@ -48,7 +48,6 @@ from muletrain.runtime.members.watchdog import DeviceHung
 
 if TYPE_CHECKING:
     from muletrain.network.base import PeerId
-    from muletrain.runs.measure.survey import Survey
 
 
 PROTOCOL = f"muletrain {muletrain.__version__}"
@@ -67,8 +66,6 @@ class Worker:
         self._code = 0
         self._points = Points(log)
         self._training = Training(host, self._points)
-        self._survey: Survey | None = None
-        """The founder's, while the run waits for its beginning; else None."""
 
     def stop(self) -> None:
         """End in order: after the current step, or at once before training begins."""
@@ -105,11 +102,11 @@ class Worker:
 
     def _measure(self) -> None:
         """Measure all peers that are ready."""
-        if self._survey is None:
+        if self._host.survey is None:
             reason = "the run has begun, or gets ready: measure before ('muletrain start --probe')"
             self._host.log.emit(ProbeFailed(reason=reason))
         else:
-            self._measuring = asyncio.create_task(self._survey.measure())
+            self._measuring = asyncio.create_task(self._host.survey.measure())
 
     async def run(self) -> int:
         """Run the peer to the end. Returns the process' exit code."""
@@ -156,15 +153,12 @@ class Worker:
         serve_sight(network, carries=spec.bandwidth_bytes_per_s is None)
         links = host.limited(network)
         try:
-            seat = await (found(host, links, self._measures) if spec.role == "found" else join(host, links))
+            seat = await (found(host, links) if spec.role == "found" else join(host, links))
             written = await self._training.run(seat)
             if not written and not spec.keeps_ticket:
                 self._code = EXIT_NO_CHECKPOINT
         finally:
             await network.close()
-
-    def _measures(self, survey: Survey | None) -> None:
-        self._survey = survey
 
     def _stages(self) -> dict[PeerId, int]:
         """The stages of members that this peer believes alive; empty before the run begins."""

@@ -23,15 +23,12 @@ from muletrain.runs.training import Seat
 from muletrain.runtime.members.roster import Roster
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from muletrain.network.base import Network
     from muletrain.runs.host import Host
 
 
-async def found(host: Host, network: Network, measuring: Callable[[Survey | None], None]) -> Seat:
-    """Gather the run's first peers, and begin. ``measuring`` gets the ``Survey`` that can measure the fleet while the
-    run waits, and None once it begins. Raises MuletrainError."""
+async def found(host: Host, network: Network) -> Seat:
+    """Gather the run's first peers, and begin. Raises MuletrainError."""
     spec = host.spec
     assert spec.config is not None
     facts = RunFacts.of(resolve_start(RunConfig.model_validate_json(spec.config)))
@@ -65,9 +62,9 @@ async def found(host: Host, network: Network, measuring: Callable[[Survey | None
     rendezvous.ready(network.peer_id, Ready(trainer=True, place=place.name))
     if spec.probe:
         survey.before_training()
-    measuring(survey)
+    host.survey = survey
     roster = Roster(await rendezvous.gather(survey.settled), network.peer_id)
-    measuring(None)
+    host.survey = None
     prober.close()
     return Seat(facts, roster, network, compute, machine, cache, info, place, sharing)
 

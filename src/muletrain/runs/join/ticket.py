@@ -77,23 +77,16 @@ class Ticket:
             body, check = data[:-4], data[-4:]
             if check != _check(body):
                 raise ValueError
-            run_id, secret, owner, addresses = msgpack.unpackb(body, max_ext_len=0)
-            well_formed = (
-                isinstance(run_id, str)
-                and isinstance(secret, bytes)
-                and len(secret) == 32
-                and isinstance(owner, bytes)
-                and len(owner) == 32
-                and isinstance(addresses, list)
-                and all(isinstance(a, str) for a in addresses)
-            )
-            if not well_formed:
-                raise ValueError
+            match msgpack.unpackb(body, max_ext_len=0):
+                case [str() as run_id, bytes() as secret, bytes() as owner, list() as addresses] if len(secret) == len(
+                    owner
+                ) == 32 and all(isinstance(a, str) for a in addresses):
+                    return cls(run_id, secret, owner, tuple(addresses))
+            raise ValueError
         except (ValueError, binascii.Error, msgpack.UnpackException):
             raise AdmissionError(
                 "the ticket is damaged (a part is missing or mistyped); copy it again, whole"
             ) from None
-        return cls(run_id, secret, owner, tuple(addresses))
 
 
 def _check(body: bytes) -> bytes:
